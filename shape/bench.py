@@ -1,0 +1,203 @@
+"""`python -m shape.bench`: how fast a predictor decodes, beside plain decoding and the other drafters.
+
+    python -m shape.bench --output results                 # the quickstart pair on the bundled prompts
+    python -m shape.bench --predictor ours=DIR --predictor paper=DIR --prompts FILE --output results
+    python -m shape.bench --render eval/results README.md  # measured tables into a document
+
+Writes `results.json` (everything, per prompt) and `results.md` (the table and its environment) to the
+output folder. Finished prompts are kept in `records.jsonl` there: after an interruption the same command
+continues.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from jsonargparse import ArgumentParser
+from rich.console import Console
+
+from shape import bundled
+from shape.conversations import load_prompts
+from shape.decoder import ShapeDecoder
+from shape.drafters import TreeShape, make_drafter
+from shape.errors import ConfigError, DataError, exit_on_error
+from shape.evaluation.speed import Method, SpeedResults, measure
+from shape.target import Target
+
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+
+
+@dataclass
+class BenchOptions:
+    """What to measure.
+
+    Args:
+        output: folder for results.json, results.md and records.jsonl.
+        predictor: trained predictors, each DIR or NAME=DIR; the name stands in the table.
+        target: path or hub id of the target; default: the one the first predictor was trained for.
+        prompts: JSON lines with turns, messages or prompt; default: the bundled bench split.
+        methods: what to measure: transformers, plain, shape (every predictor) and names of other drafters.
+        limit: measure the first so many prompts only.
+        max_new_tokens: longest answer.
+        temperature: 0 decodes greedily; above, every method samples with the same seed per prompt.
+        repeats: timed runs per answer, of which the median counts.
+        warmup: prompts answered once by every method before the measurement.
+        seed: of the sampling.
+        dtype: of the target, for example float32 or bfloat16; default: its checkpoint's.
+        device_map: where the target is put, for example cpu, cuda or auto.
+        tree: shape of the predictors' token trees; default: each predictor's own.
+        label: heading of the table.
+    """
+
+    output: str = "bench-results"
+    predictor: list[str] = field(default_factory=lambda: ["quickstart-shape"])
+    target: str | None = None
+    prompts: str | None = None
+    methods: list[str] = field(default_factory=lambda: ["transformers", "plain", "ngram", "shape"])
+    limit: int | None = None
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    repeats: int = 1
+    warmup: int = 2
+    seed: int = 0
+    dtype: str | None = None
+    device_map: str | None = None
+    tree: TreeShape | None = None
+    label: str = ""
+
+
+def bench(options: BenchOptions) -> SpeedResults:
+    """Measures, and writes results.json and results.md into `options.output`."""
+    if options.limit is not None and options.limit < 1:
+        raise ConfigError(f"limit {options.limit} leaves no prompt; give at least 1")
+    source = Path(options.prompts) if options.prompts else bundled.path("data", "bench.jsonl")
+    prompts = load_prompts(source)[: options.limit]
+    target, methods = load_methods(options)
+    output = Path(options.output)
+    output.mkdir(parents=True, exist_ok=True)
+    results = measure(
+        target,
+        methods,
+        prompts,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        repeats=options.repeats,
+        warmup=options.warmup,
+        seed=options.seed,
+        label=options.label
+        or f"{Path(target.name).name}, {source.stem}, temperature {options.temperature:g}",
+        source=source.name,
+        journal=output / "records.jsonl",
+    )
+    (output / "results.json").write_text(results.to_json())
+    (output / "results.md").write_text(results.to_markdown())
+    return results
+
+
+def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
+    """The target, and the methods of the table in the order asked for.
+
+    Raises:
+        ConfigError: a name given twice, an unknown drafter, or no target to be found.
+    """
+    predictors = named_predictors(options.predictor) if "shape" in options.methods else {}
+    target = None
+    if options.target is not None:
+        target = Target.load(options.target, dtype=options.dtype, device_map=options.device_map)
+    drafters: dict[str, Method] = {}
+    for name, folder in predictors.items():
+        decoder = ShapeDecoder.from_pretrained(
+            folder, target=target, dtype=options.dtype, device_map=options.device_map, tree=options.tree
+        )
+        target = decoder.target
+        drafters[name] = decoder.drafter
+    if target is None:
+        raise ConfigError("no predictor says which target to measure; give --target")
+    methods: dict[str, Method] = {}
+    for name in options.methods:
+        if name == "shape":
+            methods |= drafters
+        elif name == "transformers":
+            methods[name] = "transformers"
+        else:
+            methods[name] = None if name == "plain" else make_drafter(name)
+    return target, methods
+
+
+def named_predictors(predictors: Sequence[str]) -> dict[str, str]:
+    """`NAME=DIR` or `DIR` (named "shape") -> {name: folder}. Raises `ConfigError` where two share a name."""
+    named: dict[str, str] = {}
+    for entry in predictors:
+        name, separator, folder = entry.partition("=")
+        name, folder = (name, folder) if separator else ("shape", entry)
+        if name in named or name in ("plain", "transformers"):
+            raise ConfigError(f"predictor name {name} is taken; give each its own with --predictor NAME=DIR")
+        named[name] = folder
+    return named
+
+
+def render(results: Path) -> str:
+    """The tables of every `results.json` under a folder, in the order of their paths, as Markdown.
+
+    Raises:
+        DataError: there is none, or one of another schema.
+    """
+    found = sorted(results.rglob("results.json"))
+    if not found:
+        raise DataError(
+            f"no results.json lies under {results}; measure with python -m shape.bench --output first"
+        )
+    return "\n".join(SpeedResults.from_json(path.read_text()).to_markdown(detail=False) for path in found)
+
+
+def replace_region(document: str, content: str) -> str:
+    """The document with the lines between its two result markers replaced.
+
+    Raises:
+        DataError: the markers are missing.
+    """
+    before, begin, rest = document.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise DataError(f"the document has no lines {BEGIN} and {END} to write between; add them")
+    return f"{before}{BEGIN}\n\n{content.strip()}\n\n{END}{after}"
+
+
+def parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="python -m shape.bench", description=__doc__.splitlines()[0])
+    parser.add_argument("--config", action="config", help="a YAML file with these options")
+    parser.add_argument(
+        "--predictor",
+        action="append",
+        metavar="[NAME=]DIR",
+        help="a trained predictor and its name in the table; may be repeated (default: quickstart-shape)",
+    )
+    parser.add_class_arguments(BenchOptions, skip={"predictor"})
+    parser.add_argument(
+        "--render",
+        nargs=2,
+        metavar=("RESULTS", "DOCUMENT"),
+        help="write the tables of every results.json under RESULTS between the markers of DOCUMENT, and stop",
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    reader = parser()
+    values = reader.instantiate(reader.parse_args(arguments))
+    with exit_on_error():
+        if values.render:
+            results, document = map(Path, values.render)
+            document.write_text(replace_region(document.read_text(), render(results)))
+            return
+        chosen = {
+            entry.name: values[entry.name] for entry in fields(BenchOptions) if values[entry.name] is not None
+        }
+        options = BenchOptions(**chosen)
+        console = Console()
+        console.print(bench(options).table())
+        console.print(f"written to {options.output}/results.json and results.md")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""What every drafter is: something that proposes a token tree for each row, given the settled text."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shape.target import Target
+from shape.verification.sampling import Sampler
+from shape.verification.tree import TokenTree
+
+
+@dataclass
+class Settled:
+    """The settled text of a batch: x_0..x_t per row; the root x_t has not been through the target yet.
+
+    Attributes:
+        texts: token ids per row, on the host, where streaming and stopping need them anyway.
+        lengths: (B,) int64 on the device, ``len(texts[b])``.
+        root: (B,) int64, the last token of each row.
+    """
+
+    texts: list[list[int]]
+    lengths: Tensor
+    root: Tensor
+
+    def select(self, rows: list[int]) -> "Settled":
+        index = torch.tensor(rows, device=self.root.device)
+        return Settled([self.texts[row] for row in rows], self.lengths[index], self.root[index])
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """How a drafter grows its tree. A chain has width 1.
+
+    Attributes:
+        depth: drafted tokens on the longest path.
+        width: nodes expanded per depth, the best by joint probability.
+        branching: children considered per expanded node; None means ``width``.
+        nodes: drafted nodes kept of all candidates, the best by joint probability; None keeps all.
+    """
+
+    depth: int = 4
+    width: int = 3
+    branching: int | None = None
+    nodes: int | None = None
+
+    @classmethod
+    def full(cls, branching: int, depth: int) -> "TreeShape":
+        """All branching^depth paths, as in the paper's tree rejection sampling."""
+        return cls(depth=depth, width=branching ** (depth - 1), branching=branching)
+
+
+class Drafter(ABC):
+    """Proposes token trees. One instance serves one ``generate`` call at a time.
+
+    The loop calls ``start`` after the prefill, then ``draft`` and ``update`` once per step, and ``select`` when
+    rows have finished. Whatever is proposed, verification keeps the output that of the target.
+    """
+
+    name: str = ""
+
+    def bind(self, target: Target) -> None:
+        """Learn the target, before anything is computed. Raise here when the two do not fit."""
+
+    def start(self, settled: Settled, hidden: Tensor) -> None:
+        """A new batch.
+
+        Args:
+            settled: prompts and the first token of each row.
+            hidden: (B, T, H) states of the prompts, padded on the right; row b has ``lengths[b] - 1`` of them.
+        """
+
+    @abstractmethod
+    def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
+        """Propose a tree per row. Node 0 is the root; sampling drafters rank by ``sampler.draft_scores``."""
+
+    def update(self, hidden: Tensor, counts: Tensor) -> None:
+        """States that verification made known: (B, D, H), of which row b's first ``counts[b]`` count."""
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these rows, (B',) int64."""

@@ -1,0 +1,58 @@
+"""Prompt lookup: propose what followed the latest earlier occurrence of the text's last n tokens."""
+
+from torch import Tensor
+
+from shape.drafters.base import Drafter, Settled
+from shape.verification.sampling import Sampler
+from shape.verification.tree import TokenTree, ragged_chain
+
+
+class NgramDrafter(Drafter):
+    """Chains copied from the row's own prompt and output (Saxena 2023, "prompt lookup decoding").
+
+    Every n-gram is indexed once, so a step costs time in the number of new tokens, not in the text's length.
+
+    Args:
+        depth: longest chain proposed.
+        longest, shortest: suffix lengths tried, the longest first.
+    """
+
+    name = "ngram"
+
+    def __init__(self, depth: int = 8, longest: int = 4, shortest: int = 2) -> None:
+        self.depth, self.longest, self.shortest = depth, longest, shortest
+
+    def start(self, settled: Settled, hidden: Tensor) -> None:
+        self._indices = [_SuffixIndex(self.shortest, self.longest) for _ in settled.texts]
+
+    def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
+        drafts = [
+            index.continuation(text, self.depth)
+            for index, text in zip(self._indices, settled.texts, strict=True)
+        ]
+        return ragged_chain(settled.root, drafts)
+
+    def select(self, rows: Tensor) -> None:
+        self._indices = [self._indices[row] for row in rows.tolist()]
+
+
+class _SuffixIndex:
+    """Where each n-gram of a growing text was last continued."""
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self.sizes = range(longest, shortest - 1, -1)
+        self.follows: dict[tuple[int, ...], int] = {}
+        self.indexed = 0
+
+    def continuation(self, text: list[int], depth: int) -> list[int]:
+        # An n-gram is indexed once a token follows it, so the suffix can only match earlier text.
+        for end in range(max(self.indexed, 1), len(text)):
+            for size in self.sizes:
+                if size <= end:
+                    self.follows[tuple(text[end - size : end])] = end
+        self.indexed = len(text)
+        for size in self.sizes:
+            found = self.follows.get(tuple(text[-size:])) if size <= len(text) else None
+            if found is not None:
+                return text[found : found + depth]
+        return []

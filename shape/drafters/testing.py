@@ -1,0 +1,99 @@
+"""Two drafters that exist for testing: they drive every path of the loop without trained weights."""
+
+import torch
+from torch import Tensor
+
+from shape.drafters.base import Drafter, Settled
+from shape.verification.sampling import Sampler, mix
+from shape.verification.tree import TokenTree, ragged_chain
+
+
+class OracleDrafter(Drafter):
+    """Proposes the true continuation as a chain, each token corrupted with a given probability.
+
+    Tests the accounting: with error rate e and depth D the expected acceptance length is
+    (1 - (1 - e)^(D + 1)) / e.
+
+    Args:
+        texts: the full true text per row (prompt and continuation), as plain decoding gives it.
+        error_rate: probability that a proposed token is replaced by another one.
+        depth: length of the chain.
+        seed: of the corruption.
+    """
+
+    name = "oracle"
+
+    def __init__(self, texts: list[list[int]], error_rate: float = 0.0, depth: int = 4, seed: int = 0) -> None:
+        self.texts, self.error_rate, self.depth, self.seed = texts, error_rate, depth, seed
+
+    def bind(self, target) -> None:
+        self._vocab_size = target.vocab_size
+
+    def start(self, settled: Settled, hidden: Tensor) -> None:
+        self._rows = list(range(len(settled.texts)))
+
+    def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
+        return ragged_chain(
+            settled.root,
+            [self._chain(row, len(text)) for row, text in zip(self._rows, settled.texts, strict=True)],
+        )
+
+    def _chain(self, row: int, start: int) -> list[int]:
+        drafts = self.texts[row][start : start + self.depth]
+        positions = torch.arange(start, start + len(drafts))
+        coin = mix(mix(positions + 1) + row + (self.seed << 20)).to(torch.float64) / 2.0**64 + 0.5
+        return [
+            (token + 1) % self._vocab_size if wrong else token
+            for token, wrong in zip(drafts, (coin < self.error_rate).tolist(), strict=True)
+        ]
+
+    def select(self, rows: Tensor) -> None:
+        self._rows = [self._rows[row] for row in rows.tolist()]
+
+
+class AdversaryDrafter(Drafter):
+    """Random trees with duplicate siblings, dead ends, padding nodes and candidates taken from the noise.
+
+    No lossless rule may let any of this show in the output.
+
+    Args:
+        nodes: drafted nodes per tree.
+        seed: of the trees.
+        chains_only: propose unbranched trees.
+    """
+
+    name = "adversary"
+
+    def __init__(self, nodes: int = 9, seed: int = 0, chains_only: bool = False) -> None:
+        self.nodes, self.chains_only = nodes, chains_only
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def bind(self, target) -> None:
+        self._vocab_size = target.vocab_size
+
+    def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
+        batch, generator = len(settled.texts), self._generator
+        index = torch.arange(self.nodes + 1)
+        if self.chains_only:
+            parent = (index - 1).expand(batch, -1).clone()
+        else:
+            uniform = torch.rand(batch, self.nodes + 1, generator=generator)
+            parent = (uniform * index).long().minimum(index - 1)
+            # Some nodes hang on nothing; their children are dead ends.
+            orphan = torch.rand(batch, self.nodes + 1, generator=generator) < 0.1
+            parent = parent.masked_fill(orphan, -1)
+        parent[:, 0] = -1
+        tokens = self._tokens(settled, sampler, generator)
+        # Duplicates: every third node repeats the token before it.
+        tokens[:, 3::3] = tokens[:, 2:-1:3]
+        tokens[:, 0] = settled.root.cpu()
+        return TokenTree(tokens.to(settled.root.device), parent.to(settled.root.device))
+
+    def _tokens(self, settled: Settled, sampler: Sampler, generator: torch.Generator) -> Tensor:
+        batch = len(settled.texts)
+        tokens = torch.randint(self._vocab_size, (batch, self.nodes + 1), generator=generator)
+        if not sampler.greedy:
+            # The likeliest winners of the noise alone: a rule that leaks g into acceptance shows it here.
+            favourites = sampler.noise(0, self._vocab_size).topk(2, dim=1).indices.cpu()
+            tokens[:, 1:3] = favourites[:, : min(2, self.nodes)]
+        return tokens

@@ -1,0 +1,1 @@
+"""Measuring: speed against plain decoding, with intervals and the environment beside every number."""

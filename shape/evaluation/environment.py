@@ -1,0 +1,96 @@
+"""Where and how numbers came to be: without it they mean nothing."""
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+import shape
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Recorded beside every measured table.
+
+    Attributes:
+        date: UTC, to the minute.
+        command: as it was typed.
+        commit: of the checkout, "-dirty" appended where files differ from it; None outside a checkout.
+        device: name of the accelerator, or "CPU".
+        cores: logical cores of the machine; `threads` is how many torch computed with.
+    """
+
+    date: str
+    command: str
+    commit: str | None
+    device: str
+    cpu: str
+    cores: int
+    threads: int
+    versions: dict[str, str]
+
+    @classmethod
+    def capture(cls, device: torch.device) -> "Environment":
+        return cls(
+            date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            command=_command(),
+            commit=_commit(),
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper(),
+            cpu=_cpu_model(),
+            cores=os.cpu_count() or 1,
+            threads=torch.get_num_threads(),
+            versions={
+                "shape": shape.__version__,
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "transformers": version("transformers"),
+            },
+        )
+
+    def line(self) -> str:
+        """One sentence for the foot of a table."""
+        versions = ", ".join(f"{name} {number}" for name, number in self.versions.items())
+        return (
+            f"{self.device}, {self.cpu}, {self.threads} threads of {self.cores} cores, {versions}; "
+            f"{self.date}, commit {self.commit or 'unknown'}; `{self.command}`."
+        )
+
+
+def _command() -> str:
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    program = ["python", "-m", module.name] if module else [Path(sys.argv[0]).name or "python"]
+    return shlex.join(program + sys.argv[1:])
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that this package is imported from; None for an installed wheel."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=30,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip()
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

@@ -1,0 +1,364 @@
+"""What a speed measurement found, and the figures derived from it.
+
+Every figure is a ratio of sums over prompts, so that any subset and any bootstrap resample is computed alike.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from statistics import median
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from shape.errors import DataError
+from shape.evaluation.environment import Environment
+from shape.evaluation.tables import markdown, share, show, show_interval
+
+SCHEMA_VERSION = 1
+_BOOTSTRAP_SAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Sums over answers of one method. Additive, so every reported figure is a ratio of two of these sums.
+
+    The fields may be numbers, or arrays of one length (as in the bootstrap, where each entry is a resample).
+    """
+
+    answers: Any = 0
+    tokens: Any = 0  # emitted in all
+    timed_tokens: Any = 0  # emitted after the prefill's own token: the ones that decode_seconds paid for
+    decode_seconds: Any = 0.0
+    prefill_seconds: Any = 0.0
+    forwards: Any = 0  # target forwards after the prefill
+    draft_steps: Any = 0  # of these, the ones that had a draft to verify
+    accepted: Any = 0  # drafted tokens accepted
+    draft_seconds: Any = 0.0
+    bigrams: Any = 0
+    distinct_bigrams: Any = 0  # distinct within their own answer
+    ended: Any = 0  # answers that ended by an end-of-sequence token
+    equal_plain: Any = 0  # answers token for token those of the plain loop with the same seed
+    equal_transformers: Any = 0
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Tally)))
+
+    @property
+    def seconds_per_token(self) -> Any:
+        return _ratio(self.decode_seconds, self.timed_tokens)
+
+    @property
+    def acceptance_length(self) -> Any:
+        return _ratio(self.timed_tokens, self.forwards)
+
+    @property
+    def tokens_per_draft_step(self) -> Any:
+        return 1 + _ratio(self.accepted, self.draft_steps)
+
+    @property
+    def distinct_2(self) -> Any:
+        return _ratio(self.distinct_bigrams, self.bigrams)
+
+    @property
+    def eos_share(self) -> Any:
+        return _ratio(self.ended, self.answers)
+
+
+@dataclass(frozen=True)
+class PromptRecord:
+    """What every method did on one prompt, summed over its turns; `cut` says why turns were left out."""
+
+    id: str
+    category: str
+    tallies: dict[str, Tally]
+    cut: str | None = None
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "PromptRecord":
+        return cls(**{**values, "tallies": {name: Tally(**sums) for name, sums in values["tallies"].items()}})
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure with its 95 % bootstrap interval over prompts; None where it is undefined."""
+
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One method's line in the table. Rates are per second, prefill is milliseconds per answer."""
+
+    answers: int
+    tokens: int
+    tokens_per_second: float | None
+    tokens_per_second_median: float | None  # over prompts
+    prefill_ms: float | None
+    speed_up: Estimate
+    acceptance_length: Estimate
+    tokens_per_draft_step: float | None
+    draft_share: float | None  # drafting's part of the decode time
+    distinct_2: float | None
+    eos_share: float | None
+    equal_plain: int | None
+    equal_transformers: int | None
+    projected_speed_up_8b: float | None
+
+
+@dataclass(frozen=True)
+class SpeedResults:
+    """The measured records of one run, and every figure derived from them.
+
+    Attributes:
+        settings: what was asked for: target, dtype, methods, temperature, lengths, repeats, seed, prompts.
+        projected_cost: for each method, the weights its drafter would read per step beside an 8B target, as a
+            share of that target's own; None where that is unknown (see `projected_draft_cost`).
+        skipped: for each prompt left out, or cut after some of its turns, the reason.
+    """
+
+    label: str
+    settings: dict[str, Any]
+    environment: Environment
+    projected_cost: dict[str, float | None]
+    records: tuple[PromptRecord, ...]
+    skipped: dict[str, str]
+
+    @cached_property
+    def total(self) -> dict[str, Tally]:
+        return {name: sum((r.tallies[name] for r in self.records), Tally()) for name in self.methods}
+
+    @property
+    def methods(self) -> dict[str, str]:
+        """What each method is: "transformers", "plain", or its drafter's description."""
+        return self.settings["methods"]
+
+    @cached_property
+    def baseline(self) -> str:
+        """The stronger of transformers' generate and the plain loop: the divisor of every speed-up."""
+        candidates = [name for name, what in self.methods.items() if what in ("transformers", "plain")]
+        return min(candidates, key=lambda name: self.total[name].seconds_per_token)
+
+    @property
+    def categories(self) -> list[str]:
+        return list(dict.fromkeys(record.category for record in self.records))
+
+    @cached_property
+    def summary(self) -> dict[str, Summary]:
+        return {name: self.summarise(name) for name in self.methods}
+
+    def summarise(self, name: str, category: str | None = None) -> Summary:
+        """The figures of one method, over all prompts or those of one category."""
+        records = [r for r in self.records if category is None or r.category == category]
+        tallies = [r.tallies[name] for r in records]
+        mine = _columns(tallies)
+        base = _columns(r.tallies[self.baseline] for r in records)
+        total, what = _weighted(mine, np.ones(len(records))), self.methods[name]
+        ours, is_drafted = what != "transformers", what not in ("transformers", "plain")
+        length = _estimate(lambda w: _weighted(mine, w).acceptance_length, len(records)) if ours else None
+        rates = [t.timed_tokens / t.decode_seconds for t in tallies if t.timed_tokens and t.decode_seconds]
+        cost = self.projected_cost[name]
+        greedy = self.settings["temperature"] == 0
+        return Summary(
+            answers=int(total.answers),
+            tokens=int(total.tokens),
+            tokens_per_second=_number(1 / total.seconds_per_token),
+            tokens_per_second_median=median(rates) if rates else None,
+            prefill_ms=_number(1e3 * total.prefill_seconds / total.answers),
+            speed_up=_estimate(
+                lambda w: _weighted(base, w).seconds_per_token / _weighted(mine, w).seconds_per_token,
+                len(records),
+            ),
+            acceptance_length=length or Estimate(None),
+            tokens_per_draft_step=_number(total.tokens_per_draft_step) if is_drafted else None,
+            draft_share=_number(_ratio(total.draft_seconds, total.decode_seconds)) if is_drafted else None,
+            distinct_2=_number(total.distinct_2),
+            eos_share=_number(total.eos_share),
+            equal_plain=int(total.equal_plain) if ours and "plain" in self.methods.values() else None,
+            equal_transformers=(
+                int(total.equal_transformers) if greedy and "transformers" in self.methods.values() else None
+            ),
+            projected_speed_up_8b=(
+                None if cost is None or length is None else _number(total.acceptance_length / (1 + cost))
+            ),
+        )
+
+    @property
+    def warnings(self) -> list[str]:
+        """Figures that need an explanation before anyone believes them."""
+        found = []
+        for name, line in self.summary.items():
+            speed_up, length = line.speed_up.value, line.acceptance_length.value
+            if (
+                self.methods[name] not in ("transformers", "plain")
+                and speed_up
+                and length
+                and speed_up > length
+            ):
+                found.append(
+                    f"{name}: the speed-up ({speed_up:.2f}) exceeds the acceptance length ({length:.2f})"
+                )
+        if self.skipped:
+            found.append(f"{len(self.skipped)} prompts left out or cut ({next(iter(self.skipped.values()))})")
+        return found
+
+    def to_json(self) -> str:
+        """Everything, indented; `from_json` reads it back (the summary is written for readers, not read)."""
+        return json.dumps(
+            {
+                "schema_version": SCHEMA_VERSION,
+                "label": self.label,
+                "settings": self.settings,
+                "environment": asdict(self.environment),
+                "baseline": self.baseline,
+                "summary": {name: asdict(line) for name, line in self.summary.items()},
+                "categories": {
+                    category: {name: asdict(self.summarise(name, category)) for name in self.methods}
+                    for category in self.categories
+                },
+                "projected_cost": self.projected_cost,
+                "warnings": self.warnings,
+                "skipped": self.skipped,
+                "records": [asdict(record) for record in self.records],
+            },
+            indent=1,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> "SpeedResults":
+        """Raises `DataError` on another schema."""
+        values = json.loads(text)
+        if values.get("schema_version") != SCHEMA_VERSION:
+            raise DataError(
+                f"these results have schema version {values.get('schema_version')}, this program reads "
+                f"{SCHEMA_VERSION}; measure again"
+            )
+        return cls(
+            values["label"],
+            values["settings"],
+            Environment(**values["environment"]),
+            values["projected_cost"],
+            tuple(PromptRecord.from_dict(record) for record in values["records"]),
+            values["skipped"],
+        )
+
+    def rows(self) -> tuple[list[str], list[list[str]]]:
+        """Header and cells of the table, as text."""
+        header = [
+            "method",
+            "tokens/s",
+            "speed-up (95 %)",
+            "acceptance length (95 %)",
+            "tokens per draft step",
+            "prefill ms",
+            "draft share",
+            "distinct-2",
+            "ended by EOS",
+            "equal to plain",
+            "equal to transformers",
+            "projected for 8B*",
+        ]
+        return header, [
+            [
+                f"{name} (baseline)" if name == self.baseline else name,
+                show(line.tokens_per_second, ".0f"),
+                _interval(line.speed_up, "x"),
+                _interval(line.acceptance_length),
+                show(line.tokens_per_draft_step),
+                show(line.prefill_ms, ".1f"),
+                show(line.draft_share, ".0%"),
+                show(line.distinct_2),
+                show(line.eos_share, ".0%"),
+                share(line.equal_plain, line.answers),
+                share(line.equal_transformers, line.answers),
+                show(line.projected_speed_up_8b, ".2f", "x"),
+            ]
+            for name, line in self.summary.items()
+        ]
+
+    def notes(self) -> list[str]:
+        """The lines under the table: what was measured, on what, and what to be careful about."""
+        settings = self.settings
+        answers = next(iter(self.summary.values())).answers
+        return [
+            f"Target {settings['target']} ({settings['parameters'] / 1e6:.1f}M parameters, "
+            f"{settings['dtype']}), {len(self.records)} prompts of {settings['prompts']} ({answers} "
+            f"answers), at most {settings['max_new_tokens']} new tokens, temperature "
+            f"{settings['temperature']:g}, batch 1, median of {settings['repeats']} run(s) per answer, "
+            "interleaved; the speed-up leaves prefill out.",
+            self.environment.line(),
+            "*A projection, not a measurement: acceptance length / (1 + c), where c is what the drafter "
+            "would read of weights per step, scaled to Llama-3.1-8B's width and vocabulary, over the "
+            "target's own.",
+            *(f"Look into this: {warning}." for warning in self.warnings),
+        ]
+
+    def to_markdown(self, detail: bool = True) -> str:
+        """The table and its notes; with `detail` also speed-up and acceptance length by category."""
+        parts = [markdown(*self.rows()), *self.notes()]
+        if detail and len(self.categories) > 1:
+            names = list(self.methods)
+            cells = [
+                [category, *(_by_category(self.summarise(name, category)) for name in names)]
+                for category in self.categories
+            ]
+            parts += [
+                "Speed-up (acceptance length) by category:",
+                markdown(["category", *names], cells),
+            ]
+        return "\n\n".join([f"### {self.label}", *parts]) + "\n"
+
+    def table(self) -> Table:
+        """The same for the screen, where a column per method fits better."""
+        (corner, *figures), cells = self.rows()
+        table = Table(title=self.label, caption="\n".join(self.notes()), caption_justify="left")
+        table.add_column(corner)
+        for name, *_ in cells:
+            table.add_column(name, justify="right")
+        for position, figure in enumerate(figures, start=1):
+            table.add_row(figure, *(row[position] for row in cells))
+        return table
+
+
+def _ratio(numerator: Any, denominator: Any) -> Any:
+    """Elementwise quotient, nan where nothing was counted."""
+    top, bottom = np.asarray(numerator, dtype=float), np.asarray(denominator, dtype=float)
+    return np.divide(top, bottom, out=np.full(np.broadcast(top, bottom).shape, np.nan), where=bottom != 0)
+
+
+def _columns(tallies: Iterable[Tally]) -> np.ndarray:
+    """(prompts, fields) float64."""
+    return np.array([[getattr(tally, f.name) for f in fields(Tally)] for tally in tallies], dtype=float)
+
+
+def _weighted(columns: np.ndarray, weights: np.ndarray) -> Tally:
+    """Sums over prompts counted `weights` times, (..., prompts) -> a Tally of arrays (...,)."""
+    return Tally(*np.moveaxis(weights @ columns, -1, 0))
+
+
+def _estimate(figure: Callable[[np.ndarray], Any], prompts: int) -> Estimate:
+    """A figure of prompt weights with the 95 % percentile bootstrap over prompts (Efron 1979)."""
+    value = _number(figure(np.ones(prompts)))
+    if value is None or prompts < 2:
+        return Estimate(value)
+    rng = np.random.default_rng(0)
+    resamples = figure(rng.multinomial(prompts, np.full(prompts, 1 / prompts), size=_BOOTSTRAP_SAMPLES))
+    low, high = map(float, np.nanpercentile(resamples, [2.5, 97.5]))
+    return Estimate(value) if low == high else Estimate(value, low, high)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+def _by_category(line: Summary) -> str:
+    length = line.acceptance_length.value
+    return show(line.speed_up.value, unit="x") + ("" if length is None else f" ({length:.2f})")
+
+
+def _interval(estimate: Estimate, unit: str = "") -> str:
+    return show_interval(estimate.value, estimate.low, estimate.high, unit)

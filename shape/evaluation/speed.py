@@ -1,0 +1,350 @@
+"""Speed of decoding methods on the same prompts, measured side by side in one process.
+
+Every prompt is answered by every method in turn (interleaved, in rotating order, after a discarded warm-up),
+so that a slow minute of the machine falls on all of them. A method is a drafter, `None` for our loop without
+one, or `"transformers"` for `model.generate` on the same loaded weights. Speed-up is against the *stronger*
+of the last two, as time per decoded token; prefill is left out of it and reported beside it.
+
+Terms: *acceptance length* is tokens emitted per target forward after the prefill, bonus included. *Tokens per
+draft step* is 1 + accepted / drafts, over the steps that had a draft. The token that the prefill itself
+yields counts on neither side of any ratio.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers.generation.streamers import BaseStreamer
+
+from shape.conversations import Prompt
+from shape.decoder import ShapeDecoder, ShapeOutput
+from shape.drafters import Drafter, NgramDrafter, ShapeDrafter
+from shape.errors import ConfigError, DataError
+from shape.evaluation.environment import Environment
+from shape.evaluation.results import PromptRecord, SpeedResults, Tally
+from shape.stats import DecodeStats
+from shape.target import Target
+
+Method = Drafter | Literal["transformers"] | None
+
+# The 8B target of the projection: parameters, width and vocabulary of Llama-3.1-8B.
+_LARGE_PARAMETERS, _LARGE_HIDDEN, _LARGE_VOCABULARY = 8.03e9, 4096, 128_256
+
+
+def measure(
+    target: Target,
+    methods: Mapping[str, Method],
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    repeats: int = 1,
+    warmup: int = 2,
+    seed: int = 0,
+    progress: bool = True,
+    label: str = "",
+    source: str = "",
+    journal: Path | None = None,
+) -> SpeedResults:
+    """Answers every prompt with every method and returns what it took.
+
+    Turns are answered in order, and the plain loop's answer (or else the first method's) is the context of
+    the next turn for all methods, so that all decode from the same text. Prompts and turns that leave no room
+    for `max_new_tokens` in the target's positions are left out, and the results say so. At a temperature all
+    methods sample with the same seed per prompt, top_k = 0 and top_p = 1.
+
+    Args:
+        methods: name -> drafter, None (our loop without one) or "transformers"; at least one of the last two.
+        repeats: timed runs per answer, of which the median counts.
+        warmup: prompts whose first turn every method answers, untimed, before the measurement.
+        label: heading of the table.
+        source: what the prompts are, for the record.
+        journal: a JSON-lines file to which finished prompts are appended. A journal of the same settings is
+            continued, one of others raises.
+
+    Raises:
+        ConfigError: no baseline among the methods, numbers out of range, or a journal of another run.
+        DataError: no prompt can be measured, or two share an id.
+    """
+    if not any(method is None or method == "transformers" for method in methods.values()):
+        raise ConfigError("the methods hold no baseline to compare with; add plain or transformers")
+    if min(max_new_tokens, repeats) < 1 or warmup < 0 or temperature < 0:
+        raise ConfigError(
+            "max_new_tokens and repeats must be at least 1, warmup and temperature at least 0; "
+            f"got {max_new_tokens}, {repeats}, {warmup} and {temperature:g}"
+        )
+    if len({prompt.id for prompt in prompts}) < len(prompts):
+        raise DataError("two prompts share an id; give every prompt its own")
+    if target.tokenizer is None:
+        raise DataError(
+            f"target {target.name} has no tokenizer to encode prompts with; give a folder that has one"
+        )
+    settings = {
+        # Not where it lies: a moved folder is the same target.
+        "target": Path(target.name).name if Path(target.name).exists() else target.name,
+        "target_identity": replace(target.identity, name="").to_dict(),
+        "parameters": target.model.num_parameters(),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "methods": {name: describe(method) for name, method in methods.items()},
+        "prompts": source or "the given prompts",
+        "prompts_hash": hashlib.sha256(repr(list(prompts)).encode()).hexdigest()[:16],
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "repeats": repeats,
+        "warmup": warmup,
+        "seed": seed,
+    }
+    bench = _Bench(target, methods, max_new_tokens, temperature, repeats)
+    rooms = {prompt.id: bench.fits(bench.encode(_opening(prompt))) for prompt in prompts}
+    measured = [prompt for prompt in prompts if rooms[prompt.id]]
+    if not measured:
+        reason = bench.too_long if prompts else "none was given"
+        raise DataError(
+            f"no prompt can be measured: {reason}; give other prompts or a smaller max_new_tokens"
+        )
+    finished = _open_journal(journal, settings)
+    for prompt in measured[:warmup]:
+        context = bench.encode(_opening(prompt))
+        for runner in bench.runners.values():
+            runner(context, seed)
+    for index, prompt in enumerate(tqdm(measured, desc="bench", unit="prompt", disable=not progress)):
+        if prompt.id not in finished:
+            finished[prompt.id] = bench.record(prompt, seed + index, rotation=index)
+            _append(journal, asdict(finished[prompt.id]))
+    records = tuple(finished[prompt.id] for prompt in measured)
+    return SpeedResults(
+        label=label or f"{settings['target']}, temperature {temperature:g}",
+        settings=settings,
+        environment=Environment.capture(target.device),
+        projected_cost={name: projected_draft_cost(method, target) for name, method in methods.items()},
+        records=records,
+        skipped={
+            **{prompt.id: bench.too_long for prompt in prompts if not rooms[prompt.id]},
+            **{record.id: record.cut for record in records if record.cut},
+        },
+    )
+
+
+def describe(method: Method) -> str:
+    """What a method is, in words that change when its settings do."""
+    if method is None or isinstance(method, str):
+        return method or "plain"
+    return f"{method.name}, {method.tree}" if isinstance(method, ShapeDrafter) else method.name
+
+
+def projected_draft_cost(method: Method, target: Target) -> float | None:
+    """Weights the drafter reads per step over those the target reads, at the size of Llama-3.1-8B.
+
+    Assumes that both are bound by memory, so that a target forward over a tree costs what one over a token
+    does; that the predictor's parameters grow with the square of the width; that recursive predictors read
+    their own weights and the output embedding once per depth, parallel ones once. Cache traffic and overheads
+    are left out, and the measured acceptance length is taken to hold for the large target.
+
+    Returns:
+        0 where nothing is read, None for the baselines and for drafters of unknown cost.
+    """
+    if isinstance(method, NgramDrafter):
+        return 0.0
+    if not isinstance(method, ShapeDrafter):
+        return None
+    own = method.predictor.num_parameters() * (_LARGE_HIDDEN / target.hidden_size) ** 2
+    passes = method.tree.depth if method.predictor.config.step_mode == "recursive" else 1
+    return passes * (own + _LARGE_HIDDEN * _LARGE_VOCABULARY) / _LARGE_PARAMETERS
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One timed call of one method on one context."""
+
+    tokens: list[int]
+    decode_seconds: float
+    prefill_seconds: float
+    stats: DecodeStats | None = None
+
+
+class _Clock(BaseStreamer):
+    """One stopwatch for every method: the first token, streamed after the prompt, ends the prefill."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.start = self.first = time.perf_counter()
+
+    def put(self, value: Tensor) -> None:
+        self.calls += 1
+        if self.calls == 2:
+            self.first = time.perf_counter()
+
+    def end(self) -> None: ...
+
+    def run(self, output: Tensor, prompt: int, stats: DecodeStats | None = None) -> _Run:
+        """The finished call: its output (1, L) is read to the host before the watch stops."""
+        tokens = output[0, prompt:].tolist()
+        return _Run(tokens, time.perf_counter() - self.first, self.first - self.start, stats)
+
+
+class _Bench:
+    """The methods, ready to run on one target."""
+
+    def __init__(
+        self,
+        target: Target,
+        methods: Mapping[str, Method],
+        max_new_tokens: int,
+        temperature: float,
+        repeats: int,
+    ) -> None:
+        self.target, self.repeats, self.max_new_tokens = target, repeats, max_new_tokens
+        self.options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+        if temperature > 0:
+            self.options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+        self.runners: dict[str, Callable[[Tensor, int], _Run]] = {
+            name: self._runner(method) for name, method in methods.items()
+        }
+        self.plain = next((name for name, method in methods.items() if method is None), None)
+        self.transformers = next((name for name, method in methods.items() if method == "transformers"), None)
+        self.reference = self.plain or next(iter(methods))
+        self.too_long = (
+            f"the prompt and {max_new_tokens} new tokens exceed the target's {target.max_positions} positions"
+        )
+
+    def _runner(self, method: Method) -> Callable[[Tensor, int], _Run]:
+        if method == "transformers":
+            return self._run_transformers
+        decoder = ShapeDecoder(self.target, drafter=method)
+        return lambda context, seed: self._run_ours(decoder, context, seed)
+
+    def _run_transformers(self, context: Tensor, seed: int) -> _Run:
+        device = self.target.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            clock = _Clock()
+            output = self.target.model.generate(
+                context, attention_mask=torch.ones_like(context), streamer=clock, **self.options
+            )
+            return clock.run(output, context.shape[1])
+
+    def _run_ours(self, decoder: ShapeDecoder, context: Tensor, seed: int) -> _Run:
+        clock = _Clock()
+        output = decoder.generate(
+            context,
+            attention_mask=torch.ones_like(context),
+            seed=seed,
+            streamer=clock,
+            return_dict_in_generate=True,
+            **self.options,
+        )
+        assert isinstance(output, ShapeOutput)
+        return clock.run(output.sequences, context.shape[1], output.stats)
+
+    def encode(self, messages: list[dict[str, str]]) -> Tensor:
+        """(1, T) ids of messages that await an answer; of their bare text without a chat template."""
+        if self.target.tokenizer.chat_template:
+            text, special = self.target.render(messages, add_generation_prompt=True), False
+        else:
+            text, special = "\n".join(message["content"] for message in messages), True
+        ids = self.target.tokenizer(text, add_special_tokens=special, return_tensors="pt").input_ids
+        return ids.to(self.target.device)
+
+    def fits(self, context: Tensor) -> bool:
+        limit = self.target.max_positions
+        return limit is None or context.shape[1] + self.max_new_tokens <= limit
+
+    def record(self, prompt: Prompt, seed: int, rotation: int) -> PromptRecord:
+        """Every method's answers to every turn of a prompt."""
+        tallies = dict.fromkeys(self.runners, Tally())
+        messages, cut = _opening(prompt), None
+        for turn in range(len(prompt.turns)):
+            if turn > 0:
+                messages = [*messages, {"role": "user", "content": prompt.turns[turn]}]
+            context = self.encode(messages)
+            if not self.fits(context):
+                cut = f"{self.too_long} at turn {turn + 1}"
+                break
+            runs = self._answers(context, seed, rotation + turn)
+            for name in self.runners:
+                tallies[name] += self._tally(runs, name)
+            reply = self.target.tokenizer.decode(runs[self.reference].tokens, skip_special_tokens=True)
+            messages = [*messages, {"role": "assistant", "content": reply}]
+        return PromptRecord(prompt.id, prompt.category, tallies, cut)
+
+    def _answers(self, context: Tensor, seed: int, rotation: int) -> dict[str, _Run]:
+        """One run per method: the interleaved repeats with their median times."""
+        names = list(self.runners)
+        runs: dict[str, list[_Run]] = {name: [] for name in names}
+        for repeat in range(self.repeats):
+            first = (rotation + repeat) % len(names)
+            for name in names[first:] + names[:first]:
+                runs[name].append(self.runners[name](context, seed))
+        return {
+            name: replace(
+                tries[0],
+                decode_seconds=median(run.decode_seconds for run in tries),
+                prefill_seconds=median(run.prefill_seconds for run in tries),
+            )
+            for name, tries in runs.items()
+        }
+
+    def _tally(self, runs: dict[str, _Run], name: str) -> Tally:
+        run, tokens = runs[name], runs[name].tokens
+        bigrams = list(pairwise(tokens))
+        stats = run.stats
+        return Tally(
+            answers=1,
+            tokens=len(tokens),
+            timed_tokens=len(tokens) - 1,
+            decode_seconds=run.decode_seconds,
+            prefill_seconds=run.prefill_seconds,
+            forwards=stats.forwards if stats else 0,
+            draft_steps=stats.draft_steps if stats else 0,
+            accepted=stats.accepted if stats else 0,
+            draft_seconds=stats.draft_seconds if stats else 0.0,
+            bigrams=len(bigrams),
+            distinct_bigrams=len(set(bigrams)),
+            ended=int(tokens[-1] in self.target.eos_token_ids),
+            equal_plain=int(self.plain is not None and tokens == runs[self.plain].tokens),
+            equal_transformers=int(
+                self.transformers is not None and tokens == runs[self.transformers].tokens
+            ),
+        )
+
+
+def _opening(prompt: Prompt) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in prompt.messages]
+
+
+def _open_journal(journal: Path | None, settings: dict[str, Any]) -> dict[str, PromptRecord]:
+    """Records that an earlier run of the same settings finished, by prompt id; starts a new file otherwise.
+
+    A last line cut short by a crash is dropped.
+    """
+    if journal is None:
+        return {}
+    lines = journal.read_text().splitlines(keepends=True) if journal.exists() else []
+    whole = [line for line in lines if line.endswith("\n")]
+    if whole and json.loads(whole[0]) != settings:
+        theirs = json.loads(whole[0])
+        names = ", ".join(key for key in settings if theirs.get(key) != settings[key])
+        raise ConfigError(
+            f"{journal} holds a measurement with other settings ({names}); give another output folder, or "
+            "delete it"
+        )
+    whole = whole or [json.dumps(settings) + "\n"]
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    journal.write_text("".join(whole))
+    records = [PromptRecord.from_dict(json.loads(line)) for line in whole[1:]]
+    return {record.id: record for record in records}
+
+
+def _append(journal: Path | None, record: dict[str, Any]) -> None:
+    if journal is not None:
+        with journal.open("a") as file:
+            file.write(json.dumps(record) + "\n")

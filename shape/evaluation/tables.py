@@ -1,0 +1,28 @@
+"""Figures as text: cells and Markdown tables. An undefined figure is shown as a dash, never as a number."""
+
+from collections.abc import Sequence
+
+DASH = "–"
+
+
+def show(value: float | None, spec: str = ".2f", unit: str = "") -> str:
+    """A number formatted by `spec`, or a dash."""
+    return DASH if value is None else f"{value:{spec}}{unit}"
+
+
+def show_interval(value: float | None, low: float | None, high: float | None, unit: str = "") -> str:
+    """`1.52x (1.43–1.60)`; without the brackets where the interval is unknown."""
+    if low is None or high is None:
+        return show(value, unit=unit)
+    return f"{show(value, unit=unit)} ({low:.2f}–{high:.2f})"
+
+
+def share(count: int | None, of: int) -> str:
+    """`38 / 40`, or a dash."""
+    return DASH if count is None else f"{count} / {of}"
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table: the first column to the left, the others to the right."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -1,0 +1,81 @@
+"""`python -m shape.extract`: the target's hidden states on conversations, stored for training.
+
+    python -m shape.extract --target T --data D --output DIR
+    python -m shape.train --target T --data D --features DIR --output checkpoints/mine
+
+Stop it whenever you like: the same command continues where it stopped.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jsonargparse import ArgumentParser
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
+
+from shape.conversations import load_conversations
+from shape.errors import exit_on_error
+from shape.features import FeatureOptions, FeatureStore, TrainerOptions, extract, quiet
+from shape.target import Target
+
+
+@dataclass(kw_only=True)
+class ExtractOptions(FeatureOptions):
+    """What to extract, from what, to where.
+
+    Attributes:
+        target: folder or hub id of the target, or quickstart-target.
+        data: file, folder or hub dataset with conversations.
+        output: folder of the features.
+        limit: at most so many conversations.
+        skip_bad_rows: count malformed rows and go on.
+        target_dtype: dtype to run the target in; null is its checkpoint's own.
+        trust_remote_code: run code that comes with the target.
+        trainer: devices, processes and nodes, as Lightning's Trainer has them.
+    """
+
+    target: str
+    data: str
+    output: str
+    limit: int | None = None
+    skip_bad_rows: bool = False
+    target_dtype: str | None = None
+    trust_remote_code: bool = False
+    trainer: TrainerOptions = field(default_factory=TrainerOptions)
+
+
+def run(options: ExtractOptions) -> FeatureStore:
+    """Extract, or complete what an earlier run left; returns the store."""
+    target = Target.load(
+        options.target, dtype=options.target_dtype, trust_remote_code=options.trust_remote_code
+    )
+    options.check(target)
+    conversations = load_conversations(options.data, skip_bad_rows=options.skip_bad_rows, limit=options.limit)
+    return extract(target, conversations, options.output, options, options.trainer.for_extraction())
+
+
+def parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="python -m shape.extract", description=__doc__.splitlines()[0])
+    parser.add_argument("--config", action="config", help="a YAML file with these options")
+    parser.add_class_arguments(ExtractOptions, as_group=False)
+    return parser
+
+
+@rank_zero_only
+def report(store: FeatureStore, output: str) -> None:
+    print(
+        f"{output} holds {len(store):,} conversations, {store.rows:,} tokens, {len(store.roots()):,} to "
+        "learn from"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    reader = parser()
+    values = reader.instantiate(reader.parse_args(arguments)).as_dict()
+    values.pop("config")
+    with exit_on_error(), quiet():
+        options = ExtractOptions(**values)
+        report(run(options), options.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""`python -m shape.generate`: answer a prompt, or chat, several tokens per target forward.
+
+python -m shape.generate --prompt "Book a table for two."     # the quickstart pair
+python -m shape.generate --predictor DIR --target T --prompt "..." --show-draft
+python -m shape.generate                                      # a chat, in a terminal
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from jsonargparse import ArgumentParser
+from rich.console import Console
+from rich.text import Text
+from transformers import TextStreamer
+
+from shape.decoder import ShapeDecoder, ShapeOutput
+from shape.drafters import TreeShape
+from shape.errors import ConfigError, DataError, exit_on_error
+from shape.stats import DecodeStats
+
+STYLES = {"prefill": "dim", "draft": "green", "target": "default"}
+
+
+@dataclass
+class GenerateOptions:
+    """What to answer, and how.
+
+    Args:
+        prompt: the user's message; without one, a chat in a terminal, or the message from standard input.
+        predictor: folder, hub id or bundled name of a trained predictor.
+        target: path or hub id; default: the target that the predictor was trained for.
+        drafter: another drafter (for example ngram), or none for plain decoding.
+        system: a system message before the first one.
+        max_new_tokens: longest answer.
+        temperature: 0 decodes greedily.
+        top_k: sample from the k likeliest tokens; 0 means all.
+        top_p: sample from the likeliest tokens that hold this probability.
+        seed: of the sampling; the same seed gives the same answer with every drafter.
+        dtype: of the target, for example float32 or bfloat16; default: its checkpoint's.
+        device_map: where the target is put, for example cpu, cuda or auto.
+        tree: shape of the predictor's token tree; default: the predictor's own.
+        show_draft: colour the tokens that were drafted and accepted (shown when the answer is finished).
+    """
+
+    prompt: str | None = None
+    predictor: str = "quickstart-shape"
+    target: str | None = None
+    drafter: str | None = None
+    system: str | None = None
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    dtype: str | None = None
+    device_map: str | None = None
+    tree: TreeShape | None = None
+    show_draft: bool = False
+
+
+def answer(decoder: ShapeDecoder, messages: list[dict[str, str]], options: GenerateOptions) -> ShapeOutput:
+    """Answers a conversation, streaming to standard output unless `show_draft` wants the finished trace.
+
+    Targets without a chat template continue the bare text of the messages.
+    """
+    tokenizer = decoder.tokenizer
+    if tokenizer is None:
+        raise DataError(f"target {decoder.target.name} has no tokenizer; give a folder that has one")
+    if tokenizer.chat_template:
+        text, special = decoder.target.render(messages, add_generation_prompt=True), False
+    else:
+        text, special = "\n".join(message["content"] for message in messages), True
+    inputs = tokenizer(text, add_special_tokens=special, return_tensors="pt").to(decoder.target.device)
+    sampling: dict[str, Any] = {
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+    }
+    output = decoder.generate(
+        inputs.input_ids,
+        attention_mask=inputs.attention_mask,
+        seed=options.seed,
+        streamer=(
+            None
+            if options.show_draft
+            else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        ),
+        return_dict_in_generate=True,
+        trace=options.show_draft,
+        max_new_tokens=options.max_new_tokens,
+        do_sample=options.temperature > 0,
+        **(sampling if options.temperature > 0 else {}),
+    )
+    assert isinstance(output, ShapeOutput)
+    return output
+
+
+def pieces(tokenizer: Any, tokens: Sequence[int]) -> Iterator[str]:
+    """The text that each token adds; a character spread over several tokens comes with its last one."""
+    shown = ""
+    for end in range(1, len(tokens) + 1):
+        text = tokenizer.decode(tokens[:end], skip_special_tokens=True)
+        unfinished = text.endswith("\ufffd") and end < len(tokens)
+        yield "" if unfinished else text[len(shown) :]
+        shown = shown if unfinished else text
+
+
+def coloured(tokenizer: Any, trace: list[tuple[int, Any]]) -> Text:
+    """An answer with accepted draft tokens in green and the target's own in the terminal's colour."""
+    parts = pieces(tokenizer, [token for token, _ in trace])
+    return Text.assemble(*((piece, STYLES[source]) for piece, (_, source) in zip(parts, trace, strict=True)))
+
+
+def report(stats: DecodeStats) -> str:
+    """One line: what was emitted, how far each target forward went, and how fast."""
+    rate = stats.emitted / stats.decode_seconds if stats.decode_seconds else 0.0
+    return (
+        f"{stats.emitted + 1} tokens, acceptance length {stats.acceptance_length:.2f} ({stats.drafter}), "
+        f"{rate:.0f} tokens/s after a prefill of {1e3 * stats.prefill_seconds:.0f} ms"
+    )
+
+
+def chat(decoder: ShapeDecoder, options: GenerateOptions, console: Console) -> None:
+    """Questions and answers until an empty line or the end of input."""
+    messages = _system(options)
+    console.print("An empty line ends the chat.", style="dim")
+    while True:
+        try:
+            question = console.input("[bold]> [/]").strip()
+        except EOFError:
+            break
+        if not question:
+            break
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": _show(decoder, messages, options, console)})
+
+
+def _show(
+    decoder: ShapeDecoder, messages: list[dict[str, str]], options: GenerateOptions, console: Console
+) -> str:
+    """Answers on the screen, with the figures below; returns the answer."""
+    output = answer(decoder, messages, options)
+    tokens = output.sequences[0, -output.stats.emitted - 1 :]
+    if output.trace is not None:
+        console.print(coloured(decoder.tokenizer, output.trace[0]))
+        console.print(
+            Text.assemble("drafted and accepted", style=STYLES["draft"]), "/ the target's own", style="dim"
+        )
+    console.print(report(output.stats), style="dim")
+    return decoder.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def _system(options: GenerateOptions) -> list[dict[str, str]]:
+    return [{"role": "system", "content": options.system}] if options.system else []
+
+
+def load(options: GenerateOptions) -> ShapeDecoder:
+    """The decoder of these options. With another drafter the predictor only names the target, if need be."""
+    predictor = None if options.drafter not in (None, "shape") and options.target else options.predictor
+    return ShapeDecoder.from_pretrained(
+        predictor,
+        target=options.target,
+        dtype=options.dtype,
+        device_map=options.device_map,
+        drafter=options.drafter,
+        tree=options.tree,
+    )
+
+
+def generate(options: GenerateOptions) -> None:
+    """Answers one prompt (given, or from standard input), or chats where a terminal is attached."""
+    if options.max_new_tokens < 1 or options.temperature < 0:
+        raise ConfigError(
+            f"max_new_tokens must be at least 1 and temperature at least 0; got {options.max_new_tokens} and "
+            f"{options.temperature:g}"
+        )
+    interactive = options.prompt is None and sys.stdin.isatty()
+    prompt = options.prompt if options.prompt is not None or interactive else sys.stdin.read().strip()
+    if not interactive and not prompt:
+        raise DataError("the prompt is empty; give --prompt TEXT, or text on standard input")
+    decoder, console = load(options), Console()
+    if interactive:
+        chat(decoder, options, console)
+    else:
+        _show(decoder, [*_system(options), {"role": "user", "content": prompt or ""}], options, console)
+
+
+def parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="python -m shape.generate", description=__doc__.splitlines()[0])
+    parser.add_argument("--config", action="config", help="a YAML file with these options")
+    parser.add_class_arguments(GenerateOptions, skip={"show_draft"})
+    parser.add_argument(
+        "--show-draft",
+        "--show_draft",
+        action="store_true",
+        help="colour the tokens that were drafted and accepted",
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    reader = parser()
+    values = reader.instantiate(reader.parse_args(arguments))
+    with exit_on_error():
+        generate(GenerateOptions(**{entry.name: values[entry.name] for entry in fields(GenerateOptions)}))
+
+
+if __name__ == "__main__":
+    main()

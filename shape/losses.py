@@ -1,0 +1,176 @@
+"""What a predictor is trained for: pure functions per position, and their weighted sum over unrolled steps.
+
+Functions on states take `(..., H)`, functions on logits `(..., V)`; all return `(...)`, one value per
+position, computed in float32 (float64 for float64 inputs). p is the target's distribution, q the predictor's,
+both softmaxes of logits, which have to be finite. Nothing flows back into the target's side unless its
+tensors ask.
+
+Memory: a vocabulary-sized float32 tensor is the unit that matters (4,096 positions of 128k tokens are 2 GB).
+Each function makes two of them (log p, log q) and at most two more; `weighted_loss` makes log p and log q
+once for all terms, and only for positions that count.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shape.errors import ConfigError
+
+
+def mse(predicted: Tensor, target: Tensor) -> Tensor:
+    """Mean squared error of a state, (..., H) -> (...): the paper's regression loss (section 3.2.2)."""
+    return F.mse_loss(_widen(predicted), _widen(target), reduction="none").mean(-1)
+
+
+def smooth_l1(predicted: Tensor, target: Tensor) -> Tensor:
+    """Huber loss (threshold 1) of a state, (..., H) -> (...): EAGLE's regression loss (arXiv 2401.15077)."""
+    return F.smooth_l1_loss(_widen(predicted), _widen(target), reduction="none").mean(-1)
+
+
+def soft_cross_entropy(predicted_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """-sum_i p_i log q_i, in nats: the paper's second loss (3.2.2). It is least, H(p), at q = p."""
+    return _soft_cross_entropy(_log_softmax(predicted_logits), _log_softmax(target_logits))
+
+
+def kl(predicted_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """KL(p || q) = sum_i p_i (log p_i - log q_i), in nats: `soft_cross_entropy` less H(p), same gradient."""
+    return _kl(_log_softmax(predicted_logits), _log_softmax(target_logits))
+
+
+def total_variation(predicted_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """1/2 sum_i |p_i - q_i| = 1 - sum_i min(p_i, q_i), in [0, 1].
+
+    One less it is the probability that one token drawn from q is accepted by speculative sampling
+    (arXiv 2211.17192, 3.2), the best any rule can do with one draft. Its gradient fades where p and q hardly
+    overlap; `negative_log_acceptance` keeps it.
+    """
+    return _total_variation(_log_softmax(predicted_logits), _log_softmax(target_logits))
+
+
+def negative_log_acceptance(predicted_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """-log sum_i min(p_i, q_i), in nats (LK losses, arXiv 2602.23881).
+
+    Its gradient is that of total variation divided by the acceptance probability. Over the steps of a chain
+    these terms add up to the negative log probability that the whole chain is accepted. Worked out from
+    logarithms, so that it stays finite and keeps its gradient where the overlap underflows.
+    """
+    return _negative_log_acceptance(_log_softmax(predicted_logits), _log_softmax(target_logits))
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Weights of the terms, and the factor by which each further step counts less.
+
+    Raises:
+        ConfigError: a negative weight, no weight at all, or a decay outside (0, 1].
+    """
+
+    mse: float = 0.0
+    smooth_l1: float = 0.5
+    soft_cross_entropy: float = 1.0
+    kl: float = 0.0
+    total_variation: float = 0.0
+    negative_log_acceptance: float = 0.0
+    step_decay: float = 0.8
+
+    def __post_init__(self) -> None:
+        weights = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "step_decay"}
+        for name, weight in weights.items():
+            if not (math.isfinite(weight) and weight >= 0):
+                raise ConfigError(f"the weight of the loss {name} is {weight}: it has to be 0 or more")
+        if not any(weights.values()):
+            raise ConfigError(f"all losses have weight 0: give one of {', '.join(weights)} a positive weight")
+        if not 0 < self.step_decay <= 1:
+            raise ConfigError(f"step_decay is {self.step_decay}: it has to be greater than 0 and at most 1")
+
+    @property
+    def on_states(self) -> dict[str, float]:
+        """The positive weights of losses that compare hidden states."""
+        return self._positive(_ON_STATES)
+
+    @property
+    def on_logits(self) -> dict[str, float]:
+        """The positive weights of losses that compare distributions: without any, no logits are needed."""
+        return self._positive(_ON_LOGITS)
+
+    def _positive(self, names: dict[str, Callable[[Tensor, Tensor], Tensor]]) -> dict[str, float]:
+        return {name: getattr(self, name) for name in names if getattr(self, name) > 0}
+
+
+def weighted_loss(
+    losses: Losses,
+    predicted: Tensor,
+    target: Tensor,
+    predicted_logits: Tensor | None,
+    target_logits: Tensor | None,
+    mask: Tensor,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The training loss over unrolled steps, and its parts.
+
+    Args:
+        losses: the weights.
+        predicted, target: states (..., S, H) of steps n = 0..S-1.
+        predicted_logits, target_logits: (..., S, V); None where `losses.on_logits` is empty.
+        mask: (..., S) bool, True where a step is supervised. What stands at other positions has no influence,
+            not even NaN: it is left out before anything is computed, and gets zero gradient.
+
+    Returns:
+        The scalar sum_k weight_k mean_k, and every mean_k detached, by name: mean_k is the mean of term k
+        over supervised positions, step n counting `step_decay ** n`. Without supervised positions all are 0.
+
+    Raises:
+        ValueError: logits are None but needed.
+    """
+    kept = mask.nonzero(as_tuple=True)
+    weight = losses.step_decay ** kept[-1].float()
+    weight = weight / weight.sum().clamp(min=torch.finfo(weight.dtype).tiny)
+    values: dict[str, Tensor] = {}
+    if losses.on_states:
+        states = predicted[kept], target[kept]
+        values |= {name: _ON_STATES[name](*states) for name in losses.on_states}
+    if losses.on_logits:
+        if predicted_logits is None or target_logits is None:
+            raise ValueError(f"the losses {', '.join(losses.on_logits)} need logits")
+        logs = _log_softmax(predicted_logits[kept]), _log_softmax(target_logits[kept])
+        values |= {name: _ON_LOGITS[name](*logs) for name in losses.on_logits}
+    means = {name: (value * weight).sum() for name, value in values.items()}
+    total = torch.stack([getattr(losses, name) * mean for name, mean in means.items()]).sum()
+    return total, {name: mean.detach() for name, mean in means.items()}
+
+
+def _soft_cross_entropy(log_q: Tensor, log_p: Tensor) -> Tensor:
+    return -(log_p.exp() * log_q).sum(-1)  # not a dot product: autocast would take that to bfloat16
+
+
+def _kl(log_q: Tensor, log_p: Tensor) -> Tensor:
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def _negative_log_acceptance(log_q: Tensor, log_p: Tensor) -> Tensor:
+    return -torch.minimum(log_p, log_q).logsumexp(-1)
+
+
+def _total_variation(log_q: Tensor, log_p: Tensor) -> Tensor:
+    # min(p, q) sums to one up to rounding, hence the clamp
+    return (1 - torch.minimum(log_p, log_q).exp().sum(-1)).clamp(0, 1)
+
+
+_ON_STATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mse": mse, "smooth_l1": smooth_l1}
+_ON_LOGITS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "soft_cross_entropy": _soft_cross_entropy,
+    "kl": _kl,
+    "total_variation": _total_variation,
+    "negative_log_acceptance": _negative_log_acceptance,
+}
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,0 +1,540 @@
+"""Regeneration: the target writes every answer of a data set itself, so that a drafter learns its words.
+
+    python -m shape.regeneration --target T --data D --output FILE.jsonl
+    python -m shape.regeneration --endpoint http://host:8000/v1 --model NAME --data D --output FILE.jsonl
+
+An interrupted run continues where it was when the same command is given again, and ends with the same bytes.
+"""
+
+import gzip
+import hashlib
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+import warnings
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from jsonargparse import ArgumentParser
+from tqdm import tqdm
+
+from shape.conversations import Conversation, Message, fingerprint, load_conversations, prompt_ids
+from shape.decoder import ShapeDecoder
+from shape.errors import ConfigError, DataError, ShapeError, exit_on_error
+
+BATCHES_PER_CHUNK = 32
+
+
+class EndpointError(ShapeError):
+    """An endpoint that cannot be reached, refuses, or answers with something else than a completion."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer to write: after messages (chat), or as the continuation of a string."""
+
+    prompt: tuple[Message, ...] | str
+    sampled: bool
+    seed: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """finished is False if the answer was cut before its end token."""
+
+    text: str
+    finished: bool
+
+
+class Backend(Protocol):
+    """Whoever writes the answers."""
+
+    def describe(self) -> dict[str, Any]:
+        """What the answers depend on, as JSON; a resumed run must agree with it."""
+        ...
+
+    def generate(self, requests: Sequence[Request]) -> list[Answer | DataError]:
+        """An answer to each request, in order, or why this one cannot be answered."""
+        ...
+
+
+@dataclass(frozen=True)
+class LocalBackend:
+    """Answers by a target on this machine.
+
+    Attributes:
+        decoder: plain or with a drafter, which changes the time and not the answers.
+        max_new_tokens: longest answer, in tokens.
+        temperature: of the sampled answers.
+    """
+
+    decoder: ShapeDecoder
+    max_new_tokens: int = 512
+    temperature: float = 1.0
+
+    def describe(self) -> dict[str, Any]:
+        target = self.decoder.target
+        identity = {k: v for k, v in target.identity.to_dict().items() if k not in ("name", "revision")}
+        sampling = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
+        return {"dtype": str(target.dtype), **sampling, **identity}
+
+    def generate(self, requests: Sequence[Request]) -> list[Answer | DataError]:
+        answers: dict[int, Answer | DataError] = {}
+        for sampled in (False, True):
+            prompts: dict[int, list[int]] = {}
+            for index, request in enumerate(requests):
+                if request.sampled == sampled:
+                    try:
+                        prompts[index] = self._prompt(request)
+                    except DataError as error:
+                        answers[index] = error
+            if prompts:
+                seeds = [requests[index].seed for index in prompts]
+                answers.update(
+                    zip(prompts, self._decode(list(prompts.values()), sampled, seeds), strict=True)
+                )
+        return [answers[index] for index in range(len(requests))]
+
+    def _prompt(self, request: Request) -> list[int]:
+        target = self.decoder.target
+        if target.tokenizer is None:
+            raise ConfigError(f"target {target.name} has no tokenizer; give a folder that has one")
+        ids = prompt_ids(request.prompt, target.tokenizer)
+        room = None if target.max_positions is None else target.max_positions - self.max_new_tokens
+        if not ids or (room is not None and len(ids) > room):
+            raise DataError(
+                f"a prompt of {len(ids)} tokens does not fit the {target.max_positions} positions of target "
+                f"{target.name} with max_new_tokens {self.max_new_tokens}"
+            )
+        return ids
+
+    def _decode(self, prompts: list[list[int]], sampled: bool, seeds: list[int]) -> list[Answer]:
+        target = self.decoder.target
+        longest = max(map(len, prompts))
+        padding = [longest - len(ids) for ids in prompts]
+        input_ids = torch.tensor([[0] * pad + ids for pad, ids in zip(padding, prompts, strict=True)])
+        mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding])
+        # top_k 0 and a penalty of 1: the target's own distribution, whatever its generation config prefers.
+        sampling = {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
+        sequences = self.decoder.generate(
+            input_ids.to(target.device),
+            attention_mask=mask.to(target.device),
+            seed=seeds,
+            max_new_tokens=self.max_new_tokens,
+            repetition_penalty=1.0,
+            **(sampling if sampled else {"do_sample": False}),
+        )
+        assert isinstance(sequences, torch.Tensor)
+        return [self._answer(row) for row in sequences[:, longest:].tolist()]
+
+    def _answer(self, tokens: list[int]) -> Answer:
+        ends = self.decoder.target.eos_token_ids
+        end = next((index for index, token in enumerate(tokens) if token in ends), None)
+        text = self.decoder.tokenizer.decode(
+            tokens[:end], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        # A cut may fall inside a character, whose first bytes alone are no text.
+        return Answer(text, True) if end is not None else Answer(text.rstrip("\ufffd"), False)
+
+
+@dataclass(frozen=True)
+class EndpointBackend:
+    """Answers by a server that speaks OpenAI's protocol (vLLM, SGLang, llama.cpp, ...).
+
+    Attributes:
+        url: its base, for example http://localhost:8000/v1.
+        model: the name under which it serves the target.
+        max_new_tokens: longest answer, in tokens.
+        temperature: of the sampled answers; greedy ones ask for 0.
+        api_key: sent as a bearer token.
+        timeout: seconds to wait for one answer.
+        retries: further attempts after a lost connection or a status of 429 or 5xx.
+        pause: seconds before the first of them; doubled before each next one.
+    """
+
+    url: str
+    model: str
+    max_new_tokens: int = 512
+    temperature: float = 1.0
+    api_key: str | None = field(default=None, repr=False)
+    timeout: float = 600.0
+    retries: int = 4
+    pause: float = 1.0
+
+    def describe(self) -> dict[str, Any]:
+        return {"model": self.model, "max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
+
+    def generate(self, requests: Sequence[Request]) -> list[Answer | DataError]:
+        """All requests at the same time: batching is the server's work."""
+        with ThreadPoolExecutor(max_workers=max(1, len(requests))) as threads:
+            return list(threads.map(self._answer, requests))
+
+    def _answer(self, request: Request) -> Answer | DataError:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": self.max_new_tokens,
+            "temperature": self.temperature if request.sampled else 0.0,
+            "top_p": 1.0,
+            "seed": request.seed,
+        }
+        if isinstance(request.prompt, str):
+            path, body["prompt"] = "completions", request.prompt
+        else:
+            path = "chat/completions"
+            body["messages"] = [{"role": m.role, "content": m.content} for m in request.prompt]
+        try:
+            reply = self._post(f"{self.url.rstrip('/')}/{path}", body)
+        except DataError as error:
+            return error
+        try:
+            choice = json.loads(reply)["choices"][0]
+            text = choice["text"] if isinstance(request.prompt, str) else choice["message"]["content"] or ""
+            return Answer(text, choice["finish_reason"] == "stop")
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise EndpointError(
+                f"endpoint {self.url} did not answer with a completion ({type(error).__name__}: {error}); "
+                "check that it speaks OpenAI's protocol"
+            ) from None
+
+    def _post(self, url: str, body: dict[str, Any]) -> bytes:
+        headers = {"Content-Type": "application/json"}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        for attempt in range(self.retries + 1):
+            if attempt:
+                time.sleep(self.pause * 2 ** (attempt - 1))
+            try:
+                with urllib.request.urlopen(request, timeout=self.timeout) as reply:
+                    return reply.read()
+            except urllib.error.HTTPError as error:
+                said = " ".join(error.read(500).decode(errors="replace").split())
+                if error.code in (400, 413, 422) and "context" in said.lower():
+                    raise DataError(f"the endpoint finds the prompt too long ({said})") from None
+                reason = f"status {error.code}: {said}"
+                if error.code != 429 and error.code < 500:
+                    break
+            except (OSError, HTTPException) as error:  # URLError and timeouts are OSErrors
+                reason = str(error) or type(error).__name__
+        raise EndpointError(
+            f"endpoint {self.url} does not serve model {self.model} ({reason}); check the address, the name, "
+            "the key, and that the server runs, then give the same command again to continue"
+        )
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Counts of a finished run: rows written and left out, user messages, answers, and cut answers."""
+
+    rows: int
+    left_out: int
+    questions: int
+    answers: int
+    unfinished: int
+
+
+def regenerate(
+    conversations: Sequence[Conversation],
+    backend: Backend,
+    output: str | Path,
+    *,
+    sampled_share: float = 0.5,
+    seed: int = 0,
+    batch_size: int = 16,
+    progress: bool = True,
+) -> Summary:
+    """Let the backend answer every user message and prompt, and write the rows to `output`.
+
+    In a conversation the answers are written in order, each resting on those before it. An answer that is
+    cut before its end is kept, marked `"finished": false`, and ends its conversation, for what followed would
+    rest on something the target did not say; so does a prompt that cannot be answered (too long, say).
+    Conversations without any answer are left out. Existing assistant turns are ignored.
+
+    About `sampled_share` of the conversations are sampled, the others greedy. Which, and their noise, is a
+    function of (seed, conversation id) alone. Batches are fixed too, so that a resumed run repeats them.
+
+    Args:
+        output: .jsonl or .jsonl.gz in the order of `conversations`; it appears only when complete. Finished
+            batches wait in `output` + ".partial", so that a killed run loses the batch at hand only.
+        batch_size: conversations answered together.
+        progress: show a bar.
+
+    Raises:
+        DataError: plain text among the conversations, or no answer at all.
+        ConfigError: `output` exists, or was begun with other data or options.
+    """
+    output = Path(output)
+    check_output(output)
+    if not 0.0 <= sampled_share <= 1.0 or batch_size < 1:
+        raise ConfigError(
+            f"sampled_share {sampled_share} must be within 0 and 1, and batch_size {batch_size} above 0"
+        )
+    for conversation in conversations:
+        if conversation.kind == "text":
+            raise DataError(
+                f"conversation {conversation.id} is plain text, which has no prompt to answer; leave it out"
+            )
+    draws = [_draw(seed, conversation.id) for conversation in conversations]
+    kinds = [(uniform < sampled_share, noise) for uniform, noise in draws]
+    batches = _batches(conversations, [sampled for sampled, _ in kinds], batch_size)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    settings = {"sampled_share": sampled_share, "seed": seed, "batch_size": batch_size}
+    partial = output.with_name(output.name + ".partial")
+    journal = _Journal(partial, {"data": fingerprint(conversations), **settings, **backend.describe()})
+    for batch in tqdm(
+        batches[journal.done :], "regenerate", len(batches), initial=journal.done, disable=not progress
+    ):
+        results = _answer_batch([conversations[i] for i in batch], [kinds[i] for i in batch], backend)
+        journal.append([[index, *result] for index, result in zip(batch, results, strict=True)])
+    return _finish(journal, output)
+
+
+def check_output(output: Path) -> None:
+    """Raises ConfigError if `output` is there already or has another form than JSON lines."""
+    if not output.name.endswith((".jsonl", ".jsonl.gz")):
+        raise ConfigError(f"output {output} is JSON lines; let its name end in .jsonl or .jsonl.gz")
+    if output.exists():
+        raise ConfigError(f"output {output} exists already; delete it or name another file")
+
+
+def _draw(seed: int, identity: str) -> tuple[float, int]:
+    """(uniform number in [0, 1), noise seed of 48 bits), a function of its arguments alone."""
+    digest = hashlib.sha256(f"{seed}:{identity}".encode()).digest()
+    return int.from_bytes(digest[:6]) / 2**48, int.from_bytes(digest[6:12])
+
+
+def _batches(conversations: Sequence[Conversation], sampled: Sequence[bool], size: int) -> list[list[int]]:
+    """Indices of conversations answered together: of one kind; within a chunk alike in turns and length."""
+
+    def key(index: int) -> tuple[bool, int, int, int]:
+        asked = [m.content for m in conversations[index].messages if m.role != "assistant"]
+        return sampled[index], len(asked), sum(map(len, asked)), index
+
+    batches: list[list[int]] = []
+    for start in range(0, len(conversations), size * BATCHES_PER_CHUNK):
+        chunk = sorted(range(len(conversations))[start : start + size * BATCHES_PER_CHUNK], key=key)
+        for kind in (False, True):
+            alike = [index for index in chunk if sampled[index] == kind]
+            batches += [alike[first : first + size] for first in range(0, len(alike), size)]
+    return batches
+
+
+def _answer_batch(
+    conversations: Sequence[Conversation], kinds: Sequence[tuple[bool, int]], backend: Backend
+) -> list[tuple[dict[str, Any] | None, int, str | None]]:
+    """(row or None, user messages, what ended it early or None) of each; kinds: (sampled, noise seed)."""
+    histories: list[list[Message]] = [[] for _ in conversations]
+    problems: list[str | None] = [None] * len(conversations)
+    waiting = [[m for m in conversation.messages if m.role != "assistant"] for conversation in conversations]
+    questions = [sum(m.role == "user" for m in messages) for messages in waiting]
+    active = [index for index, count in enumerate(questions) if count]
+    while active:
+        asked = []
+        for index in active:
+            upto = next(i for i, m in enumerate(waiting[index]) if m.role == "user") + 1
+            history = (*histories[index], *waiting[index][:upto])
+            prompt = history[-1].content if conversations[index].kind == "completion" else history
+            asked.append((history, Request(prompt, *kinds[index])))
+            waiting[index] = waiting[index][upto:]
+        answers = backend.generate([request for _, request in asked])
+        still = []
+        for index, (history, _), answer in zip(active, asked, answers, strict=True):
+            if isinstance(answer, DataError):
+                problems[index] = f"{conversations[index].id}: {answer}"
+                continue
+            histories[index] = [*history, Message("assistant", answer.text, answer.finished)]
+            if answer.finished and any(m.role == "user" for m in waiting[index]):
+                still.append(index)
+        active = still
+    rows = [
+        Conversation(conversation.id, tuple(history), conversation.kind).to_row() if history else None
+        for conversation, history in zip(conversations, histories, strict=True)
+    ]
+    return list(zip(rows, questions, problems, strict=True))
+
+
+class _Journal:
+    """Finished batches, one line each, behind a line that says what the run depends on.
+
+    A line is written at once and only counts with its newline: a half-written one is cut off on resuming.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        self.path = path
+        text = path.read_bytes() if path.exists() else b""
+        text = text[: text.rfind(b"\n") + 1]
+        lines = text.splitlines()
+        if lines:
+            _compare(path, json.loads(lines[0]), settings)
+        else:
+            text = json.dumps(settings).encode() + b"\n"
+        with open(path, "r+b" if path.exists() else "xb") as file:
+            file.truncate(len(text))
+            if not lines:
+                file.write(text)
+        self.done = max(0, len(lines) - 1)
+
+    def append(self, batch: list[list[Any]]) -> None:
+        with open(self.path, "ab") as file:
+            file.write(json.dumps(batch).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def entries(self) -> list[list[Any]]:
+        """[index, row or None, questions, problem or None] of every conversation, by index."""
+        lines = self.path.read_bytes().splitlines()[1:]
+        return sorted((entry for line in lines for entry in json.loads(line)), key=lambda entry: entry[0])
+
+
+def _compare(path: Path, begun: dict[str, Any], settings: dict[str, Any]) -> None:
+    names = begun.keys() | settings.keys()
+    other = sorted(name for name in names if begun.get(name) != settings.get(name))
+    if other:
+        said = ", ".join(f"{name} {begun.get(name)} against {settings.get(name)}" for name in other)
+        raise ConfigError(f"{path} was begun with other options ({said}); give the same again, or delete it")
+
+
+def _finish(journal: _Journal, output: Path) -> Summary:
+    """Write the rows in order, atomically, and forget the journal."""
+    entries = journal.entries()
+    rows = [row for _, row, _, _ in entries if row is not None]
+    problems = [problem for *_, problem in entries if problem is not None]
+    if problems:
+        warnings.warn(
+            f"{len(problems)} conversations end early or are left out (the first: {problems[0]})",
+            stacklevel=3,
+        )
+    if not rows:
+        raise DataError(f"none of the {len(entries)} conversations has a user message that could be answered")
+    _write_lines(output, (json.dumps(row, ensure_ascii=False) for row in rows))
+    journal.path.unlink()
+    answers = [
+        turn
+        for row in rows
+        for turn in row.get("conversations", [{"from": "gpt", **row}])
+        if turn["from"] == "gpt"
+    ]
+    return Summary(
+        rows=len(rows),
+        left_out=len(entries) - len(rows),
+        questions=sum(questions for _, _, questions, _ in entries),
+        answers=len(answers),
+        unfinished=sum("finished" in turn for turn in answers),
+    )
+
+
+def _write_lines(output: Path, lines: Iterable[str]) -> None:
+    data = "".join(f"{line}\n" for line in lines).encode()
+    unfinished = output.with_name(output.name + ".tmp")
+    unfinished.write_bytes(gzip.compress(data, mtime=0) if output.suffix == ".gz" else data)
+    os.replace(unfinished, output)
+
+
+# Command ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class RegenerationOptions:
+    """Which prompts to answer, by whom, and how.
+
+    Args:
+        data: conversations or prompts: a file, a folder, or a dataset on the hub (name[:split]).
+        output: the .jsonl or .jsonl.gz file to write.
+        target: path, hub id or bundled name of the target that answers on this machine.
+        endpoint: base URL of an OpenAI-compatible server that answers instead, for example
+            http://localhost:8000/v1; the key, where it wants one, is read from OPENAI_API_KEY.
+        model: the name under which the endpoint serves the target.
+        sampled_share: share of conversations answered by sampling; the others are greedy.
+        temperature: of the sampled ones.
+        max_new_tokens: longest answer.
+        batch_size: conversations answered together.
+        seed: of the choice and the noise.
+        limit: answer at most this many conversations.
+        exclude_ids: leave out ids that begin with one of these.
+        skip_bad_rows: count malformed rows and go on.
+        dtype: of the target, for example float32 or bfloat16; default: its checkpoint's.
+        device_map: where the target is put, for example cpu, cuda or auto.
+    """
+
+    data: str
+    output: str
+    target: str | None = None
+    endpoint: str | None = None
+    model: str | None = None
+    sampled_share: float = 0.5
+    temperature: float = 1.0
+    max_new_tokens: int = 512
+    batch_size: int = 16
+    seed: int = 0
+    limit: int | None = None
+    exclude_ids: tuple[str, ...] = ()
+    skip_bad_rows: bool = False
+    dtype: str | None = None
+    device_map: str | None = None
+
+
+def make_backend(options: RegenerationOptions) -> Backend:
+    """The backend that the options ask for. Raises ConfigError if they contradict each other."""
+    if options.max_new_tokens < 1 or options.temperature <= 0:
+        raise ConfigError(
+            f"max_new_tokens {options.max_new_tokens} and temperature {options.temperature:g} must be above "
+            "0; for greedy answers set sampled_share to 0"
+        )
+    if (options.target is None) == (options.endpoint is None):
+        raise ConfigError("give either target, to answer here, or endpoint and model, to ask a server")
+    if options.endpoint is None:
+        decoder = ShapeDecoder.from_pretrained(
+            None, target=options.target, dtype=options.dtype, device_map=options.device_map
+        )
+        return LocalBackend(decoder, options.max_new_tokens, options.temperature)
+    if options.model is None:
+        raise ConfigError(f"endpoint {options.endpoint} may serve several models; name one with model")
+    if not options.endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"endpoint {options.endpoint} is no URL; it looks like http://localhost:8000/v1")
+    key = os.environ.get("OPENAI_API_KEY")
+    return EndpointBackend(options.endpoint, options.model, options.max_new_tokens, options.temperature, key)
+
+
+def run(options: RegenerationOptions) -> Summary:
+    """Carry out the command, cheap checks first."""
+    check_output(Path(options.output))
+    conversations = load_conversations(
+        options.data,
+        skip_bad_rows=options.skip_bad_rows,
+        limit=options.limit,
+        exclude_ids=options.exclude_ids,
+        require_answers=False,
+    )
+    return regenerate(
+        conversations,
+        make_backend(options),
+        options.output,
+        sampled_share=options.sampled_share,
+        seed=options.seed,
+        batch_size=options.batch_size,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = ArgumentParser(prog="python -m shape.regeneration", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--config", action="config", help="a YAML file with these options")
+    parser.add_class_arguments(RegenerationOptions)
+    values = parser.instantiate(parser.parse_args(arguments))
+    options = RegenerationOptions(**{entry.name: values[entry.name] for entry in fields(RegenerationOptions)})
+    with exit_on_error():
+        done = run(options)
+        print(
+            f"{options.output}: {done.rows} conversations ({done.left_out} left out), {done.answers} answers "
+            f"to {done.questions} questions, {done.unfinished} of them cut at {options.max_new_tokens} tokens"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""What a ``generate`` call did, counted so that acceptance and speed can be checked."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class DecodeStats:
+    """Counts and times of one call. Times are seconds of host wall-clock.
+
+    The token that comes from the prefill counts on neither side of the acceptance length.
+
+    Attributes:
+        drafter: its name, or "none".
+        acceptance: the rule's name.
+        lossless: False only for rules with "lossy" in their name.
+        emitted: tokens emitted after the prefill, all rows.
+        forwards: target forwards after the prefill times the rows they served.
+        histogram: how often a row emitted n tokens in a step.
+        drafted: draft tokens proposed; accepted: of these, the ones emitted.
+        draft_steps: row-steps in which at least one token was proposed.
+        row_emitted, row_forwards: the same two numbers per row of the batch.
+    """
+
+    drafter: str = "none"
+    acceptance: str = "match"
+    lossless: bool = True
+    emitted: int = 0
+    forwards: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    draft_steps: int = 0
+    steps: int = 0
+    histogram: Counter[int] = field(default_factory=Counter)
+    row_emitted: list[int] = field(default_factory=list)
+    row_forwards: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    commit_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    def count(self, row: int, proposed: int, accepted: int, emitted: int) -> None:
+        """One row's share of one step."""
+        self.emitted += emitted
+        self.forwards += 1
+        self.drafted += proposed
+        self.accepted += accepted
+        self.draft_steps += proposed > 0
+        self.histogram[emitted] += 1
+        self.row_emitted[row] += emitted
+        self.row_forwards[row] += 1
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens emitted per target forward after the prefill, bonus included; plain decoding is 1.0."""
+        return self.emitted / self.forwards if self.forwards else 1.0
+
+    @property
+    def tokens_per_draft_step(self) -> float:
+        """1 + accepted / draft steps, which vLLM calls mean acceptance length."""
+        return 1.0 + self.accepted / self.draft_steps if self.draft_steps else 1.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Share of proposed tokens that were emitted. Branches of a tree compete, so it falls with width."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything above in plain types."""
+        values = dict(vars(self))
+        values["histogram"] = dict(sorted(self.histogram.items()))
+        for name in ("acceptance_length", "tokens_per_draft_step", "draft_acceptance_rate"):
+            values[name] = getattr(self, name)
+        return values

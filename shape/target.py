@@ -1,0 +1,288 @@
+"""The frozen target: hidden states, logits, embeddings, and the identity by which a predictor knows it.
+
+Indexing used everywhere: ``h_i`` is the vector that enters the target's output embedding at position i, and
+``softmax(logits(h_i))`` is the distribution of ``x_{i+1}``.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from shape import bundled
+from shape.errors import ConfigError, DataError, UnsupportedTarget
+
+# Encoded by every tokenizer into its identity: vocabularies can be equal where the merges differ.
+_TOKENIZER_PROBE = "The 3 quick  brown foxes, 1,024 émigrés & 東京\n\tdef f(x): return x**2 <|im_start|> </s>"
+_HEAD_SAMPLE_ROWS = 64
+
+
+@dataclass(frozen=True)
+class TargetIdentity:
+    """What a predictor or a feature store remembers of its target. Hashes are sha256, shortened to 16 digits."""
+
+    name: str
+    revision: str
+    hidden_size: int
+    vocab_size: int
+    tokenizer_hash: str
+    head_hash: str
+    template_hash: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "TargetIdentity":
+        return cls(**{field.name: values[field.name] for field in fields(cls)})
+
+    def differences(self, other: "TargetIdentity") -> list[str]:
+        """Phrases naming what differs; name and revision do not count, so a moved folder stays the same target."""
+        labels = {
+            "hidden_size": "hidden size",
+            "vocab_size": "vocabulary size",
+            "tokenizer_hash": "tokenizer",
+            "head_hash": "output embedding",
+            "template_hash": "chat template",
+        }
+        found = []
+        for field, label in labels.items():
+            mine, theirs = getattr(self, field), getattr(other, field)
+            # An empty hash means "unknown" (no tokenizer at hand), which contradicts nothing.
+            if mine != theirs and mine != "" and theirs != "":
+                found.append(f"{label} ({mine} against {theirs})")
+        return found
+
+
+class Target:
+    """A frozen causal LM with the few operations that drafting and verification need.
+
+    Not an ``nn.Module``: it must stay out of the module tree of whatever is trained beside it.
+
+    Args:
+        model: a decoder-only Hugging Face causal LM, put in eval mode and frozen here.
+        tokenizer: its tokenizer, or None where only ids are used.
+        name: how to load it again (a path, a hub id, or the name of a bundled checkpoint).
+
+    Raises:
+        UnsupportedTarget: encoder-decoder models, or models without an output embedding.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any = None, name: str | None = None) -> None:
+        label = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
+        if model.config.is_encoder_decoder:
+            raise UnsupportedTarget(f"target {label} is an encoder-decoder model; give a decoder-only causal LM")
+        head = model.get_output_embeddings()
+        if head is None or model.base_model is model:
+            raise UnsupportedTarget(f"target {label} has no output embedding; load it as a causal LM")
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = str(label)
+        self.config = model.config.get_text_config()
+        self.head = head
+        self._embedding = model.get_input_embeddings()
+        self.hidden_size: int = self.config.hidden_size
+        self.vocab_size: int = self.config.vocab_size
+        self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
+        # What the probe found out (verification.forward.Support); kept here so that it runs once per target.
+        self.support: Any = None
+
+    @classmethod
+    def load(
+        cls,
+        target: "str | Path | PreTrainedModel | Target",
+        *,
+        tokenizer: Any = None,
+        dtype: str | torch.dtype | None = None,
+        device_map: Any = None,
+        trust_remote_code: bool = False,
+    ) -> "Target":
+        """The target from a path, a hub id, the name of a bundled checkpoint, or a model at hand.
+
+        Args:
+            dtype: "float32", "bfloat16", ... ; None keeps the checkpoint's own.
+
+        Raises:
+            UnsupportedTarget: when nothing can be loaded from there.
+        """
+        if isinstance(target, Target):
+            return target
+        if isinstance(target, PreTrainedModel):
+            return cls(target, tokenizer)
+        where = bundled.resolve(str(target))
+        try:
+            config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise UnsupportedTarget(
+                f"target {target} cannot be loaded; give a folder with config.json or the id of a reachable hub "
+                f"model ({_first_line(error)})"
+            ) from error
+        if config.is_encoder_decoder:
+            raise UnsupportedTarget(f"target {target} is an encoder-decoder model; give a decoder-only causal LM")
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                where,
+                dtype=resolve_dtype(dtype) or "auto",
+                device_map=device_map,
+                trust_remote_code=trust_remote_code,
+            )
+        except (OSError, ValueError) as error:
+            raise UnsupportedTarget(f"target {target} cannot be loaded ({_first_line(error)})") from error
+        if tokenizer is None:
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
+            except (OSError, ValueError, TypeError):
+                tokenizer = None  # ids in, ids out; rendering text then raises with the reason
+        return cls(model, tokenizer, name=str(target))
+
+    @property
+    def device(self) -> torch.device:
+        return self._embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._embedding.weight.dtype
+
+    @cached_property
+    def eos_token_ids(self) -> list[int]:
+        eos = getattr(self.model.generation_config, "eos_token_id", None)
+        if eos is None:
+            eos = self.config.eos_token_id
+        return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+    def hidden(
+        self,
+        input_ids: Tensor,
+        *,
+        attention_mask: Tensor | dict[str, Tensor] | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """h for every given token, (B, N, H) in the target's dtype; the output embedding is not applied."""
+        outputs = self.model.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=cache is not None,
+        )
+        return outputs.last_hidden_state
+
+    @torch.no_grad()
+    def features(self, input_ids: Tensor, layers: Sequence[int] = (-1,)) -> Tensor:
+        """Hidden states of chosen layers side by side, (B, T, len(layers) * H).
+
+        Right padding needs no mask: under a causal mask no real token sees it.
+
+        Args:
+            input_ids: (B, T) int64, padded on the right.
+            layers: -1 is h itself (after the final norm); k >= 0 is the output of block k (0 = embeddings).
+        """
+        if tuple(layers) == (-1,):
+            return self.hidden(input_ids)
+        outputs = self.model.base_model(input_ids=input_ids, use_cache=False, output_hidden_states=True)
+        states = [
+            outputs.last_hidden_state if layer == -1 else outputs.hidden_states[layer] for layer in layers
+        ]
+        return torch.cat(states, dim=-1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The target's own logit function, (..., H) -> (..., V), with its scaling and soft-capping.
+
+        Differentiable in ``hidden``. That it is complete for an architecture is checked by the probe at load.
+        """
+        logits = self.head(hidden)
+        config = self.config
+        if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
+            logits = logits * scale
+        if (scaling := getattr(config, "logits_scaling", None)) is not None:  # Granite
+            logits = logits / scaling
+        if (multiplier := getattr(config, "lm_head_multiplier", None)) is not None:  # Falcon-H1
+            logits = logits * multiplier
+        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    @torch.no_grad()
+    def embed(self, ids: Tensor) -> Tensor:
+        """Input embeddings, (...) int64 -> (..., H)."""
+        return self._embedding(ids)
+
+    @cached_property
+    def identity(self) -> TargetIdentity:
+        return TargetIdentity(
+            name=self.name,
+            revision=str(getattr(self.model.config, "_commit_hash", None) or ""),
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+            tokenizer_hash=_tokenizer_hash(self.tokenizer),
+            head_hash=_head_hash(self.head.weight),
+            template_hash=_digest(getattr(self.tokenizer, "chat_template", None) or ""),
+        )
+
+    def render(self, messages: list[dict[str, str]], add_generation_prompt: bool = False) -> str:
+        """The chat template applied to messages.
+
+        Raises:
+            DataError: no tokenizer, or one without a chat template.
+        """
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise DataError(
+                f"target {self.name} has no chat template; give a target whose tokenizer has one, or data made of "
+                "plain text or prompt/completion pairs"
+            )
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+
+    def __repr__(self) -> str:
+        return f"Target({self.name}, hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, {self.dtype})"
+
+
+def resolve_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """A torch dtype from its name; None and "auto" mean the checkpoint's own.
+
+    Raises:
+        ConfigError: not the name of a floating-point dtype.
+    """
+    if dtype is None or dtype == "auto":
+        return None
+    found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(f"dtype {dtype} is not a floating-point dtype; use float32, bfloat16 or float16")
+    return found
+
+
+def _digest(content: str | bytes) -> str:
+    if not content:
+        return ""
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[:16]
+
+
+def _tokenizer_hash(tokenizer: Any) -> str:
+    """Hash of the vocabulary and of a probe sentence's ids: content, not file format or library version."""
+    if tokenizer is None:
+        return ""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return _digest(json.dumps([vocabulary, tokenizer(_TOKENIZER_PROBE)["input_ids"]]))
+
+
+def _head_hash(weight: Tensor) -> str:
+    """Hash of evenly spaced rows in bfloat16, so that loading in another dtype keeps the identity."""
+    if not weight.is_floating_point() or weight.device.type == "meta":
+        return ""
+    rows = torch.linspace(0, weight.shape[0] - 1, min(_HEAD_SAMPLE_ROWS, weight.shape[0])).long()
+    sample = weight.detach()[rows.to(weight.device)].to("cpu", torch.bfloat16).contiguous()
+    return _digest(sample.view(torch.uint8).numpy().tobytes())
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,562 @@
+"""`python -m shape.train`: from conversations to an exported predictor with its measured speed-up.
+
+    python -m shape.train                                        # the embedded default
+    python -m shape.train --target T --data D --output DIR       # your own target and data
+    python -m shape.train --config configs/paper.yaml            # another predictor
+    python -m shape.train ... --ckpt_path last                   # go on where a run was stopped
+
+Every option of `--help` may stand in a YAML file (`--config`), and `--print_config` writes one. Options that
+are given nowhere come from configs/quickstart.yaml.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytorch_lightning as pl
+import torch
+from jsonargparse import ArgumentParser
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
+from rich.console import Console
+from torch import Tensor
+
+from shape import bundled
+from shape.config import ShapeConfig
+from shape.conversations import Conversation, Prompt, encode, load_conversations, load_prompts
+from shape.decoder import ShapeDecoder, ShapeOutput
+from shape.drafters import TreeShape
+from shape.errors import CheckpointError, ConfigError, DataError, exit_on_error
+from shape.evaluation.environment import Environment
+from shape.evaluation.speed import SpeedResults, measure
+from shape.features import FeatureOptions, FeatureStore, StorageOptions, TrainerOptions, extract, quiet
+from shape.losses import Losses
+from shape.predictor import ShapePredictor
+from shape.target import Target
+from shape.training import (
+    AtomicCheckpointIO,
+    DecodingValidation,
+    ShapeDataModule,
+    ShapeModule,
+    TrainingOptions,
+    derive_seed,
+    export,
+    load_weights,
+)
+
+QUICKSTART_TARGET = "quickstart-target"
+_HELD_OUT_SHARE = 0.1
+
+
+@dataclass
+class PredictorOptions:
+    """The network; see `shape.config.ShapeConfig`, whose fields of the same names these become.
+
+    Attributes:
+        window: known states that the predictor reads.
+        intermediate_size: its width; null is twice the target's hidden size.
+        num_layers: residual blocks at that width.
+        num_steps: steps that training unrolls.
+        step_mode: all steps from one window, or one network applied again to its own prediction.
+        token_conditioning: read no token, the last settled one, or each token of the drafted path.
+        refinement: what is done to a raw prediction.
+        refinement_dim: width of the reduced space.
+        refinement_epsilon: entropic regularisation.
+        refinement_alpha: share of the refined state.
+        refinement_iterations: Sinkhorn iterations.
+        refinement_last_update: which marginal is exact in the end.
+        dropout: probability.
+        feature_layers: layers of the target that are read; the last is -1.
+    """
+
+    window: int = 4
+    intermediate_size: int | None = None
+    num_layers: int = 1
+    num_steps: int = 4
+    step_mode: Literal["parallel", "recursive"] = "recursive"
+    token_conditioning: Literal["none", "root", "path"] = "path"
+    refinement: Literal["none", "affine", "sinkhorn"] = "none"
+    refinement_dim: int = 128
+    refinement_epsilon: float = 0.1
+    refinement_alpha: float = 0.5
+    refinement_iterations: int = 10
+    refinement_last_update: Literal["column", "row"] = "row"
+    dropout: float = 0.0
+    feature_layers: list[int] = field(default_factory=lambda: [-1])
+
+
+@dataclass
+class ValidationOptions:
+    """Decoding during training, by which the best weights are chosen.
+
+    Attributes:
+        prompts: how many, from the validation data.
+        max_new_tokens: per prompt.
+        every: steps between measurements.
+    """
+
+    prompts: int = 32
+    max_new_tokens: int = 64
+    every: int = 200
+
+
+@dataclass
+class MeasurementOptions:
+    """The comparison with plain decoding that ends the run.
+
+    Attributes:
+        prompts: JSON lines with prompts; null is the bundled bench split for bundled data, and otherwise the
+            validation conversations.
+        limit: at most so many; 0 measures nothing.
+        max_new_tokens: per prompt.
+        temperature: 0 decodes greedily.
+    """
+
+    prompts: str | None = None
+    limit: int = 24
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+
+
+@dataclass
+class TrainOptions:
+    """What to train, on what, to where.
+
+    Attributes:
+        target: folder or hub id of the target, or quickstart-target, which ships.
+        data: file, folder or hub dataset with conversations; null is the data that ships.
+        validation_data: conversations to validate on; null is those that ship, or a part held out of `data`.
+        output: folder of the exported predictor; checkpoints, logs and features go below it.
+        features: folder of stored features, made by shape.extract or by an earlier run, or to be filled; null
+            is `features` in the output folder.
+        online: compute features in each training step and store none.
+        max_length: tokens kept of each conversation.
+        limit: at most so many conversations.
+        skip_bad_rows: count malformed rows and go on.
+        seed: of weights, order, noise and dropout.
+        target_dtype: dtype to run the target in; null is its checkpoint's own.
+        trust_remote_code: run code that comes with the target.
+        ckpt_path: resume from this checkpoint; "last" is the one in the output folder.
+        predictor: the network.
+        tree: default shape of the drafts.
+        losses: weights of the losses.
+        training: optimisation.
+        validation: decoding during training.
+        measurement: the comparison at the end.
+        extraction: how features are stored.
+        trainer: devices, precision and so on, as Lightning's Trainer has them.
+    """
+
+    target: str = QUICKSTART_TARGET
+    data: str | None = None
+    validation_data: str | None = None
+    output: str = "checkpoints/shape"
+    features: str | None = None
+    online: bool = False
+    max_length: int = 1024
+    limit: int | None = None
+    skip_bad_rows: bool = False
+    seed: int = 0
+    target_dtype: str | None = None
+    trust_remote_code: bool = False
+    ckpt_path: str | None = None
+    predictor: PredictorOptions = field(default_factory=PredictorOptions)
+    tree: TreeShape = field(default_factory=TreeShape)
+    losses: Losses = field(default_factory=Losses)
+    training: TrainingOptions = field(default_factory=TrainingOptions)
+    validation: ValidationOptions = field(default_factory=ValidationOptions)
+    measurement: MeasurementOptions = field(default_factory=MeasurementOptions)
+    extraction: StorageOptions = field(default_factory=StorageOptions)
+    trainer: TrainerOptions = field(default_factory=TrainerOptions)
+
+    def check(self) -> None:
+        """Raises ConfigError for options that cannot be meant, before anything is loaded."""
+        self.training.check()
+        if self.online and self.features is not None:
+            raise ConfigError(
+                "online and features are both given; choose one: online computes what features stores"
+            )
+        for name in ("prompts", "max_new_tokens", "every"):
+            if getattr(self.validation, name) < 1:
+                raise ConfigError(
+                    f"validation.{name} is {getattr(self.validation, name)}; give a positive number"
+                )
+        if (
+            self.measurement.limit < 0
+            or self.measurement.max_new_tokens < 1
+            or self.measurement.temperature < 0
+        ):
+            raise ConfigError(
+                "measurement needs limit >= 0, max_new_tokens >= 1 and temperature >= 0; correct them"
+            )
+
+    def feature_options(self) -> FeatureOptions:
+        return FeatureOptions(
+            max_length=self.max_length, layers=self.predictor.feature_layers, **asdict(self.extraction)
+        )
+
+    def predictor_config(self, target: Target) -> ShapeConfig:
+        return ShapeConfig(
+            hidden_size=target.hidden_size,
+            target_identity=target.identity.to_dict(),
+            draft=asdict(self.tree),
+            **asdict(self.predictor),
+        )
+
+
+def train(options: TrainOptions) -> Path:
+    """The whole way; returns the folder of the exported predictor. Only the first process exports and
+    measures.
+    """
+    options.check()
+    output = _writable(Path(options.output))
+    checkpoint = _checkpoint(options, output)
+    target = Target.load(
+        options.target, dtype=options.target_dtype, trust_remote_code=options.trust_remote_code
+    )
+    if target.tokenizer is None:
+        raise DataError(
+            f"target {target.name} has no tokenizer, and conversations are text; put one into its folder"
+        )
+    wanted = options.feature_options()
+    wanted.check(target)
+    config = options.predictor_config(target)
+    measured_prompts = _prompts_file(options)
+    conversations, held_out, for_validation = _conversations(options)
+    prompts = validation_prompts(for_validation, target, options)
+
+    source = conversations if options.online else _features(options, output, target, conversations, wanted)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(options.seed, "weights"))
+        predictor = ShapePredictor(config)
+    data = ShapeDataModule(
+        source,
+        target,
+        options.training,
+        window=config.window,
+        ahead=config.num_steps,
+        exclude=held_out,
+        max_length=options.max_length,
+        seed=options.seed,
+    )
+    module = ShapeModule(
+        predictor,
+        target,
+        options.losses,
+        options.training,
+        seed=options.seed,
+        log_every=options.trainer.log_every_n_steps,
+        recipe=_recipe(options, conversations),
+    )
+    validation = DecodingValidation(
+        prompts,
+        options.validation.every,
+        options.validation.max_new_tokens,
+        output / "checkpoints/best.safetensors",
+    )
+    _say(
+        f"training: {sum(p.numel() for p in predictor.parameters()) / 1e6:.1f}M parameters on "
+        f"{data.size} for at "
+        f"most {options.training.steps} steps of {options.training.batch_size} positions"
+    )
+    trainer = _trainer(options, output, validation)
+    trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
+    if trainer.is_global_zero:
+        _finish(
+            options, output, module, validation, measured_prompts or _as_prompts(for_validation), data.size
+        )
+    return output
+
+
+# ------------------------------------------------------------------------------------------------- before
+
+
+def _writable(output: Path) -> Path:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        probe = output / f".writable-{derive_seed(str(output))}"
+        probe.touch()
+        probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"output {output} cannot be written ({error.strerror}); give another folder"
+        ) from error
+    return output
+
+
+def _checkpoint(options: TrainOptions, output: Path) -> str | None:
+    """The checkpoint to resume from. A run from the start moves an earlier run's checkpoints out of the
+    way.
+    """
+    folder = output / "checkpoints"
+    if options.ckpt_path is None:
+        _set_aside(folder)
+        return None
+    path = folder / "last.ckpt" if options.ckpt_path == "last" else Path(options.ckpt_path)
+    if not path.is_file():
+        raise CheckpointError(
+            f"there is no checkpoint {path} to resume from; leave out --ckpt_path to start anew"
+        )
+    return str(path)
+
+
+@rank_zero_only
+def _set_aside(folder: Path) -> None:
+    """Rename an earlier run's checkpoints, so that `--ckpt_path last` can never mean another run's."""
+    if not (folder / "last.ckpt").exists():
+        return
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    folder.rename(aside)
+    print(
+        f"an earlier run's checkpoints are now in {aside} (--ckpt_path last would have continued it)",
+        flush=True,
+    )
+
+
+def _conversations(options: TrainOptions) -> tuple[list[Conversation], set[int], list[Conversation]]:
+    """All conversations, numbers of those not to train on, and those to validate on."""
+
+    def load(source: str | Path, limit: int | None) -> list[Conversation]:
+        return load_conversations(source, skip_bad_rows=options.skip_bad_rows, limit=limit)
+
+    conversations = load(options.data or _bundled_data(options.target), options.limit)
+    if options.validation_data is not None:
+        return conversations, set(), load(options.validation_data, None)
+    if options.data is None:
+        return conversations, set(), load(bundled.path("data", "validation.jsonl.gz"), None)
+    if len(conversations) < 2:
+        raise DataError(
+            f"{options.data} has one conversation, and none is left to validate on; give more, or "
+            "--validation_data"
+        )
+    count = max(1, min(options.validation.prompts, int(len(conversations) * _HELD_OUT_SHARE)))
+    held_out = set(range(0, len(conversations), len(conversations) // count)[:count])
+    return conversations, held_out, [conversations[index] for index in sorted(held_out)]
+
+
+def _bundled_data(target: str) -> Path:
+    """The conversations that ship; for the target that ships, with its own answers."""
+    if target == QUICKSTART_TARGET and (answers := bundled.root() / "data" / "answers.jsonl.gz").exists():
+        return answers
+    return bundled.path("data", "train.jsonl.gz")
+
+
+def validation_prompts(
+    conversations: Sequence[Conversation], target: Target, options: TrainOptions
+) -> list[Tensor]:
+    """Token ids up to an assistant turn, (T,) each: a turn of every conversation in rotation, evenly chosen.
+
+    Raises:
+        DataError: no prompt fits the target's positions.
+    """
+    room = options.max_length
+    if target.max_positions is not None:
+        room = min(room, target.max_positions - options.validation.max_new_tokens)
+    found: list[Tensor] = []
+    for index in range(len(conversations)):
+        encoded = encode(conversations[index], target.tokenizer, options.max_length)
+        previous = torch.cat([encoded.loss_mask.new_zeros(1), encoded.loss_mask[:-1]])
+        starts = (encoded.loss_mask & ~previous).nonzero()[:, 0].tolist()
+        if conversations[index].kind == "text":
+            starts = [min(32, len(encoded.input_ids) // 2)]
+        starts = [start for start in starts if 1 <= start <= room]
+        if starts:
+            found.append(encoded.input_ids[: starts[index % len(starts)]])
+    if not found:
+        raise DataError(
+            f"no validation conversation has an assistant turn within {room} tokens; raise "
+            "max_length, or give "
+            "other --validation_data"
+        )
+    count = min(options.validation.prompts, len(found))
+    return [found[index * len(found) // count] for index in range(count)]
+
+
+def _prompts_file(options: TrainOptions) -> list[Prompt]:
+    """Prompts of the final measurement, read early so that a bad file stops the run before the work."""
+    path = options.measurement.prompts
+    if path is None and options.data is None:
+        path = str(bundled.path("data", "bench.jsonl"))
+    return [] if path is None else load_prompts(path)
+
+
+def _as_prompts(conversations: Sequence[Conversation]) -> list[Prompt]:
+    """Chats up to their first answer."""
+    found = []
+    for each in conversations:
+        roles = [message.role for message in each.messages]
+        if each.kind == "chat" and "assistant" in roles and "user" in roles[: roles.index("assistant")]:
+            opening = each.messages[: roles.index("assistant")]
+            found.append(Prompt(each.id, "", (opening[-1].content,), opening))
+    return found
+
+
+def _features(
+    options: TrainOptions,
+    output: Path,
+    target: Target,
+    conversations: Sequence[Conversation],
+    wanted: FeatureOptions,
+) -> FeatureStore:
+    """The feature store: extracted, completed, or an existing one after checking that it is the target's."""
+    directory = Path(options.features) if options.features else output / "features"
+    store = extract(target, conversations, directory, wanted, options.trainer.for_extraction())
+    store.verify(target, seed=options.seed)
+    return store
+
+
+def _recipe(options: TrainOptions, conversations: Sequence[Conversation]) -> dict[str, Any]:
+    """What defines a run beside its losses and optimisation: a checkpoint of another recipe is refused."""
+    return {
+        "predictor": asdict(options.predictor),
+        "target": options.target,
+        "online": options.online,
+        "max_length": options.max_length,
+        "conversations": len(conversations),
+        "precision": options.trainer.precision,
+        "gradient_clip_val": options.trainer.gradient_clip_val,
+    }
+
+
+def _trainer(options: TrainOptions, output: Path, validation: DecodingValidation) -> pl.Trainer:
+    csv = CSVLogger(output, name="logs")
+    return pl.Trainer(
+        **asdict(options.trainer),
+        max_steps=options.training.steps,
+        max_epochs=1,  # one run over the loader, which counts in steps
+        logger=[csv, TensorBoardLogger(output, name="logs", version=csv.version)],
+        callbacks=[
+            validation,
+            ModelCheckpoint(
+                output / "checkpoints",
+                save_last=True,
+                save_top_k=0,
+                every_n_train_steps=options.training.checkpoint_every,
+                enable_version_counter=False,
+            ),
+        ],
+        plugins=[AtomicCheckpointIO()],
+        use_distributed_sampler=False,
+        enable_model_summary=False,
+    )
+
+
+# ------------------------------------------------------------------------------------------------- after
+
+
+def _finish(
+    options: TrainOptions,
+    output: Path,
+    module: ShapeModule,
+    validation: DecodingValidation,
+    prompts: Sequence[Prompt],
+    size: str,
+) -> None:
+    """Export the best weights, measure what was exported, and say what came out."""
+    target, predictor = module.target, module.predictor
+    load_weights(predictor, validation.best_path)
+    record: dict[str, Any] = {
+        "command": Environment.capture(target.device).command,
+        "target": options.target,
+        "data": options.data or "the conversations that ship with shape",
+        "examples": size,
+        "steps": module.trainer.global_step,
+        "seconds": round(module.seconds),
+        "validation": {"prompts": len(validation.prompts), **(validation.best or {})},
+    }
+    export(predictor, output, target.identity, record)
+    decoder = ShapeDecoder.from_pretrained(output, target=target)
+    console = Console()
+    best = validation.best
+    if best:
+        console.print(
+            f"validation: acceptance length {best['value']:.2f} [{best['low']:.2f}, "
+            f"{best['high']:.2f}] at step "
+            f"{best['step']} of {module.trainer.global_step}, {len(validation.prompts)} prompts"
+        )
+    if prompts and options.measurement.limit:
+        results = _measure(options, decoder, prompts)
+        console.print(results.table())
+        line = results.summary["shape"]
+        record["acceptance_length"] = asdict(line.acceptance_length)
+        record["speed_up"] = asdict(line.speed_up)
+        place = results.environment
+        record["measured_on"] = f"{place.device}, {place.cpu}, {place.threads} threads, {place.date}"
+        export(predictor, output, target.identity, record)
+        (output / "measurement.json").write_text(results.to_json())
+    _show_sample(decoder, prompts, options, console)
+    console.print(f"the predictor is in {output}; try it:", highlight=False)
+    text = prompts[0].turns[0] if prompts else "Hello"
+    console.print(
+        f"  python -m shape.generate --predictor {output} --prompt {text!r}", highlight=False, soft_wrap=True
+    )
+
+
+def _measure(options: TrainOptions, decoder: ShapeDecoder, prompts: Sequence[Prompt]) -> SpeedResults:
+    chosen = options.measurement
+    count = min(chosen.limit, len(prompts))
+    return measure(
+        decoder.target,
+        {"transformers": "transformers", "plain": None, "shape": decoder.drafter},
+        [prompts[index * len(prompts) // count] for index in range(count)],
+        max_new_tokens=chosen.max_new_tokens,
+        temperature=chosen.temperature,
+        seed=options.seed,
+        progress=options.trainer.enable_progress_bar,
+        label=f"{options.output}, measured after training",
+    )
+
+
+def _show_sample(
+    decoder: ShapeDecoder, prompts: Sequence[Prompt], options: TrainOptions, console: Console
+) -> None:
+    if not prompts:
+        return
+    messages = [{"role": message.role, "content": message.content} for message in prompts[0].messages]
+    text = decoder.target.render(messages, add_generation_prompt=True)
+    ids = decoder.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+    out = decoder.generate(
+        ids.to(decoder.target.device),
+        do_sample=False,
+        max_new_tokens=options.measurement.max_new_tokens,
+        return_dict_in_generate=True,
+    )
+    assert isinstance(out, ShapeOutput)
+    answer = decoder.tokenizer.decode(out.sequences[0, ids.shape[1] :], skip_special_tokens=True)
+    console.print(f"\n> {prompts[0].turns[0]}\n{answer}\n", markup=False, highlight=False)
+
+
+@rank_zero_only
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+# ------------------------------------------------------------------------------------------------- command
+
+
+def parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="python -m shape.train",
+        description=__doc__.splitlines()[0],
+        default_config_files=[str(bundled.path("configs", "quickstart.yaml"))],
+    )
+    parser.add_argument("--config", action="config", help="a YAML file with these options")
+    parser.add_class_arguments(TrainOptions, as_group=False)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    with exit_on_error():
+        reader = parser()
+    values = reader.instantiate(reader.parse_args(arguments)).as_dict()
+    values.pop("config")
+    with exit_on_error(), quiet():
+        train(TrainOptions(**values))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,837 @@
+"""Training a predictor: examples from features, the Lightning modules, validation by decoding, and export.
+
+Everything random is a pure function of (seed, step, sample): which examples a step sees, their noise, the
+dropout masks. So a resumed run goes on exactly where it stopped, and several processes see the batches that
+one would see.
+"""
+
+import hashlib
+import math
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any, Literal, NamedTuple
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.plugins.io import TorchCheckpointIO
+from pytorch_lightning.utilities.types import OptimizerLRScheduler
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, Sampler
+from torchmetrics import MeanMetric
+
+from shape.conversations import Conversation, Encoded, encode
+from shape.decoder import ShapeDecoder, ShapeOutput
+from shape.drafters import ShapeDrafter
+from shape.errors import CheckpointError, ConfigError, DataError
+from shape.features import FeatureStore, compute_features, eligible, place
+from shape.losses import Losses, weighted_loss
+from shape.predictor import ShapePredictor, windows
+from shape.target import Target, TargetIdentity
+from shape.verification.sampling import mix
+
+_ADAM_BETAS = (0.9, 0.95)
+_ROOTS_SAMPLE = 256
+_VALIDATION_BATCH = 8
+# May change between a run and its resumption; everything else would make it another run.
+_FREE_TO_CHANGE = {"steps", "max_minutes", "checkpoint_every", "workers"}
+
+
+@dataclass
+class TrainingOptions:
+    """How the predictor is optimised.
+
+    Attributes:
+        steps: optimiser steps.
+        batch_size: positions (roots) per optimiser step, over all processes and accumulated parts together.
+        learning_rate: peak of AdamW's, reached after `warmup_steps`.
+        decay: how the learning rate falls to zero over the remaining steps.
+        weight_decay: on matrices only; biases, gates and norms are left alone.
+        noise: standard deviation of uniform noise on the input states, in units of each state's root mean
+            square.
+        max_minutes: stop after so long and shrink the learning rate's schedule to fit; such a run depends on
+            the machine's speed and cannot be reproduced bit by bit.
+        checkpoint_every: steps between resumable checkpoints.
+        workers: processes that read features ahead; 0 reads in the training process.
+    """
+
+    steps: int = 1000
+    batch_size: int = 1024
+    learning_rate: float = 1e-3
+    warmup_steps: int = 50
+    decay: Literal["cosine", "linear", "none"] = "cosine"
+    weight_decay: float = 0.01
+    noise: float = 0.0
+    max_minutes: float | None = None
+    checkpoint_every: int = 100
+    workers: int = 0
+
+    def check(self) -> None:
+        """Raises ConfigError for the first value out of range."""
+        for name in ("steps", "batch_size", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"training.{name} is {getattr(self, name)}; give a positive number")
+        for name in ("warmup_steps", "weight_decay", "noise", "workers"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"training.{name} is {getattr(self, name)}; give 0 or more")
+        if not 0 < self.learning_rate < 1:
+            raise ConfigError(f"training.learning_rate is {self.learning_rate}; give a value between 0 and 1")
+        if self.max_minutes is not None and self.max_minutes <= 0:
+            raise ConfigError(f"training.max_minutes is {self.max_minutes}; give a positive number or null")
+
+    def learning_rate_factor(self, step: int, progress: float) -> float:
+        """Share of the peak learning rate at a step; `progress` in [0, 1] is how much of the run is over."""
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        if self.decay == "none":
+            return 1.0
+        warm = min(self.warmup_steps / self.steps, 1 - 1e-9)
+        left = 1 - min(max((progress - warm) / (1 - warm), 0.0), 1.0)
+        return left if self.decay == "linear" else (1 - math.cos(math.pi * left)) / 2
+
+
+# ------------------------------------------------------------------------------------------------- examples
+
+
+class Examples(NamedTuple):
+    """What a predictor is trained on, for roots t and steps n = 0..S-1. `...` is (B, P), or (P,) once
+    flattened.
+
+    Attributes:
+        window: (..., W, F) states h_{t-W}..h_{t-1}, zeros before the text.
+        tokens: (..., S) int64, x_t..x_{t+S-1}, read where steps are conditioned on tokens.
+        states: (..., S, H) true states h_t..h_{t+S-1}.
+        mask: (..., S) bool, steps that count: x_t and all of x_{t+1}..x_{t+n+1} are supervised.
+    """
+
+    window: Tensor
+    tokens: Tensor
+    states: Tensor
+    mask: Tensor
+
+
+def examples(
+    hidden: Tensor,
+    tokens: Tensor,
+    loss_mask: Tensor,
+    roots: Tensor,
+    window: int,
+    steps: int,
+    hidden_size: int,
+) -> Examples:
+    """Cut examples out of texts; the windows are cut by the function that decoding uses.
+
+    Args:
+        hidden: (B, T, F) states; the last `hidden_size` columns are h.
+        tokens, loss_mask: (B, T'), T' >= T, on the same device, False past a text's end.
+        roots: (B, P) int64; a root that is not eligible (`shape.features.eligible`) gives an example whose
+            mask is False throughout.
+        window: number W of states before the root.
+        steps: number S of steps.
+    """
+    rows = torch.arange(len(tokens), device=tokens.device)[:, None, None]
+    ahead = roots[..., None] + torch.arange(steps + 1, device=roots.device)
+    inside = ahead < tokens.shape[1]
+    supervised = loss_mask[rows, ahead.clamp(max=tokens.shape[1] - 1)] & inside
+    settled = supervised[..., :1] & (roots >= 1)[..., None]
+    states = hidden[rows, ahead[..., :-1].clamp(max=hidden.shape[1] - 1), -hidden_size:]
+    return Examples(
+        window=windows(hidden, roots, window),
+        tokens=tokens[rows, ahead[..., :-1].clamp(max=tokens.shape[1] - 1)],
+        states=states,
+        mask=settled & supervised[..., 1:].cumprod(-1).bool(),
+    )
+
+
+def accepted_walk(accepted: Sequence[int], first: int, last: int) -> tuple[int, int]:
+    """Tokens and target forwards of chain decoding, by teacher forcing on a text decoded greedily.
+
+    Args:
+        accepted: for each position t as root, how many drafted tokens in a row the target agrees with.
+        first: position of the first root, the token that the prefill itself yields.
+        last: position of the text's last token.
+
+    Returns:
+        Tokens emitted after `first`, and forwards; their ratio is the acceptance length.
+    """
+    root, forwards = first, 0
+    while root < last:
+        root += min(accepted[root] + 1, last - root)
+        forwards += 1
+    return last - first, forwards
+
+
+# ------------------------------------------------------------------------------------------------- data
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which part of every step's batch a process works on, and in how many portions."""
+
+    rank: int = 0
+    world: int = 1
+    accumulate: int = 1
+
+    @property
+    def parts(self) -> int:
+        return self.world * self.accumulate
+
+
+@dataclass
+class Batch:
+    """One portion of one step's examples, or the conversations to compute them from.
+
+    Attributes:
+        step: the optimiser step it belongs to.
+        part: its number among the step's portions, over all processes.
+        samples: (P,) int64 numbers of the roots (or conversations) in the data.
+    """
+
+    step: int
+    part: int
+    samples: Tensor
+    examples: Examples | None = None
+    conversations: list[Encoded] | None = None
+
+    def to(self, device: torch.device) -> "Batch":
+        moved = self.examples and Examples(
+            *(tensor.to(device, non_blocking=True) for tensor in self.examples)
+        )
+        return Batch(self.step, self.part, self.samples.to(device), moved, self.conversations)
+
+    def pin_memory(self) -> "Batch":
+        pinned = self.examples and Examples(*(tensor.pin_memory() for tensor in self.examples))
+        return Batch(self.step, self.part, self.samples, pinned, self.conversations)
+
+
+class StepOrder:
+    """The order of samples: a permutation per epoch from (seed, epoch), cut into steps across epoch ends."""
+
+    def __init__(self, seed: int, count: int, batch_size: int) -> None:
+        self.seed, self.count, self.batch_size = seed, count, batch_size
+        self._epoch, self._permutation = -1, torch.empty(0, dtype=torch.int64)
+
+    def step(self, step: int) -> Tensor:
+        """Sample numbers of one step's whole batch, (batch_size,) int64."""
+        start, stop = step * self.batch_size, (step + 1) * self.batch_size
+        parts = []
+        while start < stop:
+            epoch, offset = divmod(start, self.count)
+            taken = min(stop - start, self.count - offset)
+            parts.append(self._of(epoch)[offset : offset + taken])
+            start += taken
+        return torch.cat(parts)
+
+    def _of(self, epoch: int) -> Tensor:
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
+            self._epoch, self._permutation = epoch, torch.randperm(self.count, generator=generator)
+        return self._permutation
+
+
+class _Batches(Dataset[Batch]):
+    """Item k is this process's k-th portion since step 0: a pure function of k, wherever a run starts."""
+
+    def __init__(self, order: StepOrder, split: Split, steps: int) -> None:
+        self.order, self.split, self.steps = order, split, steps
+
+    def __len__(self) -> int:
+        return self.steps * self.split.accumulate
+
+    def __getitem__(self, index: int) -> Batch:
+        step, portion = divmod(index, self.split.accumulate)
+        part = portion * self.split.world + self.split.rank
+        samples = self.order.step(step).view(self.split.parts, -1)[part]
+        return self._load(step, part, samples)
+
+    def _load(self, step: int, part: int, samples: Tensor) -> Batch:
+        raise NotImplementedError
+
+
+class StoredBatches(_Batches):
+    """Examples around random roots of a feature store."""
+
+    def __init__(
+        self,
+        store: FeatureStore,
+        roots: Tensor,
+        window: int,
+        ahead: int,
+        order: StepOrder,
+        split: Split,
+        steps: int,
+    ) -> None:
+        super().__init__(order, split, steps)
+        self.store, self.roots, self.window, self.ahead = store, roots, window, ahead
+
+    def _load(self, step: int, part: int, samples: Tensor) -> Batch:
+        around = self.store.gather(self.roots[samples], self.window, self.ahead)
+        roots = torch.full((len(samples), 1), self.window)
+        cut = examples(
+            around.hidden, around.input_ids, around.loss_mask, roots, self.window, self.ahead,
+            self.store.manifest.hidden_size,
+        )  # fmt: skip
+        return Batch(step, part, samples, examples=Examples(*(tensor.squeeze(1) for tensor in cut)))
+
+
+class ConversationBatches(_Batches):
+    """Whole conversations, of which the target computes the states inside the training step (online mode)."""
+
+    def __init__(
+        self,
+        conversations: Sequence[Conversation],
+        tokenizer: Any,
+        max_length: int,
+        order: StepOrder,
+        split: Split,
+        steps: int,
+    ) -> None:
+        super().__init__(order, split, steps)
+        self.conversations, self.tokenizer, self.max_length = conversations, tokenizer, max_length
+
+    def _load(self, step: int, part: int, samples: Tensor) -> Batch:
+        chosen = [encode(self.conversations[i], self.tokenizer, self.max_length) for i in samples.tolist()]
+        return Batch(step, part, samples, conversations=chosen)
+
+
+class _FromStep(Sampler[int]):
+    """Portions from the resumed step on. Its length counts those before as well, as Lightning's progress
+    does.
+    """
+
+    def __init__(self, start: int, total: int) -> None:
+        self.start, self.total = start, total
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.total))
+
+
+class _ResumableLoader(DataLoader[Batch]):
+    """Says to Lightning that it resumes mid-epoch; its position is the trainer's step, so it stores
+    nothing.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        del state
+
+
+class ShapeDataModule(pl.LightningDataModule):
+    """Training batches, from a feature store or, without one, from conversations (online mode).
+
+    Args:
+        source: a feature store, or conversations.
+        target: needed for its tokenizer in online mode.
+        window, ahead: states before the root, and steps after it, that examples hold.
+        exclude: numbers of conversations that are kept for validation.
+
+    Raises:
+        DataError: nothing in the data can be learned from.
+        ConfigError: the batch does not divide among the processes (when training starts).
+    """
+
+    def __init__(
+        self,
+        source: FeatureStore | Sequence[Conversation],
+        target: Target,
+        options: TrainingOptions,
+        *,
+        window: int,
+        ahead: int,
+        exclude: Collection[int] = (),
+        max_length: int = 1024,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.target, self.options, self.seed = target, options, seed
+        self.window, self.ahead, self.max_length = window, ahead, max_length
+        self.store = source if isinstance(source, FeatureStore) else None
+        self.roots = source.roots(exclude) if isinstance(source, FeatureStore) else torch.empty(0)
+        self.conversations: list[Conversation] = []
+        self.roots_each = 0.0
+        if not isinstance(source, FeatureStore):
+            self.conversations = [each for index, each in enumerate(source) if index not in exclude]
+            self.roots_each = self._mean_roots()
+        if not len(self.roots) and not self.roots_each:
+            raise DataError(
+                "the data has no two supervised tokens in a row within max_length, so there is "
+                "nothing to learn; "
+                "raise max_length, or give conversations with longer assistant turns"
+            )
+
+    @property
+    def size(self) -> str:
+        """How much there is to learn from, for people."""
+        if self.store is not None:
+            return f"{len(self.roots):,} positions of {len(self.store):,} conversations"
+        return f"{len(self.conversations):,} conversations of about {self.roots_each:.0f} positions"
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        trainer = self.trainer
+        assert trainer is not None
+        split = Split(trainer.global_rank, trainer.world_size, trainer.accumulate_grad_batches)
+        data = self.batches(split)
+        return _ResumableLoader(
+            data,
+            batch_size=None,
+            sampler=_FromStep(trainer.global_step * split.accumulate, len(data)),
+            num_workers=self.options.workers,
+            pin_memory=trainer.strategy.root_device.type == "cuda",
+            persistent_workers=self.options.workers > 0,
+            generator=torch.Generator(),  # the loader draws a worker seed, and not from the global generator
+        )
+
+    def batches(self, split: Split) -> _Batches:
+        """All portions of one process."""
+        options = self.options
+        if self.store is not None:
+            if options.batch_size % split.parts:
+                raise ConfigError(
+                    f"training.batch_size is {options.batch_size}, which does not divide among {split.world} "
+                    f"process(es) x {split.accumulate} accumulated part(s); give a multiple of {split.parts}"
+                )
+            order = StepOrder(self.seed, len(self.roots), options.batch_size)
+            return StoredBatches(self.store, self.roots, self.window, self.ahead, order, split, options.steps)
+        per_part = max(1, round(options.batch_size / self.roots_each / split.parts))
+        order = StepOrder(self.seed, len(self.conversations), per_part * split.parts)
+        return ConversationBatches(
+            self.conversations, self.target.tokenizer, self.max_length, order, split, options.steps
+        )
+
+    def _mean_roots(self) -> float:
+        sample = self.conversations[:: max(1, len(self.conversations) // _ROOTS_SAMPLE)]
+        counts = []
+        for conversation in sample:
+            mask = encode(conversation, self.target.tokenizer, self.max_length).loss_mask
+            counts.append(int(eligible(mask, torch.tensor([0, len(mask)])).sum()))
+        return sum(counts) / max(len(counts), 1)
+
+
+# ------------------------------------------------------------------------------------------------- the module
+
+
+class ShapeModule(pl.LightningModule):
+    """A predictor in training. The target is beside it, not inside: no checkpoint and no process group sees
+    it.
+
+    Args:
+        predictor: the network, in float32 unless the Trainer says otherwise.
+        target: the frozen model whose states are predicted; its own logit function scores them.
+        losses: weights of the terms.
+        options: optimisation.
+        seed: of noise and dropout.
+        log_every: steps between measurements of agreement; as the Trainer's `log_every_n_steps`.
+        recipe: plain values that define the run beyond `options` and `losses`; resuming with others is
+            refused.
+    """
+
+    def __init__(
+        self,
+        predictor: ShapePredictor,
+        target: Target,
+        losses: Losses,
+        options: TrainingOptions,
+        *,
+        seed: int = 0,
+        log_every: int = 20,
+        recipe: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.predictor = predictor
+        self.target = target
+        self.losses = losses
+        self.options = options
+        self.seed = seed
+        self.log_every = log_every
+        self.recipe = {"seed": seed, "losses": asdict(losses), "training": asdict(options), **(recipe or {})}
+        steps = predictor.config.num_steps
+        self.agreement = nn.ModuleList(MeanMetric() for _ in range(steps))
+        self.acceptance_length = MeanMetric()
+        self._seconds_before = 0.0
+        self._started = monotonic()
+        self._elapsed = 0.0
+
+    # -- the step
+
+    def on_fit_start(self) -> None:
+        place(self.target, self.device)
+
+    def on_train_start(self) -> None:
+        self._started = monotonic()
+
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
+        return batch.to(device)
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        torch.manual_seed(derive_seed(self.seed, batch.step, batch.part))  # for dropout
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        cut, numbers = self._examples(batch)
+        window = cut.window
+        if self.options.noise:
+            keys = mix(numbers + derive_seed(self.seed, batch.step, "noise"))
+            window = add_noise(window, keys, self.options.noise, self.predictor.config.hidden_size)
+        embeddings = None
+        if self.predictor.config.token_conditioning != "none":
+            embeddings = self.target.embed(cut.tokens)
+        predicted = self.predictor(window, embeddings)
+        predicted_logits = target_logits = None
+        measuring = (self.global_step + 1) % self.log_every == 0
+        if self.losses.on_logits or measuring:
+            with torch.autocast(self.device.type, enabled=False):
+                predicted_logits = self.target.logits(predicted.to(self.target.dtype))
+                with torch.no_grad():
+                    target_logits = self.target.logits(cut.states.to(self.target.dtype))
+        loss, parts = weighted_loss(
+            self.losses, predicted, cut.states, predicted_logits, target_logits, cut.mask
+        )
+        if measuring and predicted_logits is not None and target_logits is not None:
+            self._log_agreement(predicted_logits.argmax(-1) == target_logits.argmax(-1), cut.mask)
+        self.log("train/loss", loss, prog_bar=True, batch_size=len(cut.mask))
+        self.log_dict({f"train/{name}": value for name, value in parts.items()}, batch_size=len(cut.mask))
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        if self.options.max_minutes is None:
+            return
+        elapsed = self._seconds_before + monotonic() - self._started
+        # One clock for all processes: learning rates that differ would let their weights drift apart.
+        self._elapsed = self.trainer.strategy.broadcast(elapsed)
+        if self._elapsed >= 60 * self.options.max_minutes:
+            self.trainer.should_stop = True
+
+    def _examples(self, batch: Batch) -> tuple[Examples, Tensor]:
+        """Flat examples, and a number for each that is its own in the whole data."""
+        if batch.examples is not None:
+            return batch.examples, batch.samples
+        assert batch.conversations is not None
+        config, encoded = self.predictor.config, batch.conversations
+        hidden = compute_features(self.target, encoded, config.feature_layers)
+        ids = pad_sequence([sample.input_ids for sample in encoded], batch_first=True).to(self.device)
+        masks = pad_sequence([sample.loss_mask for sample in encoded], batch_first=True).to(self.device)
+        starts = [eligible(s.loss_mask, torch.tensor([0, len(s.loss_mask)])).nonzero()[:, 0] for s in encoded]
+        roots = pad_sequence(starts, batch_first=True).to(self.device)  # padded with 0, which is no root
+        cut = examples(hidden, ids, masks, roots, config.window, config.num_steps, config.hidden_size)
+        kept = cut.mask[..., 0]
+        numbers = (batch.samples[:, None] << 32) + roots
+        return Examples(*(tensor[kept] for tensor in cut)), numbers[kept]
+
+    def _log_agreement(self, agree: Tensor, mask: Tensor) -> None:
+        """Share of steps whose best token is the target's, and the acceptance length that chains would
+        have.
+        """
+        for n, metric in enumerate(self.agreement):
+            assert isinstance(metric, MeanMetric)
+            metric(agree[:, n][mask[:, n]].float())
+            self.log(f"train/agreement_{n + 1}", metric, on_step=True, on_epoch=False, batch_size=len(mask))
+        in_a_row = (agree & mask).cumprod(-1).sum(-1)
+        self.acceptance_length(1.0 + in_a_row)
+        self.log(
+            "train/chain_AL", self.acceptance_length, on_step=True, on_epoch=False, prog_bar=True,
+            batch_size=len(mask),
+        )  # fmt: skip
+
+    # -- optimisation
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        parameters = [parameter for parameter in self.predictor.parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": self.options.weight_decay},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=self.options.learning_rate, betas=_ADAM_BETAS)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: self.options.learning_rate_factor(step, self._progress(step))
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _progress(self, step: int) -> float:
+        by_steps = step / self.options.steps
+        if self.options.max_minutes is None:
+            return by_steps
+        return max(by_steps, self._elapsed / (60 * self.options.max_minutes))
+
+    # -- checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        seconds = self._seconds_before + monotonic() - self._started
+        checkpoint["shape"] = {"recipe": self.recipe, "seconds": seconds}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        saved = checkpoint.get("shape")
+        if saved is None:
+            raise CheckpointError(
+                "the checkpoint was not written by shape.train; give one of its last.ckpt files"
+            )
+        if differences := _differences(saved["recipe"], self.recipe):
+            raise CheckpointError(
+                f"the checkpoint is of another run: {', '.join(differences)}; resume with the options "
+                "it was made "
+                "with, or train anew without --ckpt_path"
+            )
+        self._seconds_before = saved["seconds"]
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock seconds of training so far, earlier sittings included."""
+        return self._seconds_before + monotonic() - self._started
+
+
+def add_noise(window: Tensor, keys: Tensor, amount: float, hidden_size: int) -> Tensor:
+    """Uniform noise on known states: EAGLE's remedy (arXiv 2401.15077, 4.1) for inputs that are predictions
+    later.
+
+    Args:
+        window: (P, W, F), F a multiple of `hidden_size`: one state per layer.
+        keys: (P,) int64; an example's noise depends on its key alone.
+        amount: standard deviation in units of each state's root mean square; states of zeros stay zeros.
+    """
+    states = window.unflatten(-1, (-1, hidden_size)).float()
+    counter = torch.arange(states[0].numel(), device=window.device).view(states.shape[1:])
+    bits = mix(mix(keys).view(-1, 1, 1, 1) + counter) & 0xFFFFFF
+    uniform = (bits.float() + 0.5) * 2.0**-23 - 1.0
+    scale = states.pow(2).mean(-1, keepdim=True).sqrt() * (amount * math.sqrt(3))
+    return (states + scale * uniform).flatten(-2).to(window.dtype)
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed from any parts, unrelated for unlike parts."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
+
+
+def _differences(saved: Mapping[str, Any], current: Mapping[str, Any], prefix: str = "") -> list[str]:
+    found = []
+    for name in sorted(saved.keys() | current.keys()):
+        mine, theirs = saved.get(name), current.get(name)
+        if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+            found += _differences(mine, theirs, f"{prefix}{name}.")
+        elif mine != theirs and name not in _FREE_TO_CHANGE:
+            found.append(f"{prefix}{name} was {mine} and is {theirs}")
+    return found
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint beside its place and then renames it: a killed run leaves the one before."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        final = Path(path)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        temporary = final.with_name(f".{final.name}.tmp")
+        with open(temporary, "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, final)
+
+
+# ------------------------------------------------------------------------------------------------- validation
+
+
+class Measured(NamedTuple):
+    """Acceptance length on a set of prompts, with a 95 % bootstrap interval over them."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+def acceptance_length(emitted: Sequence[int], forwards: Sequence[int]) -> Measured:
+    """Sum of tokens over sum of forwards; resampling prompts gives the interval. Fixed seed, so
+    reproducible.
+    """
+    counts = torch.tensor([list(emitted), list(forwards)], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randint(counts.shape[1], (2000, counts.shape[1]), generator=generator)
+    tokens, steps = counts[:, chosen].sum(-1)
+    low, high = (tokens / steps).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return Measured(float(counts[0].sum() / counts[1].sum()), low, high)
+
+
+class DecodingValidation(pl.Callback):
+    """Measures the acceptance length by decoding fixed prompts with the current weights, and keeps the best
+    ones.
+
+    Prompts are dealt to processes by number, none twice; sums are reduced over processes, and each prompt's
+    own counts are kept for the interval. Decoding runs without autocast, in evaluation mode, without
+    gradients.
+
+    Args:
+        prompts: token ids, (T,) int64 each.
+        every: steps between measurements; one more comes at the end.
+        max_new_tokens: per prompt.
+        best_path: where the best weights go (safetensors), written by the first process.
+    """
+
+    def __init__(self, prompts: Sequence[Tensor], every: int, max_new_tokens: int, best_path: Path) -> None:
+        self.prompts, self.every, self.max_new_tokens = list(prompts), every, max_new_tokens
+        self.best_path = best_path
+        self.history: list[dict[str, float]] = []
+
+    @property
+    def best(self) -> dict[str, float] | None:
+        return max(self.history, key=lambda entry: entry["value"], default=None)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": self.history}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.history = list(state_dict["history"])
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if step and step % self.every == 0 and not self._measured(step):
+            self._validate(trainer, pl_module)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self._measured(trainer.global_step):
+            self._validate(trainer, pl_module)
+
+    def _measured(self, step: int) -> bool:
+        return bool(self.history) and self.history[-1]["step"] == step
+
+    def _validate(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        assert isinstance(module, ShapeModule)
+        counts = torch.zeros(2, len(self.prompts), dtype=torch.float64, device=module.device)
+        mine = range(trainer.global_rank, len(self.prompts), trainer.world_size)
+        with _evaluating(module.predictor), torch.autocast(module.device.type, enabled=False):
+            emitted, forwards = decode_counts(
+                module.target, module.predictor, [self.prompts[i] for i in mine], self.max_new_tokens
+            )
+        counts[:, list(mine)] = torch.tensor([emitted, forwards], dtype=torch.float64, device=counts.device)
+        counts = trainer.strategy.reduce(counts, reduce_op="sum")
+        measured = acceptance_length(counts[0].long().tolist(), counts[1].long().tolist())
+        best = self.best
+        if trainer.is_global_zero and (best is None or measured.value > best["value"]):
+            _save_weights(module.predictor, self.best_path)
+        self.history.append({"step": trainer.global_step, **measured._asdict()})
+        values = {"val/acceptance_length": measured.value, "val/low": measured.low, "val/high": measured.high}
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=trainer.global_step)
+
+
+def decode_counts(
+    target: Target, predictor: ShapePredictor, prompts: Sequence[Tensor], max_new_tokens: int
+) -> tuple[list[int], list[int]]:
+    """Tokens emitted and target forwards, for each prompt, of greedy decoding with the predictor."""
+    decoder = ShapeDecoder(target, drafter=ShapeDrafter(predictor))
+    emitted: list[int] = []
+    forwards: list[int] = []
+    for start in range(0, len(prompts), _VALIDATION_BATCH):
+        rows = prompts[start : start + _VALIDATION_BATCH]
+        ids = pad_sequence(list(rows), batch_first=True, padding_side="left").to(target.device)
+        ones = [torch.ones(len(row), dtype=torch.int64) for row in rows]
+        mask = pad_sequence(ones, batch_first=True, padding_side="left").to(target.device)
+        output = decoder.generate(
+            ids,
+            attention_mask=mask,
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            return_dict_in_generate=True,
+        )
+        assert isinstance(output, ShapeOutput)
+        emitted += output.stats.row_emitted
+        forwards += output.stats.row_forwards
+    return emitted, forwards
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(training)
+
+
+def _save_weights(predictor: ShapePredictor, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    weights = {name: value.detach().cpu().contiguous() for name, value in predictor.state_dict().items()}
+    save_file(weights, temporary)
+    os.replace(temporary, path)
+
+
+def load_weights(predictor: ShapePredictor, path: Path) -> None:
+    """Put weights kept by `DecodingValidation` into a predictor of the same configuration."""
+    predictor.load_state_dict(load_file(path))
+
+
+# ------------------------------------------------------------------------------------------------- export
+
+
+def export(
+    predictor: ShapePredictor, directory: str | Path, identity: TargetIdentity, training: Mapping[str, Any]
+) -> None:
+    """Write what `ShapeDecoder.from_pretrained` reads: config, weights (safetensors) and a model card.
+
+    Args:
+        training: plain values: command, data, steps, seconds, and, once measured, acceptance_length (with
+            `low` and `high`) and speed_up.
+    """
+    directory = Path(directory)
+    predictor.config.target_identity = identity.to_dict()
+    predictor.config.training = dict(training)
+    predictor.save_pretrained(directory)
+    (directory / "README.md").write_text(model_card(predictor, identity, training))
+
+
+def model_card(predictor: ShapePredictor, identity: TargetIdentity, training: Mapping[str, Any]) -> str:
+    """Markdown: what the predictor is for, how it came about, what was measured."""
+    config = predictor.config
+    millions = sum(parameter.numel() for parameter in predictor.parameters()) / 1e6
+    revision = f" (revision {identity.revision})" if identity.revision else ""
+    rows = "\n".join(f"| {name.replace('_', ' ')} | {_cell(value)} |" for name, value in training.items())
+    return f"""---
+library_name: shape
+base_model: {identity.name}
+tags: [speculative-decoding]
+---
+# SHAPE predictor for {identity.name}
+
+Drafts tokens for lossless speculative decoding of `{identity.name}`{revision}: it predicts the target's
+future hidden states, the target's own head turns them into draft tokens, and the target verifies these. It
+is of no use with another target; loading refuses one whose tokenizer, head or chat template differ.
+
+```python
+from shape import ShapeDecoder
+
+decoder = ShapeDecoder.from_pretrained("{directory_name(training)}")
+```
+
+{millions:.1f}M parameters: window {config.window}, {config.num_steps} {config.step_mode} steps, token
+conditioning {config.token_conditioning}, refinement {config.refinement}.
+
+| | |
+|---|---|
+{rows}
+"""
+
+
+def directory_name(training: Mapping[str, Any]) -> str:
+    return str(training.get("output", "path/to/this/folder"))
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, Mapping) and {"value", "low", "high"} <= value.keys():
+        if value["value"] is None or value["low"] is None:  # no interval from a single prompt
+            return _cell(value["value"])
+        return f"{value['value']:.2f} [{value['low']:.2f}, {value['high']:.2f}]"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value).replace("|", "\\|")

@@ -1,0 +1,133 @@
+"""Entropic optimal transport between many pairs of distributions that share one ground cost.
+
+All pairs share the d x d cost, hence the Gibbs kernel K = exp(-C / epsilon), and every entropic plan has the
+form T = diag(u) K diag(v). So a plan is kept as its two scalings, and everything asked of it is a product
+with the shared d x d matrix: no (batch, d, d) tensor exists outside `Plan.matrix`, for tests and analysis.
+
+Which update comes last matters. A column update sets v = q / (K^T u), after which
+
+    T^T 1 = v * (K^T u) = q
+
+holds exactly, after any number of iterations, converged or not, and for any cost. A read-out that uses only
+T^T 1 (the paper's H_ot = P2(T^T 1), section 3.2) then equals P2(q): the plan has no influence on it and gets
+no gradient. Ending on the row update makes T 1 = p exact instead, and T^T 1 differs from q by what is left to
+converge. Read-outs that use the plan itself (`Plan.push`, `Plan.barycentre`) do not have this weakness.
+
+Sources: Cuturi, Sinkhorn distances (arXiv 1306.0895); Peyre and Cuturi, Computational optimal transport
+(arXiv 1803.00567), sections 4.1-4.2.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+LastUpdate = Literal["column", "row"]
+
+# Scalings stay within exp(2 C / epsilon) * d of the marginals, so this keeps them finite in float32 without
+# a log domain (which would need a (batch, d, d) tensor). exp(-40) = 4e-18 is far below float32's resolution.
+MAX_EXPONENT = 40.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Transport plans T = diag(u) K diag(v) for a batch of pairs (p, q), never built as matrices.
+
+    `u` and `v` are (..., d) in the kernel's dtype; `kernel` is (d, d), shared.
+    """
+
+    u: Tensor
+    v: Tensor
+    kernel: Tensor
+
+    def row_marginal(self) -> Tensor:
+        """T 1, (..., d): how much leaves each point. Equals p after a row update."""
+        return self.u * _rows(self.kernel, self.v)
+
+    def column_marginal(self) -> Tensor:
+        """T^T 1, (..., d): how much arrives at each point. Equals q after a column update."""
+        return self.v * _columns(self.kernel, self.u)
+
+    def push(self, mass: Tensor) -> Tensor:
+        """Move other mass (..., d) as the plan moves its own: diag(T 1)^-1 T, transposed, times `mass`.
+
+        This is the transition p_{t+n} = K_t^T p_t of the paper (section 2.2); the total of `mass` is kept.
+        """
+        return self.v * _columns(self.kernel, mass / _rows(self.kernel, self.v))
+
+    def barycentre(self, points: Tensor) -> Tensor:
+        """Where each source point goes on average: diag(T 1)^-1 T points, (d, k) -> (..., d, k)."""
+        weighted = self.v.unsqueeze(-1) * points
+        return (self.kernel @ weighted) / _rows(self.kernel, self.v).unsqueeze(-1)
+
+    def cost(self, cost: Tensor) -> Tensor:
+        """<T, C>, (...): the transport cost under a (d, d) cost, entropy not included."""
+        return (self.u * _rows(self.kernel * cost, self.v)).sum(-1)
+
+    def matrix(self) -> Tensor:
+        """The plans themselves, (..., d, d). For tests and analysis: this is the size the rest avoids."""
+        return self.u.unsqueeze(-1) * self.kernel * self.v.unsqueeze(-2)
+
+
+def sinkhorn(
+    p: Tensor,
+    q: Tensor,
+    cost: Tensor,
+    epsilon: float,
+    iterations: int,
+    last_update: LastUpdate = "row",
+) -> Plan:
+    """Plans between p and q (both (..., d), each summing to 1) that minimise <T, C> + epsilon KL(T || p q^T).
+
+    Each iteration is one row update u = p / (K v) and one column update v = q / (K^T u), in the order that
+    ends on `last_update`, from v = 1 (u = 1 when the column update comes first). Differentiable in p, q and
+    the cost by unrolling; memory is O(batch d) per iteration.
+
+    Computed in float32 (float64 if an input is float64) whatever the inputs are, autocast included. Entries
+    of `cost / epsilon` are capped at `MAX_EXPONENT`: dearer pairs cost as much as the cap. The cost must not
+    be negative, p and q must each have some mass in every row; single entries may be zero.
+    """
+    dtype = torch.promote_types(p.dtype, q.dtype)
+    for other in (cost.dtype, torch.float32):
+        dtype = torch.promote_types(dtype, other)
+    with torch.autocast(p.device.type, enabled=False):
+        p, q = p.to(dtype), q.to(dtype)
+        kernel = (cost.to(dtype) / epsilon).clamp(max=MAX_EXPONENT).neg().exp()
+        u, v = torch.ones_like(p), torch.ones_like(q)
+        for _ in range(iterations):
+            if last_update == "column":
+                u = p / _rows(kernel, v)
+                v = q / _columns(kernel, u)
+            else:
+                v = q / _columns(kernel, u)
+                u = p / _rows(kernel, v)
+        return Plan(u, v, kernel)
+
+
+def squared_distances(points: Tensor) -> Tensor:
+    """Ground cost between points, (d, k) -> (d, d): squared Euclidean distances over their mean.
+
+    Dividing by the mean over pairs of different points makes epsilon a pure number: at epsilon = 0.1 an
+    average move is weighed by exp(-10), however long the points are. The diagonal is exactly zero.
+    Differentiable; float32 or wider.
+    """
+    with torch.autocast(points.device.type, enabled=False):
+        points = points.to(torch.promote_types(points.dtype, torch.float32))
+        points = points - points.mean(0)  # distances do not change, cancellation gets smaller
+        squares = points.square().sum(-1)
+        distances = squares[:, None] + squares[None, :] - 2 * points @ points.T
+        diagonal = torch.eye(len(points), dtype=torch.bool, device=points.device)
+        distances = distances.clamp(min=0).masked_fill(diagonal, 0)
+        pairs = max(len(points) * (len(points) - 1), 1)
+        return distances / (distances.sum() / pairs).clamp(min=torch.finfo(points.dtype).tiny)
+
+
+def _rows(kernel: Tensor, v: Tensor) -> Tensor:
+    """K v for a batch of v."""
+    return v @ kernel.T
+
+
+def _columns(kernel: Tensor, u: Tensor) -> Tensor:
+    """K^T u for a batch of u."""
+    return u @ kernel

@@ -1,0 +1,141 @@
+"""The KV arena: one allocation for all layers, ragged rows, and commits that move only accepted rows.
+
+Attention sees slots ``[0, max(lengths) + N)``; the mask decides per row. ``lengths`` is the only truth about how
+much is settled: what lies beyond is overwritten by the next step, so rejecting a draft costs nothing.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """(heads, head size) of one layer's keys and values."""
+
+    keys: tuple[int, int]
+    values: tuple[int, int]
+
+
+class ArenaLayer(CacheLayerMixin):
+    """One layer's window on the arena, in the form that transformers' attention layers expect."""
+
+    is_sliding = False
+
+    def __init__(self, arena: "KVArena", keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.arena, self.keys, self.values = arena, keys, values
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the arena is allocated as a whole."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Write (B, heads, N, D) states behind each row's settled ones and return all slots in use."""
+        arena, new = self.arena, key_states.shape[2]
+        end = arena.longest + new
+        if arena.uniform:
+            self.keys[:, :, arena.longest : end] = key_states
+            self.values[:, :, arena.longest : end] = value_states
+        else:
+            slots = (arena.lengths[:, None] + torch.arange(new, device=arena.lengths.device))[:, None, :, None]
+            self.keys.scatter_(2, slots.expand_as(key_states), key_states)
+            self.values.scatter_(2, slots.expand_as(value_states), value_states)
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.arena.longest + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.arena.longest
+
+    def get_max_length(self) -> int:
+        return self.arena.capacity
+
+
+class KVArena(Cache):
+    """Keys and values of a batch with rows of unequal length.
+
+    Args:
+        shapes: one LayerShape per layer.
+        batch, capacity: rows, and slots per row (settled tokens plus the largest tree).
+    """
+
+    def __init__(
+        self, shapes: list[LayerShape], batch: int, capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.capacity = capacity
+        self._shapes = shapes
+        # Layers of one shape share a tensor, so that a commit is one gather and one scatter for all of them.
+        groups: dict[tuple[int, int], int] = {}
+        for shape in shapes:
+            for states in (shape.keys, shape.values):
+                groups[states] = groups.get(states, 0) + 1
+        self._storage = {
+            (heads, size): torch.zeros(count, batch, heads, capacity, size, dtype=dtype, device=device)
+            for (heads, size), count in groups.items()
+        }
+        self.set_lengths([0] * batch)
+        super().__init__(layers=self._views())
+
+    def _views(self) -> list[ArenaLayer]:
+        used = dict.fromkeys(self._storage, 0)
+
+        def take(states: tuple[int, int]) -> Tensor:
+            used[states] += 1
+            return self._storage[states][used[states] - 1]
+
+        return [ArenaLayer(self, take(shape.keys), take(shape.values)) for shape in self._shapes]
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self._storage.values())).device
+
+    def reserve(self, new: int) -> None:
+        """Make room for ``new`` slots behind the longest row."""
+        if self.longest + new <= self.capacity:
+            return
+        extra = max(self.longest + new - self.capacity, self.capacity // 2)
+        self._storage = {
+            key: torch.nn.functional.pad(storage, (0, 0, 0, extra)) for key, storage in self._storage.items()
+        }
+        self.capacity += extra
+        self.layers = list(self._views())
+
+    def set_lengths(self, lengths: list[int]) -> None:
+        """Say how many slots of each row are settled (host numbers, which the loop has anyway)."""
+        self.host_lengths = lengths
+        self.longest = max(lengths)
+        self.uniform = min(lengths) == self.longest
+        self.lengths = torch.tensor(lengths, dtype=torch.long, device=self.device)
+
+    def commit(self, path: Tensor, counts: list[int]) -> None:
+        """Settle the states of accepted nodes: slot ``length + path[i]`` moves to ``length + i``.
+
+        Nothing moves when every accepted path is already contiguous, as in every chain.
+
+        Args:
+            path: (B, D) int64, accepted nodes, root first, increasing.
+            counts: number of accepted nodes per row.
+        """
+        depth = max(counts)
+        nodes = path[:, :depth]
+        target = torch.arange(depth, device=path.device).expand_as(nodes)
+        # Beyond its count a row copies a slot onto itself.
+        valid = target < torch.tensor(counts, device=path.device)[:, None]
+        nodes = torch.where(valid, nodes, target)
+        if depth > 1 and not torch.equal(nodes, target):
+            source, destination = self.lengths[:, None] + nodes[:, 1:], self.lengths[:, None] + target[:, 1:]
+            for storage in self._storage.values():
+                shape = (storage.shape[0], -1, storage.shape[2], -1, storage.shape[4])
+                moved = storage.gather(3, source[None, :, None, :, None].expand(shape))
+                storage.scatter_(3, destination[None, :, None, :, None].expand(shape), moved)
+        self.set_lengths([length + count for length, count in zip(self.host_lengths, counts, strict=True)])
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these rows."""
+        self._storage = {key: storage[:, rows] for key, storage in self._storage.items()}
+        self.layers = list(self._views())
+        self.set_lengths([self.host_lengths[row] for row in rows.tolist()])

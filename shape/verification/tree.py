@@ -1,0 +1,140 @@
+"""Token trees: proposed tokens with parents, and what attention needs to know of them. Pure functions of tensors."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """Proposed tokens of a batch; node 0 of every row is the root, the last settled token.
+
+    Attributes:
+        tokens: (B, N) int64.
+        parent: (B, N) int64, topological (``parent[b, i] < i``); -1 at the root and at padding nodes, which
+            are never accepted.
+    """
+
+    tokens: Tensor
+    parent: Tensor
+
+    @cached_property
+    def ancestors(self) -> Tensor:
+        """(B, N, N) bool: [b, i, j] says that j is i or an ancestor of i."""
+        return ancestors(self.parent)
+
+    @cached_property
+    def depth(self) -> Tensor:
+        """(B, N) int64: number of proper ancestors."""
+        return self.ancestors.sum(-1) - 1
+
+    @property
+    def size(self) -> int:
+        return self.tokens.shape[1]
+
+
+def ancestors(parent: Tensor) -> Tensor:
+    """Ancestor-or-self relation of trees given by parents.
+
+    Squaring I + P doubles the covered path length, so log2(N) small matrix products replace a loop over nodes.
+
+    Args:
+        parent: (B, N) int64, -1 for nodes without a parent.
+
+    Returns:
+        (B, N, N) bool.
+    """
+    batch, nodes = parent.shape
+    reach = torch.eye(nodes, device=parent.device).repeat(batch, 1, 1)
+    reach.scatter_(2, parent.clamp(min=0)[..., None], 1.0)
+    # A node without a parent wrote itself a link to node 0; only node 0 itself may keep it.
+    reach[:, 1:, 0] *= (parent[:, 1:] >= 0).to(reach.dtype)
+    covered = 1
+    while covered < nodes - 1:
+        reach = (reach @ reach).clamp(max=1.0)
+        covered *= 2
+    return reach > 0
+
+
+def chain(root: Tensor, drafts: Tensor) -> TokenTree:
+    """The tree without branches: root (B,) followed by drafts (B, N - 1)."""
+    tokens = torch.cat([root[:, None], drafts], dim=1)
+    parent = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device).expand_as(tokens)
+    return TokenTree(tokens, parent)
+
+
+def ragged_chain(root: Tensor, drafts: list[list[int]]) -> TokenTree:
+    """Chains of unequal length, padded to the longest with nodes that nothing can accept."""
+    longest = max(map(len, drafts), default=0)
+    tokens = torch.tensor([row + [0] * (longest - len(row)) for row in drafts], dtype=torch.long)
+    tokens = tokens.reshape(len(drafts), longest).to(root.device)
+    tree = chain(root, tokens)
+    lengths = torch.tensor([len(row) for row in drafts], device=root.device)
+    index = torch.arange(longest + 1, device=root.device)
+    return TokenTree(tree.tokens, tree.parent.masked_fill(index > lengths[:, None], -1))
+
+
+def root_only(root: Tensor) -> TokenTree:
+    """No proposal: verification of it is one step of plain decoding."""
+    return TokenTree(root[:, None], torch.full_like(root[:, None], -1))
+
+
+def first_path(tree: TokenTree) -> TokenTree:
+    """The chain that follows each node's first child, for targets that cannot attend to trees. One row only."""
+    parents = tree.parent[0].tolist()
+    path, node = [0], 0
+    while node in parents[1:]:
+        node = parents.index(node, 1)
+        path.append(node)
+    return chain(tree.tokens[:, 0], tree.tokens[:, path[1:]])
+
+
+def keep_best(tokens: Tensor, parent: Tensor, score: Tensor, nodes: int) -> TokenTree:
+    """The ``nodes`` highest-scored nodes of a tree, still in topological order.
+
+    Scores must not rise from parent to child (joint log-probabilities do not); the sort is stable, so at equal
+    scores the parent, which comes first, is kept first and the result stays a tree.
+
+    Args:
+        tokens, parent: (B, M) int64 as in TokenTree.
+        score: (B, M) float.
+    """
+    kept = score.sort(dim=1, descending=True, stable=True).indices[:, :nodes].sort(dim=1).values
+    new_index = torch.full_like(parent, -1).scatter_(
+        1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
+    )
+    old_parent = parent.gather(1, kept)
+    new_parent = new_index.gather(1, old_parent.clamp(min=0)).masked_fill(old_parent < 0, -1)
+    return TokenTree(tokens.gather(1, kept), new_parent)
+
+
+def attention_mask(
+    visible: Tensor, lengths: Tensor, key_length: int, dtype: torch.dtype, sliding_window: int | None, depth: Tensor
+) -> Tensor:
+    """Additive mask for verifying a tree behind ``lengths`` cached tokens.
+
+    Floats because eager attention with a boolean 4D mask is silently wrong in transformers.
+
+    Args:
+        visible: (B, N, N) bool, ancestor-or-self.
+        lengths: (B,) int64, cached tokens per row; node i of row b is written at ``lengths[b] + i``.
+        key_length: K, number of cache slots attended to, at least ``max(lengths) + N``.
+        sliding_window: keys at a distance of this or more are hidden; None for full attention.
+        depth: (B, N) int64, so that node i stands at position ``lengths[b] + depth[b, i]``.
+
+    Returns:
+        (B, 1, N, K) in ``dtype``: 0 where a node may look, the most negative number elsewhere.
+    """
+    batch, nodes, _ = visible.shape
+    slots = torch.arange(key_length, device=lengths.device)
+    allowed = (slots < lengths[:, None])[:, None, :].repeat(1, nodes, 1)
+    written = lengths[:, None] + torch.arange(nodes, device=lengths.device)
+    allowed.scatter_(2, written[:, None, :].expand(batch, nodes, nodes), visible)
+    if sliding_window is not None:
+        key_position = slots.repeat(batch, 1).scatter_(1, written, lengths[:, None] + depth)
+        query_position = lengths[:, None] + depth
+        allowed &= query_position[:, :, None] - key_position[:, None, :] < sliding_window
+    mask = torch.zeros(batch, 1, nodes, key_length, dtype=dtype, device=lengths.device)
+    return mask.masked_fill_(~allowed[:, None], torch.finfo(dtype).min)

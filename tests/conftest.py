@@ -1,0 +1,121 @@
+"""Real tiny models and a real tiny tokenizer, so that tests need neither mocks nor downloads."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from shape.target import Target
+
+CHATML = (
+    "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def tiny_config(arch: str, vocab_size: int = 64) -> PretrainedConfig:
+    """A few thousand parameters of a real architecture. Wide initialisation keeps attention influential."""
+    base = {
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    grouped = {"num_key_value_heads": 2}
+    match arch:
+        case "llama":
+            return LlamaConfig(**base, **grouped)
+        case "qwen2":
+            return Qwen2Config(**base, **grouped)
+        case "qwen3":
+            return Qwen3Config(**base, **grouped, head_dim=8)
+        case "mistral":
+            return MistralConfig(**base, **grouped, sliding_window=6)
+        case "gpt_neox":
+            return GPTNeoXConfig(**base)
+        case "gpt2":
+            return GPT2Config(
+                vocab_size=vocab_size, n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.3,
+                bos_token_id=None, eos_token_id=2, pad_token_id=0,
+            )  # fmt: skip
+    raise ValueError(f"no tiny configuration for {arch}")
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Callable[..., PreTrainedModel]:
+    """tiny_model(arch="llama", dtype=torch.float64, seed=0, vocab_size=64) -> a random causal LM in eval mode."""
+
+    def make(
+        arch: str = "llama", dtype: torch.dtype = torch.float64, seed: int = 0, vocab_size: int = 64
+    ) -> PreTrainedModel:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(tiny_config(arch, vocab_size))
+        return model.to(dtype).eval()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level, one token per byte (259 in all), with ChatML."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(SPECIALS + alphabet)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tiny_model, tiny_tokenizer) -> Target:
+    """A random float32 Llama with the tiny tokenizer. Shared: do not change it."""
+    model = tiny_model("llama", torch.float32, seed=1, vocab_size=len(tiny_tokenizer))
+    return Target(model, tiny_tokenizer, name="tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_target_folder(tiny_target, tmp_path_factory) -> Path:
+    """The same target saved as a checkpoint folder, for commands that load by path."""
+    folder = tmp_path_factory.mktemp("tiny-target")
+    tiny_target.model.save_pretrained(folder)
+    tiny_target.tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of extra real data, where there is one."""
+    folder = os.environ.get("SHAPE_SHARED")
+    if not folder or not Path(folder).is_dir():
+        pytest.skip("SHAPE_SHARED does not name a folder with the extra data and targets")
+    return Path(folder).resolve()

@@ -1,0 +1,125 @@
+"""The SHAPE drafter's trees against the predictor called path by path."""
+
+import pytest
+import torch
+
+from shape.config import ShapeConfig
+from shape.drafters import Settled, ShapeDrafter, TreeShape
+from shape.errors import TargetMismatch
+from shape.predictor import ShapePredictor, roll, windows
+from shape.target import Target
+from shape.verification.sampling import Sampler, row_keys
+
+MODES = [("recursive", "path"), ("recursive", "root"), ("recursive", "none"), ("parallel", "root"), ("parallel", "none")]
+
+
+def predictor(step_mode: str, conditioning: str, seed: int = 0) -> ShapePredictor:
+    torch.manual_seed(seed)
+    network = ShapePredictor(
+        ShapeConfig(hidden_size=32, step_mode=step_mode, token_conditioning=conditioning, intermediate_size=48)
+    )
+    # Away from the identity it starts as, so that windows and tokens matter.
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return network.double().eval()
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model) -> Target:
+    return Target(tiny_model("llama"))
+
+
+def begin(network, target, tree, batch=2) -> tuple[ShapeDrafter, Settled, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    lengths = [6, 3][:batch]
+    texts = [torch.randint(3, 64, (length,), generator=generator).tolist() for length in lengths]
+    settled = Settled(texts, torch.tensor(lengths), torch.tensor([text[-1] for text in texts]))
+    hidden = torch.randn(batch, 5, 32, dtype=torch.float64, generator=generator)
+    drafter = ShapeDrafter(network, tree)
+    drafter.bind(target)
+    drafter.start(settled, hidden)
+    return drafter, settled, hidden
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_children_are_the_best_of_each_nodes_own_path(target, mode, temperature):
+    network = predictor(*mode)
+    drafter, settled, hidden = begin(network, target, TreeShape(depth=3, width=2, branching=2))
+    sampler = Sampler(settled.lengths - 1, temperature, keys=row_keys(0, 2) if temperature else None)
+    sampler.settle(settled.lengths)
+    tree = drafter.draft(settled, sampler)
+    assert tree.size == 1 + 2 + 4 + 4
+    for row in range(2):
+        end = len(settled.texts[row]) - 1
+        for node in range(tree.size):
+            children = [n for n in range(tree.size) if tree.parent[row, n] == node]
+            if not children:
+                continue
+            path = [n for n in range(node + 1) if tree.ancestors[row, node, n]]
+            window = windows(hidden[row : row + 1], torch.tensor([[end]]), 4)[0, 0]
+            tokens = tree.tokens[row, path]
+            embeddings = target.embed(tokens if mode[1] == "path" else tokens[:1].expand(len(path)))
+            state = network(window, embeddings, len(path))[-1]
+            scores = sampler.draft_scores(target.logits(state).expand(2, 1, -1), len(path) - 1)[row, 0]
+            assert tree.tokens[row, children].tolist() == scores.topk(2).indices.tolist()
+
+
+def test_pruned_trees_keep_the_likeliest_nodes(target):
+    network = predictor("recursive", "path")
+    whole, settled, _ = begin(network, target, TreeShape(depth=3, width=3))
+    pruned, _, _ = begin(network, target, TreeShape(depth=3, width=3, nodes=5))
+    sampler = Sampler(settled.lengths - 1)
+    sampler.settle(settled.lengths)
+    every, some = whole.draft(settled, sampler), pruned.draft(settled, sampler)
+    assert every.size == 1 + 3 + 9 + 9 and some.size == 6
+
+    def paths(tree, row):
+        return {
+            tuple(tree.tokens[row, [n for n in range(node + 1) if tree.ancestors[row, node, n]]].tolist())
+            for node in range(tree.size)
+        }
+
+    for row in range(2):
+        assert paths(some, row) <= paths(every, row)
+
+
+@pytest.mark.parametrize("counts", [[1, 3], [2, 1]])
+def test_update_moves_the_window_by_what_was_accepted(target, counts):
+    network = predictor("recursive", "path")
+    drafter, settled, hidden = begin(network, target, TreeShape())
+    new = torch.randn(2, 3, 32, dtype=torch.float64)
+    drafter.update(new, torch.tensor(counts))
+    for row, count in enumerate(counts):
+        known = torch.cat([hidden[row, : len(settled.texts[row]) - 1], new[row, :count]])
+        expected = windows(known[None], torch.tensor([[len(known)]]), 4)[0, 0]
+        assert torch.equal(drafter._window[row], expected)
+    drafter.select(torch.tensor([1]))
+    assert drafter._window.shape == (1, 4, 32)
+
+
+def test_full_trees_hold_every_path():
+    shape = TreeShape.full(branching=3, depth=3)
+    assert (shape.width, shape.branching, shape.depth, shape.nodes) == (9, 3, 3, None)
+
+
+def test_parallel_predictors_draft_no_deeper_than_their_steps(target):
+    drafter, settled, _ = begin(predictor("parallel", "none"), target, TreeShape(depth=9, width=1))
+    assert drafter.draft(settled, Sampler(settled.lengths)).size == 1 + 4
+
+
+def test_rolling_uses_the_predicted_state(target):
+    window = torch.arange(4.0)[:, None].expand(4, 32)
+    assert roll(window, torch.full((32,), 9.0))[:, 0].tolist() == [1, 2, 3, 9]
+
+
+def test_another_target_is_refused(target, tiny_model):
+    network = predictor("recursive", "path")
+    network.config.target_identity = target.identity.to_dict()
+    with pytest.raises(TargetMismatch, match=r"differs in output embedding .*; give the target"):
+        ShapeDrafter(network).bind(Target(tiny_model("llama", seed=5)))
+    network.config.target_identity = None
+    with pytest.raises(TargetMismatch, match="expects hidden size 32"):
+        other = Target(tiny_model("llama"))
+        other.hidden_size = 48
+        ShapeDrafter(network).bind(other)

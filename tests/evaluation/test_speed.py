@@ -1,0 +1,219 @@
+"""The measuring: what is counted, how figures follow from it, and that an interruption changes nothing."""
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shape.config import ShapeConfig
+from shape.conversations import Message, Prompt
+from shape.drafters import AdversaryDrafter, NgramDrafter, ShapeDrafter, TreeShape
+from shape.errors import ConfigError, DataError
+from shape.evaluation.environment import Environment
+from shape.evaluation.results import PromptRecord, SpeedResults, Tally
+from shape.evaluation.speed import describe, measure, projected_draft_cost
+from shape.predictor import ShapePredictor
+
+
+def prompt(name: str, *turns: str, category: str = "talk") -> Prompt:
+    return Prompt(name, category, turns, (Message("user", turns[0]),))
+
+
+PROMPTS = [
+    prompt("a", "Hello"),
+    prompt("b", "Hi", "And then?"),
+    prompt("c", "One two one two", category="count"),
+]
+METHODS = {"transformers": "transformers", "plain": None, "ngram": NgramDrafter(), "wild": AdversaryDrafter()}
+
+
+def run(target, methods=METHODS, prompts=PROMPTS, **options) -> SpeedResults:
+    return measure(
+        target, methods, prompts, **{"max_new_tokens": 10, "warmup": 0, "progress": False, **options}
+    )
+
+
+@pytest.fixture(scope="module")
+def results(tiny_target) -> SpeedResults:
+    return run(tiny_target, repeats=2)
+
+
+def test_counts_every_answer_and_token(results):
+    for name in METHODS:
+        total = results.total[name]
+        assert total.answers == 4
+        assert total.timed_tokens == total.tokens - 4  # one token of each answer is the prefill's
+        assert total.decode_seconds > 0 and total.prefill_seconds > 0
+    assert results.summary["plain"].acceptance_length.value == 1.0
+    assert results.total["transformers"].forwards == 0
+    assert results.summary["transformers"].acceptance_length.value is None
+
+
+def test_every_method_gives_the_same_greedy_tokens(results):
+    for name in METHODS:
+        line = results.summary[name]
+        assert line.equal_transformers == line.answers == 4
+    assert results.summary["wild"].equal_plain == 4
+    assert results.summary["transformers"].equal_plain is None
+
+
+def test_sampled_tokens_equal_those_of_the_plain_loop(tiny_target):
+    results = run(tiny_target, temperature=1.0, prompts=PROMPTS[:2])
+    assert results.summary["ngram"].equal_plain == results.summary["wild"].equal_plain == 3
+    assert results.summary["plain"].equal_transformers is None
+    again = run(tiny_target, {"transformers": "transformers"}, temperature=1.0, prompts=PROMPTS[:1])
+    once_more = run(tiny_target, {"transformers": "transformers"}, temperature=1.0, prompts=PROMPTS[:1])
+    assert again.total["transformers"].distinct_bigrams == once_more.total["transformers"].distinct_bigrams
+
+
+def test_measuring_leaves_the_global_generator_alone(tiny_target):
+    state = torch.random.get_rng_state()
+    run(tiny_target, {"transformers": "transformers", "plain": None}, PROMPTS[:1], temperature=1.0)
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_the_baseline_is_the_stronger_one(results):
+    slower = max(("transformers", "plain"), key=lambda name: results.total[name].seconds_per_token)
+    assert results.baseline in ("transformers", "plain") and results.baseline != slower
+    assert results.summary[results.baseline].speed_up.value == 1.0
+    assert results.summary[slower].speed_up.value < 1.0
+
+
+def test_json_and_markdown(results):
+    copy = SpeedResults.from_json(results.to_json())
+    assert copy == results and copy.to_markdown() == results.to_markdown()
+    assert "| count |" in results.to_markdown() and "| count |" not in results.to_markdown(detail=False)
+    strict = json.loads(results.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert strict["settings"]["target"] == "tiny"
+    with pytest.raises(DataError, match="schema version 0"):
+        SpeedResults.from_json('{"schema_version": 0}')
+
+
+def test_prompts_without_room_are_left_out_and_named(tiny_target):
+    long = prompt("long", "x" * 300)
+    grows = prompt("grows", "short", "y" * 250)
+    results = run(tiny_target, {"plain": None}, [PROMPTS[0], long, grows])
+    assert [record.id for record in results.records] == ["a", "grows"]
+    assert "256 positions" in results.skipped["long"] and "turn 2" in results.skipped["grows"]
+    assert results.total["plain"].answers == 2
+    assert any("2 prompts left out or cut" in warning for warning in results.warnings)
+
+
+def test_a_journal_continues_where_it_was_cut(tiny_target, tmp_path):
+    journal = tmp_path / "records.jsonl"
+    whole = run(tiny_target, {"plain": None}, journal=journal)
+    lines = journal.read_text().splitlines(keepends=True)
+    assert len(lines) == 1 + len(PROMPTS)
+    journal.write_text("".join(lines[:3]) + lines[3][:20])  # a crash in the middle of the last line
+    continued = run(tiny_target, {"plain": None}, journal=journal)
+    assert continued.records[:2] == whole.records[:2]
+    assert [record.id for record in continued.records] == ["a", "b", "c"]
+    assert len(journal.read_text().splitlines()) == 1 + len(PROMPTS)
+    with pytest.raises(ConfigError, match=r"other settings \(max_new_tokens\)"):
+        run(tiny_target, {"plain": None}, journal=journal, max_new_tokens=11)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "sentence"),
+    [
+        ({"methods": {"ngram": NgramDrafter()}}, ConfigError, "no baseline"),
+        ({"repeats": 0}, ConfigError, "at least 1"),
+        ({"temperature": -0.5}, ConfigError, "at least 0"),
+        ({"prompts": []}, DataError, "none was given"),
+        ({"prompts": [PROMPTS[0], PROMPTS[0]]}, DataError, "share an id"),
+        ({"max_new_tokens": 256}, DataError, "exceed the target's 256 positions"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(tiny_target, options, kind, sentence):
+    with pytest.raises(kind, match=sentence):
+        run(tiny_target, **options)
+
+
+def made_up(*rows: tuple[Tally, Tally], methods=("plain", "shape")) -> SpeedResults:
+    """Results from given tallies of the plain loop and one drafter."""
+    records = tuple(
+        PromptRecord(str(i), "all", dict(zip(methods, row, strict=True))) for i, row in enumerate(rows)
+    )
+    environment = Environment("now", "here", None, "CPU", "some", 2, 2, {})
+    settings = {"methods": {"plain": "plain", "shape": "shape, a tree"}, "temperature": 0.0}
+    settings |= {"target": "t", "parameters": 1, "dtype": "float32", "prompts": "p", "max_new_tokens": 9}
+    settings |= {"repeats": 1}
+    return SpeedResults("made up", settings, environment, {"plain": None, "shape": 0.25}, records, {})
+
+
+def tally(seconds: float, tokens: int, forwards: int = 10) -> Tally:
+    return Tally(answers=1, tokens=tokens + 1, timed_tokens=tokens, decode_seconds=seconds, forwards=forwards)
+
+
+def test_figures_are_ratios_of_sums():
+    results = made_up((tally(2.0, 20, 20), tally(1.0, 20, 10)), (tally(8.0, 80, 80), tally(2.0, 80, 20)))
+    line = results.summary["shape"]
+    assert line.speed_up.value == pytest.approx((10 / 100) / (3 / 100))
+    assert line.acceptance_length.value == pytest.approx(100 / 30)
+    assert line.tokens_per_second == pytest.approx(100 / 3)
+    assert line.tokens_per_second_median == pytest.approx(30)
+    assert line.projected_speed_up_8b == pytest.approx(100 / 30 / 1.25)
+    assert line.speed_up.low == pytest.approx(2.0) and line.speed_up.high == pytest.approx(4.0)
+    assert results.summarise("shape", "all") == line
+
+
+def test_a_speed_up_above_the_acceptance_length_is_flagged():
+    ok = made_up((tally(1.0, 20, 20), tally(0.6, 20, 10)))
+    odd = made_up((tally(1.0, 20, 20), tally(0.4, 20, 10)))
+    assert not ok.warnings
+    assert "exceeds the acceptance length (2.00)" in odd.warnings[0]
+
+
+def test_answers_of_one_token_are_undefined_not_infinite():
+    results = made_up((tally(1.0, 20, 20), tally(0.0, 0, 0)))
+    line = results.summary["shape"]
+    assert (
+        line.tokens_per_second is None
+        and line.speed_up.value is None
+        and line.acceptance_length.value is None
+    )
+    assert "NaN" not in results.to_json() and "nan" not in results.to_markdown()
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=2, max_size=8))
+def test_intervals_hold_the_figure_and_stay_within_the_extremes(rows):
+    results = made_up(*((tally(1.0, t, t), tally(0.5, t, f)) for t, f in rows))
+    length = results.summary["shape"].acceptance_length
+    ratios = [t / f for t, f in rows]
+    low = length.value if length.low is None else length.low
+    high = length.value if length.high is None else length.high
+    assert min(ratios) - 1e-9 <= low <= high <= max(ratios) + 1e-9
+
+
+@given(st.lists(st.integers(0, 9), min_size=2, max_size=2))
+def test_tallies_add_up(counts):
+    total = Tally(tokens=counts[0]) + Tally(tokens=counts[1], accepted=1)
+    assert total.tokens == sum(counts) and total.accepted == 1
+    assert math.isnan(total.acceptance_length)
+
+
+def test_projection_counts_what_a_drafter_reads(tiny_target):
+    def cost(**options):
+        config = ShapeConfig(hidden_size=tiny_target.hidden_size, num_steps=3, **options)
+        drafter = ShapeDrafter(ShapePredictor(config), TreeShape(depth=3, width=2))
+        parameters = drafter.predictor.num_parameters() * (4096 / tiny_target.hidden_size) ** 2
+        return projected_draft_cost(drafter, tiny_target), (parameters + 4096 * 128_256) / 8.03e9
+
+    parallel, once = cost(step_mode="parallel")
+    assert parallel == pytest.approx(once)
+    recursive, once = cost(step_mode="recursive")
+    assert recursive == pytest.approx(3 * once)
+    assert projected_draft_cost(NgramDrafter(), tiny_target) == 0
+    assert (
+        projected_draft_cost("transformers", tiny_target) is None is projected_draft_cost(None, tiny_target)
+    )
+
+
+def test_descriptions_change_with_the_settings(tiny_target):
+    config = ShapeConfig(hidden_size=tiny_target.hidden_size, num_steps=2)
+    predictor = ShapePredictor(config)
+    one, two = (describe(ShapeDrafter(predictor, TreeShape(depth=depth))) for depth in (1, 2))
+    assert one != two and describe(None) == "plain" and describe("transformers") == "transformers"

@@ -1,0 +1,143 @@
+"""The bench command: files, tables, several predictors, continuing, documents, errors."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from shape.bench import BEGIN, END, main, named_predictors, parser, render, replace_region
+from shape.config import ShapeConfig
+from shape.errors import ConfigError, DataError
+from shape.predictor import ShapePredictor
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def predictors(tiny_target, tiny_target_folder, tmp_path_factory) -> list[str]:
+    """Two untrained predictors of the tiny target."""
+    folders = []
+    identity = tiny_target.identity.to_dict() | {"name": str(tiny_target_folder)}
+    for seed, steps in enumerate((2, 3)):
+        folder = tmp_path_factory.mktemp("predictor")
+        config = ShapeConfig(hidden_size=tiny_target.hidden_size, num_steps=steps, target_identity=identity)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            ShapePredictor(config).save_pretrained(folder)
+        folders.append(str(folder))
+    return folders
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "few.jsonl"
+    rows = [
+        {"id": "a", "category": "one", "turns": ["Hello"]},
+        {"id": "b", "category": "two", "turns": ["Hi", "Again"]},
+        {"id": "c", "category": "two", "prompt": "Count"},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def arguments(predictors, prompts, tmp_path) -> list[str]:
+    return [
+        *("--predictor", predictors[0], "--prompts", str(prompts), "--output", str(tmp_path / "out")),
+        *("--max_new_tokens", "8", "--warmup", "1"),
+    ]
+
+
+def test_measures_and_writes(arguments, tmp_path, capsys):
+    main(arguments)
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert list(results["summary"]) == ["transformers", "plain", "ngram", "shape"]
+    assert results["summary"]["shape"]["equal_plain"] == results["summary"]["shape"]["answers"] == 4
+    assert results["schema_version"] == 1 and results["environment"]["versions"]["torch"] == torch.__version__
+    table = (tmp_path / "out" / "results.md").read_text()
+    assert "| shape |" in table and "| two |" in table
+    assert "acceptance length" in capsys.readouterr().out
+
+
+def test_limit_methods_and_several_predictors(arguments, predictors, tmp_path):
+    main([*arguments, "--predictor", f"other={predictors[1]}", "--limit", "1", "--methods", "[plain,shape]"])
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert list(results["summary"]) == ["plain", "shape", "other"]
+    assert [record["id"] for record in results["records"]] == ["a"]
+
+
+def test_the_tree_is_the_one_asked_for(arguments, tmp_path):
+    main([*arguments, "--limit", "1", "--methods", "[plain,shape]", "--tree.width", "1", "--tree.depth", "2"])
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert "depth=2, width=1" in results["settings"]["methods"]["shape"]
+
+
+def test_sampling_is_the_same_for_every_drafter(arguments, tmp_path):
+    main([*arguments, "--temperature", "1"])
+    summary = json.loads((tmp_path / "out" / "results.json").read_text())["summary"]
+    assert summary["shape"]["equal_plain"] == summary["ngram"]["equal_plain"] == 4
+    assert summary["plain"]["equal_transformers"] is None
+
+
+def test_names_of_predictors():
+    assert named_predictors(["here/x"]) == {"shape": "here/x"}
+    assert named_predictors(["a=x", "y", "b=z=1"]) == {"a": "x", "shape": "y", "b": "z=1"}
+    with pytest.raises(ConfigError, match="predictor name shape is taken"):
+        named_predictors(["x", "y"])
+
+
+def test_renders_into_a_document(arguments, tmp_path, capsys):
+    main([*arguments, "--limit", "1", "--label", "Tiny"])
+    document = tmp_path / "doc.md"
+    document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    main(["--render", str(tmp_path / "out"), str(document)])
+    text = document.read_text()
+    assert (
+        text.startswith("before\n") and text.endswith("after\n") and "old" not in text and "### Tiny" in text
+    )
+    main(["--render", str(tmp_path / "out"), str(document)])
+    assert document.read_text() == text
+    with pytest.raises(DataError, match="has no lines"):
+        replace_region("nothing here", "x")
+
+
+def test_readme_shows_the_committed_results():
+    """After new results: python -m shape.bench --render eval/results README.md"""
+    if not list((ROOT / "eval" / "results").rglob("results.json")):
+        pytest.skip("no results are committed")
+    readme = (ROOT / "README.md").read_text()
+    assert replace_region(readme, render(ROOT / "eval" / "results")) == readme
+
+
+def test_defaults_are_those_of_the_documentation():
+    values = parser().parse_args([])
+    assert values.methods == ["transformers", "plain", "ngram", "shape"]
+    assert values.temperature == 0 and values.predictor is None and values.prompts is None
+
+
+@pytest.mark.parametrize(
+    ("extra", "sentence"),
+    [
+        (["--limit", "0"], "limit 0 leaves no prompt"),
+        (["--prompts", "absent.jsonl"], "absent.jsonl"),
+        (["--methods", "[shape]"], "no baseline"),
+        (["--methods", "[plain,magic]", "--target", "TARGET"], "drafter 'magic' is unknown"),
+        (["--methods", "[plain]"], "give --target"),
+        (["--max_new_tokens", "4000"], "no prompt can be measured"),
+        (["--temperature", "-1"], "temperature at least 0"),
+        (["--target", "/nowhere"], "target /nowhere cannot be loaded"),
+        (["--predictor", "other=/nowhere"], "predictor /nowhere cannot be read"),
+        (["--render", "EMPTY", "README.md"], "no results.json"),
+    ],
+)
+def test_errors_are_one_sentence_and_status_2(
+    capsys, arguments, extra, sentence, tiny_target_folder, tmp_path
+):
+    places = {"TARGET": str(tiny_target_folder), "EMPTY": str(tmp_path)}
+    extra = [places.get(argument, argument) for argument in extra]
+    with pytest.raises(SystemExit) as stopped:
+        main([*arguments, *extra])
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert stopped.value.code == 2
+    assert error.startswith("error: ") and sentence in error

@@ -1,0 +1,125 @@
+"""The command that answers: streaming, colours, seeds, and its errors."""
+
+import io
+
+import pytest
+import torch
+
+from shape.config import ShapeConfig
+from shape.decoder import ShapeDecoder
+from shape.generate import GenerateOptions, answer, coloured, main, pieces, report
+from shape.predictor import ShapePredictor
+
+FAST = ["--max_new_tokens", "12"]
+
+
+@pytest.fixture(scope="module")
+def predictor_folder(tiny_target, tiny_target_folder, tmp_path_factory):
+    """An untrained predictor of the tiny target, as train would export it."""
+    folder = tmp_path_factory.mktemp("predictor")
+    identity = tiny_target.identity.to_dict() | {"name": str(tiny_target_folder)}
+    config = ShapeConfig(hidden_size=tiny_target.hidden_size, num_steps=2, target_identity=identity)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        ShapePredictor(config).save_pretrained(folder)
+    return str(folder)
+
+
+def run(capsys, *arguments: str) -> list[str]:
+    main([*arguments, *FAST])
+    return capsys.readouterr().out.rstrip("\n").splitlines()
+
+
+def test_streams_the_answer_and_ends_with_figures(capsys, predictor_folder, tiny_target):
+    lines = run(capsys, "--predictor", predictor_folder, "--prompt", "Hello")
+    assert "acceptance length" in lines[-1] and "tokens/s" in lines[-1]
+    messages = [{"role": "user", "content": "Hello"}]
+    ids = tiny_target.tokenizer(tiny_target.render(messages, True), return_tensors="pt").input_ids
+    expected = ShapeDecoder(tiny_target).generate(ids, max_new_tokens=12)[0, ids.shape[1] :]
+    assert (
+        "\n".join(lines[:-1]).strip()
+        == tiny_target.tokenizer.decode(expected, skip_special_tokens=True).strip()
+    )
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "none"])
+def test_the_seed_fixes_the_answer_for_every_drafter(capsys, predictor_folder, drafter):
+    sampled = ["--predictor", predictor_folder, "--prompt", "Hello", "--temperature", "1", "--seed", "3"]
+    assert run(capsys, *sampled)[:-1] == run(capsys, *sampled, "--drafter", drafter)[:-1]
+
+
+def test_show_draft_prints_the_same_text(capsys, predictor_folder):
+    plain = run(capsys, "--predictor", predictor_folder, "--prompt", "Hello")
+    shown = run(capsys, "--predictor", predictor_folder, "--prompt", "Hello", "--show-draft")
+    assert "".join(shown[:-2]).split() == "".join(plain[:-1]).split()
+    assert "drafted and accepted" in shown[-2]
+
+
+def test_reads_the_prompt_from_standard_input(capsys, monkeypatch, predictor_folder):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    piped = run(capsys, "--predictor", predictor_folder)
+    assert piped[:-1] == run(capsys, "--predictor", predictor_folder, "--prompt", "Hello")[:-1]
+
+
+def test_chats_in_a_terminal(capsys, monkeypatch, predictor_folder):
+    """The second question is answered after the first and its answer."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    seen = []
+    original = ShapeDecoder.generate
+
+    def spy(self, input_ids, **options):
+        seen.append(self.tokenizer.decode(input_ids[0]))
+        return original(self, input_ids, **options)
+
+    monkeypatch.setattr(ShapeDecoder, "generate", spy)
+    monkeypatch.setattr("sys.stdin", Terminal("first\nsecond\n\n"))
+    lines = run(capsys, "--predictor", predictor_folder, "--system", "Be brief.")
+    assert sum("acceptance length" in line for line in lines) == 2
+    assert seen[0].count("<|im_end|>") == 2 and seen[1].startswith(seen[0]) and "second" in seen[1]
+
+
+def test_pieces_hold_back_unfinished_characters(tiny_tokenizer):
+    text = "naïve 東京 ok"
+    parts = list(pieces(tiny_tokenizer, tiny_tokenizer(text).input_ids))
+    assert "".join(parts) == text
+    assert "東" in parts and "\ufffd" not in "".join(parts)
+
+
+def test_colours_follow_the_trace(tiny_tokenizer):
+    ids = tiny_tokenizer("abc").input_ids
+    text = coloured(tiny_tokenizer, list(zip(ids, ["prefill", "draft", "target"], strict=True)))
+    assert text.plain == "abc"
+    assert [str(span.style) for span in text.spans] == ["dim", "green", "default"]
+
+
+def test_report_counts_every_token(tiny_target):
+    options = GenerateOptions(max_new_tokens=5)
+    output = answer(ShapeDecoder(tiny_target), [{"role": "user", "content": "Hi"}], options)
+    assert report(output.stats).startswith(
+        f"{output.stats.emitted + 1} tokens, acceptance length 1.00 (none)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "x", "--temperature", "-1"], "temperature at least 0"),
+        (["--prompt", "x", "--predictor", "/nowhere"], "predictor /nowhere cannot be read"),
+        (
+            ["--prompt", "x", "--target", "/nowhere", "--drafter", "ngram"],
+            "target /nowhere cannot",
+        ),
+        (["--prompt", "x", "--drafter", "magic"], "drafter 'magic' is unknown"),
+    ],
+)
+def test_errors_are_one_sentence_and_status_2(capsys, predictor_folder, arguments, sentence):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--predictor", predictor_folder, *arguments])
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert stopped.value.code == 2
+    assert error.startswith("error: ") and sentence in error

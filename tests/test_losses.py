@@ -1,0 +1,251 @@
+import math
+from dataclasses import fields
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shape import losses as module
+from shape.errors import ConfigError
+from shape.losses import (
+    Losses,
+    kl,
+    mse,
+    negative_log_acceptance,
+    smooth_l1,
+    soft_cross_entropy,
+    total_variation,
+    weighted_loss,
+)
+
+ON_STATES = [mse, smooth_l1]
+ON_LOGITS = [soft_cross_entropy, kl, total_variation, negative_log_acceptance]
+seeds = st.integers(0, 2**31)
+sizes = st.floats(0, 50)
+
+
+def only(**weights: float) -> Losses:
+    """Weights with everything off that is not named."""
+    return Losses(**{f.name: 0.0 for f in fields(Losses) if f.name != "step_decay"} | weights)
+
+
+def pair(
+    seed: int, *shape: int, size: float = 3.0, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple((size * torch.randn(2, *shape, generator=generator, dtype=torch.float64)).to(dtype))
+
+
+class TestValues:
+    def test_against_naive_formulas(self) -> None:
+        predicted, target = pair(0, 2, 3, 11)
+        q, p = predicted.softmax(-1), target.softmax(-1)
+        torch.testing.assert_close(soft_cross_entropy(predicted, target), -(p * q.log()).sum(-1))
+        torch.testing.assert_close(kl(predicted, target), (p * (p / q).log()).sum(-1))
+        torch.testing.assert_close(total_variation(predicted, target), (p - q).abs().sum(-1) / 2)
+        torch.testing.assert_close(
+            negative_log_acceptance(predicted, target), -torch.minimum(p, q).sum(-1).log()
+        )
+        torch.testing.assert_close(mse(predicted, target), (predicted - target).square().sum(-1) / 11)
+        error = (predicted - target).abs()
+        huber = torch.where(error < 1, error.square() / 2, error - 0.5)
+        torch.testing.assert_close(smooth_l1(predicted, target), huber.mean(-1))
+
+    @given(seeds, sizes)
+    @settings(deadline=None)
+    def test_bounds_and_relations(self, seed: int, size: float) -> None:
+        predicted, target = pair(seed, 5, 17, size=size, dtype=torch.float32)
+        tv = total_variation(predicted, target)
+        divergence = kl(predicted, target)
+        assert (tv >= 0).all() and (tv <= 1).all()
+        assert (divergence >= -1e-5).all()
+        assert (negative_log_acceptance(predicted, target) >= -1e-5).all()
+        acceptance = negative_log_acceptance(predicted, target).neg().exp()
+        torch.testing.assert_close(acceptance, 1 - tv, atol=1e-5, rtol=1e-5)
+        assert (tv <= (divergence.clamp(min=0) / 2).sqrt() + 1e-3).all()  # Pinsker
+        entropy = soft_cross_entropy(target, target)
+        torch.testing.assert_close(
+            soft_cross_entropy(predicted, target), divergence + entropy, atol=1e-3, rtol=1e-4
+        )
+
+    @pytest.mark.parametrize("loss", [*ON_STATES, kl, total_variation, negative_log_acceptance])
+    def test_zero_where_equal(self, loss) -> None:
+        same = pair(1, 4, 9)[0]
+        torch.testing.assert_close(loss(same, same), torch.zeros(4, dtype=torch.float64))
+
+    @pytest.mark.parametrize("loss", ON_LOGITS)
+    def test_logits_count_up_to_a_constant(self, loss) -> None:
+        predicted, target = pair(2, 4, 9)
+        torch.testing.assert_close(loss(predicted + 7, target - 3), loss(predicted, target))
+
+    @pytest.mark.parametrize("loss", [*ON_STATES, *ON_LOGITS])
+    def test_bfloat16_is_computed_in_float32(self, loss) -> None:
+        predicted, target = pair(3, 4, 9, dtype=torch.bfloat16)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            value = loss(predicted, target)
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value, loss(predicted.float(), target.float()))
+
+
+class TestGradients:
+    @pytest.mark.parametrize("loss", [*ON_STATES, *ON_LOGITS])
+    def test_finite_differences(self, loss) -> None:
+        predicted, target = pair(4, 3, 6)
+        assert torch.autograd.gradcheck(lambda x: loss(x, target), predicted.requires_grad_())
+
+    @pytest.mark.parametrize("loss", [*ON_STATES, *ON_LOGITS])
+    def test_descent_reaches_the_target(self, loss) -> None:
+        predicted, target = pair(5, 1, 5, size=1.5)
+        predicted.requires_grad_()
+        optimiser = torch.optim.Adam([predicted], lr=0.05)
+        for _ in range(400):
+            optimiser.zero_grad()
+            loss(predicted, target).sum().backward()
+            optimiser.step()
+        if loss in ON_LOGITS:
+            assert total_variation(predicted, target).item() < 0.05
+        else:
+            torch.testing.assert_close(predicted.detach(), target, atol=0.05, rtol=0)
+
+    def test_acceptance_gradient_is_total_variations_over_the_acceptance(self) -> None:
+        predicted, target = pair(6, 4, 9)
+        predicted.requires_grad_()
+        (of_tv,) = torch.autograd.grad(total_variation(predicted, target).sum(), predicted)
+        (of_nla,) = torch.autograd.grad(negative_log_acceptance(predicted, target).sum(), predicted)
+        acceptance = 1 - total_variation(predicted, target).detach()
+        torch.testing.assert_close(of_nla, of_tv / acceptance.unsqueeze(-1))
+
+    def test_acceptance_pulls_even_from_disjoint_supports(self) -> None:
+        """Overlap e^-200 underflows float32: the loss is still finite, and its gradient points home."""
+        predicted = torch.tensor([[200.0, 0.0, 0.0]], requires_grad=True)
+        value = negative_log_acceptance(predicted, torch.tensor([[0.0, 200.0, 0.0]]))
+        value.sum().backward()
+        assert value.item() == pytest.approx(200, abs=1.1)
+        assert predicted.grad[0, 0] > 0.4
+        assert predicted.grad[0, 1] < 0
+
+    def test_nothing_flows_to_the_target_side_unasked(self) -> None:
+        predicted, target = pair(7, 2, 3, 8)
+        predicted.requires_grad_()
+        total, _ = weighted_loss(
+            Losses(), predicted, target, predicted, target, torch.ones(2, 3, dtype=torch.bool)
+        )
+        total.backward()
+        assert predicted.grad.any()
+
+
+class TestWeightedLoss:
+    @given(seeds, st.floats(0.1, 1))
+    @settings(deadline=None)
+    def test_against_a_loop(self, seed: int, decay: float) -> None:
+        states, logits = pair(seed, 2, 5, 3, 4), pair(seed + 1, 2, 5, 3, 7)
+        mask = torch.rand(2, 5, 3, generator=torch.Generator().manual_seed(seed)) < 0.6
+        weights = {"mse": 0.3, "smooth_l1": 0.5, "soft_cross_entropy": 1.0, "kl": 0.2}
+        weights |= {"total_variation": 0.7, "negative_log_acceptance": 2.0}
+        total, parts = weighted_loss(Losses(**weights, step_decay=decay), *states, *logits, mask)
+        expected = 0.0
+        for name, weight in weights.items():
+            values = getattr(module, name)(*(states if name in ("mse", "smooth_l1") else logits))
+            summed, mass = 0.0, 0.0
+            for b in range(2):
+                for i in range(5):
+                    for n in range(3):
+                        if mask[b, i, n]:
+                            summed += decay**n * values[b, i, n].item()
+                            mass += decay**n
+            mean = summed / mass if mass else 0.0
+            assert parts[name].item() == pytest.approx(mean, rel=1e-5, abs=1e-6)
+            expected += weight * mean
+        assert total.item() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+    def test_parts_are_detached_and_only_those_asked_for(self) -> None:
+        predicted, target = pair(0, 2, 3, 4)
+        predicted.requires_grad_()
+        total, parts = weighted_loss(
+            only(mse=2.0), predicted, target, None, None, torch.ones(2, 3, dtype=torch.bool)
+        )
+        assert list(parts) == ["mse"]
+        assert total.requires_grad and not parts["mse"].requires_grad
+        torch.testing.assert_close(total.detach(), 2 * parts["mse"])
+
+    @pytest.mark.parametrize("poison", [math.nan, math.inf])
+    def test_masked_rows_have_no_influence(self, poison: float) -> None:
+        states, logits = pair(1, 2, 3, 4), pair(2, 2, 3, 7)
+        mask = torch.tensor([[True, False, True], [False, False, True]])
+        every = Losses(*(1.0 for f in fields(Losses) if f.name != "step_decay"))
+
+        def run(value: float) -> tuple[Tensor, list[Tensor]]:
+            tensors = [x.masked_fill(~mask.unsqueeze(-1), value).requires_grad_() for x in (*states, *logits)]
+            total, _ = weighted_loss(every, *tensors, mask)
+            total.backward()
+            return total, [x.grad for x in tensors]
+
+        (clean, clean_grads), (poisoned, poisoned_grads) = run(0.0), run(poison)
+        assert torch.equal(clean, poisoned)
+        for a, b in zip(clean_grads, poisoned_grads, strict=True):
+            assert torch.equal(a, b)
+            assert not b[~mask].any()
+
+    def test_nothing_supervised_is_zero_with_a_gradient(self) -> None:
+        predicted, target = pair(3, 2, 3, 4)
+        predicted.requires_grad_()
+        total, parts = weighted_loss(
+            Losses(), predicted, target, predicted, target, torch.zeros(2, 3, dtype=torch.bool)
+        )
+        total.backward()
+        assert total.item() == 0
+        assert all(part == 0 for part in parts.values())
+        assert not predicted.grad.any()
+
+    def test_later_steps_count_less(self) -> None:
+        predicted, target = torch.zeros(1, 3, 2), torch.zeros(1, 3, 2)
+        predicted.requires_grad_()
+        total, _ = weighted_loss(
+            only(mse=1.0, step_decay=0.5),
+            predicted,
+            target + 1,
+            None,
+            None,
+            torch.ones(1, 3, dtype=torch.bool),
+        )
+        total.backward()
+        pull = predicted.grad[0, :, 0]
+        torch.testing.assert_close(pull / pull[0], torch.tensor([1.0, 0.5, 0.25]))
+
+    def test_missing_logits(self) -> None:
+        states = pair(4, 2, 3, 4)
+        with pytest.raises(ValueError, match="soft_cross_entropy need logits"):
+            weighted_loss(Losses(), *states, None, None, torch.ones(2, 3, dtype=torch.bool))
+
+    def test_paper(self) -> None:
+        """MSE + soft cross-entropy (3.2.2), all steps alike."""
+        states, logits = pair(5, 4, 3, 6), pair(6, 4, 3, 9)
+        paper = only(mse=1.0, soft_cross_entropy=1.0, step_decay=1.0)
+        total, _ = weighted_loss(paper, *states, *logits, torch.ones(4, 3, dtype=torch.bool))
+        torch.testing.assert_close(
+            total, mse(*states).mean() + soft_cross_entropy(*logits).mean(), rtol=1e-6, atol=1e-6
+        )
+
+
+class TestWeights:
+    @pytest.mark.parametrize(
+        ("weights", "words"),
+        [
+            ({"mse": -1.0}, "loss mse is -1.0"),
+            ({"kl": math.nan}, "loss kl is nan"),
+            ({"step_decay": 0.0}, "step_decay is 0.0"),
+            ({"step_decay": 1.1}, "step_decay is 1.1"),
+            ({"smooth_l1": 0.0, "soft_cross_entropy": 0.0}, "all losses have weight 0"),
+        ],
+    )
+    def test_wrong_ones_get_one_sentence(self, weights: dict, words: str) -> None:
+        with pytest.raises(ConfigError, match=words):
+            Losses(**weights)
+
+    def test_say_which_tensors_are_needed(self) -> None:
+        assert Losses().on_states == {"smooth_l1": 0.5}
+        assert Losses().on_logits == {"soft_cross_entropy": 1.0}
+        assert not only(mse=1.0).on_logits
+        assert not only(negative_log_acceptance=1.0).on_states

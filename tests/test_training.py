@@ -1,0 +1,460 @@
+"""Examples, the order of data, the training step, validation by decoding and checkpoints."""
+
+import logging
+import math
+from pathlib import Path
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shape.config import ShapeConfig
+from shape.conversations import Conversation, Message
+from shape.decoder import ShapeDecoder
+from shape.drafters import ShapeDrafter, TreeShape
+from shape.errors import CheckpointError, ConfigError, DataError
+from shape.features import FeatureOptions, FeatureStore, TrainerOptions, eligible, extract
+from shape.losses import Losses
+from shape.predictor import ShapePredictor, windows
+from shape.training import (
+    AtomicCheckpointIO,
+    DecodingValidation,
+    ShapeDataModule,
+    ShapeModule,
+    Split,
+    StepOrder,
+    TrainingOptions,
+    acceptance_length,
+    accepted_walk,
+    add_noise,
+    decode_counts,
+    derive_seed,
+    examples,
+    export,
+    load_weights,
+)
+
+WINDOW, STEPS = 3, 3
+OPTIONS = TrainingOptions(steps=8, batch_size=16, learning_rate=3e-3, warmup_steps=2)
+
+
+def talk(number: int) -> Conversation:
+    messages = []
+    for turn in range(1 + number % 2):
+        messages += [Message("user", f"{turn}? " + "hm " * (number % 4)), Message("assistant", f"yes, {number}!")]
+    return Conversation(f"c{number}", tuple(messages))
+
+
+CONVERSATIONS = [talk(number) for number in range(9)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _calm():
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+
+
+@pytest.fixture(scope="module")
+def store(tiny_target, tmp_path_factory) -> FeatureStore:
+    trainer = TrainerOptions(accelerator="cpu", devices=1, enable_progress_bar=False).for_extraction()
+    options = FeatureOptions(max_length=128, shard_size=4)
+    return extract(tiny_target, CONVERSATIONS, tmp_path_factory.mktemp("features"), options, trainer)
+
+
+def network(target, seed: int = 0, **changes) -> ShapePredictor:
+    values = {"step_mode": "recursive", "token_conditioning": "path", **changes}
+    config = ShapeConfig(hidden_size=target.hidden_size, window=WINDOW, num_steps=STEPS, **values)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return ShapePredictor(config)
+
+
+def fit(
+    target, source, *, options=OPTIONS, seed=0, losses=None, accumulate=1, callbacks=(), ckpt_path=None, **changes
+) -> ShapeModule:
+    module = ShapeModule(
+        network(target, **changes), target, losses or Losses(), options, seed=seed, log_every=2
+    )
+    data = ShapeDataModule(source, target, options, window=WINDOW, ahead=STEPS, max_length=128, seed=seed)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=options.steps,
+        max_epochs=1,
+        accumulate_grad_batches=accumulate,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        log_every_n_steps=2,
+        callbacks=list(callbacks),
+        plugins=[AtomicCheckpointIO()],
+    )
+    trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
+    return module
+
+
+def weights(module: ShapeModule) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in module.predictor.parameters()])
+
+
+# ------------------------------------------------------------------------------------------------- examples
+
+
+def naive(hidden, tokens, mask, root, window, steps, size):
+    """The definition, position by position."""
+    length = len(tokens)
+    before = [hidden[i] if i >= 0 else torch.zeros_like(hidden[0]) for i in range(root - window, root)]
+    supervised = []
+    for n in range(steps):
+        known = root >= 1 and mask[root] and root + n + 1 < length
+        supervised.append(bool(known and mask[root + 1 : root + n + 2].all()))
+    return torch.stack(before), supervised
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+def test_examples_equal_their_definition(data):
+    length = data.draw(st.integers(2, 14))
+    window, steps = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
+    mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=length, max_size=length)))
+    hidden, tokens = torch.randn(1, length, 6), torch.randint(0, 9, (1, length))
+    roots = torch.arange(length)[None]
+    cut = examples(hidden, tokens, mask[None], roots, window, steps, hidden_size=2)
+    for root in range(length):
+        before, supervised = naive(hidden[0], tokens[0], mask, root, window, steps, 2)
+        assert torch.equal(cut.window[0, root], before)
+        assert cut.mask[0, root].tolist() == supervised
+        for n in [n for n in range(steps) if supervised[n]]:
+            assert cut.tokens[0, root, n] == tokens[0, root + n]
+            assert torch.equal(cut.states[0, root, n], hidden[0, root + n, -2:])
+    ready = eligible(mask, torch.tensor([0, length]))
+    assert torch.equal(ready, cut.mask[0, :, 0])
+
+
+def test_stored_batches_equal_examples_of_whole_conversations(store, tiny_target):
+    data = ShapeDataModule(store, tiny_target, OPTIONS, window=WINDOW, ahead=STEPS)
+    for batch in data.batches(Split()):
+        for index, row in enumerate(data.roots[batch.samples].tolist()):
+            number = int((store.offsets <= row).sum()) - 1
+            while store.offsets[number + 1] <= row:
+                number += 1
+            stored, root = store[number], torch.tensor([[row - int(store.offsets[number])]])
+            expected = examples(
+                stored.hidden[None], stored.input_ids[None], stored.loss_mask[None], root,
+                WINDOW, STEPS, tiny_target.hidden_size,
+            )  # fmt: skip
+            counts = batch.examples.mask[index]
+            assert torch.equal(counts, expected.mask[0, 0]) and counts[0]
+            assert torch.equal(batch.examples.window[index], expected.window[0, 0])
+            assert torch.equal(batch.examples.tokens[index][counts], expected.tokens[0, 0][counts])
+            assert torch.equal(batch.examples.states[index][counts], expected.states[0, 0][counts])
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {},
+        {"step_mode": "parallel", "token_conditioning": "none"},
+        {"step_mode": "parallel", "token_conditioning": "root"},
+        {"step_mode": "recursive", "token_conditioning": "none"},
+    ],
+)
+def test_teacher_forced_acceptance_equals_decoded(store, tiny_target, axes):
+    """Windows, tokens and targets of training are those of decoding: chains accept the same tokens."""
+    losses = Losses(smooth_l1=0.0)
+    predictor = fit(tiny_target, store, losses=losses, options=TrainingOptions(steps=40, batch_size=32), **axes)
+    predictor = predictor.predictor.eval()
+    decoder = ShapeDecoder(tiny_target, drafter=ShapeDrafter(predictor, TreeShape(depth=STEPS, width=1)))
+    accepted_any = False
+    for stored in list(store)[:4]:
+        prompt = stored.input_ids[:20]
+        out = decoder.generate(
+            prompt[None], do_sample=False, max_new_tokens=40, eos_token_id=[], return_dict_in_generate=True
+        )
+        text = out.sequences[0]
+        hidden = tiny_target.features(text[None])
+        count = len(text)
+        cut = examples(
+            hidden, text[None], torch.ones(1, count, dtype=torch.bool), torch.arange(count)[None],
+            WINDOW, STEPS, tiny_target.hidden_size,
+        )  # fmt: skip
+        with torch.no_grad():
+            predicted = predictor(cut.window[0], tiny_target.embed(cut.tokens[0]))
+        drafted = tiny_target.logits(predicted).argmax(-1)
+        ahead = (torch.arange(count)[:, None] + torch.arange(1, STEPS + 1)).clamp(max=count - 1)
+        agree = (drafted == text[ahead]) & cut.mask[0]
+        accepted = agree.cumprod(-1).sum(-1).tolist()
+        emitted, forwards = accepted_walk(accepted, first=len(prompt), last=count - 1)
+        assert (out.stats.emitted, out.stats.forwards) == (emitted, forwards)
+        accepted_any |= emitted > forwards
+    assert accepted_any
+
+
+# ------------------------------------------------------------------------------------------------- order
+
+
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(0, 3), st.sampled_from([1, 2, 4]))
+def test_order_visits_everything_once_per_epoch(count, batches, seed, parts):
+    order = StepOrder(seed, count, batches * parts)
+    seen = torch.cat([order.step(step) for step in range(count)])
+    for epoch in range(batches * parts):
+        assert sorted(seen[epoch * count : (epoch + 1) * count].tolist()) == list(range(count))
+    again = StepOrder(seed, count, batches * parts)
+    assert torch.equal(again.step(count - 1), order.step(count - 1))
+
+
+def test_order_is_the_same_for_any_number_of_processes(store, tiny_target):
+    data = ShapeDataModule(store, tiny_target, OPTIONS, window=WINDOW, ahead=STEPS, seed=5)
+
+    def samples(step: int, world: int, accumulate: int) -> list[int]:
+        found = []
+        for portion in range(accumulate):
+            for rank in range(world):
+                batch = data.batches(Split(rank, world, accumulate))[step * accumulate + portion]
+                assert (batch.step, batch.part) == (step, portion * world + rank)
+                found += batch.samples.tolist()
+        return found
+
+    for step in (0, 3, 7):
+        one = samples(step, 1, 1)
+        assert len(one) == OPTIONS.batch_size
+        assert one == samples(step, 2, 1) == samples(step, 1, 2) == samples(step, 2, 4)
+    assert samples(0, 1, 1) != samples(1, 1, 1)
+
+
+def test_batch_has_to_divide(store, tiny_target):
+    data = ShapeDataModule(store, tiny_target, OPTIONS, window=WINDOW, ahead=STEPS)
+    with pytest.raises(ConfigError, match="multiple of 3"):
+        data.batches(Split(0, 3, 1))
+
+
+def test_data_without_anything_to_learn_is_refused(store, tiny_target):
+    with pytest.raises(DataError, match="nothing to learn"):
+        ShapeDataModule(store, tiny_target, OPTIONS, window=3, ahead=3, exclude=range(len(store)))
+    with pytest.raises(DataError, match="nothing to learn"):
+        ShapeDataModule(CONVERSATIONS, tiny_target, OPTIONS, window=3, ahead=3, exclude=range(9))
+
+
+def test_online_examples_are_those_of_the_store(store, tiny_target):
+    module = ShapeModule(network(tiny_target), tiny_target, Losses(), OPTIONS)
+    data = ShapeDataModule(CONVERSATIONS, tiny_target, OPTIONS, window=WINDOW, ahead=STEPS, max_length=128)
+    batch = data.batches(Split())[0]
+    cut, numbers = module._examples(batch)
+    assert len(numbers.unique()) == len(numbers) > 0
+    for row, number in enumerate(numbers.tolist()):
+        conversation, root = number >> 32, number & 0xFFFFFFFF
+        stored = store.gather(store.offsets[conversation][None] + root, WINDOW, STEPS)
+        assert torch.equal(cut.tokens[row, 0], stored.input_ids[0, WINDOW])
+        torch.testing.assert_close(cut.window[row], stored.hidden[0, :WINDOW], rtol=1e-4, atol=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------- randomness
+
+
+@given(st.floats(0.01, 1.0), st.integers(1, 2))
+@settings(max_examples=10)
+def test_noise_is_uniform_relative_and_keyed(amount, layers):
+    window = torch.randn(40, 4, layers * 64) * torch.rand(40, 4, 1).mul(10)
+    window[:, 0] = 0
+    keys = torch.arange(40)
+    noisy = add_noise(window, keys, amount, hidden_size=64)
+    relative = (noisy - window).unflatten(-1, (layers, 64))
+    scale = window.unflatten(-1, (layers, 64)).pow(2).mean(-1, keepdim=True).sqrt()
+    assert torch.equal(noisy[:, 0], window[:, 0])
+    relative = (relative / scale)[:, 1:]
+    assert relative.abs().max() <= amount * math.sqrt(3) * 1.001
+    assert abs(relative.mean()) < 0.05 * amount and abs(relative.std() / amount - 1) < 0.03
+    assert torch.equal(add_noise(window[7:9], keys[7:9], amount, 64), noisy[7:9])
+
+
+def test_seeds_are_unrelated():
+    seeds = {derive_seed(a, b) for a in range(20) for b in range(20)} | {derive_seed(a) for a in range(20)}
+    assert len(seeds) == 420 and derive_seed(1, 2) == derive_seed(1, 2) and max(seeds) < 2**63
+
+
+def test_same_seed_same_weights(store, tiny_target):
+    options = TrainingOptions(steps=4, batch_size=16, noise=0.2)
+    torch.manual_seed(1)
+    first = fit(tiny_target, store, options=options, dropout=0.3)
+    torch.manual_seed(2)  # the global generator has no say
+    second = fit(tiny_target, store, options=options, dropout=0.3)
+    other = fit(tiny_target, store, options=options, dropout=0.3, seed=1)
+    assert torch.equal(weights(first), weights(second))
+    assert not torch.equal(weights(first), weights(other))
+
+
+def test_accumulated_parts_are_the_whole_batch(store, tiny_target):
+    losses = Losses(step_decay=1.0, soft_cross_entropy=0.0, smooth_l1=1.0)
+    whole, parts = (fit(tiny_target, store, losses=losses, accumulate=n, num_layers=0) for n in (1, 2))
+    assert parts.trainer.global_step == whole.trainer.global_step == OPTIONS.steps
+    # Means over parts weigh supervised steps slightly otherwise than the mean over the whole.
+    assert (weights(whole) - weights(parts)).norm() < 0.2 * (weights(whole) - weights(parts) * 0).norm()
+
+
+# ------------------------------------------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_training_learns(store, tiny_target, online):
+    source = CONVERSATIONS if online else store
+    options = TrainingOptions(steps=60, batch_size=32, learning_rate=3e-3, warmup_steps=5)
+    module = fit(tiny_target, source, options=options)
+    metrics = module.trainer.callback_metrics
+    assert metrics["train/agreement_1"] > 0.3 and metrics["train/chain_AL"] > 1.3
+    assert {"train/loss", "train/soft_cross_entropy", "train/smooth_l1"} <= metrics.keys()
+
+
+def test_target_stays_outside(store, tiny_target):
+    module = fit(tiny_target, store)
+    assert all(name.startswith("predictor.") for name in module.state_dict())
+    assert sum(p.numel() for p in module.parameters()) == sum(p.numel() for p in module.predictor.parameters())
+    assert not any(parameter.requires_grad for parameter in tiny_target.model.parameters())
+
+
+def test_weight_decay_is_for_matrices(tiny_target):
+    module = ShapeModule(network(tiny_target), tiny_target, Losses(), TrainingOptions(weight_decay=0.5))
+    groups = module.configure_optimizers()["optimizer"].param_groups
+    assert {p.ndim for p in groups[0]["params"]} == {2} and groups[0]["weight_decay"] == 0.5
+    assert {p.ndim for p in groups[1]["params"]} == {1} and groups[1]["weight_decay"] == 0.0
+    assert groups[0]["betas"] == (0.9, 0.95)
+
+
+def test_learning_rate_schedule():
+    options = TrainingOptions(steps=100, warmup_steps=10, decay="cosine")
+    factors = [options.learning_rate_factor(step, step / 100) for step in range(101)]
+    assert factors[:11] == sorted(factors[:11]) and factors[10] == 1.0
+    assert factors[10:] == sorted(factors[10:], reverse=True) and factors[100] < 1e-6
+    linear = TrainingOptions(steps=100, warmup_steps=0, decay="linear")
+    assert linear.learning_rate_factor(25, 0.25) == pytest.approx(0.75)
+    assert linear.learning_rate_factor(25, 0.9) == pytest.approx(0.1)  # time runs out before the steps do
+    assert TrainingOptions(decay="none").learning_rate_factor(999, 1.0) == 1.0
+
+
+def test_max_minutes_ends_the_run(store, tiny_target):
+    options = TrainingOptions(steps=100_000, batch_size=16, max_minutes=0.02)
+    module = fit(tiny_target, store, options=options)
+    assert 0 < module.trainer.global_step < 100_000
+    assert module.trainer.optimizers[0].param_groups[0]["lr"] < 0.2 * options.learning_rate
+
+
+@pytest.mark.parametrize(
+    "values", [{"steps": 0}, {"batch_size": 0}, {"noise": -1.0}, {"learning_rate": 0.0}, {"max_minutes": 0.0}]
+)
+def test_bad_training_options_are_refused(values):
+    with pytest.raises(ConfigError, match=next(iter(values))):
+        TrainingOptions(**values).check()
+
+
+# ------------------------------------------------------------------------------------------------- validation
+
+
+def prompts(store) -> list[torch.Tensor]:
+    return [stored.input_ids[:length] for stored, length in zip(store, (12, 20, 9, 15), strict=False)]
+
+
+def test_validation_decodes_with_the_weights_of_the_moment(store, tiny_target, tmp_path):
+    validation = DecodingValidation(prompts(store), every=4, max_new_tokens=12, best_path=tmp_path / "best")
+    options = TrainingOptions(steps=10, batch_size=16)
+    module = fit(tiny_target, store, options=options, callbacks=[validation], dropout=0.5)
+    assert [entry["step"] for entry in validation.history] == [4, 8, 10]
+    module.predictor.eval()
+    one_by_one = [decode_counts(tiny_target, module.predictor, [p], 12) for p in prompts(store)]
+    emitted, forwards = ([counts[i][0] for counts in one_by_one] for i in (0, 1))
+    last = validation.history[-1]
+    assert last["value"] == acceptance_length(emitted, forwards).value == sum(emitted) / sum(forwards)
+    assert last["low"] <= last["value"] <= last["high"]
+    load_weights(module.predictor, tmp_path / "best")
+    best = decode_counts(tiny_target, module.predictor, prompts(store), 12)
+    assert sum(best[0]) / sum(best[1]) == validation.best["value"]
+
+
+def test_validation_disturbs_nothing(store, tiny_target, tmp_path):
+    options = TrainingOptions(steps=6, batch_size=16, noise=0.1)
+    alone = fit(tiny_target, store, options=options, dropout=0.3)
+    validation = DecodingValidation(prompts(store), every=1, max_new_tokens=6, best_path=tmp_path / "best")
+    watched = fit(tiny_target, store, options=options, dropout=0.3, callbacks=[validation])
+    assert len(validation.history) == 6
+    assert torch.equal(weights(alone), weights(watched))
+    assert not any(p.is_inference() for p in [*watched.parameters(), *tiny_target.model.parameters()])
+    assert not any(buffer.is_inference() for buffer in tiny_target.model.buffers())
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=1, max_size=12))
+@settings(max_examples=20)
+def test_interval_holds_the_ratio_of_sums(counts):
+    emitted, forwards = zip(*counts, strict=True)
+    measured = acceptance_length(emitted, forwards)
+    assert measured.value == pytest.approx(sum(emitted) / sum(forwards))
+    ratios = [a / b for a, b in counts]
+    assert min(ratios) - 1e-9 <= measured.low <= measured.high <= max(ratios) + 1e-9
+    assert measured == acceptance_length(emitted, forwards)
+
+
+# ------------------------------------------------------------------------------------------------- checkpoints
+
+
+class SaveAt(pl.Callback):
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer, *args) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_resumed_run_ends_in_the_same_weights(store, tiny_target, tmp_path, accumulate):
+    options = TrainingOptions(steps=9, batch_size=16, noise=0.2)
+    path = tmp_path / "some.ckpt"
+    whole = fit(tiny_target, store, options=options, dropout=0.3, accumulate=accumulate, callbacks=[SaveAt(5, path)])
+    resumed = fit(
+        tiny_target, store, options=options, dropout=0.3, accumulate=accumulate, ckpt_path=path, seed=0
+    )
+    assert resumed.trainer.global_step == whole.trainer.global_step == 9
+    assert torch.equal(weights(whole), weights(resumed))
+    saved = torch.load(path, weights_only=True)
+    assert all(name.startswith("predictor.") for name in saved["state_dict"])
+    with pytest.raises(CheckpointError, match=r"training.batch_size was 16 and is 8"):
+        fit(tiny_target, store, options=TrainingOptions(steps=9, batch_size=8, noise=0.2), ckpt_path=path)
+
+
+def test_checkpoint_is_replaced_as_a_whole(tmp_path, monkeypatch):
+    path, writer = tmp_path / "last.ckpt", AtomicCheckpointIO()
+    writer.save_checkpoint({"step": 1}, path)
+
+    def interrupted(checkpoint, file):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        writer.save_checkpoint({"step": 2}, path)
+    assert torch.load(path, weights_only=True) == {"step": 1}
+
+
+def test_export_can_be_loaded(tiny_target, tmp_path):
+    predictor = network(tiny_target, seed=3)
+    record = {
+        "command": "python -m shape.train", "steps": 7, "acceptance_length": {"value": 2.5, "low": 2.0, "high": 3.0},
+    }  # fmt: skip
+    export(predictor, tmp_path, tiny_target.identity, record)
+    card = (tmp_path / "README.md").read_text()
+    assert "| acceptance length | 2.50 [2.00, 3.00] |" in card and "base_model: tiny" in card
+    decoder = ShapeDecoder.from_pretrained(tmp_path, target=tiny_target)
+    loaded = decoder.drafter.predictor
+    assert loaded.config.training == record
+    assert loaded.config.target_identity == tiny_target.identity.to_dict()
+    for name, value in predictor.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value)
+
+
+def test_windows_are_those_of_the_decoder(store):
+    """The drafter's first window: `lengths - 1` ends, where the root's position is `lengths - 1`."""
+    stored = store[1]
+    root = 25
+    around = store.gather(store.offsets[1][None] + root, WINDOW, STEPS)
+    decoder_window = windows(stored.hidden[None, :root], torch.tensor([[root]]), WINDOW)[0, 0]
+    assert torch.equal(around.hidden[0, :WINDOW], decoder_window)

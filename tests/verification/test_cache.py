@@ -1,0 +1,63 @@
+"""The arena against plain concatenation of settled rows."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shape.verification.cache import KVArena, LayerShape
+
+SHAPES = [LayerShape((2, 3), (2, 3)), LayerShape((2, 3), (1, 4))]
+
+
+def states(batch: int, new: int, stamp: float) -> torch.Tensor:
+    """Values that tell which row, node and write they come from."""
+    return stamp + torch.arange(batch)[:, None] * 100 + torch.arange(new)[None]
+
+
+@given(st.data())
+def test_rows_advance_raggedly(data):
+    batch = data.draw(st.integers(1, 4))
+    arena = KVArena(SHAPES, batch, 6, torch.float64, torch.device("cpu"))
+    lengths = [data.draw(st.integers(1, 4)) for _ in range(batch)]
+    stamps = states(batch, max(lengths), 0.5)
+    expected = [stamps[row, : lengths[row]].tolist() for row in range(batch)]
+    write(arena, stamps)
+    arena.set_lengths(list(lengths))
+    for step in range(1, 4):
+        nodes = data.draw(st.integers(1, 5))
+        stamps = states(batch, nodes, step * 1000.0)
+        arena.reserve(nodes)
+        write(arena, stamps)
+        counts = [data.draw(st.integers(1, nodes)) for _ in range(batch)]
+        paths = [[0, *sorted(data.draw(st.permutations(range(1, nodes)))[: count - 1])] for count in counts]
+        padded = torch.tensor([path + [0] * (nodes - len(path)) for path in paths])
+        arena.commit(padded, counts)
+        for row, path in enumerate(paths):
+            expected[row] += stamps[row, path].tolist()
+        if batch > 1 and data.draw(st.booleans()):
+            keep = sorted(data.draw(st.sets(st.integers(0, batch - 1), min_size=1)))
+            arena.select(torch.tensor(keep))
+            expected, batch = [expected[row] for row in keep], len(keep)
+        assert arena.host_lengths == arena.lengths.tolist() == [len(row) for row in expected]
+        for layer in arena.layers:
+            for stored in (layer.keys, layer.values):
+                for row, settled in enumerate(expected):
+                    assert stored[row, 0, : len(settled), 0].tolist() == settled
+
+
+def write(arena: KVArena, stamps: torch.Tensor) -> None:
+    for index, shape in enumerate(SHAPES):
+        keys, values = (
+            stamps[:, None, :, None].double().expand(-1, heads, -1, size)
+            for heads, size in (shape.keys, shape.values)
+        )
+        shown_keys, shown_values = arena.update(keys, values, index)
+        assert shown_keys.shape[2] == shown_values.shape[2] == arena.longest + stamps.shape[1]
+
+
+def test_a_contiguous_path_moves_nothing():
+    arena = KVArena(SHAPES, 1, 8, torch.float64, torch.device("cpu"))
+    write(arena, states(1, 4, 1.0))
+    before = arena.layers[0].keys.clone()
+    arena.commit(torch.tensor([[0, 1, 2, 3]]), [3])
+    assert torch.equal(arena.layers[0].keys, before) and arena.host_lengths == [3]

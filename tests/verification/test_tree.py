@@ -1,0 +1,104 @@
+"""Trees against naive walks over parents."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shape.verification.tree import (
+    TokenTree,
+    ancestors,
+    attention_mask,
+    chain,
+    first_path,
+    keep_best,
+    ragged_chain,
+    root_only,
+)
+
+
+@st.composite
+def parents(draw, nodes: int = 12) -> list[int]:
+    """Topological parents with some nodes that hang on nothing."""
+    size = draw(st.integers(1, nodes))
+    return [-1, *(draw(st.integers(-1, i - 1)) for i in range(1, size))]
+
+
+def walk(parent: list[int], node: int) -> set[int]:
+    found = {node}
+    while parent[node] >= 0:
+        node = parent[node]
+        found.add(node)
+    return found
+
+
+@given(parents())
+def test_ancestors_and_depth_equal_a_walk(parent):
+    tree = TokenTree(torch.zeros(1, len(parent), dtype=torch.long), torch.tensor([parent]))
+    for node in range(len(parent)):
+        expected = walk(parent, node)
+        assert set(tree.ancestors[0, node].nonzero()[:, 0].tolist()) == expected
+        assert tree.depth[0, node] == len(expected) - 1
+
+
+def test_ancestors_of_a_long_chain():
+    parent = torch.arange(-1, 40)[None]
+    assert torch.equal(ancestors(parent)[0], torch.ones(41, 41, dtype=torch.bool).tril())
+
+
+def test_ragged_chain_pads_with_unreachable_nodes():
+    tree = ragged_chain(torch.tensor([7, 8, 9]), [[1, 2], [], [3]])
+    assert tree.tokens.tolist() == [[7, 1, 2], [8, 0, 0], [9, 3, 0]]
+    assert tree.parent.tolist() == [[-1, 0, 1], [-1, -1, -1], [-1, 0, -1]]
+
+
+def test_ragged_chain_of_nothing_is_the_root():
+    root = torch.tensor([4, 5])
+    assert torch.equal(ragged_chain(root, [[], []]).tokens, root_only(root).tokens)
+
+
+@given(parents())
+def test_first_path_follows_first_children(parent):
+    tokens = torch.arange(len(parent))[None]
+    path = first_path(TokenTree(tokens, torch.tensor([parent]))).tokens[0].tolist()
+    for node, child in zip(path, path[1:], strict=False):
+        assert parent.index(node, 1) == child
+    assert path[-1] not in parent[1:]
+
+
+@given(st.data())
+def test_keep_best_stays_a_tree_and_keeps_the_best(data):
+    parent = [-1, *(data.draw(st.integers(0, i - 1)) for i in range(1, 10))]
+    drop = [data.draw(st.sampled_from([0.0, 0.5, 1.0])) for _ in parent]
+    score: list[float] = []
+    for node, above in enumerate(parent):
+        score.append(1.0 if above < 0 else score[above] - drop[node] if above else -drop[node])
+    nodes = data.draw(st.integers(1, 10))
+    tokens = torch.arange(10)[None]
+    kept = keep_best(tokens, torch.tensor([parent]), torch.tensor([score]), nodes)
+    numbers = kept.tokens[0].tolist()
+    assert numbers == sorted(numbers) and numbers[0] == 0 and len(numbers) == nodes
+    for position, number in enumerate(numbers[1:], start=1):
+        assert numbers[kept.parent[0, position]] == parent[number]  # its parent was kept, and is still its parent
+    worst = min(score[number] for number in numbers)
+    assert all(score[node] <= worst for node in set(range(10)) - set(numbers))
+
+
+@given(parents(), st.integers(0, 5), st.integers(0, 4), st.one_of(st.none(), st.integers(1, 6)))
+def test_mask_shows_settled_tokens_and_ancestors_within_the_window(parent, length, slack, window):
+    tree = TokenTree(torch.zeros(1, len(parent), dtype=torch.long), torch.tensor([parent]))
+    keys = length + len(parent) + slack
+    mask = attention_mask(
+        tree.ancestors, torch.tensor([length]), keys, torch.float32, window, tree.depth
+    )
+    assert mask.shape == (1, 1, len(parent), keys)
+    for node in range(len(parent)):
+        position = length + len(walk(parent, node)) - 1
+        visible = {(slot, slot) for slot in range(length)}
+        visible |= {(length + a, length + len(walk(parent, a)) - 1) for a in walk(parent, node)}
+        expected = {slot for slot, at in visible if window is None or position - at < window}
+        assert set((mask[0, 0, node] == 0).nonzero()[:, 0].tolist()) == expected
+
+
+def test_chain_is_its_own_first_path():
+    tree = chain(torch.tensor([3]), torch.tensor([[4, 5, 6]]))
+    assert first_path(tree).tokens.tolist() == [[3, 4, 5, 6]]
