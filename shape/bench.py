@@ -5,13 +5,14 @@
     python -m shape.bench --render eval/results README.md  # measured tables into a document
 
 Writes `results.json` (everything, per prompt) and `results.md` (the table and its environment) to the
-output folder. Finished prompts are kept in `records.jsonl` there: after an interruption the same command
-continues.
+output folder. Until then finished prompts are kept in `records.jsonl` there, by which the same command
+continues after an interruption.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from jsonargparse import ArgumentParser
 from rich.console import Console
@@ -19,7 +20,7 @@ from rich.console import Console
 from shape import bundled
 from shape.conversations import load_prompts
 from shape.decoder import ShapeDecoder
-from shape.drafters import TreeShape, make_drafter
+from shape.drafters import DRAFTERS, TreeShape, make_drafter
 from shape.errors import ConfigError, DataError, exit_on_error
 from shape.evaluation.speed import Method, SpeedResults, measure
 from shape.target import Target
@@ -32,7 +33,7 @@ class BenchOptions:
     """What to measure.
 
     Args:
-        output: folder for results.json, results.md and records.jsonl.
+        output: folder for results.json and results.md.
         predictor: trained predictors, each DIR or NAME=DIR; the name stands in the table.
         target: path or hub id of the target; default: the one the first predictor was trained for.
         prompts: JSON lines with turns, messages or prompt; default: the bundled bench split.
@@ -75,6 +76,7 @@ def bench(options: BenchOptions) -> SpeedResults:
     target, methods = load_methods(options)
     output = Path(options.output)
     output.mkdir(parents=True, exist_ok=True)
+    journal = output / "records.jsonl"
     results = measure(
         target,
         methods,
@@ -87,10 +89,11 @@ def bench(options: BenchOptions) -> SpeedResults:
         label=options.label
         or f"{Path(target.name).name}, {source.stem}, temperature {options.temperature:g}",
         source=source.name,
-        journal=output / "records.jsonl",
+        journal=journal,
     )
     (output / "results.json").write_text(results.to_json())
     (output / "results.md").write_text(results.to_markdown())
+    journal.unlink()
     return results
 
 
@@ -98,21 +101,17 @@ def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
     """The target, and the methods of the table in the order asked for.
 
     Raises:
-        ConfigError: a name given twice, an unknown drafter, or no target to be found.
+        ConfigError: a name given twice, or an unknown drafter.
     """
-    predictors = named_predictors(options.predictor) if "shape" in options.methods else {}
-    target = None
+    predictors = named_predictors(options.predictor)
+    place: dict[str, Any] = {"dtype": options.dtype, "device_map": options.device_map}
     if options.target is not None:
-        target = Target.load(options.target, dtype=options.dtype, device_map=options.device_map)
+        target = Target.load(options.target, **place)
+    else:
+        target = ShapeDecoder.from_pretrained(next(iter(predictors.values())), drafter="none", **place).target
     drafters: dict[str, Method] = {}
-    for name, folder in predictors.items():
-        decoder = ShapeDecoder.from_pretrained(
-            folder, target=target, dtype=options.dtype, device_map=options.device_map, tree=options.tree
-        )
-        target = decoder.target
-        drafters[name] = decoder.drafter
-    if target is None:
-        raise ConfigError("no predictor says which target to measure; give --target")
+    for name, folder in predictors.items() if "shape" in options.methods else ():
+        drafters[name] = ShapeDecoder.from_pretrained(folder, target=target, tree=options.tree).drafter
     methods: dict[str, Method] = {}
     for name in options.methods:
         if name == "shape":
@@ -130,7 +129,7 @@ def named_predictors(predictors: Sequence[str]) -> dict[str, str]:
     for entry in predictors:
         name, separator, folder = entry.partition("=")
         name, folder = (name, folder) if separator else ("shape", entry)
-        if name in named or name in ("plain", "transformers"):
+        if name in {*named, *DRAFTERS, "plain", "transformers"}:
             raise ConfigError(f"predictor name {name} is taken; give each its own with --predictor NAME=DIR")
         named[name] = folder
     return named

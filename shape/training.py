@@ -244,6 +244,8 @@ class _Batches(Dataset[Batch]):
         return self.steps * self.split.accumulate
 
     def __getitem__(self, index: int) -> Batch:
+        if index >= len(self):
+            raise IndexError(index)
         step, portion = divmod(index, self.split.accumulate)
         part = portion * self.split.world + self.split.rank
         samples = self.order.step(step).view(self.split.parts, -1)[part]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -21,6 +22,10 @@ from transformers import (
 )
 
 from shape.target import Target
+
+# A busy machine must not fail a test for being slow.
+settings.register_profile("shape", deadline=None)
+settings.load_profile("shape")
 
 CHATML = (
     "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n'}}{% endfor %}"

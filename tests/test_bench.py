@@ -9,6 +9,7 @@ import torch
 from shape.bench import BEGIN, END, main, named_predictors, parser, render, replace_region
 from shape.config import ShapeConfig
 from shape.errors import ConfigError, DataError
+from shape.evaluation.speed import _Bench
 from shape.predictor import ShapePredictor
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,6 +58,7 @@ def test_measures_and_writes(arguments, tmp_path, capsys):
     assert results["schema_version"] == 1 and results["environment"]["versions"]["torch"] == torch.__version__
     table = (tmp_path / "out" / "results.md").read_text()
     assert "| shape |" in table and "| two |" in table
+    assert not (tmp_path / "out" / "records.jsonl").exists()
     assert "acceptance length" in capsys.readouterr().out
 
 
@@ -73,6 +75,31 @@ def test_the_tree_is_the_one_asked_for(arguments, tmp_path):
     assert "depth=2, width=1" in results["settings"]["methods"]["shape"]
 
 
+def test_an_interrupted_measurement_continues(arguments, tmp_path, monkeypatch):
+    """The finished prompt is not measured again, and no other measurement may take the folder meanwhile."""
+    arguments = [*arguments, "--methods", "[plain,ngram]"]
+    original = _Bench.record
+    done = []
+
+    def record(self, prompt, *rest, **options):
+        if prompt.id == "b" and len(done) == 1:
+            raise KeyboardInterrupt
+        done.append(prompt.id)
+        return original(self, prompt, *rest, **options)
+
+    monkeypatch.setattr(_Bench, "record", record)
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 130
+    with pytest.raises(SystemExit):
+        main([*arguments, "--seed", "1"])
+    done.append("b is next")
+    main(arguments)
+    assert done == ["a", "b is next", "b", "c"]
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [entry["id"] for entry in results["records"]] == ["a", "b", "c"]
+
+
 def test_sampling_is_the_same_for_every_drafter(arguments, tmp_path):
     main([*arguments, "--temperature", "1"])
     summary = json.loads((tmp_path / "out" / "results.json").read_text())["summary"]
@@ -83,8 +110,9 @@ def test_sampling_is_the_same_for_every_drafter(arguments, tmp_path):
 def test_names_of_predictors():
     assert named_predictors(["here/x"]) == {"shape": "here/x"}
     assert named_predictors(["a=x", "y", "b=z=1"]) == {"a": "x", "shape": "y", "b": "z=1"}
-    with pytest.raises(ConfigError, match="predictor name shape is taken"):
-        named_predictors(["x", "y"])
+    for taken in (["x", "y"], ["ngram=x"]):
+        with pytest.raises(ConfigError, match="is taken; give each its own"):
+            named_predictors(taken)
 
 
 def test_renders_into_a_document(arguments, tmp_path, capsys):
@@ -123,7 +151,6 @@ def test_defaults_are_those_of_the_documentation():
         (["--prompts", "absent.jsonl"], "absent.jsonl"),
         (["--methods", "[shape]"], "no baseline"),
         (["--methods", "[plain,magic]", "--target", "TARGET"], "drafter 'magic' is unknown"),
-        (["--methods", "[plain]"], "give --target"),
         (["--max_new_tokens", "4000"], "no prompt can be measured"),
         (["--temperature", "-1"], "temperature at least 0"),
         (["--target", "/nowhere"], "target /nowhere cannot be loaded"),

@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -39,6 +39,7 @@ modes = st.sampled_from(
 
 
 @given(valid_options, modes)
+@settings(deadline=None)
 def test_survives_json_unchanged(options: dict, mode: tuple[str, str]) -> None:
     config = ShapeConfig(**options, step_mode=mode[0], token_conditioning=mode[1])
     stored = json.loads(config.to_json_string())

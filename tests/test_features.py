@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -88,6 +88,7 @@ def test_gather_equals_slicing_one_conversation(folder, tiny_target):
 
 
 @given(hnp.arrays(bool, st.integers(1, 40)), st.data())
+@settings(deadline=None)
 def test_eligible_equals_its_definition(mask, data):
     cuts = data.draw(st.lists(st.integers(0, len(mask)), max_size=4).map(sorted))
     offsets = [0, *cuts, len(mask)]

@@ -3,8 +3,8 @@
     python train/quickstart_target.py --output checkpoints/quickstart-target
 
 From scratch, it learns Schema-Guided Dialogue, Taskmaster-4 and GSM8K (about 5M tokens) and 12,000
-conversations of our own generator, so that it has been taught every kind of prompt that the repository measures
-on. Two CPU cores need about an hour, a GPU a few minutes; ``--resume`` continues a run that was stopped.
+conversations of our own generator, so that it has been taught every kind of prompt that the repository
+measures on. Two CPU cores need about an hour; ``--resume`` continues a run that was stopped.
 
 Without ``--data`` the three public sets come from the Hugging Face hub and GitHub by name. The shipped
 weights were made from local copies of the same sets in ShareGPT form (``--data sgd_train.jsonl.gz
@@ -342,11 +342,11 @@ pipeline_tag: text-generation
 A small chat model, made to learn and test speculative decoding on a laptop: Llama architecture, {layers}
 layers, width {hidden_size}, {heads} heads with {kv_heads} KV heads, MLP {intermediate_size}, tied head,
 byte-level BPE of {vocabulary} tokens with single digits, ChatML template, {parameters:.1f}M parameters,
-bfloat16. It books tables, writes small lists, JSON and Python functions in the manner of its training text, and knows
-little else: fit for measuring prediction and decoding, not for judging answers.
+bfloat16. It books tables, writes small lists, JSON and Python functions in the manner of its training text,
+and knows little else: fit for measuring prediction and decoding, not for judging answers.
 
 ## How it was made
-`python train/quickstart_target.py` from scratch: {done} of {steps} steps of {batch} x {block} tokens
+`python train/quickstart_target.py --steps {steps}` from scratch: {done} steps of {batch} x {block} tokens
 ({tokens:.1f}M tokens seen, {unique:.1f}M different ones), Muon ({muon_lr}) for matrices, AdamW ({adamw_lr})
 for the rest, warm-up of {warmup} steps, linear decay over the second half, bfloat16 autocast over float32
 weights, {minutes:.0f} minutes on {where}.
@@ -405,6 +405,7 @@ def export(training: Training, tokenizer: PreTrainedTokenizerFast, card: str, ou
     (partial / "README.md").write_text(card, encoding="utf-8")
     output.mkdir(parents=True, exist_ok=True)
     for path in partial.iterdir():
+        path.chmod(0o644)  # weights are written through a private temporary file
         os.replace(path, output / path.name)
     shutil.rmtree(partial)
 

@@ -5,10 +5,11 @@ import platform
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -53,6 +54,10 @@ class Environment:
                 "transformers": version("transformers"),
             },
         )
+
+    def machine(self) -> dict[str, Any]:
+        """What two parts of one measurement must share."""
+        return {name: value for name, value in asdict(self).items() if name not in ("date", "command")}
 
     def line(self) -> str:
         """One sentence for the foot of a table."""

@@ -68,8 +68,8 @@ def measure(
         warmup: prompts whose first turn every method answers, untimed, before the measurement.
         label: heading of the table.
         source: what the prompts are, for the record.
-        journal: a JSON-lines file to which finished prompts are appended. A journal of the same settings is
-            continued, one of others raises.
+        journal: a JSON-lines file to which finished prompts are appended. A journal of the same settings,
+            machine and code is continued, another one raises.
 
     Raises:
         ConfigError: no baseline among the methods, numbers out of range, or a journal of another run.
@@ -111,7 +111,8 @@ def measure(
         raise DataError(
             f"no prompt can be measured: {reason}; give other prompts or a smaller max_new_tokens"
         )
-    finished = _open_journal(journal, settings)
+    environment = Environment.capture(target.device)
+    finished = _open_journal(journal, settings | environment.machine())
     for prompt in measured[:warmup]:
         context = bench.encode(_opening(prompt))
         for runner in bench.runners.values():
@@ -124,7 +125,7 @@ def measure(
     return SpeedResults(
         label=label or f"{settings['target']}, temperature {temperature:g}",
         settings=settings,
-        environment=Environment.capture(target.device),
+        environment=environment,
         projected_cost={name: projected_draft_cost(method, target) for name, method in methods.items()},
         records=records,
         skipped={
@@ -135,10 +136,13 @@ def measure(
 
 
 def describe(method: Method) -> str:
-    """What a method is, in words that change when its settings do."""
+    """What a method is, in words that change when its settings or weights do."""
     if method is None or isinstance(method, str):
         return method or "plain"
-    return f"{method.name}, {method.tree}" if isinstance(method, ShapeDrafter) else method.name
+    if not isinstance(method, ShapeDrafter):
+        return method.name
+    sums = [parameter.double().sum().item() for parameter in method.predictor.parameters()]
+    return f"{method.name}, {method.tree}, weights {hashlib.sha256(repr(sums).encode()).hexdigest()[:8]}"
 
 
 def projected_draft_cost(method: Method, target: Target) -> float | None:
@@ -321,8 +325,8 @@ def _opening(prompt: Prompt) -> list[dict[str, str]]:
     return [{"role": message.role, "content": message.content} for message in prompt.messages]
 
 
-def _open_journal(journal: Path | None, settings: dict[str, Any]) -> dict[str, PromptRecord]:
-    """Records that an earlier run of the same settings finished, by prompt id; starts a new file otherwise.
+def _open_journal(journal: Path | None, header: dict[str, Any]) -> dict[str, PromptRecord]:
+    """Records that an earlier run with the same header finished, by prompt id; starts a new file otherwise.
 
     A last line cut short by a crash is dropped.
     """
@@ -330,14 +334,14 @@ def _open_journal(journal: Path | None, settings: dict[str, Any]) -> dict[str, P
         return {}
     lines = journal.read_text().splitlines(keepends=True) if journal.exists() else []
     whole = [line for line in lines if line.endswith("\n")]
-    if whole and json.loads(whole[0]) != settings:
+    if whole and json.loads(whole[0]) != header:
         theirs = json.loads(whole[0])
-        names = ", ".join(key for key in settings if theirs.get(key) != settings[key])
+        names = ", ".join(key for key in header if theirs.get(key) != header[key])
         raise ConfigError(
             f"{journal} holds a measurement with other settings ({names}); give another output folder, or "
             "delete it"
         )
-    whole = whole or [json.dumps(settings) + "\n"]
+    whole = whole or [json.dumps(header) + "\n"]
     journal.parent.mkdir(parents=True, exist_ok=True)
     journal.write_text("".join(whole))
     records = [PromptRecord.from_dict(json.loads(line)) for line in whole[1:]]

@@ -1,4 +1,4 @@
-"""The generator's promises: the same bytes every time, disjoint splits, rows that are what their kind says."""
+"""The generator's promises: the same text every time, disjoint splits, rows that are what their kind says."""
 
 import ast
 import gzip

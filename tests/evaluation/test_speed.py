@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shape.config import ShapeConfig
@@ -178,6 +178,7 @@ def test_answers_of_one_token_are_undefined_not_infinite():
     assert "NaN" not in results.to_json() and "nan" not in results.to_markdown()
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=2, max_size=8))
 def test_intervals_hold_the_figure_and_stay_within_the_extremes(rows):
     results = made_up(*((tally(1.0, t, t), tally(0.5, t, f)) for t, f in rows))
@@ -188,6 +189,7 @@ def test_intervals_hold_the_figure_and_stay_within_the_extremes(rows):
     assert min(ratios) - 1e-9 <= low <= high <= max(ratios) + 1e-9
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=2))
 def test_tallies_add_up(counts):
     total = Tally(tokens=counts[0]) + Tally(tokens=counts[1], accepted=1)
@@ -216,4 +218,6 @@ def test_descriptions_change_with_the_settings(tiny_target):
     config = ShapeConfig(hidden_size=tiny_target.hidden_size, num_steps=2)
     predictor = ShapePredictor(config)
     one, two = (describe(ShapeDrafter(predictor, TreeShape(depth=depth))) for depth in (1, 2))
+    other = ShapePredictor(config)
+    assert describe(ShapeDrafter(other, TreeShape(depth=1))) != one
     assert one != two and describe(None) == "plain" and describe("transformers") == "transformers"

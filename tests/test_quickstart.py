@@ -1,0 +1,85 @@
+"""The shipped target and predictor: the promise of losslessness on real text, in float32."""
+
+import pytest
+import torch
+
+from shape import bundled
+from shape.conversations import load_prompts
+from shape.decoder import ShapeDecoder
+from shape.drafters import AdversaryDrafter, NgramDrafter, TreeShape
+from shape.target import Target
+
+PROMPTS = 56
+NEW_TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target.load("quickstart-target", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def prompts(target) -> list[torch.Tensor]:
+    every = load_prompts(bundled.path("data", "bench.jsonl"))
+    texts = [
+        target.render([{"role": "user", "content": prompt.turns[0]}], add_generation_prompt=True)
+        for prompt in every[:: max(1, len(every) // PROMPTS)][:PROMPTS]
+    ]
+    return [target.tokenizer(text, return_tensors="pt").input_ids[0] for text in texts]
+
+
+def padded(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    longest = max(map(len, rows))
+    return {
+        "input_ids": torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0)) for row in rows]),
+        "attention_mask": torch.stack(
+            [torch.nn.functional.pad(torch.ones_like(row), (longest - len(row), 0)) for row in rows]
+        ),
+    }
+
+
+def decoders(target: Target) -> dict[str, ShapeDecoder]:
+    return {
+        "plain": ShapeDecoder(target),
+        "ngram": ShapeDecoder(target, NgramDrafter()),
+        "adversary": ShapeDecoder(target, AdversaryDrafter(nodes=5)),
+        "shape tree": ShapeDecoder.from_pretrained("quickstart-shape", target=target),
+        "shape chain": ShapeDecoder.from_pretrained(
+            "quickstart-shape", target=target, tree=TreeShape(depth=4, width=1)
+        ),
+    }
+
+
+@pytest.mark.slow
+def test_greedy_equals_transformers_token_for_token(target, prompts):
+    assert len(prompts) >= 50
+    expected = [target.model.generate(row[None], max_new_tokens=NEW_TOKENS, do_sample=False)[0] for row in prompts]
+    for name, decoder in decoders(target).items():
+        if name != "adversary":  # slower than plain; its batches below are enough
+            for row, tokens in zip(prompts, expected, strict=True):
+                assert torch.equal(decoder.generate(row[None], max_new_tokens=NEW_TOKENS)[0], tokens), name
+        for start in range(0, len(prompts), 7):
+            rows = prompts[start : start + 7]
+            batch = padded(rows)
+            out = decoder.generate(**batch, max_new_tokens=NEW_TOKENS)[:, batch["input_ids"].shape[1] :]
+            for row, tokens, found in zip(rows, expected[start:], out, strict=False):
+                answer = tokens[len(row) :]
+                assert torch.equal(found[: len(answer)], answer), name
+
+
+def test_one_batch_of_unequal_lengths(target, prompts):
+    """The fast part of the above: one batch, every drafter, greedy and sampled."""
+    batch = padded(prompts[:5])
+    greedy = target.model.generate(**batch, max_new_tokens=24, do_sample=False)
+    sampled = None
+    for name, decoder in decoders(target).items():
+        assert torch.equal(decoder.generate(**batch, max_new_tokens=24), greedy), name
+        out = decoder.generate(**batch, max_new_tokens=24, do_sample=True, top_k=0, seed=3)
+        sampled = out if sampled is None else sampled
+        assert torch.equal(out, sampled), name
+
+
+def test_the_default_predictor_saves_forwards(target, prompts):
+    decoder = ShapeDecoder.from_pretrained("quickstart-shape", target=target)
+    out = decoder.generate(**padded(prompts[:8]), max_new_tokens=32, return_dict_in_generate=True)
+    assert out.stats.acceptance_length > 1.5

@@ -1,0 +1,293 @@
+"""`python -m shape.train` as a command: the whole way, resuming, several processes, options and errors."""
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from shape import bundled
+from shape.config import ShapeConfig
+from shape.conversations import Conversation, Message
+from shape.decoder import ShapeDecoder
+from shape.features import TrainerOptions
+from shape.train import PredictorOptions, TrainOptions, main, parser, validation_prompts
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "talks.jsonl"
+    rows = (
+        {"id": f"c{i}", "conversations": [
+            {"from": "human", "value": "say " + "a b c " * (i % 6)}, {"from": "gpt", "value": f"there: {i}, done"},
+        ]}
+        for i in range(60)
+    )  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def arguments(target: Path, data: Path, output: Path, *more: str) -> list[str]:
+    options = {
+        "target": target,
+        "data": data,
+        "output": output,
+        "max_length": 128,
+        "predictor.dropout": 0.1,
+        "training.steps": 60,
+        "training.batch_size": 16,
+        "training.noise": 0.1,
+        "training.checkpoint_every": 7,
+        "validation.every": 25,
+        "validation.prompts": 3,
+        "validation.max_new_tokens": 8,
+        "measurement.limit": 0,
+        "extraction.shard_size": 8,
+        "trainer.accelerator": "cpu",
+        "trainer.devices": 1,
+        "trainer.log_every_n_steps": 5,
+        "trainer.enable_progress_bar": "false",
+    }
+    return [*(f"--{name}={value}" for name, value in options.items()), *more]
+
+
+def command(*parts: str) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    return subprocess.Popen(
+        [sys.executable, "-m", "shape.train", *parts],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def kill_when(process: subprocess.Popen, path: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_target_folder, data, tmp_path_factory) -> Path:
+    """The output of an undisturbed run, measured at the end; do not change it."""
+    output = tmp_path_factory.mktemp("trained") / "predictor"
+    more = ["--measurement.limit=2", "--measurement.max_new_tokens=8"]
+    main(arguments(tiny_target_folder, data, output, *more))
+    return output
+
+
+def test_the_whole_way(trained, tiny_target):
+    decoder = ShapeDecoder.from_pretrained(trained)
+    assert decoder.target.identity.differences(tiny_target.identity) == []
+    config = decoder.drafter.predictor.config
+    assert config.token_conditioning == "path" and config.draft["depth"] == 4
+    record = config.training
+    assert record["steps"] == 60 and "shape.train" in (trained / "README.md").read_text()
+    assert record["validation"]["low"] <= record["validation"]["value"] <= record["validation"]["high"]
+    assert record["acceptance_length"]["value"] >= 1 and record["speed_up"]["value"] > 0
+    assert record["validation"]["step"] in (25, 50, 60)
+    best = load_file(trained / "checkpoints/best.safetensors")
+    exported = load_file(trained / "model.safetensors")
+    assert all(torch.equal(best[name], exported[name]) for name in exported)
+    with open(trained / "logs/version_0/metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert {"train/loss", "train/agreement_1", "train/chain_AL", "val/acceptance_length"} <= rows[0].keys()
+    losses = [float(row["train/loss"]) for row in rows if row["train/loss"]]
+    assert losses[-1] < losses[0]
+    assert list((trained / "logs/version_0").glob("events.out.tfevents*"))
+
+
+def test_checkpoint_holds_the_predictor_alone_and_no_pickled_objects(trained):
+    saved = torch.load(trained / "checkpoints/last.ckpt", weights_only=True)
+    assert saved["global_step"] == 56
+    assert all(name.startswith("predictor.") for name in saved["state_dict"])
+
+
+def test_killed_run_resumes_to_the_same_bytes(trained, tiny_target_folder, data, tmp_path):
+    output = tmp_path / "killed"
+    options = arguments(tiny_target_folder, data, output)
+    kill_when(command(*options), output / "features/shard-00001.safetensors")
+    assert len(list((output / "features").glob("shard-*"))) < 8
+    kill_when(command(*options), output / "checkpoints/last.ckpt")
+    assert not (output / "model.safetensors").exists()
+    main([*options, "--ckpt_path=last"])
+    for name in ("model.safetensors", "checkpoints/best.safetensors"):
+        assert (output / name).read_bytes() == (trained / name).read_bytes()
+    for shard in sorted((trained / "features").iterdir()):
+        assert (output / "features" / shard.name).read_bytes() == shard.read_bytes()
+
+
+def test_two_processes_train(trained, tiny_target_folder, data, tmp_path):
+    output = tmp_path / "two"
+    more = ["--trainer.devices=2", "--trainer.strategy=ddp", "--training.steps=10", "--validation.every=5"]
+    process = command(*arguments(tiny_target_folder, data, output, *more))
+    said = process.communicate(timeout=240)[0]
+    assert process.returncode == 0, said
+    assert "MEMBER: 2/2" in said and said.count("the predictor is in") == 1
+    # The same batches, in halves: only rounding and the mean over halves set the weights apart.
+    one = tmp_path / "one"
+    main(arguments(tiny_target_folder, data, one, "--training.steps=10", "--validation.every=5"))
+    for shard in sorted((one / "features").iterdir()):
+        assert (output / "features" / shard.name).read_bytes() == shard.read_bytes()
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (one, output))
+    gap = sum((ours[name] - theirs[name]).norm() ** 2 for name in ours)
+    assert gap < 0.02 * sum(ours[name].norm() ** 2 for name in ours)
+
+
+def test_features_of_an_earlier_extraction_are_used(trained, tiny_target_folder, data, tmp_path, capsys):
+    options = arguments(tiny_target_folder, data, tmp_path / "other", "--training.steps=2")
+    main([*options, f"--features={trained / 'features'}"])
+    assert "features: about" not in capsys.readouterr().out
+    assert not (tmp_path / "other/features").exists()
+
+
+def test_online_mode_stores_nothing(tiny_target_folder, data, tmp_path):
+    main(arguments(tiny_target_folder, data, tmp_path, "--online=true", "--training.steps=3"))
+    assert (tmp_path / "model.safetensors").exists() and not (tmp_path / "features").exists()
+
+
+def test_a_new_run_sets_older_checkpoints_aside(trained, tiny_target_folder, data, tmp_path, capsys):
+    output = Path(shutil.copytree(trained, tmp_path / "again"))
+    main(arguments(tiny_target_folder, data, output, "--training.steps=2"))
+    assert "checkpoints.1" in capsys.readouterr().out
+    assert (output / "checkpoints.1/last.ckpt").exists() and not (output / "checkpoints/last.ckpt").exists()
+
+
+# ------------------------------------------------------------------------------------------------- options
+
+
+def parse(*options: str) -> TrainOptions:
+    reader = parser()
+    values = reader.instantiate(reader.parse_args(list(options))).as_dict()
+    values.pop("config")
+    return TrainOptions(**values)
+
+
+def test_the_default_is_the_quickstart_configuration():
+    options = parse()
+    given = yaml.safe_load(bundled.path("configs", "quickstart.yaml").read_text())
+    assert options.output == given["output"] and options.training.steps == given["training"]["steps"]
+    assert options.predictor.token_conditioning == "path" and options.predictor.step_mode == "recursive"
+
+
+def test_own_target_and_data_keep_the_default_predictor(tmp_path):
+    options = parse("--target=T", "--data=D", "--output=O", "--predictor.dropout=0.2")
+    assert (options.target, options.data, options.output) == ("T", "D", "O")
+    assert options.predictor == PredictorOptions(**{**vars(parse().predictor), "dropout": 0.2})
+    config = tmp_path / "mine.yaml"
+    config.write_text("training: {steps: 3}\nseed: 5\n")
+    options = parse(f"--config={config}", "--seed=6")
+    assert options.training.steps == 3 and options.seed == 6
+    assert options.training.batch_size == parse().training.batch_size
+
+
+def test_paper_configuration_is_the_papers_model(tiny_target):
+    options = parse(f"--config={bundled.path('configs', 'paper.yaml')}")
+    config = options.predictor_config(tiny_target)
+    assert (config.window, config.step_mode, config.token_conditioning) == (4, "parallel", "none")
+    assert (config.refinement, config.refinement_dim) == ("sinkhorn", 128)
+    assert (config.refinement_epsilon, config.refinement_alpha) == (0.1, 0.5)
+    assert set(options.losses.on_states) == {"mse"} and set(options.losses.on_logits) == {"soft_cross_entropy"}
+    assert options.training.noise > 0 and config.dropout > 0
+
+
+def test_printed_configuration_gives_the_same_options(capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--seed=9", "--trainer.devices=2", "--print_config"])
+    path = tmp_path / "printed.yaml"
+    path.write_text(capsys.readouterr().out)
+    assert parse(f"--config={path}") == parse("--seed=9", "--trainer.devices=2")
+
+
+def test_options_mirror_what_they_become():
+    config = {field.name: field.type for field in fields(ShapeConfig)}
+    assert {field.name for field in fields(PredictorOptions)} <= config.keys()
+    left_out = {"hidden_size", "target_identity", "draft", "training"}
+    own = set(vars(ShapeConfig())) & {name for name in config if name in ShapeConfig.__annotations__}
+    assert own - left_out == {field.name for field in fields(PredictorOptions)}
+    trainer = pl.Trainer.__init__.__wrapped__ if hasattr(pl.Trainer.__init__, "__wrapped__") else pl.Trainer.__init__
+    import inspect
+
+    assert {field.name for field in fields(TrainerOptions)} <= inspect.signature(trainer).parameters.keys()
+
+
+def test_validation_prompts_end_where_answers_begin(tiny_target):
+    turns = [Message("user", "a"), Message("assistant", "b"), Message("user", "c"), Message("assistant", "d")]
+    conversations = [Conversation(str(i), tuple(turns[: 2 + 2 * (i % 2)])) for i in range(6)]
+    options = TrainOptions(max_length=128)
+    texts = [tiny_target.tokenizer.decode(ids) for ids in validation_prompts(conversations, tiny_target, options)]
+    assert len(texts) == 6 and all(text.endswith("<|im_start|>assistant\n") for text in texts)
+    assert {text.count("<|im_start|>assistant") for text in texts} == {1, 2}
+
+
+# ------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--online=true", "--features=somewhere"], "choose one"),
+        (["--ckpt_path=last"], "no checkpoint"),
+        (["--max_length=9999"], "256 positions"),
+        (["--data=missing.jsonl"], "missing.jsonl"),
+        (["--validation_data=missing.jsonl"], "missing.jsonl"),
+        (["--target=missing-folder"], "missing-folder"),
+        (["--measurement.prompts=missing.jsonl"], "missing.jsonl"),
+        (["--training.steps=0"], "training.steps"),
+        (["--validation.every=0"], "validation.every"),
+        (["--predictor.step_mode=parallel"], "recursive"),
+        (["--limit=1"], "one conversation"),
+    ],
+)
+def test_mistakes_get_one_sentence_before_any_work(
+    tiny_target_folder, data, tmp_path, monkeypatch, capsys, more, message
+):
+    monkeypatch.setattr(pl.Trainer, "predict", lambda *args, **kwargs: pytest.fail("work has begun"))
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments(tiny_target_folder, data, tmp_path / "out", *more))
+    said = capsys.readouterr().err
+    assert exit_.value.code == 2
+    assert said.startswith("error: ") and message in said and said.count("\n") == 1
+
+
+def test_unwritable_output(tiny_target_folder, data, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments(tiny_target_folder, data, tmp_path / "file" / "below"))
+    assert exit_.value.code == 2 and "cannot be written" in capsys.readouterr().err
+
+
+def test_features_of_another_target(trained, tiny_model, tiny_tokenizer, data, tmp_path, capsys):
+    tiny_model("llama", torch.float32, 9, len(tiny_tokenizer)).save_pretrained(tmp_path / "other")
+    tiny_tokenizer.save_pretrained(tmp_path / "other")
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments(tmp_path / "other", data, tmp_path / "out", f"--features={trained / 'features'}"))
+    assert exit_.value.code == 2 and "output embedding" in capsys.readouterr().err
+
+
+def test_batch_that_does_not_divide(tiny_target_folder, data, tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments(tiny_target_folder, data, tmp_path, "--trainer.accumulate_grad_batches=3"))
+    assert exit_.value.code == 2 and "multiple of 3" in capsys.readouterr().err
+
+
+def test_checkpoint_of_another_run(trained, tiny_target_folder, data, tmp_path, capsys):
+    output = Path(shutil.copytree(trained, tmp_path / "copy"))
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments(tiny_target_folder, data, output, "--ckpt_path=last", "--seed=1"))
+    assert exit_.value.code == 2 and "seed was 0 and is 1" in capsys.readouterr().err
