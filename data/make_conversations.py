@@ -56,9 +56,7 @@ MONTHS = split_words("January February March April May June July August Septembe
 TIMES = [f"{hour}:{minute}" for hour in range(8, 22) for minute in ("00", "15", "30", "45")]
 DATES = [f"{month} {day}" for month in MONTHS for day in range(1, 29)]
 COUNTS = split_words("two three four five six seven eight")
-CUISINES = split_words(
-    "Italian Thai Mexican Indian Japanese Greek French Turkish Korean Spanish Lebanese Vietnamese"
-)
+CUISINES = split_words("Italian Thai Mexican Indian Japanese Greek French Turkish Korean Spanish Lebanese Vietnamese")
 RESTAURANTS = [
     f"{first} {second}"
     for first in split_words("Blue Golden Green Little Old Red Silver Sunny White Quiet")
@@ -75,12 +73,9 @@ PRODUCTS = split_phrases(
     "sleeping bag,sofa,speaker,suitcase,tablet,tent,toaster,vacuum cleaner,watch,yoga mat",
 )
 COLOURS = split_words("black blue brown green grey orange pink purple red silver white yellow")
-ROOMS = split_phrases(
-    "attic,bathroom,bedroom,dining room,garage,guest room,hallway,kitchen,living room,office"
-)
+ROOMS = split_phrases("attic,bathroom,bedroom,dining room,garage,guest room,hallway,kitchen,living room,office")
 DOCTORS = split_phrases(
-    "a dentist,a dermatologist,a family doctor,a hairdresser,a physiotherapist,a vet,an eye doctor,a piano "
-    "tuner",
+    "a dentist,a dermatologist,a family doctor,a hairdresser,a physiotherapist,a vet,an eye doctor,a piano tuner",
 )
 DISHES = split_phrases(
     "apple pie,banana bread,bean chili,chicken soup,fish tacos,fried rice,lentil curry,mushroom risotto,"
@@ -139,9 +134,7 @@ class Scenario:
     script: str
 
     def exchanges(self) -> Exchanges:
-        return [
-            (marked_lines(part, ">"), marked_lines(part, "<")) for part in self.script.strip().split("\n\n")
-        ]
+        return [(marked_lines(part, ">"), marked_lines(part, "<")) for part in self.script.strip().split("\n\n")]
 
 
 def marked_lines(part: str, mark: str) -> list[str]:
@@ -150,9 +143,7 @@ def marked_lines(part: str, mark: str) -> list[str]:
     return [" ".join(text.split()) for begin, text in entries if begin == mark]
 
 
-BOOKING_REFERENCES = [
-    f"{letters}-{number}" for letters in ("KT", "RX", "BN", "WL", "DM") for number in range(100, 999)
-]
+BOOKING_REFERENCES = [f"{letters}-{number}" for letters in ("KT", "RX", "BN", "WL", "DM") for number in range(100, 999)]
 
 SCENARIOS = (
     Scenario(
@@ -543,9 +534,7 @@ def long_sum(rng: Random) -> Exchange:
 def long_product(rng: Random) -> Exchange:
     a, b = rng.randint(12, 99), rng.randint(3, 9)
     tens, ones = a // 10 * 10, a % 10
-    question = rng.choice(
-        ("What is {} x {}?", "Multiply {} by {}.", "Calculate {} times {} and show your work.")
-    )
+    question = rng.choice(("What is {} x {}?", "Multiply {} by {}.", "Calculate {} times {} and show your work."))
     steps = [
         f"Split {a} into {tens} and {ones}.",
         f"{tens} x {b} = {tens * b}",
@@ -561,8 +550,7 @@ def percentage(rng: Random) -> Exchange:
     question = rng.choice(
         (
             "{article} {item} costs {price} dollars. It is {percent} percent off. What does it cost now?",
-            "The price of {lower} {item} is {price} dollars and falls by {percent} percent. What is the new "
-            "price?",
+            "The price of {lower} {item} is {price} dollars and falls by {percent} percent. What is the new price?",
         )
     )
     steps = [
@@ -653,9 +641,7 @@ def rectangle(rng: Random) -> Exchange:
 def ages(rng: Random) -> Exchange:
     a, b, c = rng.sample(FIRST_NAMES, 3)
     age, older, factor = rng.randint(3, 20), rng.randint(2, 15), rng.randint(2, 4)
-    question = (
-        f"{a} is {age} years old. {b} is {older} years older than {a}. {c} is {factor} times as old as {b}. "
-    )
+    question = f"{a} is {age} years old. {b} is {older} years older than {a}. {c} is {factor} times as old as {b}. "
     question += rng.choice((f"How old is {c}?", f"What is the age of {c}?"))
     steps = [
         f"{b} is {age} + {older} = {age + older} years old.",
@@ -702,8 +688,7 @@ def order_facts(rng: Random) -> Facts:
     }
     text = rng.choice(
         (
-            "Order {order}: {customer} bought {quantity} pieces of the {product} in {colour} for {price} "
-            "dollars each.",
+            "Order {order}: {customer} bought {quantity} pieces of the {product} in {colour} for {price} dollars each.",
             "{customer} wants {quantity} of the {colour} {product}. The price is {price} dollars, the order "
             "number {order}.",
             "We received order {order} from {customer}. Item: {product}, {colour}. Quantity: {quantity}. "
@@ -823,9 +808,7 @@ FIELDS = {
     "str": split_words(
         "address category city code colour comment country email language name owner phone status title"
     ),
-    "int": split_words(
-        "age count height index level number pages points priority rank size speed stock width year"
-    ),
+    "int": split_words("age count height index level number pages points priority rank size speed stock width year"),
     "float": split_words("amount balance distance price rate score temperature volume weight"),
     "bool": split_words("active done hidden locked open paid public ready"),
 }
@@ -845,12 +828,8 @@ def code_dataclass(rng: Random) -> Exchange:
     noun, fields = rng.choice(NOUNS), some_fields(rng, rng.randint(3, 5))
     described = join_words([f"{field} ({kind})" for field, kind in fields])
     with_defaults = rng.random() < 0.4
-    lines = [
-        f"    {field}: {kind}" + (f" = {DEFAULTS[kind]}" if with_defaults else "") for field, kind in fields
-    ]
-    code = "\n".join(
-        ["from dataclasses import dataclass", "", "", "@dataclass", f"class {noun.title()}:", *lines]
-    )
+    lines = [f"    {field}: {kind}" + (f" = {DEFAULTS[kind]}" if with_defaults else "") for field, kind in fields]
+    code = "\n".join(["from dataclasses import dataclass", "", "", "@dataclass", f"class {noun.title()}:", *lines])
     request = rng.choice(
         (
             "Write a Python dataclass {noun} with the fields {fields}{extra}.",
@@ -880,9 +859,7 @@ def code_class(rng: Random) -> Exchange:
 
 def code_filter(rng: Random) -> Exchange:
     noun, field, limit = rng.choice(NOUNS), rng.choice(FIELDS["int"] + FIELDS["float"]), rng.randint(2, 500)
-    word, sign = rng.choice(
-        (("greater than", ">"), ("less than", "<"), ("at least", ">="), ("at most", "<="))
-    )
+    word, sign = rng.choice((("greater than", ">"), ("less than", "<"), ("at least", ">="), ("at most", "<=")))
     name = f"filter_{noun}s"
     code = (
         f"def {name}({noun}s):\n    result = []\n    for {noun} in {noun}s:\n"
@@ -891,8 +868,7 @@ def code_filter(rng: Random) -> Exchange:
     )
     request = rng.choice(
         (
-            "Write a Python function {name}({noun}s) that returns all {noun}s whose {field} is {word} "
-            "{limit}.",
+            "Write a Python function {name}({noun}s) that returns all {noun}s whose {field} is {word} {limit}.",
             "I have a list of dictionaries called {noun}s. Write {name}({noun}s) in Python, which keeps "
             "those with a {field} {word} {limit}.",
         )
@@ -932,8 +908,7 @@ def code_best(rng: Random) -> Exchange:
     request = rng.choice(
         (
             "Write a Python function {name}({noun}s) that returns the {noun} with the {word} {field}.",
-            "Find the {noun} with the {word} {field} in a list. Write it as a Python function "
-            "{name}({noun}s).",
+            "Find the {noun} with the {word} {field} in a list. Write it as a Python function {name}({noun}s).",
         )
     )
     return request.format(name=name, noun=noun, word=word, field=field), fenced(code)
@@ -948,9 +923,7 @@ def code_group(rng: Random) -> Exchange:
         if counting
         else f"        result.setdefault(key, []).append({noun})\n"
     )
-    code = (
-        f"def {name}({noun}s):\n    result = {{}}\n    for {noun} in {noun}s:\n        key = {noun}.{field}\n"
-    )
+    code = f"def {name}({noun}s):\n    result = {{}}\n    for {noun} in {noun}s:\n        key = {noun}.{field}\n"
     code += body + "    return result\n"
     what = f"counts the {noun}s for each {field}" if counting else f"groups the {noun}s by {field}"
     request = rng.choice(
@@ -1000,10 +973,8 @@ def code_convert(rng: Random) -> Exchange:
     )
     request = rng.choice(
         (
-            "Write a Python function {name}({a}) that converts {a} of a {noun} to {b} and rejects negative "
-            "values.",
-            "Convert the {a} of a {noun} to {b} in Python. The function is {name}({a}); negative values are "
-            "an error.",
+            "Write a Python function {name}({a}) that converts {a} of a {noun} to {b} and rejects negative values.",
+            "Convert the {a} of a {noun} to {b} in Python. The function is {name}({a}); negative values are an error.",
         )
     )
     return request.format(name=name, a=a, b=b, noun=noun), fenced(code)
@@ -1048,19 +1019,11 @@ def code(rng: Random) -> list[Exchange]:
 
 PACKING = {
     "the beach": split_phrases("a swimsuit,a towel,sun cream,sunglasses,sandals,a hat,a water bottle,a book"),
-    "the mountains": split_phrases(
-        "hiking boots,a rain jacket,a map,warm socks,a first-aid kit,snacks,a head lamp"
-    ),
+    "the mountains": split_phrases("hiking boots,a rain jacket,a map,warm socks,a first-aid kit,snacks,a head lamp"),
     "a business trip": split_phrases("a laptop,a charger,business cards,a suit,a notebook,a pen,good shoes"),
-    "a camping weekend": split_phrases(
-        "a tent,a sleeping bag,matches,a camping stove,a pocket knife,a lamp,a rope"
-    ),
-    "a winter holiday": split_phrases(
-        "a warm coat,gloves,a scarf,thermal underwear,a wool hat,boots,lip balm"
-    ),
-    "a bike tour": split_phrases(
-        "a helmet,a repair kit,a pump,gloves,a rain jacket,a water bottle,energy bars"
-    ),
+    "a camping weekend": split_phrases("a tent,a sleeping bag,matches,a camping stove,a pocket knife,a lamp,a rope"),
+    "a winter holiday": split_phrases("a warm coat,gloves,a scarf,thermal underwear,a wool hat,boots,lip balm"),
+    "a bike tour": split_phrases("a helmet,a repair kit,a pump,gloves,a rain jacket,a water bottle,energy bars"),
 }
 INGREDIENTS = split_phrases(
     "basil,beans,bread,butter,carrots,cheese,chili,corn,cream,eggs,flour,garlic,ginger,honey,lemon,lentils,"
@@ -1098,8 +1061,7 @@ def cooking_steps(rng: Random) -> Exchange:
     request = rng.choice(
         (
             "How do I cook {dish} for {people} people with {a}, {b} and {c}? It may take {minutes} minutes.",
-            "Give me simple steps for {dish} with {a}, {b} and {c}, {people} portions, cooked for {minutes} "
-            "minutes.",
+            "Give me simple steps for {dish} with {a}, {b} and {c}, {people} portions, cooked for {minutes} minutes.",
         )
     )
     lines = [
@@ -1279,9 +1241,7 @@ def table_rows(rng: Random) -> Exchange:
     rows = [f"| {name} | {city} | {job} |" for name, city, job in people]
     markdown = "\n".join(["| name | city | job |", "|---|---|---|", *rows])
     if rng.random() < 0.5:
-        request = rng.choice(
-            ("Make a Markdown table from this CSV:\n\n{}", "Show this CSV as a table.\n\n{}")
-        )
+        request = rng.choice(("Make a Markdown table from this CSV:\n\n{}", "Show this CSV as a table.\n\n{}"))
         return request.format(csv), markdown
     request = rng.choice(("Convert this table to CSV:\n\n{}", "Write this Markdown table as CSV.\n\n{}"))
     return request.format(markdown), csv
@@ -1342,9 +1302,7 @@ def make_rows(count: int, seed: int, name: str, taken: Collection[str] = ()) -> 
             exchanges = KINDS[kind](rng)
         seen.add(exchanges[0][0])
         turns = [
-            {"from": who, "value": text}
-            for pair in exchanges
-            for who, text in zip(("human", "gpt"), pair, strict=True)
+            {"from": who, "value": text} for pair in exchanges for who, text in zip(("human", "gpt"), pair, strict=True)
         ]
         rows.append({"id": f"{name}-{seed}-{index:05d}", "category": kind, "conversations": turns})
     return rows

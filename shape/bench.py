@@ -86,8 +86,7 @@ def bench(options: BenchOptions) -> SpeedResults:
         repeats=options.repeats,
         warmup=options.warmup,
         seed=options.seed,
-        label=options.label
-        or f"{Path(target.name).name}, {source.stem}, temperature {options.temperature:g}",
+        label=options.label or f"{Path(target.name).name}, {source.stem}, temperature {options.temperature:g}",
         source=source.name,
         journal=journal,
     )
@@ -143,9 +142,7 @@ def render(results: Path) -> str:
     """
     found = sorted(results.rglob("results.json"))
     if not found:
-        raise DataError(
-            f"no results.json lies under {results}; measure with python -m shape.bench --output first"
-        )
+        raise DataError(f"no results.json lies under {results}; measure with python -m shape.bench --output first")
     return "\n".join(SpeedResults.from_json(path.read_text()).to_markdown(detail=False) for path in found)
 
 
@@ -189,11 +186,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             results, document = map(Path, values.render)
             document.write_text(replace_region(document.read_text(), render(results)))
             return
-        chosen = {
-            entry.name: values[entry.name] for entry in fields(BenchOptions) if values[entry.name] is not None
-        }
+        chosen = {entry.name: values[entry.name] for entry in fields(BenchOptions) if values[entry.name] is not None}
         options = BenchOptions(**chosen)
-        console = Console()
+        console = Console(highlight=False)
         console.print(bench(options).table())
         console.print(f"written to {options.output}/results.json and results.md")
 

@@ -72,6 +72,9 @@ class ShapeConfig(PreTrainedConfig):
             equals q whatever the plan is, so that transport drops out (see `shape.transport`); with "row" the
             plan keeps an influence for as long as the iterations have not converged.
         dropout: probability, applied after each activation.
+        draft_vocab_size: draft from so many of the target's tokens only, the most frequent in the training data
+            (EAGLE-3, FR-Spec arXiv 2502.14856): reading the whole output embedding is most of a small drafter's
+            cost. None drafts from all. The output stays the target's: what cannot be drafted is still chosen.
         target_identity: `TargetIdentity.to_dict()` of the target the predictor was trained for.
         draft: default shape of the draft tree, `{"width": ..., "depth": ..., "nodes": ...}`.
         training: free record of how the predictor came about: command, data, measured acceptance length, ...
@@ -97,6 +100,7 @@ class ShapeConfig(PreTrainedConfig):
     refinement_iterations: int = 10
     refinement_last_update: LastUpdate = "row"
     dropout: float = 0.0
+    draft_vocab_size: int | None = None
     target_identity: dict[str, Any] | None = None
     draft: dict[str, Any] | None = None
     training: dict[str, Any] | None = None
@@ -118,6 +122,8 @@ class ShapeConfig(PreTrainedConfig):
         """Raise `ConfigError` for the first value that is out of range or contradicts another one."""
         for name in _COUNTS:
             _require_int(name, getattr(self, name), 0 if name == "num_layers" else 1)
+        if self.draft_vocab_size is not None:
+            _require_int("draft_vocab_size", self.draft_vocab_size, 1)
         _require_choice("step_mode", self.step_mode, StepMode)
         _require_choice("token_conditioning", self.token_conditioning, TokenConditioning)
         _require_choice("refinement", self.refinement, Refinement)

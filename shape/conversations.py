@@ -157,9 +157,7 @@ def load_conversations(
         if not conversation.id.startswith(exclude_ids):
             found.append(conversation)
     if bad:
-        warnings.warn(
-            f"{label}: skipped {len(bad)} malformed of {rows} rows (the first: {bad[0]})", stacklevel=2
-        )
+        warnings.warn(f"{label}: skipped {len(bad)} malformed of {rows} rows (the first: {bad[0]})", stacklevel=2)
     if not found:
         raise DataError(_nothing_left(label, rows, bad))
     if require_answers and not any(m.role == "assistant" for c in found for m in c.messages):
@@ -206,9 +204,7 @@ def parse_row(row: object, default_id: str) -> Conversation:
     if "instruction" in row and "output" in row:
         parts = [_text(row["instruction"], "instruction"), _text(row.get("input") or "", "input")]
         question = Message("user", "\n\n".join(part for part in parts if part))
-        return Conversation(
-            identity, (*_system(row), question, Message("assistant", _text(row["output"], "output")))
-        )
+        return Conversation(identity, (*_system(row), question, Message("assistant", _text(row["output"], "output"))))
     finished = row.get("finished", True) is not False
     if "prompt" in row and "completion" in row:
         if isinstance(row["prompt"], list) and isinstance(row["completion"], list):
@@ -254,9 +250,7 @@ def _rows(source: Source) -> Iterator[tuple[str, str, object]]:
 def _file_rows(path: Path) -> Iterator[tuple[str, str, object]]:
     suffix = _suffix(path)
     if suffix not in SUFFIXES:
-        raise DataError(
-            f"{path} is of an unknown type; expected {', '.join(SUFFIXES)} or one of these with .gz"
-        )
+        raise DataError(f"{path} is of an unknown type; expected {', '.join(SUFFIXES)} or one of these with .gz")
     stem = path.name.split(".")[0]
     count = 0
     try:
@@ -354,9 +348,7 @@ def _message(turn: object, name: str) -> Message:
         raise DataError(f"{name} is {_shown(turn)}; expected an object with role and content")
     role, content = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
     if role is None or content is None:
-        raise DataError(
-            f"{name} lacks its {'role' if role is None else 'text'} (from + value, or role + content)"
-        )
+        raise DataError(f"{name} lacks its {'role' if role is None else 'text'} (from + value, or role + content)")
     if str(role).lower() not in ROLES:
         raise DataError(f"{name} has the unknown role {_shown(role)}; expected one of {', '.join(ROLES)}")
     if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
@@ -410,9 +402,7 @@ def _shown(value: object) -> str:
 # Encoding --------------------------------------------------------------------------------------------
 
 
-def render(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool = False
-) -> str:
+def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
     """The messages in the target's chat template. Raises DataError if there is none or if it refuses them."""
     _chat_template(tokenizer)
     chat = [{"role": message.role, "content": message.content} for message in messages]
@@ -423,9 +413,7 @@ def render(
         )
     except Exception as error:  # a template is a program: it raises what it likes
         roles = ", ".join(message.role for message in messages) or "no message"
-        raise DataError(
-            f"the chat template of {_name(tokenizer)} refuses the turns {roles}: {error}"
-        ) from None
+        raise DataError(f"the chat template of {_name(tokenizer)} refuses the turns {roles}: {error}") from None
 
 
 def encode(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Encoded:
@@ -469,9 +457,7 @@ def prompt_ids(prompt: Sequence[Message] | str, tokenizer: PreTrainedTokenizerBa
     """
     if isinstance(prompt, str):
         return [*_first_tokens(tokenizer), *tokenizer(prompt, add_special_tokens=False).input_ids]
-    return tokenizer(
-        render(tokenizer, prompt, add_generation_prompt=True), add_special_tokens=False
-    ).input_ids
+    return tokenizer(render(tokenizer, prompt, add_generation_prompt=True), add_special_tokens=False).input_ids
 
 
 def encode_all(
@@ -525,9 +511,7 @@ def _turn_spans(
     )
 
 
-def _marked_spans(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], text: str
-) -> list[Span] | None:
+def _marked_spans(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], text: str) -> list[Span] | None:
     """Turns as the template itself marks them with `{% generation %}`."""
     template = _chat_template(tokenizer)
     if not _GENERATION_MARK.search(template):
@@ -550,9 +534,7 @@ def _marked_spans(
     ]
 
 
-def _slot_spans(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], text: str
-) -> list[Span] | None:
+def _slot_spans(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], text: str) -> list[Span] | None:
     """Turns found by rendering the same roles with unmistakable words for contents.
 
     What lies between those words is the template's own text, so the true text must be these literals with the
@@ -587,9 +569,7 @@ def _slot_spans(
     return spans
 
 
-def _prefix_spans(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], text: str
-) -> list[Span] | None:
+def _prefix_spans(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], text: str) -> list[Span] | None:
     """Turns found as the difference of two renderings: up to the generation prompt, and with the answer.
 
     For templates that transform contents. A turn that the template writes differently once it is followed by
@@ -639,9 +619,7 @@ def _without_end(text: str, start: int, end: int, finished: bool, ends: tuple[st
     return _with_end(text, content_end, ends) if finished else content_end
 
 
-def _tokenise(
-    tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span]
-) -> tuple[list[int], list[bool]]:
+def _tokenise(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span]) -> tuple[list[int], list[bool]]:
     """Token ids of `text` and which of them lie in `spans`."""
     if not tokenizer.is_fast:  # no offsets: cut at every boundary
         edges = sorted({0, len(text), *(edge for span in spans for edge in span)})
@@ -665,9 +643,7 @@ def _tokenise(
     return found.tolist(), inside.tolist()
 
 
-def _offsets(
-    tokenizer: PreTrainedTokenizerBase, text: str, shift: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _offsets(tokenizer: PreTrainedTokenizerBase, text: str, shift: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(ids, first character, end character), each (T,), of the tokens of `text`.
 
     Byte-level tokenizers report words without their leading space; here a gap belongs to the token after it,
@@ -758,9 +734,7 @@ def main(args: list[str] | None = None) -> None:
     parser = ArgumentParser(prog="shape.conversations", description="Conversations as a target sees them.")
     command = ArgumentParser(description="Print samples with the supervised tokens coloured.")
     command.add_argument("--data", type=str, required=True, help="file, folder or hub dataset (name[:split])")
-    command.add_argument(
-        "--target", type=str, required=True, help="model whose tokenizer and template are used"
-    )
+    command.add_argument("--target", type=str, required=True, help="model whose tokenizer and template are used")
     command.add_argument("-n", "--n", type=int, default=3, help="how many conversations to print")
     command.add_argument("--max_length", type=int, default=2048, help="tokens kept of each conversation")
     command.add_argument("--limit", type=int, default=1000, help="rows that are read for the summary")

@@ -36,7 +36,14 @@ _SUPPORTED: dict[str, Any] = {
     "pad_token_id": None,
 }
 # Options that only say how to compute or what else to return, and change no token here.
-_NEUTRAL = {"use_cache", "bos_token_id", "cache_implementation", "cache_config", "disable_compile", "compile_config"}
+_NEUTRAL = {
+    "use_cache",
+    "bos_token_id",
+    "cache_implementation",
+    "cache_config",
+    "disable_compile",
+    "compile_config",
+}
 _NEUTRAL |= {"return_dict_in_generate", "transformers_version", "max_matching_ngram_size", "use_mtp"}
 _DEFAULT_NEW_TOKENS = 20
 
@@ -152,7 +159,7 @@ class ShapeDecoder:
         loaded = Target.load(target, tokenizer=tokenizer, dtype=dtype, device_map=device_map)
         if drafter not in (None, "shape"):
             return cls(loaded, drafter)
-        return cls(loaded, ShapeDrafter(network.to(loaded.device, loaded.dtype), tree))
+        return cls(loaded, ShapeDrafter(network.to(loaded.device, _draft_dtype(loaded)), tree))  # type: ignore[arg-type]
 
     @property
     def tokenizer(self) -> Any:
@@ -258,6 +265,16 @@ class ShapeDecoder:
         drafter = ShapeDrafter(self.drafter.predictor, TreeShape.full(acceptance.k, acceptance.depth))
         drafter.bind(self.target)
         return acceptance, drafter
+
+
+def _draft_dtype(target: Target) -> torch.dtype:
+    """bfloat16 where the hardware multiplies in it: a draft's rounding costs acceptance, never a token."""
+    if target.dtype != torch.float32:
+        return target.dtype
+    fast = target.device.type == "cuda" or (
+        target.device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()  # type: ignore[attr-defined]
+    )
+    return torch.bfloat16 if fast else target.dtype
 
 
 def load_predictor(source: str | Path) -> ShapePredictor:

@@ -45,9 +45,7 @@ class ExtractOptions(FeatureOptions):
 
 def run(options: ExtractOptions) -> FeatureStore:
     """Extract, or complete what an earlier run left; returns the store."""
-    target = Target.load(
-        options.target, dtype=options.target_dtype, trust_remote_code=options.trust_remote_code
-    )
+    target = Target.load(options.target, dtype=options.target_dtype, trust_remote_code=options.trust_remote_code)
     options.check(target)
     conversations = load_conversations(options.data, skip_bad_rows=options.skip_bad_rows, limit=options.limit)
     return extract(target, conversations, options.output, options, options.trainer.for_extraction())
@@ -62,10 +60,7 @@ def parser() -> ArgumentParser:
 
 @rank_zero_only
 def report(store: FeatureStore, output: str) -> None:
-    print(
-        f"{output} holds {len(store):,} conversations, {store.rows:,} tokens, {len(store.roots()):,} to "
-        "learn from"
-    )
+    print(f"{output} holds {len(store):,} conversations, {store.rows:,} tokens, {len(store.roots()):,} to learn from")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

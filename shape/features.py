@@ -134,9 +134,7 @@ class FeatureOptions(StorageOptions):
             raise ConfigError(f"layers are {self.layers}; end them in -1, the state that predictors predict")
         depth = target.config.num_hidden_layers
         if wrong := [layer for layer in self.layers if not -1 <= layer <= depth]:
-            raise ConfigError(
-                f"layers {wrong} do not exist in target {target.name}; its blocks are 0 to {depth}"
-            )
+            raise ConfigError(f"layers {wrong} do not exist in target {target.name}; its blocks are 0 to {depth}")
 
 
 @dataclass(frozen=True)
@@ -154,9 +152,7 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
     @classmethod
-    def plan(
-        cls, target: Target, conversations: Sequence[Conversation], options: FeatureOptions
-    ) -> "Manifest":
+    def plan(cls, target: Target, conversations: Sequence[Conversation], options: FeatureOptions) -> "Manifest":
         """The manifest that extraction with these arguments would write."""
         return cls(
             target=target.identity,
@@ -183,8 +179,7 @@ class Manifest:
             return cls(**values)
         except FileNotFoundError:
             raise FeatureStoreError(
-                f"{directory} is not a feature folder: it has no {_MANIFEST}; make one with python -m "
-                "shape.extract"
+                f"{directory} is not a feature folder: it has no {_MANIFEST}; make one with python -m shape.extract"
             ) from None
         except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
             raise FeatureStoreError(
@@ -243,11 +238,21 @@ def compute_features(target: Target, batch: Sequence[Encoded], layers: Sequence[
     T is the longest conversation; rows past a conversation's end hold states of padding, to be ignored. The
     store and the online mode both call this.
     """
-    length = max(len(encoded.input_ids) for encoded in batch)
+    length = max(1, *(len(encoded.input_ids) for encoded in batch))
     ids = torch.zeros(len(batch), length, dtype=torch.int64)
     for row, encoded in enumerate(batch):
         ids[row, : len(encoded.input_ids)] = encoded.input_ids
     return target.features(ids.to(target.device), layers=layers)
+
+
+def encode_row(conversation: Conversation, tokenizer: Any, max_length: int, skip_bad_rows: bool) -> Encoded:
+    """`encode`, where with `skip_bad_rows` a chat that the template refuses becomes an empty text."""
+    try:
+        return encode(conversation, tokenizer, max_length)
+    except DataError:
+        if not skip_bad_rows:
+            raise
+        return Encoded(conversation.id, torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool))
 
 
 def eligible(loss_mask: Tensor, offsets: Tensor) -> Tensor:
@@ -302,10 +307,7 @@ class FeatureStore(Sequence[Stored]):
         self._shards = [_load(_shard_path(self.directory, shard)) for shard in range(self.manifest.shards)]
         rows = torch.tensor([0, *(len(shard["input_ids"]) for shard in self._shards)])
         self._first_row = rows.cumsum(0)
-        parts = [
-            shard["offsets"][:-1] + start
-            for shard, start in zip(self._shards, self._first_row, strict=False)
-        ]
+        parts = [shard["offsets"][:-1] + start for shard, start in zip(self._shards, self._first_row, strict=False)]
         self.offsets = torch.cat([*parts, self._first_row[-1:]])
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -399,9 +401,7 @@ class FeatureStore(Sequence[Stored]):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep Lightning to its progress bars: no tips, no hints about loader workers where the work is
-    elsewhere.
-    """
+    """Keep libraries to the progress bars of the work itself: no tips, and no hints that do not apply here."""
     transformers_logging.disable_progress_bar()
     log = logging.getLogger("pytorch_lightning.utilities.rank_zero")
     level = log.level
@@ -494,9 +494,7 @@ class _Extraction(pl.LightningModule):
         offsets = lengths.cumsum(0)
         hidden = torch.empty(int(offsets[-1]), manifest.width, dtype=manifest.torch_dtype)
         # Batches of similar length, formed inside the shard: the same on every run.
-        order = sorted(
-            (index for index, sample in enumerate(samples) if sample), key=lambda i: int(lengths[i + 1])
-        )
+        order = sorted((index for index, sample in enumerate(samples) if sample), key=lambda i: int(lengths[i + 1]))
         for start in range(0, len(order), self.batch_size):
             chosen = order[start : start + self.batch_size]
             batch = [sample for index in chosen if (sample := samples[index]) is not None]
@@ -537,9 +535,7 @@ def _claim(directory: Path, manifest: Manifest) -> Manifest:
         _replace(temporary, directory / _MANIFEST)
         return manifest
     except OSError as error:
-        raise ConfigError(
-            f"feature folder {directory} cannot be written ({error}); give another folder"
-        ) from error
+        raise ConfigError(f"feature folder {directory} cannot be written ({error}); give another folder") from error
 
 
 def _estimate(

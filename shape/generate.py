@@ -82,11 +82,7 @@ def answer(decoder: ShapeDecoder, messages: list[dict[str, str]], options: Gener
         inputs.input_ids,
         attention_mask=inputs.attention_mask,
         seed=options.seed,
-        streamer=(
-            None
-            if options.show_draft
-            else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        ),
+        streamer=(None if options.show_draft else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)),
         return_dict_in_generate=True,
         trace=options.show_draft,
         max_new_tokens=options.max_new_tokens,
@@ -137,18 +133,14 @@ def chat(decoder: ShapeDecoder, options: GenerateOptions, console: Console) -> N
         messages.append({"role": "assistant", "content": _show(decoder, messages, options, console)})
 
 
-def _show(
-    decoder: ShapeDecoder, messages: list[dict[str, str]], options: GenerateOptions, console: Console
-) -> str:
+def _show(decoder: ShapeDecoder, messages: list[dict[str, str]], options: GenerateOptions, console: Console) -> str:
     """Answers on the screen, with the figures below; returns the answer."""
     output = answer(decoder, messages, options)
     tokens = output.sequences[0, -output.stats.emitted - 1 :]
     if output.trace is not None:
-        console.print(coloured(decoder.tokenizer, output.trace[0]))
-        console.print(
-            Text.assemble("drafted and accepted", style=STYLES["draft"]), "/ the target's own", style="dim"
-        )
-    console.print(report(output.stats), style="dim")
+        console.print(coloured(decoder.tokenizer, output.trace[0]), soft_wrap=True)
+        console.print(Text.assemble("drafted and accepted", style=STYLES["draft"]), "/ the target's own", style="dim")
+    console.print(report(output.stats), style="dim", soft_wrap=True)
     return decoder.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
@@ -180,7 +172,7 @@ def generate(options: GenerateOptions) -> None:
     prompt = options.prompt if options.prompt is not None or interactive else sys.stdin.read().strip()
     if not interactive and not prompt:
         raise DataError("the prompt is empty; give --prompt TEXT, or text on standard input")
-    decoder, console = load(options), Console()
+    decoder, console = load(options), Console(highlight=False)
     if interactive:
         chat(decoder, options, console)
     else:

@@ -115,7 +115,11 @@ def decode(
         states = tree_forward(target, support, arena, tree)
         accepted = acceptance(tree, target.logits(states), sampler)
         # The step's one wait for the device.
-        counts, drafted, tokens = accepted.counts.tolist(), accepted.drafted.tolist(), accepted.tokens.tolist()
+        counts, drafted, tokens = (
+            accepted.counts.tolist(),
+            accepted.drafted.tolist(),
+            accepted.tokens.tolist(),
+        )
         committing = perf_counter()
         arena.commit(accepted.path, counts)
         if drafter is not None:

@@ -141,15 +141,17 @@ class ShapePredictor(PreTrainedModel):
         size, width = config.hidden_size, config.intermediate_size
         assert width is not None  # the configuration fills it in
         self.window_projection = nn.Linear(config.window * config.feature_size, width)
-        self.token_projection = (
-            None if config.token_conditioning == "none" else nn.Linear(size, width, bias=False)
-        )
+        self.token_projection = None if config.token_conditioning == "none" else nn.Linear(size, width, bias=False)
         self.blocks = _blocks(config.num_layers, width, width, config.dropout)
         steps = config.num_steps if config.step_mode == "parallel" else 0
         self.adapters = _blocks(steps, width, max(width // 4, 1), config.dropout)
         self.delta = nn.Linear(width, size)
         self.gate = nn.Linear(2 * size, size)
         self.refinement = _refinement(config)
+        # Target token ids that may be drafted; -1 until training has counted them, so that forgetting it is loud.
+        self.draft_vocabulary: Tensor | None
+        count = config.draft_vocab_size
+        self.register_buffer("draft_vocabulary", None if count is None else torch.full((count,), -1))
         self.post_init()
 
     def step(self, window: Tensor, embedding: Tensor | None, n: int) -> Tensor:

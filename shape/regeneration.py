@@ -97,9 +97,7 @@ class LocalBackend:
                         answers[index] = error
             if prompts:
                 seeds = [requests[index].seed for index in prompts]
-                answers.update(
-                    zip(prompts, self._decode(list(prompts.values()), sampled, seeds), strict=True)
-                )
+                answers.update(zip(prompts, self._decode(list(prompts.values()), sampled, seeds), strict=True))
         return [answers[index] for index in range(len(requests))]
 
     def _prompt(self, request: Request) -> list[int]:
@@ -137,9 +135,7 @@ class LocalBackend:
     def _answer(self, tokens: list[int]) -> Answer:
         ends = self.decoder.target.eos_token_ids
         end = next((index for index, token in enumerate(tokens) if token in ends), None)
-        text = self.decoder.tokenizer.decode(
-            tokens[:end], skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        text = self.decoder.tokenizer.decode(tokens[:end], skip_special_tokens=True, clean_up_tokenization_spaces=False)
         # A cut may fall inside a character, whose first bytes alone are no text.
         return Answer(text, True) if end is not None else Answer(text.rstrip("\ufffd"), False)
 
@@ -273,9 +269,7 @@ def regenerate(
     output = Path(output)
     check_output(output)
     if not 0.0 <= sampled_share <= 1.0 or batch_size < 1:
-        raise ConfigError(
-            f"sampled_share {sampled_share} must be within 0 and 1, and batch_size {batch_size} above 0"
-        )
+        raise ConfigError(f"sampled_share {sampled_share} must be within 0 and 1, and batch_size {batch_size} above 0")
     for conversation in conversations:
         if conversation.kind == "text":
             raise DataError(
@@ -288,9 +282,7 @@ def regenerate(
     settings = {"sampled_share": sampled_share, "seed": seed, "batch_size": batch_size}
     partial = output.with_name(output.name + ".partial")
     journal = _Journal(partial, {"data": fingerprint(conversations), **settings, **backend.describe()})
-    for batch in tqdm(
-        batches[journal.done :], "regenerate", len(batches), initial=journal.done, disable=not progress
-    ):
+    for batch in tqdm(batches[journal.done :], "regenerate", len(batches), initial=journal.done, disable=not progress):
         results = _answer_batch([conversations[i] for i in batch], [kinds[i] for i in batch], backend)
         journal.append([[index, *result] for index, result in zip(batch, results, strict=True)])
     return _finish(journal, output)
@@ -416,10 +408,7 @@ def _finish(journal: _Journal, output: Path) -> Summary:
     _write_lines(output, (json.dumps(row, ensure_ascii=False) for row in rows))
     journal.path.unlink()
     answers = [
-        turn
-        for row in rows
-        for turn in row.get("conversations", [{"from": "gpt", **row}])
-        if turn["from"] == "gpt"
+        turn for row in rows for turn in row.get("conversations", [{"from": "gpt", **row}]) if turn["from"] == "gpt"
     ]
     return Summary(
         rows=len(rows),

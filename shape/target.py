@@ -6,13 +6,14 @@ Indexing used everywhere: ``h_i`` is the vector that enters the target's output 
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.cache_utils import Cache
@@ -88,7 +89,7 @@ class Target:
         self.name = str(label)
         self.config = model.config.get_text_config()
         self.head = head
-        self._embedding = model.get_input_embeddings()
+        self._embedding: Any = model.get_input_embeddings()
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = self.config.vocab_size
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
@@ -189,17 +190,18 @@ class Target:
         if tuple(layers) == (-1,):
             return self.hidden(input_ids)
         outputs = self.model.base_model(input_ids=input_ids, use_cache=False, output_hidden_states=True)
-        states = [
-            outputs.last_hidden_state if layer == -1 else outputs.hidden_states[layer] for layer in layers
-        ]
+        states = [outputs.last_hidden_state if layer == -1 else outputs.hidden_states[layer] for layer in layers]
         return torch.cat(states, dim=-1)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """The target's own logit function, (..., H) -> (..., V), with its scaling and soft-capping.
 
         Differentiable in ``hidden``. That it is complete for an architecture is checked by the probe at load.
+
+        Args:
+            head: instead of the output embedding, for instance some rows of it (``head_of``).
         """
-        logits = self.head(hidden)
+        logits = (head or self.head)(hidden)
         config = self.config
         if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
             logits = logits * scale
@@ -210,6 +212,12 @@ class Target:
         if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma
             logits = torch.tanh(logits / cap) * cap
         return logits
+
+    def head_of(self, tokens: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        """A copy of the output embedding for some tokens, (K,) int64, in a dtype: (..., H) -> (..., K)."""
+        weight = self.head.weight[tokens].to(dtype)
+        bias = getattr(self.head, "bias", None)
+        return partial(F.linear, weight=weight, bias=None if bias is None else bias[tokens].to(dtype))
 
     @torch.no_grad()
     def embed(self, ids: Tensor) -> Tensor:
@@ -239,9 +247,7 @@ class Target:
                 f"target {self.name} has no chat template; give a target whose tokenizer has one, or data made of "
                 "plain text or prompt/completion pairs"
             )
-        return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
 
     def __repr__(self) -> str:
         return f"Target({self.name}, hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, {self.dtype})"

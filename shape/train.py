@@ -42,6 +42,7 @@ from shape.training import (
     ShapeModule,
     TrainingOptions,
     derive_seed,
+    draft_vocabulary,
     export,
     load_weights,
 )
@@ -69,6 +70,7 @@ class PredictorOptions:
         refinement_last_update: which marginal is exact in the end.
         dropout: probability.
         feature_layers: layers of the target that are read; the last is -1.
+        draft_vocab_size: draft from so many of the most frequent tokens only; null drafts from all.
     """
 
     window: int = 4
@@ -85,6 +87,7 @@ class PredictorOptions:
     refinement_last_update: Literal["column", "row"] = "row"
     dropout: float = 0.0
     feature_layers: list[int] = field(default_factory=lambda: [-1])
+    draft_vocab_size: int | None = None
 
 
 @dataclass
@@ -175,22 +178,12 @@ class TrainOptions:
         """Raises ConfigError for options that cannot be meant, before anything is loaded."""
         self.training.check()
         if self.online and self.features is not None:
-            raise ConfigError(
-                "online and features are both given; choose one: online computes what features stores"
-            )
+            raise ConfigError("online and features are both given; choose one: online computes what features stores")
         for name in ("prompts", "max_new_tokens", "every"):
             if getattr(self.validation, name) < 1:
-                raise ConfigError(
-                    f"validation.{name} is {getattr(self.validation, name)}; give a positive number"
-                )
-        if (
-            self.measurement.limit < 0
-            or self.measurement.max_new_tokens < 1
-            or self.measurement.temperature < 0
-        ):
-            raise ConfigError(
-                "measurement needs limit >= 0, max_new_tokens >= 1 and temperature >= 0; correct them"
-            )
+                raise ConfigError(f"validation.{name} is {getattr(self.validation, name)}; give a positive number")
+        if self.measurement.limit < 0 or self.measurement.max_new_tokens < 1 or self.measurement.temperature < 0:
+            raise ConfigError("measurement needs limit >= 0, max_new_tokens >= 1 and temperature >= 0; correct them")
 
     def feature_options(self) -> FeatureOptions:
         return FeatureOptions(
@@ -213,13 +206,9 @@ def train(options: TrainOptions) -> Path:
     options.check()
     output = _writable(Path(options.output))
     checkpoint = _checkpoint(options, output)
-    target = Target.load(
-        options.target, dtype=options.target_dtype, trust_remote_code=options.trust_remote_code
-    )
+    target = Target.load(options.target, dtype=options.target_dtype, trust_remote_code=options.trust_remote_code)
     if target.tokenizer is None:
-        raise DataError(
-            f"target {target.name} has no tokenizer, and conversations are text; put one into its folder"
-        )
+        raise DataError(f"target {target.name} has no tokenizer, and conversations are text; put one into its folder")
     wanted = options.feature_options()
     wanted.check(target)
     config = options.predictor_config(target)
@@ -241,6 +230,8 @@ def train(options: TrainOptions) -> Path:
         max_length=options.max_length,
         seed=options.seed,
     )
+    if config.draft_vocab_size is not None:
+        predictor.draft_vocabulary = draft_vocabulary(data.texts(), config.draft_vocab_size, target.vocab_size)
     module = ShapeModule(
         predictor,
         target,
@@ -264,9 +255,7 @@ def train(options: TrainOptions) -> Path:
     trainer = _trainer(options, output, validation)
     trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
     if trainer.is_global_zero:
-        _finish(
-            options, output, module, validation, measured_prompts or _as_prompts(for_validation), data.size
-        )
+        _finish(options, output, module, validation, measured_prompts or _as_prompts(for_validation), data.size)
     return output
 
 
@@ -280,9 +269,7 @@ def _writable(output: Path) -> Path:
         probe.touch()
         probe.unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"output {output} cannot be written ({error.strerror}); give another folder"
-        ) from error
+        raise ConfigError(f"output {output} cannot be written ({error.strerror}); give another folder") from error
     return output
 
 
@@ -296,9 +283,7 @@ def _checkpoint(options: TrainOptions, output: Path) -> str | None:
         return None
     path = folder / "last.ckpt" if options.ckpt_path == "last" else Path(options.ckpt_path)
     if not path.is_file():
-        raise CheckpointError(
-            f"there is no checkpoint {path} to resume from; leave out --ckpt_path to start anew"
-        )
+        raise CheckpointError(f"there is no checkpoint {path} to resume from; leave out --ckpt_path to start anew")
     return str(path)
 
 
@@ -330,8 +315,7 @@ def _conversations(options: TrainOptions) -> tuple[list[Conversation], set[int],
         return conversations, set(), load(bundled.path("data", "validation.jsonl.gz"), None)
     if len(conversations) < 2:
         raise DataError(
-            f"{options.data} has one conversation, and none is left to validate on; give more, or "
-            "--validation_data"
+            f"{options.data} has one conversation, and none is left to validate on; give more, or --validation_data"
         )
     count = max(1, min(options.validation.prompts, int(len(conversations) * _HELD_OUT_SHARE)))
     held_out = set(range(0, len(conversations), len(conversations) // count)[:count])
@@ -345,9 +329,7 @@ def _bundled_data(target: str) -> Path:
     return bundled.path("data", "train.jsonl.gz")
 
 
-def validation_prompts(
-    conversations: Sequence[Conversation], target: Target, options: TrainOptions
-) -> list[Tensor]:
+def validation_prompts(conversations: Sequence[Conversation], target: Target, options: TrainOptions) -> list[Tensor]:
     """Token ids up to an assistant turn, (T,) each: a turn of every conversation in rotation, evenly chosen.
 
     Raises:
@@ -491,9 +473,7 @@ def _finish(
     _show_sample(decoder, prompts, options, console)
     console.print(f"the predictor is in {output}; try it:", highlight=False)
     text = prompts[0].turns[0] if prompts else "Hello"
-    console.print(
-        f"  python -m shape.generate --predictor {output} --prompt {text!r}", highlight=False, soft_wrap=True
-    )
+    console.print(f"  python -m shape.generate --predictor {output} --prompt {text!r}", highlight=False, soft_wrap=True)
 
 
 def _measure(options: TrainOptions, decoder: ShapeDecoder, prompts: Sequence[Prompt]) -> SpeedResults:
@@ -511,9 +491,7 @@ def _measure(options: TrainOptions, decoder: ShapeDecoder, prompts: Sequence[Pro
     )
 
 
-def _show_sample(
-    decoder: ShapeDecoder, prompts: Sequence[Prompt], options: TrainOptions, console: Console
-) -> None:
+def _show_sample(decoder: ShapeDecoder, prompts: Sequence[Prompt], options: TrainOptions, console: Console) -> None:
     if not prompts:
         return
     messages = [{"role": message.role, "content": message.content} for message in prompts[0].messages]

@@ -8,7 +8,7 @@ one would see.
 import hashlib
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -166,6 +166,24 @@ def accepted_walk(accepted: Sequence[int], first: int, last: int) -> tuple[int, 
     return last - first, forwards
 
 
+def draft_vocabulary(texts: Iterable[tuple[Tensor, Tensor]], size: int, vocab_size: int) -> Tensor:
+    """The tokens worth drafting, (size,) int64 in rising order: the most frequent among supervised ones.
+
+    Args:
+        texts: (input_ids, loss_mask) of each conversation, (T,) both.
+        size: how many to keep; of equally frequent ones, those of lower number.
+
+    Raises:
+        ConfigError: the target has fewer tokens.
+    """
+    if size > vocab_size:
+        raise ConfigError(f"predictor.draft_vocab_size is {size}, and the target has {vocab_size} tokens; give fewer")
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for input_ids, loss_mask in texts:
+        counts += input_ids[loss_mask].long().bincount(minlength=vocab_size)
+    return counts.sort(descending=True, stable=True).indices[:size].sort().values
+
+
 # ------------------------------------------------------------------------------------------------- data
 
 
@@ -199,9 +217,7 @@ class Batch:
     conversations: list[Encoded] | None = None
 
     def to(self, device: torch.device) -> "Batch":
-        moved = self.examples and Examples(
-            *(tensor.to(device, non_blocking=True) for tensor in self.examples)
-        )
+        moved = self.examples and Examples(*(tensor.to(device, non_blocking=True) for tensor in self.examples))
         return Batch(self.step, self.part, self.samples.to(device), moved, self.conversations)
 
     def pin_memory(self) -> "Batch":
@@ -371,6 +387,14 @@ class ShapeDataModule(pl.LightningDataModule):
                 "raise max_length, or give conversations with longer assistant turns"
             )
 
+    def texts(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(input_ids, loss_mask) of every conversation."""
+        if self.store is not None:
+            yield from ((stored.input_ids, stored.loss_mask) for stored in self.store)
+        for conversation in self.conversations:
+            encoded = encode(conversation, self.target.tokenizer, self.max_length)
+            yield encoded.input_ids, encoded.loss_mask
+
     @property
     def size(self) -> str:
         """How much there is to learn from, for people."""
@@ -494,9 +518,7 @@ class ShapeModule(pl.LightningModule):
                 predicted_logits = self.target.logits(predicted.to(self.target.dtype))
                 with torch.no_grad():
                     target_logits = self.target.logits(cut.states.to(self.target.dtype))
-        loss, parts = weighted_loss(
-            self.losses, predicted, cut.states, predicted_logits, target_logits, cut.mask
-        )
+        loss, parts = weighted_loss(self.losses, predicted, cut.states, predicted_logits, target_logits, cut.mask)
         if measuring and predicted_logits is not None and target_logits is not None:
             self._log_agreement(predicted_logits.argmax(-1) == target_logits.argmax(-1), cut.mask)
         self.log("train/loss", loss, prog_bar=True, batch_size=len(cut.mask))
@@ -572,9 +594,7 @@ class ShapeModule(pl.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint.get("shape")
         if saved is None:
-            raise CheckpointError(
-                "the checkpoint was not written by shape.train; give one of its last.ckpt files"
-            )
+            raise CheckpointError("the checkpoint was not written by shape.train; give one of its last.ckpt files")
         if differences := _differences(saved["recipe"], self.recipe):
             raise CheckpointError(
                 f"the checkpoint is of another run: {', '.join(differences)}; resume with the options "

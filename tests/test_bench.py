@@ -121,9 +121,7 @@ def test_renders_into_a_document(arguments, tmp_path, capsys):
     document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     main(["--render", str(tmp_path / "out"), str(document)])
     text = document.read_text()
-    assert (
-        text.startswith("before\n") and text.endswith("after\n") and "old" not in text and "### Tiny" in text
-    )
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text and "### Tiny" in text
     main(["--render", str(tmp_path / "out"), str(document)])
     assert document.read_text() == text
     with pytest.raises(DataError, match="has no lines"):
@@ -158,9 +156,7 @@ def test_defaults_are_those_of_the_documentation():
         (["--render", "EMPTY", "README.md"], "no results.json"),
     ],
 )
-def test_errors_are_one_sentence_and_status_2(
-    capsys, arguments, extra, sentence, tiny_target_folder, tmp_path
-):
+def test_errors_are_one_sentence_and_status_2(capsys, arguments, extra, sentence, tiny_target_folder, tmp_path):
     places = {"TARGET": str(tiny_target_folder), "EMPTY": str(tmp_path)}
     extra = [places.get(argument, argument) for argument in extra]
     with pytest.raises(SystemExit) as stopped:

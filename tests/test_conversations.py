@@ -85,16 +85,12 @@ TRIMMING = bpe_tokenizer(CHATML)
 TRIMMING.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
 contents = st.lists(
     st.one_of(
-        st.sampled_from(
-            ["\n", " ", "hello", "é😀", IM_END, f"{IM_START}assistant\n", "slot0z", "\u2028", "\t"]
-        ),
+        st.sampled_from(["\n", " ", "hello", "é😀", IM_END, f"{IM_START}assistant\n", "slot0z", "\u2028", "\t"]),
         st.text(max_size=6),
     ),
     max_size=5,
 ).map("".join)
-turns = st.lists(
-    st.builds(Message, st.sampled_from(["system", "user", "assistant"]), contents), min_size=1, max_size=6
-)
+turns = st.lists(st.builds(Message, st.sampled_from(["system", "user", "assistant"]), contents), min_size=1, max_size=6)
 
 
 def chat(*texts: str) -> Conversation:
@@ -136,9 +132,7 @@ def real_tokenizer(shared):
 def test_supervised_tokens_are_the_answers_and_their_end(template, messages):
     MERGING.chat_template = template
     found = runs(MERGING, Conversation("c", tuple(messages)))
-    assert [text for mark, text in found if mark] == [
-        m.content + IM_END for m in messages if m.role == "assistant"
-    ]
+    assert [text for mark, text in found if mark] == [m.content + IM_END for m in messages if m.role == "assistant"]
     assert "".join(text for _, text in found) == render(MERGING, messages)  # so the rest is not supervised
 
 
@@ -174,9 +168,7 @@ def test_tiny_tokenizer_first_and_last_token(tiny_tokenizer):
 def test_tokens_are_those_of_the_whole_text_unless_one_would_join_prompt_and_answer():
     MERGING.chat_template = CHATML
     plain = chat("hello world", "the answer is 42.\n\n")
-    assert (
-        encode(plain, MERGING, None).input_ids.tolist() == MERGING(render(MERGING, plain.messages)).input_ids
-    )
+    assert encode(plain, MERGING, None).input_ids.tolist() == MERGING(render(MERGING, plain.messages)).input_ids
     joined = chat("hello", "\nworld")  # "\n\n" is one token of this tokenizer
     assert "\n\n" in MERGING.get_vocab() or "ĊĊ" in MERGING.get_vocab()
     ids = encode(joined, MERGING, None).input_ids.tolist()
@@ -420,9 +412,7 @@ def test_missing_truncated_and_undecodable_files(tmp_path):
 
 def test_skip_bad_rows_counts_and_continues(tmp_path):
     path = write(tmp_path / "mixed.jsonl", GOOD, "{oops", {"foo": 1}, GOOD)
-    with pytest.warns(
-        UserWarning, match=r"skipped 2 malformed of 4 rows \(the first: .*mixed\.jsonl:2: not valid"
-    ):
+    with pytest.warns(UserWarning, match=r"skipped 2 malformed of 4 rows \(the first: .*mixed\.jsonl:2: not valid"):
         assert len(load_conversations(path, skip_bad_rows=True)) == 2
     hopeless = write(tmp_path / "hopeless.jsonl", {"foo": 1})
     with (
@@ -481,11 +471,7 @@ def test_prompts(tmp_path):
         tmp_path / "prompts.jsonl",
         {"id": 7, "category": "math", "turns": ["one", "two"], "reference": ["x"]},
         {"prompt": "ask"},
-        {
-            "messages": [
-                {"role": r, "content": c} for r, c in [("system", "S"), ("user", "Q"), ("assistant", "A")]
-            ]
-        },
+        {"messages": [{"role": r, "content": c} for r, c in [("system", "S"), ("user", "Q"), ("assistant", "A")]]},
     )
     turns, prompt, messages = load_prompts(path)
     assert (turns.id, turns.category, turns.turns) == ("7", "math", ("one", "two"))
@@ -501,9 +487,7 @@ def test_prompts(tmp_path):
 def test_prompts_at_hand(shared):
     for path in sorted((shared / "prompts").glob("*.jsonl")):
         prompts = load_prompts(path)
-        assert len(prompts) >= 80 and all(
-            p.category and p.turns[0] == p.messages[-1].content for p in prompts
-        )
+        assert len(prompts) >= 80 and all(p.category and p.turns[0] == p.messages[-1].content for p in prompts)
 
 
 # Command ---------------------------------------------------------------------------------------------
@@ -513,9 +497,7 @@ def test_preview_prints_samples_and_a_summary(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     MERGING.chat_template = CHATML
     MERGING.save_pretrained(tmp_path / "target")
-    data = write(
-        tmp_path / "data.jsonl", chat("hello", "world [bold]").to_row(), chat("hello", "again").to_row()
-    )
+    data = write(tmp_path / "data.jsonl", chat("hello", "world [bold]").to_row(), chat("hello", "again").to_row())
     main(["preview", "--data", str(data), "--target", str(tmp_path / "target"), "-n", "1"])
     out = capsys.readouterr().out
     assert "\x1b[1;32mworld [bold]<|im_end|>" in out and "again" not in out

@@ -74,7 +74,7 @@ def test_options_reach_the_store(tiny_target_folder, data, tmp_path):
     [
         (["--max_length", "100000"], "256 positions"),
         (["--data", "missing.jsonl"], "missing.jsonl"),
-        (["--target", "missing-folder"], "missing-folder"),
+        (["--target", "no/such/folder"], "no/such/folder"),
         (["--layers", "[7, -1]"], "do not exist"),
     ],
 )

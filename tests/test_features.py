@@ -1,5 +1,6 @@
 """The feature store: what it holds, what it refuses, and that it survives interruption."""
 
+import itertools
 import json
 import shutil
 from collections import namedtuple
@@ -94,7 +95,7 @@ def test_eligible_equals_its_definition(mask, data):
     offsets = [0, *cuts, len(mask)]
     found = eligible(torch.from_numpy(mask), torch.tensor(offsets)).tolist()
     expected = [False] * len(mask)
-    for start, stop in zip(offsets, offsets[1:], strict=False):
+    for start, stop in itertools.pairwise(offsets):
         for row in range(start + 1, stop - 1):
             expected[row] = bool(mask[row] and mask[row + 1])
     assert found == expected

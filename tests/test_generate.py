@@ -36,10 +36,7 @@ def test_streams_the_answer_and_ends_with_figures(capsys, predictor_folder, tiny
     messages = [{"role": "user", "content": "Hello"}]
     ids = tiny_target.tokenizer(tiny_target.render(messages, True), return_tensors="pt").input_ids
     expected = ShapeDecoder(tiny_target).generate(ids, max_new_tokens=12)[0, ids.shape[1] :]
-    assert (
-        "\n".join(lines[:-1]).strip()
-        == tiny_target.tokenizer.decode(expected, skip_special_tokens=True).strip()
-    )
+    assert "\n".join(lines[:-1]).strip() == tiny_target.tokenizer.decode(expected, skip_special_tokens=True).strip()
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "none"])
@@ -99,9 +96,7 @@ def test_colours_follow_the_trace(tiny_tokenizer):
 def test_report_counts_every_token(tiny_target):
     options = GenerateOptions(max_new_tokens=5)
     output = answer(ShapeDecoder(tiny_target), [{"role": "user", "content": "Hi"}], options)
-    assert report(output.stats).startswith(
-        f"{output.stats.emitted + 1} tokens, acceptance length 1.00 (none)"
-    )
+    assert report(output.stats).startswith(f"{output.stats.emitted + 1} tokens, acceptance length 1.00 (none)")
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,7 @@ def only(**weights: float) -> Losses:
     return Losses(**{f.name: 0.0 for f in fields(Losses) if f.name != "step_decay"} | weights)
 
 
-def pair(
-    seed: int, *shape: int, size: float = 3.0, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor]:
+def pair(seed: int, *shape: int, size: float = 3.0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return tuple((size * torch.randn(2, *shape, generator=generator, dtype=torch.float64)).to(dtype))
 
@@ -45,9 +43,7 @@ class TestValues:
         torch.testing.assert_close(soft_cross_entropy(predicted, target), -(p * q.log()).sum(-1))
         torch.testing.assert_close(kl(predicted, target), (p * (p / q).log()).sum(-1))
         torch.testing.assert_close(total_variation(predicted, target), (p - q).abs().sum(-1) / 2)
-        torch.testing.assert_close(
-            negative_log_acceptance(predicted, target), -torch.minimum(p, q).sum(-1).log()
-        )
+        torch.testing.assert_close(negative_log_acceptance(predicted, target), -torch.minimum(p, q).sum(-1).log())
         torch.testing.assert_close(mse(predicted, target), (predicted - target).square().sum(-1) / 11)
         error = (predicted - target).abs()
         huber = torch.where(error < 1, error.square() / 2, error - 0.5)
@@ -66,9 +62,7 @@ class TestValues:
         torch.testing.assert_close(acceptance, 1 - tv, atol=1e-5, rtol=1e-5)
         assert (tv <= (divergence.clamp(min=0) / 2).sqrt() + 1e-3).all()  # Pinsker
         entropy = soft_cross_entropy(target, target)
-        torch.testing.assert_close(
-            soft_cross_entropy(predicted, target), divergence + entropy, atol=1e-3, rtol=1e-4
-        )
+        torch.testing.assert_close(soft_cross_entropy(predicted, target), divergence + entropy, atol=1e-3, rtol=1e-4)
 
     @pytest.mark.parametrize("loss", [*ON_STATES, kl, total_variation, negative_log_acceptance])
     def test_zero_where_equal(self, loss) -> None:
@@ -129,9 +123,7 @@ class TestGradients:
     def test_nothing_flows_to_the_target_side_unasked(self) -> None:
         predicted, target = pair(7, 2, 3, 8)
         predicted.requires_grad_()
-        total, _ = weighted_loss(
-            Losses(), predicted, target, predicted, target, torch.ones(2, 3, dtype=torch.bool)
-        )
+        total, _ = weighted_loss(Losses(), predicted, target, predicted, target, torch.ones(2, 3, dtype=torch.bool))
         total.backward()
         assert predicted.grad.any()
 
@@ -163,9 +155,7 @@ class TestWeightedLoss:
     def test_parts_are_detached_and_only_those_asked_for(self) -> None:
         predicted, target = pair(0, 2, 3, 4)
         predicted.requires_grad_()
-        total, parts = weighted_loss(
-            only(mse=2.0), predicted, target, None, None, torch.ones(2, 3, dtype=torch.bool)
-        )
+        total, parts = weighted_loss(only(mse=2.0), predicted, target, None, None, torch.ones(2, 3, dtype=torch.bool))
         assert list(parts) == ["mse"]
         assert total.requires_grad and not parts["mse"].requires_grad
         torch.testing.assert_close(total.detach(), 2 * parts["mse"])

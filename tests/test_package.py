@@ -91,9 +91,7 @@ def test_the_wheel_trains_its_default_in_an_empty_directory(wheel, tmp_path):
     empty.mkdir()
     venv.create(home, with_pip=True)
     python = home / "bin" / "python"
-    subprocess.run(
-        [python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel], check=True, timeout=300
-    )
+    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel], check=True, timeout=300)
     (packages,) = home.glob("lib/python*/site-packages")
     # Appended to the path, so the installed wheel comes first; an editable checkout there runs its .pth only
     # from a site directory, which this one is not.
@@ -105,9 +103,7 @@ def test_the_wheel_trains_its_default_in_an_empty_directory(wheel, tmp_path):
     assert all(place.startswith(str(packages)) for place in found.stdout.splitlines())
 
     command = [python, "-m", "shape.train", *TRAIN_A_LITTLE]
-    finished = subprocess.run(
-        command, cwd=empty, env=clean_environment(), capture_output=True, text=True, timeout=1000
-    )
+    finished = subprocess.run(command, cwd=empty, env=clean_environment(), capture_output=True, text=True, timeout=1000)
     assert finished.returncode == 0, finished.stderr[-3000:]
     exported = [path.parent for path in empty.rglob("model.safetensors")]
     assert any((folder / "config.json").exists() for folder in exported)

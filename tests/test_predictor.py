@@ -40,9 +40,7 @@ def predictor(seed: int = 0, **options) -> ShapePredictor:
     return model
 
 
-def inputs(
-    *batch: int, layers: int = 1, dtype: torch.dtype = torch.float32, seed: int = 1
-) -> tuple[Tensor, Tensor]:
+def inputs(*batch: int, layers: int = 1, dtype: torch.dtype = torch.float32, seed: int = 1) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     window = 5 * torch.randn(*batch, W, layers * H, generator=generator)
     return window.to(dtype), torch.randn(*batch, S, H, generator=generator).to(dtype)
@@ -132,9 +130,7 @@ class TestEveryCombination:
             if step_mode == "recursive":
                 window = roll(window, state)
 
-    def test_size_of_states_does_not_matter(
-        self, step_mode, token_conditioning, refinement, last_update
-    ) -> None:
+    def test_size_of_states_does_not_matter(self, step_mode, token_conditioning, refinement, last_update) -> None:
         model = predictor(
             step_mode=step_mode,
             token_conditioning=token_conditioning,
@@ -264,9 +260,7 @@ class TestRefinement:
     def test_alpha_zero_is_no_refinement(self, refinement: str) -> None:
         with_it = predictor(refinement=refinement, refinement_alpha=0.0)
         without = ShapePredictor(tiny_config()).eval()
-        without.load_state_dict(
-            {k: v for k, v in with_it.state_dict().items() if not k.startswith("refinement")}
-        )
+        without.load_state_dict({k: v for k, v in with_it.state_dict().items() if not k.startswith("refinement")})
         torch.testing.assert_close(with_it(inputs(2)[0]), without(inputs(2)[0]))
 
 

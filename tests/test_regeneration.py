@@ -60,10 +60,7 @@ def asking(identity: str, *questions: str) -> Conversation:
 
 
 def many(count: int) -> list[Conversation]:
-    return [
-        asking(f"id-{i}", *(f"question {i} {'x' * (i * 7 % 23)}" for _ in range(1 + i % 3)))
-        for i in range(count)
-    ]
+    return [asking(f"id-{i}", *(f"question {i} {'x' * (i * 7 % 23)}" for _ in range(1 + i % 3))) for i in range(count)]
 
 
 def written(path) -> dict[str, list[str]]:
@@ -93,9 +90,7 @@ def test_answers_replace_turns_in_order_and_feed_the_next(tmp_path):
 
 def test_a_cut_answer_ends_its_conversation_and_is_marked(tmp_path, tiny_tokenizer):
     conversations = [asking("a", "one", "cut", "three"), asking("b", "long"), asking("c", "one", "long")]
-    with pytest.warns(
-        UserWarning, match=r"2 conversations end early or are left out \(the first: b: too long"
-    ):
+    with pytest.warns(UserWarning, match=r"2 conversations end early or are left out \(the first: b: too long"):
         done = regenerate(conversations, Echo(), tmp_path / "out.jsonl", progress=False)
     assert (done.rows, done.left_out, done.questions, done.answers, done.unfinished) == (2, 1, 6, 3, 1)
     a, c = load_conversations(tmp_path / "out.jsonl")
@@ -121,9 +116,7 @@ def test_kind_and_noise_depend_on_seed_and_id_alone(tmp_path):
 def test_batches_are_alike(tmp_path):
     backend = Echo()
     regenerate(many(64), backend, tmp_path / "out.jsonl", batch_size=4, progress=False)
-    assert all(
-        len({request.sampled for request in batch}) == 1 and len(batch) <= 4 for batch in backend.batches
-    )
+    assert all(len({request.sampled for request in batch}) == 1 and len(batch) <= 4 for batch in backend.batches)
     first = [batch for batch in backend.batches if len(batch[0].prompt) == 1]
     spread = [max(w) - min(w) for w in ([len(r.prompt[0].content) for r in batch] for batch in first)]
     assert sum(spread) / len(spread) < 10  # of a range of 25
@@ -199,9 +192,7 @@ def test_bad_input(tmp_path):
     with pytest.raises(DataError, match="conversation t is plain text, which has no prompt"):
         regenerate([text], Echo(), tmp_path / "a.jsonl", progress=False)
     with pytest.raises(DataError, match="none of the 1 conversations has a user message that could"):
-        regenerate(
-            [Conversation("x", (Message("assistant", "a"),))], Echo(), tmp_path / "b.jsonl", progress=False
-        )
+        regenerate([Conversation("x", (Message("assistant", "a"),))], Echo(), tmp_path / "b.jsonl", progress=False)
     with pytest.raises(ConfigError, match=r"let its name end in \.jsonl or \.jsonl\.gz"):
         regenerate(many(1), Echo(), tmp_path / "c.json", progress=False)
     with pytest.raises(ConfigError, match=r"sampled_share 2\.0 must be within 0 and 1"):
@@ -235,9 +226,7 @@ def test_greedy_answers_are_those_of_transformers(talkative):
     messages = (Message("user", "hello there"),)
     (answer,) = LocalBackend(ShapeDecoder(talkative), 12).generate([Request(messages, False, 0)])
     ids = torch.tensor([prompt_ids(messages, talkative.tokenizer)])
-    out = talkative.model.generate(
-        ids, max_new_tokens=12, do_sample=False, repetition_penalty=1.0, pad_token_id=0
-    )
+    out = talkative.model.generate(ids, max_new_tokens=12, do_sample=False, repetition_penalty=1.0, pad_token_id=0)
     new = [t for t in out[0, ids.shape[1] :].tolist() if t not in talkative.eos_token_ids]
     assert answer.text == talkative.tokenizer.decode(new, skip_special_tokens=True).rstrip("\ufffd")
 
@@ -246,9 +235,7 @@ def test_drafter_changes_no_answer_and_long_prompts_are_refused(talkative, tmp_p
     conversations = [*many(6), asking("long", "x" * 300)]
     for name, drafter in (("plain", None), ("ngram", "ngram")):
         backend = LocalBackend(ShapeDecoder(talkative, drafter), max_new_tokens=8)
-        with pytest.warns(
-            UserWarning, match=r"long: a prompt of 3\d\d tokens does not fit the 256 positions"
-        ):
+        with pytest.warns(UserWarning, match=r"long: a prompt of 3\d\d tokens does not fit the 256 positions"):
             regenerate(conversations, backend, tmp_path / f"{name}.jsonl", batch_size=3, progress=False)
     assert (tmp_path / "plain.jsonl").read_bytes() == (tmp_path / "ngram.jsonl").read_bytes()
     assert "long" not in written(tmp_path / "plain.jsonl")
@@ -382,9 +369,7 @@ def test_endpoint_failures(server):
     (problem,) = backend.generate([REQUEST])
     assert isinstance(problem, DataError) and "maximum context length" in str(problem)
     server.script = [401, 500]
-    with pytest.raises(
-        EndpointError, match=r"does not serve model m \(status 401: .*no.*\); check the address"
-    ):
+    with pytest.raises(EndpointError, match=r"does not serve model m \(status 401: .*no.*\); check the address"):
         backend.generate([REQUEST])
     assert server.script == [500]  # a refusal is not repeated
     server.script = [500, 500, 500]

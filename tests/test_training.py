@@ -43,7 +43,10 @@ OPTIONS = TrainingOptions(steps=8, batch_size=16, learning_rate=3e-3, warmup_ste
 def talk(number: int) -> Conversation:
     messages = []
     for turn in range(1 + number % 2):
-        messages += [Message("user", f"{turn}? " + "hm " * (number % 4)), Message("assistant", f"yes, {number}!")]
+        messages += [
+            Message("user", f"{turn}? " + "hm " * (number % 4)),
+            Message("assistant", f"yes, {number}!"),
+        ]
     return Conversation(f"c{number}", tuple(messages))
 
 
@@ -71,11 +74,18 @@ def network(target, seed: int = 0, **changes) -> ShapePredictor:
 
 
 def fit(
-    target, source, *, options=OPTIONS, seed=0, losses=None, accumulate=1, callbacks=(), ckpt_path=None, **changes
+    target,
+    source,
+    *,
+    options=OPTIONS,
+    seed=0,
+    losses=None,
+    accumulate=1,
+    callbacks=(),
+    ckpt_path=None,
+    **changes,
 ) -> ShapeModule:
-    module = ShapeModule(
-        network(target, **changes), target, losses or Losses(), options, seed=seed, log_every=2
-    )
+    module = ShapeModule(network(target, **changes), target, losses or Losses(), options, seed=seed, log_every=2)
     data = ShapeDataModule(source, target, options, window=WINDOW, ahead=STEPS, max_length=128, seed=seed)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -411,9 +421,7 @@ def test_resumed_run_ends_in_the_same_weights(store, tiny_target, tmp_path, accu
     options = TrainingOptions(steps=9, batch_size=16, noise=0.2)
     path = tmp_path / "some.ckpt"
     whole = fit(tiny_target, store, options=options, dropout=0.3, accumulate=accumulate, callbacks=[SaveAt(5, path)])
-    resumed = fit(
-        tiny_target, store, options=options, dropout=0.3, accumulate=accumulate, ckpt_path=path, seed=0
-    )
+    resumed = fit(tiny_target, store, options=options, dropout=0.3, accumulate=accumulate, ckpt_path=path, seed=0)
     assert resumed.trainer.global_step == whole.trainer.global_step == 9
     assert torch.equal(weights(whole), weights(resumed))
     saved = torch.load(path, weights_only=True)

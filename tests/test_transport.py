@@ -32,17 +32,14 @@ class TestAgainstPot:
         p, q, cost = problem(0)
         plan = sinkhorn(p, q, cost, epsilon, CONVERGED, last_update).matrix()
         for i in range(len(p)):
-            oracle = ot.sinkhorn(
-                p[i].numpy(), q[i].numpy(), cost.numpy(), epsilon, numItermax=100_000, stopThr=1e-13
-            )
+            oracle = ot.sinkhorn(p[i].numpy(), q[i].numpy(), cost.numpy(), epsilon, numItermax=100_000, stopThr=1e-13)
             np.testing.assert_allclose(plan[i], oracle, atol=1e-9)
 
     def test_cost_approaches_the_unregularised_optimum(self) -> None:
         p, q, cost = problem(1)
         exact = torch.tensor([ot.emd2(p[i].numpy(), q[i].numpy(), cost.numpy()) for i in range(len(p))])
         gaps = [
-            (sinkhorn(p, q, cost, epsilon, CONVERGED).cost(cost) - exact).abs().max()
-            for epsilon in (1.0, 0.3, 0.1)
+            (sinkhorn(p, q, cost, epsilon, CONVERGED).cost(cost) - exact).abs().max() for epsilon in (1.0, 0.3, 0.1)
         ]
         assert gaps[0] > gaps[1] > gaps[2]
         assert gaps[2] < 0.02

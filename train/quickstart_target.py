@@ -113,9 +113,7 @@ def hub_sources() -> tuple[Texts, Texts]:
     from datasets import load_dataset
 
     def sgd(split: str) -> list[str]:
-        parquet = (
-            "hf://datasets/google-research-datasets/schema_guided_dstc8@refs%2Fconvert%2Fparquet/dialogues"
-        )
+        parquet = "hf://datasets/google-research-datasets/schema_guided_dstc8@refs%2Fconvert%2Fparquet/dialogues"
         rows = load_dataset("parquet", data_files=f"{parquet}/{split}/*.parquet", split="train")
         turns = (row["turns"] for row in rows)
         return [render(alternating([who == 0 for who in t["speaker"]], t["utterance"])) for t in turns]
@@ -125,29 +123,20 @@ def hub_sources() -> tuple[Texts, Texts]:
         files = [f"{folder}/data_{i:02d}.json" for i in range(8)]
         rows = load_dataset("json", data_files=files, split="train")
         spoken = (row["utterances"] for row in rows)
-        return [
-            render(alternating([u["speaker"] == "user" for u in us], [u["text"] for u in us]))
-            for us in spoken
-        ]
+        return [render(alternating([u["speaker"] == "user" for u in us], [u["text"] for u in us])) for us in spoken]
 
     def strip_marks(answer: str) -> str:
         return re.sub(r"<<.*?>>", "", answer)  # the calculator annotations
 
     def gsm8k() -> list[str]:
         rows = load_dataset("openai/gsm8k", "main", split="train")
-        return [
-            render(alternating([True, False], [row["question"], strip_marks(row["answer"])])) for row in rows
-        ]
+        return [render(alternating([True, False], [row["question"], strip_marks(row["answer"])])) for row in rows]
 
-    return {"sgd_train": sgd("train"), "tm4": taskmaster(), "gsm8k_train": gsm8k()}, {
-        "sgd-dev": sgd("validation")
-    }
+    return {"sgd_train": sgd("train"), "tm4": taskmaster(), "gsm8k_train": gsm8k()}, {"sgd-dev": sgd("validation")}
 
 
 def load_generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "make_conversations", REPOSITORY / "data/make_conversations.py"
-    )
+    spec = importlib.util.spec_from_file_location("make_conversations", REPOSITORY / "data/make_conversations.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up by name
@@ -342,8 +331,11 @@ pipeline_tag: text-generation
 A small chat model, made to learn and test speculative decoding on a laptop: Llama architecture, {layers}
 layers, width {hidden_size}, {heads} heads with {kv_heads} KV heads, MLP {intermediate_size}, tied head,
 byte-level BPE of {vocabulary} tokens with single digits, ChatML template, {parameters:.1f}M parameters,
-bfloat16. It books tables, writes small lists, JSON and Python functions in the manner of its training text,
-and knows little else: fit for measuring prediction and decoding, not for judging answers.
+bfloat16.
+
+It writes dialogue turns, small lists, JSON and Python functions in the manner of its training text. The form
+is mostly right, while names and values are often not those of the prompt, and it knows little else: fit for
+measuring prediction and decoding, not for judging answers.
 
 ## How it was made
 `python train/quickstart_target.py --steps {steps}` from scratch: {done} steps of {batch} x {block} tokens
@@ -426,9 +418,7 @@ def timed_steps(training: Training) -> Iterator[int]:
             yield progress.step
 
 
-def run(
-    recipe: Recipe, output: Path, data: list[Path] | None = None, resume: bool = False
-) -> dict[str, float]:
+def run(recipe: Recipe, output: Path, data: list[Path] | None = None, resume: bool = False) -> dict[str, float]:
     """Trains, exports on the way and at the end; returns the held-out losses by source."""
     train, held_out = hub_sources() if data is None else local_sources(data)
     for texts, more in zip((train, held_out), generated_sources(recipe.generated), strict=True):
@@ -456,9 +446,7 @@ def run(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("checkpoints/quickstart-target"))
-    parser.add_argument(
-        "--data", type=Path, nargs="+", help="ShareGPT files of the three sets; default: by name"
-    )
+    parser.add_argument("--data", type=Path, nargs="+", help="ShareGPT files of the three sets; default: by name")
     parser.add_argument("--steps", type=int, default=Recipe.steps)
     parser.add_argument("--resume", action="store_true", help="go on from the last saved state")
     args = parser.parse_args()

@@ -27,8 +27,7 @@ class NgramDrafter(Drafter):
 
     def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
         drafts = [
-            index.continuation(text, self.depth)
-            for index, text in zip(self._indices, settled.texts, strict=True)
+            index.continuation(text, self.depth) for index, text in zip(self._indices, settled.texts, strict=True)
         ]
         return ragged_chain(settled.root, drafts)
 

@@ -49,6 +49,8 @@ class ShapeDrafter(Drafter):
                 f"has {target.hidden_size}; train a predictor for this target"
             )
         self._target = target
+        self._vocabulary = self.predictor.draft_vocabulary
+        self._head = None if self._vocabulary is None else target.head_of(self._vocabulary, self.predictor.dtype)
 
     def start(self, settled: Settled, hidden: Tensor) -> None:
         self._window = windows(hidden, settled.lengths[:, None] - 1, self.predictor.config.window)[:, 0]
@@ -84,10 +86,13 @@ class ShapeDrafter(Drafter):
         for n in range(depth):
             if shared is None:
                 states = self.predictor.step(window, self._target.embed(frontier), n)
-                logits = self._target.logits(states.to(self._target.dtype))
+                logits = self._logits(states)
             else:
                 logits = shared[:, n : n + 1]
-            log_probs, candidates = _best_children(sampler.draft_scores(logits, n), branching)
+            drafts = sampler.draft_scores(logits, n, self._target.vocab_size, self._vocabulary)
+            log_probs, candidates = _best_children(drafts, branching)
+            if self._vocabulary is not None:
+                candidates = self._vocabulary[candidates]
             log_probs = (joint[:, :, None] + log_probs).flatten(1)
             candidates = candidates.expand(-1, frontier.shape[1], -1).flatten(1)
             tokens.append(candidates)
@@ -109,8 +114,13 @@ class ShapeDrafter(Drafter):
         embedding = None
         if self.predictor.config.token_conditioning == "root":
             embedding = self._target.embed(root)[:, None]
-        states = self.predictor(self._window, embedding, depth)
-        return self._target.logits(states.to(self._target.dtype))
+        return self._logits(self.predictor(self._window, embedding, depth))
+
+    def _logits(self, states: Tensor) -> Tensor:
+        """(..., H) -> (..., K), over the draft vocabulary."""
+        if self._head is None:
+            states = states.to(self._target.dtype)
+        return self._target.logits(states, self._head)
 
 
 def _best_children(scores: Tensor, branching: int) -> tuple[Tensor, Tensor]:

@@ -193,15 +193,8 @@ class SpeedResults:
         found = []
         for name, line in self.summary.items():
             speed_up, length = line.speed_up.value, line.acceptance_length.value
-            if (
-                self.methods[name] not in ("transformers", "plain")
-                and speed_up
-                and length
-                and speed_up > length
-            ):
-                found.append(
-                    f"{name}: the speed-up ({speed_up:.2f}) exceeds the acceptance length ({length:.2f})"
-                )
+            if self.methods[name] not in ("transformers", "plain") and speed_up and length and speed_up > length:
+                found.append(f"{name}: the speed-up ({speed_up:.2f}) exceeds the acceptance length ({length:.2f})")
         if self.skipped:
             found.append(f"{len(self.skipped)} prompts left out or cut ({next(iter(self.skipped.values()))})")
         return found

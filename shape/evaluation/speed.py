@@ -85,9 +85,7 @@ def measure(
     if len({prompt.id for prompt in prompts}) < len(prompts):
         raise DataError("two prompts share an id; give every prompt its own")
     if target.tokenizer is None:
-        raise DataError(
-            f"target {target.name} has no tokenizer to encode prompts with; give a folder that has one"
-        )
+        raise DataError(f"target {target.name} has no tokenizer to encode prompts with; give a folder that has one")
     settings = {
         # Not where it lies: a moved folder is the same target.
         "target": Path(target.name).name if Path(target.name).exists() else target.name,
@@ -108,9 +106,7 @@ def measure(
     measured = [prompt for prompt in prompts if rooms[prompt.id]]
     if not measured:
         reason = bench.too_long if prompts else "none was given"
-        raise DataError(
-            f"no prompt can be measured: {reason}; give other prompts or a smaller max_new_tokens"
-        )
+        raise DataError(f"no prompt can be measured: {reason}; give other prompts or a smaller max_new_tokens")
     environment = Environment.capture(target.device)
     finished = _open_journal(journal, settings | environment.machine())
     for prompt in measured[:warmup]:
@@ -315,9 +311,7 @@ class _Bench:
             distinct_bigrams=len(set(bigrams)),
             ended=int(tokens[-1] in self.target.eos_token_ids),
             equal_plain=int(self.plain is not None and tokens == runs[self.plain].tokens),
-            equal_transformers=int(
-                self.transformers is not None and tokens == runs[self.transformers].tokens
-            ),
+            equal_transformers=int(self.transformers is not None and tokens == runs[self.transformers].tokens),
         )
 
 
@@ -338,8 +332,7 @@ def _open_journal(journal: Path | None, header: dict[str, Any]) -> dict[str, Pro
         theirs = json.loads(whole[0])
         names = ", ".join(key for key in header if theirs.get(key) != header[key])
         raise ConfigError(
-            f"{journal} holds a measurement with other settings ({names}); give another output folder, or "
-            "delete it"
+            f"{journal} holds a measurement with other settings ({names}); give another output folder, or delete it"
         )
     whole = whole or [json.dumps(header) + "\n"]
     journal.parent.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ Attention sees slots ``[0, max(lengths) + N)``; the mask decides per row. ``leng
 much is settled: what lies beyond is overwritten by the next step, so rejecting a draft costs nothing.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,8 @@ class ArenaLayer(CacheLayerMixin):
     """One layer's window on the arena, in the form that transformers' attention layers expect."""
 
     is_sliding = False
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, arena: "KVArena", keys: Tensor, values: Tensor) -> None:
         super().__init__()
@@ -78,16 +81,17 @@ class KVArena(Cache):
             for (heads, size), count in groups.items()
         }
         self.set_lengths([0] * batch)
-        super().__init__(layers=self._views())
+        super().__init__(layers=list(self._views()))
 
-    def _views(self) -> list[ArenaLayer]:
+    def _views(self) -> Iterator[CacheLayerMixin]:
+        """One window per layer, in the model's order."""
         used = dict.fromkeys(self._storage, 0)
 
         def take(states: tuple[int, int]) -> Tensor:
             used[states] += 1
             return self._storage[states][used[states] - 1]
 
-        return [ArenaLayer(self, take(shape.keys), take(shape.values)) for shape in self._shapes]
+        return (ArenaLayer(self, take(shape.keys), take(shape.values)) for shape in self._shapes)
 
     @property
     def device(self) -> torch.device:

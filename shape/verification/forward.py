@@ -68,9 +68,7 @@ def tree_forward(target: Target, support: Support, arena: KVArena, tree: TokenTr
     )
 
 
-def _masks(
-    target: Target, support: Support, arena: KVArena, tree: TokenTree
-) -> Tensor | dict[str, Tensor] | None:
+def _masks(target: Target, support: Support, arena: KVArena, tree: TokenTree) -> Tensor | dict[str, Tensor] | None:
     single = tree.size == 1 and arena.uniform and support.sliding_window is None
     if single or support.mode == "chain":
         return None  # the model's own causal mask; without an explicit one its fastest kernels apply
@@ -158,9 +156,7 @@ def _check_logits(target: Target, prompt: Tensor) -> None:
         )
 
 
-def _tree_failure(
-    target: Target, support: Support, prompt: Tensor, drafts: Tensor, allowed: float
-) -> str | None:
+def _tree_failure(target: Target, support: Support, prompt: Tensor, drafts: Tensor, allowed: float) -> str | None:
     """Two rows of unequal length with a branching tree against plain forwards of every node's path."""
     lengths = [prompt.shape[1], prompt.shape[1] - 3]
     parent = torch.tensor([-1, 0, 0, 1, 1, 3], device=prompt.device).expand_as(drafts)
@@ -181,9 +177,7 @@ def _tree_failure(
     return None if distance <= allowed else f"states are off by {distance:.2g}"
 
 
-def _chain_failure(
-    target: Target, support: Support, prompt: Tensor, drafts: Tensor, allowed: float
-) -> str | None:
+def _chain_failure(target: Target, support: Support, prompt: Tensor, drafts: Tensor, allowed: float) -> str | None:
     tree = chain(drafts[:, 0], drafts[:, 1:])
     try:
         arena = new_arena(target, support, 1, prompt.shape[1] + tree.size)

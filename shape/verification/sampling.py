@@ -38,12 +38,13 @@ def row_keys(seed: int | Sequence[int], rows: int, samples: int = 1, device: tor
         rows: number of prompts.
         samples: samples per prompt, adjacent in the batch.
     """
+    count = rows * samples
     if isinstance(seed, int):
-        seeds, numbers = [seed] * (rows * samples), range(rows * samples)
+        seeds, numbers = [seed] * count, list(range(count))
     else:
-        seeds, numbers = [s for s in seed for _ in range(samples)], [i % samples for i in range(rows * samples)]
+        seeds, numbers = [s for s in seed for _ in range(samples)], [i % samples for i in range(count)]
     words = torch.tensor([_wrap(s) for s in seeds], dtype=torch.long, device=device)
-    counters = torch.tensor(list(numbers), dtype=torch.long, device=device)
+    counters = torch.tensor(numbers, dtype=torch.long, device=device)
     return mix(mix(words + _GOLDEN) + (counters + 1) * _GOLDEN)
 
 
@@ -118,25 +119,30 @@ class Sampler:
         return chosen
 
     def noise(self, offset: int, vocab_size: int) -> Tensor:
-        """(B, V) Gumbel noise of the token at ``offset``, computed once per step and shared by draft and verification."""
+        """(B, V) Gumbel noise of the token at ``offset``: once per step, shared by draft and verification."""
         if offset not in self._noise:
             assert self.keys is not None
             self._noise[offset] = gumbel(self.keys, self._lengths + offset, vocab_size)
         return self._noise[offset]
 
-    def draft_scores(self, logits: Tensor, offset: int) -> Tensor:
+    def draft_scores(self, logits: Tensor, offset: int, vocab_size: int, vocabulary: Tensor | None = None) -> Tensor:
         """Scores whose largest are a drafter's candidates at ``offset``: log q + g, with the target's own noise.
 
         A drafter that ranks by these proposes what the target will choose wherever q is near p.
 
         Args:
-            logits: (B, M, V), the drafter's logits for M nodes at one depth.
+            logits: (B, M, K), the drafter's logits for M nodes at one depth.
+            vocab_size: V, number of tokens of the target.
+            vocabulary: (K,) int64, the tokens that the logits are for; None stands for all of them in order.
         """
         logits = logits.float()
-        logits = self._forbid_early_eos(logits, self._lengths[:, None] + offset)
+        logits = self._forbid_early_eos(logits, self._lengths[:, None] + offset, vocabulary)
         if self.greedy:
             return logits
-        return logits / self.temperature + self.noise(offset, logits.shape[-1])[:, None]
+        noise = self.noise(offset, vocab_size)
+        if vocabulary is not None:
+            noise = noise[:, vocabulary]
+        return logits / self.temperature + noise[:, None]
 
     def choose(self, logits: Tensor, depth: Tensor) -> Tensor:
         """The target's choice at every node: argmax(log p + g), with p after all processors.
@@ -170,12 +176,12 @@ class Sampler:
             logits = logits.masked_fill(cut.scatter(-1, index, cut), float("-inf"))
         return logits
 
-    def _forbid_early_eos(self, logits: Tensor, positions: Tensor) -> Tensor:
+    def _forbid_early_eos(self, logits: Tensor, positions: Tensor, vocabulary: Tensor | None = None) -> Tensor:
         """EOS is out of reach for tokens at ``positions`` (B, N or 1) that come too early."""
         if self.min_new_tokens == 0 or not self.eos_token_ids:
             return logits
         early = positions < (self.prompt_lengths + self.min_new_tokens)[:, None]
-        logits = logits.clone()
-        for token in self.eos_token_ids:
-            logits[..., token] = logits[..., token].masked_fill(early, float("-inf"))
-        return logits
+        if vocabulary is None:
+            vocabulary = torch.arange(logits.shape[-1], device=logits.device)
+        ends = torch.isin(vocabulary, torch.tensor(self.eos_token_ids, device=logits.device))
+        return logits.masked_fill(early[..., None] & ends, float("-inf"))

@@ -111,7 +111,12 @@ def keep_best(tokens: Tensor, parent: Tensor, score: Tensor, nodes: int) -> Toke
 
 
 def attention_mask(
-    visible: Tensor, lengths: Tensor, key_length: int, dtype: torch.dtype, sliding_window: int | None, depth: Tensor
+    visible: Tensor,
+    lengths: Tensor,
+    key_length: int,
+    dtype: torch.dtype,
+    sliding_window: int | None,
+    depth: Tensor,
 ) -> Tensor:
     """Additive mask for verifying a tree behind ``lengths`` cached tokens.
 

@@ -51,8 +51,7 @@ def test_shipped_files_are_what_the_generator_makes(splits):
 
 def test_shipped_files_are_small():
     assert (
-        sum((DATA / name).stat().st_size for name in ("train.jsonl.gz", "validation.jsonl.gz", "bench.jsonl"))
-        < 1.5e6
+        sum((DATA / name).stat().st_size for name in ("train.jsonl.gz", "validation.jsonl.gz", "bench.jsonl")) < 1.5e6
     )
 
 
@@ -94,9 +93,7 @@ def test_turns_alternate_and_are_not_empty(splits):
         assert len(turns) >= 2
         assert [turn["from"] for turn in turns] == ["human", "gpt"] * (len(turns) // 2)
         assert all(turn["value"].strip() == turn["value"] != "" for turn in turns)
-        assert not any("{" in turn["value"] for turn in turns if row["category"] == "dialogue"), (
-            "an open slot"
-        )
+        assert not any("{" in turn["value"] for turn in turns if row["category"] == "dialogue"), "an open slot"
 
 
 def test_bench_rows_hold_user_turns_only(splits):

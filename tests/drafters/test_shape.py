@@ -10,7 +10,13 @@ from shape.predictor import ShapePredictor, roll, windows
 from shape.target import Target
 from shape.verification.sampling import Sampler, row_keys
 
-MODES = [("recursive", "path"), ("recursive", "root"), ("recursive", "none"), ("parallel", "root"), ("parallel", "none")]
+MODES = [
+    ("recursive", "path"),
+    ("recursive", "root"),
+    ("recursive", "none"),
+    ("parallel", "root"),
+    ("parallel", "none"),
+]
 
 
 def predictor(step_mode: str, conditioning: str, seed: int = 0) -> ShapePredictor:
@@ -61,7 +67,8 @@ def test_children_are_the_best_of_each_nodes_own_path(target, mode, temperature)
             tokens = tree.tokens[row, path]
             embeddings = target.embed(tokens if mode[1] == "path" else tokens[:1].expand(len(path)))
             state = network(window, embeddings, len(path))[-1]
-            scores = sampler.draft_scores(target.logits(state).expand(2, 1, -1), len(path) - 1)[row, 0]
+            logits = target.logits(state).expand(2, 1, -1)
+            scores = sampler.draft_scores(logits, len(path) - 1, 64)[row, 0]
             assert tree.tokens[row, children].tolist() == scores.topk(2).indices.tolist()
 
 
@@ -96,6 +103,25 @@ def test_update_moves_the_window_by_what_was_accepted(target, counts):
         assert torch.equal(drafter._window[row], expected)
     drafter.select(torch.tensor([1]))
     assert drafter._window.shape == (1, 4, 32)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_draft_vocabulary_is_all_that_is_drafted(target, mode, temperature):
+    """A vocabulary of every token, in another order, changes nothing; a smaller one holds every draft."""
+    whole = predictor(*mode)
+    everything, some = torch.arange(63, -1, -1), torch.tensor([9, 4, 33, 60])
+    drafts = []
+    for vocabulary in (None, everything, some):
+        network = predictor(*mode)
+        network.load_state_dict(whole.state_dict())
+        network.register_buffer("draft_vocabulary", vocabulary)
+        drafter, settled, _ = begin(network, target, TreeShape(depth=3, width=2))
+        sampler = Sampler(settled.lengths - 1, temperature, keys=row_keys(0, 2) if temperature else None)
+        sampler.settle(settled.lengths)
+        drafts.append(drafter.draft(settled, sampler))
+    assert torch.equal(drafts[0].tokens, drafts[1].tokens)
+    assert set(drafts[2].tokens[:, 1:].flatten().tolist()) <= set(some.tolist())
 
 
 def test_full_trees_hold_every_path():

@@ -31,9 +31,7 @@ METHODS = {"transformers": "transformers", "plain": None, "ngram": NgramDrafter(
 
 
 def run(target, methods=METHODS, prompts=PROMPTS, **options) -> SpeedResults:
-    return measure(
-        target, methods, prompts, **{"max_new_tokens": 10, "warmup": 0, "progress": False, **options}
-    )
+    return measure(target, methods, prompts, **{"max_new_tokens": 10, "warmup": 0, "progress": False, **options})
 
 
 @pytest.fixture(scope="module")
@@ -134,9 +132,7 @@ def test_what_cannot_be_measured_is_refused(tiny_target, options, kind, sentence
 
 def made_up(*rows: tuple[Tally, Tally], methods=("plain", "shape")) -> SpeedResults:
     """Results from given tallies of the plain loop and one drafter."""
-    records = tuple(
-        PromptRecord(str(i), "all", dict(zip(methods, row, strict=True))) for i, row in enumerate(rows)
-    )
+    records = tuple(PromptRecord(str(i), "all", dict(zip(methods, row, strict=True))) for i, row in enumerate(rows))
     environment = Environment("now", "here", None, "CPU", "some", 2, 2, {})
     settings = {"methods": {"plain": "plain", "shape": "shape, a tree"}, "temperature": 0.0}
     settings |= {"target": "t", "parameters": 1, "dtype": "float32", "prompts": "p", "max_new_tokens": 9}
@@ -170,11 +166,7 @@ def test_a_speed_up_above_the_acceptance_length_is_flagged():
 def test_answers_of_one_token_are_undefined_not_infinite():
     results = made_up((tally(1.0, 20, 20), tally(0.0, 0, 0)))
     line = results.summary["shape"]
-    assert (
-        line.tokens_per_second is None
-        and line.speed_up.value is None
-        and line.acceptance_length.value is None
-    )
+    assert line.tokens_per_second is None and line.speed_up.value is None and line.acceptance_length.value is None
     assert "NaN" not in results.to_json() and "nan" not in results.to_markdown()
 
 
@@ -209,9 +201,7 @@ def test_projection_counts_what_a_drafter_reads(tiny_target):
     recursive, once = cost(step_mode="recursive")
     assert recursive == pytest.approx(3 * once)
     assert projected_draft_cost(NgramDrafter(), tiny_target) == 0
-    assert (
-        projected_draft_cost("transformers", tiny_target) is None is projected_draft_cost(None, tiny_target)
-    )
+    assert projected_draft_cost("transformers", tiny_target) is None is projected_draft_cost(None, tiny_target)
 
 
 def test_descriptions_change_with_the_settings(tiny_target):

@@ -1,4 +1,4 @@
-"""The recipe of the shipped target on a micro configuration: its export, what it holds out, how it goes on."""
+"""The recipe of the shipped target in micro size: its export, what it holds out, how it resumes."""
 
 import importlib.util
 import json
@@ -14,9 +14,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def load_recipe():
-    spec = importlib.util.spec_from_file_location(
-        "quickstart_target", REPOSITORY / "train/quickstart_target.py"
-    )
+    spec = importlib.util.spec_from_file_location("quickstart_target", REPOSITORY / "train/quickstart_target.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up by name
     spec.loader.exec_module(module)
@@ -156,20 +154,14 @@ def test_sets_by_name_follow_the_published_schemas(monkeypatch):
         if name == "parquet":
             return [{"turns": {"speaker": [0, 1], "utterance": ["Hi", "Hello"]}}]
         if name == "json":
-            return [
-                {"utterances": [{"speaker": "user", "text": "Tea"}, {"speaker": "assistant", "text": "Yes"}]}
-            ]
+            return [{"utterances": [{"speaker": "user", "text": "Tea"}, {"speaker": "assistant", "text": "Yes"}]}]
         assert (name, *arguments, split) == ("openai/gsm8k", "main", "train")
         return [{"question": "1 + 1?", "answer": "1 + 1 = <<1+1=2>>2\n#### 2"}]
 
     monkeypatch.setattr(datasets, "load_dataset", published)
     train, held_out = quickstart.hub_sources()
     sgd, tm4, gsm8k = (train[name] for name in ("sgd_train", "tm4", "gsm8k_train"))
-    assert (
-        sgd
-        == held_out["sgd-dev"]
-        == ["<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"]
-    )
+    assert sgd == held_out["sgd-dev"] == ["<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"]
     assert "assistant\nYes<|im_end|>" in tm4[0]
     assert "assistant\n1 + 1 = 2\n#### 2<|im_end|>" in gsm8k[0]
 

@@ -48,8 +48,7 @@ def test_rows_advance_raggedly(data):
 def write(arena: KVArena, stamps: torch.Tensor) -> None:
     for index, shape in enumerate(SHAPES):
         keys, values = (
-            stamps[:, None, :, None].double().expand(-1, heads, -1, size)
-            for heads, size in (shape.keys, shape.values)
+            stamps[:, None, :, None].double().expand(-1, heads, -1, size) for heads, size in (shape.keys, shape.values)
         )
         shown_keys, shown_values = arena.update(keys, values, index)
         assert shown_keys.shape[2] == shown_values.shape[2] == arena.longest + stamps.shape[1]

@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM, GPTNeoConfig, GPTNeoForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 from shape.errors import UnsupportedTarget
 from shape.target import Target
@@ -39,7 +46,7 @@ def test_alibi_in_the_mask_is_decoded_as_chains_or_refused():
 
 def test_recurrent_states_are_refused():
     model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4))
-    with pytest.raises(UnsupportedTarget, match="target .* c"):
+    with pytest.raises(UnsupportedTarget, match=r"target .* c"):
         probe(Target(model))
 
 

@@ -70,9 +70,7 @@ def sampler(**options) -> Sampler:
     return Sampler(**options)
 
 
-@given(
-    st.integers(0, 12), st.floats(0.05, 1.0), st.floats(0.2, 3.0), st.integers(0, 1000)
-)
+@given(st.integers(0, 12), st.floats(0.05, 1.0), st.floats(0.2, 3.0), st.integers(0, 1000))
 def test_warp_equals_transformers(top_k, top_p, temperature, seed):
     logits = torch.randn(3, 10, generator=torch.Generator().manual_seed(seed))
     expected = TemperatureLogitsWarper(temperature)(None, logits)
@@ -111,4 +109,13 @@ def test_eos_is_out_of_reach_until_the_minimum(temperature):
     choices = chooser.choose(logits, torch.tensor([[0, 1, 2]]))[0].tolist()
     assert set(choices[:2]) <= {0, 2} and choices[2] == 1
     assert logits[0, 0, 1] == 50.0  # the model's logits are not written to
-    assert chooser.draft_scores(logits[:, :1], 0)[0, 0].argmax() in (0, 2)
+    assert chooser.draft_scores(logits[:, :1], 0, 4)[0, 0].argmax() in (0, 2)
+    some = torch.tensor([1, 2])  # a draft vocabulary
+    assert chooser.draft_scores(logits[:, :1, some], 0, 4, some)[0, 0].argmax() == 1
+
+
+def test_a_draft_vocabulary_sees_the_noise_of_its_own_tokens():
+    chooser = sampler(temperature=1.0)
+    some = torch.tensor([7, 3, 90])
+    scores = chooser.draft_scores(torch.zeros(1, 1, 3), 0, 100, some)[0, 0]
+    assert torch.equal(scores, chooser.noise(0, 100)[0, some])

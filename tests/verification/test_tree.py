@@ -1,5 +1,7 @@
 """Trees against naive walks over parents."""
 
+from itertools import pairwise
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,7 +62,7 @@ def test_ragged_chain_of_nothing_is_the_root():
 def test_first_path_follows_first_children(parent):
     tokens = torch.arange(len(parent))[None]
     path = first_path(TokenTree(tokens, torch.tensor([parent]))).tokens[0].tolist()
-    for node, child in zip(path, path[1:], strict=False):
+    for node, child in pairwise(path):
         assert parent.index(node, 1) == child
     assert path[-1] not in parent[1:]
 
@@ -87,9 +89,7 @@ def test_keep_best_stays_a_tree_and_keeps_the_best(data):
 def test_mask_shows_settled_tokens_and_ancestors_within_the_window(parent, length, slack, window):
     tree = TokenTree(torch.zeros(1, len(parent), dtype=torch.long), torch.tensor([parent]))
     keys = length + len(parent) + slack
-    mask = attention_mask(
-        tree.ancestors, torch.tensor([length]), keys, torch.float32, window, tree.depth
-    )
+    mask = attention_mask(tree.ancestors, torch.tensor([length]), keys, torch.float32, window, tree.depth)
     assert mask.shape == (1, 1, len(parent), keys)
     for node in range(len(parent)):
         position = length + len(walk(parent, node)) - 1
