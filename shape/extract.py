@@ -27,7 +27,6 @@ class ExtractOptions(FeatureOptions):
         data: file, folder or hub dataset with conversations.
         output: folder of the features.
         limit: at most so many conversations.
-        skip_bad_rows: count malformed rows and go on.
         target_dtype: dtype to run the target in; null is its checkpoint's own.
         trust_remote_code: run code that comes with the target.
         trainer: devices, processes and nodes, as Lightning's Trainer has them.
@@ -37,7 +36,6 @@ class ExtractOptions(FeatureOptions):
     data: str
     output: str
     limit: int | None = None
-    skip_bad_rows: bool = False
     target_dtype: str | None = None
     trust_remote_code: bool = False
     trainer: TrainerOptions = field(default_factory=TrainerOptions)

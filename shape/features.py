@@ -46,15 +46,15 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, tor
 
 @dataclass
 class TrainerOptions:
-    """Options of Lightning's Trainer, under its names and with its meaning, for extraction and training
-    alike.
+    """Options of Lightning's Trainer, under its names and with its meaning, for extraction and training alike.
 
     Attributes:
         accelerator: cpu, cuda, mps, or auto.
         devices: how many, a list of indices, or auto.
         num_nodes: machines.
         strategy: ddp for several devices; auto chooses.
-        precision: of training, for example bf16-mixed; extraction runs in the target's own dtype.
+        precision: of training, for example 32-true; auto is bf16-mixed where the hardware multiplies in bfloat16.
+            Extraction runs in the target's own dtype.
         accumulate_grad_batches: portions that a step's batch is computed in, to save memory.
         gradient_clip_val: largest norm of the gradients; null does not clip.
         log_every_n_steps: steps between logged metrics.
@@ -66,17 +66,26 @@ class TrainerOptions:
     devices: int | str | list[int] = "auto"
     num_nodes: int = 1
     strategy: str = "auto"
-    precision: str = "32-true"
+    precision: str = "auto"
     accumulate_grad_batches: int = 1
     gradient_clip_val: float | None = 1.0
     log_every_n_steps: int = 20
     enable_progress_bar: bool = True
     deterministic: bool = False
 
+    def chosen_precision(self) -> str:
+        """What auto stands for on this machine."""
+        if self.precision != "auto":
+            return self.precision
+        if self.accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available():
+            fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        else:  # Lightning would prefer mps where there is one, and that has no fast bfloat16 to rely on
+            on_cpu = self.accelerator == "cpu" or not torch.backends.mps.is_available()
+            fast = on_cpu and torch.cpu._is_avx512_bf16_supported()  # type: ignore[attr-defined]
+        return "bf16-mixed" if fast else "32-true"
+
     def for_extraction(self) -> pl.Trainer:
-        """A Trainer for `extract`. No inference mode: its tensors could not be used in training
-        afterwards.
-        """
+        """A Trainer for `extract`. No inference mode: its tensors could not be used in training afterwards."""
         return pl.Trainer(
             accelerator=self.accelerator,
             devices=self.devices,
@@ -112,12 +121,14 @@ class FeatureOptions(StorageOptions):
 
     Attributes:
         max_length: tokens kept of each conversation.
+        skip_bad_rows: count malformed rows and go on; chats that the template refuses are stored empty.
         layers: -1 is h, the vector that enters the output embedding; k >= 0 is the output of block k. h comes
             last: it is what predictors predict.
     """
 
     max_length: int = 1024
     layers: list[int] = field(default_factory=lambda: [-1])
+    skip_bad_rows: bool = False
 
     def check(self, target: Target) -> None:
         """Raises ConfigError for values that cannot be meant, before any work is done."""
@@ -126,8 +137,7 @@ class FeatureOptions(StorageOptions):
                 raise ConfigError(f"{name} is {getattr(self, name)}; give a positive number")
         if target.max_positions is not None and self.max_length > target.max_positions:
             raise ConfigError(
-                f"max_length is {self.max_length}, but target {target.name} has "
-                f"{target.max_positions} positions; "
+                f"max_length is {self.max_length}, but target {target.name} has {target.max_positions} positions; "
                 f"give max_length {target.max_positions} or less"
             )
         if not self.layers or self.layers[-1] != -1:
@@ -211,9 +221,7 @@ class Manifest:
         return range(start, min(start + self.shard_size, self.conversations))
 
     def differences(self, other: "Manifest") -> list[str]:
-        """Phrases naming what differs from what is wanted. The target's name and the shard size do not
-        count.
-        """
+        """Phrases naming what differs from what is wanted. The target's name and the shard size do not count."""
         found = [f"target's {phrase}" for phrase in self.target.differences(other.target)]
         if self.fingerprint != other.fingerprint:
             found.append("the conversations")
@@ -294,14 +302,12 @@ class FeatureStore(Sequence[Stored]):
         self.manifest = Manifest.read(self.directory)
         if identity is not None and (differences := self.manifest.target.differences(identity)):
             raise TargetMismatch(
-                f"features in {self.directory} were made by {self.manifest.target.name}, which "
-                "differs from target "
+                f"features in {self.directory} were made by {self.manifest.target.name}, which differs from target "
                 f"{identity.name} in {', '.join(differences)}; give another folder or extract again"
             )
         if missing := missing_shards(self.directory, self.manifest):
             raise FeatureStoreError(
-                f"feature folder {self.directory} is half-written: {len(missing)} of "
-                f"{self.manifest.shards} shards "
+                f"feature folder {self.directory} is half-written: {len(missing)} of {self.manifest.shards} shards "
                 f"are missing or damaged ({_names(missing)}); run the same command again to complete it"
             )
         self._shards = [_load(_shard_path(self.directory, shard)) for shard in range(self.manifest.shards)]
@@ -333,9 +339,7 @@ class FeatureStore(Sequence[Stored]):
         return (self[index] for index in range(len(self)))
 
     def roots(self, exclude: Collection[int] = ()) -> Tensor:
-        """Rows of the store that can be roots, (R,) int64, ascending; not of the conversations in
-        `exclude`.
-        """
+        """Rows of the store that can be roots, (R,) int64, ascending; not of the conversations in `exclude`."""
         parts = [
             eligible(shard["loss_mask"], shard["offsets"]).nonzero().squeeze(-1) + start
             for shard, start in zip(self._shards, self._first_row, strict=False)
@@ -393,8 +397,7 @@ class FeatureStore(Sequence[Stored]):
             error = float((fresh - stored.hidden.float()).norm() / fresh.norm())
             if not error <= tolerance:
                 raise FeatureStoreError(
-                    f"features in {self.directory} are not what target {target.name} computes now "
-                    "(conversation "
+                    f"features in {self.directory} are not what target {target.name} computes now (conversation "
                     f"{index} differs by {error:.1%}, at most {tolerance:.1%} is rounding); extract again"
                 )
 
@@ -446,8 +449,8 @@ def extract(
     manifest = _claim(directory, Manifest.plan(target, conversations, options))
     missing = missing_shards(directory, manifest)
     if missing:
-        _check_space(directory, manifest, missing, *_estimate(target, conversations, manifest, missing))
-        work = _Extraction(target, conversations, directory, manifest, options.batch_size)
+        _check_space(directory, manifest, missing, *_estimate(target, conversations, options, manifest, missing))
+        work = _Extraction(target, conversations, directory, manifest, options)
         trainer.predict(work, return_predictions=False)
         trainer.strategy.barrier("features are complete")
     return FeatureStore(directory, target.identity)
@@ -462,14 +465,14 @@ class _Extraction(pl.LightningModule):
         conversations: Sequence[Conversation],
         directory: Path,
         manifest: Manifest,
-        batch_size: int,
+        options: FeatureOptions,
     ) -> None:
         super().__init__()
         self.target = target
         self.conversations = conversations
         self.directory = directory
         self.manifest = manifest
-        self.batch_size = batch_size
+        self.options = options
 
     def predict_dataloader(self) -> DataLoader:
         # Every process runs the same number of steps, also with nothing left to do, and decides by itself
@@ -495,8 +498,8 @@ class _Extraction(pl.LightningModule):
         hidden = torch.empty(int(offsets[-1]), manifest.width, dtype=manifest.torch_dtype)
         # Batches of similar length, formed inside the shard: the same on every run.
         order = sorted((index for index, sample in enumerate(samples) if sample), key=lambda i: int(lengths[i + 1]))
-        for start in range(0, len(order), self.batch_size):
-            chosen = order[start : start + self.batch_size]
+        for start in range(0, len(order), self.options.batch_size):
+            chosen = order[start : start + self.options.batch_size]
             batch = [sample for index in chosen if (sample := samples[index]) is not None]
             states = compute_features(self.target, batch, manifest.layers).to("cpu", manifest.torch_dtype)
             for index, rows in zip(chosen, states, strict=True):
@@ -510,10 +513,9 @@ class _Extraction(pl.LightningModule):
         }
 
     def _encode(self, index: int) -> Encoded | None:
-        """The conversation's tokens, or None (stored as empty) where truncation left nothing to learn
-        from.
-        """
-        encoded = encode(self.conversations[index], self.target.tokenizer, self.manifest.max_length)
+        """The conversation's tokens, or None (stored as empty) where they hold nothing to learn from."""
+        options, tokenizer = self.options, self.target.tokenizer
+        encoded = encode_row(self.conversations[index], tokenizer, options.max_length, options.skip_bad_rows)
         whole = torch.tensor([0, len(encoded.input_ids)])
         return encoded if bool(eligible(encoded.loss_mask, whole).any()) else None
 
@@ -526,8 +528,8 @@ def _claim(directory: Path, manifest: Manifest) -> Manifest:
             present = Manifest.read(directory)
             if differences := present.differences(manifest):
                 raise FeatureStoreError(
-                    f"features in {directory} were made from something else: they differ in "
-                    f"{', '.join(differences)}; give another folder, or delete this one"
+                    f"features in {directory} were made from something else: they differ in {', '.join(differences)}; "
+                    "give another folder, or delete this one"
                 )
             return present
         temporary = directory / f".{_MANIFEST}.{os.getpid()}.tmp"
@@ -539,12 +541,20 @@ def _claim(directory: Path, manifest: Manifest) -> Manifest:
 
 
 def _estimate(
-    target: Target, conversations: Sequence[Conversation], manifest: Manifest, missing: list[int]
+    target: Target,
+    conversations: Sequence[Conversation],
+    options: FeatureOptions,
+    manifest: Manifest,
+    missing: list[int],
 ) -> tuple[int, int]:
     """Tokens and bytes of the missing shards, from the lengths of a sample of conversations."""
     todo = [index for shard in missing for index in manifest.conversations_of(shard)]
     sample = todo[:: max(1, len(todo) // _ESTIMATE_SAMPLE)]
-    lengths = [len(encode(conversations[i], target.tokenizer, manifest.max_length).input_ids) for i in sample]
+    rows = (
+        encode_row(conversations[index], target.tokenizer, options.max_length, options.skip_bad_rows)
+        for index in sample
+    )
+    lengths = [len(row.input_ids) for row in rows]
     tokens = math.ceil(sum(lengths) / len(lengths) * len(todo))
     per_token = manifest.width * manifest.torch_dtype.itemsize + 5  # states, int32 id, mask
     return tokens, tokens * per_token + 8 * len(todo) + 512 * len(missing)
@@ -554,14 +564,12 @@ def _check_space(directory: Path, manifest: Manifest, missing: list[int], tokens
     free = shutil.disk_usage(directory).free
     summary = (
         f"features: about {tokens:,} tokens x {len(manifest.layers)} layer(s) x {manifest.hidden_size} in "
-        f"{manifest.dtype}, about {_human(size)}, in {len(missing)} shard(s) to {directory} "
-        f"({_human(free)} free)"
+        f"{manifest.dtype}, about {_human(size)}, in {len(missing)} shard(s) to {directory} ({_human(free)} free)"
     )
     if size > free:
         raise DiskSpaceError(
-            f"{summary}: the disk is too small; lower max_length, limit or the number of layers, use "
-            "the online "
-            "mode, or give another folder"
+            f"{summary}: the disk is too small; lower max_length, limit or the number of layers, use the online mode, "
+            "or give another folder"
         )
     rank_zero_only(print)(summary, flush=True)
 

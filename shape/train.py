@@ -5,10 +5,12 @@
     python -m shape.train --config configs/paper.yaml            # another predictor
     python -m shape.train ... --ckpt_path last                   # go on where a run was stopped
 
-Every option of `--help` may stand in a YAML file (`--config`), and `--print_config` writes one. Options that
-are given nowhere come from configs/quickstart.yaml.
+Every option of `--help` may stand in a YAML file (`--config`), and `--print_config` writes one. What is given nowhere
+comes from configs/quickstart.yaml for the target that ships, and for any other from the defaults of the options, which
+describe the same predictor at sizes relative to the target's.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,13 +27,21 @@ from torch import Tensor
 
 from shape import bundled
 from shape.config import ShapeConfig
-from shape.conversations import Conversation, Prompt, encode, load_conversations, load_prompts
+from shape.conversations import Conversation, Prompt, fingerprint, load_conversations, load_prompts
 from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.drafters import TreeShape
 from shape.errors import CheckpointError, ConfigError, DataError, exit_on_error
 from shape.evaluation.environment import Environment
 from shape.evaluation.speed import SpeedResults, measure
-from shape.features import FeatureOptions, FeatureStore, StorageOptions, TrainerOptions, extract, quiet
+from shape.features import (
+    FeatureOptions,
+    FeatureStore,
+    StorageOptions,
+    TrainerOptions,
+    encode_row,
+    extract,
+    quiet,
+)
 from shape.losses import Losses
 from shape.predictor import ShapePredictor
 from shape.target import Target
@@ -187,10 +197,18 @@ class TrainOptions:
 
     def feature_options(self) -> FeatureOptions:
         return FeatureOptions(
-            max_length=self.max_length, layers=self.predictor.feature_layers, **asdict(self.extraction)
+            max_length=self.max_length,
+            layers=self.predictor.feature_layers,
+            skip_bad_rows=self.skip_bad_rows,
+            **asdict(self.extraction),
         )
 
     def predictor_config(self, target: Target) -> ShapeConfig:
+        if (self.predictor.draft_vocab_size or 0) > target.vocab_size:
+            raise ConfigError(
+                f"predictor.draft_vocab_size is {self.predictor.draft_vocab_size}, and target {target.name} has "
+                f"{target.vocab_size} tokens; give fewer, or null"
+            )
         return ShapeConfig(
             hidden_size=target.hidden_size,
             target_identity=target.identity.to_dict(),
@@ -200,12 +218,10 @@ class TrainOptions:
 
 
 def train(options: TrainOptions) -> Path:
-    """The whole way; returns the folder of the exported predictor. Only the first process exports and
-    measures.
-    """
+    """The whole way; returns the folder of the exported predictor. Only the first process exports and measures."""
     options.check()
     output = _writable(Path(options.output))
-    checkpoint = _checkpoint(options, output)
+    checkpoint = _checkpoint(options.ckpt_path, output)
     target = Target.load(options.target, dtype=options.target_dtype, trust_remote_code=options.trust_remote_code)
     if target.tokenizer is None:
         raise DataError(f"target {target.name} has no tokenizer, and conversations are text; put one into its folder")
@@ -214,7 +230,16 @@ def train(options: TrainOptions) -> Path:
     config = options.predictor_config(target)
     measured_prompts = _prompts_file(options)
     conversations, held_out, for_validation = _conversations(options)
-    prompts = validation_prompts(for_validation, target, options)
+    validation = DecodingValidation(
+        validation_prompts(for_validation, target, options),
+        options.validation.every,
+        options.validation.max_new_tokens,
+        output / "checkpoints/best.safetensors",
+    )
+    trainer = _trainer(options, output, validation)
+    _require_divisible(options, trainer.world_size)
+    if checkpoint is None:
+        _set_aside(output / "checkpoints")
 
     source = conversations if options.online else _features(options, output, target, conversations, wanted)
     with torch.random.fork_rng(devices=[]):
@@ -228,6 +253,7 @@ def train(options: TrainOptions) -> Path:
         ahead=config.num_steps,
         exclude=held_out,
         max_length=options.max_length,
+        skip_bad_rows=options.skip_bad_rows,
         seed=options.seed,
     )
     if config.draft_vocab_size is not None:
@@ -239,20 +265,12 @@ def train(options: TrainOptions) -> Path:
         options.training,
         seed=options.seed,
         log_every=options.trainer.log_every_n_steps,
-        recipe=_recipe(options, conversations),
-    )
-    validation = DecodingValidation(
-        prompts,
-        options.validation.every,
-        options.validation.max_new_tokens,
-        output / "checkpoints/best.safetensors",
+        recipe=_recipe(options, target, conversations),
     )
     _say(
-        f"training: {sum(p.numel() for p in predictor.parameters()) / 1e6:.1f}M parameters on "
-        f"{data.size} for at "
-        f"most {options.training.steps} steps of {options.training.batch_size} positions"
+        f"training: {sum(p.numel() for p in predictor.parameters()) / 1e6:.1f}M parameters on {data.size} for at most "
+        f"{options.training.steps} steps of {options.training.batch_size} positions"
     )
-    trainer = _trainer(options, output, validation)
     trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
     if trainer.is_global_zero:
         _finish(options, output, module, validation, measured_prompts or _as_prompts(for_validation), data.size)
@@ -273,18 +291,24 @@ def _writable(output: Path) -> Path:
     return output
 
 
-def _checkpoint(options: TrainOptions, output: Path) -> str | None:
-    """The checkpoint to resume from. A run from the start moves an earlier run's checkpoints out of the
-    way.
-    """
-    folder = output / "checkpoints"
-    if options.ckpt_path is None:
-        _set_aside(folder)
+def _checkpoint(name: str | None, output: Path) -> str | None:
+    """The checkpoint to resume from; "last" is the one in the output folder."""
+    if name is None:
         return None
-    path = folder / "last.ckpt" if options.ckpt_path == "last" else Path(options.ckpt_path)
+    path = output / "checkpoints/last.ckpt" if name == "last" else Path(name)
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint {path} to resume from; leave out --ckpt_path to start anew")
     return str(path)
+
+
+def _require_divisible(options: TrainOptions, processes: int) -> None:
+    """Known before features are computed, so said before; online batches count conversations instead."""
+    parts = processes * options.trainer.accumulate_grad_batches
+    if not options.online and options.training.batch_size % parts:
+        raise ConfigError(
+            f"training.batch_size is {options.training.batch_size}, which does not divide among {processes} "
+            f"process(es) x {options.trainer.accumulate_grad_batches} accumulated part(s); give a multiple of {parts}"
+        )
 
 
 @rank_zero_only
@@ -339,20 +363,19 @@ def validation_prompts(conversations: Sequence[Conversation], target: Target, op
     if target.max_positions is not None:
         room = min(room, target.max_positions - options.validation.max_new_tokens)
     found: list[Tensor] = []
-    for index in range(len(conversations)):
-        encoded = encode(conversations[index], target.tokenizer, options.max_length)
+    for index, conversation in enumerate(conversations):
+        encoded = encode_row(conversation, target.tokenizer, options.max_length, options.skip_bad_rows)
         previous = torch.cat([encoded.loss_mask.new_zeros(1), encoded.loss_mask[:-1]])
         starts = (encoded.loss_mask & ~previous).nonzero()[:, 0].tolist()
-        if conversations[index].kind == "text":
+        if conversation.kind == "text":
             starts = [min(32, len(encoded.input_ids) // 2)]
         starts = [start for start in starts if 1 <= start <= room]
         if starts:
             found.append(encoded.input_ids[: starts[index % len(starts)]])
     if not found:
         raise DataError(
-            f"no validation conversation has an assistant turn within {room} tokens; raise "
-            "max_length, or give "
-            "other --validation_data"
+            f"no validation conversation has an assistant turn within {room} tokens; raise max_length, or give other "
+            "--validation_data"
         )
     count = min(options.validation.prompts, len(found))
     return [found[index * len(found) // count] for index in range(count)]
@@ -391,15 +414,15 @@ def _features(
     return store
 
 
-def _recipe(options: TrainOptions, conversations: Sequence[Conversation]) -> dict[str, Any]:
+def _recipe(options: TrainOptions, target: Target, conversations: Sequence[Conversation]) -> dict[str, Any]:
     """What defines a run beside its losses and optimisation: a checkpoint of another recipe is refused."""
     return {
         "predictor": asdict(options.predictor),
-        "target": options.target,
+        "target": target.identity.head_hash,
         "online": options.online,
         "max_length": options.max_length,
-        "conversations": len(conversations),
-        "precision": options.trainer.precision,
+        "conversations": fingerprint(conversations)[:16],
+        "precision": options.trainer.chosen_precision(),
         "gradient_clip_val": options.trainer.gradient_clip_val,
     }
 
@@ -407,7 +430,7 @@ def _recipe(options: TrainOptions, conversations: Sequence[Conversation]) -> dic
 def _trainer(options: TrainOptions, output: Path, validation: DecodingValidation) -> pl.Trainer:
     csv = CSVLogger(output, name="logs")
     return pl.Trainer(
-        **asdict(options.trainer),
+        **{**asdict(options.trainer), "precision": options.trainer.chosen_precision()},
         max_steps=options.training.steps,
         max_epochs=1,  # one run over the loader, which counts in steps
         logger=[csv, TensorBoardLogger(output, name="logs", version=csv.version)],
@@ -456,8 +479,7 @@ def _finish(
     best = validation.best
     if best:
         console.print(
-            f"validation: acceptance length {best['value']:.2f} [{best['low']:.2f}, "
-            f"{best['high']:.2f}] at step "
+            f"validation: acceptance length {best['value']:.2f} [{best['low']:.2f}, {best['high']:.2f}] at step "
             f"{best['step']} of {module.trainer.global_step}, {len(validation.prompts)} prompts"
         )
     if prompts and options.measurement.limit:
@@ -516,24 +538,34 @@ def _say(line: str) -> None:
 # ------------------------------------------------------------------------------------------------- command
 
 
-def parser() -> ArgumentParser:
+def parser(defaults: Path | None) -> ArgumentParser:
+    """The command's options; those of the file `defaults` go before the dataclasses' own."""
     parser = ArgumentParser(
         prog="python -m shape.train",
         description=__doc__.splitlines()[0],
-        default_config_files=[str(bundled.path("configs", "quickstart.yaml"))],
+        default_config_files=[str(defaults)] if defaults else None,
     )
     parser.add_argument("--config", action="config", help="a YAML file with these options")
     parser.add_class_arguments(TrainOptions, as_group=False)
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def parse(arguments: Sequence[str]) -> TrainOptions:
+    """Options from the command line. The quickstart's sizes are for its own target and no other."""
     with exit_on_error():
-        reader = parser()
+        defaults = bundled.path("configs", "quickstart.yaml")
+    first = [argument for argument in arguments if not argument.startswith("--print_config")]
+    ships = parser(defaults).parse_args(first).target == QUICKSTART_TARGET
+    reader = parser(defaults if ships else None)
     values = reader.instantiate(reader.parse_args(arguments)).as_dict()
     values.pop("config")
+    return TrainOptions(**values)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(sys.argv[1:] if arguments is None else arguments)
     with exit_on_error(), quiet():
-        train(TrainOptions(**values))
+        train(options)
 
 
 if __name__ == "__main__":

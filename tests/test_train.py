@@ -22,7 +22,7 @@ from shape.config import ShapeConfig
 from shape.conversations import Conversation, Message
 from shape.decoder import ShapeDecoder
 from shape.features import TrainerOptions
-from shape.train import PredictorOptions, TrainOptions, main, parser, validation_prompts
+from shape.train import PredictorOptions, TrainOptions, main, parse, validation_prompts
 
 
 @pytest.fixture(scope="module")
@@ -173,33 +173,36 @@ def test_a_new_run_sets_older_checkpoints_aside(trained, tiny_target_folder, dat
 # ------------------------------------------------------------------------------------------------- options
 
 
-def parse(*options: str) -> TrainOptions:
-    reader = parser()
-    values = reader.instantiate(reader.parse_args(list(options))).as_dict()
-    values.pop("config")
-    return TrainOptions(**values)
-
-
 def test_the_default_is_the_quickstart_configuration():
-    options = parse()
+    options = parse([])
     given = yaml.safe_load(bundled.path("configs", "quickstart.yaml").read_text())
     assert options.output == given["output"] and options.training.steps == given["training"]["steps"]
     assert options.predictor.token_conditioning == "path" and options.predictor.step_mode == "recursive"
 
 
-def test_own_target_and_data_keep_the_default_predictor(tmp_path):
-    options = parse("--target=T", "--data=D", "--output=O", "--predictor.dropout=0.2")
+def test_own_target_gets_the_same_kind_of_predictor_at_its_own_size():
+    options = parse(["--target=T", "--data=D", "--output=O", "--predictor.dropout=0.2"])
     assert (options.target, options.data, options.output) == ("T", "D", "O")
-    assert options.predictor == PredictorOptions(**{**vars(parse().predictor), "dropout": 0.2})
+    assert options.predictor == PredictorOptions(dropout=0.2)
+    quickstart = parse([]).predictor
+    for axis in ("window", "step_mode", "token_conditioning", "refinement"):
+        assert getattr(options.predictor, axis) == getattr(quickstart, axis)
+    assert options.predictor.intermediate_size is None and options.predictor.draft_vocab_size is None
+
+
+def test_own_data_and_configuration_files_keep_the_other_defaults(tmp_path):
+    assert parse(["--data=D"]).predictor == parse([]).predictor
     config = tmp_path / "mine.yaml"
     config.write_text("training: {steps: 3}\nseed: 5\n")
-    options = parse(f"--config={config}", "--seed=6")
+    options = parse([f"--config={config}", "--seed=6"])
     assert options.training.steps == 3 and options.seed == 6
-    assert options.training.batch_size == parse().training.batch_size
+    assert options.training.batch_size == parse([]).training.batch_size
+    config.write_text("target: T\n")
+    assert parse([f"--config={config}"]) == TrainOptions(target="T")
 
 
 def test_paper_configuration_is_the_papers_model(tiny_target):
-    options = parse(f"--config={bundled.path('configs', 'paper.yaml')}")
+    options = parse([f"--config={bundled.path('configs', 'paper.yaml')}"])
     config = options.predictor_config(tiny_target)
     assert (config.window, config.step_mode, config.token_conditioning) == (4, "parallel", "none")
     assert (config.refinement, config.refinement_dim) == ("sinkhorn", 128)
@@ -208,12 +211,13 @@ def test_paper_configuration_is_the_papers_model(tiny_target):
     assert options.training.noise > 0 and config.dropout > 0
 
 
-def test_printed_configuration_gives_the_same_options(capsys, tmp_path):
+@pytest.mark.parametrize("target", [[], ["--target=T"]])
+def test_printed_configuration_gives_the_same_options(capsys, tmp_path, target):
     with pytest.raises(SystemExit):
-        parser().parse_args(["--seed=9", "--trainer.devices=2", "--print_config"])
+        parse([*target, "--seed=9", "--trainer.devices=2", "--print_config"])
     path = tmp_path / "printed.yaml"
     path.write_text(capsys.readouterr().out)
-    assert parse(f"--config={path}") == parse("--seed=9", "--trainer.devices=2")
+    assert parse([f"--config={path}"]) == parse([*target, "--seed=9", "--trainer.devices=2"])
 
 
 def test_options_mirror_what_they_become():
@@ -254,6 +258,8 @@ def test_validation_prompts_end_where_answers_begin(tiny_target):
         (["--validation.every=0"], "validation.every"),
         (["--predictor.step_mode=parallel"], "recursive"),
         (["--limit=1"], "one conversation"),
+        (["--predictor.draft_vocab_size=1000"], "259 tokens"),
+        (["--trainer.accumulate_grad_batches=3"], "multiple of 3"),
     ],
 )
 def test_mistakes_get_one_sentence_before_any_work(
@@ -280,12 +286,6 @@ def test_features_of_another_target(trained, tiny_model, tiny_tokenizer, data, t
     with pytest.raises(SystemExit) as exit_:
         main(arguments(tmp_path / "other", data, tmp_path / "out", f"--features={trained / 'features'}"))
     assert exit_.value.code == 2 and "output embedding" in capsys.readouterr().err
-
-
-def test_batch_that_does_not_divide(tiny_target_folder, data, tmp_path, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments(tiny_target_folder, data, tmp_path, "--trainer.accumulate_grad_batches=3"))
-    assert exit_.value.code == 2 and "multiple of 3" in capsys.readouterr().err
 
 
 def test_checkpoint_of_another_run(trained, tiny_target_folder, data, tmp_path, capsys):

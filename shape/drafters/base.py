@@ -39,12 +39,15 @@ class TreeShape:
         width: nodes expanded per depth, the best by joint probability.
         branching: children considered per expanded node; None means ``width``.
         nodes: drafted nodes kept of all candidates, the best by joint probability; None keeps all.
+        threshold: stop growing once no path's joint probability reaches this, as the drafter estimates it; 0 never
+            stops. Looking costs a wait for the device at every depth.
     """
 
     depth: int = 4
     width: int = 3
     branching: int | None = None
     nodes: int | None = None
+    threshold: float = 0.0
 
     @classmethod
     def full(cls, branching: int, depth: int) -> "TreeShape":

@@ -1,5 +1,7 @@
 """The SHAPE drafter: trees grown from predicted future hidden states."""
 
+from math import log
+
 import torch
 from torch import Tensor
 
@@ -100,6 +102,8 @@ class ShapeDrafter(Drafter):
             scores.append(log_probs)
             if n + 1 < depth:
                 joint, best = log_probs.topk(min(width, log_probs.shape[1]), dim=1)
+                if self.tree.threshold > 0 and float(joint.max()) < log(self.tree.threshold):
+                    break
                 frontier, number = candidates.gather(1, best), nodes + best
                 if by_path:  # a child inherits its parent's window, moved on by the parent's predicted state
                     window = roll(window, states)[rows, best // branching]
