@@ -40,6 +40,9 @@ def match(tree: TokenTree, choices: Tensor) -> Accepted:
     Args:
         choices: (B, N) int64, the target's choice of next token at every node.
     """
+    if tree.size == 1:  # plain decoding should not pay for trees
+        none = torch.zeros_like(choices)
+        return Accepted(none, none[:, 0] + 1, choices, none[:, 0])
     parent = tree.parent
     agrees = choices.gather(1, parent.clamp(min=0)) == tree.tokens
     agrees &= parent >= 0

@@ -47,6 +47,8 @@ def ancestors(parent: Tensor) -> Tensor:
         (B, N, N) bool.
     """
     batch, nodes = parent.shape
+    if nodes == 1:  # plain decoding should not pay for trees
+        return torch.ones(batch, 1, 1, dtype=torch.bool, device=parent.device)
     reach = torch.eye(nodes, device=parent.device).repeat(batch, 1, 1)
     reach.scatter_(2, parent.clamp(min=0)[..., None], 1.0)
     # A node without a parent wrote itself a link to node 0; only node 0 itself may keep it.
