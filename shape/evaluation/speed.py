@@ -146,7 +146,8 @@ def projected_draft_cost(method: Method, target: Target) -> float | None:
 
     Assumes that both are bound by memory, so that a target forward over a tree costs what one over a token
     does; that the predictor's parameters grow with the square of the width; that recursive predictors read
-    their own weights and the output embedding once per depth, parallel ones once. Cache traffic and overheads
+    their own weights and the output embedding (the same share of it that is drafted from here) once per depth of
+    their tree, parallel ones once. Cache traffic and overheads
     are left out, and the measured acceptance length is taken to hold for the large target.
 
     Returns:
@@ -157,8 +158,10 @@ def projected_draft_cost(method: Method, target: Target) -> float | None:
     if not isinstance(method, ShapeDrafter):
         return None
     own = method.predictor.num_parameters() * (_LARGE_HIDDEN / target.hidden_size) ** 2
-    passes = method.tree.depth if method.predictor.config.step_mode == "recursive" else 1
-    return passes * (own + _LARGE_HIDDEN * _LARGE_VOCABULARY) / _LARGE_PARAMETERS
+    config = method.predictor.config
+    drafted = (config.draft_vocab_size or target.vocab_size) / target.vocab_size
+    passes = method.tree.depth if config.step_mode == "recursive" else 1
+    return passes * (own + drafted * _LARGE_HIDDEN * _LARGE_VOCABULARY) / _LARGE_PARAMETERS
 
 
 @dataclass(frozen=True)
