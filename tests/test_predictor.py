@@ -204,7 +204,8 @@ class TestSteps:
     def test_parallel_predictors_end_where_training_did(self) -> None:
         model = predictor(step_mode="parallel")
         window, _ = inputs(2)
-        assert torch.equal(model(window, steps=2), model(window)[:, :2])
+        # Close, not equal: matrix products of other shapes round otherwise.
+        torch.testing.assert_close(model(window, steps=2), model(window)[:, :2])
         for call in (lambda: model(window, steps=S + 1), lambda: model.step(window, None, S)):
             with pytest.raises(ValueError, match=f"with {S} steps cannot predict {S + 1}"):
                 call()
