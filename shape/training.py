@@ -53,8 +53,8 @@ class TrainingOptions:
         learning_rate: peak of AdamW's, reached after `warmup_steps`.
         decay: how the learning rate falls to zero over the remaining steps.
         weight_decay: on matrices only; biases, gates and norms are left alone.
-        noise: standard deviation of uniform noise on the input states, in units of each state's root mean
-            square.
+        noise: standard deviation of uniform noise on the input states, in units of each state's root mean square.
+            Off by default: `python -m shape.train --training.noise 0.2` was no better within its interval.
         max_minutes: stop after so long and shrink the learning rate's schedule to fit; such a run depends on
             the machine's speed and cannot be reproduced bit by bit.
         checkpoint_every: steps between resumable checkpoints.
