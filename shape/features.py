@@ -420,6 +420,17 @@ def quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
+def refuse_others(directory: Path, target: Target) -> None:
+    """Raises FeatureStoreError if the folder holds features of another target; cheap, so ask before long work."""
+    if (directory / _MANIFEST).exists():
+        differences = Manifest.read(directory).target.differences(target.identity)
+        if differences:
+            raise FeatureStoreError(
+                f"features in {directory} were made by another target: it differs in {', '.join(differences)}; give "
+                "another folder, or delete this one"
+            )
+
+
 def missing_shards(directory: Path, manifest: Manifest) -> list[int]:
     """Shards that are absent, cut off, or belong to another manifest."""
     return [shard for shard in range(manifest.shards) if not _is_complete(directory, manifest, shard)]

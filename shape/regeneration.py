@@ -225,6 +225,37 @@ class EndpointBackend:
         )
 
 
+@dataclass(kw_only=True)
+class AnswerOptions:
+    """How answers are written.
+
+    Attributes:
+        sampled_share: share of conversations answered by sampling; the others are greedy.
+        temperature: of the sampled ones.
+        max_new_tokens: longest answer.
+        batch_size: conversations answered together.
+        seed: of the choice and the noise.
+    """
+
+    sampled_share: float = 0.5
+    temperature: float = 1.0
+    max_new_tokens: int = 512
+    batch_size: int = 16
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raises ConfigError for values that cannot be meant."""
+        if self.max_new_tokens < 1 or self.temperature <= 0:
+            raise ConfigError(
+                f"max_new_tokens {self.max_new_tokens} and temperature {self.temperature:g} must be above 0; for "
+                "greedy answers set sampled_share to 0"
+            )
+        if not 0.0 <= self.sampled_share <= 1.0 or self.batch_size < 1:
+            raise ConfigError(
+                f"sampled_share {self.sampled_share} must be within 0 and 1, and batch_size {self.batch_size} above 0"
+            )
+
+
 @dataclass(frozen=True)
 class Summary:
     """Counts of a finished run: rows written and left out, user messages, answers, and cut answers."""
@@ -268,8 +299,7 @@ def regenerate(
     """
     output = Path(output)
     check_output(output)
-    if not 0.0 <= sampled_share <= 1.0 or batch_size < 1:
-        raise ConfigError(f"sampled_share {sampled_share} must be within 0 and 1, and batch_size {batch_size} above 0")
+    AnswerOptions(sampled_share=sampled_share, batch_size=batch_size).check()
     for conversation in conversations:
         if conversation.kind == "text":
             raise DataError(
@@ -279,13 +309,58 @@ def regenerate(
     kinds = [(uniform < sampled_share, noise) for uniform, noise in draws]
     batches = _batches(conversations, [sampled for sampled, _ in kinds], batch_size)
     output.parent.mkdir(parents=True, exist_ok=True)
-    settings = {"sampled_share": sampled_share, "seed": seed, "batch_size": batch_size}
     partial = output.with_name(output.name + ".partial")
-    journal = _Journal(partial, {"data": fingerprint(conversations), **settings, **backend.describe()})
+    journal = _Journal(partial, _settings(conversations, backend, sampled_share, seed, batch_size))
     for batch in tqdm(batches[journal.done :], "regenerate", len(batches), initial=journal.done, disable=not progress):
         results = _answer_batch([conversations[i] for i in batch], [kinds[i] for i in batch], backend)
         journal.append([[index, *result] for index, result in zip(batch, results, strict=True)])
     return _finish(journal, output)
+
+
+def own_answers(
+    conversations: Sequence[Conversation],
+    backend: Backend,
+    folder: Path,
+    options: AnswerOptions,
+    *,
+    leader: bool = True,
+    progress: bool = True,
+) -> list[Conversation]:
+    """The conversations with the backend's own answers; plain text, which has no prompt, stays as it is.
+
+    Answers are kept in `folder` under a name that says what they depend on, so that they are written once.
+
+    Args:
+        leader: of several processes the one that writes; the others wait for the file.
+    """
+    chats = [conversation for conversation in conversations if conversation.kind != "text"]
+    texts = [conversation for conversation in conversations if conversation.kind == "text"]
+    if not chats:
+        return texts
+    settings = _settings(chats, backend, options.sampled_share, options.seed, options.batch_size)
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    output = folder / f"answers-{digest[:12]}.jsonl"
+    if leader and not output.exists():
+        regenerate(
+            chats,
+            backend,
+            output,
+            sampled_share=options.sampled_share,
+            seed=options.seed,
+            batch_size=options.batch_size,
+            progress=progress,
+        )
+    while not output.exists():
+        time.sleep(1.0)
+    return load_conversations(output) + texts
+
+
+def _settings(
+    conversations: Sequence[Conversation], backend: Backend, sampled_share: float, seed: int, batch_size: int
+) -> dict[str, Any]:
+    """All that answers depend on."""
+    chosen = {"sampled_share": sampled_share, "seed": seed, "batch_size": batch_size}
+    return {"data": fingerprint(conversations), **chosen, **backend.describe()}
 
 
 def check_output(output: Path) -> None:
@@ -429,22 +504,17 @@ def _write_lines(output: Path, lines: Iterable[str]) -> None:
 # Command ---------------------------------------------------------------------------------------------
 
 
-@dataclass
-class RegenerationOptions:
+@dataclass(kw_only=True)
+class RegenerationOptions(AnswerOptions):
     """Which prompts to answer, by whom, and how.
 
-    Args:
+    Attributes:
         data: conversations or prompts: a file, a folder, or a dataset on the hub (name[:split]).
         output: the .jsonl or .jsonl.gz file to write.
         target: path, hub id or bundled name of the target that answers on this machine.
         endpoint: base URL of an OpenAI-compatible server that answers instead, for example
             http://localhost:8000/v1; the key, where it wants one, is read from OPENAI_API_KEY.
         model: the name under which the endpoint serves the target.
-        sampled_share: share of conversations answered by sampling; the others are greedy.
-        temperature: of the sampled ones.
-        max_new_tokens: longest answer.
-        batch_size: conversations answered together.
-        seed: of the choice and the noise.
         limit: answer at most this many conversations.
         exclude_ids: leave out ids that begin with one of these.
         skip_bad_rows: count malformed rows and go on.
@@ -457,11 +527,6 @@ class RegenerationOptions:
     target: str | None = None
     endpoint: str | None = None
     model: str | None = None
-    sampled_share: float = 0.5
-    temperature: float = 1.0
-    max_new_tokens: int = 512
-    batch_size: int = 16
-    seed: int = 0
     limit: int | None = None
     exclude_ids: tuple[str, ...] = ()
     skip_bad_rows: bool = False
@@ -471,11 +536,7 @@ class RegenerationOptions:
 
 def make_backend(options: RegenerationOptions) -> Backend:
     """The backend that the options ask for. Raises ConfigError if they contradict each other."""
-    if options.max_new_tokens < 1 or options.temperature <= 0:
-        raise ConfigError(
-            f"max_new_tokens {options.max_new_tokens} and temperature {options.temperature:g} must be above "
-            "0; for greedy answers set sampled_share to 0"
-        )
+    options.check()
     if (options.target is None) == (options.endpoint is None):
         raise ConfigError("give either target, to answer here, or endpoint and model, to ask a server")
     if options.endpoint is None:

@@ -12,7 +12,7 @@ describe the same predictor at sizes relative to the target's.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,10 +40,13 @@ from shape.features import (
     TrainerOptions,
     encode_row,
     extract,
+    place,
     quiet,
+    refuse_others,
 )
 from shape.losses import Losses
 from shape.predictor import ShapePredictor
+from shape.regeneration import AnswerOptions, LocalBackend, own_answers
 from shape.target import Target
 from shape.training import (
     AtomicCheckpointIO,
@@ -142,6 +145,9 @@ class TrainOptions:
         data: file, folder or hub dataset with conversations; null is the data that ships.
         validation_data: conversations to validate on; null is those that ship, or a part held out of `data`.
         output: folder of the exported predictor; checkpoints, logs and features go below it.
+        regenerate: let the target answer the prompts of `data` itself, and learn from its answers (kept in the
+            features folder); false learns from the answers as they are, which is right where shape.regeneration
+            or a server wrote them.
         features: folder of stored features, made by shape.extract or by an earlier run, or to be filled; null
             is `features` in the output folder.
         online: compute features in each training step and store none.
@@ -158,6 +164,7 @@ class TrainOptions:
         training: optimisation.
         validation: decoding during training.
         measurement: the comparison at the end.
+        regeneration: how the target answers; an answer is at most half of `max_length`.
         extraction: how features are stored.
         trainer: devices, precision and so on, as Lightning's Trainer has them.
     """
@@ -165,6 +172,7 @@ class TrainOptions:
     target: str = QUICKSTART_TARGET
     data: str | None = None
     validation_data: str | None = None
+    regenerate: bool = True
     output: str = "checkpoints/shape"
     features: str | None = None
     online: bool = False
@@ -181,12 +189,14 @@ class TrainOptions:
     training: TrainingOptions = field(default_factory=TrainingOptions)
     validation: ValidationOptions = field(default_factory=ValidationOptions)
     measurement: MeasurementOptions = field(default_factory=MeasurementOptions)
+    regeneration: AnswerOptions = field(default_factory=AnswerOptions)
     extraction: StorageOptions = field(default_factory=StorageOptions)
     trainer: TrainerOptions = field(default_factory=TrainerOptions)
 
     def check(self) -> None:
         """Raises ConfigError for options that cannot be meant, before anything is loaded."""
         self.training.check()
+        self.regeneration.check()
         if self.online and self.features is not None:
             raise ConfigError("online and features are both given; choose one: online computes what features stores")
         for name in ("prompts", "max_new_tokens", "every"):
@@ -229,7 +239,16 @@ def train(options: TrainOptions) -> Path:
     wanted.check(target)
     config = options.predictor_config(target)
     measured_prompts = _prompts_file(options)
-    conversations, held_out, for_validation = _conversations(options)
+    conversations = _load(options)
+    prepare = options.trainer.for_extraction()
+    _require_divisible(options, prepare.world_size)
+    folder = output if options.online else Path(options.features or output / "features")
+    refuse_others(folder, target)
+    for_validation = _validation_data(options)
+    if options.regenerate and not _ships_answers(options):
+        conversations = _own_answers(options, target, conversations, folder, prepare)
+    held_out = set() if for_validation else _held_out(options, conversations)
+    for_validation = for_validation or [conversations[index] for index in sorted(held_out)]
     validation = DecodingValidation(
         validation_prompts(for_validation, target, options),
         options.validation.every,
@@ -237,11 +256,10 @@ def train(options: TrainOptions) -> Path:
         output / "checkpoints/best.safetensors",
     )
     trainer = _trainer(options, output, validation)
-    _require_divisible(options, trainer.world_size)
     if checkpoint is None:
         _set_aside(output / "checkpoints")
 
-    source = conversations if options.online else _features(options, output, target, conversations, wanted)
+    source = conversations if options.online else _features(options, folder, target, conversations, wanted, prepare)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(options.seed, "weights"))
         predictor = ShapePredictor(config)
@@ -326,31 +344,58 @@ def _set_aside(folder: Path) -> None:
     )
 
 
-def _conversations(options: TrainOptions) -> tuple[list[Conversation], set[int], list[Conversation]]:
-    """All conversations, numbers of those not to train on, and those to validate on."""
+def _load(options: TrainOptions) -> list[Conversation]:
+    """The conversations to train on; those that ship come with the shipped target's own answers."""
+    if options.data is not None:
+        source: str | Path = options.data
+    else:
+        source = bundled.path("data", "answers.jsonl.gz" if _ships_answers(options) else "train.jsonl.gz")
+    return load_conversations(
+        source,
+        skip_bad_rows=options.skip_bad_rows,
+        limit=options.limit,
+        require_answers=not options.regenerate,
+    )
 
-    def load(source: str | Path, limit: int | None) -> list[Conversation]:
-        return load_conversations(source, skip_bad_rows=options.skip_bad_rows, limit=limit)
 
-    conversations = load(options.data or _bundled_data(options.target), options.limit)
-    if options.validation_data is not None:
-        return conversations, set(), load(options.validation_data, None)
-    if options.data is None:
-        return conversations, set(), load(bundled.path("data", "validation.jsonl.gz"), None)
+def _ships_answers(options: TrainOptions) -> bool:
+    return options.data is None and options.target == QUICKSTART_TARGET
+
+
+def _own_answers(
+    options: TrainOptions, target: Target, conversations: list[Conversation], folder: Path, trainer: pl.Trainer
+) -> list[Conversation]:
+    """The conversations answered by the target, where the Trainer would run it. Written once per folder."""
+    place(target, trainer.strategy.root_device)
+    chosen = options.regeneration
+    chosen = replace(chosen, max_new_tokens=max(1, min(chosen.max_new_tokens, options.max_length // 2)))
+    backend = LocalBackend(ShapeDecoder(target), chosen.max_new_tokens, chosen.temperature)
+    return own_answers(
+        conversations,
+        backend,
+        folder,
+        chosen,
+        leader=trainer.is_global_zero,
+        progress=options.trainer.enable_progress_bar,
+    )
+
+
+def _validation_data(options: TrainOptions) -> list[Conversation]:
+    """Conversations that are only validated on; empty where a part of the data has to be held out."""
+    given = options.validation_data
+    if given is None and options.data is None:
+        given = str(bundled.path("data", "validation.jsonl.gz"))
+    return [] if given is None else load_conversations(given, skip_bad_rows=options.skip_bad_rows)
+
+
+def _held_out(options: TrainOptions, conversations: list[Conversation]) -> set[int]:
+    """Numbers of the conversations to validate on and not to train on."""
     if len(conversations) < 2:
         raise DataError(
             f"{options.data} has one conversation, and none is left to validate on; give more, or --validation_data"
         )
     count = max(1, min(options.validation.prompts, int(len(conversations) * _HELD_OUT_SHARE)))
-    held_out = set(range(0, len(conversations), len(conversations) // count)[:count])
-    return conversations, held_out, [conversations[index] for index in sorted(held_out)]
-
-
-def _bundled_data(target: str) -> Path:
-    """The conversations that ship; for the target that ships, with its own answers."""
-    if target == QUICKSTART_TARGET and (answers := bundled.root() / "data" / "answers.jsonl.gz").exists():
-        return answers
-    return bundled.path("data", "train.jsonl.gz")
+    return set(range(0, len(conversations), len(conversations) // count)[:count])
 
 
 def validation_prompts(conversations: Sequence[Conversation], target: Target, options: TrainOptions) -> list[Tensor]:
@@ -402,14 +447,14 @@ def _as_prompts(conversations: Sequence[Conversation]) -> list[Prompt]:
 
 def _features(
     options: TrainOptions,
-    output: Path,
+    folder: Path,
     target: Target,
     conversations: Sequence[Conversation],
     wanted: FeatureOptions,
+    trainer: pl.Trainer,
 ) -> FeatureStore:
     """The feature store: extracted, completed, or an existing one after checking that it is the target's."""
-    directory = Path(options.features) if options.features else output / "features"
-    store = extract(target, conversations, directory, wanted, options.trainer.for_extraction())
+    store = extract(target, conversations, folder, wanted, trainer)
     store.verify(target, seed=options.seed)
     return store
 
@@ -468,6 +513,7 @@ def _finish(
         "command": Environment.capture(target.device).command,
         "target": options.target,
         "data": options.data or "the conversations that ship with shape",
+        "answers": "the target's own" if options.regenerate else "as given",
         "examples": size,
         "steps": module.trainer.global_step,
         "seconds": round(module.seconds),

@@ -30,7 +30,7 @@ from shape.conversations import Conversation, Encoded
 from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.drafters import ShapeDrafter
 from shape.errors import CheckpointError, ConfigError, DataError
-from shape.features import FeatureStore, compute_features, eligible, encode_row, place
+from shape.features import FeatureStore, Stored, compute_features, eligible, encode_row, place
 from shape.losses import Losses, weighted_loss
 from shape.predictor import ShapePredictor, windows
 from shape.target import Target, TargetIdentity
@@ -146,6 +146,40 @@ def examples(
         states=states,
         mask=settled & supervised[..., 1:].cumprod(-1).bool(),
     )
+
+
+@torch.no_grad()
+def teacher_forced(predictor: ShapePredictor, target: Target, texts: Iterable[Stored]) -> tuple[int, int]:
+    """Tokens and target forwards that decoding the answers of stored texts would take, without decoding them.
+
+    Right for answers that the target itself wrote greedily, and for chains as deep as the predictor's steps. The
+    first token of an answer comes from the prefill and counts on neither side; the ratio is the acceptance length.
+    """
+    config, vocabulary = predictor.config, predictor.draft_vocabulary
+    head = None if vocabulary is None else target.head_of(vocabulary, predictor.dtype)
+    tokens = forwards = 0
+    for ids, mask, hidden in texts:
+        roots = eligible(mask, torch.tensor([0, len(ids)])).nonzero()[:, 0]
+        cut = examples(
+            hidden[None], ids[None], mask[None], roots[None], config.window, config.num_steps, target.hidden_size
+        )
+        window = cut.window[0].to(target.device, predictor.dtype)
+        states = predictor(window, target.embed(cut.tokens[0].to(target.device)))
+        best = target.logits(states if head else states.to(target.dtype), head).argmax(-1)
+        drafts = (best if vocabulary is None else vocabulary[best]).cpu()
+        ahead = (roots[:, None] + torch.arange(1, config.num_steps + 1)).clamp(max=len(ids) - 1)
+        accepted = torch.zeros_like(ids)
+        accepted[roots] = ((drafts == ids[ahead]) & cut.mask[0]).cumprod(-1).sum(-1)
+        for first, last in _answers(mask):
+            emitted, steps = accepted_walk(accepted.tolist(), first, last)
+            tokens, forwards = tokens + emitted, forwards + steps
+    return tokens, forwards
+
+
+def _answers(loss_mask: Tensor) -> list[tuple[int, int]]:
+    """Positions of the first and the last token of each supervised run."""
+    edges = torch.nn.functional.pad(loss_mask.int(), (1, 1)).diff()
+    return list(zip((edges == 1).nonzero()[:, 0].tolist(), ((edges == -1).nonzero()[:, 0] - 1).tolist(), strict=True))
 
 
 def accepted_walk(accepted: Sequence[int], first: int, last: int) -> tuple[int, int]:

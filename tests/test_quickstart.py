@@ -4,10 +4,13 @@ import pytest
 import torch
 
 from shape import bundled
-from shape.conversations import load_prompts
+from shape.conversations import Conversation, Message, encode, load_prompts
 from shape.decoder import ShapeDecoder
-from shape.drafters import AdversaryDrafter, NgramDrafter, TreeShape
+from shape.drafters import AdversaryDrafter, NgramDrafter, ShapeDrafter, TreeShape
+from shape.features import FeatureOptions, TrainerOptions, extract
+from shape.predictor import ShapePredictor
 from shape.target import Target
+from shape.training import teacher_forced
 
 PROMPTS = 56
 NEW_TOKENS = 64
@@ -48,6 +51,33 @@ def decoders(target: Target) -> dict[str, ShapeDecoder]:
             "quickstart-shape", target=target, tree=TreeShape(depth=4, width=1)
         ),
     }
+
+
+def test_teacher_forced_acceptance_from_stored_features_equals_decoded(tmp_path):
+    """What training sees in a feature folder is what decoding does, answer for answer, end tokens included."""
+    target = Target.load("quickstart-target", dtype="float64")
+    predictor = ShapePredictor.from_pretrained(bundled.path("checkpoints", "quickstart-shape")).double()
+    chain = TreeShape(depth=predictor.config.num_steps, width=1)
+    decoder = ShapeDecoder(target, ShapeDrafter(predictor, chain))
+    answered, decoded = [], []
+    for prompt in load_prompts(bundled.path("data", "bench.jsonl"))[::12]:
+        question = Message("user", prompt.turns[0])
+        text = target.render([{"role": "user", "content": question.content}], add_generation_prompt=True)
+        ids = target.tokenizer(text, return_tensors="pt").input_ids
+        out = decoder.generate(ids, max_new_tokens=NEW_TOKENS, return_dict_in_generate=True)
+        new = out.sequences[0, ids.shape[1] :].tolist()
+        finished = new[-1] in target.eos_token_ids
+        answer = Message("assistant", target.tokenizer.decode(new[: -1 if finished else None]), finished)
+        conversation = Conversation(prompt.id, (question, answer))
+        if encode(conversation, target.tokenizer, None).input_ids.tolist()[: ids.shape[1] + len(new)] == [*ids[0], *new]:
+            answered.append(conversation)
+            decoded.append((out.stats.emitted, out.stats.forwards))
+    assert len(answered) >= 6  # an answer may be cut inside a character, or have other tokens when read again
+    trainer = TrainerOptions(accelerator="cpu", devices=1, enable_progress_bar=False).for_extraction()
+    store = extract(target, answered, tmp_path, FeatureOptions(shard_size=3), trainer)
+    assert store.manifest.dtype == "float64"
+    assert [teacher_forced(predictor, target, [stored]) for stored in store] == decoded
+    assert sum(emitted for emitted, _ in decoded) > 2 * sum(forwards for _, forwards in decoded)
 
 
 @pytest.mark.slow

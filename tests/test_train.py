@@ -21,7 +21,7 @@ from shape import bundled
 from shape.config import ShapeConfig
 from shape.conversations import Conversation, Message
 from shape.decoder import ShapeDecoder
-from shape.features import TrainerOptions
+from shape.features import FeatureStore, TrainerOptions
 from shape.train import PredictorOptions, TrainOptions, main, parse, validation_prompts
 
 
@@ -43,6 +43,7 @@ def arguments(target: Path, data: Path, output: Path, *more: str) -> list[str]:
         "target": target,
         "data": data,
         "output": output,
+        "regenerate": "false",
         "max_length": 128,
         "predictor.dropout": 0.1,
         "training.steps": 60,
@@ -161,6 +162,26 @@ def test_online_mode_stores_nothing(tiny_target_folder, data, tmp_path):
     assert (tmp_path / "model.safetensors").exists() and not (tmp_path / "features").exists()
 
 
+def test_the_target_answers_first_unless_told_otherwise(tiny_target_folder, data, tmp_path, capsys):
+    """Prompts without answers are data enough; a second run, or one with other features, finds the answers."""
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [json.loads(line) for line in data.read_text().splitlines()[:20]]
+    lines = [json.dumps({"id": row["id"], "turns": [row["conversations"][0]["value"]]}) for row in rows]
+    prompts.write_text("\n".join([*lines, json.dumps({"id": "text", "text": "plain text has no prompt " * 4})]))
+    more = ["--regenerate=true", "--regeneration.max_new_tokens=24", "--training.steps=3", "--limit=21"]
+    main(arguments(tiny_target_folder, prompts, tmp_path / "out", *more))
+    (answers,) = (tmp_path / "out/features").glob("answers-*.jsonl")
+    written, store = answers.stat().st_mtime_ns, FeatureStore(tmp_path / "out/features")
+    assert len(store) == 21 and "the target's own" in (tmp_path / "out/README.md").read_text()
+    assert all("gpt" in line or '"assistant"' in line for line in answers.read_text().splitlines())
+    capsys.readouterr()
+    main(arguments(tiny_target_folder, prompts, tmp_path / "out", *more))
+    assert answers.stat().st_mtime_ns == written
+    with pytest.raises(SystemExit):  # without their answers there is nothing to learn from
+        main(arguments(tiny_target_folder, prompts, tmp_path / "no", *more, "--regenerate=false", "--limit=20"))
+    assert "assistant" in capsys.readouterr().err
+
+
 def test_a_new_run_sets_older_checkpoints_aside(trained, tiny_target_folder, data, tmp_path, capsys):
     output = Path(shutil.copytree(trained, tmp_path / "again"))
     main(arguments(tiny_target_folder, data, output, "--training.steps=2"))
@@ -260,6 +281,8 @@ def test_validation_prompts_end_where_answers_begin(tiny_target):
         (["--limit=1"], "one conversation"),
         (["--predictor.draft_vocab_size=1000"], "259 tokens"),
         (["--trainer.accumulate_grad_batches=3"], "multiple of 3"),
+        (["--regeneration.sampled_share=2"], "sampled_share"),
+        (["--regenerate=true", "--validation_data=missing.jsonl"], "missing.jsonl"),
     ],
 )
 def test_mistakes_get_one_sentence_before_any_work(

@@ -15,7 +15,7 @@ from shape.conversations import Conversation, Message
 from shape.decoder import ShapeDecoder
 from shape.drafters import ShapeDrafter, TreeShape
 from shape.errors import CheckpointError, ConfigError, DataError
-from shape.features import FeatureOptions, FeatureStore, TrainerOptions, eligible, extract
+from shape.features import FeatureOptions, FeatureStore, Stored, TrainerOptions, eligible, extract
 from shape.losses import Losses
 from shape.predictor import ShapePredictor, windows
 from shape.training import (
@@ -27,7 +27,6 @@ from shape.training import (
     StepOrder,
     TrainingOptions,
     acceptance_length,
-    accepted_walk,
     add_noise,
     decode_counts,
     derive_seed,
@@ -35,6 +34,7 @@ from shape.training import (
     examples,
     export,
     load_weights,
+    teacher_forced,
 )
 
 WINDOW, STEPS = 3, 3
@@ -186,21 +186,10 @@ def test_teacher_forced_acceptance_equals_decoded(store, tiny_target, axes):
             prompt[None], do_sample=False, max_new_tokens=40, eos_token_id=[], return_dict_in_generate=True
         )
         text = out.sequences[0]
-        hidden = tiny_target.features(text[None])
-        count = len(text)
-        cut = examples(
-            hidden, text[None], torch.ones(1, count, dtype=torch.bool), torch.arange(count)[None],
-            WINDOW, STEPS, tiny_target.hidden_size,
-        )  # fmt: skip
-        with torch.no_grad():
-            predicted = predictor(cut.window[0], tiny_target.embed(cut.tokens[0]))
-        drafted = tiny_target.logits(predicted).argmax(-1)
-        ahead = (torch.arange(count)[:, None] + torch.arange(1, STEPS + 1)).clamp(max=count - 1)
-        agree = (drafted == text[ahead]) & cut.mask[0]
-        accepted = agree.cumprod(-1).sum(-1).tolist()
-        emitted, forwards = accepted_walk(accepted, first=len(prompt), last=count - 1)
-        assert (out.stats.emitted, out.stats.forwards) == (emitted, forwards)
-        accepted_any |= emitted > forwards
+        mask = torch.arange(len(text)) >= len(prompt)
+        forced = teacher_forced(predictor, tiny_target, [Stored(text, mask, tiny_target.features(text[None])[0])])
+        assert forced == (out.stats.emitted, out.stats.forwards)
+        accepted_any |= out.stats.emitted > out.stats.forwards
     assert accepted_any
 
 

@@ -2,9 +2,9 @@
 
     python train/quickstart_target.py --output checkpoints/quickstart-target
 
-From scratch, it learns Schema-Guided Dialogue, Taskmaster-4 and GSM8K (about 5M tokens) and 12,000
-conversations of our own generator, so that it has been taught every kind of prompt that the repository
-measures on. Two CPU cores need about an hour; ``--resume`` continues a run that was stopped.
+From scratch, it learns Schema-Guided Dialogue, Taskmaster-4 and GSM8K (about 5.5M tokens) and 20,000
+conversations of our own generator (2M tokens), so that it has been taught every kind of prompt that the
+repository measures on. Two CPU cores need about an hour; ``--resume`` continues a run that was stopped.
 
 Without ``--data`` the three public sets come from the Hugging Face hub and GitHub by name. The shipped
 weights were made from local copies of the same sets in ShareGPT form (``--data sgd_train.jsonl.gz
@@ -34,7 +34,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAD, START, END = SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -64,12 +64,13 @@ class Recipe:
     positions: int = 2048
     block: int = 512  # tokens per packed sequence
     batch: int = 16  # sequences per step
-    steps: int = 720
+    portion: int = 4  # sequences per forward: their logits stay in the processor's cache
+    steps: int = 900
     warmup: int = 20
     muon_lr: float = 0.02
     adamw_lr: float = 3e-3
     clip: float = 1.0
-    generated: int = 12_000  # conversations of our generator, the shipped train split included
+    generated: int = 20_000  # conversations of our generator, the shipped train split included
     save_every: int = 100
     first_export: int = 50  # early weights, for whoever waits for something to load
     held_out_blocks: int = 64
@@ -207,8 +208,29 @@ def pack(documents: list[np.ndarray], block: int, rows: int, seed: int) -> torch
 # -------------------------------------------------------------------------------------------------- training
 
 
-def build_model(recipe: Recipe, tokenizer: Tokenizer) -> LlamaForCausalLM:
+def grouped_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention over whole blocks, all query heads of a KV head in one product: on a CPU, in bfloat16,
+    forward and backward take half the time of the fused kernel. (B, H, T, D) -> (B, T, H, D)."""
+    batch, heads, length, width = query.shape
+    groups = key.shape[1]
+    future = torch.full((length, length), float("-inf"), dtype=query.dtype, device=query.device).triu(1)
+    scores = query.reshape(batch, groups, -1, width) @ key.transpose(-1, -2) * scaling
+    weights = torch.softmax(scores.view(batch, groups, -1, length, length) + future, dim=-1)
+    mixed = weights.view(batch, groups, -1, length) @ value
+    return mixed.view(batch, heads, length, width).transpose(1, 2).contiguous(), None
+
+
+def build_model(recipe: Recipe, tokenizer: Tokenizer, device: torch.device) -> LlamaForCausalLM:
     torch.manual_seed(recipe.seed)
+    AttentionInterface.register("grouped", grouped_attention)
     config = LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=recipe.hidden_size,
@@ -223,8 +245,9 @@ def build_model(recipe: Recipe, tokenizer: Tokenizer) -> LlamaForCausalLM:
         bos_token_id=None,
         eos_token_id=tokenizer.token_to_id(END),
         pad_token_id=tokenizer.token_to_id(PAD),
+        attn_implementation="grouped" if device.type == "cpu" else "sdpa",
     )
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(config).to(device)
 
 
 def loss_of(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
@@ -266,7 +289,7 @@ class Training:
         self.recipe = recipe
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.blocks = pack(documents, recipe.block, recipe.steps * recipe.batch, recipe.seed)
-        self.model = build_model(recipe, tokenizer).to(self.device)
+        self.model = build_model(recipe, tokenizer, self.device)
         self.optimizers = build_optimizers(self.model, recipe)
         self.progress = Progress()
 
@@ -278,15 +301,18 @@ class Training:
         for optimizer, lr in zip(self.optimizers, (self.recipe.muon_lr, self.recipe.adamw_lr), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = lr * factor
-        loss = loss_of(self.model, self.batch(self.progress.step))
-        loss.backward()
+        batch, loss = self.batch(self.progress.step), 0.0
+        for portion in batch.split(self.recipe.portion):
+            share = loss_of(self.model, portion) * (len(portion) / len(batch))
+            share.backward()
+            loss += share.item()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
         self.progress.step += 1
-        self.progress.losses.append(loss.item())
-        return loss.item()
+        self.progress.losses.append(loss)
+        return loss
 
     def save(self, path: Path) -> None:
         state = {
@@ -314,7 +340,7 @@ def held_out_loss(training: Training, documents: list[np.ndarray]) -> float:
     recipe = training.recipe
     rows = min(recipe.held_out_blocks, sum(map(len, documents)) // recipe.block)
     blocks = pack(documents, recipe.block, rows, recipe.seed).to(training.device)
-    losses = [loss_of(training.model, chunk) * len(chunk) for chunk in blocks.split(recipe.batch)]
+    losses = [loss_of(training.model, chunk) * len(chunk) for chunk in blocks.split(recipe.portion)]
     return float(sum(losses) / len(blocks))
 
 

@@ -1,0 +1,68 @@
+"""Which shape of draft is fastest here: one predictor, many shapes, measured side by side on validation prompts.
+
+    python eval/draft_shapes.py checkpoints/quickstart [--dtype bfloat16] [--output eval/results/draft-shapes.md]
+
+A deep chain that stops when it becomes unlikely costs little where the target agrees seldom; a tree is accepted
+further and costs more per step. Which wins depends on the machine: set what wins as `tree` of the predictor.
+Tune on these prompts and not on those that are reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from shape import bundled
+from shape.conversations import load_prompts
+from shape.decoder import ShapeDecoder
+from shape.drafters import TreeShape
+from shape.evaluation.speed import Method, measure
+
+CHAINS = [TreeShape(width=1, depth=depth, threshold=limit) for depth in (4, 6, 8, 12) for limit in (0.1, 0.2, 0.35)]
+TREES = [
+    TreeShape(width=2, depth=depth, nodes=nodes, threshold=limit)
+    for depth, nodes in ((4, 6), (6, 8), (8, 12))
+    for limit in (0.0, 0.1)
+]
+WIDE = [TreeShape(width=width, depth=4, nodes=nodes) for width, nodes in ((2, 6), (3, 8), (3, 12), (4, 16))]
+
+
+def name(shape: TreeShape) -> str:
+    form = f"chain {shape.depth}" if shape.width == 1 else f"tree {shape.width} x {shape.depth}, {shape.nodes} nodes"
+    return form if shape.threshold == 0 else f"{form}, until {shape.threshold:g}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("predictor")
+    parser.add_argument("--prompts", type=Path, default=bundled.path("data", "validation.jsonl.gz"))
+    parser.add_argument("--limit", type=int, default=24, help="prompts, evenly chosen")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--output", type=Path, help="a Markdown file to append the table to")
+    args = parser.parse_args()
+    target = ShapeDecoder.from_pretrained(args.predictor, drafter="none", dtype=args.dtype).target
+    recursive = ShapeDecoder.from_pretrained(args.predictor, target=target).drafter.predictor.config.step_mode
+    shapes = [*CHAINS, *TREES] if recursive == "recursive" else [TreeShape(width=1, depth=4), *WIDE]
+    methods: dict[str, Method] = {"transformers": "transformers", "plain": None}
+    for shape in shapes:
+        methods[name(shape)] = ShapeDecoder.from_pretrained(args.predictor, target=target, tree=shape).drafter
+    prompts = load_prompts(args.prompts)
+    results = measure(
+        target,
+        methods,
+        [prompts[index * len(prompts) // args.limit] for index in range(min(args.limit, len(prompts)))],
+        max_new_tokens=96,
+        temperature=args.temperature,
+        label=f"Draft shapes of {Path(args.predictor).name}, {args.dtype}, temperature {args.temperature:g}",
+        source=args.prompts.name,
+    )
+    text = results.to_markdown(detail=False)
+    print(text)
+    if args.output:
+        with args.output.open("a", encoding="utf-8") as file:
+            file.write(f"{text}\n")
+
+
+if __name__ == "__main__":
+    main()
