@@ -69,7 +69,10 @@ def test_teacher_forced_acceptance_from_stored_features_equals_decoded(tmp_path)
         finished = new[-1] in target.eos_token_ids
         answer = Message("assistant", target.tokenizer.decode(new[: -1 if finished else None]), finished)
         conversation = Conversation(prompt.id, (question, answer))
-        if encode(conversation, target.tokenizer, None).input_ids.tolist()[: ids.shape[1] + len(new)] == [*ids[0], *new]:
+        if encode(conversation, target.tokenizer, None).input_ids.tolist()[: ids.shape[1] + len(new)] == [
+            *ids[0],
+            *new,
+        ]:
             answered.append(conversation)
             decoded.append((out.stats.emitted, out.stats.forwards))
     assert len(answered) >= 6  # an answer may be cut inside a character, or have other tokens when read again
