@@ -9,10 +9,10 @@ output folder. Until then finished prompts are kept in `records.jsonl` there, by
 continues after an interruption.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
 from rich.console import Console
@@ -20,11 +20,12 @@ from rich.console import Console
 from shape import bundled
 from shape.conversations import load_prompts
 from shape.decoder import ShapeDecoder
-from shape.drafters import DRAFTERS, TreeShape, make_drafter
+from shape.drafters import DRAFTERS, Drafter, TreeShape, make_drafter
 from shape.errors import ConfigError, DataError, exit_on_error
-from shape.evaluation.speed import Method, SpeedResults, measure
+from shape.evaluation.speed import Method, Ruled, SpeedResults, measure
 from shape.target import Target
 
+RULES = ("match", "rejection", "trs-lossy")
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
 
@@ -37,7 +38,8 @@ class BenchOptions:
         predictor: trained predictors, each DIR or NAME=DIR; the name stands in the table.
         target: path or hub id of the target; default: the one the first predictor was trained for.
         prompts: JSON lines with turns, messages or prompt; default: the bundled bench split.
-        methods: what to measure: transformers, plain, shape (every predictor) and names of other drafters.
+        methods: what to measure: transformers, plain, shape (every predictor) and names of other drafters; behind a
+            name @rejection or @trs-lossy is the acceptance rule, which else is match.
         limit: measure the first so many prompts only.
         max_new_tokens: longest answer.
         temperature: 0 decodes greedily; above, every method samples with the same seed per prompt.
@@ -108,18 +110,30 @@ def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
         target = Target.load(options.target, **place)
     else:
         target = ShapeDecoder.from_pretrained(next(iter(predictors.values())), drafter="none", **place).target
-    drafters: dict[str, Method] = {}
-    for name, folder in predictors.items() if "shape" in options.methods else ():
-        drafters[name] = ShapeDecoder.from_pretrained(folder, target=target, tree=options.tree).drafter
     methods: dict[str, Method] = {}
-    for name in options.methods:
-        if name == "shape":
-            methods |= drafters
-        elif name == "transformers":
-            methods[name] = "transformers"
-        else:
-            methods[name] = None if name == "plain" else make_drafter(name)
+    for entry in options.methods:
+        name, _, rule = entry.partition("@")
+        if rule and rule not in RULES:
+            raise ConfigError(f"acceptance rule {rule} of method {entry} is unknown; use {', '.join(RULES)}")
+        for label, method in _drafters(name, predictors, target, options).items():
+            suffix = f"@{rule}" if rule not in ("", "match") else ""
+            ruled = Ruled(method, rule) if suffix and isinstance(method, Drafter) else method
+            methods[label + suffix] = ruled
     return target, methods
+
+
+def _drafters(
+    name: str, predictors: Mapping[str, str], target: Target, options: BenchOptions
+) -> dict[str, Drafter | Literal["transformers"] | None]:
+    """What a method's name stands for: every predictor, one drafter, or a baseline."""
+    if name == "shape":
+        return {
+            label: ShapeDecoder.from_pretrained(folder, target=target, tree=options.tree).drafter
+            for label, folder in predictors.items()
+        }
+    if name == "transformers":
+        return {name: "transformers"}
+    return {name: None if name == "plain" else make_drafter(name)}
 
 
 def named_predictors(predictors: Sequence[str]) -> dict[str, str]:

@@ -1,13 +1,13 @@
 """ShapeDecoder: ``generate`` with the meaning of ``model.generate``, several tokens per target forward."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from shape import bundled
@@ -15,37 +15,15 @@ from shape.drafters import Drafter, ShapeDrafter, TreeShape, make_drafter
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, UnsupportedGeneration
 from shape.loop import AcceptanceRule, Row, Source, decode
 from shape.predictor import ShapePredictor
+from shape.request import Prepared, Request
 from shape.stats import DecodeStats
 from shape.target import Target
 from shape.verification.acceptance import Accepted, match, trs_lossy
 from shape.verification.forward import Support, probe
-from shape.verification.sampling import Sampler, row_keys
+from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree
 
-# Options of GenerationConfig that are carried out, and the value each has in transformers when nobody sets it.
-_SUPPORTED: dict[str, Any] = {
-    "do_sample": False,
-    "temperature": 1.0,
-    "top_k": 50,
-    "top_p": 1.0,
-    "min_new_tokens": 0,
-    "max_new_tokens": None,
-    "max_length": None,
-    "num_return_sequences": 1,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-# Options that only say how to compute or what else to return, and change no token here.
-_NEUTRAL = {
-    "use_cache",
-    "bos_token_id",
-    "cache_implementation",
-    "cache_config",
-    "disable_compile",
-    "compile_config",
-}
-_NEUTRAL |= {"return_dict_in_generate", "transformers_version", "max_matching_ngram_size", "use_mtp"}
-_DEFAULT_NEW_TOKENS = 20
+_EOS_AWARE_TOKENS = 4
 
 
 @dataclass
@@ -83,12 +61,12 @@ class TrsLossy:
         rows = torch.arange(tree.tokens.shape[0], device=tree.tokens.device)[:, None]
         node_log_p = log_p[rows, tree.parent.clamp(min=0), tree.tokens]
         node_log_p = node_log_p.masked_fill(tree.parent < 0, 0.0)
-        return trs_lossy(tree, node_log_p, sampler.choose(logits, tree.depth), self.threshold)
+        return trs_lossy(tree, node_log_p, sampler.choose(logits, tree), self.threshold)
 
 
 def match_rule(tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
     """The lossless default: see ``acceptance.match``."""
-    return match(tree, sampler.choose(logits, tree.depth))
+    return match(tree, sampler.choose(logits, tree))
 
 
 class ShapeDecoder:
@@ -175,6 +153,7 @@ class ShapeDecoder:
         streamer: BaseStreamer | None = None,
         return_dict_in_generate: bool = False,
         acceptance: str | TrsLossy = "match",
+        eos_aware: bool = False,
         trace: bool = False,
         **options: Any,
     ) -> Tensor | ShapeOutput:
@@ -190,24 +169,73 @@ class ShapeDecoder:
             seed: of the sampling noise, one number or one per prompt; None draws one from torch's global
                 generator.
             streamer: gets the prompt, then new tokens as they are settled; one row only.
-            acceptance: "match", or the lossy rule of the paper as "trs-lossy" or TrsLossy(k, depth, threshold).
+            acceptance: "match"; or "rejection", lossless too, which accepts more of a chain and less of a tree when
+                sampling, and whose samples depend on the drafter as well as on the seed; or the lossy rule of the
+                paper as "trs-lossy" or TrsLossy(k, depth, threshold).
+            eos_aware: no end token among the first four: for targets that end an answer at once after an empty turn.
+                The same as min_new_tokens=4.
             trace: record the source of every token.
-            options: do_sample, temperature, top_k, top_p, min_new_tokens, max_new_tokens, max_length,
-                eos_token_id, pad_token_id, num_return_sequences.
+            options: those of ``model.generate`` that greedy search and sampling have (see ``shape.request``),
+                prepared by transformers itself; also logits_processor, stopping_criteria and
+                prefix_allowed_tokens_fn, which see each row without padding.
 
         Raises:
             UnsupportedGeneration: an option or a prompt that cannot be served, before anything is computed.
         """
-        request = _Request.resolve(self.target, input_ids, attention_mask, generation_config, options)
+        if eos_aware:
+            options["min_new_tokens"] = max(_EOS_AWARE_TOKENS, options.get("min_new_tokens") or 0)
+        request = Request.resolve(self.target, input_ids, attention_mask, generation_config, options)
+        out = self._carry_out(request, input_ids, seed, streamer, acceptance, trace)
+        return out if return_dict_in_generate else out.sequences
+
+    def as_custom_generate(self) -> Callable[..., Tensor | ShapeOutput]:
+        """For those who call the target: ``model.generate(**inputs, custom_generate=decoder.as_custom_generate())``.
+
+        It takes ``seed`` beside transformers' own options. Streamers do not reach it; ``ShapeDecoder.generate`` has
+        them.
+        """
+
+        def decode_with_drafts(
+            model: PreTrainedModel,
+            input_ids: Tensor,
+            logits_processor: LogitsProcessorList,
+            stopping_criteria: StoppingCriteriaList,
+            generation_config: GenerationConfig,
+            seed: int | None = None,
+            **inputs: Any,
+        ) -> Tensor | ShapeOutput:
+            if model is not self.target.model:
+                raise UnsupportedGeneration("this decoder belongs to another model; call generate of its own target")
+            prepared = Prepared(generation_config, logits_processor, stopping_criteria)
+            request = Request.of_prepared(self.target, input_ids, inputs.get("attention_mask"), prepared)
+            out = self._carry_out(request, input_ids, seed)
+            return out if generation_config.return_dict_in_generate else out.sequences
+
+        return decode_with_drafts
+
+    def _carry_out(
+        self,
+        request: Request,
+        input_ids: Tensor,
+        seed: int | Sequence[int] | None,
+        streamer: BaseStreamer | None = None,
+        acceptance: str | TrsLossy = "match",
+        trace: bool = False,
+    ) -> ShapeOutput:
         if streamer is not None and len(request.prompts) > 1:
             raise UnsupportedGeneration(
                 f"a streamer follows one row, and {len(request.prompts)} were asked for; decode them one by one"
             )
         rule, drafter = self._rule(acceptance)
-        lossless = rule is match_rule
+        if isinstance(rule, TrsLossy) and request.processors is not None:
+            raise UnsupportedGeneration(
+                "acceptance 'trs-lossy' scores all paths at once; leave out options that look at the text before a "
+                "token (penalties, n-grams, bad words, custom processors), or use 'match'"
+            )
+        lossless = not isinstance(rule, TrsLossy)
         stats = DecodeStats(
             drafter="none" if drafter is None else drafter.name,
-            acceptance="match" if lossless else "trs-lossy",
+            acceptance=acceptance if isinstance(acceptance, str) else "trs-lossy",
             lossless=lossless,
             row_emitted=[0] * len(request.prompts),
             row_forwards=[0] * len(request.prompts),
@@ -230,9 +258,10 @@ class ShapeDecoder:
                 self.support,
                 drafter,
                 [request.prompts[row] for row in group],
-                request.sampler(group, keys),
+                request.sampler(group, keys, coupled=acceptance != "rejection"),
                 max_new_tokens=request.max_new_tokens,
                 eos_token_ids=request.eos_token_ids,
+                criteria=request.criteria and [request.criteria[row] for row in group],
                 acceptance=rule,
                 emit=emit,
                 stats=stats,
@@ -241,8 +270,6 @@ class ShapeDecoder:
         if streamer is not None:
             streamer.end()
         sequences = request.assemble(input_ids, [row.new for row in rows])
-        if not return_dict_in_generate:
-            return sequences
         record = [list(zip(row.new, row.sources, strict=True)) for row in rows] if trace else None
         return ShapeOutput(sequences, stats, record)
 
@@ -250,11 +277,18 @@ class ShapeDecoder:
         """The rule, and the drafter with the trees that it needs."""
         if acceptance == "match":
             return match_rule, self.drafter
+        if acceptance == "rejection":
+            if isinstance(self.drafter, ShapeDrafter) and self.drafter.tree.nodes is not None:
+                raise UnsupportedGeneration(
+                    "acceptance 'rejection' is biased where drawn nodes are dropped again; give a tree without nodes, "
+                    "or use 'match'"
+                )
+            return match_rule, self.drafter
         if acceptance == "trs-lossy":
             acceptance = TrsLossy()
         if not isinstance(acceptance, TrsLossy):
             raise UnsupportedGeneration(
-                f"acceptance rule {acceptance!r} is unknown; use 'match' (lossless) or 'trs-lossy'"
+                f"acceptance rule {acceptance!r} is unknown; use 'match' or 'rejection' (lossless) or 'trs-lossy'"
             )
         if not isinstance(self.drafter, ShapeDrafter):
             raise UnsupportedGeneration("acceptance 'trs-lossy' needs the k^N trees of a SHAPE predictor; give one")
@@ -292,184 +326,3 @@ def load_predictor(source: str | Path) -> ShapePredictor:
             f"predictor {source} cannot be read; give a folder written by shape.train or a hub id ({reason})"
         ) from error
     return predictor.eval().requires_grad_(False)
-
-
-@dataclass(frozen=True)
-class _Request:
-    """A call of ``generate`` after transformers' rules of precedence: by name, generation_config, the target's."""
-
-    prompts: list[list[int]]
-    samples: int
-    max_new_tokens: int
-    min_new_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    eos_token_ids: tuple[int, ...]
-    pad_token_id: int
-    device: torch.device
-
-    @classmethod
-    def resolve(
-        cls,
-        target: Target,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        generation_config: GenerationConfig | None,
-        options: dict[str, Any],
-    ) -> "_Request":
-        values = _resolve_options(target, generation_config, options)
-        eos = values["eos_token_id"]
-        eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-        pad = values["pad_token_id"]
-        prompts = _prompts(input_ids, attention_mask, pad, eos_ids)
-        longest = input_ids.shape[1]
-        new = values["max_new_tokens"]
-        if new is None and values["max_length"] is not None:
-            new = values["max_length"] - longest
-            if new < 1:
-                raise UnsupportedGeneration(
-                    f"max_length {values['max_length']} leaves no room behind prompts of {longest} tokens; "
-                    "give max_new_tokens"
-                )
-        new = _DEFAULT_NEW_TOKENS if new is None else new
-        if new < 1:
-            raise UnsupportedGeneration(f"max_new_tokens is {new}; it must be at least 1")
-        limit = target.max_positions
-        needed = max(map(len, prompts)) + new
-        if limit is not None and needed > limit:
-            raise UnsupportedGeneration(
-                f"a prompt of {needed - new} tokens and max_new_tokens {new} exceed the {limit} positions of target "
-                f"{target.name}; shorten the prompt or lower max_new_tokens"
-            )
-        samples, temperature = values["num_return_sequences"], float(values["temperature"])
-        if not values["do_sample"]:
-            temperature = 0.0
-            if samples > 1:
-                raise UnsupportedGeneration(
-                    f"num_return_sequences {samples} without do_sample would repeat one greedy answer; set do_sample"
-                )
-        elif not temperature > 0.0:
-            raise UnsupportedGeneration(
-                f"temperature {temperature} cannot be sampled at; leave do_sample off to decode greedily"
-            )
-        return cls(
-            prompts=[prompt for prompt in prompts for _ in range(samples)],
-            samples=samples,
-            max_new_tokens=new,
-            min_new_tokens=values["min_new_tokens"] or 0,
-            temperature=temperature,
-            top_k=values["top_k"] or 0,
-            top_p=1.0 if values["top_p"] is None else values["top_p"],
-            eos_token_ids=eos_ids,
-            pad_token_id=pad if pad is not None else (eos_ids[0] if eos_ids else 0),
-            device=target.device,
-        )
-
-    def keys(self, seed: int | Sequence[int] | None) -> Tensor | None:
-        if self.temperature == 0.0:
-            return None
-        rows = len(self.prompts) // self.samples
-        if seed is None:
-            seed = int(torch.randint(2**62, ()))
-        elif not isinstance(seed, int) and len(seed) != rows:
-            raise UnsupportedGeneration(f"{len(seed)} seeds are given for {rows} prompts; give one, or one per prompt")
-        return row_keys(seed, rows, self.samples, self.device)
-
-    def sampler(self, rows: list[int], keys: Tensor | None) -> Sampler:
-        return Sampler(
-            prompt_lengths=torch.tensor([len(self.prompts[row]) for row in rows], device=self.device),
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_new_tokens=self.min_new_tokens,
-            eos_token_ids=self.eos_token_ids,
-            keys=None if keys is None else keys[rows],
-        )
-
-    def assemble(self, input_ids: Tensor, new: list[list[int]]) -> Tensor:
-        """Prompts as they were given, followed by new tokens, padded on the right."""
-        longest = max(map(len, new))
-        padded = [tokens + [self.pad_token_id] * (longest - len(tokens)) for tokens in new]
-        prompts = input_ids.repeat_interleave(self.samples, dim=0)
-        return torch.cat([prompts, torch.tensor(padded, device=input_ids.device)], dim=1)
-
-
-def _resolve_options(
-    target: Target, generation_config: GenerationConfig | None, options: dict[str, Any]
-) -> dict[str, Any]:
-    """Values of the supported options; anything else that would change the output is refused."""
-    layers: list[dict[str, Any]] = [options]
-    layers += [config.to_dict() for config in (generation_config, target.model.generation_config) if config]
-    neutral = GenerationConfig().to_dict()
-    neutral.update(_NEUTRAL_WHEN_UNSET)
-    merged: dict[str, Any] = {}
-    for layer in reversed(layers):
-        merged.update({name: value for name, value in layer.items() if value is not None})
-    for name, value in merged.items():
-        if name in _SUPPORTED or name in _NEUTRAL or name.startswith("_"):
-            continue
-        if name not in neutral:
-            raise UnsupportedGeneration(f"option {name} is not one of generate's; see ShapeDecoder.generate")
-        if value not in (neutral[name], None, False) and value != _NEUTRAL_WHEN_UNSET.get(name):
-            raise UnsupportedGeneration(
-                f"option {name}={value!r} is not supported by speculative decoding here; set it to "
-                f"{_NEUTRAL_WHEN_UNSET.get(name)!r}, or use the target's own generate"
-            )
-    return {name: merged.get(name, default) for name, default in _SUPPORTED.items()}
-
-
-# Values with which an unsupported option changes nothing.
-_NEUTRAL_WHEN_UNSET: dict[str, Any] = {
-    "num_beams": 1,
-    "num_beam_groups": 1,
-    "typical_p": 1.0,
-    "min_p": 0.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "repetition_penalty": 1.0,
-    "encoder_repetition_penalty": 1.0,
-    "length_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    "min_length": 0,
-    "diversity_penalty": 0.0,
-    "penalty_alpha": 0.0,
-    "early_stopping": False,
-    "remove_invalid_values": False,
-    "output_scores": False,
-    "output_logits": False,
-    "output_attentions": False,
-    "output_hidden_states": False,
-}
-
-
-def _prompts(
-    input_ids: Tensor, attention_mask: Tensor | None, pad: int | None, eos: tuple[int, ...]
-) -> list[list[int]]:
-    """Token ids per row without padding."""
-    if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
-        raise UnsupportedGeneration(
-            f"input_ids has shape {tuple(input_ids.shape)} and dtype {input_ids.dtype}; give int64 ids of shape (B, L)"
-        )
-    if attention_mask is None:
-        # As transformers: padding is inferred only where the pad token cannot also be an end token.
-        inferable = pad is not None and pad not in eos
-        attention_mask = input_ids.ne(pad) if inferable and pad is not None else torch.ones_like(input_ids)
-    elif attention_mask.shape != input_ids.shape:
-        raise UnsupportedGeneration(
-            f"attention_mask has shape {tuple(attention_mask.shape)}, and input_ids {tuple(input_ids.shape)}; "
-            "give one of equal shape"
-        )
-    prompts = []
-    for row, (ids, mask) in enumerate(zip(input_ids.tolist(), attention_mask.bool().tolist(), strict=True)):
-        kept = [i for i, here in enumerate(mask) if here]
-        if not kept:
-            raise UnsupportedGeneration(f"prompt {row} is empty; give at least one token per row")
-        if kept[-1] - kept[0] + 1 != len(kept):
-            raise UnsupportedGeneration(
-                f"attention_mask of row {row} hides tokens in the middle of the prompt; only padding on either side "
-                "can be masked"
-            )
-        prompts.append([ids[i] for i in kept])
-    return prompts

@@ -8,7 +8,7 @@ python -m shape.generate                                      # a chat, in a ter
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
 from rich.console import Console
@@ -38,6 +38,8 @@ class GenerateOptions:
         top_k: sample from the k likeliest tokens; 0 means all.
         top_p: sample from the likeliest tokens that hold this probability.
         seed: of the sampling; the same seed gives the same answer with every drafter.
+        acceptance: match, rejection (lossless too), or the paper's trs-lossy.
+        eos_aware: let no answer end within its first four tokens.
         dtype: of the target, for example float32 or bfloat16; default: its checkpoint's.
         device_map: where the target is put, for example cpu, cuda or auto.
         tree: shape of the predictor's token tree; default: the predictor's own.
@@ -54,6 +56,8 @@ class GenerateOptions:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    acceptance: Literal["match", "rejection", "trs-lossy"] = "match"
+    eos_aware: bool = False
     dtype: str | None = None
     device_map: str | None = None
     tree: TreeShape | None = None
@@ -82,6 +86,8 @@ def answer(decoder: ShapeDecoder, messages: list[dict[str, str]], options: Gener
         inputs.input_ids,
         attention_mask=inputs.attention_mask,
         seed=options.seed,
+        acceptance=options.acceptance,
+        eos_aware=options.eos_aware,
         streamer=(None if options.show_draft else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)),
         return_dict_in_generate=True,
         trace=options.show_draft,

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from transformers import StoppingCriteriaList
 
 from shape.drafters.base import Drafter, Settled
 from shape.stats import DecodeStats
@@ -29,12 +30,16 @@ class Row:
 
     Attributes:
         index: its number in the batch that ``generate`` was given.
+        prompt: its tokens, without padding.
+        criteria: further reasons to stop, asked after every token.
         new: emitted tokens, an EOS included.
         sources: where each emitted token came from.
-        finished: stopped by EOS or by length.
+        finished: stopped by EOS, by length or by a criterion.
     """
 
     index: int
+    prompt: list[int]
+    criteria: StoppingCriteriaList | None = None
     new: list[int] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
     finished: bool = False
@@ -46,10 +51,16 @@ class Row:
             self.new.append(token)
             self.sources.append("draft" if emitted < drafted else source)
             emitted += 1
-            if token in eos or len(self.new) == limit:
+            if token in eos or len(self.new) == limit or self._criteria_met():
                 self.finished = True
                 break
         return emitted
+
+    def _criteria_met(self) -> bool:
+        if not self.criteria:
+            return False
+        text = torch.tensor([[*self.prompt, *self.new]])
+        return bool(self.criteria(text, None).all())  # type: ignore[arg-type]  # scores are not kept
 
 
 @torch.no_grad()
@@ -62,6 +73,7 @@ def decode(
     *,
     max_new_tokens: int,
     eos_token_ids: tuple[int, ...],
+    criteria: list[StoppingCriteriaList] | None,
     acceptance: AcceptanceRule,
     emit: Callable[[int, list[int]], None],
     stats: DecodeStats,
@@ -73,6 +85,7 @@ def decode(
         prompts: token ids per row, without padding, each at least one token.
         sampler: the target's choice, for these rows.
         max_new_tokens: at least 1.
+        criteria: per row, further reasons to stop.
         acceptance: the rule; gets the tree, the target's logits (B, N, V) and the sampler.
         emit: called with (row number, its newly emitted tokens).
         stats: counted into.
@@ -82,7 +95,10 @@ def decode(
         The finished rows in the order of ``prompts``.
     """
     started = perf_counter()
-    finished = live = [Row(index) for index in rows]
+    finished = live = [
+        Row(index, prompt, criteria[at] if criteria else None)
+        for at, (index, prompt) in enumerate(zip(rows, prompts, strict=True))
+    ]
     arena = new_arena(target, support, len(live), max(map(len, prompts)) + max_new_tokens + _TREE_SLOTS)
     settled, hidden = _settle_prompts(target, arena, prompts, sampler)
     for row, token in zip(live, settled.root.tolist(), strict=True):
@@ -106,7 +122,7 @@ def decode(
                 drafter.select(index)
 
         drafting = perf_counter()
-        sampler.settle(settled.lengths)
+        sampler.settle(settled.lengths, settled.texts)
         tree = root_only(settled.root) if drafter is None else drafter.draft(settled, sampler)
         if support.mode == "chain":
             tree = first_path(tree)
@@ -151,6 +167,7 @@ def _settle_prompts(
     padded = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
     hidden = prefill(target, arena, torch.tensor(padded, device=target.device), lengths)
     last = hidden[torch.arange(len(prompts), device=hidden.device), arena.lengths - 1]
-    root = sampler.choose(target.logits(last[:, None]), torch.zeros_like(arena.lengths)[:, None])[:, 0]
+    sampler.settle(arena.lengths, prompts)
+    root = sampler.choose(target.logits(last[:, None]), root_only(arena.lengths))[:, 0]
     texts = [[*prompt, token] for prompt, token in zip(prompts, root.tolist(), strict=True)]
     return Settled(texts, arena.lengths + 1, root), hidden

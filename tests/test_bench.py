@@ -69,6 +69,17 @@ def test_limit_methods_and_several_predictors(arguments, predictors, tmp_path):
     assert [record["id"] for record in results["records"]] == ["a"]
 
 
+def test_other_acceptance_rules_stand_in_the_name(arguments, tmp_path, capsys):
+    methods = "[plain,shape,shape@rejection,shape@trs-lossy,ngram@rejection]"
+    main([*arguments, "--limit", "1", "--temperature", "1", "--methods", methods, "--tree.width", "2"])
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert list(results["summary"]) == ["plain", "shape", "shape@rejection", "shape@trs-lossy", "ngram@rejection"]
+    assert "acceptance rejection" in results["settings"]["methods"]["shape@rejection"]
+    with pytest.raises(SystemExit):
+        main([*arguments, "--methods", "[plain,shape@typical]"])
+    assert "acceptance rule typical" in capsys.readouterr().err
+
+
 def test_the_tree_is_the_one_asked_for(arguments, tmp_path):
     main([*arguments, "--limit", "1", "--methods", "[plain,shape]", "--tree.width", "1", "--tree.depth", "2"])
     results = json.loads((tmp_path / "out" / "results.json").read_text())

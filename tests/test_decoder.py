@@ -4,7 +4,14 @@ from itertools import product
 
 import pytest
 import torch
-from transformers import GenerationConfig, GPTNeoConfig, GPTNeoForCausalLM
+from transformers import (
+    GenerationConfig,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from shape.config import ShapeConfig
@@ -40,6 +47,7 @@ def drafters() -> dict:
     return {
         "shape tree": lambda: ShapeDrafter(predictor(), TreeShape(depth=4, width=3, nodes=7)),
         "shape chain": lambda: ShapeDrafter(predictor(), TreeShape(depth=5, width=1)),
+        "shape wide tree": lambda: ShapeDrafter(predictor(), TreeShape(depth=3, width=2, branching=3)),
         "shape parallel": lambda: ShapeDrafter(
             predictor(step_mode="parallel", token_conditioning="none", refinement="sinkhorn", refinement_dim=8),
             TreeShape(depth=3, width=2),
@@ -127,6 +135,30 @@ def test_three_tokens_follow_the_exact_joint_distribution(tiny_model, name):
     model = tiny_model("llama", vocab_size=6)
     counts, expected = joint_counts(model, name, acceptance="match")
     assert chi_square(counts, expected) < 330.0  # about the 1 - 1e-6 quantile at 215 degrees of freedom
+
+
+@pytest.mark.parametrize("name", ["plain", "shape chain", "shape wide tree", "ngram", "adversary"])
+def test_rejection_samples_from_the_joint_distribution(tiny_model, name):
+    model = tiny_model("llama", vocab_size=6)
+    counts, expected = joint_counts(model, name, acceptance="rejection")
+    assert chi_square(counts, expected) < 330.0
+
+
+def test_rejection_depends_on_nothing_but_seed_and_drafter(tiny_model):
+    """Greedy it is the rule "match"; sampled, the same call gives the same tokens, and rows do not see each other."""
+    decoder = ShapeDecoder(tiny_model("llama"), drafters()["shape wide tree"]())
+    options = {"max_new_tokens": 20, "acceptance": "rejection"}
+    assert torch.equal(decoder.generate(**prompts(), **options), decoder.generate(**prompts(), max_new_tokens=20))
+    options |= {"do_sample": True, "seed": [1, 2, 3, 4, 5], "top_p": 0.9, "return_dict_in_generate": True}
+    out = decoder.generate(**prompts(), **options)
+    assert out.stats.lossless and out.stats.acceptance == "rejection" and out.stats.acceptance_length > 1.0
+    assert torch.equal(decoder.generate(**prompts(), **options).sequences, out.sequences)
+    batch = prompts()
+    alone = decoder.generate(batch["input_ids"][2:3, -9:], **(options | {"seed": [3]})).sequences[0, 9:]
+    assert torch.equal(new_tokens(out.sequences, batch)[2, : len(alone)], alone)
+    pruning = ShapeDecoder(tiny_model("llama"), drafters()["shape tree"]())
+    with pytest.raises(UnsupportedGeneration, match="biased where drawn nodes are dropped"):
+        pruning.generate(**prompts(), **options)
 
 
 def test_the_joint_test_catches_the_lossy_rule(tiny_model):
@@ -246,6 +278,142 @@ def test_trace_names_the_source_of_every_token(tiny_model):
     assert [token for token, _ in out.trace[0]] == plain[0, 6:].tolist()
 
 
+class Banning(LogitsProcessor):
+    """A user's own processor: no token twice in a row."""
+
+    def __call__(self, input_ids, scores):
+        return scores.scatter(1, input_ids[:, -1:], float("-inf"))
+
+
+def one_of_three(_, text) -> list[int]:
+    return [token for token in range(3, 64) if token % 3 == int(text[-1]) % 3] + [2]
+
+
+OPTIONS = {
+    "penalty": {"repetition_penalty": 1.5},
+    "prompt penalty": {"encoder_repetition_penalty": 1.5},
+    "n-grams": {"no_repeat_ngram_size": 2},
+    "prompt n-grams": {"encoder_no_repeat_ngram_size": 2},
+    "bad words": {"bad_words_ids": [[5], [7, 8], [9, 10, 11]]},
+    "bias": {"sequence_bias": [[[5], 3.0], [[6, 7], -4.0]]},
+    "suppressed": {"suppress_tokens": [3, 4, 5, 6, 7, 8]},
+    "suppressed at first": {"begin_suppress_tokens": list(range(3, 40))},
+    "forced first": {"forced_bos_token_id": 5},
+    "forced last": {"forced_eos_token_id": 2},
+    "shorter": {"exponential_decay_length_penalty": (4, 1.6)},
+    "minimum": {"min_new_tokens": 9},
+    "minimum length": {"min_length": 20},
+    "maximum length": {"max_length": 30, "max_new_tokens": None},
+    "several ends": {"eos_token_id": [2, 11, 12, 13]},
+    "own processor": {"logits_processor": LogitsProcessorList([Banning()])},
+    "own rule": {"prefix_allowed_tokens_fn": one_of_three},
+    "own stop": {"stopping_criteria": StoppingCriteriaList([lambda ids, _: (ids[:, -1] % 5 == 0) & (ids[:, -2] > 9)])},
+    "all together": {
+        "repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "bad_words_ids": [[6], [3, 4]], "min_new_tokens": 5,
+        "logits_processor": LogitsProcessorList([Banning()]), "forced_eos_token_id": 2,
+    },
+}  # fmt: skip
+WARPERS = {
+    "top_k": {"top_k": 5},
+    "top_p": {"top_k": 0, "top_p": 0.7},
+    "min_p": {"top_k": 0, "min_p": 0.1},
+    "typical_p": {"top_k": 0, "typical_p": 0.6},
+    "cutoffs": {"top_k": 0, "epsilon_cutoff": 0.02, "eta_cutoff": 0.02},
+    "renormalised": {"temperature": 1.5, "top_k": 20, "renormalize_logits": True},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_means_what_it_means_to_transformers(tiny_model, name):
+    """Greedy, row by row against transformers; a batch gives each row what it gets alone."""
+    model = tiny_model("llama")
+    options = {"max_new_tokens": 25, **OPTIONS[name]}
+    batch = prompts()
+    for drafter in (None, AdversaryDrafter(seed=3), drafters()["shape tree"]()):
+        decoder = ShapeDecoder(model, drafter)
+        # A maximum length counts padding too, so that a row alone gets more.
+        padded = "max_length" in options
+        together = None if padded else new_tokens(decoder.generate(**batch, **options), batch)
+        for row, length in enumerate(LENGTHS):
+            ids = batch["input_ids"][row : row + 1, -length:]
+            expected = model.generate(ids, do_sample=False, **options)
+            assert torch.equal(decoder.generate(ids, **options), expected)
+            if together is not None:
+                assert torch.equal(together[row, : expected.shape[1] - length], expected[0, length:])
+    plain = ShapeDecoder(model).generate(**batch, max_new_tokens=25)
+    assert together is None or together.shape != new_tokens(plain, batch).shape or not torch.equal(
+        together, new_tokens(plain, batch)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("warper", WARPERS)
+@pytest.mark.parametrize("name", ["none", "penalty", "all together", "own stop"])
+def test_every_warper_keeps_seeded_sampling_equal_to_plain(tiny_model, warper, name):
+    model = tiny_model("qwen2")
+    options = {"max_new_tokens": 25, "do_sample": True, "seed": 4, **OPTIONS.get(name, {}), **WARPERS[warper]}
+    expected = ShapeDecoder(model).generate(**prompts(), **options)
+    for make in (drafters()["adversary"], drafters()["shape tree"]):
+        assert torch.equal(ShapeDecoder(model, make()).generate(**prompts(), **options), expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False},
+        {"do_sample": False, "repetition_penalty": 1.3, "min_new_tokens": 6},
+        {"do_sample": True, "temperature": 1.3, "top_k": 9, "seed": 3},
+    ],
+)
+def test_as_custom_generate(tiny_model, options):
+    """The target's own generate, decoding with drafts."""
+    model = tiny_model("llama")
+    for drafter in (None, AdversaryDrafter(seed=1)):
+        decoder = ShapeDecoder(model, drafter)
+        for batch in [prompts([7])] if "repetition_penalty" in options else [prompts([7]), prompts()]:
+            found = model.generate(**batch, **options, max_new_tokens=20, custom_generate=decoder.as_custom_generate())
+            assert torch.equal(found, decoder.generate(**batch, **options, max_new_tokens=20))
+    assert model.generate(
+        **prompts([7]), return_dict_in_generate=True, custom_generate=decoder.as_custom_generate()
+    ).stats.lossless
+    with pytest.raises(UnsupportedGeneration, match="one prompt at a time"):
+        model.generate(**prompts(), repetition_penalty=1.3, custom_generate=decoder.as_custom_generate())
+    with pytest.raises(UnsupportedGeneration, match="belongs to another model"):
+        tiny_model("llama", seed=5).generate(**prompts(), custom_generate=decoder.as_custom_generate())
+
+
+def test_eos_aware_is_a_minimum_of_four_tokens(tiny_model):
+    model = tiny_model("llama")
+    options = {"max_new_tokens": 20, "eos_token_id": list(range(2, 60))}
+    for sampling in ({}, {"do_sample": True, "seed": 1, "top_k": 0}):
+        expected = ShapeDecoder(model).generate(**prompts(), **options, **sampling, min_new_tokens=4)
+        for make in drafters().values():
+            decoder = ShapeDecoder(model, make())
+            early = decoder.generate(**prompts(), **options, **sampling)
+            assert early.shape[1] < max(LENGTHS) + 4
+            assert torch.equal(decoder.generate(**prompts(), **options, **sampling, eos_aware=True), expected)
+    longer = decoder.generate(**prompts(), **options, eos_aware=True, min_new_tokens=7)
+    assert longer.shape[1] >= max(LENGTHS) + 7
+
+
+def test_stop_strings(tiny_target):
+    """An answer ends at the first of the strings, as in transformers, wherever in a draft it appears."""
+    text = "say something"
+    ids = tiny_target.tokenizer(text, return_tensors="pt").input_ids
+    whole = ShapeDecoder(tiny_target).generate(ids, max_new_tokens=30)[0, ids.shape[1] :]
+    stops = [tiny_target.tokenizer.decode(whole[12:14]), "never to be seen"]
+    for config in ({"stop_strings": stops}, {"generation_config": GenerationConfig(stop_strings=stops)}):
+        expected = tiny_target.model.generate(ids, max_new_tokens=30, tokenizer=tiny_target.tokenizer, **config)
+        assert ids.shape[1] < expected.shape[1] < ids.shape[1] + 30
+        for drafter in (None, AdversaryDrafter(seed=2)):
+            assert torch.equal(ShapeDecoder(tiny_target, drafter).generate(ids, max_new_tokens=30, **config), expected)
+
+
+def test_lossy_rules_refuse_what_they_cannot_see(tiny_model):
+    decoder = ShapeDecoder(tiny_model("llama"), drafters()["shape tree"]())
+    with pytest.raises(UnsupportedGeneration, match="leave out options that look at the text"):
+        decoder.generate(**prompts(), acceptance="trs-lossy", repetition_penalty=1.2)
+
+
 class Recorder(BaseStreamer):
     def __init__(self) -> None:
         self.pieces: list[list[int]] = []
@@ -304,15 +472,19 @@ def bad_requests() -> dict[str, tuple[dict, str]]:
     return {
         "beams": ({"num_beams": 4}, "option num_beams=4 is not supported"),
         "contrastive": ({"penalty_alpha": 0.6}, "option penalty_alpha=0.6 is not supported"),
-        "penalty": ({"repetition_penalty": 1.2}, "option repetition_penalty=1.2 is not supported"),
+        "assistant": ({"assistant_model": object()}, "option assistant_model is not supported"),
+        "embeddings": ({"inputs_embeds": torch.ones(1, 4, 32)}, "option inputs_embeds is not supported"),
+        "guidance": ({"guidance_scale": 2.0}, "option guidance_scale=2.0 is not supported"),
+        "warper": ({"do_sample": True, "min_p": 2.0}, "transformers refuses these options: `min_p`"),
+        "stop strings": ({"stop_strings": ["end"]}, "stop_strings need a tokenizer"),
         "unknown": ({"max_tokens": 5}, "option max_tokens is not one of generate's"),
         "too long": ({"max_new_tokens": 300}, "exceed the 256 positions"),
         "no new": ({"max_new_tokens": 0}, "must be at least 1"),
-        "max_length": ({"max_length": 3}, "leaves no room"),
+        "max_length": ({"max_length": 3}, "`max_length` is set to 3"),
         "rule": ({"acceptance": "typical"}, "acceptance rule 'typical' is unknown"),
         "trs": ({"acceptance": "trs-lossy"}, "needs the k\\^N trees"),
         "cold": ({"do_sample": True, "temperature": 0.0}, "leave do_sample off"),
-        "copies": ({"num_return_sequences": 2}, "set do_sample"),
+        "copies": ({"num_return_sequences": 2}, "`num_return_sequences` different than 1"),
         "seeds": ({"do_sample": True, "seed": [1, 2]}, "2 seeds are given for 1 prompts"),
         "shape": ({"input_ids": ids[0]}, "give int64 ids of shape"),
         "mask shape": ({"attention_mask": torch.ones(1, 9)}, "give one of equal shape"),

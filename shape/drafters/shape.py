@@ -85,6 +85,7 @@ class ShapeDrafter(Drafter):
         # The frontier: nodes expanded next, with their number, joint log-probability and window.
         frontier, number, joint = root, torch.zeros_like(root), torch.zeros_like(scores[0])
         window, nodes = self._window[:, None], 1
+        drawn: list[tuple[Tensor, Tensor]] = []  # numbers of expanded nodes, and what their children were drawn from
         for n in range(depth):
             if shared is None:
                 states = self.predictor.step(window, self._target.embed(frontier), n)
@@ -93,6 +94,9 @@ class ShapeDrafter(Drafter):
                 logits = shared[:, n : n + 1]
             drafts = sampler.draft_scores(logits, n, self._target.vocab_size, self._vocabulary)
             log_probs, candidates = _best_children(drafts, branching)
+            if not (sampler.coupled or sampler.greedy):
+                log_q = sampler.draft_log_probs(logits, n, self._target.vocab_size, self._vocabulary)
+                drawn.append((number, log_q.expand(-1, frontier.shape[1], -1)))
             if self._vocabulary is not None:
                 candidates = self._vocabulary[candidates]
             log_probs = (joint[:, :, None] + log_probs).flatten(1)
@@ -108,7 +112,7 @@ class ShapeDrafter(Drafter):
                 if by_path:  # a child inherits its parent's window, moved on by the parent's predicted state
                     window = roll(window, states)[rows, best // branching]
             nodes += candidates.shape[1]
-        every = TokenTree(torch.cat(tokens, dim=1), torch.cat(parents, dim=1))
+        every = TokenTree(torch.cat(tokens, dim=1), torch.cat(parents, dim=1), _rows_of(drawn, nodes))
         if self.tree.nodes is None or self.tree.nodes + 1 >= nodes:
             return every
         return keep_best(every.tokens, every.parent, torch.cat(scores, dim=1), self.tree.nodes + 1)
@@ -125,6 +129,15 @@ class ShapeDrafter(Drafter):
         if self._head is None:
             states = states.to(self._target.dtype)
         return self._target.logits(states, self._head)
+
+
+def _rows_of(drawn: list[tuple[Tensor, Tensor]], nodes: int) -> Tensor | None:
+    """(B, N, V): what was collected for some nodes, laid out by their numbers."""
+    if not drawn:
+        return None
+    numbers, log_q = (torch.cat(parts, dim=1) for parts in zip(*drawn, strict=True))
+    full = log_q.new_zeros(log_q.shape[0], nodes, log_q.shape[2])
+    return full.scatter_(1, numbers[..., None].expand_as(log_q), log_q)
 
 
 def _best_children(scores: Tensor, branching: int) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,16 @@ from shape.evaluation.results import PromptRecord, SpeedResults, Tally
 from shape.stats import DecodeStats
 from shape.target import Target
 
-Method = Drafter | Literal["transformers"] | None
+
+@dataclass(frozen=True)
+class Ruled:
+    """A drafter under an acceptance rule other than "match"."""
+
+    drafter: Drafter | None
+    acceptance: str
+
+
+Method = Drafter | Ruled | Literal["transformers"] | None
 
 # The 8B target of the projection: parameters, width and vocabulary of Llama-3.1-8B.
 _LARGE_PARAMETERS, _LARGE_HIDDEN, _LARGE_VOCABULARY = 8.03e9, 4096, 128_256
@@ -133,6 +142,8 @@ def measure(
 
 def describe(method: Method) -> str:
     """What a method is, in words that change when its settings or weights do."""
+    if isinstance(method, Ruled):
+        return f"{describe(method.drafter)}, acceptance {method.acceptance}"
     if method is None or isinstance(method, str):
         return method or "plain"
     if not isinstance(method, ShapeDrafter):
@@ -153,6 +164,8 @@ def projected_draft_cost(method: Method, target: Target) -> float | None:
     Returns:
         0 where nothing is read, None for the baselines and for drafters of unknown cost.
     """
+    if isinstance(method, Ruled):
+        method = method.drafter
     if isinstance(method, NgramDrafter):
         return 0.0
     if not isinstance(method, ShapeDrafter):
@@ -222,8 +235,9 @@ class _Bench:
     def _runner(self, method: Method) -> Callable[[Tensor, int], _Run]:
         if method == "transformers":
             return self._run_transformers
-        decoder = ShapeDecoder(self.target, drafter=method)
-        return lambda context, seed: self._run_ours(decoder, context, seed)
+        drafter, rule = (method.drafter, method.acceptance) if isinstance(method, Ruled) else (method, "match")
+        decoder = ShapeDecoder(self.target, drafter=drafter)
+        return lambda context, seed: self._run_ours(decoder, context, seed, rule)
 
     def _run_transformers(self, context: Tensor, seed: int) -> _Run:
         device = self.target.device
@@ -235,13 +249,14 @@ class _Bench:
             )
             return clock.run(output, context.shape[1])
 
-    def _run_ours(self, decoder: ShapeDecoder, context: Tensor, seed: int) -> _Run:
+    def _run_ours(self, decoder: ShapeDecoder, context: Tensor, seed: int, acceptance: str) -> _Run:
         clock = _Clock()
         output = decoder.generate(
             context,
             attention_mask=torch.ones_like(context),
             seed=seed,
             streamer=clock,
+            acceptance=acceptance,
             return_dict_in_generate=True,
             **self.options,
         )

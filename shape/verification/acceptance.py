@@ -1,7 +1,8 @@
 """Acceptance rules: which proposed tokens stand. Pure functions of tensors.
 
-``match`` is lossless for any tree and any pruning. ``trs_lossy`` is the paper's tree rejection sampling, which
-changes the output and says so in its name.
+``match`` is lossless for any tree and any pruning; ``reject_in_turn`` for trees whose children were drawn from the
+distribution that it is told, or from none that it is told, and not selected afterwards. ``trs_lossy`` is the paper's
+tree rejection sampling, which changes the output and says so in its name.
 """
 
 from dataclasses import dataclass
@@ -51,6 +52,42 @@ def match(tree: TokenTree, choices: Tensor) -> Accepted:
     reached[:, 1:] &= parent[:, 1:] >= 0
     last = tree.depth.masked_fill(~reached, -1).argmax(1)
     return _accept_path(tree, last, choices)
+
+
+def reject_in_turn(p: Tensor, q: Tensor | None, candidates: Tensor, uniforms: Tensor, noise: Tensor) -> Tensor:
+    """The target's token at one node by rejection sampling in several rounds, lossless for drawn candidates.
+
+    Candidate k is taken with probability min(1, p(x) / q(x)); if it is not, p becomes the residual (p - q)+ and q is
+    renormalised without x, from which the next candidate was drawn (SpecInfer, arXiv 2305.09781, section 4; one
+    candidate: arXiv 2211.17192). After the last one the token is drawn from the residual. A rejected candidate has
+    p < q, so no residual contains it.
+
+    Args:
+        p: (R, V) the target's distribution.
+        q: (R, V) the distribution of the first candidate; None for candidates that were not drawn: each is then taken
+            with probability p(x), whatever chose it.
+        candidates: (R, K) int64 in the order of drawing, -1 where there is none.
+        uniforms: (R, K) in (0, 1). noise: (R, V) Gumbel noise for the draw from the residual.
+
+    Returns:
+        (R,) int64.
+    """
+    taken = torch.full_like(candidates[:, 0], -1)
+    for candidate, uniform in zip(candidates.T, uniforms.T, strict=True):
+        index = candidate.clamp(min=0)[:, None]
+        offered = torch.zeros_like(p).scatter_(1, index, 1.0) if q is None else q
+        chance = offered.gather(1, index)[:, 0]
+        asked = (candidate >= 0) & (taken < 0) & (chance > 0)  # nothing is drawn where q has no mass left
+        take = asked & (uniform * chance < p.gather(1, index)[:, 0])
+        taken = torch.where(take, candidate, taken)
+        residual = (p - offered).clamp(min=0)
+        mass = residual.sum(1, keepdim=True)
+        # Without any mass p equals q up to rounding, and the rejection was rounding too.
+        p = torch.where((asked & ~take)[:, None] & (mass > 0), residual / mass, p)
+        if q is not None:
+            rest = q.scatter(1, index, 0.0)
+            q = torch.where(asked[:, None], rest / rest.sum(1, keepdim=True).clamp(min=1e-30), q)
+    return torch.where(taken >= 0, taken, (p.log() + noise).argmax(-1))
 
 
 def trs_lossy(tree: TokenTree, log_probs: Tensor, choices: Tensor, threshold: float = 0.8) -> Accepted:

@@ -16,8 +16,9 @@ from shape.target import Target
 from shape.verification.cache import KVArena, LayerShape
 from shape.verification.tree import TokenTree, attention_mask, chain
 
-# Allowed relative error (root mean square) between a cached tree forward and plain forwards of its paths.
-_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
+# Allowed relative error (root mean square) between a cached tree forward and plain forwards of its paths. Some
+# models take their softmax in float32 whatever their dtype; a wrong mask or position is off by far more.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 
 
 @dataclass(frozen=True)

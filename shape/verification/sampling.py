@@ -11,10 +11,16 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
+
+from shape.verification.acceptance import reject_in_turn
+from shape.verification.tree import TokenTree
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
 _MIX1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX2 = -7723592293110705685  # 0x94D049BB133111EB
+# What noise beside the target's own is for; any different words will do.
+_DRAFTS, _COINS, _RESIDUALS = 0x6472616674, 0x636F696E73, 0x7265736964
 
 
 def mix(x: Tensor) -> Tensor:
@@ -81,42 +87,60 @@ class Sampler:
     token after the root, chosen at the root.
 
     Attributes:
-        temperature: 0 means greedy (no noise, and top_k / top_p have no influence).
-        top_k, top_p: as in transformers' warpers, applied in its order; 0 and 1.0 switch them off.
-        eos_token_ids: forbidden while fewer than ``min_new_tokens`` tokens have been emitted.
         prompt_lengths: (B,) int64.
+        temperature: 0 means greedy: no noise.
         keys: (B,) int64 from row_keys, or None when greedy.
+        warpers: transformers' processors that look at the scores alone, temperature among them.
+        processors: per row all processors in order, where some look at the text before the token; None otherwise.
+        eos_token_ids: forbidden while fewer than ``min_new_tokens`` tokens have been emitted.
+        coupled: drafts see the target's own noise, and the choice is argmax(log p + g) (rule "match"). Otherwise drafts
+            have noise of their own, and the choice is that of rejection sampling.
     """
 
     prompt_lengths: Tensor
     temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
+    keys: Tensor | None = None
+    warpers: tuple[LogitsProcessor, ...] = ()
+    processors: tuple[LogitsProcessorList, ...] | None = None
     min_new_tokens: int = 0
     eos_token_ids: tuple[int, ...] = ()
-    keys: Tensor | None = None
+    coupled: bool = True
 
     def __post_init__(self) -> None:
         self.settle(self.prompt_lengths)
+        sorts = any(not isinstance(warper, TemperatureLogitsWarper) for warper in self.warpers)
+        # A sort of all nodes' scores can cost more than a small target's forward. Following the path instead waits
+        # for the device at every depth, which is free on a CPU alone.
+        on_cpu = self.prompt_lengths.device.type == "cpu"
+        self._visits = self.processors is not None or not self.coupled or (sorts and on_cpu)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
-    def settle(self, lengths: Tensor) -> None:
-        """Say how many tokens, (B,) int64, are settled; the token chosen at the root will be number ``lengths``."""
-        self._lengths = lengths
+    def settle(self, lengths: Tensor, texts: Sequence[Sequence[int]] = ()) -> None:
+        """Say what is settled: its length, (B,) int64, and the tokens, which only processors look at. The token
+        chosen at the root will be number ``lengths``.
+        """
+        self._lengths, self._texts = lengths, texts
         self._noise: dict[int, Tensor] = {}
 
     def select(self, rows: Tensor) -> "Sampler":
         """The sampler of the remaining rows."""
+        kept = rows.tolist()
         chosen = replace(
             self,
             prompt_lengths=self.prompt_lengths[rows],
             keys=None if self.keys is None else self.keys[rows],
+            processors=self.processors and tuple(self.processors[row] for row in kept),
         )
-        chosen.settle(self._lengths[rows])
+        chosen.settle(self._lengths[rows], [self._texts[row] for row in kept] if self._texts else ())
         return chosen
+
+    @property
+    def _emitted(self) -> Tensor:
+        """(B,) tokens written so far."""
+        return self._lengths - self.prompt_lengths
 
     def noise(self, offset: int, vocab_size: int) -> Tensor:
         """(B, V) Gumbel noise of the token at ``offset``: once per step, shared by draft and verification."""
@@ -128,7 +152,8 @@ class Sampler:
     def draft_scores(self, logits: Tensor, offset: int, vocab_size: int, vocabulary: Tensor | None = None) -> Tensor:
         """Scores whose largest are a drafter's candidates at ``offset``: log q + g, with the target's own noise.
 
-        A drafter that ranks by these proposes what the target will choose wherever q is near p.
+        A drafter that ranks by these proposes what the target will choose wherever q is near p. Processors other
+        than temperature and the minimum length are left to the target's choice.
 
         Args:
             logits: (B, M, K), the drafter's logits for M nodes at one depth.
@@ -136,51 +161,113 @@ class Sampler:
             vocabulary: (K,) int64, the tokens that the logits are for; None stands for all of them in order.
         """
         logits = logits.float()
-        logits = self._forbid_early_eos(logits, self._lengths[:, None] + offset, vocabulary)
+        logits = self._forbid_early_eos(logits, self._emitted[:, None] + offset, vocabulary)
         if self.greedy:
             return logits
-        noise = self.noise(offset, vocab_size)
+        noise = self.noise(offset, vocab_size) if self.coupled else self._other_noise(_DRAFTS, offset, vocab_size)
         if vocabulary is not None:
             noise = noise[:, vocabulary]
         return logits / self.temperature + noise[:, None]
 
-    def choose(self, logits: Tensor, depth: Tensor) -> Tensor:
-        """The target's choice at every node: argmax(log p + g), with p after all processors.
+    def draft_log_probs(self, logits: Tensor, offset: int, vocab_size: int, vocabulary: Tensor | None = None) -> Tensor:
+        """(B, M, V) log q, the distribution that the best of ``draft_scores`` are draws from if not coupled."""
+        emitted = self._emitted[:, None] + offset
+        log_q = (self._forbid_early_eos(logits.float(), emitted, vocabulary) / self.temperature).log_softmax(-1)
+        if vocabulary is None:
+            return log_q
+        full = log_q.new_full((*log_q.shape[:-1], vocab_size), float("-inf"))
+        full[..., vocabulary] = log_q
+        return full
+
+    def choose(self, logits: Tensor, tree: TokenTree) -> Tensor:
+        """The target's choice at every node that matters: argmax(log p + g), with p after all processors.
 
         Args:
-            logits: (B, N, V), the target's logits.
-            depth: (B, N) int64; the choice at a node of depth d is for the token at offset d.
+            logits: (B, N, V), the target's logits. The choice at a node of depth d is for the token at offset d.
 
         Returns:
-            (B, N) int64.
+            (B, N) int64; -1 at nodes that the target's own choices do not lead to, where they were not looked at.
         """
-        logits = self._forbid_early_eos(logits, self._lengths[:, None] + depth)
+        if self._visits:
+            return self._choose_on_the_way(logits, tree)
+        logits = self._forbid_early_eos(logits, self._emitted[:, None] + tree.depth)
         if self.greedy:
             return logits.argmax(-1)
-        warped = self.warp(logits)
-        offsets = int(depth.max()) + 1
+        offsets = int(tree.depth.max()) + 1
         noise = torch.stack([self.noise(offset, logits.shape[-1]) for offset in range(offsets)], dim=1)
-        rows = torch.arange(depth.shape[0], device=depth.device)[:, None]
-        return (warped + noise[rows, depth]).argmax(-1)
+        rows = torch.arange(tree.tokens.shape[0], device=logits.device)[:, None]
+        return (self.warp(logits) + noise[rows, tree.depth]).argmax(-1)
+
+    def _choose_on_the_way(self, logits: Tensor, tree: TokenTree) -> Tensor:
+        """Processors see each row's own text and run once per emitted token, as in plain decoding."""
+        choices = torch.full_like(tree.tokens, -1)
+        rows = torch.arange(tree.tokens.shape[0], device=logits.device)
+        nodes = torch.zeros_like(rows)
+        paths: list[list[int]] = [[] for _ in range(len(rows))]
+        for offset in range(tree.size):
+            scores = self._forbid_early_eos(logits[rows, nodes], self._emitted[rows] + offset)
+            if self.processors is None:
+                scores = self.warp(scores)
+            else:
+                scores = torch.cat(
+                    [
+                        self.processors[row](
+                            torch.tensor([[*self._texts[row], *paths[row]]], device=scores.device), one.float()[None]
+                        )
+                        for row, one in zip(rows.tolist(), scores, strict=True)
+                    ]
+                )
+            if self.greedy:
+                chosen = scores.argmax(-1)
+            elif self.coupled:
+                chosen = (scores + self.noise(offset, logits.shape[-1])[rows]).argmax(-1)
+            else:
+                chosen = self._reject(scores, tree, rows, nodes, offset)
+            choices[rows, nodes] = chosen
+            for row, token in zip(rows.tolist(), chosen.tolist(), strict=True):
+                paths[row].append(token)
+            children = (tree.parent[rows] == nodes[:, None]) & (tree.tokens[rows] == chosen[:, None])
+            going = children.any(1)
+            rows, nodes = rows[going], children[going].int().argmax(1)
+            if not len(rows):
+                break
+        return choices
+
+    def _reject(self, scores: Tensor, tree: TokenTree, rows: Tensor, nodes: Tensor, offset: int) -> Tensor:
+        """Rejection sampling at one node per row, with the scores (R, V) there."""
+        children = tree.parent[rows] == nodes[:, None]
+        order = (
+            children.int().sort(dim=1, descending=True, stable=True).indices[:, : max(1, int(children.sum(1).max()))]
+        )
+        candidates = tree.tokens[rows].gather(1, order).masked_fill(~children.gather(1, order), -1)
+        q = None if tree.log_q is None else tree.log_q[rows, nodes].exp()
+        draws = torch.arange(order.shape[1], device=scores.device) * _GOLDEN
+        bits = _shift(mix(self._stream(_COINS, offset)[rows, None] + draws), 12)
+        uniforms = ((bits.to(torch.float64) + 0.5) * 2.0**-52).to(scores.dtype)
+        noise = self._other_noise(_RESIDUALS, offset, scores.shape[-1])[rows]
+        return reject_in_turn(scores.softmax(-1), q, candidates, uniforms, noise)
+
+    def _stream(self, purpose: int, offset: int) -> Tensor:
+        """(B,) int64, a word for each row, position and purpose, unrelated to the noise of ``gumbel``."""
+        assert self.keys is not None
+        return mix(mix(self.keys ^ purpose) + mix((self._lengths + offset) * _GOLDEN))
+
+    def _other_noise(self, purpose: int, offset: int, vocab_size: int) -> Tensor:
+        assert self.keys is not None
+        return gumbel(mix(self.keys ^ purpose), self._lengths + offset, vocab_size)
 
     def warp(self, logits: Tensor) -> Tensor:
-        """Temperature, top-k and top-p in transformers' order; what is cut off is -inf. (..., V) -> (..., V)."""
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
-        if 0 < self.top_k < logits.shape[-1]:
-            least = logits.topk(self.top_k).values[..., -1:]
-            logits = logits.masked_fill(logits < least, float("-inf"))
-        if self.top_p < 1.0:
-            ordered, index = logits.sort(dim=-1)  # ascending, as TopPLogitsWarper does, so that ties fall alike
-            cut = ordered.softmax(-1).cumsum(-1) <= 1 - self.top_p
-            cut[..., -1] = False
-            logits = logits.masked_fill(cut.scatter(-1, index, cut), float("-inf"))
-        return logits
+        """The warpers in order; what they cut off is -inf. (..., V) -> (..., V)."""
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+        for warper in self.warpers:
+            scores = warper(None, scores)  # type: ignore[arg-type]  # they do not look at the text
+        return scores.view(logits.shape)
 
-    def _forbid_early_eos(self, logits: Tensor, positions: Tensor, vocabulary: Tensor | None = None) -> Tensor:
-        """EOS is out of reach for tokens at ``positions`` (B, N or 1) that come too early."""
+    def _forbid_early_eos(self, logits: Tensor, emitted: Tensor, vocabulary: Tensor | None = None) -> Tensor:
+        """(..., V) logits with EOS out of reach where ``emitted`` (...), the tokens written before, are too few."""
         if self.min_new_tokens == 0 or not self.eos_token_ids:
             return logits
-        early = positions < (self.prompt_lengths + self.min_new_tokens)[:, None]
+        early = emitted < self.min_new_tokens
         if vocabulary is None:
             vocabulary = torch.arange(logits.shape[-1], device=logits.device)
         ends = torch.isin(vocabulary, torch.tensor(self.eos_token_ids, device=logits.device))

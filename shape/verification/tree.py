@@ -15,10 +15,14 @@ class TokenTree:
         tokens: (B, N) int64.
         parent: (B, N) int64, topological (``parent[b, i] < i``); -1 at the root and at padding nodes, which
             are never accepted.
+        log_q: (B, N, V) log-probabilities from which each node's children were drawn one after the other, without
+            replacement, in the order of their numbers; None where they were not drawn. Only the rule "rejection"
+            looks at it.
     """
 
     tokens: Tensor
     parent: Tensor
+    log_q: Tensor | None = None
 
     @cached_property
     def ancestors(self) -> Tensor:

@@ -6,9 +6,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from shape.verification.sampling import Sampler, gumbel, mix, row_keys
+from shape.verification.tree import TokenTree, root_only
 
 # Every statistical check below rejects a correct implementation with a probability of about 1e-6 (|z| < 4.9);
 # seeds are fixed, so that the outcome does not change from run to run.
@@ -70,43 +78,80 @@ def sampler(**options) -> Sampler:
     return Sampler(**options)
 
 
+def warpers(temperature: float, top_k: int = 0, top_p: float = 1.0) -> tuple:
+    found = [TemperatureLogitsWarper(temperature)]
+    found += [TopKLogitsWarper(top_k)] if top_k else []
+    return (*found, TopPLogitsWarper(top_p))
+
+
 @given(st.integers(0, 12), st.floats(0.05, 1.0), st.floats(0.2, 3.0), st.integers(0, 1000))
-def test_warp_equals_transformers(top_k, top_p, temperature, seed):
-    logits = torch.randn(3, 10, generator=torch.Generator().manual_seed(seed))
-    expected = TemperatureLogitsWarper(temperature)(None, logits)
-    if top_k:
-        expected = TopKLogitsWarper(top_k)(None, expected)
-    expected = TopPLogitsWarper(top_p)(None, expected)
-    found = sampler(temperature=temperature, top_k=top_k, top_p=top_p).warp(logits)
-    assert torch.equal(found, expected)
+def test_following_the_path_chooses_what_looking_everywhere_would(top_k, top_p, temperature, seed):
+    """Costly processors run along the path that the target takes only; there they choose the same."""
+    generator = torch.Generator().manual_seed(seed)
+    tree = TokenTree(torch.randint(10, (3, 7), generator=generator), torch.tensor([-1, 0, 0, 1, 1, 2, 3]).expand(3, 7))
+    logits = 3 * torch.randn(3, 7, 10, generator=generator)
+    lengths = torch.tensor([4, 6, 9])
+    chooser = sampler(prompt_lengths=lengths, temperature=temperature, warpers=warpers(temperature, top_k, top_p))
+    choices = chooser.choose(logits, tree)
+    noise = torch.stack([chooser.noise(offset, 10) for offset in range(4)], dim=1)
+    everywhere = (chooser.warp(logits) + noise[torch.arange(3)[:, None], tree.depth]).argmax(-1)
+    assert (choices[:, 0] >= 0).all()
+    assert torch.equal(choices[choices >= 0], everywhere[choices >= 0])
+    accepted = (everywhere.gather(1, tree.parent.clamp(min=0)) == tree.tokens) & (tree.parent >= 0)
+    for row in range(3):  # a node is looked at if its path is chosen (of equal siblings the first one)
+        first = {(int(tree.parent[row, i]), int(tree.tokens[row, i])): i for i in reversed(range(1, 7))}
+        looked = {0}
+        for node in range(1, 7):
+            key = (int(tree.parent[row, node]), int(tree.tokens[row, node]))
+            if accepted[row, node] and key[0] in looked and first[key] == node:
+                looked.add(node)
+        assert looked == set((choices[row] >= 0).nonzero()[:, 0].tolist())
+
+
+def test_processors_see_each_rows_own_text():
+    """A token that stands in the text already, or on the path to the node, is repelled there and nowhere else."""
+    processors = (
+        LogitsProcessorList([RepetitionPenaltyLogitsProcessor(9.0)]),
+        LogitsProcessorList([NoRepeatNGramLogitsProcessor(2)]),
+    )
+    chooser = sampler(prompt_lengths=torch.tensor([2, 4]), processors=processors)
+    chooser.settle(torch.tensor([2, 4]), [[5, 6], [1, 2, 7, 1]])
+    scores = torch.tensor([0.0, 1.0, 9.0, 8.0, 7.0, 10.0, 1.0, 1.0])
+    tree = TokenTree(torch.tensor([[6, 2, 3], [1, 3, 2]]), torch.tensor([[-1, 0, 1], [-1, 0, 1]]))
+    choices = chooser.choose(scores.expand(2, 3, 8), tree).tolist()
+    assert choices[0] == [2, 3, 4]  # 5 is in the text, then 2 on the path, then 3
+    assert choices[1] == [5, -1, -1]  # [1, 2] has been there, 5 has not; nothing follows it in the tree
 
 
 def test_choices_follow_the_distribution():
     """Chi-square of 20,000 choices over 6 tokens against softmax; threshold at a false-alarm rate of 1e-6."""
     logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, -3.0])
     rows = 20_000
-    chooser = sampler(prompt_lengths=torch.full((rows,), 4), temperature=0.8, keys=row_keys(3, rows))
-    depth = torch.zeros(rows, 1, dtype=torch.long)
-    counts = chooser.choose(logits.expand(rows, 1, 6), depth).flatten().bincount(minlength=6).double()
+    chooser = sampler(
+        prompt_lengths=torch.full((rows,), 4), temperature=0.8, keys=row_keys(3, rows), warpers=warpers(0.8)[:1]
+    )
+    tree = root_only(torch.zeros(rows, dtype=torch.long))
+    counts = chooser.choose(logits.expand(rows, 1, 6), tree).flatten().bincount(minlength=6).double()
     expected = rows * (logits / 0.8).softmax(-1).double()
     assert float(((counts - expected) ** 2 / expected).sum()) < 35.9  # chi-square, 5 degrees of freedom
 
 
 def test_nodes_of_one_depth_share_their_noise_and_other_depths_do_not():
     chooser = sampler(temperature=1.0, prompt_lengths=torch.tensor([4]))
-    flat = torch.zeros(1, 3, 5000)
-    choices = chooser.choose(flat, torch.tensor([[1, 1, 2]]))[0]
+    flat = torch.zeros(1, 4, 5000)
+    choices = chooser.choose(flat, TokenTree(torch.tensor([[1, 2, 3, 4]]), torch.tensor([[-1, 0, 0, 1]])))[0, 1:]
     assert choices[0] == choices[1] != choices[2]
     # After one settled token, depth 1 of before is depth 0.
     chooser.settle(torch.tensor([5]))
-    assert chooser.choose(flat[:, :1], torch.tensor([[0]]))[0, 0] == choices[0]
+    assert chooser.choose(flat[:, :1], root_only(torch.tensor([1])))[0, 0] == choices[0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_eos_is_out_of_reach_until_the_minimum(temperature):
     chooser = sampler(temperature=temperature, min_new_tokens=2, eos_token_ids=(1, 3))
     logits = torch.tensor([0.0, 50.0, 0.0, 40.0]).expand(1, 3, 4)
-    choices = chooser.choose(logits, torch.tensor([[0, 1, 2]]))[0].tolist()
+    tree = TokenTree(torch.tensor([[0, 0, 0]]), torch.tensor([[-1, 0, 1]]))
+    choices = chooser.choose(logits, tree)[0].tolist()
     assert set(choices[:2]) <= {0, 2} and choices[2] == 1
     assert logits[0, 0, 1] == 50.0  # the model's logits are not written to
     assert chooser.draft_scores(logits[:, :1], 0, 4)[0, 0].argmax() in (0, 2)

@@ -1,0 +1,27 @@
+"""Every family of the table: verified as the table says, and token for token equal to transformers."""
+
+from pathlib import Path
+
+import pytest
+from transformers import __version__ as transformers_version
+
+from shape.evaluation.architectures import FAMILIES, examine, table
+
+TABLE = Path(__file__).resolve().parents[2] / "eval/results/architectures.md"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_the_targets_own(family):
+    verdict = examine(family)
+    if verdict.mode == "refused":
+        assert verdict.reason and "\n" not in verdict.reason
+    else:
+        assert verdict.equal == verdict.answers == 6 and verdict.drafts > 0
+    written = TABLE.read_text()
+    if f"transformers {transformers_version}," in written:  # other versions may build a family differently
+        assert table([verdict]).splitlines()[-1] in written
+
+
+def test_the_table_has_every_family():
+    lines = TABLE.read_text().splitlines()
+    assert [line.split("|")[1].strip() for line in lines if line.startswith("| ")][2:] == list(FAMILIES)
