@@ -22,6 +22,9 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MINUTES = 4
+# The tree of "default-tree", the default predictor with another draft. Chosen among the shapes of draft_shapes.py:
+#   python eval/draft_shapes.py WORK/default --target chat-12m --prompts WORK/tuning.jsonl
+TREE = {"width": 3, "depth": 4, "nodes": 10}
 SUITES = ("mt_bench", "alpaca", "gsm8k", "humaneval", "qa", "summarization")
 PREDICTORS = {
     "default": ["--config", "quickstart.yaml"],
@@ -51,8 +54,9 @@ def prepare(shared: Path, work: Path) -> None:
     rows = read(shared / "data/sgd_train.jsonl.gz")
     write(work / "train.jsonl", [row for row in rows if not row["id"].startswith("sgd-dev-")][::16])
     held_out = [row for row in rows if row["id"].startswith("sgd-dev-")]
-    chosen = [held_out[index * len(held_out) // 48] for index in range(48)]
-    write(work / "sgd-dev.jsonl", (up_to_a_question(row, index) for index, row in enumerate(chosen)))
+    for name, count, offset in (("sgd-dev", 48, 0), ("tuning", 24, 7)):  # draft shapes are tuned on other dialogues
+        chosen = [held_out[offset + index * (len(held_out) - offset) // count] for index in range(count)]
+        write(work / f"{name}.jsonl", (up_to_a_question(row, index) for index, row in enumerate(chosen)))
     mixed = [
         {"id": f"{suite}-{row['id']}", "category": suite, "turns": row["turns"][:1]}
         for suite in SUITES
@@ -75,6 +79,13 @@ def up_to_a_question(row: dict[str, Any], index: int) -> dict[str, Any]:
     return {"id": row["id"], "conversations": turns[: questions[index % len(questions)] + 1]}
 
 
+def with_tree(predictor: Path, output: Path) -> None:
+    """The same weights, drafting trees."""
+    shutil.copytree(predictor, output, dirs_exist_ok=True, ignore=shutil.ignore_patterns("checkpoints", "logs"))
+    config = json.loads((output / "config.json").read_text())
+    (output / "config.json").write_text(json.dumps({**config, "draft": TREE}, indent=2))
+
+
 def shape(command: str, *arguments: str | int, work: Path) -> None:
     parts = [sys.executable, "-m", f"shape.{command}", *map(str, arguments)]
     print("$ python", *parts[1:], flush=True)
@@ -92,12 +103,14 @@ def main() -> None:
     for name, config in PREDICTORS.items():
         if not (work / name / "model.safetensors").exists():
             shape("train", *config, *data, *answers, *time, "--output", name, "--measurement.limit", 0, work=work)
+    with_tree(work / "default", work / "default-tree")
     for folder, (prompts, dtype, temperature) in TABLES.items():
         output = REPOSITORY / "eval/results" / f"chat-12m-{folder}"
         if output.exists():
             continue
         shape(
-            "bench", "--target", "chat-12m", *(f"--predictor={name}={name}" for name in PREDICTORS),
+            "bench", "--target", "chat-12m",
+            *(f"--predictor={name}={name}" for name in ("default", "default-tree", "paper")),
             "--prompts", f"{prompts}.jsonl", "--dtype", dtype, "--temperature", temperature,
             "--max_new_tokens", 96, "--output", folder,
             "--label", f"Internal target chat-12m, {NAMES[prompts]}, {dtype}, temperature {temperature}",

@@ -35,15 +35,16 @@ def name(shape: TreeShape) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("predictor")
+    parser.add_argument("--target", help="default: the one that the predictor was trained for")
     parser.add_argument("--prompts", type=Path, default=bundled.path("data", "validation.jsonl.gz"))
     parser.add_argument("--limit", type=int, default=24, help="prompts, evenly chosen")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--output", type=Path, help="a Markdown file to append the table to")
     args = parser.parse_args()
-    target = ShapeDecoder.from_pretrained(args.predictor, drafter="none", dtype=args.dtype).target
-    recursive = ShapeDecoder.from_pretrained(args.predictor, target=target).drafter.predictor.config.step_mode
-    shapes = [*CHAINS, *TREES] if recursive == "recursive" else [TreeShape(width=1, depth=4), *WIDE]
+    decoder = ShapeDecoder.from_pretrained(args.predictor, target=args.target, dtype=args.dtype)
+    target, recursive = decoder.target, decoder.drafter.predictor.config.step_mode == "recursive"
+    shapes = [*CHAINS, *TREES, *WIDE] if recursive else [TreeShape(width=1, depth=4), *WIDE]
     methods: dict[str, Method] = {"transformers": "transformers", "plain": None}
     for shape in shapes:
         methods[name(shape)] = ShapeDecoder.from_pretrained(args.predictor, target=target, tree=shape).drafter

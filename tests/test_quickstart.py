@@ -81,6 +81,18 @@ def test_teacher_forced_acceptance_from_stored_features_equals_decoded(tmp_path)
     assert sum(emitted for emitted, _ in decoded) > 2 * sum(forwards for _, forwards in decoded)
 
 
+def test_eos_aware_answers_do_not_end_at_once(target):
+    """An answer begun as if it were complete: the target ends it with its first token, unless that is ruled out."""
+    text = "<|im_start|>user\nThanks, bye.<|im_end|>\n<|im_start|>assistant\nGoodbye!"
+    ids = target.tokenizer(text, return_tensors="pt").input_ids
+    for decoder in decoders(target).values():
+        at_once = decoder.generate(ids, max_new_tokens=16)[0, ids.shape[1] :].tolist()
+        assert at_once == target.eos_token_ids
+        later = decoder.generate(ids, max_new_tokens=16, eos_aware=True)
+        assert later.shape[1] >= ids.shape[1] + 4
+        assert torch.equal(later, target.model.generate(ids, max_new_tokens=16, min_new_tokens=4, do_sample=False))
+
+
 @pytest.mark.slow
 def test_greedy_equals_transformers_token_for_token(target, prompts):
     assert len(prompts) >= 50
