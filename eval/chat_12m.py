@@ -2,7 +2,7 @@
 
     SHAPE_SHARED=/path/to/shared python eval/chat_12m.py WORK_FOLDER
 
-Every 16th training dialogue of Schema-Guided Dialogue is answered by the target; both predictors learn from the same
+Every 24th training dialogue of Schema-Guided Dialogue is answered by the target; both predictors learn from the same
 stored features for the same minutes; then they are measured on dialogues of the development part, which were left
 out, and on public prompts that the target is weak at. Each step is a command of the package, and what is finished
 is not done again. The tables go to `eval/results/chat-12m-*`.
@@ -52,7 +52,7 @@ def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 def prepare(shared: Path, work: Path) -> None:
     """Training dialogues, two files of prompts, and the names by which the commands find target and configurations."""
     rows = read(shared / "data/sgd_train.jsonl.gz")
-    write(work / "train.jsonl", [row for row in rows if not row["id"].startswith("sgd-dev-")][::16])
+    write(work / "train.jsonl", [row for row in rows if not row["id"].startswith("sgd-dev-")][::24])
     held_out = [row for row in rows if row["id"].startswith("sgd-dev-")]
     for name, count, offset in (("sgd-dev", 48, 0), ("tuning", 24, 7)):  # draft shapes are tuned on other dialogues
         chosen = [held_out[offset + index * (len(held_out) - offset) // count] for index in range(count)]

@@ -75,6 +75,8 @@ class ShapeDrafter(Drafter):
             return root_only(settled.root)
         width, branching = self.tree.width, self.tree.branching or self.tree.width
         by_path = config.token_conditioning == "path"
+        if sampler.coupled:
+            sampler.foresee(range(depth + 1), self._target.vocab_size)
         shared = None if by_path else self._logits_of_all_depths(settled.root, depth)
 
         root = settled.root[:, None]

@@ -123,6 +123,13 @@ def test_processors_see_each_rows_own_text():
     assert choices[1] == [5, -1, -1]  # [1, 2] has been there, 5 has not; nothing follows it in the tree
 
 
+def test_noise_made_ahead_is_the_noise_made_when_asked_for():
+    ahead, asked = (sampler(temperature=1.0, prompt_lengths=torch.tensor([4, 9])) for _ in range(2))
+    ahead.foresee(range(3), 50)
+    assert all(torch.equal(ahead.noise(offset, 50), asked.noise(offset, 50)) for offset in (2, 0, 1))
+    sampler().foresee(range(3), 50)  # greedy: there is none to make
+
+
 def test_choices_follow_the_distribution():
     """Chi-square of 20,000 choices over 6 tokens against softmax; threshold at a false-alarm rate of 1e-6."""
     logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, -3.0])
