@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-MINUTES = 4
+MINUTES = 3
 # The tree of "default-tree", the default predictor with another draft. Chosen among the shapes of draft_shapes.py:
 #   python eval/draft_shapes.py WORK/default --target chat-12m --prompts WORK/tuning.jsonl
 TREE = {"width": 3, "depth": 4, "nodes": 10}

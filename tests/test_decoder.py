@@ -47,6 +47,7 @@ def drafters() -> dict:
     return {
         "shape tree": lambda: ShapeDrafter(predictor(), TreeShape(depth=4, width=3, nodes=7)),
         "shape chain": lambda: ShapeDrafter(predictor(), TreeShape(depth=5, width=1)),
+        "shape stopping chain": lambda: ShapeDrafter(predictor(), TreeShape(depth=6, width=1, threshold=0.03)),
         "shape wide tree": lambda: ShapeDrafter(predictor(), TreeShape(depth=3, width=2, branching=3)),
         "shape parallel": lambda: ShapeDrafter(
             predictor(step_mode="parallel", token_conditioning="none", refinement="sinkhorn", refinement_dim=8),
@@ -137,7 +138,10 @@ def test_three_tokens_follow_the_exact_joint_distribution(tiny_model, name):
     assert chi_square(counts, expected) < 330.0  # about the 1 - 1e-6 quantile at 215 degrees of freedom
 
 
-@pytest.mark.parametrize("name", ["plain", "shape chain", "shape wide tree", "ngram", "adversary"])
+DRAWN = ["shape chain", "shape stopping chain", "shape wide tree"]
+
+
+@pytest.mark.parametrize("name", ["plain", *DRAWN, "ngram", "adversary"])
 def test_rejection_samples_from_the_joint_distribution(tiny_model, name):
     model = tiny_model("llama", vocab_size=6)
     counts, expected = joint_counts(model, name, acceptance="rejection")

@@ -114,8 +114,9 @@ class ShapeDrafter(Drafter):
                 if by_path:  # a child inherits its parent's window, moved on by the parent's predicted state
                     window = roll(window, states)[rows, best // branching]
             nodes += candidates.shape[1]
-        every = TokenTree(torch.cat(tokens, dim=1), torch.cat(parents, dim=1), _rows_of(drawn, nodes))
-        if self.tree.nodes is None or self.tree.nodes + 1 >= nodes:
+        size = sum(part.shape[1] for part in tokens)
+        every = TokenTree(torch.cat(tokens, dim=1), torch.cat(parents, dim=1), _rows_of(drawn, size))
+        if self.tree.nodes is None or self.tree.nodes + 1 >= size:
             return every
         return keep_best(every.tokens, every.parent, torch.cat(scores, dim=1), self.tree.nodes + 1)
 

@@ -150,7 +150,7 @@ def build(family: str) -> PreTrainedModel:
         torch.manual_seed(0)
         # The fast kernels for mixtures of experts know no float64.
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values), experts_implementation="eager")
-    return model.double().eval()
+    return model.to(torch.float64).eval()
 
 
 def examine(family: str, lengths: Sequence[int] = (5, 14, 9), new_tokens: int = 24) -> Verdict:
