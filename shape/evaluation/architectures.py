@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from jsonargparse import CLI
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers import __version__ as transformers_version
 from transformers.utils import logging
 
@@ -143,14 +143,15 @@ class Verdict:
     drafts: int = 0
 
 
-def build(family: str) -> PreTrainedModel:
-    """A tiny random model, the same at every call, in float64."""
+def build(family: str) -> Any:
+    """A tiny random causal LM, the same at every call, in float64."""
     _, kind, values = FAMILIES[family]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         # The fast kernels for mixtures of experts know no float64.
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values), experts_implementation="eager")
-    return model.to(torch.float64).eval()
+        config = AutoConfig.for_model(kind, **values)
+        model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    return model.double().eval()
 
 
 def examine(family: str, lengths: Sequence[int] = (5, 14, 9), new_tokens: int = 24) -> Verdict:
