@@ -22,7 +22,8 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MINUTES = 3
-# The tree of "default-tree", the default predictor with another draft. Chosen among the shapes of draft_shapes.py:
+# The tree of "default-tree": the default predictor with a wider draft, comparable to the beams of 3 x 4 that earlier
+# prototypes had on this target. Not tuned; to tune it on other dialogues:
 #   python eval/draft_shapes.py WORK/default --target chat-12m --prompts WORK/tuning.jsonl
 TREE = {"width": 3, "depth": 4, "nodes": 10}
 SUITES = ("mt_bench", "alpaca", "gsm8k", "humaneval", "qa", "summarization")
