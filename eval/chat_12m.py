@@ -5,7 +5,7 @@
 Every 24th training dialogue of Schema-Guided Dialogue is answered by the target; both predictors learn from the same
 stored features for the same minutes; then they are measured on dialogues of the development part, which were left
 out, and on public prompts that the target is weak at. Each step is a command of the package, and what is finished
-is not done again. The tables go to `eval/results/chat-12m-*`.
+is not done again. The tables go to `eval/results/chat-12m`.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def main() -> None:
             shape("train", *config, *data, *answers, *time, "--output", name, "--measurement.limit", 0, work=work)
     with_tree(work / "default", work / "default-tree")
     for folder, (prompts, dtype, temperature) in TABLES.items():
-        output = REPOSITORY / "eval/results" / f"chat-12m-{folder}"
+        output = REPOSITORY / "eval/results" / f"chat-12m/{folder}"
         if output.exists():
             continue
         shape(

@@ -2,7 +2,7 @@
 
     python -m shape.bench --output results                 # the quickstart pair on the bundled prompts
     python -m shape.bench --predictor ours=DIR --predictor paper=DIR --prompts FILE --output results
-    python -m shape.bench --render eval/results README.md  # measured tables into a document
+    python -m shape.bench --render RESULTS_FOLDER README.md  # measured tables into a document
 
 Writes `results.json` (everything, per prompt) and `results.md` (the table and its environment) to the
 output folder. Until then finished prompts are kept in `records.jsonl` there, by which the same command

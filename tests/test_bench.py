@@ -139,12 +139,13 @@ def test_renders_into_a_document(arguments, tmp_path, capsys):
         replace_region("nothing here", "x")
 
 
-def test_readme_shows_the_committed_results():
-    """After new results: python -m shape.bench --render eval/results README.md"""
-    if not list((ROOT / "eval" / "results").rglob("results.json")):
-        pytest.skip("no results are committed")
-    readme = (ROOT / "README.md").read_text()
-    assert replace_region(readme, render(ROOT / "eval" / "results")) == readme
+@pytest.mark.parametrize(
+    ("results", "document"), [("eval/results/shipped", "README.md"), ("eval/results", "eval/results/README.md")]
+)
+def test_documents_show_the_committed_results(results, document):
+    """After new results: python -m shape.bench --render RESULTS DOCUMENT, for both."""
+    text = (ROOT / document).read_text()
+    assert replace_region(text, render(ROOT / results)) == text
 
 
 def test_defaults_are_those_of_the_documentation():
