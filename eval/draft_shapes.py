@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 
 from shape import bundled
-from shape.conversations import load_prompts
+from shape.conversations import evenly, load_prompts
 from shape.decoder import ShapeDecoder
 from shape.drafters import TreeShape
 from shape.evaluation.speed import Method, measure
@@ -48,11 +48,10 @@ def main() -> None:
     methods: dict[str, Method] = {"transformers": "transformers", "plain": None}
     for shape in shapes:
         methods[name(shape)] = ShapeDecoder.from_pretrained(args.predictor, target=target, tree=shape).drafter
-    prompts = load_prompts(args.prompts)
     results = measure(
         target,
         methods,
-        [prompts[index * len(prompts) // args.limit] for index in range(min(args.limit, len(prompts)))],
+        evenly(load_prompts(args.prompts), args.limit),
         max_new_tokens=96,
         temperature=args.temperature,
         label=f"Draft shapes of {Path(args.predictor).name}, {args.dtype}, temperature {args.temperature:g}",

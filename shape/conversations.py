@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, TextIO, cast
+from typing import Any, Literal, TextIO, TypeVar, cast
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ Role = Literal["system", "user", "assistant"]
 Kind = Literal["chat", "completion", "text"]
 Source = str | Path
 Span = tuple[int, int]
+Item = TypeVar("Item")
 
 ROLES: dict[str, Role] = {
     "system": "system",
@@ -184,6 +185,12 @@ def load_prompts(path: Source) -> list[Prompt]:
     if not prompts:
         raise DataError(_nothing_left(str(path), 0, []))
     return prompts
+
+
+def evenly(items: Sequence[Item], count: int) -> list[Item]:
+    """At most `count` items, spread over all of them, in order."""
+    count = min(count, len(items))
+    return [items[index * len(items) // count] for index in range(count)]
 
 
 def parse_row(row: object, default_id: str) -> Conversation:

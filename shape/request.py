@@ -96,10 +96,14 @@ class Prepared(NamedTuple):
     criteria: StoppingCriteriaList
 
     @property
+    def processors_look_back(self) -> bool:
+        """Whether any processor depends on the text before a token."""
+        return any(not isinstance(one, _SCORES_ALONE) for one in _others(self.processors))
+
+    @property
     def looks_back(self) -> bool:
         """Whether anything here depends on the text before a token, and so on the row."""
-        processors = _others(self.processors)
-        return any(not isinstance(one, _SCORES_ALONE) for one in processors) or bool(_others(self.criteria))
+        return self.processors_look_back or bool(_others(self.criteria))
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,8 @@ class Request:
         Raises:
             UnsupportedGeneration: anything that cannot be served, in one sentence.
         """
-        _refuse(target, generation_config, options)
+        given = _merged(target, generation_config, options)
+        _refuse(given)
         generation_config, options = _with_stop_strings(target, generation_config, options)
         width = _width(input_ids)
 
@@ -148,8 +153,7 @@ class Request:
 
         # A row as wide as the batch: lengths count from there, padding included, as in transformers.
         first = prepare([0] * width)
-        pad = _merged(target, generation_config, options).get("pad_token_id")
-        prompts = _prompts(input_ids, attention_mask, pad, _end_tokens(first.config))
+        prompts = _prompts(input_ids, attention_mask, given.get("pad_token_id"), _end_tokens(first.config))
         new = _new_tokens(target, first.config, width, max(map(len, prompts)))
         samples = first.config.num_return_sequences or 1
         each = [first]
@@ -187,7 +191,7 @@ class Request:
         config, eos = shared.config, _end_tokens(shared.config)
         pad = config._pad_token_tensor
         processors = criteria = None
-        if any(not isinstance(one, _SCORES_ALONE) for one in _others(shared.processors)):
+        if shared.processors_look_back:
             processors = [LogitsProcessorList(_others(own.processors)) for own in each for _ in range(samples)]
         if _others(shared.criteria):
             criteria = [StoppingCriteriaList(_others(own.criteria)) for own in each for _ in range(samples)]
@@ -245,10 +249,10 @@ def _merged(target: Target, generation_config: GenerationConfig | None, options:
     return merged | {name: value for name, value in options.items() if value is not None}
 
 
-def _refuse(target: Target, generation_config: GenerationConfig | None, options: dict[str, Any]) -> None:
+def _refuse(given: dict[str, Any]) -> None:
     """Raises for options that do not exist, and for those that exist and would be ignored here."""
     known = GenerationConfig().to_dict() | _NEUTRAL_VALUES
-    for name, value in _merged(target, generation_config, options).items():
+    for name, value in given.items():
         if name in _SERVED or name in _NEUTRAL or name.startswith("_"):
             continue
         if name not in known:
@@ -260,12 +264,11 @@ def _refuse(target: Target, generation_config: GenerationConfig | None, options:
                 f"option {shown} is not supported by speculative decoding here; set it to "
                 f"{_NEUTRAL_VALUES.get(name)!r}, or use the target's own generate"
             )
-    merged = _merged(target, generation_config, options)
-    if merged.get("do_sample") and not float(merged.get("temperature", 1.0)) > 0.0:
+    if given.get("do_sample") and not float(given.get("temperature", 1.0)) > 0.0:
         raise UnsupportedGeneration(
-            f"temperature {merged['temperature']} cannot be sampled at; leave do_sample off to decode greedily"
+            f"temperature {given['temperature']} cannot be sampled at; leave do_sample off to decode greedily"
         )
-    if (new := merged.get("max_new_tokens")) is not None and new < 1:
+    if (new := given.get("max_new_tokens")) is not None and new < 1:
         raise UnsupportedGeneration(f"max_new_tokens is {new}; it must be at least 1")
 
 

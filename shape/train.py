@@ -27,7 +27,7 @@ from torch import Tensor
 
 from shape import bundled
 from shape.config import ShapeConfig
-from shape.conversations import Conversation, Prompt, fingerprint, load_conversations, load_prompts
+from shape.conversations import Conversation, Prompt, evenly, fingerprint, load_conversations, load_prompts
 from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.drafters import TreeShape
 from shape.errors import CheckpointError, ConfigError, DataError, exit_on_error
@@ -422,8 +422,7 @@ def validation_prompts(conversations: Sequence[Conversation], target: Target, op
             f"no validation conversation has an assistant turn within {room} tokens; raise max_length, or give other "
             "--validation_data"
         )
-    count = min(options.validation.prompts, len(found))
-    return [found[index * len(found) // count] for index in range(count)]
+    return evenly(found, options.validation.prompts)
 
 
 def _prompts_file(options: TrainOptions) -> list[Prompt]:
@@ -546,11 +545,10 @@ def _finish(
 
 def _measure(options: TrainOptions, decoder: ShapeDecoder, prompts: Sequence[Prompt]) -> SpeedResults:
     chosen = options.measurement
-    count = min(chosen.limit, len(prompts))
     return measure(
         decoder.target,
         {"transformers": "transformers", "plain": None, "shape": decoder.drafter},
-        [prompts[index * len(prompts) // count] for index in range(count)],
+        evenly(prompts, chosen.limit),
         max_new_tokens=chosen.max_new_tokens,
         temperature=chosen.temperature,
         seed=options.seed,
