@@ -50,6 +50,8 @@ class BenchOptions:
         device_map: where the target is put, for example cpu, cuda or auto.
         tree: shape of the predictors' token trees; default: each predictor's own.
         label: heading of the table.
+        fall_back: whether to decode plainly for a while where drafting does not pay; false always drafts, a number is
+            the acceptance length below which drafting pauses.
     """
 
     output: str = "bench-results"
@@ -67,6 +69,7 @@ class BenchOptions:
     device_map: str | None = None
     tree: TreeShape | None = None
     label: str = ""
+    fall_back: bool | float = True
 
 
 def bench(options: BenchOptions) -> SpeedResults:
@@ -91,6 +94,7 @@ def bench(options: BenchOptions) -> SpeedResults:
         label=options.label or f"{Path(target.name).name}, {source.stem}, temperature {options.temperature:g}",
         source=source.name,
         journal=journal,
+        fall_back=options.fall_back,
     )
     (output / "results.json").write_text(results.to_json())
     (output / "results.md").write_text(results.to_markdown())

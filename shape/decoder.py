@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from transformers.generation.streamers import BaseStreamer
 from shape import bundled
 from shape.drafters import Drafter, ShapeDrafter, TreeShape, make_drafter
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, UnsupportedGeneration
-from shape.loop import AcceptanceRule, Row, Source, decode
+from shape.loop import AcceptanceRule, Memory, Row, Source, decode
+from shape.planning import Pace, StepTimes
 from shape.predictor import ShapePredictor
 from shape.request import Prepared, Request
 from shape.stats import DecodeStats
@@ -77,6 +79,9 @@ class ShapeDecoder:
         drafter: a Drafter, the name of one that needs no training ("ngram"), or None for plain decoding in the
             same loop.
         tokenizer: the target's; only needed where text goes in or out.
+        fall_back: decode plainly for a while where drafting does not pay (see ``planning.Pace``): by the times measured
+            on the way, or where the acceptance length is below a given number. False always drafts. Rules whose samples
+            depend on the drafts fall back by a given number only, so that they do not depend on the machine's times.
 
     Raises:
         UnsupportedTarget: the target cannot be verified exactly (found out by a probe at this point).
@@ -88,6 +93,7 @@ class ShapeDecoder:
         target: PreTrainedModel | Target,
         drafter: Drafter | str | None = None,
         tokenizer: Any = None,
+        fall_back: bool | float = True,
     ) -> None:
         self.target = Target.load(target, tokenizer=tokenizer)
         self.drafter = make_drafter(drafter) if isinstance(drafter, str) else drafter
@@ -96,6 +102,8 @@ class ShapeDecoder:
         if self.target.support is None:
             self.target.support = probe(self.target)
         self.support: Support = self.target.support
+        self.fall_back = fall_back
+        self._step_times: dict[int, StepTimes] = {}  # by number of rows
 
     @classmethod
     def from_pretrained(
@@ -107,6 +115,7 @@ class ShapeDecoder:
         device_map: Any = None,
         drafter: str | None = None,
         tree: TreeShape | None = None,
+        fall_back: bool | float = True,
     ) -> "ShapeDecoder":
         """A decoder from an exported predictor, from a target and the name of a drafter, or both.
 
@@ -116,6 +125,7 @@ class ShapeDecoder:
             dtype: of the target; None keeps the checkpoint's own.
             drafter: "shape" (the default with a predictor), "ngram", or "none".
             tree: shape of the predictor's draft tree; None takes its own default.
+            fall_back: see the class.
 
         Raises:
             ConfigError: neither predictor nor target, or a predictor for a drafter that takes none.
@@ -127,7 +137,8 @@ class ShapeDecoder:
                 raise ConfigError("neither a predictor nor a target is given; give at least one of them")
             if drafter == "shape":
                 raise ConfigError("drafter 'shape' needs a predictor; give the folder of an exported one")
-            return cls(Target.load(target, tokenizer=tokenizer, dtype=dtype, device_map=device_map), drafter)
+            loaded = Target.load(target, tokenizer=tokenizer, dtype=dtype, device_map=device_map)
+            return cls(loaded, drafter, fall_back=fall_back)
         network = load_predictor(predictor)
         if target is None:
             known = network.config.target_identity
@@ -136,8 +147,9 @@ class ShapeDecoder:
             target = known["name"]
         loaded = Target.load(target, tokenizer=tokenizer, dtype=dtype, device_map=device_map)
         if drafter not in (None, "shape"):
-            return cls(loaded, drafter)
-        return cls(loaded, ShapeDrafter(network.to(loaded.device, _draft_dtype(loaded)), tree))  # type: ignore[arg-type]
+            return cls(loaded, drafter, fall_back=fall_back)
+        network = network.to(loaded.device, _draft_dtype(loaded))  # type: ignore[arg-type]
+        return cls(loaded, ShapeDrafter(network, tree), fall_back=fall_back)
 
     @property
     def tokenizer(self) -> Any:
@@ -154,6 +166,7 @@ class ShapeDecoder:
         return_dict_in_generate: bool = False,
         acceptance: str | TrsLossy = "match",
         eos_aware: bool = False,
+        memory: Memory | None = None,
         trace: bool = False,
         **options: Any,
     ) -> Tensor | ShapeOutput:
@@ -174,6 +187,7 @@ class ShapeDecoder:
                 paper as "trs-lossy" or TrsLossy(k, depth, threshold).
             eos_aware: no end token among the first four: for targets that end an answer at once after an empty turn.
                 The same as min_new_tokens=4.
+            memory: see ``session``.
             trace: record the source of every token.
             options: those of ``model.generate`` that greedy search and sampling have (see ``shape.request``),
                 prepared by transformers itself; also logits_processor, stopping_criteria and
@@ -185,8 +199,24 @@ class ShapeDecoder:
         if eos_aware:
             options["min_new_tokens"] = max(_EOS_AWARE_TOKENS, options.get("min_new_tokens") or 0)
         request = Request.resolve(self.target, input_ids, attention_mask, generation_config, options)
-        out = self._carry_out(request, input_ids, seed, streamer, acceptance, trace)
+        if memory is not None and len(request.prompts) > 1:
+            raise UnsupportedGeneration(
+                f"a session continues one text, and {len(request.prompts)} rows were asked for; give each its own"
+            )
+        out = self._carry_out(request, input_ids, seed, streamer, acceptance, memory, trace)
         return out if return_dict_in_generate else out.sequences
+
+    def session(self) -> Callable[..., Tensor | ShapeOutput]:
+        """``generate`` for one conversation, turn after turn: what a prompt shares with the text before is not computed
+        again.
+
+            say = decoder.session()
+            first = say(ids, max_new_tokens=64)
+            second = say(torch.cat([first, more], dim=1), max_new_tokens=64)  # only `more` goes through the target
+
+        Tokens are those of ``generate`` without a session. The cache lives as long as the session.
+        """
+        return partial(self.generate, memory=Memory())
 
     def as_custom_generate(self) -> Callable[..., Tensor | ShapeOutput]:
         """For those who call the target: ``model.generate(**inputs, custom_generate=decoder.as_custom_generate())``.
@@ -220,6 +250,7 @@ class ShapeDecoder:
         seed: int | Sequence[int] | None,
         streamer: BaseStreamer | None = None,
         acceptance: str | TrsLossy = "match",
+        memory: Memory | None = None,
         trace: bool = False,
     ) -> ShapeOutput:
         if streamer is not None and len(request.prompts) > 1:
@@ -266,12 +297,20 @@ class ShapeDecoder:
                 emit=emit,
                 stats=stats,
                 rows=group,
+                pace=self._pace(drafter, len(group), by_times=acceptance != "rejection"),
+                memory=memory,
             )
         if streamer is not None:
             streamer.end()
         sequences = request.assemble(input_ids, [row.new for row in rows])
         record = [list(zip(row.new, row.sources, strict=True)) for row in rows] if trace else None
         return ShapeOutput(sequences, stats, record)
+
+    def _pace(self, drafter: Drafter | None, rows: int, by_times: bool) -> Pace | None:
+        if drafter is None or self.fall_back is False or (self.fall_back is True and not by_times):
+            return None
+        times = self._step_times.setdefault(rows, StepTimes())
+        return Pace(times, None if self.fall_back is True else float(self.fall_back))
 
     def _rule(self, acceptance: str | TrsLossy) -> tuple[AcceptanceRule, Drafter | None]:
         """The rule, and the drafter with the trees that it needs."""

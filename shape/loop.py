@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from shape.drafters.base import Drafter, Settled
+from shape.planning import Pace
 from shape.stats import DecodeStats
 from shape.target import Target
 from shape.verification.acceptance import Accepted
@@ -20,8 +21,8 @@ from shape.verification.tree import TokenTree, first_path, root_only
 
 Source = Literal["prefill", "draft", "target"]
 AcceptanceRule = Callable[[TokenTree, Tensor, Sampler], Accepted]
-# Cache slots allocated behind the longest possible text for the tree under verification; grows on demand.
-_TREE_SLOTS = 64
+# Cache slots allocated at first behind the prompt for new tokens and the tree under verification; grown on demand.
+_NEW_SLOTS, _TREE_SLOTS = 512, 64
 
 
 @dataclass
@@ -63,6 +64,38 @@ class Row:
         return bool(self.criteria(text, None).all())  # type: ignore[arg-type]  # scores are not kept
 
 
+@dataclass
+class Memory:
+    """What decoding one row leaves for the next call: cache slots, the tokens that they hold, and their states.
+
+    Attributes:
+        tokens: ids in the first slots of the arena.
+        hidden: (1, len(tokens), H).
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    hidden: Tensor | None = None
+    arena: KVArena | None = None
+
+    def take(self, prompt: list[int]) -> tuple[KVArena, Tensor] | None:
+        """Arena and states, cut to what they have in common with a prompt; None where that is nothing.
+
+        They leave the memory, so that a call that breaks off leaves none rather than a wrong one.
+        """
+        arena, hidden, tokens = self.arena, self.hidden, self.tokens
+        self.keep([], None, None)
+        # The prompt's last token always goes through the target: its state says what comes next.
+        pairs = zip(tokens, prompt[:-1], strict=False)
+        common = next((i for i, (old, new) in enumerate(pairs) if old != new), min(len(tokens), len(prompt) - 1))
+        if arena is None or hidden is None or common == 0:
+            return None
+        arena.set_lengths([common])
+        return arena, hidden[:, :common]
+
+    def keep(self, tokens: list[int], hidden: Tensor | None, arena: KVArena | None) -> None:
+        self.tokens, self.hidden, self.arena = tokens, hidden, arena
+
+
 @torch.no_grad()
 def decode(
     target: Target,
@@ -78,6 +111,8 @@ def decode(
     emit: Callable[[int, list[int]], None],
     stats: DecodeStats,
     rows: list[int],
+    pace: Pace | None = None,
+    memory: Memory | None = None,
 ) -> list[Row]:
     """Decode a batch.
 
@@ -90,6 +125,8 @@ def decode(
         emit: called with (row number, its newly emitted tokens).
         stats: counted into.
         rows: the rows' numbers.
+        pace: decides whether a step drafts; None always drafts.
+        memory: of the call before, to go on from where the only row begins alike; gets what this call leaves.
 
     Returns:
         The finished rows in the order of ``prompts``.
@@ -99,11 +136,11 @@ def decode(
         Row(index, prompt, criteria[at] if criteria else None)
         for at, (index, prompt) in enumerate(zip(rows, prompts, strict=True))
     ]
-    arena = new_arena(target, support, len(live), max(map(len, prompts)) + max_new_tokens + _TREE_SLOTS)
-    settled, hidden = _settle_prompts(target, arena, prompts, sampler)
+    arena, settled, hidden = _settle_prompts(target, support, prompts, sampler, max_new_tokens, memory, stats)
     for row, token in zip(live, settled.root.tolist(), strict=True):
         row.extend([token], 0, "prefill", max_new_tokens, eos_token_ids)
         emit(row.index, [token])
+    states_so_far = [hidden] if memory is not None else []
     if drafter is not None:
         drafter.start(settled, hidden)
     prefilled = perf_counter()
@@ -123,7 +160,8 @@ def decode(
 
         drafting = perf_counter()
         sampler.settle(settled.lengths, settled.texts)
-        tree = root_only(settled.root) if drafter is None else drafter.draft(settled, sampler)
+        active = drafter if pace is None or pace.draft_next() else None
+        tree = root_only(settled.root) if active is None else active.draft(settled, sampler)
         if support.mode == "chain":
             tree = first_path(tree)
         verifying = perf_counter()
@@ -138,9 +176,13 @@ def decode(
         )
         committing = perf_counter()
         arena.commit(accepted.path, counts)
-        if drafter is not None:
+        if drafter is not None or memory is not None:
             path = accepted.path[:, : max(counts), None].expand(-1, -1, states.shape[-1])
-            drafter.update(states.gather(1, path), accepted.counts)
+            states = states.gather(1, path)
+        if drafter is not None:
+            drafter.update(states, accepted.counts)
+        if memory is not None:
+            states_so_far.append(states)
 
         proposed = (tree.parent[:, 1:] >= 0).sum(1).tolist()
         for i, row in enumerate(live):
@@ -151,23 +193,53 @@ def decode(
             emit(row.index, new[:emitted])
         settled.lengths = settled.lengths + accepted.counts
         settled.root = settled.root.new_tensor([text[-1] for text in settled.texts])
+        finishing = perf_counter()
         stats.steps += 1
         stats.draft_seconds += verifying - drafting
         stats.verify_seconds += committing - verifying
-        stats.commit_seconds += perf_counter() - committing
+        stats.commit_seconds += finishing - committing
+        if pace is not None:
+            pace.observe(active is not None, sum(counts) / len(counts), finishing - drafting)
+            stats.plain_steps += active is None
     stats.decode_seconds += perf_counter() - prefilled
+    if pace is not None:
+        stats.pauses += pace.pauses
+    if memory is not None:
+        memory.keep(settled.texts[0][: arena.longest], torch.cat(states_so_far, dim=1), arena)
     return finished
 
 
 def _settle_prompts(
-    target: Target, arena: KVArena, prompts: list[list[int]], sampler: Sampler
-) -> tuple[Settled, Tensor]:
-    """Prefill, and the first token of every row. Also the prompts' states, (B, T, H)."""
-    lengths = [len(prompt) for prompt in prompts]
-    padded = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
-    hidden = prefill(target, arena, torch.tensor(padded, device=target.device), lengths)
+    target: Target,
+    support: Support,
+    prompts: list[list[int]],
+    sampler: Sampler,
+    max_new_tokens: int,
+    memory: Memory | None,
+    stats: DecodeStats,
+) -> tuple[KVArena, Settled, Tensor]:
+    """The cache with the prompts in it, the first token of every row, and the prompts' states, (B, T, H)."""
+    room = min(max_new_tokens, _NEW_SLOTS) + _TREE_SLOTS
+    # Samples of one prompt share its prefill.
+    distinct = {prompt: number for number, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+    lengths = [len(prompt) for prompt in distinct]
+    known = memory.take(prompts[0]) if memory is not None else None
+    if known is None:
+        arena = new_arena(target, support, len(distinct), max(lengths) + room)
+        padded = [[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in distinct]
+        hidden = prefill(target, arena, torch.tensor(padded, device=target.device), lengths)
+    else:
+        arena, before = known
+        stats.reused_tokens += arena.longest
+        rest = torch.tensor([prompts[0][arena.longest :]], device=target.device)
+        hidden = torch.cat([before, prefill(target, arena, rest, lengths)], dim=1)
+    stats.prompt_tokens += sum(lengths)
+    if len(distinct) < len(prompts):
+        index = torch.tensor([distinct[tuple(prompt)] for prompt in prompts], device=target.device)
+        arena.select(index)
+        hidden = hidden[index]
     last = hidden[torch.arange(len(prompts), device=hidden.device), arena.lengths - 1]
     sampler.settle(arena.lengths, prompts)
     root = sampler.choose(target.logits(last[:, None]), root_only(arena.lengths))[:, 0]
     texts = [[*prompt, token] for prompt, token in zip(prompts, root.tolist(), strict=True)]
-    return Settled(texts, arena.lengths + 1, root), hidden
+    return arena, Settled(texts, arena.lengths + 1, root), hidden

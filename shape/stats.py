@@ -21,6 +21,8 @@ class DecodeStats:
         drafted: draft tokens proposed; accepted: of these, the ones emitted.
         draft_steps: row-steps in which at least one token was proposed.
         row_emitted, row_forwards: the same two numbers per row of the batch.
+        plain_steps: steps that did not draft because drafting had not paid; pauses: how often that was found.
+        prompt_tokens: of distinct prompts; reused_tokens: of these, the ones that a session had in its cache.
     """
 
     drafter: str = "none"
@@ -32,6 +34,10 @@ class DecodeStats:
     accepted: int = 0
     draft_steps: int = 0
     steps: int = 0
+    plain_steps: int = 0
+    pauses: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
     histogram: Counter[int] = field(default_factory=Counter)
     row_emitted: list[int] = field(default_factory=list)
     row_forwards: list[int] = field(default_factory=list)

@@ -783,7 +783,7 @@ def decode_counts(
     target: Target, predictor: ShapePredictor, prompts: Sequence[Tensor], max_new_tokens: int
 ) -> tuple[list[int], list[int]]:
     """Tokens emitted and target forwards, for each prompt, of greedy decoding with the predictor."""
-    decoder = ShapeDecoder(target, drafter=ShapeDrafter(predictor))
+    decoder = ShapeDecoder(target, ShapeDrafter(predictor), fall_back=False)
     emitted: list[int] = []
     forwards: list[int] = []
     for start in range(0, len(prompts), _VALIDATION_BATCH):

@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 import torch
+from helpers import FAMILIES, LENGTHS, predictor, prompts
 from transformers import (
     GenerationConfig,
     GPTNeoConfig,
@@ -14,33 +15,10 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from shape.config import ShapeConfig
 from shape.decoder import ShapeDecoder, TrsLossy
 from shape.drafters import AdversaryDrafter, NgramDrafter, OracleDrafter, ShapeDrafter, TreeShape
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, UnsupportedGeneration
-from shape.predictor import ShapePredictor
 from shape.target import Target
-
-FAMILIES = ["llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "mistral"]
-LENGTHS = [3, 17, 9, 1, 12]
-
-
-def prompts(lengths=LENGTHS, side: str = "left", vocab_size: int = 64) -> dict[str, torch.Tensor]:
-    """A batch of random prompts of unequal length, with its attention mask."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, length in enumerate(lengths):
-        at = slice(max(lengths) - length, None) if side == "left" else slice(0, length)
-        ids[row, at] = torch.randint(3, vocab_size, (length,), generator=generator)
-        mask[row, at] = 1
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def predictor(dtype=torch.float64, **options) -> ShapePredictor:
-    torch.manual_seed(0)
-    options = {"step_mode": "recursive", "token_conditioning": "path", **options}
-    return ShapePredictor(ShapeConfig(hidden_size=32, intermediate_size=48, **options)).to(dtype).eval()
 
 
 def drafters() -> dict:
@@ -69,7 +47,7 @@ def test_greedy_equals_transformers_in_float64(tiny_model, arch):
     batch = prompts()
     expected = model.generate(**batch, max_new_tokens=40, do_sample=False)
     for name, make in {"plain": lambda: None, **drafters()}.items():
-        decoder = ShapeDecoder(model, make())
+        decoder = ShapeDecoder(model, make(), fall_back=False)
         out = decoder.generate(**batch, max_new_tokens=40, return_dict_in_generate=True)
         assert torch.equal(out.sequences, expected), name
         assert out.stats.lossless and out.stats.acceptance_length >= 1.0
@@ -86,7 +64,7 @@ def test_the_same_seed_gives_the_same_tokens_with_every_drafter(tiny_model, opti
     arguments = {"max_new_tokens": 30, "do_sample": True, "seed": seeds, **options}
     expected = ShapeDecoder(model).generate(**batch, **arguments)
     for name, make in drafters().items():
-        decoder = ShapeDecoder(model, make())
+        decoder = ShapeDecoder(model, make(), fall_back=False)
         assert torch.equal(decoder.generate(**batch, **arguments), expected), name
         # The same row alone, in a batch of one: independent of who shares the batch.
         alone = decoder.generate(batch["input_ids"][2:3, -9:], **(arguments | {"seed": seeds[2:3]}))
@@ -207,7 +185,7 @@ def test_stop_at_eos_and_length(tiny_model):
         for ids, mask, row in zip(batch["input_ids"], batch["attention_mask"], free, strict=True)
     ]
     for drafter in (None, OracleDrafter(oracle_texts, depth=6), AdversaryDrafter()):
-        out = ShapeDecoder(model, drafter).generate(**batch, max_new_tokens=30, eos_token_id=eos)
+        out = ShapeDecoder(model, drafter, fall_back=False).generate(**batch, max_new_tokens=30, eos_token_id=eos)
         assert torch.equal(out, expected)
     one = ShapeDecoder(model, OracleDrafter(oracle_texts, depth=6)).generate(**batch, max_new_tokens=1)
     assert one.shape[1] == max(LENGTHS) + 1
@@ -249,7 +227,7 @@ def test_the_oracle_reaches_the_acceptance_length_of_its_error_rate(tiny_model, 
     model = tiny_model("llama")
     batch = prompts([4] * 16)
     plain = ShapeDecoder(model).generate(**batch, max_new_tokens=150, eos_token_id=[])
-    decoder = ShapeDecoder(model, OracleDrafter(plain.tolist(), rate, depth))
+    decoder = ShapeDecoder(model, OracleDrafter(plain.tolist(), rate, depth), fall_back=False)
     out = decoder.generate(**batch, max_new_tokens=150, eos_token_id=[], return_dict_in_generate=True)
     assert torch.equal(out.sequences, plain)
     accept = 1 - rate
@@ -334,7 +312,7 @@ def test_every_option_means_what_it_means_to_transformers(tiny_model, name):
     options = {"max_new_tokens": 25, **OPTIONS[name]}
     batch = prompts()
     for drafter in (None, AdversaryDrafter(seed=3), drafters()["shape tree"]()):
-        decoder = ShapeDecoder(model, drafter)
+        decoder = ShapeDecoder(model, drafter, fall_back=False)
         # A maximum length counts padding too, so that a row alone gets more.
         padded = "max_length" in options
         together = None if padded else new_tokens(decoder.generate(**batch, **options), batch)
@@ -357,7 +335,7 @@ def test_every_warper_keeps_seeded_sampling_equal_to_plain(tiny_model, warper, n
     options = {"max_new_tokens": 25, "do_sample": True, "seed": 4, **OPTIONS.get(name, {}), **WARPERS[warper]}
     expected = ShapeDecoder(model).generate(**prompts(), **options)
     for make in (drafters()["adversary"], drafters()["shape tree"]):
-        assert torch.equal(ShapeDecoder(model, make()).generate(**prompts(), **options), expected)
+        assert torch.equal(ShapeDecoder(model, make(), fall_back=False).generate(**prompts(), **options), expected)
 
 
 @pytest.mark.parametrize(
@@ -372,7 +350,7 @@ def test_as_custom_generate(tiny_model, options):
     """The target's own generate, decoding with drafts."""
     model = tiny_model("llama")
     for drafter in (None, AdversaryDrafter(seed=1)):
-        decoder = ShapeDecoder(model, drafter)
+        decoder = ShapeDecoder(model, drafter, fall_back=False)
         for batch in [prompts([7])] if "repetition_penalty" in options else [prompts([7]), prompts()]:
             found = model.generate(**batch, **options, max_new_tokens=20, custom_generate=decoder.as_custom_generate())
             assert torch.equal(found, decoder.generate(**batch, **options, max_new_tokens=20))
@@ -391,7 +369,7 @@ def test_eos_aware_is_a_minimum_of_four_tokens(tiny_model):
     for sampling in ({}, {"do_sample": True, "seed": 1, "top_k": 0}):
         expected = ShapeDecoder(model).generate(**prompts(), **options, **sampling, min_new_tokens=4)
         for make in drafters().values():
-            decoder = ShapeDecoder(model, make())
+            decoder = ShapeDecoder(model, make(), fall_back=False)
             early = decoder.generate(**prompts(), **options, **sampling)
             assert early.shape[1] < max(LENGTHS) + 4
             assert torch.equal(decoder.generate(**prompts(), **options, **sampling, eos_aware=True), expected)
@@ -450,7 +428,7 @@ def test_chain_only_targets_decode_row_by_row(tmp_path):
     model = GPTNeoForCausalLM(config).double().eval()
     rows = [prompts([length])["input_ids"] for length in (5, 9)]
     for name, make in drafters().items():
-        decoder = ShapeDecoder(model, make())
+        decoder = ShapeDecoder(model, make(), fall_back=False)
         assert decoder.support.mode == "chain"
         for ids in rows:
             expected = model.generate(ids, max_new_tokens=25, do_sample=False)

@@ -176,7 +176,7 @@ def examine(family: str, lengths: Sequence[int] = (5, 14, 9), new_tokens: int = 
     texts = [prompt.tolist() + text for prompt, text in zip(prompts, expected, strict=True)]
     equal = drafts = 0
     for drafter in (AdversaryDrafter(nodes=7, seed=1), OracleDrafter(texts, error_rate=0.3, depth=5)):
-        out = ShapeDecoder(decoder.target, drafter).generate(
+        out = ShapeDecoder(decoder.target, drafter, fall_back=False).generate(
             ids, mask, max_new_tokens=new_tokens, return_dict_in_generate=True
         )
         assert isinstance(out, ShapeOutput)

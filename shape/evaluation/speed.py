@@ -63,6 +63,7 @@ def measure(
     label: str = "",
     source: str = "",
     journal: Path | None = None,
+    fall_back: bool | float = True,
 ) -> SpeedResults:
     """Answers every prompt with every method and returns what it took.
 
@@ -79,6 +80,7 @@ def measure(
         source: what the prompts are, for the record.
         journal: a JSON-lines file to which finished prompts are appended. A journal of the same settings,
             machine and code is continued, another one raises.
+        fall_back: see `ShapeDecoder`.
 
     Raises:
         ConfigError: no baseline among the methods, numbers out of range, or a journal of another run.
@@ -109,8 +111,9 @@ def measure(
         "repeats": repeats,
         "warmup": warmup,
         "seed": seed,
+        "fall_back": fall_back,
     }
-    bench = _Bench(target, methods, max_new_tokens, temperature, repeats)
+    bench = _Bench(target, methods, max_new_tokens, temperature, repeats, fall_back)
     rooms = {prompt.id: bench.fits(bench.encode(_opening(prompt))) for prompt in prompts}
     measured = [prompt for prompt in prompts if rooms[prompt.id]]
     if not measured:
@@ -217,8 +220,10 @@ class _Bench:
         max_new_tokens: int,
         temperature: float,
         repeats: int,
+        fall_back: bool | float,
     ) -> None:
         self.target, self.repeats, self.max_new_tokens = target, repeats, max_new_tokens
+        self.fall_back = fall_back
         self.options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
         if temperature > 0:
             self.options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
@@ -236,7 +241,7 @@ class _Bench:
         if method == "transformers":
             return self._run_transformers
         drafter, rule = (method.drafter, method.acceptance) if isinstance(method, Ruled) else (method, "match")
-        decoder = ShapeDecoder(self.target, drafter=drafter)
+        decoder = ShapeDecoder(self.target, drafter, fall_back=self.fall_back)
         return lambda context, seed: self._run_ours(decoder, context, seed, rule)
 
     def _run_transformers(self, context: Tensor, seed: int) -> _Run:

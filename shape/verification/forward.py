@@ -45,17 +45,24 @@ def new_arena(target: Target, support: Support, batch: int, capacity: int) -> KV
     return KVArena(support.layers, batch, capacity, target.dtype, target.device)
 
 
-def prefill(target: Target, arena: KVArena, input_ids: Tensor, lengths: list[int]) -> Tensor:
-    """States of the prompts, (B, T, H); afterwards the arena holds ``lengths`` settled tokens per row.
+def prefill(target: Target, arena: KVArena, input_ids: Tensor, lengths: list[int], portion: int = 1024) -> Tensor:
+    """States of the given tokens, (B, T, H); afterwards the arena holds ``lengths`` settled tokens per row.
 
     Args:
+        arena: empty, or with the same number of settled tokens in every row, which the given ones follow.
         input_ids: (B, T) int64, padded on the right: under the model's causal mask no token sees the padding,
             and later writes overwrite it.
+        portion: tokens of a row per forward, which bounds the memory that activations take.
     """
-    positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-    hidden = target.hidden(input_ids, position_ids=positions, cache=arena)
+    hidden = []
+    for tokens in input_ids.split(portion, dim=1):
+        start, rows = arena.longest, tokens.shape[0]
+        arena.reserve(tokens.shape[1])
+        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
+        hidden.append(target.hidden(tokens, position_ids=positions, cache=arena))
+        arena.set_lengths([start + tokens.shape[1]] * rows)
     arena.set_lengths(lengths)
-    return hidden
+    return torch.cat(hidden, dim=1)
 
 
 def tree_forward(target: Target, support: Support, arena: KVArena, tree: TokenTree) -> Tensor:
