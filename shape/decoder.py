@@ -14,12 +14,13 @@ from transformers.generation.streamers import BaseStreamer
 from shape import bundled
 from shape.drafters import Drafter, ShapeDrafter, TreeShape, make_drafter
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, UnsupportedGeneration
-from shape.loop import AcceptanceRule, Memory, Row, Source, decode
+from shape.loop import AcceptanceRule, Memory, Row, decode
 from shape.planning import Pace, StepTimes
 from shape.predictor import ShapePredictor
 from shape.request import Prepared, Request
 from shape.stats import DecodeStats
 from shape.target import Target
+from shape.trace import Trace
 from shape.verification.acceptance import Accepted, match, trs_lossy
 from shape.verification.forward import Support, probe
 from shape.verification.sampling import Sampler
@@ -35,13 +36,12 @@ class ShapeOutput:
     Attributes:
         sequences: (B * num_return_sequences, L) int64, prompts as given, followed by the new tokens and padding.
         stats: counts and times.
-        trace: per row the emitted (token id, source) pairs; source is "prefill", "draft" or "target". Only with
-            ``trace=True``.
+        trace: what became of every drafted and emitted token; only with ``trace=True``.
     """
 
     sequences: Tensor
     stats: DecodeStats
-    trace: list[list[tuple[int, Source]]] | None = None
+    trace: Trace | None = None
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class ShapeDecoder:
             eos_aware: no end token among the first four: for targets that end an answer at once after an empty turn.
                 The same as min_new_tokens=4.
             memory: see ``session``.
-            trace: record the source of every token.
+            trace: record what became of every token (see ``shape.trace``).
             options: those of ``model.generate`` that greedy search and sampling have (see ``shape.request``),
                 prepared by transformers itself; also logits_processor, stopping_criteria and
                 prefix_allowed_tokens_fn, which see each row without padding.
@@ -279,6 +279,7 @@ class ShapeDecoder:
                 streamer.put(torch.tensor(tokens))
 
         rows: list[Row] = []
+        record = Trace() if trace else None
         keys = request.keys(seed)
         everyone = list(range(len(request.prompts)))
         # Targets that can only verify chains do so for one row at a time.
@@ -299,11 +300,11 @@ class ShapeDecoder:
                 rows=group,
                 pace=self._pace(drafter, len(group), by_times=acceptance != "rejection"),
                 memory=memory,
+                trace=record,
             )
         if streamer is not None:
             streamer.end()
         sequences = request.assemble(input_ids, [row.new for row in rows])
-        record = [list(zip(row.new, row.sources, strict=True)) for row in rows] if trace else None
         return ShapeOutput(sequences, stats, record)
 
     def _pace(self, drafter: Drafter | None, rows: int, by_times: bool) -> Pace | None:

@@ -6,7 +6,7 @@ python -m shape.generate                                      # a chat, in a ter
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -19,8 +19,7 @@ from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.drafters import TreeShape
 from shape.errors import ConfigError, DataError, exit_on_error
 from shape.stats import DecodeStats
-
-STYLES = {"prefill": "dim", "draft": "green", "target": "default"}
+from shape.trace import STYLES, view
 
 
 @dataclass
@@ -43,7 +42,10 @@ class GenerateOptions:
         dtype: of the target, for example float32 or bfloat16; default: its checkpoint's.
         device_map: where the target is put, for example cpu, cuda or auto.
         tree: shape of the predictor's token tree; default: the predictor's own.
-        show_draft: colour the tokens that were drafted and accepted (shown when the answer is finished).
+        trace: write what became of every drafted and emitted token to this file, as JSON lines (of a chat: the last
+            answer's).
+        show_draft: colour the answer by what became of each token (shown when the answer is finished).
+        show_trace: print every step, what was drafted and what stood.
     """
 
     prompt: str | None = None
@@ -61,13 +63,23 @@ class GenerateOptions:
     dtype: str | None = None
     device_map: str | None = None
     tree: TreeShape | None = None
+    trace: str | None = None
     show_draft: bool = False
+    show_trace: bool = False
 
 
-def answer(decoder: ShapeDecoder, messages: list[dict[str, str]], options: GenerateOptions) -> ShapeOutput:
-    """Answers a conversation, streaming to standard output unless `show_draft` wants the finished trace.
+def answer(
+    decoder: ShapeDecoder,
+    messages: list[dict[str, str]],
+    options: GenerateOptions,
+    say: Callable[..., Any] | None = None,
+) -> ShapeOutput:
+    """Answers a conversation, streaming to standard output unless the finished trace is to be shown.
 
     Targets without a chat template continue the bare text of the messages.
+
+    Args:
+        say: the session of the conversation; None computes all of it.
     """
     tokenizer = decoder.tokenizer
     if tokenizer is None:
@@ -82,15 +94,16 @@ def answer(decoder: ShapeDecoder, messages: list[dict[str, str]], options: Gener
         "top_k": options.top_k,
         "top_p": options.top_p,
     }
-    output = decoder.generate(
+    traced = options.show_draft or options.show_trace
+    output = (say or decoder.generate)(
         inputs.input_ids,
         attention_mask=inputs.attention_mask,
         seed=options.seed,
         acceptance=options.acceptance,
         eos_aware=options.eos_aware,
-        streamer=(None if options.show_draft else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)),
+        streamer=None if traced else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         return_dict_in_generate=True,
-        trace=options.show_draft,
+        trace=traced or options.trace is not None,
         max_new_tokens=options.max_new_tokens,
         do_sample=options.temperature > 0,
         **(sampling if options.temperature > 0 else {}),
@@ -109,10 +122,10 @@ def pieces(tokenizer: Any, tokens: Sequence[int]) -> Iterator[str]:
         shown = shown if unfinished else text
 
 
-def coloured(tokenizer: Any, trace: list[tuple[int, Any]]) -> Text:
-    """An answer with accepted draft tokens in green and the target's own in the terminal's colour."""
-    parts = pieces(tokenizer, [token for token, _ in trace])
-    return Text.assemble(*((piece, STYLES[source]) for piece, (_, source) in zip(parts, trace, strict=True)))
+def coloured(tokenizer: Any, tokens: list[tuple[int, str]]) -> Text:
+    """An answer in the colours of what became of its tokens, `Trace.emitted`."""
+    parts = pieces(tokenizer, [token for token, _ in tokens])
+    return Text.assemble(*((piece, STYLES[event]) for piece, (_, event) in zip(parts, tokens, strict=True)))
 
 
 def report(stats: DecodeStats) -> str:
@@ -126,7 +139,7 @@ def report(stats: DecodeStats) -> str:
 
 def chat(decoder: ShapeDecoder, options: GenerateOptions, console: Console) -> None:
     """Questions and answers until an empty line or the end of input."""
-    messages = _system(options)
+    messages, say = _system(options), decoder.session()
     console.print("An empty line ends the chat.", style="dim")
     while True:
         try:
@@ -136,18 +149,29 @@ def chat(decoder: ShapeDecoder, options: GenerateOptions, console: Console) -> N
         if not question:
             break
         messages.append({"role": "user", "content": question})
-        messages.append({"role": "assistant", "content": _show(decoder, messages, options, console)})
+        messages.append({"role": "assistant", "content": _show(decoder, messages, options, console, say)})
 
 
-def _show(decoder: ShapeDecoder, messages: list[dict[str, str]], options: GenerateOptions, console: Console) -> str:
+def _show(
+    decoder: ShapeDecoder,
+    messages: list[dict[str, str]],
+    options: GenerateOptions,
+    console: Console,
+    say: Callable[..., Any] | None = None,
+) -> str:
     """Answers on the screen, with the figures below; returns the answer."""
-    output = answer(decoder, messages, options)
+    output, tokenizer = answer(decoder, messages, options, say), decoder.tokenizer
     tokens = output.sequences[0, -output.stats.emitted - 1 :]
-    if output.trace is not None:
-        console.print(coloured(decoder.tokenizer, output.trace[0]), soft_wrap=True)
-        console.print(Text.assemble("drafted and accepted", style=STYLES["draft"]), "/ the target's own", style="dim")
+    if options.trace is not None and output.trace is not None:
+        output.trace.write(options.trace)
+    if options.show_trace and output.trace is not None:
+        console.print(view(output.trace.records, tokenizer.decode))
+    if options.show_draft and output.trace is not None:
+        console.print(coloured(tokenizer, output.trace.emitted()), soft_wrap=True)
+    if options.show_draft or options.show_trace:
+        console.print(Text(" / ").join(Text(event, style=style) for event, style in STYLES.items()))
     console.print(report(output.stats), style="dim", soft_wrap=True)
-    return decoder.tokenizer.decode(tokens, skip_special_tokens=True)
+    return tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 def _system(options: GenerateOptions) -> list[dict[str, str]]:
@@ -188,12 +212,12 @@ def generate(options: GenerateOptions) -> None:
 def parser() -> ArgumentParser:
     parser = ArgumentParser(prog="python -m shape.generate", description=__doc__.splitlines()[0])
     parser.add_argument("--config", action="config", help="a YAML file with these options")
-    parser.add_class_arguments(GenerateOptions, skip={"show_draft"})
+    parser.add_class_arguments(GenerateOptions, skip={"show_draft", "show_trace"})
     parser.add_argument(
-        "--show-draft",
-        "--show_draft",
-        action="store_true",
-        help="colour the tokens that were drafted and accepted",
+        "--show-draft", "--show_draft", action="store_true", help="colour the answer by what became of each token"
+    )
+    parser.add_argument(
+        "--show-trace", "--show_trace", action="store_true", help="print every step: what was drafted and what stood"
     )
     return parser
 

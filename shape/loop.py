@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,15 +10,15 @@ from transformers import StoppingCriteriaList
 
 from shape.drafters.base import Drafter, Settled
 from shape.planning import Pace
-from shape.stats import DecodeStats
+from shape.stats import DecodeStats, Step
 from shape.target import Target
+from shape.trace import Trace
 from shape.verification.acceptance import Accepted
 from shape.verification.cache import KVArena
 from shape.verification.forward import Support, new_arena, prefill, tree_forward
 from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree, first_path, root_only
 
-Source = Literal["prefill", "draft", "target"]
 AcceptanceRule = Callable[[TokenTree, Tensor, Sampler], Accepted]
 # Cache slots allocated at first behind the prompt for new tokens and the tree under verification; grown on demand.
 _NEW_SLOTS, _TREE_SLOTS = 512, 64
@@ -34,7 +33,6 @@ class Row:
         prompt: its tokens, without padding.
         criteria: further reasons to stop, asked after every token.
         new: emitted tokens, an EOS included.
-        sources: where each emitted token came from.
         finished: stopped by EOS, by length or by a criterion.
     """
 
@@ -42,15 +40,13 @@ class Row:
     prompt: list[int]
     criteria: StoppingCriteriaList | None = None
     new: list[int] = field(default_factory=list)
-    sources: list[Source] = field(default_factory=list)
     finished: bool = False
 
-    def extend(self, tokens: list[int], drafted: int, source: Source, limit: int, eos: tuple[int, ...]) -> int:
-        """Emit tokens, of which the first ``drafted`` were proposed, up to a stop; the number that was emitted."""
+    def extend(self, tokens: list[int], limit: int, eos: tuple[int, ...]) -> int:
+        """Emit tokens up to a stop; the number that was emitted."""
         emitted = 0
         for token in tokens:
             self.new.append(token)
-            self.sources.append("draft" if emitted < drafted else source)
             emitted += 1
             if token in eos or len(self.new) == limit or self._criteria_met():
                 self.finished = True
@@ -113,6 +109,7 @@ def decode(
     rows: list[int],
     pace: Pace | None = None,
     memory: Memory | None = None,
+    trace: Trace | None = None,
 ) -> list[Row]:
     """Decode a batch.
 
@@ -127,6 +124,7 @@ def decode(
         rows: the rows' numbers.
         pace: decides whether a step drafts; None always drafts.
         memory: of the call before, to go on from where the only row begins alike; gets what this call leaves.
+        trace: gets a record of everything.
 
     Returns:
         The finished rows in the order of ``prompts``.
@@ -138,13 +136,15 @@ def decode(
     ]
     arena, settled, hidden = _settle_prompts(target, support, prompts, sampler, max_new_tokens, memory, stats)
     for row, token in zip(live, settled.root.tolist(), strict=True):
-        row.extend([token], 0, "prefill", max_new_tokens, eos_token_ids)
+        row.extend([token], max_new_tokens, eos_token_ids)
         emit(row.index, [token])
     states_so_far = [hidden] if memory is not None else []
     if drafter is not None:
         drafter.start(settled, hidden)
     prefilled = perf_counter()
     stats.prefill_seconds += prefilled - started
+    if trace is not None:
+        trace.prefill(rows, arena.host_lengths, settled.root.tolist(), prefilled - started)
 
     while True:
         going = [i for i, row in enumerate(live) if not row.finished]
@@ -167,7 +167,8 @@ def decode(
         verifying = perf_counter()
         arena.reserve(tree.size)
         states = tree_forward(target, support, arena, tree)
-        accepted = acceptance(tree, target.logits(states), sampler)
+        logits = target.logits(states)
+        accepted = acceptance(tree, logits, sampler)
         # The step's one wait for the device.
         counts, drafted, tokens = (
             accepted.counts.tolist(),
@@ -175,6 +176,13 @@ def decode(
             accepted.tokens.tolist(),
         )
         committing = perf_counter()
+        new = [row[:count] for row, count in zip(tokens, counts, strict=True)]
+        emitted = [row.extend(own, max_new_tokens, eos_token_ids) for row, own in zip(live, new, strict=True)]
+        proposed = (tree.parent[:, 1:] >= 0).sum(1).tolist()
+        for i, row in enumerate(live):
+            stats.count(row.index, proposed[i], min(drafted[i], emitted[i]), emitted[i])
+            emit(row.index, new[i][: emitted[i]])
+        lengths = arena.host_lengths
         arena.commit(accepted.path, counts)
         if drafter is not None or memory is not None:
             path = accepted.path[:, : max(counts), None].expand(-1, -1, states.shape[-1])
@@ -183,23 +191,23 @@ def decode(
             drafter.update(states, accepted.counts)
         if memory is not None:
             states_so_far.append(states)
-
-        proposed = (tree.parent[:, 1:] >= 0).sum(1).tolist()
-        for i, row in enumerate(live):
-            new = tokens[i][: counts[i]]
-            settled.texts[i].extend(new)
-            emitted = row.extend(new, drafted[i], "target", max_new_tokens, eos_token_ids)
-            stats.count(row.index, proposed[i], min(drafted[i], emitted), emitted)
-            emit(row.index, new[:emitted])
-        settled.lengths = settled.lengths + accepted.counts
-        settled.root = settled.root.new_tensor([text[-1] for text in settled.texts])
         finishing = perf_counter()
-        stats.steps += 1
-        stats.draft_seconds += verifying - drafting
-        stats.verify_seconds += committing - verifying
-        stats.commit_seconds += finishing - committing
+        step = Step(
+            [row.index for row in live],
+            lengths,
+            tree.size,
+            0 if active is None else active.passes,
+            verifying - drafting,
+            committing - verifying,
+            finishing - committing,
+        )
+        stats.steps.append(step)
+        if trace is not None:
+            paths = [row[:count] for row, count in zip(accepted.path.tolist(), counts, strict=True)]
+            trace.step(step, tree, logits, sampler, paths, new, drafted, emitted)
+        settled.advance(new, accepted.counts)
         if pace is not None:
-            pace.observe(active is not None, sum(counts) / len(counts), finishing - drafting)
+            pace.observe(active is not None, sum(counts) / len(counts), step.seconds)
             stats.plain_steps += active is None
     stats.decode_seconds += perf_counter() - prefilled
     if pace is not None:

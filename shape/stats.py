@@ -4,6 +4,39 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+_DERIVED = (
+    "acceptance_length",
+    "tokens_per_draft_step",
+    "draft_acceptance_rate",
+    "draft_seconds",
+    "verify_seconds",
+    "commit_seconds",
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a batch.
+
+    Attributes:
+        rows: numbers of the rows that took part; lengths: tokens of each that were in the cache before.
+        nodes: size of the verified tree, its root included.
+        passes: forwards of the drafter's network, one after the other.
+        draft, verify, commit: seconds of its parts.
+    """
+
+    rows: list[int]
+    lengths: list[int]
+    nodes: int
+    passes: int
+    draft: float
+    verify: float
+    commit: float
+
+    @property
+    def seconds(self) -> float:
+        return self.draft + self.verify + self.commit
+
 
 @dataclass
 class DecodeStats:
@@ -22,6 +55,7 @@ class DecodeStats:
         draft_steps: row-steps in which at least one token was proposed.
         row_emitted, row_forwards: the same two numbers per row of the batch.
         plain_steps: steps that did not draft because drafting had not paid; pauses: how often that was found.
+        steps: what each step did, in order.
         prompt_tokens: of distinct prompts; reused_tokens: of these, the ones that a session had in its cache.
     """
 
@@ -33,7 +67,6 @@ class DecodeStats:
     drafted: int = 0
     accepted: int = 0
     draft_steps: int = 0
-    steps: int = 0
     plain_steps: int = 0
     pauses: int = 0
     prompt_tokens: int = 0
@@ -41,10 +74,8 @@ class DecodeStats:
     histogram: Counter[int] = field(default_factory=Counter)
     row_emitted: list[int] = field(default_factory=list)
     row_forwards: list[int] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     prefill_seconds: float = 0.0
-    draft_seconds: float = 0.0
-    verify_seconds: float = 0.0
-    commit_seconds: float = 0.0
     decode_seconds: float = 0.0
 
     def count(self, row: int, proposed: int, accepted: int, emitted: int) -> None:
@@ -57,6 +88,25 @@ class DecodeStats:
         self.histogram[emitted] += 1
         self.row_emitted[row] += emitted
         self.row_forwards[row] += 1
+
+    @property
+    def draft_seconds(self) -> float:
+        return sum(step.draft for step in self.steps)
+
+    @property
+    def verify_seconds(self) -> float:
+        return sum(step.verify for step in self.steps)
+
+    @property
+    def commit_seconds(self) -> float:
+        return sum(step.commit for step in self.steps)
+
+    def gap(self, share: float) -> float:
+        """Quantile of the seconds between arrivals, of one token or of several that were settled together: 0.5 is the
+        median, and 0.95 what a reader notices.
+        """
+        gaps = sorted(step.seconds for step in self.steps)
+        return gaps[min(int(share * len(gaps)), len(gaps) - 1)] if gaps else 0.0
 
     @property
     def acceptance_length(self) -> float:
@@ -74,9 +124,10 @@ class DecodeStats:
         return self.accepted / self.drafted if self.drafted else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything above in plain types."""
+        """Everything above in plain types, the steps as their number and the sums of their times."""
         values = dict(vars(self))
         values["histogram"] = dict(sorted(self.histogram.items()))
-        for name in ("acceptance_length", "tokens_per_draft_step", "draft_acceptance_rate"):
+        values["steps"] = len(self.steps)
+        for name in _DERIVED:
             values[name] = getattr(self, name)
         return values

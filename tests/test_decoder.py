@@ -248,18 +248,6 @@ def test_plain_decoding_has_acceptance_length_one(tiny_model):
     assert out.trace is None
 
 
-def test_trace_names_the_source_of_every_token(tiny_model):
-    model = tiny_model("llama")
-    batch = prompts([6])
-    plain = ShapeDecoder(model).generate(**batch, max_new_tokens=11, eos_token_id=[])
-    out = ShapeDecoder(model, OracleDrafter(plain.tolist(), depth=4)).generate(
-        **batch, max_new_tokens=11, eos_token_id=[], return_dict_in_generate=True, trace=True
-    )
-    sources = [source for _, source in out.trace[0]]
-    assert sources == ["prefill", *["draft"] * 4, "target", *["draft"] * 4, "target"]
-    assert [token for token, _ in out.trace[0]] == plain[0, 6:].tolist()
-
-
 class Banning(LogitsProcessor):
     """A user's own processor: no token twice in a row."""
 

@@ -1,6 +1,7 @@
 """The command that answers: streaming, colours, seeds, and its errors."""
 
 import io
+import json
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from shape.config import ShapeConfig
 from shape.decoder import ShapeDecoder
 from shape.generate import GenerateOptions, answer, coloured, main, pieces, report
 from shape.predictor import ShapePredictor
+from shape.trace import STYLES
 
 FAST = ["--max_new_tokens", "12"]
 
@@ -49,7 +51,15 @@ def test_show_draft_prints_the_same_text(capsys, predictor_folder):
     plain = run(capsys, "--predictor", predictor_folder, "--prompt", "Hello")
     shown = run(capsys, "--predictor", predictor_folder, "--prompt", "Hello", "--show-draft")
     assert "".join(shown[:-2]).split() == "".join(plain[:-1]).split()
-    assert "drafted and accepted" in shown[-2]
+    assert shown[-2].split(" / ") == list(STYLES)
+
+
+def test_the_trace_is_shown_and_written(capsys, predictor_folder, tmp_path):
+    file = tmp_path / "trace.jsonl"
+    shown = run(capsys, "--predictor", predictor_folder, "--prompt", "Hello", "--show-trace", "--trace", str(file))
+    assert shown[0].split()[0] == "step"
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert sum(record["type"] == "step" for record in records) == sum(line[:1].isdigit() for line in shown[1:-1])
 
 
 def test_reads_the_prompt_from_standard_input(capsys, monkeypatch, predictor_folder):
@@ -88,9 +98,9 @@ def test_pieces_hold_back_unfinished_characters(tiny_tokenizer):
 
 def test_colours_follow_the_trace(tiny_tokenizer):
     ids = tiny_tokenizer("abc").input_ids
-    text = coloured(tiny_tokenizer, list(zip(ids, ["prefill", "draft", "target"], strict=True)))
+    text = coloured(tiny_tokenizer, list(zip(ids, ["prefill", "accepted", "bonus"], strict=True)))
     assert text.plain == "abc"
-    assert [str(span.style) for span in text.spans] == ["dim", "green", "default"]
+    assert [str(span.style) for span in text.spans] == ["dim", "green", "cyan"]
 
 
 def test_report_counts_every_token(tiny_target):

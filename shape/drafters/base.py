@@ -25,6 +25,13 @@ class Settled:
     lengths: Tensor
     root: Tensor
 
+    def advance(self, new: list[list[int]], counts: Tensor) -> None:
+        """Settle ``counts[b]`` more tokens of each row."""
+        for text, tokens in zip(self.texts, new, strict=True):
+            text.extend(tokens)
+        self.lengths = self.lengths + counts
+        self.root = self.root.new_tensor([text[-1] for text in self.texts])
+
     def select(self, rows: list[int]) -> "Settled":
         index = torch.tensor(rows, device=self.root.device)
         return Settled([self.texts[row] for row in rows], self.lengths[index], self.root[index])
@@ -63,6 +70,7 @@ class Drafter(ABC):
     """
 
     name: str = ""
+    passes: int = 0  # forwards of a network in the last draft, one after the other
 
     def bind(self, target: Target) -> None:
         """Learn the target, before anything is computed. Raise here when the two do not fit."""

@@ -115,10 +115,12 @@ class ShapeDrafter(Drafter):
                     window = roll(window, states)[rows, best // branching]
             nodes += candidates.shape[1]
         size = sum(part.shape[1] for part in tokens)
-        every = TokenTree(torch.cat(tokens, dim=1), torch.cat(parents, dim=1), _rows_of(drawn, size))
+        every = TokenTree(
+            torch.cat(tokens, dim=1), torch.cat(parents, dim=1), _rows_of(drawn, size), torch.cat(scores, dim=1)
+        )
         if self.tree.nodes is None or self.tree.nodes + 1 >= size:
             return every
-        return keep_best(every.tokens, every.parent, torch.cat(scores, dim=1), self.tree.nodes + 1)
+        return keep_best(every, self.tree.nodes + 1)
 
     def _logits_of_all_depths(self, root: Tensor, depth: int) -> Tensor:
         """(B, depth, V): without path conditioning one prediction per depth serves every path."""

@@ -213,18 +213,7 @@ class Sampler:
         nodes = torch.zeros_like(rows)
         paths: list[list[int]] = [[] for _ in range(len(rows))]
         for offset in range(tree.size):
-            scores = self._forbid_early_eos(logits[rows, nodes], self._emitted[rows] + offset)
-            if self.processors is None:
-                scores = self.warp(scores)
-            else:
-                scores = torch.cat(
-                    [
-                        self.processors[row](
-                            torch.tensor([[*self._texts[row], *paths[row]]], device=scores.device), one.float()[None]
-                        )
-                        for row, one in zip(rows.tolist(), scores, strict=True)
-                    ]
-                )
+            scores = self.scores(logits[rows, nodes], rows, offset, [paths[row] for row in rows.tolist()])
             if self.greedy:
                 chosen = scores.argmax(-1)
             elif self.coupled:
@@ -241,6 +230,26 @@ class Sampler:
                 break
         return choices
 
+    def scores(self, logits: Tensor, rows: Tensor, offset: int, paths: Sequence[Sequence[int]]) -> Tensor:
+        """Logits (R, V) at ``offset`` after all processors, given the tokens since the settled text of each row."""
+        scores = self._forbid_early_eos(logits, self._emitted[rows] + offset)
+        if self.processors is None:
+            return self.warp(scores)
+        return torch.cat(
+            [
+                self.processors[row](
+                    torch.tensor([[*self._texts[row], *path]], device=scores.device), one.float()[None]
+                )
+                for row, path, one in zip(rows.tolist(), paths, scores, strict=True)
+            ]
+        )
+
+    def coins(self, rows: Tensor, offset: int, count: int) -> Tensor:
+        """(R, count) uniform numbers in (0, 1), for the candidates of one node per row in turn."""
+        draws = torch.arange(count, device=rows.device) * _GOLDEN
+        bits = _shift(mix(self._stream(_COINS, offset)[rows, None] + draws), 12)
+        return (bits.to(torch.float64) + 0.5) * 2.0**-52
+
     def _reject(self, scores: Tensor, tree: TokenTree, rows: Tensor, nodes: Tensor, offset: int) -> Tensor:
         """Rejection sampling at one node per row, with the scores (R, V) there."""
         children = tree.parent[rows] == nodes[:, None]
@@ -249,9 +258,7 @@ class Sampler:
         )
         candidates = tree.tokens[rows].gather(1, order).masked_fill(~children.gather(1, order), -1)
         q = None if tree.log_q is None else tree.log_q[rows, nodes].exp()
-        draws = torch.arange(order.shape[1], device=scores.device) * _GOLDEN
-        bits = _shift(mix(self._stream(_COINS, offset)[rows, None] + draws), 12)
-        uniforms = ((bits.to(torch.float64) + 0.5) * 2.0**-52).to(scores.dtype)
+        uniforms = self.coins(rows, offset, order.shape[1]).to(scores.dtype)
         noise = self._other_noise(_RESIDUALS, offset, scores.shape[-1])[rows]
         return reject_in_turn(scores.softmax(-1), q, candidates, uniforms, noise)
 

@@ -18,11 +18,14 @@ class TokenTree:
         log_q: (B, N, V) log-probabilities from which each node's children were drawn one after the other, without
             replacement, in the order of their numbers; None where they were not drawn. Only the rule "rejection"
             looks at it.
+        joint: (B, N) log of the drafter's estimate that the target will choose the whole path to a node; None where the
+            drafter makes none. Verification does not look at it.
     """
 
     tokens: Tensor
     parent: Tensor
     log_q: Tensor | None = None
+    joint: Tensor | None = None
 
     @cached_property
     def ancestors(self) -> Tensor:
@@ -97,23 +100,20 @@ def first_path(tree: TokenTree) -> TokenTree:
     return chain(tree.tokens[:, 0], tree.tokens[:, path[1:]])
 
 
-def keep_best(tokens: Tensor, parent: Tensor, score: Tensor, nodes: int) -> TokenTree:
-    """The ``nodes`` highest-scored nodes of a tree, still in topological order.
+def keep_best(tree: TokenTree, nodes: int) -> TokenTree:
+    """The ``nodes`` likeliest nodes of a tree by ``joint``, still in topological order.
 
-    Scores must not rise from parent to child (joint log-probabilities do not); the sort is stable, so at equal
-    scores the parent, which comes first, is kept first and the result stays a tree.
-
-    Args:
-        tokens, parent: (B, M) int64 as in TokenTree.
-        score: (B, M) float.
+    It must not rise from parent to child (joint log-probabilities do not); the sort is stable, so at equal values
+    the parent, which comes first, is kept first and the result stays a tree.
     """
-    kept = score.sort(dim=1, descending=True, stable=True).indices[:, :nodes].sort(dim=1).values
-    new_index = torch.full_like(parent, -1).scatter_(
+    assert tree.joint is not None
+    kept = tree.joint.sort(dim=1, descending=True, stable=True).indices[:, :nodes].sort(dim=1).values
+    new_index = torch.full_like(tree.parent, -1).scatter_(
         1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
     )
-    old_parent = parent.gather(1, kept)
+    old_parent = tree.parent.gather(1, kept)
     new_parent = new_index.gather(1, old_parent.clamp(min=0)).masked_fill(old_parent < 0, -1)
-    return TokenTree(tokens.gather(1, kept), new_parent)
+    return TokenTree(tree.tokens.gather(1, kept), new_parent, joint=tree.joint.gather(1, kept))
 
 
 def attention_mask(

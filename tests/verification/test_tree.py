@@ -76,7 +76,7 @@ def test_keep_best_stays_a_tree_and_keeps_the_best(data):
         score.append(1.0 if above < 0 else score[above] - drop[node] if above else -drop[node])
     nodes = data.draw(st.integers(1, 10))
     tokens = torch.arange(10)[None]
-    kept = keep_best(tokens, torch.tensor([parent]), torch.tensor([score]), nodes)
+    kept = keep_best(TokenTree(tokens, torch.tensor([parent]), joint=torch.tensor([score])), nodes)
     numbers = kept.tokens[0].tolist()
     assert numbers == sorted(numbers) and numbers[0] == 0 and len(numbers) == nodes
     for position, number in enumerate(numbers[1:], start=1):
