@@ -87,6 +87,9 @@ class Drafter(ABC):
     def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
         """Propose a tree per row. Node 0 is the root; sampling drafters rank by ``sampler.draft_scores``."""
 
+    def rehearse(self, rows: int, passes: int) -> None:
+        """Run the network forwards of such a draft and nothing else, for measuring; nothing without a network."""
+
     def update(self, hidden: Tensor, counts: Tensor) -> None:
         """States that verification made known: (B, D, H), of which row b's first ``counts[b]`` count."""
 

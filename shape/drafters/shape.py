@@ -71,6 +71,7 @@ class ShapeDrafter(Drafter):
         depth = self.tree.depth
         if config.step_mode == "parallel":
             depth = min(depth, config.num_steps)
+        self.passes = 0
         if depth == 0:
             return root_only(settled.root)
         width, branching = self.tree.width, self.tree.branching or self.tree.width
@@ -94,6 +95,7 @@ class ShapeDrafter(Drafter):
                 logits = self._logits(states)
             else:
                 logits = shared[:, n : n + 1]
+            self.passes = n + 1
             drafts = sampler.draft_scores(logits, n, self._target.vocab_size, self._vocabulary)
             log_probs, candidates = _best_children(drafts, branching)
             if not (sampler.coupled or sampler.greedy):
@@ -121,6 +123,19 @@ class ShapeDrafter(Drafter):
         if self.tree.nodes is None or self.tree.nodes + 1 >= size:
             return every
         return keep_best(every, self.tree.nodes + 1)
+
+    @torch.no_grad()
+    def rehearse(self, rows: int, passes: int) -> None:
+        config, parameters = self.predictor.config, self.predictor.delta.weight
+        by_path = config.token_conditioning == "path"
+        window = parameters.new_zeros(rows, self.tree.width if by_path else 1, config.window, config.feature_size)
+        embedding = window[..., 0, -config.hidden_size :]
+        if not by_path:
+            self._logits(self.predictor(window[:, 0], embedding, passes))
+            return
+        for n in range(passes):
+            nodes = 1 if n == 0 else self.tree.width
+            self._logits(self.predictor.step(window[:, :nodes], embedding[:, :nodes], n))
 
     def _logits_of_all_depths(self, root: Tensor, depth: int) -> Tensor:
         """(B, depth, V): without path conditioning one prediction per depth serves every path."""

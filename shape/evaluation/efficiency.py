@@ -1,0 +1,373 @@
+"""How little the engine adds to the forwards that decoding is made of: engine efficiency, by measurement.
+
+    python -m shape.evaluation.efficiency --predictor checkpoints/quickstart --output eval/results/efficiency/shipped
+
+*Engine efficiency* is (bare target forward + bare drafter forwards) / measured time of a step. A bare target forward
+is one over as many tokens as the step verified, behind as many cached ones, with masks and positions at hand and
+nothing done with its logits; bare drafter forwards are its network alone, as many passes as the draft took. Both are
+run again for every step of an answer right behind that answer, so that a slow minute falls on all of them. What is
+left is ours: growing trees, masks, noise, acceptance, cache, bookkeeping. Of plain decoding it is t(1) / step.
+
+Methods answer the same prompts in turn, in rotating order. `oracle` drafts the true continuation with every fifth
+token corrupted, at no cost: its speed-up is simulated, its efficiency is not.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from jsonargparse import CLI
+from rich.console import Console
+from rich.markdown import Markdown
+from torch import Tensor
+from tqdm import tqdm
+from transformers.generation.streamers import BaseStreamer
+
+from shape import bundled
+from shape.conversations import Prompt, evenly, load_prompts, prompt_ids
+from shape.decoder import ShapeDecoder, ShapeOutput
+from shape.drafters import Drafter, OracleDrafter, make_drafter
+from shape.errors import ConfigError, exit_on_error
+from shape.evaluation.environment import Environment
+from shape.evaluation.tables import markdown, show
+from shape.stats import Step
+from shape.target import Target
+from shape.verification.forward import Support, new_arena
+from shape.verification.tree import attention_mask, chain
+
+ORACLE_ERROR_RATE, ORACLE_DEPTH = 0.2, 6
+
+
+@dataclass
+class Case:
+    """One method under one setting, summed over its answers.
+
+    Attributes:
+        steps, rows: steps, and rows that took part in them, summed.
+        tokens: emitted after the prefill.
+        seconds: of decoding, prefill excluded.
+        forward_seconds, draft_seconds: of the bare forwards of target and drafter.
+        gaps: seconds between arrivals of tokens.
+    """
+
+    dtype: str
+    temperature: float
+    batch: int
+    method: str
+    steps: int = 0
+    rows: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    forward_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+
+    @property
+    def efficiency(self) -> float | None:
+        """None for transformers, whose steps are not ours to look into."""
+        return (self.forward_seconds + self.draft_seconds) / self.seconds if self.forward_seconds else None
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+    def milliseconds(self, seconds: float) -> float | None:
+        """Per step."""
+        return 1e3 * seconds / self.steps if self.steps else None
+
+    def gap(self, share: float) -> float:
+        """Quantile of the milliseconds between arrivals."""
+        ordered = sorted(self.gaps)
+        return 1e3 * ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+
+class _Arrivals(BaseStreamer):
+    """When tokens arrived: transformers streams the prompt, then one token of every row at a time."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(perf_counter())
+
+    def end(self) -> None: ...
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between the tokens behind the first one, which is the prefill's."""
+        return [after - before for before, after in pairwise(self.times[1:])]
+
+
+@torch.no_grad()
+def bare_seconds(
+    target: Target, support: Support, drafter: Drafter | None, steps: Sequence[Step]
+) -> tuple[float, float]:
+    """(target, drafter) seconds of the bare forwards of some steps, in their order."""
+    capacity = max((max(step.lengths) + step.nodes for step in steps), default=0)
+    arenas = {rows: new_arena(target, support, rows, capacity) for rows in {len(step.rows) for step in steps}}
+    forward = draft = 0.0
+    for step in steps:
+        rows, length = len(step.rows), max(step.lengths)
+        arena = arenas[rows]
+        arena.set_lengths([length] * rows)
+        tokens = torch.zeros(rows, step.nodes, dtype=torch.long, device=target.device)
+        tree = chain(tokens[:, 0], tokens[:, 1:])
+        positions = length + tree.depth
+        mask: Any = None
+        if support.mode == "tree" and (step.nodes > 1 or support.sliding_window is not None):
+            mask = attention_mask(
+                tree.ancestors, arena.lengths, length + step.nodes, target.dtype, support.sliding_window, tree.depth
+            )
+            if support.mask_by_layer_type:
+                mask = {"full_attention": mask, "sliding_attention": mask}
+        _wait(target)
+        start = perf_counter()
+        if drafter is not None and step.passes:
+            drafter.rehearse(rows, step.passes)
+        _wait(target)
+        drafted = perf_counter()
+        hidden = target.hidden(tokens, attention_mask=mask, position_ids=positions, cache=arena)
+        target.logits(hidden)
+        _wait(target)
+        forward += perf_counter() - drafted
+        draft += drafted - start
+    return forward, draft
+
+
+def _wait(target: Target) -> None:
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
+
+
+def measure(
+    target: Target,
+    drafters: dict[str, Drafter],
+    contexts: Sequence[list[int]],
+    *,
+    batch: int,
+    temperature: float,
+    max_new_tokens: int,
+    progress: Callable[[], Any] = lambda: None,
+) -> list[Case]:
+    """transformers, our plain loop, the oracle and some drafters on the same prompts in groups of `batch`.
+
+    Args:
+        contexts: token ids of prompts; a last group that is not full is left out.
+        progress: called after each group.
+    """
+    dtype = str(target.dtype).removeprefix("torch.")
+    names = ["transformers", "plain", "oracle", *drafters]
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    if temperature > 0:
+        options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+
+    def answer(group: Sequence[list[int]], number: int, cases: dict[str, Case]) -> None:
+        ids, mask = _padded(group, target)
+        oracle = _oracle(target, ids, mask, options, number)
+        methods: dict[str, Drafter | None] = {"plain": None, "oracle": oracle, **drafters}
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            if name == "transformers":
+                _run_transformers(target, cases[name], ids, mask, options, number)
+            else:
+                _run(target, methods[name], cases[name], ids, mask, options, number)
+
+    def empty() -> dict[str, Case]:
+        return {name: Case(dtype, temperature, batch, name) for name in names}
+
+    groups = [contexts[start : start + batch] for start in range(0, len(contexts) - batch + 1, batch)]
+    answer(groups[0], 0, empty())  # warms up
+    cases = empty()
+    for number, group in enumerate(groups):
+        answer(group, number, cases)
+        progress()
+    return list(cases.values())
+
+
+def _run(
+    target: Target,
+    drafter: Drafter | None,
+    case: Case,
+    ids: Tensor,
+    mask: Tensor,
+    options: dict[str, Any],
+    seed: int,
+) -> None:
+    decoder = ShapeDecoder(target, drafter, fall_back=False)
+    out = decoder.generate(ids, mask, seed=seed, return_dict_in_generate=True, **options)
+    assert isinstance(out, ShapeOutput)
+    forward, draft = bare_seconds(target, decoder.support, drafter, out.stats.steps)
+    case.steps += len(out.stats.steps)
+    case.rows += out.stats.forwards
+    case.tokens += out.stats.emitted
+    case.seconds += out.stats.decode_seconds
+    case.forward_seconds += forward
+    case.draft_seconds += draft
+    case.gaps += [step.seconds for step in out.stats.steps]
+
+
+def _run_transformers(
+    target: Target, case: Case, ids: Tensor, mask: Tensor, options: dict[str, Any], seed: int
+) -> None:
+    arrivals = _Arrivals()
+    with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        sequences = target.model.generate(ids, attention_mask=mask, streamer=arrivals, **options)
+    for row in sequences[:, ids.shape[1] :].tolist():
+        ends = [at for at, token in enumerate(row) if token in target.eos_token_ids]
+        case.tokens += min([*ends, len(row) - 1])  # the first token is the prefill's
+    case.steps += len(arrivals.gaps)
+    case.seconds += sum(arrivals.gaps)
+    case.gaps += arrivals.gaps
+
+
+def _oracle(target: Target, ids: Tensor, mask: Tensor, options: dict[str, Any], seed: int) -> OracleDrafter:
+    """Drafts what the plain loop answers."""
+    answers = ShapeDecoder(target).generate(ids, mask, seed=seed, **options)
+    assert isinstance(answers, Tensor)
+    new = answers[:, ids.shape[1] :].tolist()
+    texts = [row[keep].tolist() + more for row, keep, more in zip(ids, mask.bool(), new, strict=True)]
+    return OracleDrafter(texts, ORACLE_ERROR_RATE, ORACLE_DEPTH, seed=seed)
+
+
+def _padded(group: Sequence[list[int]], target: Target) -> tuple[Tensor, Tensor]:
+    """Ids and mask of a batch, padded on the left, as transformers wants it."""
+    longest = max(map(len, group))
+    ids = torch.tensor([[0] * (longest - len(one)) + one for one in group], device=target.device)
+    mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in group], device=target.device)
+    return ids, mask
+
+
+def report(cases: Sequence[Case]) -> str:
+    """The cases as Markdown; ratios are to the plain loop and to transformers of the same setting."""
+    head = [
+        "dtype", "T", "batch", "method", "efficiency", "step ms", "target ms", "drafter ms", "rest ms",
+        "acceptance length", "tokens/s", "against plain", "against transformers", "gap ms, median", "p95",
+    ]  # fmt: skip
+    found = {(case.dtype, case.temperature, case.batch, case.method): case for case in cases}
+    rows = []
+    for case in cases:
+        setting = (case.dtype, case.temperature, case.batch)
+        rest = case.seconds - case.forward_seconds - case.draft_seconds
+        ours = case.method != "transformers"
+        rows.append(
+            [
+                case.dtype,
+                f"{case.temperature:g}",
+                str(case.batch),
+                case.method,
+                show(case.efficiency),
+                show(case.milliseconds(case.seconds)),
+                show(case.milliseconds(case.forward_seconds) if ours else None),
+                show(case.milliseconds(case.draft_seconds) if ours else None),
+                show(case.milliseconds(rest) if ours else None),
+                show(case.tokens / case.rows if ours else None),
+                show(case.rate, ".0f"),
+                show(case.rate / found[*setting, "plain"].rate, unit="x"),
+                show(case.rate / found[*setting, "transformers"].rate, unit="x"),
+                show(case.gap(0.5)),
+                show(case.gap(0.95)),
+            ]
+        )
+    return markdown(head, rows)
+
+
+@dataclass
+class EfficiencyOptions:
+    """What to measure.
+
+    Args:
+        output: folder for results.json and results.md.
+        predictor: folder, hub id or bundled name of a trained predictor; "none" measures without one.
+        target: path or hub id; default: the predictor's own.
+        prompts: JSON-lines file of prompts; default: the bundled bench split.
+        limit: prompts, evenly chosen; at larger batches their answers are measured together.
+        max_new_tokens: longest answer.
+        dtypes: of the target.
+        temperatures: 0 is greedy.
+        batches: numbers of rows.
+        drafters: measured beside the predictor.
+        device_map: where the target is put.
+        label: heading of the table.
+    """
+
+    output: str = "efficiency-results"
+    predictor: str = "quickstart-shape"
+    target: str | None = None
+    prompts: str | None = None
+    limit: int = 24
+    max_new_tokens: int = 64
+    dtypes: list[str] = field(default_factory=lambda: ["float32", "bfloat16"])
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    batches: list[int] = field(default_factory=lambda: [1])
+    drafters: list[str] = field(default_factory=lambda: ["ngram"])
+    device_map: str | None = None
+    label: str = ""
+
+
+def run(options: EfficiencyOptions) -> list[Case]:
+    """Measures, prints, and writes results.json and results.md."""
+    if max(options.batches, default=0) > options.limit or min(options.batches, default=0) < 1:
+        raise ConfigError(f"batches {options.batches} have to lie between 1 and limit {options.limit}; raise the limit")
+    source = Path(options.prompts) if options.prompts else bundled.path("data", "bench.jsonl")
+    prompts: list[Prompt] = evenly(load_prompts(source), options.limit)
+    cases: list[Case] = []
+    for dtype in options.dtypes:
+        predictor = None if options.predictor == "none" else options.predictor
+        decoder = ShapeDecoder.from_pretrained(
+            predictor, target=options.target, dtype=dtype, device_map=options.device_map
+        )
+        target = decoder.target
+        drafters = {name: made for name in options.drafters if (made := make_drafter(name)) is not None}
+        if decoder.drafter is not None:
+            drafters[decoder.drafter.name] = decoder.drafter
+        contexts = [prompt_ids(prompt.messages, target.tokenizer) for prompt in prompts]
+        for batch in options.batches:
+            for temperature in options.temperatures:
+                with tqdm(total=len(contexts) // batch, desc=f"{dtype}, T {temperature:g}, batch {batch}") as bar:
+                    cases += measure(
+                        target,
+                        drafters,
+                        contexts,
+                        batch=batch,
+                        temperature=temperature,
+                        max_new_tokens=options.max_new_tokens,
+                        progress=bar.update,
+                    )
+    environment = Environment.capture(target.device)
+    _write(options, target, source, cases, environment)
+    return cases
+
+
+def _write(
+    options: EfficiencyOptions, target: Target, source: Path, cases: Sequence[Case], environment: Environment
+) -> None:
+    folder = Path(options.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    figures = [{**asdict(case), "gaps": [case.gap(0.5), case.gap(0.95)]} for case in cases]
+    record = {"options": asdict(options), "environment": asdict(environment), "cases": figures}
+    (folder / "efficiency.json").write_text(json.dumps(record, indent=1))
+    title = options.label or f"Engine efficiency, {Path(target.name).name}"
+    note = (
+        f"{options.limit} prompts of {source.name}, at most {options.max_new_tokens} new tokens. Efficiency: bare "
+        "forwards of target and drafter over measured time (`shape/evaluation/efficiency.py`). `oracle` drafts the "
+        "truth with every fifth token corrupted, at no cost: its speed-up is simulated. Gaps are between arrivals of "
+        "tokens, several at a time where a draft stood."
+    )
+    text = "\n\n".join([f"### {title}", report(cases), note, environment.line()])
+    (folder / "efficiency.md").write_text(text + "\n")
+
+
+def main(options: EfficiencyOptions) -> None:
+    with exit_on_error():
+        Console().print(Markdown(report(run(options))))
+
+
+if __name__ == "__main__":
+    main(CLI(EfficiencyOptions, as_positional=False))
