@@ -3,13 +3,14 @@
 from math import log
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shape.drafters.base import Drafter, Settled, TreeShape
 from shape.errors import TargetMismatch
 from shape.predictor import ShapePredictor, roll, windows
 from shape.target import Target, TargetIdentity
-from shape.verification.sampling import Sampler
+from shape.verification.sampling import Sampler, token_words
 from shape.verification.tree import TokenTree, keep_best, root_only
 
 
@@ -51,8 +52,11 @@ class ShapeDrafter(Drafter):
                 f"has {target.hidden_size}; train a predictor for this target"
             )
         self._target = target
-        self._vocabulary = self.predictor.draft_vocabulary
-        self._head = None if self._vocabulary is None else target.head_of(self._vocabulary, self.predictor.dtype)
+        vocabulary, dtype = self.predictor.draft_vocabulary, self.predictor.dtype
+        tokens = torch.arange(target.vocab_size, device=target.device) if vocabulary is None else vocabulary
+        self._vocabulary, self._words = vocabulary, token_words(tokens)
+        self._head = None if vocabulary is None else target.head_of(vocabulary, dtype)
+        self._embeddings = None if vocabulary is None else target.embed(vocabulary).to(dtype)
 
     def start(self, settled: Settled, hidden: Tensor) -> None:
         self._window = windows(hidden, settled.lengths[:, None] - 1, self.predictor.config.window)[:, 0]
@@ -76,53 +80,80 @@ class ShapeDrafter(Drafter):
             return root_only(settled.root)
         width, branching = self.tree.width, self.tree.branching or self.tree.width
         by_path = config.token_conditioning == "path"
-        if sampler.coupled:
-            sampler.foresee(range(depth + 1), self._target.vocab_size)
+        noise = sampler.foresee(depth, self._words)
         shared = None if by_path else self._logits_of_all_depths(settled.root, depth)
 
         root = settled.root[:, None]
         rows = torch.arange(root.shape[0], device=root.device)[:, None]
-        tokens, parents = [root], [torch.full_like(root, -1)]
-        # Above every log-probability, so that the root always stays.
-        scores = [torch.ones(root.shape, device=root.device)]
-        # The frontier: nodes expanded next, with their number, joint log-probability and window.
-        frontier, number, joint = root, torch.zeros_like(root), torch.zeros_like(scores[0])
-        window, nodes = self._window[:, None], 1
-        drawn: list[tuple[Tensor, Tensor]] = []  # numbers of expanded nodes, and what their children were drawn from
+        # The frontier: nodes expanded next, with their numbers, joint log-probabilities, embeddings and windows.
+        number = torch.zeros_like(root)
+        joint = torch.zeros(root.shape, device=root.device)
+        embedding, window, nodes = self._target.embed(root), self._window[:, None], 1
+        # Of every depth: what was expanded, its best children, and their joint log-probabilities.
+        numbers, children, scores = [], [], []
+        drawn: list[Tensor] = []
         for n in range(depth):
             if shared is None:
-                states = self.predictor.step(window, self._target.embed(frontier), n)
+                states = self.predictor.step(window, embedding, n)
                 logits = self._logits(states)
             else:
-                logits = shared[:, n : n + 1]
+                logits = shared[:, n : n + 1].expand(-1, number.shape[1], -1)
             self.passes = n + 1
-            drafts = sampler.draft_scores(logits, n, self._target.vocab_size, self._vocabulary)
-            log_probs, candidates = _best_children(drafts, branching)
-            if not (sampler.coupled or sampler.greedy):
-                log_q = sampler.draft_log_probs(logits, n, self._target.vocab_size, self._vocabulary)
-                drawn.append((number, log_q.expand(-1, frontier.shape[1], -1)))
-            if self._vocabulary is not None:
-                candidates = self._vocabulary[candidates]
-            log_probs = (joint[:, :, None] + log_probs).flatten(1)
-            candidates = candidates.expand(-1, frontier.shape[1], -1).flatten(1)
-            tokens.append(candidates)
-            parents.append(number[:, :, None].expand(-1, -1, branching).flatten(1))
+            drafts = sampler.draft_scores(logits, n, noise[n], self._vocabulary)
+            best, candidates = drafts.topk(branching, dim=-1)
+            # When sampling, scores contain the noise, and their softmax is the estimate given the noise. In this order
+            # rounding cannot lift a child above its parent.
+            log_probs = (joint[..., None] + (best - drafts.logsumexp(-1, keepdim=True))).flatten(1)
+            candidates = candidates.flatten(1)
+            numbers.append(number)
+            children.append(candidates)
             scores.append(log_probs)
-            if n + 1 < depth:
-                joint, best = log_probs.topk(min(width, log_probs.shape[1]), dim=1)
-                if self.tree.threshold > 0 and float(joint.max()) < log(self.tree.threshold):
-                    break
-                frontier, number = candidates.gather(1, best), nodes + best
-                if by_path:  # a child inherits its parent's window, moved on by the parent's predicted state
-                    window = roll(window, states)[rows, best // branching]
+            if not (sampler.coupled or sampler.greedy):
+                drawn.append(sampler.draft_log_probs(logits, n, self._target.vocab_size, self._vocabulary))
+            if n + 1 == depth:
+                break
+            joint, chosen = log_probs.topk(min(width, log_probs.shape[1]), dim=1)
+            if self.tree.threshold > 0 and float(joint.max()) < log(self.tree.threshold):
+                break
+            number = nodes + chosen
             nodes += candidates.shape[1]
-        size = sum(part.shape[1] for part in tokens)
-        every = TokenTree(
-            torch.cat(tokens, dim=1), torch.cat(parents, dim=1), _rows_of(drawn, size), torch.cat(scores, dim=1)
+            if by_path:  # a child inherits its parent's window, moved on by the parent's predicted state
+                embedding = self._embed(candidates.gather(1, chosen))
+                window = roll(window, states)
+                if width > 1:
+                    window = window[rows, chosen // branching]
+        return self._tree(root, numbers, children, scores, branching, drawn)
+
+    def _tree(
+        self,
+        root: Tensor,
+        numbers: list[Tensor],
+        children: list[Tensor],
+        scores: list[Tensor],
+        branching: int,
+        drawn: list[Tensor],
+    ) -> TokenTree:
+        """The best of what was grown, behind the root."""
+        drafted = torch.cat(children, dim=1)
+        if self._vocabulary is not None:
+            drafted = self._vocabulary[drafted]
+        expanded = torch.cat(numbers, dim=1)
+        parents = expanded.repeat_interleave(branching, dim=1)
+        # Above every log-probability, so that the root always stays.
+        joint = torch.cat([torch.ones(root.shape, device=root.device), *scores], dim=1)
+        tree = TokenTree(
+            torch.cat([root, drafted], dim=1),
+            torch.cat([torch.full_like(root, -1), parents], dim=1),
+            _rows_of(expanded, drawn, joint.shape[1]),
+            joint,
         )
-        if self.tree.nodes is None or self.tree.nodes + 1 >= size:
-            return every
-        return keep_best(every, self.tree.nodes + 1)
+        if self.tree.nodes is None or self.tree.nodes + 1 >= tree.size:
+            return tree
+        return keep_best(tree, self.tree.nodes + 1)
+
+    def _embed(self, candidates: Tensor) -> Tensor:
+        """Input embeddings of tokens by their numbers in the draft vocabulary."""
+        return self._target.embed(candidates) if self._embeddings is None else F.embedding(candidates, self._embeddings)
 
     @torch.no_grad()
     def rehearse(self, rows: int, passes: int) -> None:
@@ -151,19 +182,10 @@ class ShapeDrafter(Drafter):
         return self._target.logits(states, self._head)
 
 
-def _rows_of(drawn: list[tuple[Tensor, Tensor]], nodes: int) -> Tensor | None:
-    """(B, N, V): what was collected for some nodes, laid out by their numbers."""
+def _rows_of(expanded: Tensor, drawn: list[Tensor], nodes: int) -> Tensor | None:
+    """(B, N, V): what the children of expanded nodes were drawn from, laid out by the nodes' numbers."""
     if not drawn:
         return None
-    numbers, log_q = (torch.cat(parts, dim=1) for parts in zip(*drawn, strict=True))
+    log_q = torch.cat(drawn, dim=1)
     full = log_q.new_zeros(log_q.shape[0], nodes, log_q.shape[2])
-    return full.scatter_(1, numbers[..., None].expand_as(log_q), log_q)
-
-
-def _best_children(scores: Tensor, branching: int) -> tuple[Tensor, Tensor]:
-    """Per node the best children and their log-probability of being the target's choice, as the drafter sees it.
-
-    When sampling, scores contain the noise, and their softmax is that estimate given the noise.
-    """
-    best = scores.topk(branching, dim=-1)
-    return best.values - scores.logsumexp(-1, keepdim=True), best.indices
+    return full.scatter_(1, expanded[..., None].expand_as(log_q), log_q)

@@ -8,6 +8,7 @@ argmax(log p + g) ~ p, so the sampled text is a function of prompt and noise alo
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ def mix(x: Tensor) -> Tensor:
 
 def _shift(x: Tensor, bits: int) -> Tensor:
     """Logical right shift (torch's is arithmetic)."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def row_keys(seed: int | Sequence[int], rows: int, samples: int = 1, device: torch.device | str = "cpu") -> Tensor:
@@ -59,24 +60,42 @@ def _wrap(seed: int) -> int:
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def gumbel(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise for every token at given positions.
+def gumbel(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """Standard Gumbel noise for some tokens at given positions.
 
-    -log of an exponential variate built from 52 hashed bits: the upper tail, which decides over rare tokens of
-    large vocabularies, is exact down to probabilities of 2^-53 (24-bit uniforms are not).
+    -log of an exponential variate made from 63 hashed bits. Small uniform numbers keep their relative precision as
+    floats, so that the upper tail, which decides over rare tokens of large vocabularies, is exact far below the
+    probability of any token (24-bit uniforms are not).
 
     Args:
-        keys: (B,) int64 from row_keys.
-        positions: (B,) int64, position in the text, without padding, of the token being chosen.
+        keys: (...,) int64 from row_keys.
+        positions: (...,) int64, position in the text, without padding, of the token being chosen.
+        tokens: (K,) int64, ``token_words`` of these tokens.
 
     Returns:
-        (B, V) float32.
+        (..., K) float32.
     """
-    counter = mix(keys + mix(positions * _GOLDEN))[:, None]
-    tokens = torch.arange(1, vocab_size + 1, device=keys.device) * _GOLDEN
-    bits = _shift(mix(counter + tokens), 12)
-    uniform = (bits.to(torch.float64) + 0.5) * 2.0**-52
-    return torch.log1p(uniform.neg_()).neg_().log_().neg_().float()
+    x = mix(keys + mix(positions * _GOLDEN))[..., None] + tokens
+    for bits, factor in ((30, _MIX1), (27, _MIX2)):  # mix, in place: this is the bulk of the work
+        x = x.bitwise_xor_(_shift(x, bits)).mul_(factor)
+    return to_gumbel(x.bitwise_xor_(_shift(x, 31)))
+
+
+def to_gumbel(words: Tensor) -> Tensor:
+    """-log(-log(1 - u)) with u = |word| / 2^63, (...) int64 -> (...) float32, always finite. Overwrites the words."""
+    # Between the smallest u above 0 and the largest float below 1.
+    negative = words.abs_().float().mul_(-(2.0**-63)).clamp_(2.0**-24 - 1, -(2.0**-64))
+    return negative.log1p_().neg_().log_().neg_()
+
+
+def token_words(tokens: Tensor) -> Tensor:
+    """What token ids, int64, add to the counter of ``gumbel``."""
+    return (tokens + 1) * _GOLDEN
+
+
+@cache
+def _all_words(vocab_size: int, device: torch.device) -> Tensor:
+    return token_words(torch.arange(vocab_size, device=device))
 
 
 @dataclass
@@ -123,7 +142,6 @@ class Sampler:
         chosen at the root will be number ``lengths``.
         """
         self._lengths, self._texts = lengths, texts
-        self._noise: dict[int, Tensor] = {}
 
     def select(self, rows: Tensor) -> "Sampler":
         """The sampler of the remaining rows."""
@@ -137,50 +155,48 @@ class Sampler:
         chosen.settle(self._lengths[rows], [self._texts[row] for row in kept] if self._texts else ())
         return chosen
 
-    @property
-    def _emitted(self) -> Tensor:
-        """(B,) tokens written so far."""
-        return self._lengths - self.prompt_lengths
-
     def noise(self, offset: int, vocab_size: int) -> Tensor:
-        """(B, V) Gumbel noise of the token at ``offset``: once per step, shared by draft and verification."""
-        if offset not in self._noise:
-            self.foresee([offset], vocab_size)
-        return self._noise[offset]
+        """(B, V) Gumbel noise of the token at ``offset``, the target's own."""
+        return self._noise_at([offset], _all_words(vocab_size, self._lengths.device))[:, 0]
 
-    def foresee(self, offsets: Sequence[int], vocab_size: int) -> None:
-        """Make the noise of several offsets at once, which is cheaper where a drafter is going to ask for them."""
-        if self.keys is None:
-            return
-        ahead = torch.tensor(offsets, device=self.keys.device)
-        keys, positions = torch.broadcast_tensors(self.keys[:, None], self._lengths[:, None] + ahead)
-        noise = gumbel(keys.flatten(), positions.flatten(), vocab_size).view(*positions.shape, vocab_size)
-        self._noise.update(zip(offsets, noise.unbind(1), strict=True))
+    def _noise_at(self, offsets: Sequence[int], words: Tensor) -> Tensor:
+        """(B, len(offsets), K). At once, because many small tensors cost more than a large one."""
+        assert self.keys is not None
+        positions = self._lengths[:, None] + torch.tensor(offsets, device=words.device)
+        return gumbel(self.keys[:, None].expand_as(positions), positions, words)
 
-    def draft_scores(self, logits: Tensor, offset: int, vocab_size: int, vocabulary: Tensor | None = None) -> Tensor:
-        """Scores whose largest are a drafter's candidates at ``offset``: log q + g, with the target's own noise.
+    def foresee(self, depth: int, words: Tensor) -> list[Tensor | None]:
+        """What ``draft_scores`` adds at offsets 0 to ``depth`` - 1: noise (B, 1, K) for tokens of given words each.
 
-        A drafter that ranks by these proposes what the target will choose wherever q is near p. Processors other
-        than temperature and the minimum length are left to the target's choice.
+        It is the target's own where drafts are coupled to its choices, and None when greedy.
+        """
+        if self.greedy:
+            return [None] * depth
+        if self.coupled:
+            return list(self._noise_at(range(depth), words).split(1, dim=1))
+        return [self._other_noise(_DRAFTS, offset, words)[:, None] for offset in range(depth)]
+
+    def draft_scores(
+        self, logits: Tensor, offset: int, noise: Tensor | None, vocabulary: Tensor | None = None
+    ) -> Tensor:
+        """Scores whose largest are a drafter's candidates at ``offset``: log q + g.
+
+        With the target's own noise a drafter that ranks by these proposes what the target will choose wherever q is
+        near p. Processors other than temperature and the minimum length are left to the target's choice.
 
         Args:
             logits: (B, M, K), the drafter's logits for M nodes at one depth.
-            vocab_size: V, number of tokens of the target.
+            noise: of ``foresee``.
             vocabulary: (K,) int64, the tokens that the logits are for; None stands for all of them in order.
         """
-        logits = logits.float()
-        logits = self._forbid_early_eos(logits, self._emitted[:, None] + offset, vocabulary)
-        if self.greedy:
+        logits = self._forbid_early_eos(logits.float(), offset, vocabulary)
+        if noise is None:
             return logits
-        noise = self.noise(offset, vocab_size) if self.coupled else self._other_noise(_DRAFTS, offset, vocab_size)
-        if vocabulary is not None:
-            noise = noise[:, vocabulary]
-        return logits / self.temperature + noise[:, None]
+        return (logits if self.temperature == 1.0 else logits / self.temperature) + noise
 
     def draft_log_probs(self, logits: Tensor, offset: int, vocab_size: int, vocabulary: Tensor | None = None) -> Tensor:
         """(B, M, V) log q, the distribution that the best of ``draft_scores`` are draws from if not coupled."""
-        emitted = self._emitted[:, None] + offset
-        log_q = (self._forbid_early_eos(logits.float(), emitted, vocabulary) / self.temperature).log_softmax(-1)
+        log_q = (self._forbid_early_eos(logits.float(), offset, vocabulary) / self.temperature).log_softmax(-1)
         if vocabulary is None:
             return log_q
         full = log_q.new_full((*log_q.shape[:-1], vocab_size), float("-inf"))
@@ -198,13 +214,16 @@ class Sampler:
         """
         if self._visits:
             return self._choose_on_the_way(logits, tree)
-        logits = self._forbid_early_eos(logits, self._emitted[:, None] + tree.depth)
+        logits = self._forbid_early_eos(logits, tree.depth)
         if self.greedy:
             return logits.argmax(-1)
-        offsets = int(tree.depth.max()) + 1
-        noise = torch.stack([self.noise(offset, logits.shape[-1]) for offset in range(offsets)], dim=1)
+        scores = self.warp(logits)
+        if tree.size == 1:
+            return (scores + self.noise(0, logits.shape[-1])[:, None]).argmax(-1)
+        words = _all_words(logits.shape[-1], logits.device)
+        noise = self._noise_at(range(int(tree.depth.max()) + 1), words)
         rows = torch.arange(tree.tokens.shape[0], device=logits.device)[:, None]
-        return (self.warp(logits) + noise[rows, tree.depth]).argmax(-1)
+        return (scores + noise[rows, tree.depth]).argmax(-1)
 
     def _choose_on_the_way(self, logits: Tensor, tree: TokenTree) -> Tensor:
         """Processors see each row's own text and run once per emitted token, as in plain decoding."""
@@ -232,7 +251,7 @@ class Sampler:
 
     def scores(self, logits: Tensor, rows: Tensor, offset: int, paths: Sequence[Sequence[int]]) -> Tensor:
         """Logits (R, V) at ``offset`` after all processors, given the tokens since the settled text of each row."""
-        scores = self._forbid_early_eos(logits, self._emitted[rows] + offset)
+        scores = self._forbid_early_eos(logits, offset, rows=rows)
         if self.processors is None:
             return self.warp(scores)
         return torch.cat(
@@ -259,7 +278,7 @@ class Sampler:
         candidates = tree.tokens[rows].gather(1, order).masked_fill(~children.gather(1, order), -1)
         q = None if tree.log_q is None else tree.log_q[rows, nodes].exp()
         uniforms = self.coins(rows, offset, order.shape[1]).to(scores.dtype)
-        noise = self._other_noise(_RESIDUALS, offset, scores.shape[-1])[rows]
+        noise = self._other_noise(_RESIDUALS, offset, _all_words(scores.shape[-1], scores.device))[rows]
         return reject_in_turn(scores.softmax(-1), q, candidates, uniforms, noise)
 
     def _stream(self, purpose: int, offset: int) -> Tensor:
@@ -267,9 +286,9 @@ class Sampler:
         assert self.keys is not None
         return mix(mix(self.keys ^ purpose) + mix((self._lengths + offset) * _GOLDEN))
 
-    def _other_noise(self, purpose: int, offset: int, vocab_size: int) -> Tensor:
+    def _other_noise(self, purpose: int, offset: int, words: Tensor) -> Tensor:
         assert self.keys is not None
-        return gumbel(mix(self.keys ^ purpose), self._lengths + offset, vocab_size)
+        return gumbel(mix(self.keys ^ purpose), self._lengths + offset, words)
 
     def warp(self, logits: Tensor) -> Tensor:
         """The warpers in order; what they cut off is -inf. (..., V) -> (..., V)."""
@@ -278,11 +297,16 @@ class Sampler:
             scores = warper(None, scores)  # type: ignore[arg-type]  # they do not look at the text
         return scores.view(logits.shape)
 
-    def _forbid_early_eos(self, logits: Tensor, emitted: Tensor, vocabulary: Tensor | None = None) -> Tensor:
-        """(..., V) logits with EOS out of reach where ``emitted`` (...), the tokens written before, are too few."""
+    def _forbid_early_eos(
+        self, logits: Tensor, offset: Tensor | int, vocabulary: Tensor | None = None, rows: Tensor | None = None
+    ) -> Tensor:
+        """(B, ..., V) logits with EOS out of reach at offsets (B, ...) where too few tokens were written before."""
         if self.min_new_tokens == 0 or not self.eos_token_ids:
             return logits
-        early = emitted < self.min_new_tokens
+        emitted = self._lengths - self.prompt_lengths
+        if rows is not None:
+            emitted = emitted[rows]
+        early = emitted.view(-1, *[1] * (logits.dim() - 2)) + offset < self.min_new_tokens
         if vocabulary is None:
             vocabulary = torch.arange(logits.shape[-1], device=logits.device)
         ends = torch.isin(vocabulary, torch.tensor(self.eos_token_ids, device=logits.device))

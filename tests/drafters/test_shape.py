@@ -8,7 +8,7 @@ from shape.drafters import Settled, ShapeDrafter, TreeShape
 from shape.errors import TargetMismatch
 from shape.predictor import ShapePredictor, roll, windows
 from shape.target import Target
-from shape.verification.sampling import Sampler, row_keys
+from shape.verification.sampling import Sampler, row_keys, token_words
 
 MODES = [
     ("recursive", "path"),
@@ -68,7 +68,8 @@ def test_children_are_the_best_of_each_nodes_own_path(target, mode, temperature)
             embeddings = target.embed(tokens if mode[1] == "path" else tokens[:1].expand(len(path)))
             state = network(window, embeddings, len(path))[-1]
             logits = target.logits(state).expand(2, 1, -1)
-            scores = sampler.draft_scores(logits, len(path) - 1, 64)[row, 0]
+            noise = sampler.foresee(len(path), token_words(torch.arange(64)))[-1]
+            scores = sampler.draft_scores(logits, len(path) - 1, noise)[row, 0]
             assert tree.tokens[row, children].tolist() == scores.topk(2).indices.tolist()
 
 

@@ -15,7 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from shape.verification.sampling import Sampler, gumbel, mix, row_keys
+from shape.verification.sampling import Sampler, gumbel, mix, row_keys, to_gumbel, token_words
 from shape.verification.tree import TokenTree, root_only
 
 # Every statistical check below rejects a correct implementation with a probability of about 1e-6 (|z| < 4.9);
@@ -34,8 +34,12 @@ def test_mix_is_splitmix64(x):
     assert int(mix(torch.tensor(x))) % (1 << 64) == reference(x)
 
 
+def words(count: int) -> torch.Tensor:
+    return token_words(torch.arange(count))
+
+
 def test_gumbel_has_the_standard_distribution():
-    noise = gumbel(row_keys(0, 50), torch.arange(50), 4000).double().flatten()
+    noise = gumbel(row_keys(0, 50), torch.arange(50), words(4000)).double().flatten()
     count = noise.numel()
     mean, deviation = 0.5772156649, math.pi / math.sqrt(6)
     assert abs(float(noise.mean()) - mean) < Z * deviation / math.sqrt(count)
@@ -54,14 +58,14 @@ def test_gumbel_differs_by_seed_row_sample_position_and_token():
         "seed -1 row 0": row_keys(-1, 2)[:1],
         "seed 2**62 row 0": row_keys(2**62, 2)[:1],
     }
-    draws = {name: gumbel(key, position, 1000)[0] for name, key in keys.items()}
-    draws["next position"] = gumbel(keys["seed 0 row 0"], position + 1, 1000)[0]
+    draws = {name: gumbel(key, position, words(1000))[0] for name, key in keys.items()}
+    draws["next position"] = gumbel(keys["seed 0 row 0"], position + 1, words(1000))[0]
     names = list(draws)
     for i, one in enumerate(names):
         for other in names[i + 1 :]:
             correlation = float(torch.corrcoef(torch.stack([draws[one], draws[other]]))[0, 1])
             assert abs(correlation) < Z / math.sqrt(1000), (one, other)
-    neighbours = gumbel(keys["seed 0 row 0"], position, 1001)[0]
+    neighbours = gumbel(keys["seed 0 row 0"], position, words(1001))[0]
     assert abs(float(torch.corrcoef(torch.stack([neighbours[1:], neighbours[:-1]]))[0, 1])) < Z / math.sqrt(1000)
 
 
@@ -123,11 +127,14 @@ def test_processors_see_each_rows_own_text():
     assert choices[1] == [5, -1, -1]  # [1, 2] has been there, 5 has not; nothing follows it in the tree
 
 
-def test_noise_made_ahead_is_the_noise_made_when_asked_for():
-    ahead, asked = (sampler(temperature=1.0, prompt_lengths=torch.tensor([4, 9])) for _ in range(2))
-    ahead.foresee(range(3), 50)
-    assert all(torch.equal(ahead.noise(offset, 50), asked.noise(offset, 50)) for offset in (2, 0, 1))
-    sampler().foresee(range(3), 50)  # greedy: there is none to make
+def test_drafts_see_the_targets_own_noise_and_only_that_of_their_vocabulary():
+    chooser, some = sampler(temperature=1.0, prompt_lengths=torch.tensor([4, 9])), torch.tensor([7, 3, 30])
+    foreseen = chooser.foresee(3, token_words(some))
+    for offset in (2, 0, 1):
+        assert torch.equal(foreseen[offset][:, 0], chooser.noise(offset, 50)[:, some])
+    assert sampler().foresee(2, token_words(some)) == [None, None]
+    rejecting = sampler(temperature=1.0, prompt_lengths=torch.tensor([4, 9]), coupled=False)
+    assert not torch.equal(rejecting.foresee(1, token_words(some))[0], foreseen[0])
 
 
 def test_choices_follow_the_distribution():
@@ -161,13 +168,17 @@ def test_eos_is_out_of_reach_until_the_minimum(temperature):
     choices = chooser.choose(logits, tree)[0].tolist()
     assert set(choices[:2]) <= {0, 2} and choices[2] == 1
     assert logits[0, 0, 1] == 50.0  # the model's logits are not written to
-    assert chooser.draft_scores(logits[:, :1], 0, 4)[0, 0].argmax() in (0, 2)
+    noise = chooser.foresee(1, words(4))[0]
+    assert chooser.draft_scores(logits[:, :1], 0, noise)[0, 0].argmax() in (0, 2)
     some = torch.tensor([1, 2])  # a draft vocabulary
-    assert chooser.draft_scores(logits[:, :1, some], 0, 4, some)[0, 0].argmax() == 1
+    noise = chooser.foresee(1, token_words(some))[0]
+    assert chooser.draft_scores(logits[:, :1, some], 0, noise, some)[0, 0].argmax() == 1
 
 
-def test_a_draft_vocabulary_sees_the_noise_of_its_own_tokens():
-    chooser = sampler(temperature=1.0)
-    some = torch.tensor([7, 3, 90])
-    scores = chooser.draft_scores(torch.zeros(1, 1, 3), 0, 100, some)[0, 0]
-    assert torch.equal(scores, chooser.noise(0, 100)[0, some])
+def test_noise_is_finite_and_keeps_its_tail():
+    """Wherever the hash lands: a choice among the tokens that are left must stay one of them."""
+    extremes = [0, 1, -1, 2**40, -(2**62), 2**63 - 1, -(2**63)]
+    assert torch.isfinite(to_gumbel(torch.tensor(extremes))).all()
+    for word in (1, 3, 2**20, 2**40 + 12345, 2**61):
+        exact = -math.log(-math.log1p(-word / 2**63))
+        assert float(to_gumbel(torch.tensor([word]))) == pytest.approx(exact, rel=1e-6)
