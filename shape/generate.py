@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+import torch
 from jsonargparse import ArgumentParser
 from rich.console import Console
 from rich.text import Text
@@ -81,14 +82,7 @@ def answer(
     Args:
         say: the session of the conversation; None computes all of it.
     """
-    tokenizer = decoder.tokenizer
-    if tokenizer is None:
-        raise DataError(f"target {decoder.target.name} has no tokenizer; give a folder that has one")
-    if tokenizer.chat_template:
-        text, special = decoder.target.render(messages, add_generation_prompt=True), False
-    else:
-        text, special = "\n".join(message["content"] for message in messages), True
-    inputs = tokenizer(text, add_special_tokens=special, return_tensors="pt").to(decoder.target.device)
+    input_ids = decoder.target.encode(messages)
     sampling: dict[str, Any] = {
         "temperature": options.temperature,
         "top_k": options.top_k,
@@ -96,12 +90,12 @@ def answer(
     }
     traced = options.show_draft or options.show_trace
     output = (say or decoder.generate)(
-        inputs.input_ids,
-        attention_mask=inputs.attention_mask,
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
         seed=options.seed,
         acceptance=options.acceptance,
         eos_aware=options.eos_aware,
-        streamer=None if traced else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        streamer=None if traced else TextStreamer(decoder.tokenizer, skip_prompt=True, skip_special_tokens=True),
         return_dict_in_generate=True,
         trace=traced or options.trace is not None,
         max_new_tokens=options.max_new_tokens,

@@ -249,6 +249,25 @@ class Target:
             )
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
 
+    def encode(self, prompt: str | Sequence[dict[str, str]]) -> Tensor:
+        """(1, T) int64 ids of a text, or of messages that await an answer; of their bare text without a chat template.
+
+        Raises:
+            DataError: no tokenizer, or nothing to encode.
+        """
+        if self.tokenizer is None:
+            raise DataError(f"target {self.name} has no tokenizer; give a folder that has one, or token ids")
+        if isinstance(prompt, str):
+            text, special = prompt, True
+        elif self.tokenizer.chat_template:
+            text, special = self.render(list(prompt), add_generation_prompt=True), False
+        else:
+            text, special = "\n".join(message["content"] for message in prompt), True
+        ids = self.tokenizer(text, add_special_tokens=special).input_ids
+        if not ids:
+            raise DataError("the prompt is empty; give at least one token")
+        return torch.tensor([ids], device=self.device)
+
     def __repr__(self) -> str:
         return f"Target({self.name}, hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, {self.dtype})"
 

@@ -114,7 +114,7 @@ def measure(
         "fall_back": fall_back,
     }
     bench = _Bench(target, methods, max_new_tokens, temperature, repeats, fall_back)
-    rooms = {prompt.id: bench.fits(bench.encode(_opening(prompt))) for prompt in prompts}
+    rooms = {prompt.id: bench.fits(target.encode(_opening(prompt))) for prompt in prompts}
     measured = [prompt for prompt in prompts if rooms[prompt.id]]
     if not measured:
         reason = bench.too_long if prompts else "none was given"
@@ -122,7 +122,7 @@ def measure(
     environment = Environment.capture(target.device)
     finished = _open_journal(journal, settings | environment.machine())
     for prompt in measured[:warmup]:
-        context = bench.encode(_opening(prompt))
+        context = target.encode(_opening(prompt))
         for runner in bench.runners.values():
             runner(context, seed)
     for index, prompt in enumerate(tqdm(measured, desc="bench", unit="prompt", disable=not progress)):
@@ -268,15 +268,6 @@ class _Bench:
         assert isinstance(output, ShapeOutput)
         return clock.run(output.sequences, context.shape[1], output.stats)
 
-    def encode(self, messages: list[dict[str, str]]) -> Tensor:
-        """(1, T) ids of messages that await an answer; of their bare text without a chat template."""
-        if self.target.tokenizer.chat_template:
-            text, special = self.target.render(messages, add_generation_prompt=True), False
-        else:
-            text, special = "\n".join(message["content"] for message in messages), True
-        ids = self.target.tokenizer(text, add_special_tokens=special, return_tensors="pt").input_ids
-        return ids.to(self.target.device)
-
     def fits(self, context: Tensor) -> bool:
         limit = self.target.max_positions
         return limit is None or context.shape[1] + self.max_new_tokens <= limit
@@ -288,7 +279,7 @@ class _Bench:
         for turn in range(len(prompt.turns)):
             if turn > 0:
                 messages = [*messages, {"role": "user", "content": prompt.turns[turn]}]
-            context = self.encode(messages)
+            context = self.target.encode(messages)
             if not self.fits(context):
                 cut = f"{self.too_long} at turn {turn + 1}"
                 break
