@@ -1,20 +1,23 @@
 """ShapeDecoder: ``generate`` with the meaning of ``model.generate``, several tokens per target forward."""
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from shape import bundled
+from shape import bundled, streams
 from shape.drafters import Drafter, ShapeDrafter, TreeShape, make_drafter
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, UnsupportedGeneration
 from shape.loop import AcceptanceRule, Memory, Row, decode
+from shape.pipeline import DraftingPipeline
 from shape.planning import Pace, StepTimes
 from shape.predictor import ShapePredictor
 from shape.request import Prepared, Request
@@ -27,6 +30,8 @@ from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree
 
 _EOS_AWARE_TOKENS = 4
+# Where a hub repository is read from, in transformers' words.
+HUB_OPTIONS = frozenset({"revision", "token", "cache_dir", "local_files_only", "force_download", "proxies"})
 
 
 @dataclass
@@ -42,6 +47,10 @@ class ShapeOutput:
     sequences: Tensor
     stats: DecodeStats
     trace: Trace | None = None
+
+
+# The tokens that each row gets, as they are settled; then the whole.
+Steps = Generator[tuple[int, list[int]], None, ShapeOutput]
 
 
 @dataclass(frozen=True)
@@ -116,6 +125,7 @@ class ShapeDecoder:
         drafter: str | None = None,
         tree: TreeShape | None = None,
         fall_back: bool | float = True,
+        **hub: Any,
     ) -> "ShapeDecoder":
         """A decoder from an exported predictor, from a target and the name of a drafter, or both.
 
@@ -126,12 +136,15 @@ class ShapeDecoder:
             drafter: "shape" (the default with a predictor), "ngram", or "none".
             tree: shape of the predictor's draft tree; None takes its own default.
             fall_back: see the class.
+            hub: revision, token, cache_dir and the like, for a predictor from the hub.
 
         Raises:
-            ConfigError: neither predictor nor target, or a predictor for a drafter that takes none.
+            ConfigError: neither predictor nor target, a predictor for a drafter that takes none, or an unknown option.
             CheckpointError: no predictor can be read there.
             TargetMismatch: predictor and target do not belong together.
         """
+        if unknown := sorted(hub.keys() - HUB_OPTIONS):
+            raise ConfigError(f"option {unknown[0]} is not one of from_pretrained's; see ShapeDecoder.from_pretrained")
         if predictor is None:
             if target is None:
                 raise ConfigError("neither a predictor nor a target is given; give at least one of them")
@@ -139,7 +152,7 @@ class ShapeDecoder:
                 raise ConfigError("drafter 'shape' needs a predictor; give the folder of an exported one")
             loaded = Target.load(target, tokenizer=tokenizer, dtype=dtype, device_map=device_map)
             return cls(loaded, drafter, fall_back=fall_back)
-        network = load_predictor(predictor)
+        network = load_predictor(predictor, **hub)
         if target is None:
             known = network.config.target_identity
             if known is None:
@@ -196,15 +209,79 @@ class ShapeDecoder:
         Raises:
             UnsupportedGeneration: an option or a prompt that cannot be served, before anything is computed.
         """
-        if eos_aware:
-            options["min_new_tokens"] = max(_EOS_AWARE_TOKENS, options.get("min_new_tokens") or 0)
-        request = Request.resolve(self.target, input_ids, attention_mask, generation_config, options)
-        if memory is not None and len(request.prompts) > 1:
-            raise UnsupportedGeneration(
-                f"a session continues one text, and {len(request.prompts)} rows were asked for; give each its own"
-            )
-        out = self._carry_out(request, input_ids, seed, streamer, acceptance, memory, trace)
+        steps = self._start(
+            input_ids,
+            attention_mask,
+            generation_config,
+            seed=seed,
+            streaming=streamer is not None,
+            acceptance=acceptance,
+            eos_aware=eos_aware,
+            memory=memory,
+            trace=trace,
+            **options,
+        )
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+        out = _finish(steps, streamer)
         return out if return_dict_in_generate else out.sequences
+
+    @overload
+    def stream(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
+    ) -> Iterator[list[int]]: ...
+
+    @overload
+    def stream(self, input_ids: str | Sequence[dict[str, str]], **options: Any) -> Iterator[str]: ...
+
+    def stream(
+        self, input_ids: Any, attention_mask: Tensor | None = None, **options: Any
+    ) -> Iterator[list[int]] | Iterator[str]:
+        """Continue one prompt, giving new tokens as they are settled: ids for ids, text for text.
+
+        Decoding takes place in the loop that asks for more: whoever leaves it ends the decoding, and errors appear
+        there. Several streams of one decoder may be open at a time.
+
+        Args:
+            input_ids: (1, L) int64, which yields lists of token ids, an end token included; or a text or the messages
+                of a chat, which yields text in whole words, without special tokens.
+            attention_mask: (1, L), with ids only.
+            options: those of ``generate`` but for streamer and those that say what to return.
+
+        Raises:
+            UnsupportedGeneration: as in ``generate``, before anything is computed.
+            DataError: text for a target that has no tokenizer.
+        """
+        if isinstance(input_ids, Tensor):
+            return streams.ids(self._start(input_ids, attention_mask, streaming=True, **options))
+        ids = self.target.encode(input_ids)
+        tokens = streams.ids(self._start(ids, torch.ones_like(ids), streaming=True, **options))
+        return streams.text(tokens, self.tokenizer)
+
+    @overload
+    def astream(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
+    ) -> AsyncIterator[list[int]]: ...
+
+    @overload
+    def astream(self, input_ids: str | Sequence[dict[str, str]], **options: Any) -> AsyncIterator[str]: ...
+
+    def astream(self, input_ids: Any, attention_mask: Tensor | None = None, **options: Any) -> AsyncIterator[Any]:
+        """``stream`` for ``async for``: each step is computed in a worker thread, and the event loop stays free."""
+        return streams.in_threads(self.stream(input_ids, attention_mask=attention_mask, **options))
+
+    def pipeline(self, **options: Any) -> DraftingPipeline:
+        """``transformers.pipeline("text-generation")`` of the target, decoding with drafts.
+
+        Calls mean what they mean to transformers; they take all options of ``generate``, a streamer and the seed too.
+
+        Args:
+            options: those of ``TextGenerationPipeline``, for instance batch_size, or options for every call.
+
+        Raises:
+            ConfigError: the target has no tokenizer.
+        """
+        return DraftingPipeline(self, **options)
 
     def session(self) -> Callable[..., Tensor | ShapeOutput]:
         """``generate`` for one conversation, turn after turn: what a prompt shares with the text before is not computed
@@ -221,8 +298,8 @@ class ShapeDecoder:
     def as_custom_generate(self) -> Callable[..., Tensor | ShapeOutput]:
         """For those who call the target: ``model.generate(**inputs, custom_generate=decoder.as_custom_generate())``.
 
-        It takes ``seed`` beside transformers' own options. Streamers do not reach it; ``ShapeDecoder.generate`` has
-        them.
+        It takes ``seed`` beside transformers' own options. transformers keeps the tokenizer to itself, so that stop
+        strings need ``ShapeDecoder.generate``.
         """
 
         def decode_with_drafts(
@@ -238,24 +315,51 @@ class ShapeDecoder:
                 raise UnsupportedGeneration("this decoder belongs to another model; call generate of its own target")
             prepared = Prepared(generation_config, logits_processor, stopping_criteria)
             request = Request.of_prepared(self.target, input_ids, inputs.get("attention_mask"), prepared)
-            out = self._carry_out(request, input_ids, seed)
+            # transformers puts the prompt into a streamer, and hands the streamer to its own decoding methods only.
+            caller = sys._getframe(1).f_locals
+            streamer = caller.get("streamer") if caller.get("custom_generate") is decode_with_drafts else None
+            out = _finish(self._carry_out(request, input_ids, seed, streaming=streamer is not None), streamer)
             return out if generation_config.return_dict_in_generate else out.sequences
 
         return decode_with_drafts
+
+    def _start(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        seed: int | Sequence[int] | None = None,
+        streaming: bool = False,
+        acceptance: str | TrsLossy = "match",
+        eos_aware: bool = False,
+        memory: Memory | None = None,
+        trace: bool = False,
+        **options: Any,
+    ) -> Steps:
+        """The steps of a call of ``generate``; whatever is wrong with it is raised here."""
+        if eos_aware:
+            options["min_new_tokens"] = max(_EOS_AWARE_TOKENS, options.get("min_new_tokens") or 0)
+        request = Request.resolve(self.target, input_ids, attention_mask, generation_config, options)
+        if memory is not None and len(request.prompts) > 1:
+            raise UnsupportedGeneration(
+                f"a session continues one text, and {len(request.prompts)} rows were asked for; give each its own"
+            )
+        return self._carry_out(request, input_ids, seed, streaming, acceptance, memory, trace)
 
     def _carry_out(
         self,
         request: Request,
         input_ids: Tensor,
         seed: int | Sequence[int] | None,
-        streamer: BaseStreamer | None = None,
+        streaming: bool = False,
         acceptance: str | TrsLossy = "match",
         memory: Memory | None = None,
         trace: bool = False,
-    ) -> ShapeOutput:
-        if streamer is not None and len(request.prompts) > 1:
+    ) -> Steps:
+        if streaming and len(request.prompts) > 1:
             raise UnsupportedGeneration(
-                f"a streamer follows one row, and {len(request.prompts)} were asked for; decode them one by one"
+                f"streaming follows one row, and {len(request.prompts)} were asked for; decode them one by one"
             )
         rule, drafter = self._rule(acceptance)
         if isinstance(rule, TrsLossy) and request.processors is not None:
@@ -271,41 +375,36 @@ class ShapeDecoder:
             row_emitted=[0] * len(request.prompts),
             row_forwards=[0] * len(request.prompts),
         )
-        if streamer is not None:
-            streamer.put(input_ids.cpu())
-
-        def emit(row: int, tokens: list[int]) -> None:
-            if streamer is not None:
-                streamer.put(torch.tensor(tokens))
-
-        rows: list[Row] = []
+        # Each call has its own: a stream may stay open while others decode.
+        drafter, keys = copy(drafter), request.keys(seed)
         record = Trace() if trace else None
-        keys = request.keys(seed)
         everyone = list(range(len(request.prompts)))
         # Targets that can only verify chains do so for one row at a time.
         groups = [everyone] if self.support.mode == "tree" else [[row] for row in everyone]
-        for group in groups:
-            rows += decode(
-                self.target,
-                self.support,
-                drafter,
-                [request.prompts[row] for row in group],
-                request.sampler(group, keys, coupled=acceptance != "rejection"),
-                max_new_tokens=request.max_new_tokens,
-                eos_token_ids=request.eos_token_ids,
-                criteria=request.criteria and [request.criteria[row] for row in group],
-                acceptance=rule,
-                emit=emit,
-                stats=stats,
-                rows=group,
-                pace=self._pace(drafter, len(group), by_times=acceptance != "rejection"),
-                memory=memory,
-                trace=record,
-            )
-        if streamer is not None:
-            streamer.end()
-        sequences = request.assemble(input_ids, [row.new for row in rows])
-        return ShapeOutput(sequences, stats, record)
+
+        def steps() -> Steps:
+            rows: list[Row] = []
+            for group in groups:
+                rows += yield from decode(
+                    self.target,
+                    self.support,
+                    drafter,
+                    [request.prompts[row] for row in group],
+                    request.sampler(group, keys, coupled=acceptance != "rejection"),
+                    max_new_tokens=request.max_new_tokens,
+                    eos_token_ids=request.eos_token_ids,
+                    criteria=request.criteria and [request.criteria[row] for row in group],
+                    acceptance=rule,
+                    stats=stats,
+                    rows=group,
+                    pace=self._pace(drafter, len(group), by_times=acceptance != "rejection"),
+                    memory=memory,
+                    trace=record,
+                )
+            sequences = request.assemble(input_ids, [row.new for row in rows])
+            return ShapeOutput(sequences, stats, record)
+
+        return steps()
 
     def _pace(self, drafter: Drafter | None, rows: int, by_times: bool) -> Pace | None:
         if drafter is None or self.fall_back is False or (self.fall_back is True and not by_times):
@@ -341,6 +440,19 @@ class ShapeDecoder:
         return acceptance, drafter
 
 
+def _finish(steps: Steps, streamer: BaseStreamer | None) -> ShapeOutput:
+    """All steps, told to a streamer that knows the prompt."""
+    while True:
+        try:
+            _, tokens = next(steps)
+        except StopIteration as done:
+            if streamer is not None:
+                streamer.end()
+            return done.value
+        if streamer is not None:
+            streamer.put(torch.tensor(tokens))
+
+
 def _draft_dtype(target: Target) -> torch.dtype:
     """bfloat16 where the hardware multiplies in it: a draft's rounding costs acceptance, never a token."""
     if target.dtype != torch.float32:
@@ -351,15 +463,15 @@ def _draft_dtype(target: Target) -> torch.dtype:
     return torch.bfloat16 if fast else target.dtype
 
 
-def load_predictor(source: str | Path) -> ShapePredictor:
-    """An exported predictor in eval mode.
+def load_predictor(source: str | Path, **hub: Any) -> ShapePredictor:
+    """An exported predictor in eval mode; `hub` as in ``ShapeDecoder.from_pretrained``.
 
     Raises:
         CheckpointError: nothing that can be read there.
     """
     where = bundled.resolve(str(source))
     try:
-        predictor = ShapePredictor.from_pretrained(where)
+        predictor = ShapePredictor.from_pretrained(where, **hub)
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(

@@ -1,6 +1,6 @@
 """The decode loop: draft, verify, accept, commit, until every row has stopped. Plain decoding is the same loop."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -104,14 +104,13 @@ def decode(
     eos_token_ids: tuple[int, ...],
     criteria: list[StoppingCriteriaList] | None,
     acceptance: AcceptanceRule,
-    emit: Callable[[int, list[int]], None],
     stats: DecodeStats,
     rows: list[int],
     pace: Pace | None = None,
     memory: Memory | None = None,
     trace: Trace | None = None,
-) -> list[Row]:
-    """Decode a batch.
+) -> Generator[tuple[int, list[int]], None, list[Row]]:
+    """Decode a batch, as far as the caller asks: a generator, so that whoever stops listening stops the decoding.
 
     Args:
         prompts: token ids per row, without padding, each at least one token.
@@ -119,12 +118,14 @@ def decode(
         max_new_tokens: at least 1.
         criteria: per row, further reasons to stop.
         acceptance: the rule; gets the tree, the target's logits (B, N, V) and the sampler.
-        emit: called with (row number, its newly emitted tokens).
         stats: counted into.
         rows: the rows' numbers.
         pace: decides whether a step drafts; None always drafts.
         memory: of the call before, to go on from where the only row begins alike; gets what this call leaves.
         trace: gets a record of everything.
+
+    Yields:
+        (row number, its newly emitted tokens), as soon as they are settled.
 
     Returns:
         The finished rows in the order of ``prompts``.
@@ -137,7 +138,7 @@ def decode(
     arena, settled, hidden = _settle_prompts(target, support, prompts, sampler, max_new_tokens, memory, stats)
     for row, token in zip(live, settled.root.tolist(), strict=True):
         row.extend([token], max_new_tokens, eos_token_ids)
-        emit(row.index, [token])
+        yield row.index, [token]
     states_so_far = [hidden] if memory is not None else []
     if drafter is not None:
         drafter.start(settled, hidden)
@@ -181,7 +182,6 @@ def decode(
         proposed = (tree.parent[:, 1:] >= 0).sum(1).tolist()
         for i, row in enumerate(live):
             stats.count(row.index, proposed[i], min(drafted[i], emitted[i]), emitted[i])
-            emit(row.index, new[i][: emitted[i]])
         lengths = arena.host_lengths
         arena.commit(accepted.path, counts)
         if drafter is not None or memory is not None:
@@ -209,6 +209,8 @@ def decode(
         if pace is not None:
             pace.observe(active is not None, sum(counts) / len(counts), step.seconds)
             stats.plain_steps += active is None
+        # Behind the step's times, which decide whether drafting pays: whoever listens may be slow.
+        yield from ((row.index, own[:count]) for row, own, count in zip(live, new, emitted, strict=True))
     stats.decode_seconds += perf_counter() - prefilled
     if pace is not None:
         stats.pauses += pace.pauses

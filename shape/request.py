@@ -49,6 +49,9 @@ _SERVED = {
 _NEUTRAL = {
     "use_cache", "bos_token_id", "cache_implementation", "cache_config", "disable_compile", "compile_config",
     "return_dict_in_generate", "transformers_version", "max_matching_ngram_size", "use_mtp",
+    # How an assistant drafts; the assistant itself is refused.
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind",
+    "target_lookbehind",
 }  # fmt: skip
 # Values with which an option that is not carried out changes nothing.
 _NEUTRAL_VALUES: dict[str, Any] = {
@@ -350,7 +353,9 @@ def _new_tokens(target: Target, config: GenerationConfig, width: int, longest: i
     return new
 
 
-def _width(input_ids: Tensor) -> int:
+def _width(input_ids: Tensor | None) -> int:
+    if input_ids is None:
+        raise UnsupportedGeneration("no prompt is given; give input_ids of at least one token")
     if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
         raise UnsupportedGeneration(
             f"input_ids has shape {tuple(input_ids.shape)} and dtype {input_ids.dtype}; give int64 ids of shape (B, L)"

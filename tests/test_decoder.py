@@ -216,7 +216,7 @@ def test_generation_config_of_the_target_and_of_the_call(tiny_model):
     model.generation_config.max_new_tokens = 7
     batch = prompts([5])
     assert ShapeDecoder(model).generate(**batch, eos_token_id=[]).shape[1] == 12
-    config = GenerationConfig(max_new_tokens=9, eos_token_id=None)
+    config = GenerationConfig(max_new_tokens=9, eos_token_id=None, num_assistant_tokens=20)  # as older files have it
     assert ShapeDecoder(model).generate(**batch, generation_config=config).shape[1] <= 14
     assert ShapeDecoder(model).generate(**batch, generation_config=config, max_new_tokens=3).shape[1] <= 8
 
@@ -402,7 +402,7 @@ def test_streaming_gives_every_token_once(tiny_model):
     recorder = Recorder()
     out = decoder.generate(**batch, max_new_tokens=12, streamer=recorder)
     assert recorder.ended and [token for piece in recorder.pieces for token in piece] == out[0].tolist()
-    with pytest.raises(UnsupportedGeneration, match="streamer follows one row"):
+    with pytest.raises(UnsupportedGeneration, match="streaming follows one row"):
         decoder.generate(**prompts(), streamer=recorder)
 
 
@@ -501,6 +501,8 @@ def test_from_pretrained_mistakes(tiny_target, tiny_target_folder, tiny_model, t
         ShapeDecoder.from_pretrained(None)
     with pytest.raises(ConfigError, match="needs a predictor"):
         ShapeDecoder.from_pretrained(None, target=tiny_target, drafter="shape")
+    with pytest.raises(ConfigError, match="option drafer is not one of from_pretrained's"):
+        ShapeDecoder.from_pretrained(None, target=tiny_target, drafer="ngram")
     with pytest.raises(ConfigError, match="drafter 'medusa' is unknown"):
         ShapeDecoder.from_pretrained(None, target=tiny_target, drafter="medusa")
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -515,7 +517,7 @@ def test_from_pretrained_mistakes(tiny_target, tiny_target_folder, tiny_model, t
 
 
 def test_nothing_global_is_touched(tiny_model):
-    """Decoding between two draws of the global generator changes neither; no inference-mode tensor stays behind."""
+    """Decoding between two draws of the global generator changes neither; no state stays behind in the drafter."""
     decoder = ShapeDecoder(tiny_model("llama"), drafters()["shape tree"]())
     torch.manual_seed(3)
     first, second = torch.rand(2), torch.rand(2)
@@ -523,4 +525,4 @@ def test_nothing_global_is_touched(tiny_model):
     again = torch.rand(2)
     decoder.generate(**prompts(), max_new_tokens=5, do_sample=True, seed=1)
     assert torch.equal(first, again) and torch.equal(second, torch.rand(2))
-    assert torch.is_grad_enabled() and not torch.is_inference(decoder.drafter._window)
+    assert torch.is_grad_enabled() and not hasattr(decoder.drafter, "_window")

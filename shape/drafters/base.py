@@ -63,7 +63,10 @@ class TreeShape:
 
 
 class Drafter(ABC):
-    """Proposes token trees. One instance serves one ``generate`` call at a time.
+    """Proposes token trees.
+
+    One instance serves one call at a time, and the decoder makes a shallow copy for each, since streams can be open
+    side by side: ``start`` binds anew whatever a call changes, and a drafter made of drafters copies these too.
 
     The loop calls ``start`` after the prefill, then ``draft`` and ``update`` once per step, and ``select`` when
     rows have finished. Whatever is proposed, verification keeps the output that of the target.

@@ -1,0 +1,55 @@
+"""What is decoded, while it is decoded: iterators over token ids or text, for a loop or an event loop."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from transformers import TextStreamer
+
+T = TypeVar("T")
+
+
+def ids(steps: Iterable[tuple[int, list[int]]]) -> Iterator[list[int]]:
+    """The token ids of a single row, step by step."""
+    for _, tokens in steps:
+        yield tokens
+
+
+def text(tokens: Iterable[list[int]], tokenizer: Any) -> Iterator[str]:
+    """The text of token ids without special tokens, in pieces that later tokens cannot change.
+
+    What can be shown is for transformers' TextStreamer to say: whole words, finished lines and CJK characters.
+    """
+    words = _Words(tokenizer)
+    for new in tokens:
+        words.put(torch.tensor(new))
+        yield from words.take()
+    words.end()
+    yield from words.take()
+
+
+async def in_threads(pieces: Iterator[T]) -> AsyncIterator[T]:
+    """An iterator as an asynchronous one, each step of it in a worker thread, in order, and only when asked for.
+
+    A task that is cancelled leaves at most the step under way, which the thread finishes.
+    """
+    done: Any = object()  # StopIteration cannot pass through a future
+    while (piece := await asyncio.to_thread(next, pieces, done)) is not done:
+        yield piece
+
+
+class _Words(TextStreamer):
+    """Keeps what the streamer would print."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer, skip_special_tokens=True)
+        self.ready: list[str] = []
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            self.ready.append(text)
+
+    def take(self) -> list[str]:
+        ready, self.ready = self.ready, []
+        return ready
