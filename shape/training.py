@@ -26,6 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import MeanMetric
 
+from shape import custom_generate
 from shape.conversations import Conversation, Encoded
 from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.drafters import ShapeDrafter
@@ -833,7 +834,8 @@ def load_weights(predictor: ShapePredictor, path: Path) -> None:
 def export(
     predictor: ShapePredictor, directory: str | Path, identity: TargetIdentity, training: Mapping[str, Any]
 ) -> None:
-    """Write what `ShapeDecoder.from_pretrained` reads: config, weights (safetensors) and a model card.
+    """Write what `ShapeDecoder.from_pretrained` reads: config, weights (safetensors), a model card, and what
+    transformers' `custom_generate` runs.
 
     Args:
         training: plain values: command, data, steps, seconds, and, once measured, acceptance_length (with
@@ -844,6 +846,7 @@ def export(
     predictor.config.training = dict(training)
     predictor.save_pretrained(directory)
     (directory / "README.md").write_text(model_card(predictor, identity, training))
+    custom_generate.write(directory)
 
 
 def model_card(predictor: ShapePredictor, identity: TargetIdentity, training: Mapping[str, Any]) -> str:
@@ -855,7 +858,7 @@ def model_card(predictor: ShapePredictor, identity: TargetIdentity, training: Ma
     return f"""---
 library_name: shape
 base_model: {identity.name}
-tags: [speculative-decoding]
+tags: [speculative-decoding, custom_generate]
 ---
 # SHAPE predictor for {identity.name}
 
@@ -867,6 +870,12 @@ is of no use with another target; loading refuses one whose tokenizer, head or c
 from shape import ShapeDecoder
 
 decoder = ShapeDecoder.from_pretrained("path/or/id/of/this")
+```
+
+or, with the package `shape-decoding` installed, from the target as transformers loads it:
+
+```python
+model.generate(**inputs, custom_generate="path/or/id/of/this", trust_remote_code=True)
 ```
 
 {millions:.1f}M parameters: window {config.window}, {config.num_steps} {config.step_mode} steps, token

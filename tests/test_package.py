@@ -68,6 +68,7 @@ def test_the_wheel_holds_the_package_and_the_embedded_default(wheel):
         "data/bench.jsonl",
         "configs/quickstart.yaml",
         "checkpoints/quickstart-target/config.json",
+        "checkpoints/quickstart-shape/custom_generate/generate.py",
     } <= inside
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "shape").rglob("*.py")}
     assert modules <= set(names)

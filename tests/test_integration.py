@@ -1,0 +1,460 @@
+"""Where people already are: an exported folder for ``model.generate``, a pipeline, streamers and iterators."""
+
+import asyncio
+import gc
+import os
+import shutil
+import subprocess
+import sys
+import time
+import weakref
+from itertools import zip_longest
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    TextGenerationPipeline,
+    dynamic_module_utils,
+)
+from transformers import pipeline as plain_pipeline
+from transformers.generation.streamers import BaseStreamer
+
+from shape import bundled
+from shape.config import ShapeConfig
+from shape.decoder import ShapeDecoder
+from shape.drafters import AdversaryDrafter, ShapeDrafter
+from shape.errors import CheckpointError, ConfigError, DataError, TargetMismatch, UnsupportedGeneration
+from shape.loop import Memory
+from shape.predictor import ShapePredictor
+from shape.target import Target
+from shape.training import export
+
+CHAT = [{"role": "user", "content": "Say something."}]
+BOOKING = [{"role": "user", "content": "Book a table for two."}]
+TEXTS = ["Hello", "A longer prompt, twice", "ok"]
+
+
+def predictor(target: Target) -> ShapePredictor:
+    config = ShapeConfig(hidden_size=target.hidden_size, intermediate_size=48, step_mode="recursive")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return ShapePredictor(config).eval()
+
+
+@pytest.fixture(scope="module")
+def exported(tiny_target, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("exported") / "mine"
+    export(predictor(tiny_target), folder, tiny_target.identity, {})
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def copies_of_remote_code(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+
+@pytest.fixture
+def model(tiny_target_folder) -> PreTrainedModel:
+    """The tiny target as transformers loads it."""
+    return AutoModelForCausalLM.from_pretrained(tiny_target_folder)
+
+
+@pytest.fixture
+def decoder(tiny_target) -> ShapeDecoder:
+    """Drafts at every step, so that steps do not depend on the machine's times."""
+    return ShapeDecoder(tiny_target, ShapeDrafter(predictor(tiny_target)), fall_back=False)
+
+
+@pytest.fixture(scope="module")
+def shipped() -> ShapeDecoder:
+    return ShapeDecoder.from_pretrained("quickstart-shape", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def precise(tiny_model, tiny_tokenizer) -> ShapeDecoder:
+    """In float64: padding changes no near-tie."""
+    model = tiny_model("llama", seed=1, vocab_size=len(tiny_tokenizer))
+    return ShapeDecoder(Target(model, tiny_tokenizer, name="precise"), AdversaryDrafter(seed=1))
+
+
+class Recorder(BaseStreamer):
+    def __init__(self) -> None:
+        self.pieces: list[list[int]] = []
+        self.ended = 0
+
+    def put(self, value) -> None:
+        self.pieces.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.ended += 1
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for piece in self.pieces for token in piece]
+
+
+class FailsLater(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] > 12:
+            raise RuntimeError("the processor failed")
+        return scores
+
+
+# ------------------------------------------------------------------------------------- an exported folder
+
+
+def hub_repository(exported: Path, cache: Path) -> str:
+    """The folder as it lies in the hub's cache after a download."""
+    root, commit = cache / "models--someone--mine", "0" * 40
+    (root / "refs").mkdir(parents=True)
+    (root / "refs" / "main").write_text(commit)
+    shutil.copytree(exported, root / "snapshots" / commit)
+    return "someone/mine"
+
+
+@pytest.mark.parametrize("place", ["path", "relative path", "moved", "hub"])
+def test_an_exported_folder_decodes_for_its_target(model, exported, tiny_tokenizer, tmp_path, monkeypatch, place):
+    where, options = str(exported), {"trust_remote_code": True, "max_new_tokens": 20}
+    if place == "relative path":
+        monkeypatch.chdir(exported.parent)
+        where = exported.name
+    if place == "moved":
+        where = str(shutil.copytree(exported, tmp_path / "elsewhere" / "mine"))
+    if place == "hub":
+        where = hub_repository(exported, tmp_path / "hub")
+        options |= {"cache_dir": str(tmp_path / "hub"), "local_files_only": True}
+    inputs = tiny_tokenizer(TEXTS, return_tensors="pt", padding=True, padding_side="left")
+    expected = model.generate(**inputs, max_new_tokens=20)
+    out = model.generate(**inputs, custom_generate=where, return_dict_in_generate=True, **options)
+    assert torch.equal(out.sequences, expected)
+    assert out.stats.drafter == "shape" and out.stats.drafted > 0
+
+
+def test_the_decoder_is_made_once_and_lives_as_long_as_its_model(
+    model, exported, tiny_target_folder, tmp_path, monkeypatch
+):
+    made = []
+    original = ShapeDecoder.from_pretrained.__func__
+
+    def count(cls, *arguments, **options):
+        made.append(arguments)
+        return original(cls, *arguments, **options)
+
+    monkeypatch.setattr(ShapeDecoder, "from_pretrained", classmethod(count))
+    ids = torch.tensor([[40, 50, 60]])
+    another = str(shutil.copytree(exported, tmp_path / "another"))
+    for folder in (str(exported), str(exported), another, str(exported)):
+        model.generate(ids, custom_generate=folder, trust_remote_code=True, max_new_tokens=4)
+    assert len(made) == 2
+    model.double().generate(ids, custom_generate=another, trust_remote_code=True, max_new_tokens=4)
+    assert len(made) == 3
+
+    own = AutoModelForCausalLM.from_pretrained(tiny_target_folder)
+    own.generate(ids, custom_generate=str(exported), trust_remote_code=True, max_new_tokens=4)
+    known = weakref.ref(own)
+    del own
+    gc.collect()
+    assert known() is None
+
+
+def test_an_exported_folder_takes_every_option(model, exported, tiny_tokenizer):
+    run = {"custom_generate": str(exported), "trust_remote_code": True}
+    batch = tiny_tokenizer(TEXTS, return_tensors="pt", padding=True, padding_side="left")
+    options = {"max_new_tokens": 30, "repetition_penalty": 1.3}
+    assert torch.equal(model.generate(**batch, **run, **options), model.generate(**batch, **options))
+    ids = batch.input_ids[1:2]
+    options = {"max_new_tokens": 30, "do_sample": True, "seed": 3, "top_k": 0}
+    expected, recorder = ShapeDecoder(model).generate(ids, **options), Recorder()
+    assert torch.equal(model.generate(ids, streamer=recorder, **run, **options), expected)
+    assert recorder.tokens == expected[0].tolist() and recorder.ended == 1
+    stop = tiny_tokenizer.decode(model.generate(ids, max_new_tokens=30)[0, -12:-10])
+    options = {"max_new_tokens": 30, "stop_strings": [stop], "tokenizer": tiny_tokenizer}
+    assert torch.equal(model.generate(ids, **run, **options), model.generate(ids, **options))
+
+
+def test_what_an_exported_folder_refuses(model, exported, tiny_model, tmp_path):
+    ids = torch.tensor([[40, 50, 60]])
+    run = {"custom_generate": str(exported), "trust_remote_code": True}
+    with pytest.raises(UnsupportedGeneration, match="no prompt is given"):
+        model.generate(**run)
+    with pytest.raises(UnsupportedGeneration, match="option num_beams=2 is not supported"):
+        model.generate(ids, num_beams=2, **run)
+    with pytest.raises(TargetMismatch, match="output embedding"):
+        tiny_model("llama", torch.float32, seed=5, vocab_size=model.config.vocab_size).generate(ids, **run)
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        model.generate(ids, custom_generate=str(exported), trust_remote_code=False)
+    empty = tmp_path / "empty"
+    shutil.copytree(exported / "custom_generate", empty / "custom_generate")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        model.generate(ids, custom_generate=str(empty), trust_remote_code=True)
+
+
+def test_the_predictor_can_be_named_by_itself(model, exported):
+    """Should transformers come to call its custom functions from somewhere else, the error says what to do."""
+    ids = torch.tensor([[40, 50, 60]])
+    expected = model.generate(ids, max_new_tokens=5)
+    loaded = model.load_custom_generate(str(exported), trust_remote_code=True)
+    with pytest.raises(CheckpointError, match="give the same one as predictor=FOLDER"):
+        loaded(model, ids)
+    assert torch.equal(loaded(model, ids, predictor=exported, max_new_tokens=5), expected)
+    run = {"custom_generate": str(exported), "trust_remote_code": True, "predictor": str(exported)}
+    assert torch.equal(model.generate(ids, max_new_tokens=5, **run), expected)
+
+
+def test_without_the_package_the_folder_says_what_to_install(exported, tmp_path):
+    """transformers' own message would name the import, and the package has another name."""
+    (tmp_path / "shape.py").write_text("")  # a stranger of that name
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)}
+    script = str(exported / "custom_generate" / "generate.py")
+    ran = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=60)
+    assert "needs the package shape-decoding; install it" in ran.stderr
+    assert dynamic_module_utils.get_imports(script) == []
+
+
+def test_the_shipped_predictor_has_it_too(exported, shipped):
+    folder = bundled.path("checkpoints", "quickstart-shape")
+    files = [place / "custom_generate" / "generate.py" for place in (folder, exported)]
+    assert files[0].read_text() == files[1].read_text()
+    model, ids = shipped.target.model, shipped.target.encode(BOOKING)
+    run = {"custom_generate": str(folder), "trust_remote_code": True, "return_dict_in_generate": True}
+    out = model.generate(ids, max_new_tokens=40, **run)
+    assert torch.equal(out.sequences, model.generate(ids, max_new_tokens=40))
+    assert out.stats.drafter == "shape" and out.stats.accepted > 0
+
+
+# ---------------------------------------------------------------------------------------------- a pipeline
+
+
+PIPELINE_CALLS = {
+    "text": ("Hello", {}),
+    "new text only": ("Hello", {"return_full_text": False}),
+    "texts": (TEXTS, {}),
+    "batch": (TEXTS, {"batch_size": 3}),
+    "batch with penalty": (TEXTS, {"batch_size": 2, "repetition_penalty": 1.3}),
+    "chat": (CHAT, {}),
+    "chats": ([CHAT, [*CHAT, {"role": "assistant", "content": "Some"}]], {"batch_size": 2}),
+    "token ids": ("Hello", {"return_tensors": True}),
+    "length": ("Hello", {"max_length": 30, "max_new_tokens": None}),
+    "dict": ("Hello", {"return_dict_in_generate": True}),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINE_CALLS)
+def test_a_pipeline_gives_what_transformers_own_gives(precise, name):
+    given, options = PIPELINE_CALLS[name]
+    options = {"do_sample": False, "max_new_tokens": 24, **options}
+    plain = plain_pipeline("text-generation", model=precise.target.model, tokenizer=precise.tokenizer, device="cpu")
+    drafting = precise.pipeline()
+    assert isinstance(drafting, TextGenerationPipeline)
+    assert drafting(given, **options) == plain(given, **options)
+    assert drafting.model is precise.target.model and "generate" not in vars(drafting.model)
+
+
+def test_the_shipped_pair_in_a_pipeline_and_as_a_stream(shipped):
+    model, tokenizer = shipped.target.model, shipped.tokenizer
+    options = {"do_sample": False, "max_new_tokens": 40, "batch_size": 2}
+    chats = [BOOKING, [{"role": "user", "content": "I want to listen to some music, please."}]]
+    plain = plain_pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
+    answers = shipped.pipeline(**options)(chats)
+    assert answers == plain(chats, **options)
+    pieces = list(shipped.stream(BOOKING, max_new_tokens=40))
+    assert "".join(pieces) == answers[0][0]["generated_text"][-1]["content"] and len(pieces) > 2
+
+
+def test_a_pipeline_stops_where_transformers_own_stops(precise):
+    options = {"do_sample": False, "max_new_tokens": 24, "return_full_text": False}
+    plain = plain_pipeline("text-generation", model=precise.target.model, tokenizer=precise.tokenizer, device="cpu")
+    ((whole,), drafting) = plain("Hello", **options), precise.pipeline()
+    options |= {"stop_sequence": next(letter for letter in whole["generated_text"] if letter.isascii())}
+    (stopped,) = drafting("Hello", **options)
+    assert [stopped] == plain("Hello", **options) and 0 < len(stopped["generated_text"]) < len(whole["generated_text"])
+
+
+def test_a_pipeline_decodes_with_drafts(precise, monkeypatch):
+    calls = []
+    monkeypatch.setattr(ShapeDecoder, "generate", lambda self, ids, **options: calls.append(options) or ids)
+    precise.pipeline(max_new_tokens=7, seed=2)("Hello", do_sample=True)
+    (options,) = calls
+    assert options["seed"] == 2 and options["do_sample"]
+
+
+def test_pipeline_options_that_only_the_decoder_has(precise):
+    drafting = precise.pipeline(do_sample=True, top_k=0, max_new_tokens=24)
+    assert drafting("Hello", seed=1) == drafting("Hello", seed=1) != drafting("Hello", seed=2)
+    several = drafting("Hello", num_return_sequences=3, seed=1)
+    assert len({answer["generated_text"] for answer in several}) == 3
+    recorder = Recorder()
+    (answer,) = drafting("Hello", streamer=recorder, return_tensors=True)
+    assert recorder.tokens == answer["generated_token_ids"] and recorder.ended == 1
+
+
+def test_what_a_pipeline_refuses(precise, tiny_model):
+    with pytest.raises(ConfigError, match="has no tokenizer"):
+        ShapeDecoder(tiny_model("llama")).pipeline()
+    with pytest.raises(UnsupportedGeneration, match="num_beams=3 is not supported"):
+        precise.pipeline()("Hello", num_beams=3, do_sample=False)
+    with pytest.raises(UnsupportedGeneration, match="no prompt is given"):
+        precise.pipeline()("", do_sample=False)
+
+
+# ----------------------------------------------------------------------------------- streams and streamers
+
+
+def answered(decoder: ShapeDecoder, prompt, **options) -> list[int]:
+    ids = decoder.target.encode(prompt)
+    return decoder.generate(ids, torch.ones_like(ids), max_new_tokens=40, **options)[0, ids.shape[1] :].tolist()
+
+
+async def gathered(stream) -> list:
+    return [piece async for piece in stream]
+
+
+@pytest.mark.parametrize("prompt", ["Hello", CHAT, "東京 naïve"], ids=["text", "chat", "unicode"])
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "top_k": 0, "seed": 5}], ids=["greedy", "sampled"])
+def test_streams_give_everything_once(decoder, prompt, sampling):
+    """Random bytes are often no valid characters: pieces must still add up to the decoded whole."""
+    options = {"max_new_tokens": 40, **sampling}
+    expected = answered(decoder, prompt, **sampling)
+    ids = decoder.target.encode(prompt)
+    steps = list(decoder.stream(input_ids=ids, attention_mask=torch.ones_like(ids), **options))
+    assert [token for step in steps for token in step] == expected and len(steps) > 1
+    assert asyncio.run(gathered(decoder.astream(ids, **options))) == steps
+    pieces = list(decoder.stream(prompt, **options))
+    assert "".join(pieces) == decoder.tokenizer.decode(expected, skip_special_tokens=True) and all(pieces)
+    assert asyncio.run(gathered(decoder.astream(prompt, **options))) == pieces
+
+
+def test_characters_come_whole_and_words_keep_their_spaces(tiny_target):
+    """An answer that is known: the target is made to say it."""
+    text = "a naïve café, 東京 ok\n done 🙂 "
+    spoken = [*tiny_target.tokenizer(text).input_ids, 2]
+    start = tiny_target.encode("Hello").shape[1]
+
+    class Say(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            wanted = torch.full_like(scores, float("-inf"))
+            wanted[:, spoken[input_ids.shape[1] - start]] = 0.0
+            return wanted
+
+    stream = ShapeDecoder(tiny_target).stream("Hello", max_new_tokens=99, logits_processor=LogitsProcessorList([Say()]))
+    pieces = list(stream)
+    assert "".join(pieces) == text and len(pieces) > 5
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_streams_of_one_decoder_may_be_open_side_by_side(decoder):
+    options = {"max_new_tokens": 40}
+    alone = [list(decoder.stream(text, **options)) for text in TEXTS]
+    rounds = zip_longest(*(decoder.stream(text, **options) for text in TEXTS), fillvalue="")
+    assert [[piece for piece in column if piece] for column in zip(*rounds, strict=True)] == alone
+
+    async def serve() -> list[list[str]]:
+        return await asyncio.gather(*(gathered(decoder.astream(text, **options)) for text in TEXTS))
+
+    assert asyncio.run(serve()) == alone
+
+
+def test_whoever_leaves_a_stream_ends_the_decoding(decoder):
+    forwards = []
+    hook = decoder.target.model.base_model.register_forward_hook(lambda *_: forwards.append(1))
+    try:
+        for _ in decoder.stream(torch.tensor([[40, 50, 60]]), max_new_tokens=100, eos_token_id=[]):
+            assert torch.is_grad_enabled()
+            break
+        assert len(forwards) == 1  # the prefill
+
+        async def leave() -> None:
+            async for _ in decoder.astream(torch.tensor([[40, 50, 60]]), max_new_tokens=100, eos_token_id=[]):
+                break
+
+        asyncio.run(leave())
+        assert len(forwards) == 2
+
+        async def cancel() -> None:
+            stream = gathered(decoder.astream(torch.tensor([[40, 50, 60]]), max_new_tokens=200, eos_token_id=[]))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(stream, 0.01)
+
+        asyncio.run(cancel())  # it waits for the step under way
+        seen = len(forwards)
+        assert seen < 100
+        gc.collect()
+        assert len(forwards) == seen
+    finally:
+        hook.remove()
+
+
+def test_a_slow_listener_is_not_counted_as_work(decoder):
+    """The times of steps say whether drafting pays."""
+
+    class Slow(Recorder):
+        def put(self, value) -> None:
+            super().put(value)
+            time.sleep(0.1)
+
+    slow = Slow()
+    options = {"max_new_tokens": 8, "eos_token_id": [], "return_dict_in_generate": True}
+    out = decoder.generate(torch.tensor([[40, 50, 60]]), streamer=slow, **options)
+    assert len(slow.pieces) >= 5 and median(step.seconds for step in out.stats.steps) < 0.1
+
+
+def test_a_stream_can_go_on_from_the_turn_before(decoder):
+    memory, ids = Memory(), decoder.target.encode("Hello")
+    first = [token for step in decoder.stream(ids, max_new_tokens=9, memory=memory) for token in step]
+    ids = torch.cat([ids, torch.tensor([[*first, 40, 50]])], dim=1)
+    assert memory.tokens == ids[0, : len(memory.tokens)].tolist() != []
+    again = decoder.stream(ids, max_new_tokens=9, memory=memory)
+    assert list(again) == list(decoder.stream(ids, max_new_tokens=9)) != []
+
+
+def test_errors_reach_whoever_listens(decoder):
+    options = {"max_new_tokens": 40, "eos_token_id": [], "logits_processor": LogitsProcessorList([FailsLater()])}
+    stream = decoder.stream(torch.tensor([[40, 50, 60]]), **options)
+    assert next(stream)
+    with pytest.raises(RuntimeError, match="the processor failed"):
+        list(stream)
+    with pytest.raises(RuntimeError, match="the processor failed"):
+        asyncio.run(gathered(decoder.astream("Hello", **options)))
+
+
+def test_bad_streams_are_refused_at_once(decoder, tiny_model):
+    """When the stream is asked for, not when it is first read."""
+    ids = torch.tensor([[40, 50, 60], [40, 50, 60]])
+    with pytest.raises(UnsupportedGeneration, match="streaming follows one row, and 2 were asked for"):
+        decoder.stream(ids)
+    with pytest.raises(UnsupportedGeneration, match="num_beams=2"):
+        decoder.astream("Hello", num_beams=2)
+    with pytest.raises(UnsupportedGeneration, match="option streamer is not one of generate's"):
+        decoder.stream("Hello", streamer=Recorder())
+    with pytest.raises(DataError, match="prompt is empty"):
+        decoder.stream("")
+    with pytest.raises(DataError, match="has no tokenizer"):
+        ShapeDecoder(tiny_model("llama")).stream("Hello")
+
+
+def test_streamers_reach_a_custom_generate(decoder):
+    """transformers hands a streamer the prompt, and does not hand it to functions of others."""
+    model = decoder.target.model
+    ids, mask = torch.tensor([[40, 50, 60]]), torch.ones(1, 3)
+    recorder = Recorder()
+    run = {"attention_mask": mask, "max_new_tokens": 20, "custom_generate": decoder.as_custom_generate()}
+    out = model.generate(ids, streamer=recorder, **run)
+    assert recorder.tokens == out[0].tolist() and recorder.ended == 1
+    assert torch.equal(out, decoder.generate(ids, mask, max_new_tokens=20))
+    with pytest.raises(UnsupportedGeneration, match="streaming follows one row"):
+        model.generate(ids, streamer=Recorder(), num_return_sequences=2, do_sample=True, **run)
+
+    def called_by_another(*given, **more):
+        streamer = Recorder()  # a variable of that name in a caller that is not transformers
+        out = decode(*given, **more)
+        assert streamer.pieces == []
+        return out
+
+    decode = decoder.as_custom_generate()
+    assert torch.equal(model.generate(ids, **(run | {"custom_generate": called_by_another})), out)
