@@ -17,8 +17,8 @@ from shape import bundled, streams
 from shape.drafters import Drafter, ShapeDrafter, TreeShape, make_drafter
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, UnsupportedGeneration
 from shape.loop import AcceptanceRule, Memory, Row, decode
+from shape.pace import Pace, StepTimes
 from shape.pipeline import DraftingPipeline
-from shape.planning import Pace, StepTimes
 from shape.predictor import ShapePredictor
 from shape.request import Prepared, Request
 from shape.stats import DecodeStats
@@ -88,7 +88,7 @@ class ShapeDecoder:
         drafter: a Drafter, the name of one that needs no training ("ngram"), or None for plain decoding in the
             same loop.
         tokenizer: the target's; only needed where text goes in or out.
-        fall_back: decode plainly for a while where drafting does not pay (see ``planning.Pace``): by the times measured
+        fall_back: decode plainly for a while where drafting does not pay (see ``pace.Pace``): by the times measured
             on the way, or where the acceptance length is below a given number. False always drafts. Rules whose samples
             depend on the drafts fall back by a given number only, so that they do not depend on the machine's times.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from shape.drafters.base import Drafter, Settled
-from shape.planning import Pace
+from shape.pace import Pace
 from shape.stats import DecodeStats, Step
 from shape.target import Target
 from shape.trace import Trace

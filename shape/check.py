@@ -1,0 +1,243 @@
+"""`python -m shape.check`: what speculation can bring for a target on this machine, before anyone trains.
+
+python -m shape.check --target Qwen/Qwen3-0.6B                  # can it be verified, what forwards cost, what would pay
+python -m shape.check --predictor checkpoints/mine --prompts prompts.jsonl      # the best draft shape of a predictor
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser
+from rich.console import Console
+from rich.table import Table
+
+from shape import bundled
+from shape.config import ShapeConfig
+from shape.conversations import evenly, load_prompts
+from shape.decoder import ShapeDecoder
+from shape.drafters import NgramDrafter, ShapeDrafter, TreeShape
+from shape.errors import ConfigError, DataError, exit_on_error
+from shape.evaluation.tables import show
+from shape.planning import (
+    CANDIDATES,
+    Costs,
+    acceptance,
+    break_even,
+    calibrate,
+    expected_length,
+    plan,
+    sketch,
+    throughput,
+)
+from shape.predictor import ShapePredictor
+from shape.target import Target
+
+_RATES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+_SHOWN_PLANS = 6
+
+
+@dataclass
+class CheckOptions:
+    """What to look at.
+
+    Args:
+        target: path, hub id or bundled name; default: the predictor's own, or the bundled target.
+        predictor: folder, hub id or bundled name of a trained predictor; default: an untrained one of the default size,
+            which costs as much per draft, and n-gram drafts, which need no training.
+        prompts: JSON-lines file; default: the bundled validation prompts.
+        limit: prompts, evenly chosen, on which acceptance is estimated.
+        max_new_tokens: of each answer.
+        rows: prompts decoded together.
+        temperature: 0 decodes greedily.
+        seed: of the sampling.
+        dtype: of the target; default: its checkpoint's.
+        device_map: where the target is put.
+        output: a JSON file for the report.
+    """
+
+    target: str | None = None
+    predictor: str | None = None
+    prompts: str | None = None
+    limit: int = 12
+    max_new_tokens: int = 64
+    rows: int = 1
+    temperature: float = 0.0
+    seed: int = 0
+    dtype: str | None = None
+    device_map: str | None = None
+    output: str | None = None
+
+
+def check(options: CheckOptions) -> dict[str, Any]:
+    """The report as plain data: target, costs, what a drafter of some acceptance would bring, and plans.
+
+    Raises:
+        UnsupportedTarget: the target cannot be verified exactly, with the reason.
+        DataError: no prompt fits into the target's positions.
+    """
+    if min(options.rows, options.limit, options.max_new_tokens) < 1 or options.temperature < 0:
+        raise ConfigError(
+            "rows, limit and max_new_tokens have to be at least 1 and temperature at least 0; got "
+            f"{options.rows}, {options.limit}, {options.max_new_tokens} and {options.temperature:g}"
+        )
+    source = Path(options.prompts) if options.prompts else bundled.path("data", "validation.jsonl.gz")
+    prompts = evenly(load_prompts(source), options.limit)
+    place: dict[str, Any] = {"dtype": options.dtype, "device_map": options.device_map}
+    if options.predictor is not None:
+        decoder = ShapeDecoder.from_pretrained(options.predictor, target=options.target, **place)
+    else:
+        target = Target.load(options.target or "quickstart-target", **place)
+        decoder = ShapeDecoder(target, _untrained(target))
+    target = decoder.target
+    encoded = [
+        target.encode([{"role": one.role, "content": one.content} for one in prompt.messages])[0].tolist()
+        for prompt in prompts
+    ]
+    room = (target.max_positions or sys.maxsize) - options.max_new_tokens
+    contexts = [ids for ids in encoded if len(ids) <= room]
+    if not contexts:
+        raise DataError(
+            f"no prompt of {source} and {options.max_new_tokens} new tokens fit into the {target.max_positions} "
+            f"positions of target {target.name}; give shorter ones or a smaller max_new_tokens"
+        )
+    costs = calibrate(decoder, options.rows, max(map(len, contexts)) + options.max_new_tokens)
+    report: dict[str, Any] = {
+        "target": {
+            "name": target.name,
+            "parameters": target.model.num_parameters(),
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "device": str(target.device),
+            "positions": target.max_positions,
+            "verified_as": decoder.support.mode,
+            "reason": decoder.support.reason,
+        },
+        "costs": asdict(costs),
+        "chains": [_chain(costs, rate) for rate in _RATES] if costs.draft else [],
+        "break_even": {depth: _break_even(costs, depth) for depth in (1, 2, 4, 8)} if costs.draft else {},
+    }
+    sampling: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": options.temperature > 0}
+    if options.temperature > 0:
+        sampling |= {"temperature": options.temperature, "top_k": 0, "top_p": 1.0, "seed": options.seed}
+    lookup = ShapeDecoder(target, NgramDrafter())
+    free = Costs(costs.rows, costs.context, costs.verify, {})
+    shapes = [TreeShape(depth=depth, width=1) for depth in (2, 4, 8)]
+    report["ngram"] = [asdict(one) for one in plan(free, sketch(lookup, contexts, **sampling), shapes)]
+    if options.predictor is not None and isinstance(decoder.drafter, ShapeDrafter):
+        answers, own = sketch(decoder, contexts, **sampling), decoder.drafter.tree
+        trees = CANDIDATES if decoder.support.mode == "tree" else [one for one in CANDIDATES if one.width == 1]
+        plans = plan(costs, answers, list(dict.fromkeys([own, *trees])))
+        report["acceptance"] = acceptance(answers)
+        report["plans"] = [asdict(one) for one in plans]
+        report["own"] = next(asdict(one) for one in plans if one.shape == own)
+    return report
+
+
+def _untrained(target: Target) -> ShapeDrafter:
+    """Of the default kind and size: what a draft costs does not depend on what was learned."""
+    config = ShapeConfig(hidden_size=target.hidden_size, step_mode="recursive", token_conditioning="path")
+    return ShapeDrafter(ShapePredictor(config).to(target.device, target.dtype).eval())  # type: ignore[arg-type]
+
+
+def _chain(costs: Costs, rate: float) -> dict[str, float]:
+    """The best chain if each drafted token stands with a probability; a chain's forward is taken to cost as one over
+    as many tokens.
+    """
+
+    def speed(depth: int) -> float:
+        return throughput(rate, depth, costs.draft[1], costs.of(depth + 1, 0, 1))
+
+    depth = max(range(17), key=speed)
+    return {
+        "acceptance": rate,
+        "depth": depth,
+        "acceptance_length": expected_length(rate, depth),
+        "speed_up": speed(depth) * costs.plain,
+    }
+
+
+def _break_even(costs: Costs, depth: int) -> float | None:
+    return break_even(depth, costs.draft[1], costs.of(depth + 1, 0, 1), costs.plain)
+
+
+def name(shape: dict[str, Any] | None) -> str:
+    """A shape in words."""
+    if shape is None:
+        return "plain decoding"
+    form = f"chain of {shape['depth']}" if shape["width"] == 1 else f"tree {shape['width']} x {shape['depth']}"
+    nodes = "" if shape["nodes"] is None or shape["width"] == 1 else f", {shape['nodes']} nodes"
+    return form + nodes + (f", until {shape['threshold']:g}" if shape["threshold"] else "")
+
+
+def show_report(report: dict[str, Any], console: Console) -> None:
+    """Print a report as tables."""
+    target, costs = report["target"], report["costs"]
+    reason = f" ({target['reason']})" if target["reason"] else ""
+    console.print(
+        f"[bold]{target['name']}[/]: {target['parameters'] / 1e6:.1f}M parameters, {target['dtype']} on "
+        f"{target['device']}, verified as {target['verified_as']}s{reason}"
+    )
+    table = Table("tokens per forward", "ms", "of one", box=None)
+    for size, seconds in costs["verify"].items():
+        table.add_row(str(size), f"{1e3 * seconds:.2f}", f"{seconds / costs['verify'][1]:.2f}")
+    console.print(table)
+    if costs["draft"]:
+        shown = ", ".join(f"{1e3 * seconds:.2f} (width {width})" for width, seconds in costs["draft"].items())
+        console.print(f"one pass of the drafter, ms: {shown}")
+    if report["chains"]:
+        table = Table("a drafted token stands with", "best depth", "tokens per step", "speed-up", box=None)
+        for one in report["chains"]:
+            depth, length = str(one["depth"] or "none"), show(one["acceptance_length"])
+            table.add_row(f"{one['acceptance']:.1f}", depth, length, show(one["speed_up"], unit="x"))
+        console.print(table)
+        shown = ", ".join(f"{show(rate)} (depth {depth})" for depth, rate in report["break_even"].items())
+        console.print(f"a chain breaks even at: {shown}")
+    if "acceptance" in report:
+        ranks = range(1, len(report["acceptance"][0]) + 1)
+        table = Table("depth", *(f"rank {rank}" for rank in ranks), box=None)
+        for level, rates in enumerate(report["acceptance"], 1):
+            table.add_row(str(level), *(f"{rate:.2f}" for rate in rates))
+        console.print("how often the text goes on with a node's child of each rank, where it came as far as the node:")
+        console.print(table)
+    console.print(_plans(report))
+
+
+def _plans(report: dict[str, Any]) -> Table:
+    own, plans = report.get("own"), report.get("plans", [])
+    shown = plans[:_SHOWN_PLANS]
+    if own is not None and own not in shown:
+        shown.append(own)
+    labels = [name(one["shape"]) + (" (its own)" if one == own else "") for one in shown]
+    table = Table("draft", "tokens per step", "nodes", "passes", "ms per step", "expected speed-up", box=None)
+    table.columns[0].no_wrap = True
+    lookup = report["ngram"][0]
+    for label, one in zip([*labels, f"n-gram: {name(lookup['shape'])}"], [*shown, lookup], strict=True):
+        figures = [show(one[key], ".1f") for key in ("nodes", "passes")]
+        milliseconds = show(1e3 * one["seconds"])
+        table.add_row(label, show(one["acceptance_length"]), *figures, milliseconds, show(one["speed_up"], unit="x"))
+    return table
+
+
+def parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="python -m shape.check", description=__doc__.splitlines()[0])
+    parser.add_argument("--config", action="config", help="a YAML file with these options")
+    parser.add_class_arguments(CheckOptions)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    reader = parser()
+    values = reader.instantiate(reader.parse_args(arguments))
+    with exit_on_error():
+        options = CheckOptions(**{entry.name: values[entry.name] for entry in fields(CheckOptions)})
+        report = check(options)
+        show_report(report, Console(highlight=False))
+        if options.output is not None:
+            Path(options.output).write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

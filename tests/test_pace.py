@@ -1,0 +1,83 @@
+import pytest
+import torch
+from helpers import predictor, prompts
+
+from shape.decoder import ShapeDecoder
+from shape.drafters import AdversaryDrafter, OracleDrafter, ShapeDrafter
+from shape.pace import Pace, StepTimes
+
+
+def run(pace: Pace, tokens, steps: int, drafted_seconds: float = 1.6, plain_seconds: float = 1.0) -> list[bool]:
+    """Drafted or not, step by step; `tokens(i)` is what a drafted step i would settle."""
+    record = []
+    for i in range(steps):
+        drafted = pace.draft_next()
+        pace.observe(drafted, tokens(i) if drafted else 1.0, drafted_seconds if drafted else plain_seconds)
+        record.append(drafted)
+    return record
+
+
+def test_good_drafts_go_on_and_plain_steps_are_timed_once():
+    times = StepTimes()
+    first = run(Pace(times), lambda _: 3.0, 200)
+    assert first.count(False) == 3 and all(first[:12]) and not any(first[12:15])
+    assert times.break_even == pytest.approx(1.6)
+    assert all(run(Pace(times), lambda _: 3.0, 200))  # another call knows
+
+
+def test_bad_drafts_are_looked_at_ever_less_often():
+    pace = Pace(StepTimes(), least=1.5)
+    record = run(pace, lambda _: 1.1, 2000)
+    assert record[:12] == [True] * 12 and record[12:36] == [False] * 24 and record[36:40] == [True] * 4
+    assert record.count(True) < 50 and pace.pauses >= 6
+    assert True in record[-800:]  # it never stops looking
+
+
+def test_it_returns_when_the_text_becomes_easy():
+    record = run(Pace(StepTimes(), least=1.5), lambda i: 1.0 if i < 60 else 4.0, 300)
+    assert not all(record[:60]) and all(record[200:])
+
+
+def test_the_break_even_is_a_ratio_of_medians():
+    times = StepTimes()
+    assert times.break_even is None
+    for seconds in (2.0, 2.0, 90.0, 2.0):
+        times.add(True, seconds)
+    assert times.break_even is None
+    for seconds in (1.0, 50.0, 1.0):
+        times.add(False, seconds)
+    assert times.break_even == 2.0
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_falling_back_changes_no_token(tiny_model, sample):
+    model, batch = tiny_model("llama"), prompts([5, 9])
+    options = {
+        "max_new_tokens": 90,
+        "do_sample": sample,
+        "seed": 0,
+        "eos_token_id": [],
+        "return_dict_in_generate": True,
+    }
+    plain = ShapeDecoder(model).generate(**batch, **options)
+    for drafter in (AdversaryDrafter(), ShapeDrafter(predictor())):
+        out = ShapeDecoder(model, drafter, fall_back=2.5).generate(**batch, **options)
+        assert torch.equal(out.sequences, plain.sequences)
+        assert out.stats.plain_steps >= 24 and out.stats.pauses >= 1
+        assert ShapeDecoder(model, drafter, fall_back=False).generate(**batch, **options).stats.plain_steps == 0
+
+
+def test_good_drafts_are_never_held_back_by_a_number(tiny_model):
+    model, batch = tiny_model("llama"), prompts([5])
+    options = {"max_new_tokens": 90, "eos_token_id": []}
+    plain = ShapeDecoder(model).generate(**batch, **options)
+    decoder = ShapeDecoder(model, OracleDrafter(plain.tolist()), fall_back=2.5)
+    out = decoder.generate(**batch, **options, return_dict_in_generate=True)
+    assert out.stats.plain_steps == 0 == out.stats.pauses and out.stats.acceptance_length > 4.5
+
+
+def test_rejection_does_not_depend_on_the_machines_times(tiny_model):
+    out = ShapeDecoder(tiny_model("llama"), AdversaryDrafter()).generate(
+        **prompts([5]), max_new_tokens=60, do_sample=True, acceptance="rejection", return_dict_in_generate=True
+    )
+    assert out.stats.plain_steps == 0
