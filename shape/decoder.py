@@ -17,7 +17,7 @@ from shape import bundled, streams
 from shape.drafters import Drafter, ShapeDrafter, TreeShape, make_drafter
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, UnsupportedGeneration
 from shape.loop import AcceptanceRule, Memory, Row, decode
-from shape.pace import Pace, StepTimes
+from shape.pace import Experience, Pace
 from shape.pipeline import DraftingPipeline
 from shape.predictor import ShapePredictor
 from shape.request import Prepared, Request
@@ -112,7 +112,7 @@ class ShapeDecoder:
             self.target.support = probe(self.target)
         self.support: Support = self.target.support
         self.fall_back = fall_back
-        self._step_times: dict[int, StepTimes] = {}  # by number of rows
+        self._experience: dict[int, Experience] = {}  # by number of rows
 
     @classmethod
     def from_pretrained(
@@ -409,8 +409,8 @@ class ShapeDecoder:
     def _pace(self, drafter: Drafter | None, rows: int, by_times: bool) -> Pace | None:
         if drafter is None or self.fall_back is False or (self.fall_back is True and not by_times):
             return None
-        times = self._step_times.setdefault(rows, StepTimes())
-        return Pace(times, None if self.fall_back is True else float(self.fall_back))
+        past = self._experience.setdefault(rows, Experience())
+        return Pace(past, None if self.fall_back is True else float(self.fall_back))
 
     def _rule(self, acceptance: str | TrsLossy) -> tuple[AcceptanceRule, Drafter | None]:
         """The rule, and the drafter with the trees that it needs."""

@@ -13,7 +13,7 @@ class Pace:
     look in vain doubles the wait for the next.
 
     Args:
-        times: seconds of earlier steps, kept over calls.
+        past: what earlier calls found.
         least: acceptance length below which drafting pauses; None measures the break-even.
     """
 
@@ -22,12 +22,12 @@ class Pace:
     _PAUSE, _LONGEST_PAUSE = 24, 384  # plain steps
     _PLAIN = 3  # plain steps that tell what one costs, where that is not known yet
 
-    def __init__(self, times: "StepTimes", least: float | None = None) -> None:
-        self._times, self._least = times, least
+    def __init__(self, past: "Experience", least: float | None = None) -> None:
+        self._past, self._least = past, least
         self._recent: deque[float] = deque(maxlen=self._WINDOW)
-        self._needed = self._WINDOW
+        # Where drafting did not pay last, a look has to do at the start of the next text too.
+        self._needed = self._WINDOW if past.pause is None else self._LOOK
         self._plain_steps = 0
-        self._pause = self._PAUSE
         self.pauses = 0
 
     def draft_next(self) -> bool:
@@ -36,34 +36,41 @@ class Pace:
             return False
         if len(self._recent) < self._needed:
             return True
-        break_even = self._times.break_even if self._least is None else self._least
+        break_even = self._past.break_even if self._least is None else self._least
         if break_even is None:  # a few plain steps tell
             self._plain_steps = self._PLAIN
             return False
         if sum(self._recent) / len(self._recent) >= break_even:
-            self._needed, self._pause = self._WINDOW, self._PAUSE
+            self._needed, self._past.pause = self._WINDOW, None
             return True
         self._recent.clear()
         self._needed = self._LOOK
-        self._plain_steps, self._pause = self._pause, min(2 * self._pause, self._LONGEST_PAUSE)
+        pause = self._past.pause
+        self._plain_steps = self._PAUSE if pause is None else min(2 * pause, self._LONGEST_PAUSE)
+        self._past.pause = self._plain_steps
         self.pauses += 1
         return False
 
     def observe(self, drafted: bool, tokens: float, seconds: float) -> None:
         """A step that settled `tokens` per row."""
-        self._times.add(drafted, seconds)
+        self._past.add(drafted, seconds)
         if drafted:
             self._recent.append(tokens)
         else:
             self._plain_steps -= 1
 
 
-class StepTimes:
-    """Seconds of recent drafted and plain steps. Medians: a machine's hiccups are not the drafter's fault."""
+class Experience:
+    """Seconds of recent drafted and plain steps, and whether drafting paid last, kept over the calls of a decoder.
+
+    Attributes:
+        pause: plain steps of the last pause; None where drafting paid last.
+    """
 
     _KEPT, _ENOUGH = 32, 3
 
     def __init__(self) -> None:
+        self.pause: int | None = None
         self._seconds: dict[bool, deque[float]] = {kind: deque(maxlen=self._KEPT) for kind in (False, True)}
 
     def add(self, drafted: bool, seconds: float) -> None:
@@ -71,7 +78,10 @@ class StepTimes:
 
     @property
     def break_even(self) -> float | None:
-        """Tokens that a drafted step has to settle to be worth its time; None before both kinds are known."""
+        """Tokens that a drafted step has to settle to be worth its time; None before both kinds are known.
+
+        By medians: a machine's hiccups are not the drafter's fault.
+        """
         if min(map(len, self._seconds.values())) < self._ENOUGH:
             return None
         return median(self._seconds[True]) / median(self._seconds[False])

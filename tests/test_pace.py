@@ -4,7 +4,7 @@ from helpers import predictor, prompts
 
 from shape.decoder import ShapeDecoder
 from shape.drafters import AdversaryDrafter, OracleDrafter, ShapeDrafter
-from shape.pace import Pace, StepTimes
+from shape.pace import Experience, Pace
 
 
 def run(pace: Pace, tokens, steps: int, drafted_seconds: float = 1.6, plain_seconds: float = 1.0) -> list[bool]:
@@ -18,7 +18,7 @@ def run(pace: Pace, tokens, steps: int, drafted_seconds: float = 1.6, plain_seco
 
 
 def test_good_drafts_go_on_and_plain_steps_are_timed_once():
-    times = StepTimes()
+    times = Experience()
     first = run(Pace(times), lambda _: 3.0, 200)
     assert first.count(False) == 3 and all(first[:12]) and not any(first[12:15])
     assert times.break_even == pytest.approx(1.6)
@@ -26,20 +26,28 @@ def test_good_drafts_go_on_and_plain_steps_are_timed_once():
 
 
 def test_bad_drafts_are_looked_at_ever_less_often():
-    pace = Pace(StepTimes(), least=1.5)
+    pace = Pace(Experience(), least=1.5)
     record = run(pace, lambda _: 1.1, 2000)
     assert record[:12] == [True] * 12 and record[12:36] == [False] * 24 and record[36:40] == [True] * 4
     assert record.count(True) < 50 and pace.pauses >= 6
     assert True in record[-800:]  # it never stops looking
 
 
+def test_another_call_begins_with_what_was_found():
+    past = Experience()
+    run(Pace(past, least=1.5), lambda _: 1.1, 60)
+    assert run(Pace(past, least=1.5), lambda _: 1.1, 90)[:5] == [True] * 4 + [False]
+    assert all(run(Pace(past, least=1.5), lambda _: 3.0, 90))
+    assert run(Pace(past, least=1.5), lambda _: 1.1, 90)[:13] == [True] * 12 + [False]
+
+
 def test_it_returns_when_the_text_becomes_easy():
-    record = run(Pace(StepTimes(), least=1.5), lambda i: 1.0 if i < 60 else 4.0, 300)
+    record = run(Pace(Experience(), least=1.5), lambda i: 1.0 if i < 60 else 4.0, 300)
     assert not all(record[:60]) and all(record[200:])
 
 
 def test_the_break_even_is_a_ratio_of_medians():
-    times = StepTimes()
+    times = Experience()
     assert times.break_even is None
     for seconds in (2.0, 2.0, 90.0, 2.0):
         times.add(True, seconds)
