@@ -19,7 +19,8 @@ is one token:
     q             probability with which it was drawn, or the drafter's estimate that the target would choose it
     noise, margin with rule "match": Gumbel noise g, and by how much log p + g beat the best other token (negative:
                   lost); greedy decoding has no noise, and its margin is of log p
-    draw          with rule "rejection": the uniform number that was compared with p / q
+    draw          of drawn drafts: the uniform number that "rejection" compared with p / q, "traversal" with the chance
+                  that the text ends there
 """
 
 import json
@@ -95,15 +96,15 @@ class Trace:
                 if accepted is None and depth < drafted[at]:  # a lossy rule ends with a drafted token
                     accepted = next(child for child in children if proposed[child] == token)
                 out = depth < emitted[at]
-                for number, child in enumerate(children):
+                for child in children:
                     event = "accepted" if child == accepted else "rejected"
                     kept = event == "accepted" and child in path[at]
                     self._drafted(place, event, proposed, parents, depths, child, kept, out and event == "accepted")
-                    self.records[-1] |= odds.of(proposed[child], child, number)
+                    self.records[-1] |= odds.of(proposed[child], child)
                 if depth >= drafted[at]:
                     event = "plain" if tree.size == 1 else "corrected" if children else "bonus"
                     self._token(row=row, event=event, token=token, position=length + depth + 1, emitted=out)
-                    self.records[-1] |= odds.of(token, None, None)
+                    self.records[-1] |= odds.of(token, None)
             visited = set(path[at])
             for node in range(1, tree.size):
                 if parents[node] >= 0 and parents[node] not in visited:
@@ -173,7 +174,7 @@ class _Odds:
         if not sampler.greedy and sampler.coupled:
             noise = sampler.noise(depth, logits.shape[-1])[at]
         elif not sampler.greedy:
-            draws = sampler.coins(rows, depth, tree.size)[0]
+            draws = sampler.coins(tree.size)[at]
         joint = None if tree.joint is None else tree.joint[at]
         return cls(
             scores.log_softmax(-1),
@@ -184,8 +185,7 @@ class _Odds:
             draws,
         )
 
-    def of(self, token: int, node: int | None, number: int | None) -> dict[str, float | None]:
-        """`number` counts a node's children."""
+    def of(self, token: int, node: int | None) -> dict[str, float | None]:
         total = self.log_p if self.noise is None else self.log_p + self.noise
         others = total.clone()
         others[token] = -torch.inf
@@ -200,7 +200,7 @@ class _Odds:
             "noise": None if self.noise is None else float(self.noise[token]),
             # Under rejection sampling nothing is compared with the other tokens.
             "margin": _finite(total[token] - others.max()) if self.draws is None else None,
-            "draw": None if self.draws is None or number is None else float(self.draws[number]),
+            "draw": None if self.draws is None or node is None else float(self.draws[node]),
         }
 
 

@@ -88,7 +88,9 @@ class Drafter(ABC):
 
     @abstractmethod
     def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
-        """Propose a tree per row. Node 0 is the root; sampling drafters rank by ``sampler.draft_scores``."""
+        """Propose a tree per row. Node 0 is the root; sampling drafters rank by ``sampler.draft_scores``, and where
+        ``sampler.draws`` they keep every child that they draw and say in ``TokenTree.log_q`` from what.
+        """
 
     def rehearse(self, rows: int, passes: int) -> None:
         """Run the network forwards of such a draft and nothing else, for measuring; nothing without a network."""

@@ -80,7 +80,7 @@ class ShapeDrafter(Drafter):
             return root_only(settled.root)
         width, branching = self.tree.width, self.tree.branching or self.tree.width
         by_path = config.token_conditioning == "path"
-        noise = sampler.foresee(depth, self._words)
+        noise = sampler.foresee(depth, self._words, nodes=width)
         shared = None if by_path else self._logits_of_all_depths(settled.root, depth)
 
         root = settled.root[:, None]
@@ -108,7 +108,7 @@ class ShapeDrafter(Drafter):
             numbers.append(number)
             children.append(candidates)
             scores.append(log_probs)
-            if not (sampler.coupled or sampler.greedy):
+            if sampler.draws:
                 drawn.append(sampler.draft_log_probs(logits, n, self._target.vocab_size, self._vocabulary))
             if n + 1 == depth:
                 break

@@ -68,7 +68,7 @@ def gumbel(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     probability of any token (24-bit uniforms are not).
 
     Args:
-        keys: (...,) int64 from row_keys.
+        keys: (...,) int64 from row_keys; they and the positions may be broadcast.
         positions: (...,) int64, position in the text, without padding, of the token being chosen.
         tokens: (K,) int64, ``token_words`` of these tokens.
 
@@ -113,7 +113,7 @@ class Sampler:
         processors: per row all processors in order, where some look at the text before the token; None otherwise.
         eos_token_ids: forbidden while fewer than ``min_new_tokens`` tokens have been emitted.
         coupled: drafts see the target's own noise, and the choice is argmax(log p + g) (rule "match"). Otherwise drafts
-            have noise of their own, and the choice is that of rejection sampling.
+            have noise of their own, and ``choose`` is rejection sampling.
     """
 
     prompt_lengths: Tensor
@@ -131,11 +131,18 @@ class Sampler:
         # A sort of all nodes' scores can cost more than a small target's forward. Following the path instead waits
         # for the device at every depth, which is free on a CPU alone.
         on_cpu = self.prompt_lengths.device.type == "cpu"
-        self._visits = self.processors is not None or not self.coupled or (sorts and on_cpu)
+        self._visits = self.processors is not None or self.draws or (sorts and on_cpu)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def draws(self) -> bool:
+        """Whether children are to be drawn one after the other, each node's with noise of its own, and the tree to say
+        from what (``TokenTree.log_q``).
+        """
+        return not (self.coupled or self.greedy)
 
     def settle(self, lengths: Tensor, texts: Sequence[Sequence[int]] = ()) -> None:
         """Say what is settled: its length, (B,) int64, and the tokens, which only processors look at. The token
@@ -165,16 +172,18 @@ class Sampler:
         positions = self._lengths[:, None] + torch.tensor(offsets, device=words.device)
         return gumbel(self.keys[:, None].expand_as(positions), positions, words)
 
-    def foresee(self, depth: int, words: Tensor) -> list[Tensor | None]:
-        """What ``draft_scores`` adds at offsets 0 to ``depth`` - 1: noise (B, 1, K) for tokens of given words each.
+    def foresee(self, depth: int, words: Tensor, nodes: int = 1) -> list[Tensor | None]:
+        """What ``draft_scores`` adds at offsets 0 to ``depth`` - 1: noise for tokens of given words each.
 
-        It is the target's own where drafts are coupled to its choices, and None when greedy.
+        It is the target's own, (B, 1, K), where drafts are coupled to its choices, and None when greedy. If not
+        coupled, each of ``nodes`` nodes of a depth has its own, (B, nodes, K): draws must not depend on one another.
         """
         if self.greedy:
             return [None] * depth
         if self.coupled:
             return list(self._noise_at(range(depth), words).split(1, dim=1))
-        return [self._other_noise(_DRAFTS, offset, words)[:, None] for offset in range(depth)]
+        counters = torch.arange(depth * nodes, device=words.device)
+        return list(gumbel(self._step_words(_DRAFTS)[:, None], counters, words).split(nodes, dim=1))
 
     def draft_scores(
         self, logits: Tensor, offset: int, noise: Tensor | None, vocabulary: Tensor | None = None
@@ -182,7 +191,8 @@ class Sampler:
         """Scores whose largest are a drafter's candidates at ``offset``: log q + g.
 
         With the target's own noise a drafter that ranks by these proposes what the target will choose wherever q is
-        near p. Processors other than temperature and the minimum length are left to the target's choice.
+        near p; with other noise the largest are draws without replacement. Processors other than temperature and the
+        minimum length are left to the target's choice.
 
         Args:
             logits: (B, M, K), the drafter's logits for M nodes at one depth.
@@ -192,7 +202,7 @@ class Sampler:
         logits = self._forbid_early_eos(logits.float(), offset, vocabulary)
         if noise is None:
             return logits
-        return (logits if self.temperature == 1.0 else logits / self.temperature) + noise
+        return (logits if self.temperature == 1.0 else logits / self.temperature) + noise[:, : logits.shape[1]]
 
     def draft_log_probs(self, logits: Tensor, offset: int, vocab_size: int, vocabulary: Tensor | None = None) -> Tensor:
         """(B, M, V) log q, the distribution that the best of ``draft_scores`` are draws from if not coupled."""
@@ -214,16 +224,42 @@ class Sampler:
         """
         if self._visits:
             return self._choose_on_the_way(logits, tree)
-        logits = self._forbid_early_eos(logits, tree.depth)
+        if self.greedy and not self.warpers:
+            return self._forbid_early_eos(logits, tree.depth).argmax(-1)
+        return self.pick(self.tree_scores(logits, tree), tree)
+
+    def pick(self, scores: Tensor, tree: TokenTree) -> Tensor:
+        """(B, N) int64: argmax(log p + g) at every node, of its ``tree_scores``."""
         if self.greedy:
-            return logits.argmax(-1)
-        scores = self.warp(logits)
+            return scores.argmax(-1)
         if tree.size == 1:
-            return (scores + self.noise(0, logits.shape[-1])[:, None]).argmax(-1)
-        words = _all_words(logits.shape[-1], logits.device)
+            return (scores + self.noise(0, scores.shape[-1])[:, None]).argmax(-1)
+        words = _all_words(scores.shape[-1], scores.device)
         noise = self._noise_at(range(int(tree.depth.max()) + 1), words)
-        rows = torch.arange(tree.tokens.shape[0], device=logits.device)[:, None]
+        rows = torch.arange(tree.tokens.shape[0], device=scores.device)[:, None]
         return (scores + noise[rows, tree.depth]).argmax(-1)
+
+    def tree_scores(self, logits: Tensor, tree: TokenTree) -> Tensor:
+        """Scores (B, N, V) at every node after all processors; their softmax is p.
+
+        Processors that look at the text are not asked about texts that they rule out: scores below a token of
+        probability 0 have no meaning.
+
+        Args:
+            logits: (B, N, V), the target's logits.
+        """
+        if self.processors is None:
+            return self.warp(self._forbid_early_eos(logits, tree.depth))
+        found = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+        for row, (tokens, parents) in enumerate(zip(tree.tokens.tolist(), tree.parent.tolist(), strict=True)):
+            here, paths = torch.tensor([row], device=logits.device), {0: list[int]()}
+            for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+                if node > 0:
+                    if parent not in paths or found[row, parent, token].isneginf():
+                        continue
+                    paths[node] = [*paths[parent], token]
+                found[row, node] = self.scores(logits[here, node], here, len(paths[node]), [paths[node]])[0]
+        return found
 
     def _choose_on_the_way(self, logits: Tensor, tree: TokenTree) -> Tensor:
         """Processors see each row's own text and run once per emitted token, as in plain decoding."""
@@ -263,11 +299,25 @@ class Sampler:
             ]
         )
 
-    def coins(self, rows: Tensor, offset: int, count: int) -> Tensor:
-        """(R, count) uniform numbers in (0, 1), for the candidates of one node per row in turn."""
-        draws = torch.arange(count, device=rows.device) * _GOLDEN
-        bits = _shift(mix(self._stream(_COINS, offset)[rows, None] + draws), 12)
+    def coins(self, nodes: int) -> Tensor:
+        """(B, nodes) float64 in (0, 1), one to decide over each node of a tree where drafts are drawn."""
+        counters = torch.arange(1, nodes + 1, device=self._lengths.device) * _GOLDEN
+        bits = _shift(mix(self._step_words(_COINS)[:, None] + counters), 12)
         return (bits.to(torch.float64) + 0.5) * 2.0**-52
+
+    def residual_noise(self, vocab_size: int, offset: int = 0) -> Tensor:
+        """(B, V) Gumbel noise of the token behind the accepted ones where drafts are drawn."""
+        positions = torch.full_like(self._lengths, offset)
+        return gumbel(self._step_words(_RESIDUALS), positions, _all_words(vocab_size, positions.device))
+
+    def _step_words(self, purpose: int) -> Tensor:
+        """(B,) int64, a word for each row, step and purpose, unrelated to those of the target's own noise.
+
+        For the step, not the position: what was drawn behind the accepted tokens and then refused must not come again
+        at the same position in the next step.
+        """
+        assert self.keys is not None
+        return mix(mix(self.keys ^ purpose) + mix(self._lengths * _GOLDEN))
 
     def _reject(self, scores: Tensor, tree: TokenTree, rows: Tensor, nodes: Tensor, offset: int) -> Tensor:
         """Rejection sampling at one node per row, with the scores (R, V) there."""
@@ -277,18 +327,10 @@ class Sampler:
         )
         candidates = tree.tokens[rows].gather(1, order).masked_fill(~children.gather(1, order), -1)
         q = None if tree.log_q is None else tree.log_q[rows, nodes].exp()
-        uniforms = self.coins(rows, offset, order.shape[1]).to(scores.dtype)
-        noise = self._other_noise(_RESIDUALS, offset, _all_words(scores.shape[-1], scores.device))[rows]
-        return reject_in_turn(scores.softmax(-1), q, candidates, uniforms, noise)
-
-    def _stream(self, purpose: int, offset: int) -> Tensor:
-        """(B,) int64, a word for each row, position and purpose, unrelated to the noise of ``gumbel``."""
-        assert self.keys is not None
-        return mix(mix(self.keys ^ purpose) + mix((self._lengths + offset) * _GOLDEN))
-
-    def _other_noise(self, purpose: int, offset: int, words: Tensor) -> Tensor:
-        assert self.keys is not None
-        return gumbel(mix(self.keys ^ purpose), self._lengths + offset, words)
+        coins = self.coins(tree.size)[rows].gather(1, order)
+        return reject_in_turn(
+            scores.softmax(-1), q, candidates, coins, self.residual_noise(scores.shape[-1], offset)[rows]
+        )
 
     def warp(self, logits: Tensor) -> Tensor:
         """The warpers in order; what they cut off is -inf. (..., V) -> (..., V)."""

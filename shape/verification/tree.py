@@ -1,6 +1,6 @@
 """Token trees: proposed tokens with parents, and what attention needs to know of them. Pure functions of tensors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -16,8 +16,8 @@ class TokenTree:
         parent: (B, N) int64, topological (``parent[b, i] < i``); -1 at the root and at padding nodes, which
             are never accepted.
         log_q: (B, N, V) log-probabilities from which each node's children were drawn one after the other, without
-            replacement, in the order of their numbers; None where they were not drawn. Only the rule "rejection"
-            looks at it.
+            replacement, in the order of their numbers and independently of other nodes; None where they were not
+            drawn. Only the rules "rejection" and "traversal" look at it.
         joint: (B, N) log of the drafter's estimate that the target will choose the whole path to a node; None where the
             drafter makes none. Verification does not look at it.
     """
@@ -97,7 +97,8 @@ def first_path(tree: TokenTree) -> TokenTree:
     while node in parents[1:]:
         node = parents.index(node, 1)
         path.append(node)
-    return chain(tree.tokens[:, 0], tree.tokens[:, path[1:]])
+    drawn = None if tree.log_q is None else tree.log_q[:, path]
+    return replace(chain(tree.tokens[:, 0], tree.tokens[:, path[1:]]), log_q=drawn)
 
 
 def keep_best(tree: TokenTree, nodes: int) -> TokenTree:

@@ -150,3 +150,23 @@ def test_another_target_is_refused(target, tiny_model):
         other = Target(tiny_model("llama"))
         other.hidden_size = 48
         ShapeDrafter(network).bind(other)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_node_draws_children_of_its_own(target, mode):
+    """Where the rule asks for draws: siblings do not draw alike, even from one distribution, which the tree tells."""
+    drafter, settled, _ = begin(predictor(*mode), target, TreeShape(depth=3, width=3))
+    sampler = Sampler(settled.lengths - 1, 99.0, keys=row_keys(0, 2), coupled=False)  # near the flat distribution
+    sampler.settle(settled.lengths)
+    tree = drafter.draft(settled, sampler)
+    assert tree.log_q is not None
+    for row in range(2):
+        parents, tokens = tree.parent[row].tolist(), tree.tokens[row].tolist()
+        children = {
+            above: [t for t, p in zip(tokens, parents, strict=True) if p == above] for above in set(parents) - {-1}
+        }
+        assert len(children) == 1 + 3 + 3
+        assert len({tuple(own) for own in children.values()}) == 7
+        assert all(len(set(own)) == 3 for own in children.values())
+        expanded = torch.tensor(sorted(children))
+        assert torch.allclose(tree.log_q[row, expanded].exp().sum(-1), torch.ones(7))

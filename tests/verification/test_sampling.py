@@ -7,9 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
+    LogitsProcessor,
     LogitsProcessorList,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -182,3 +184,66 @@ def test_noise_is_finite_and_keeps_its_tail():
     for word in (1, 3, 2**20, 2**40 + 12345, 2**61):
         exact = -math.log(-math.log1p(-word / 2**63))
         assert float(to_gumbel(torch.tensor([word]))) == pytest.approx(exact, rel=1e-6)
+
+
+def test_draws_of_nodes_depths_and_steps_are_independent():
+    """What a drafter draws at one node says nothing of another node, a deeper one, or the same position a step later.
+
+    Correlations over 4,000 tokens within 4.9 standard errors.
+    """
+    drawing = sampler(temperature=1.0, prompt_lengths=torch.tensor([4, 4]), coupled=False)
+    assert drawing.draws and not sampler(coupled=False).draws and not sampler(temperature=1.0).draws
+    found = []
+    for length in (4, 5):
+        drawing.settle(torch.tensor([length, length]))
+        noise = drawing.foresee(3, words(4000), nodes=2)
+        assert all(
+            torch.equal(one, again) for one, again in zip(noise, drawing.foresee(3, words(4000), 2), strict=True)
+        )
+        found += torch.cat(noise, dim=1).flatten(0, 1)
+        found += [*drawing.residual_noise(4000), *drawing.residual_noise(4000, offset=1), *drawing.coins(4000)]
+        found += drawing.noise(0, 4000)
+    correlation = torch.corrcoef(torch.stack([one.double() for one in found])).fill_diagonal_(0)
+    assert len(found) == 2 * (3 * 2 * 2 + 2 + 2 + 2 + 2)
+    assert float(correlation.abs().max()) < Z / math.sqrt(4000)
+
+
+class Strict(LogitsProcessor):
+    """Forbids two tokens, and cannot be asked about a text that has them."""
+
+    def __call__(self, input_ids, scores):
+        assert not torch.isin(input_ids[:, 1:], torch.tensor([2, 3])).any()
+        return scores.index_fill(1, torch.tensor([2, 3]), float("-inf")) + input_ids[:, -1:]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_scores_at_every_node_are_those_along_its_own_path(temperature):
+    """Of nodes that can be reached: those below a token without probability are not shown to processors."""
+    processors = (LogitsProcessorList([Strict(), RepetitionPenaltyLogitsProcessor(2.0)]),) * 2
+    chooser = sampler(
+        prompt_lengths=torch.tensor([2, 2]), temperature=temperature, processors=processors, min_new_tokens=2,
+        eos_token_ids=(4,),
+    )  # fmt: skip
+    texts = [[0, 1], [0, 5]]
+    chooser.settle(torch.tensor([2, 2]), texts)
+    tree = TokenTree(
+        torch.tensor([[1, 0, 2, 5, 5], [5, 3, 6, 2, 1]]), torch.tensor([[-1, 0, 0, 1, 2], [-1, 0, 1, 0, -1]])
+    )
+    logits = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    kept = logits.clone()
+    scores = chooser.tree_scores(logits, tree)
+    assert torch.equal(logits, kept)
+    for row, node, text in ((0, 0, [0, 1]), (0, 1, [0, 1, 0]), (0, 3, [0, 1, 0, 5]), (1, 0, [0, 5])):
+        expected = logits[row, node].clone()
+        expected[4] = float("-inf") if len(text) < 4 else expected[4]
+        assert torch.equal(scores[row, node], processors[row](torch.tensor([text]), expected[None])[0])
+    picked, chosen = chooser.pick(scores, tree), chooser.choose(logits, tree)
+    assert torch.equal(picked[chosen >= 0], chosen[chosen >= 0])
+
+
+def test_greedy_choices_leave_out_what_warpers_do():
+    """With or without a walk along the path, which only a processor that sorts would ask for."""
+    chooser = sampler(warpers=(SuppressTokensLogitsProcessor([1], "cpu"),))
+    logits = torch.tensor([[[0.0, 9.0, 5.0]]])
+    tree = root_only(torch.zeros(1, dtype=torch.long))
+    assert chooser.choose(logits, tree).item() == 2 == chooser.pick(chooser.tree_scores(logits, tree), tree).item()

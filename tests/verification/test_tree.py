@@ -61,7 +61,9 @@ def test_ragged_chain_of_nothing_is_the_root():
 @given(parents())
 def test_first_path_follows_first_children(parent):
     tokens = torch.arange(len(parent))[None]
-    path = first_path(TokenTree(tokens, torch.tensor([parent]))).tokens[0].tolist()
+    drawn = first_path(TokenTree(tokens, torch.tensor([parent]), log_q=tokens[..., None].float()))
+    path = drawn.tokens[0].tolist()
+    assert drawn.log_q is not None and drawn.log_q.flatten().tolist() == path
     for node, child in pairwise(path):
         assert parent.index(node, 1) == child
     assert path[-1] not in parent[1:]
