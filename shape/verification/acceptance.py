@@ -1,11 +1,12 @@
-"""Acceptance rules: which proposed tokens stand. Pure functions of tensors.
+"""Acceptance rules: which proposed tokens stand. Pure functions of tensors; ``shape.rules`` gives them their names.
 
-``match`` is lossless for any tree and any pruning; ``reject_in_turn`` for trees whose children were drawn from the
-distribution that it is told, or from none that it is told, and not selected afterwards. ``trs_lossy`` is the paper's
-tree rejection sampling, which changes the output and says so in its name.
+``match`` is lossless for any tree and any pruning; ``reject_in_turn`` and ``traverse`` for trees whose children were
+drawn from the distribution that they are told, or from none that they are told, and not selected afterwards.
+``typical_lossy`` and ``trs_lossy`` change the output and say so in their names.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -44,14 +45,9 @@ def match(tree: TokenTree, choices: Tensor) -> Accepted:
     if tree.size == 1:  # plain decoding should not pay for trees
         none = torch.zeros_like(choices)
         return Accepted(none, none[:, 0] + 1, choices, none[:, 0])
-    parent = tree.parent
-    agrees = choices.gather(1, parent.clamp(min=0)) == tree.tokens
-    agrees &= parent >= 0
-    agrees[:, 0] = True
-    reached = (agrees[:, None, :] | ~tree.ancestors).all(-1)
-    reached[:, 1:] &= parent[:, 1:] >= 0
-    last = tree.depth.masked_fill(~reached, -1).argmax(1)
-    return _accept_path(tree, last, choices)
+    agrees = choices.gather(1, tree.parent.clamp(min=0)) == tree.tokens
+    last = tree.depth.masked_fill(~_reached(tree, agrees), -1).argmax(1)
+    return _accept_path(tree, last, choices.gather(1, last[:, None]))
 
 
 def reject_in_turn(p: Tensor, q: Tensor | None, candidates: Tensor, uniforms: Tensor, noise: Tensor) -> Tensor:
@@ -90,38 +86,127 @@ def reject_in_turn(p: Tensor, q: Tensor | None, candidates: Tensor, uniforms: Te
     return torch.where(taken >= 0, taken, (p.log() + noise).argmax(-1))
 
 
-def trs_lossy(tree: TokenTree, log_probs: Tensor, choices: Tensor, threshold: float = 0.8) -> Accepted:
+def traverse(tree: TokenTree, p: Tensor, q: Tensor | None, uniforms: Tensor, noise: Tensor) -> Accepted:
+    """Traversal verification: from the leaves to the root, lossless for drawn candidates.
+
+    Nodes are asked in post-order whether the text ends with them; the first that says yes ends the accepted path, and
+    the token after it is drawn from what is left of the target's distribution there. ``stop_chances`` has the chances.
+    (Traversal Verification, arXiv 2505.12398; on a chain it is Block Verification, arXiv 2403.10444, algorithm 2,
+    of which no chain verification accepts more.)
+
+    Args:
+        p: (B, N, V) the target's distribution at every node.
+        q: (B, N, V) the distribution of each node's first child, the others being drawn from it one after the other
+            without replacement; draws at different nodes are independent. None for candidates that were not drawn.
+        uniforms: (B, N) in (0, 1). noise: (B, V) Gumbel noise for the draw of the last token.
+    """
+    chances, left = stop_chances(tree, p, q)
+    holds = ((uniforms < chances)[:, :, None] & tree.ancestors).any(1)  # the node or one below it stops
+    siblings = (tree.parent[:, :, None] == tree.parent[:, None, :]).tril(-1)
+    reached = _reached(tree, holds & ~(siblings & holds[:, None, :]).any(-1))
+    last = tree.depth.masked_fill(~reached, -1).argmax(1, keepdim=True)
+    left = left.gather(1, last[:, :, None].expand(-1, -1, left.shape[2]))[:, 0]
+    return _accept_path(tree, last[:, 0], (left.log() + noise).argmax(-1, keepdim=True))
+
+
+def stop_chances(tree: TokenTree, p: Tensor, q: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The chance that ``traverse`` stops at a node when it asks, (B, N), and what is left of p there, (B, N, V).
+
+    A subtree is given a share w of the probability: it must accept something with chance w, and then continue as the
+    target would; the root's is 1. A child x drawn from q gets min(1, w p(x) / q(x)), so that over all draws it serves
+    min(w p, q) at each token. What it leaves, if it refuses, is R = (w p - q)+ out of the 1 - sum min(w p, q) =
+    |R| + 1 - w in which it refuses: thus p becomes R / |R|, w becomes |R| / (|R| + 1 - w), q is renormalised without
+    x, and the next child has its turn. Neither depends on x, so the next child is a draw from that q whatever was
+    refused. After the last child the node itself stops with chance w.
+
+    Arguments as in ``traverse``.
+    """
+    rows = torch.arange(tree.tokens.shape[0], device=p.device)
+    tiny = torch.finfo(p.dtype).tiny
+    p, q = p.clone(), None if q is None else q.to(p.dtype, copy=True)
+    share = torch.zeros_like(p[:, :, 0])
+    share[:, 0] = 1.0
+    for node in range(1, tree.size):
+        above, token = tree.parent[:, node].clamp(min=0), tree.tokens[:, node, None]
+        target, given = p[rows, above], share[rows, above, None]
+        offered = torch.zeros_like(target).scatter_(1, token, 1.0) if q is None else q[rows, above]
+        chance = offered.gather(1, token)
+        # Nothing is drawn where q has no mass left, and nodes without a parent are padding.
+        asked = (chance > 0) & (tree.parent[:, node, None] >= 0)
+        served = given * target
+        left = (served - offered).clamp(min=0)
+        mass = left.sum(1, keepdim=True)
+        share[:, node, None] = torch.where(asked, (served.gather(1, token) / chance).clamp(max=1), 0.0)
+        share[rows, above, None] = torch.where(asked, mass / (mass + (1 - given)).clamp(min=tiny), given)
+        # Without any mass nothing is refused but by rounding.
+        p[rows, above] = torch.where(asked & (mass > 0), left / mass, target)
+        if q is not None:
+            rest = offered.scatter(1, token, 0.0)
+            q[rows, above] = torch.where(asked, rest / rest.sum(1, keepdim=True).clamp(min=tiny), offered)
+    share[:, 0] = 1.0
+    return share, p
+
+
+def typical_lossy(tree: TokenTree, p: Tensor, choices: Tensor, epsilon: float, delta: float) -> Accepted:
+    """Typical acceptance (Medusa, arXiv 2401.10774, section 3.3.2). Lossy: the output is not the target's.
+
+    A token stands where p(x) > min(epsilon, delta exp(-H(p))): it need not be a draw from the target, only not be
+    unlikely for what the target is unsure of. The longest path of such tokens is accepted, of equally long ones the
+    likeliest; the target's own choice follows it, so that every step makes progress.
+
+    Args:
+        p: (B, N, V) the target's distribution at every node. choices: (B, N) int64, its choice there.
+    """
+    rows = torch.arange(p.shape[0], device=p.device)[:, None]
+    parent = tree.parent.clamp(min=0)
+    chance = p[rows, parent, tree.tokens]
+    limit = (delta * torch.exp(-torch.special.entr(p).sum(-1))).clamp(max=epsilon)
+    reached = _reached(tree, chance > limit.gather(1, parent))
+    longest = reached & (tree.depth == tree.depth.masked_fill(~reached, -1).amax(1, keepdim=True))
+    last = _joint(tree, chance.log()).masked_fill(~longest, float("-inf")).argmax(1)
+    return _accept_path(tree, last, choices.gather(1, last[:, None]))
+
+
+def trs_lossy(tree: TokenTree, log_probs: Tensor, choices: Tensor, threshold: float) -> Accepted:
     """The paper's tree rejection sampling (section 3.3, appendix H). Lossy: the output is not the target's.
 
     Full root-to-leaf paths whose joint probability under the target is at least ``threshold`` times the best
-    path's are kept, and the longest prefix common to all of them is emitted. That prefix can be empty; then the
-    target's own choice at the root is emitted, so that every step makes progress.
+    path's are kept, and the longest prefix common to all of them is emitted. That prefix can be empty, and is so where
+    no path is possible; then the target's own choice at the root is emitted, so that every step makes progress.
 
     Args:
-        log_probs: (B, N) float, log-probability of each node's token at its parent under the target; 0 at the root.
+        log_probs: (B, N) float, log-probability of each node's token at its parent under the target; the root's is
+            not looked at.
         choices: (B, N) int64, the target's choice at every node (only the root's is used).
     """
-    ancestors, depth = tree.ancestors, tree.depth
-    joint = (ancestors * log_probs[:, None, :]).sum(-1)
-    is_leaf = depth == depth.amax(1, keepdim=True)
-    joint = joint.masked_fill(~is_leaf, float("-inf"))
-    kept = joint >= joint.amax(1, keepdim=True) + torch.log(torch.tensor(threshold, dtype=joint.dtype))
+    depth = tree.depth
+    joint = _joint(tree, log_probs).masked_fill(depth < depth.amax(1, keepdim=True), float("-inf"))
+    # Where no path is possible, the root is kept like everything else, and nothing but it is common.
+    kept = joint >= joint.amax(1, keepdim=True) + math.log(threshold)
     # A node is on the common prefix when every kept leaf descends from it.
-    common = (ancestors | ~kept[:, :, None]).all(1)
+    common = (tree.ancestors | ~kept[:, :, None]).all(1)
     # Distinct nodes with equal tokens do not exist in a k^N tree, so nodes stand for tokens.
     last = depth.masked_fill(~common, -1).argmax(1)
-    full = _accept_path(tree, last, choices)
-    # Emitted tokens are the nodes below the root; the last node has not been through the target as a settled
-    # root yet, so one kept cache row fewer than nodes on the path.
-    path_tokens = tree.tokens.gather(1, full.path)
-    shifted = torch.cat([path_tokens[:, 1:], path_tokens[:, :1]], dim=1)
-    empty = full.drafted == 0
-    tokens = torch.where(empty[:, None], choices[:, :1], shifted)
-    return Accepted(full.path, full.drafted.clamp(min=1), tokens, full.drafted)
+    accepted = _accept_path(tree, last, choices[:, :1])
+    # The last node has not been through the target as a settled root yet: one kept cache row fewer than nodes.
+    return replace(accepted, counts=accepted.drafted.clamp(min=1))
 
 
-def _accept_path(tree: TokenTree, last: Tensor, choices: Tensor) -> Accepted:
-    """The path from the root to node ``last`` (B,), in order, and the choices along it."""
+def _reached(tree: TokenTree, stands: Tensor) -> Tensor:
+    """(B, N) bool: nodes that stand, (B, N) bool, with all nodes above them. The root does; padding never does."""
+    stands = stands & (tree.parent >= 0)
+    stands[:, 0] = True
+    return (stands[:, None, :] | ~tree.ancestors).all(-1)
+
+
+def _joint(tree: TokenTree, log_probs: Tensor) -> Tensor:
+    """(B, N) sums of (B, N) log-probabilities from below the root down to each node."""
+    counted = tree.ancestors & (torch.arange(tree.size, device=log_probs.device) > 0)
+    return torch.where(counted, log_probs[:, None, :], 0.0).sum(-1)
+
+
+def _accept_path(tree: TokenTree, last: Tensor, following: Tensor) -> Accepted:
+    """The path from the root to node ``last`` (B,), in order: its drafted tokens, and ``following`` (B, 1)."""
     batch, nodes = tree.tokens.shape
     rows = torch.arange(batch, device=last.device)
     on_path = tree.ancestors[rows, last]
@@ -130,4 +215,5 @@ def _accept_path(tree: TokenTree, last: Tensor, choices: Tensor) -> Accepted:
     slot = torch.where(on_path, tree.depth, nodes)
     path = torch.zeros(batch, nodes + 1, dtype=torch.long, device=last.device).scatter_(1, slot, index)[:, :nodes]
     accepted = tree.depth[rows, last]
-    return Accepted(path, accepted + 1, choices.gather(1, path), accepted)
+    tokens = tree.tokens.gather(1, path).roll(-1, dims=1).scatter(1, accepted[:, None], following)
+    return Accepted(path, accepted + 1, tokens, accepted)

@@ -1,11 +1,14 @@
-"""Acceptance rules against a naive walk."""
+"""Acceptance rules against naive ones, and their output against the exact joint distribution."""
+
+from itertools import permutations, product
+from math import prod
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shape.verification.acceptance import match, reject_in_turn, trs_lossy
+from shape.verification.acceptance import match, reject_in_turn, stop_chances, traverse, trs_lossy, typical_lossy
 from shape.verification.tree import TokenTree
 
 
@@ -86,6 +89,58 @@ def test_trs_makes_progress_when_good_paths_share_nothing():
     assert accepted.drafted.tolist() == [0]
 
 
+def test_trs_never_emits_the_impossible():
+    """Paths with a token of probability 0 are not kept, and do not hide those that are possible."""
+    never = float("-inf")
+    tree, log_probs = binary_tree([0, never, -0.1, -0.1, -0.2, never, -0.3])
+    accepted = trs_lossy(tree, log_probs, torch.full((1, 7), 9), threshold=0.8)
+    assert accepted.tokens[0, : int(accepted.counts)].tolist() == [2, 6]
+    accepted = trs_lossy(tree, torch.full((1, 7), never), torch.full((1, 7), 9), threshold=0.8)
+    assert accepted.tokens[0, : int(accepted.counts)].tolist() == [9] and accepted.drafted.tolist() == [0]
+
+
+def test_trs_on_a_chain_emits_all_of_it_if_it_is_possible():
+    tree = TokenTree(torch.tensor([[5, 1, 2]]), torch.tensor([[-1, 0, 1]]))
+    for last, expected, drafted in ((-4.0, [1, 2], 2), (float("-inf"), [9], 0)):
+        accepted = trs_lossy(tree, torch.tensor([[0.0, -3.0, last]]), torch.full((1, 3), 9), threshold=0.8)
+        assert accepted.tokens[0, : int(accepted.counts)].tolist() == expected
+        assert accepted.drafted.tolist() == [drafted]
+
+
+def typical(parent, tokens, p, choices=None, epsilon=0.1, delta=0.5) -> tuple[list[int], list[int]]:
+    """Emitted tokens and accepted nodes of one tree."""
+    tree = TokenTree(torch.tensor([tokens]), torch.tensor([parent]))
+    choices = torch.full_like(tree.tokens, 9) if choices is None else torch.tensor([choices])
+    accepted = typical_lossy(tree, torch.tensor([p]), choices, epsilon, delta)
+    count = int(accepted.counts)
+    assert int(accepted.drafted) == count - 1
+    return accepted.tokens[0, :count].tolist(), accepted.path[0, :count].tolist()
+
+
+UNSURE, SURE = [0.25, 0.25, 0.25, 0.25], [0.96, 0.04, 0.0, 0.0]
+
+
+def test_typical_asks_less_where_the_target_is_unsure():
+    """The limits: delta exp(-H) = 0.5 / 4 = 0.125, of which min(0.1, 0.125) is left; and min(0.1, 0.42) = 0.1."""
+    assert typical([-1, 0], [3, 2], [UNSURE, SURE]) == ([2, 9], [0, 1])
+    assert typical([-1, 0], [3, 1], [SURE, UNSURE]) == ([9], [0])
+    assert typical([-1, 0], [3, 1], [SURE, UNSURE], epsilon=0.03) == ([1, 9], [0, 1])
+    assert typical([-1, 0], [3, 2], [UNSURE, SURE], epsilon=0.3, delta=1.0) == ([9], [0])  # above, not at the limit
+
+
+def test_typical_accepts_the_longest_path_and_of_those_the_likeliest():
+    p = [[0.5, 0.3, 0.2, 0.0], [1.0, 0, 0, 0], [0.4, 0.6, 0, 0], [0.7, 0.3, 0, 0], UNSURE, UNSURE, UNSURE]
+    assert typical([-1, 0, 0, 0, 2, 2, 3], [0, 0, 1, 2, 0, 1, 0], p, [7, 7, 7, 7, 7, 8, 7]) == ([1, 1, 8], [0, 2, 5])
+    assert typical([-1, 0, 0, 0], [0, 2, 1, 0], p[:4]) == ([0, 9], [0, 3])
+
+
+def test_typical_refuses_padding_and_what_has_no_probability():
+    """Nodes that hang on nothing, their children, and tokens of probability 0 however small the limit; duplicates."""
+    assert typical([-1, -1, 1, 0], [0, 0, 0, 3], [SURE] * 4, epsilon=1e-9) == ([9], [0])
+    assert typical([-1, 0, 0, 2], [0, 0, 0, 1], [SURE, SURE, UNSURE, UNSURE]) == ([0, 1, 9], [0, 2, 3])
+    assert typical([-1], [0], [SURE]) == ([9], [0])
+
+
 def drawn(q: torch.Tensor, count: int, rows: int, generator: torch.Generator) -> torch.Tensor:
     """(rows, count) candidates drawn one after the other without replacement."""
     return torch.multinomial(q.expand(rows, -1), count, generator=generator)
@@ -147,3 +202,209 @@ def test_rejection_accepts_as_often_as_possible():
     assert abs(share - best) < 4.9 * (best * (1 - best) / 40_000) ** 0.5
     same = reject_in_turn(Q.expand(40_000, -1), Q.expand(40_000, -1), candidates, uniforms, noise)
     assert torch.equal(same, candidates[:, 0])
+
+
+def distributions(seed: int, vocabulary: int, zeros: bool) -> dict[tuple[int, ...], torch.Tensor]:
+    """A distribution of the next token after every text of up to two tokens; with zeros, every other one has one."""
+    generator = torch.Generator().manual_seed(seed)
+    texts = [text for length in range(3) for text in product(range(vocabulary), repeat=length)]
+    found = {}
+    for number, text in enumerate(texts):
+        weights = torch.rand(vocabulary, generator=generator, dtype=torch.float64) ** 2
+        weights[number % vocabulary] *= 1 - (zeros and number % 2)
+        found[text] = weights / weights.sum()
+    return found
+
+
+def draws(q: torch.Tensor, count: int) -> list[tuple[float, tuple[int, ...]]]:
+    """Every order in which ``count`` tokens can be drawn without replacement, with its probability.
+
+    Once q has run out, the places are filled with what is left, in order of the tokens.
+    """
+    found = []
+    for order in permutations(range(len(q)), count):
+        chance, left = 1.0, {token: float(q[token]) for token in range(len(q))}
+        for token in order:
+            mass = sum(left.values())
+            chance *= left[token] / mass if mass > 0 else float(token == min(left))
+            del left[token]
+        found.append((chance, order))
+    return [(chance, order) for chance, order in found if chance > 0]
+
+
+def every_tree(q, branching: tuple[int, ...], width: int) -> list[tuple[float, list[int], list[tuple[int, ...]]]]:
+    """All trees that can be drawn: probability, parents and texts of the nodes.
+
+    As drafters do, ``width`` nodes of a depth are expanded, chosen by what was drawn: the likeliest tokens under q.
+    """
+    trees = [(1.0, [-1], [()], [0])]
+    for count in branching:
+        grown = []
+        for chance, parents, texts, frontier in trees:
+            for drawn in product(*(draws(q[texts[node]], count) for node in frontier)):
+                children = [(node, token) for node, (_, order) in zip(frontier, drawn, strict=True) for token in order]
+                likely = torch.tensor([float(q[texts[node]][token]) for node, token in children])
+                grown.append(
+                    (
+                        chance * prod(one for one, _ in drawn),
+                        [*parents, *(node for node, _ in children)],
+                        [*texts, *((*texts[node], token) for node, token in children)],
+                        (len(parents) + likely.topk(min(width, len(children))).indices).tolist(),
+                    )
+                )
+        trees = grown
+    return [(chance, parents, texts) for chance, parents, texts, _ in trees]
+
+
+def post_order(parents: list[int], node: int = 0) -> list[int]:
+    below = [child for child, parent in enumerate(parents) if parent == node]
+    return [one for child in below for one in post_order(parents, child)] + [node]
+
+
+def joint_of_three(p, trees, q=None) -> tuple[dict[tuple[int, ...], float], float]:
+    """The exact distribution of three tokens decoded with ``traverse``, and the mean number of accepted ones.
+
+    What the accepted tokens and the one behind them leave open is drawn from p, as the next step would.
+    """
+    vocabulary = range(len(p[()]))
+    output, accepted = dict.fromkeys(product(vocabulary, repeat=3), 0.0), 0.0
+    for chance, parents, texts in trees:
+        tree = TokenTree(torch.tensor([[text[-1] if text else 0 for text in texts]]), torch.tensor([parents]))
+        target, told = (one and torch.stack([one[text] for text in texts])[None] for one in (p, q))
+        chances, left = stop_chances(tree, target, told)
+        for node in post_order(parents):
+            stops = chance * float(chances[0, node])
+            chance -= stops
+            accepted += stops * len(texts[node])
+            for token, share in enumerate(left[0, node].tolist()):
+                start = (*texts[node], token)
+                for rest in product(vocabulary, repeat=3 - len(start)):
+                    text = start + rest
+                    output[text] += stops * share * prod(float(p[text[:i]][text[i]]) for i in range(len(start), 3))
+        assert chance < 1e-12
+    return output, accepted
+
+
+def assert_exact(p, output) -> None:
+    for text, chance in output.items():
+        assert abs(chance - float(p[()][text[0]] * p[text[:1]][text[1]] * p[text[:2]][text[2]])) < 1e-12
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(
+    ("branching", "width"), [((1, 1), 1), ((2, 2), 1), ((2, 1), 2), ((3, 2), 1), ((2, 2), 2), ((3,), 1)]
+)
+def test_traversal_has_exactly_the_targets_distribution(branching, width, zeros):
+    """No statistics: every tree that can be drawn, every node at which it can stop, and all three-token texts.
+
+    Three candidates of three tokens, and zeros of q among them, exhaust what can be drawn; zeros of p are never met.
+    """
+    for seed in range(3):
+        p, q = distributions(seed, 3, zeros), distributions(100 + seed, 3, zeros)
+        output, _ = joint_of_three(p, every_tree(q, branching, width), q)
+        assert_exact(p, output)
+
+
+def test_traversal_is_exact_for_trees_that_nobody_drew():
+    """Chosen trees with duplicates among siblings, dead ends and padding, whose candidates stand with p(x)."""
+    for seed in range(5):
+        p = distributions(seed, 3, zeros=True)
+        parents = [-1, 0, 0, 1, -1, 2, 2, 0, 4]
+        texts = [(), (1,), (1,), (1, 0), (0,), (1, 2), (1, 2), (2,), (0, 1)]
+        output, accepted = joint_of_three(p, [(1.0, parents, texts)])
+        assert_exact(p, output)
+        assert accepted > 0
+
+
+def test_the_exact_test_fails_on_biased_trees():
+    """Negative controls: a top-k tree told as drawn, drawn nodes pruned by value, siblings that draw alike."""
+    p, q = distributions(0, 3, zeros=False), distributions(100, 3, zeros=False)
+    best = {text: q[text].topk(2).indices.tolist() for text in q}
+    texts = [(), *((a,) for a in best[()]), *((a, b) for a in best[()] for b in best[(a,)])]
+    top_k = [(1.0, [-1, 0, 0, 1, 1, 2, 2], texts)]
+    pruned = [
+        (chance, [-1, 0, 0], [(), *sorted(texts[1:], key=lambda text: -float(q[()][text[0]]))[:2]])
+        for chance, _, texts in every_tree(q, (3,), 1)
+    ]
+    same = {text: q[(0,) if text else ()] for text in q}  # one distribution for both siblings
+    output, _ = joint_of_three(p, every_tree(same, (2, 1), 2), same)
+    assert_exact(p, output)
+    alike = [
+        (chance * weight, [-1, 0, 0, 1, 2], [*texts, (*texts[1], token), (*texts[2], token)])
+        for chance, _, texts in every_tree(q, (2,), 1)
+        for weight, (token,) in draws(same[(0,)], 1)
+    ]
+    for trees, told in ((top_k, q), (pruned, q), (alike, same)):
+        output, _ = joint_of_three(p, trees, told)
+        with pytest.raises(AssertionError):
+            assert_exact(p, output)
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=25)
+def test_no_chain_is_cut_shorter_by_traversal(seed):
+    """On chains the mean number of accepted tokens is at least that of rejection, token by token."""
+    p, q = distributions(seed, 3, zeros=True), distributions(seed + 1, 3, zeros=True)
+    chains = every_tree(q, (1, 1), 1)
+    in_turn = 0.0
+    for chance, _, (_, one, two) in chains:
+        ratios = [min(1.0, float(p[text[:-1]][text[-1]] / q[text[:-1]][text[-1]])) for text in (one, two)]
+        in_turn += chance * (ratios[0] + ratios[0] * ratios[1])
+    assert joint_of_three(p, chains, q)[1] >= in_turn - 1e-12
+
+
+def test_traversal_of_a_chain_is_block_verification():
+    """Against algorithm 2 of arXiv 2403.10444, equation by equation."""
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.rand(1, 5, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+    tree = TokenTree(torch.tensor([[0, 1, 3, 2, 0]]), torch.tensor([[-1, 0, 1, 2, 3]]))
+    chances, left = stop_chances(tree, p, q)
+    path = 1.0
+    for i in range(1, 5):
+        token = int(tree.tokens[0, i])
+        path = min(path * float(p[0, i - 1, token] / q[0, i - 1, token]), 1.0)
+        residual = (path * p[0, i] - q[0, i]).clamp(min=0)
+        expected = path if i == 4 else float(residual.sum() / (residual.sum() + 1 - path))
+        assert abs(float(chances[0, i]) - expected) < 1e-12
+        if i < 4 and residual.sum() > 0:
+            assert torch.allclose(left[0, i], residual / residual.sum())
+
+
+def test_traversal_stops_where_its_chances_say():
+    """200,000 decisions over one tree: nodes in post-order, last tokens by chi-square. False-alarm rate 1e-6 each."""
+    generator = torch.Generator().manual_seed(3)
+    rows, parents, texts = 200_000, [-1, 0, 0, 1, 1], [(), (1,), (3,), (1, 0), (1, 2)]
+    p, q = distributions(1, 4, zeros=False), distributions(2, 4, zeros=False)
+    tree = TokenTree(torch.tensor([[0, 1, 3, 0, 2]]), torch.tensor([parents]))
+    p, q = (torch.stack([one[text] for text in texts])[None] for one in (p, q))
+    chances, left = stop_chances(tree, p, q)
+    many = TokenTree(tree.tokens.expand(rows, -1), tree.parent.expand(rows, -1))
+    uniforms = torch.rand(rows, 5, generator=generator, dtype=torch.float64)
+    noise = -torch.empty(rows, 4, dtype=torch.float64).exponential_(generator=generator).log()
+    accepted = traverse(many, p.expand(rows, -1, -1), q.expand(rows, -1, -1), uniforms, noise)
+    assert torch.equal(accepted.counts, accepted.drafted + 1)
+    last = accepted.path.gather(1, accepted.drafted[:, None])[:, 0]
+    following = accepted.tokens.gather(1, accepted.drafted[:, None])[:, 0]
+    asked, expected = 1.0, torch.zeros(5, dtype=torch.float64)
+    for node in (3, 4, 1, 2, 0):
+        expected[node] = asked * chances[0, node]
+        asked -= expected[node]
+    assert chi_square(last.bincount(minlength=5).double(), expected) < 35.9  # 4 degrees of freedom: 33.4
+    for node in range(5):
+        assert chi_square(following[last == node].bincount(minlength=4).double(), left[0, node]) < 30.7  # 3 degrees
+    rows = (last == 4).nonzero()[:5, 0]
+    assert accepted.tokens[rows, :2].tolist() == [[1, 2]] * 5 and accepted.path[rows, :3].tolist() == [[0, 1, 4]] * 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_traversal_accepts_all_that_was_drawn_from_the_target_itself(dtype):
+    """p = q leaves no residual, up to rounding: the first path is accepted down to its leaf, and nothing is NaN."""
+    p = torch.rand(64, 6, 50, generator=torch.Generator().manual_seed(5), dtype=dtype).softmax(-1)
+    tree = TokenTree(
+        torch.tensor([[0, 1, 2, 3, 4, 5]]).expand(64, -1), torch.tensor([[-1, 0, 0, 1, 1, 2]]).expand(64, -1)
+    )
+    accepted = traverse(tree, p, p.clone(), torch.full((64, 6), 0.999), torch.zeros(64, 50, dtype=dtype))
+    assert accepted.path[:, :3].tolist() == [[0, 1, 3]] * 64 and accepted.counts.tolist() == [3] * 64
+    chances, left = stop_chances(tree, p, p.clone())
+    assert chances.isfinite().all() and left.isfinite().all() and (chances[:, 0] == 1).all()
