@@ -23,9 +23,9 @@ from shape.decoder import ShapeDecoder
 from shape.drafters import DRAFTERS, Drafter, TreeShape, make_drafter
 from shape.errors import ConfigError, DataError, exit_on_error
 from shape.evaluation.speed import Method, Ruled, SpeedResults, measure
+from shape.rules import Match, TrsLossy, TypicalLossy, make_rule
 from shape.target import Target
 
-RULES = ("match", "rejection", "trs-lossy")
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
 
@@ -39,7 +39,9 @@ class BenchOptions:
         target: path or hub id of the target; default: the one the first predictor was trained for.
         prompts: JSON lines with turns, messages or prompt; default: the bundled bench split.
         methods: what to measure: transformers, plain, shape (every predictor) and names of other drafters; behind a
-            name @rejection or @trs-lossy is the acceptance rule, which else is match.
+            name @rejection, @traversal, @typical-lossy or @trs-lossy is the acceptance rule, which else is match.
+        typical_lossy: parameters of the rule typical-lossy.
+        trs_lossy: parameters of the rule trs-lossy.
         limit: measure the first so many prompts only.
         max_new_tokens: longest answer.
         temperature: 0 decodes greedily; above, every method samples with the same seed per prompt.
@@ -59,6 +61,8 @@ class BenchOptions:
     target: str | None = None
     prompts: str | None = None
     methods: list[str] = field(default_factory=lambda: ["transformers", "plain", "ngram", "shape"])
+    typical_lossy: TypicalLossy = field(default_factory=TypicalLossy)
+    trs_lossy: TrsLossy = field(default_factory=TrsLossy)
     limit: int | None = None
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -116,13 +120,13 @@ def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
         target = ShapeDecoder.from_pretrained(next(iter(predictors.values())), drafter="none", **place).target
     methods: dict[str, Method] = {}
     for entry in options.methods:
-        name, _, rule = entry.partition("@")
-        if rule and rule not in RULES:
-            raise ConfigError(f"acceptance rule {rule} of method {entry} is unknown; use {', '.join(RULES)}")
+        name, _, acceptance = entry.partition("@")
+        rule = make_rule(acceptance or Match.name, options.typical_lossy, options.trs_lossy)
         for label, method in _drafters(name, predictors, target, options).items():
-            suffix = f"@{rule}" if rule not in ("", "match") else ""
-            ruled = Ruled(method, rule) if suffix and isinstance(method, Drafter) else method
-            methods[label + suffix] = ruled
+            if isinstance(method, Drafter) and not isinstance(rule, Match):
+                methods[f"{label}@{rule.name}"] = Ruled(method, rule)
+            else:
+                methods[label] = method
     return target, methods
 
 
@@ -198,8 +202,8 @@ def parser() -> ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     reader = parser()
-    values = reader.instantiate(reader.parse_args(arguments))
     with exit_on_error():
+        values = reader.instantiate(reader.parse_args(arguments))
         if values.render:
             results, document = map(Path, values.render)
             document.write_text(replace_region(document.read_text(), render(results)))

@@ -16,18 +16,16 @@ from transformers.generation.streamers import BaseStreamer
 from shape import bundled, streams
 from shape.drafters import Drafter, ShapeDrafter, TreeShape, make_drafter
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, UnsupportedGeneration
-from shape.loop import AcceptanceRule, Memory, Row, decode
+from shape.loop import Memory, Row, decode
 from shape.pace import Experience, Pace
 from shape.pipeline import DraftingPipeline
 from shape.predictor import ShapePredictor
 from shape.request import Prepared, Request
+from shape.rules import Rule, make_rule
 from shape.stats import DecodeStats
 from shape.target import Target
 from shape.trace import Trace
-from shape.verification.acceptance import Accepted, match, trs_lossy
 from shape.verification.forward import Support, probe
-from shape.verification.sampling import Sampler
-from shape.verification.tree import TokenTree
 
 _EOS_AWARE_TOKENS = 4
 # Where a hub repository is read from, in transformers' words.
@@ -51,33 +49,6 @@ class ShapeOutput:
 
 # The tokens that each row gets, as they are settled; then the whole.
 Steps = Generator[tuple[int, list[int]], None, ShapeOutput]
-
-
-@dataclass(frozen=True)
-class TrsLossy:
-    """Parameters of the paper's tree rejection sampling; lossy.
-
-    Attributes:
-        k: candidates per position.
-        depth: N, positions per step; k^N paths are scored.
-        threshold: share of the best path's joint probability that a path needs to be kept.
-    """
-
-    k: int = 3
-    depth: int = 3
-    threshold: float = 0.8
-
-    def __call__(self, tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
-        log_p = (logits.float() if sampler.greedy else sampler.warp(logits)).log_softmax(-1)
-        rows = torch.arange(tree.tokens.shape[0], device=tree.tokens.device)[:, None]
-        node_log_p = log_p[rows, tree.parent.clamp(min=0), tree.tokens]
-        node_log_p = node_log_p.masked_fill(tree.parent < 0, 0.0)
-        return trs_lossy(tree, node_log_p, sampler.choose(logits, tree), self.threshold)
-
-
-def match_rule(tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
-    """The lossless default: see ``acceptance.match``."""
-    return match(tree, sampler.choose(logits, tree))
 
 
 class ShapeDecoder:
@@ -177,7 +148,7 @@ class ShapeDecoder:
         seed: int | Sequence[int] | None = None,
         streamer: BaseStreamer | None = None,
         return_dict_in_generate: bool = False,
-        acceptance: str | TrsLossy = "match",
+        acceptance: str | Rule = "match",
         eos_aware: bool = False,
         memory: Memory | None = None,
         trace: bool = False,
@@ -195,9 +166,9 @@ class ShapeDecoder:
             seed: of the sampling noise, one number or one per prompt; None draws one from torch's global
                 generator.
             streamer: gets the prompt, then new tokens as they are settled; one row only.
-            acceptance: "match"; or "rejection", lossless too, which accepts more of a chain and less of a tree when
-                sampling, and whose samples depend on the drafter as well as on the seed; or the lossy rule of the
-                paper as "trs-lossy" or TrsLossy(k, depth, threshold).
+            acceptance: a rule, or its name among ``shape.rules.RULES``: "match"; "rejection" and "traversal", lossless
+                too, whose samples depend on the drafter as well as on the seed; the lossy "typical-lossy" (Medusa's)
+                and "trs-lossy" (the paper's), whose parameters TypicalLossy(...) and TrsLossy(...) take.
             eos_aware: no end token among the first four: for targets that end an answer at once after an empty turn.
                 The same as min_new_tokens=4.
             memory: see ``session``.
@@ -331,7 +302,7 @@ class ShapeDecoder:
         *,
         seed: int | Sequence[int] | None = None,
         streaming: bool = False,
-        acceptance: str | TrsLossy = "match",
+        acceptance: str | Rule = "match",
         eos_aware: bool = False,
         memory: Memory | None = None,
         trace: bool = False,
@@ -353,7 +324,7 @@ class ShapeDecoder:
         input_ids: Tensor,
         seed: int | Sequence[int] | None,
         streaming: bool = False,
-        acceptance: str | TrsLossy = "match",
+        acceptance: str | Rule = "match",
         memory: Memory | None = None,
         trace: bool = False,
     ) -> Steps:
@@ -361,17 +332,12 @@ class ShapeDecoder:
             raise UnsupportedGeneration(
                 f"streaming follows one row, and {len(request.prompts)} were asked for; decode them one by one"
             )
-        rule, drafter = self._rule(acceptance)
-        if isinstance(rule, TrsLossy) and request.processors is not None:
-            raise UnsupportedGeneration(
-                "acceptance 'trs-lossy' scores all paths at once; leave out options that look at the text before a "
-                "token (penalties, n-grams, bad words, custom processors), or use 'match'"
-            )
-        lossless = not isinstance(rule, TrsLossy)
+        rule = make_rule(acceptance)
+        drafter = rule.fit(self.drafter, self.target)
         stats = DecodeStats(
             drafter="none" if drafter is None else drafter.name,
-            acceptance=acceptance if isinstance(acceptance, str) else "trs-lossy",
-            lossless=lossless,
+            acceptance=rule.name,
+            lossless=rule.lossless,
             row_emitted=[0] * len(request.prompts),
             row_forwards=[0] * len(request.prompts),
         )
@@ -390,14 +356,14 @@ class ShapeDecoder:
                     self.support,
                     drafter,
                     [request.prompts[row] for row in group],
-                    request.sampler(group, keys, coupled=acceptance != "rejection"),
+                    request.sampler(group, keys, rule.coupled),
                     max_new_tokens=request.max_new_tokens,
                     eos_token_ids=request.eos_token_ids,
                     criteria=request.criteria and [request.criteria[row] for row in group],
                     acceptance=rule,
                     stats=stats,
                     rows=group,
-                    pace=self._pace(drafter, len(group), by_times=acceptance != "rejection"),
+                    pace=self._pace(drafter, len(group), by_times=rule.same_for_every_draft),
                     memory=memory,
                     trace=record,
                 )
@@ -411,33 +377,6 @@ class ShapeDecoder:
             return None
         past = self._experience.setdefault(rows, Experience())
         return Pace(past, None if self.fall_back is True else float(self.fall_back))
-
-    def _rule(self, acceptance: str | TrsLossy) -> tuple[AcceptanceRule, Drafter | None]:
-        """The rule, and the drafter with the trees that it needs."""
-        if acceptance == "match":
-            return match_rule, self.drafter
-        if acceptance == "rejection":
-            if isinstance(self.drafter, ShapeDrafter) and self.drafter.tree.nodes is not None:
-                raise UnsupportedGeneration(
-                    "acceptance 'rejection' is biased where drawn nodes are dropped again; give a tree without nodes, "
-                    "or use 'match'"
-                )
-            return match_rule, self.drafter
-        if acceptance == "trs-lossy":
-            acceptance = TrsLossy()
-        if not isinstance(acceptance, TrsLossy):
-            raise UnsupportedGeneration(
-                f"acceptance rule {acceptance!r} is unknown; use 'match' or 'rejection' (lossless) or 'trs-lossy'"
-            )
-        if not isinstance(self.drafter, ShapeDrafter):
-            raise UnsupportedGeneration("acceptance 'trs-lossy' needs the k^N trees of a SHAPE predictor; give one")
-        if self.support.mode == "chain":
-            raise UnsupportedGeneration(
-                f"acceptance 'trs-lossy' needs trees, and target {self.target.name} verifies chains only"
-            )
-        drafter = ShapeDrafter(self.drafter.predictor, TreeShape.full(acceptance.k, acceptance.depth))
-        drafter.bind(self.target)
-        return acceptance, drafter
 
 
 def _finish(steps: Steps, streamer: BaseStreamer | None) -> ShapeOutput:

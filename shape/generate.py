@@ -7,8 +7,8 @@ python -m shape.generate                                      # a chat, in a ter
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from jsonargparse import ArgumentParser
@@ -19,6 +19,7 @@ from transformers import TextStreamer
 from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.drafters import TreeShape
 from shape.errors import ConfigError, DataError, exit_on_error
+from shape.rules import Rule, TrsLossy, TypicalLossy, make_rule
 from shape.stats import DecodeStats
 from shape.trace import STYLES, view
 
@@ -38,7 +39,9 @@ class GenerateOptions:
         top_k: sample from the k likeliest tokens; 0 means all.
         top_p: sample from the likeliest tokens that hold this probability.
         seed: of the sampling; the same seed gives the same answer with every drafter.
-        acceptance: match, rejection (lossless too), or the paper's trs-lossy.
+        acceptance: match; rejection or traversal, lossless too; Medusa's typical-lossy or the paper's trs-lossy.
+        typical_lossy: parameters of the rule typical-lossy.
+        trs_lossy: parameters of the rule trs-lossy.
         eos_aware: let no answer end within its first four tokens.
         dtype: of the target, for example float32 or bfloat16; default: its checkpoint's.
         device_map: where the target is put, for example cpu, cuda or auto.
@@ -59,7 +62,9 @@ class GenerateOptions:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
-    acceptance: Literal["match", "rejection", "trs-lossy"] = "match"
+    acceptance: str = "match"
+    typical_lossy: TypicalLossy = field(default_factory=TypicalLossy)
+    trs_lossy: TrsLossy = field(default_factory=TrsLossy)
     eos_aware: bool = False
     dtype: str | None = None
     device_map: str | None = None
@@ -67,6 +72,11 @@ class GenerateOptions:
     trace: str | None = None
     show_draft: bool = False
     show_trace: bool = False
+
+    @property
+    def rule(self) -> Rule:
+        """Raises `UnsupportedGeneration` where there is none of that name."""
+        return make_rule(self.acceptance, self.typical_lossy, self.trs_lossy)
 
 
 def answer(
@@ -93,7 +103,7 @@ def answer(
         input_ids,
         attention_mask=torch.ones_like(input_ids),
         seed=options.seed,
-        acceptance=options.acceptance,
+        acceptance=options.rule,
         eos_aware=options.eos_aware,
         streamer=None if traced else TextStreamer(decoder.tokenizer, skip_prompt=True, skip_special_tokens=True),
         return_dict_in_generate=True,
@@ -192,6 +202,7 @@ def generate(options: GenerateOptions) -> None:
             f"max_new_tokens must be at least 1 and temperature at least 0; got {options.max_new_tokens} and "
             f"{options.temperature:g}"
         )
+    _ = options.rule  # an unknown one is said before anything is loaded
     interactive = options.prompt is None and sys.stdin.isatty()
     prompt = options.prompt if options.prompt is not None or interactive else sys.stdin.read().strip()
     if not interactive and not prompt:
@@ -218,8 +229,8 @@ def parser() -> ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     reader = parser()
-    values = reader.instantiate(reader.parse_args(arguments))
     with exit_on_error():
+        values = reader.instantiate(reader.parse_args(arguments))
         generate(GenerateOptions(**{entry.name: values[entry.name] for entry in fields(GenerateOptions)}))
 
 

@@ -18,9 +18,10 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from shape.decoder import ShapeDecoder, match_rule
+from shape.decoder import ShapeDecoder
 from shape.drafters import Drafter, ShapeDrafter, TreeShape
 from shape.drafters.base import Settled
+from shape.rules import Match
 from shape.verification.forward import new_arena, prefill, tree_forward
 from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree, chain, root_only
@@ -180,7 +181,7 @@ def _measure(decoder: ShapeDecoder, rows: int, context: int, sizes: Sequence[int
 
     def verify(size: int) -> None:
         tree = root_only(root) if size == 1 else chain(root, root[:, None].expand(-1, size - 1))
-        match_rule(tree, target.logits(tree_forward(target, support, arena, tree)), sampler)
+        Match()(tree, target.logits(tree_forward(target, support, arena, tree)), sampler)
 
     timed = {size: partial(verify, size) for size in sizes}
     costs = dict(zip(timed, _seconds(list(timed.values()), repeats, target.device), strict=True))

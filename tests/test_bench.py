@@ -70,14 +70,21 @@ def test_limit_methods_and_several_predictors(arguments, predictors, tmp_path):
 
 
 def test_other_acceptance_rules_stand_in_the_name(arguments, tmp_path, capsys):
-    methods = "[plain,shape,shape@rejection,shape@trs-lossy,ngram@rejection]"
-    main([*arguments, "--limit", "1", "--temperature", "1", "--methods", methods, "--tree.width", "2"])
+    asked = ["plain", "shape", "shape@rejection", "shape@traversal", "shape@trs-lossy", "ngram@typical-lossy"]
+    arguments += ["--limit", "1", "--temperature", "1", "--tree.width", "2"]
+    main([*arguments, "--methods", f"[{','.join(asked)},ngram@match]", "--typical_lossy.epsilon", "0.2"])
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert list(results["summary"]) == ["plain", "shape", "shape@rejection", "shape@trs-lossy", "ngram@rejection"]
+    assert list(results["summary"]) == [*asked, "ngram"]
     assert "acceptance rejection" in results["settings"]["methods"]["shape@rejection"]
-    with pytest.raises(SystemExit):
-        main([*arguments, "--methods", "[plain,shape@typical]"])
-    assert "acceptance rule typical" in capsys.readouterr().err
+    assert "typical-lossy(epsilon=0.2, delta=0.3)" in results["settings"]["methods"]["ngram@typical-lossy"]
+    for extra, sentence in (
+        (["--methods", "[plain,shape@typical]"], "acceptance rule 'typical' is unknown"),
+        (["--methods", "[plain,shape@traversal]", "--tree.nodes", "3"], "acceptance 'traversal' is biased where"),
+        (["--trs_lossy.k", "0"], "trs-lossy has k 0"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            main([*arguments, *extra])
+        assert stopped.value.code == 2 and f"error: {sentence}" in capsys.readouterr().err
 
 
 def test_the_tree_is_the_one_asked_for(arguments, tmp_path):
@@ -127,12 +134,13 @@ def test_names_of_predictors():
 
 
 def test_renders_into_a_document(arguments, tmp_path, capsys):
-    main([*arguments, "--limit", "1", "--label", "Tiny"])
+    main([*arguments, "--limit", "1", "--label", "Tiny [shape]"])
+    assert "Tiny [shape]" in capsys.readouterr().out  # no markup on the screen
     document = tmp_path / "doc.md"
     document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     main(["--render", str(tmp_path / "out"), str(document)])
     text = document.read_text()
-    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text and "### Tiny" in text
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text and "### Tiny [shape]" in text
     main(["--render", str(tmp_path / "out"), str(document)])
     assert document.read_text() == text
     with pytest.raises(DataError, match="has no lines"):

@@ -1,6 +1,6 @@
 """ShapeDecoder end to end: equal to transformers when greedy, to the plain loop at the same seed when sampling."""
 
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -15,10 +15,13 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from shape.decoder import ShapeDecoder, TrsLossy
-from shape.drafters import AdversaryDrafter, NgramDrafter, OracleDrafter, ShapeDrafter, TreeShape
+from shape.decoder import ShapeDecoder
+from shape.drafters import AdversaryDrafter, Drafter, NgramDrafter, OracleDrafter, ShapeDrafter, TreeShape
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, UnsupportedGeneration
+from shape.rules import RULES, TrsLossy, TypicalLossy
 from shape.target import Target
+from shape.verification.sampling import token_words
+from shape.verification.tree import TokenTree
 
 
 def drafters() -> dict:
@@ -30,6 +33,9 @@ def drafters() -> dict:
         "shape parallel": lambda: ShapeDrafter(
             predictor(step_mode="parallel", token_conditioning="none", refinement="sinkhorn", refinement_dim=8),
             TreeShape(depth=3, width=2),
+        ),
+        "shape drawn parallel": lambda: ShapeDrafter(
+            predictor(step_mode="parallel", token_conditioning="none"), TreeShape(depth=3, width=2)
         ),
         "ngram": NgramDrafter,
         "adversary": lambda: AdversaryDrafter(seed=1),
@@ -108,62 +114,171 @@ def test_an_unset_seed_follows_torchs_global_generator(tiny_model):
     assert results[0].shape != results[2].shape or not torch.equal(results[0], results[2])
 
 
+# About the 1 - 1e-6 quantile at 215 degrees of freedom, for 12,000 samples over all 216 texts of three tokens.
+LIMIT = 330.0
+
+
 @pytest.mark.parametrize("name", ["plain", "shape tree", "adversary"])
 def test_three_tokens_follow_the_exact_joint_distribution(tiny_model, name):
-    """Chi-square of 12,000 samples over all 216 texts of three tokens; false-alarm rate 1e-6."""
+    """Chi-square of the joint; false-alarm rate 1e-6, here and below."""
     model = tiny_model("llama", vocab_size=6)
-    counts, expected = joint_counts(model, name, acceptance="match")
-    assert chi_square(counts, expected) < 330.0  # about the 1 - 1e-6 quantile at 215 degrees of freedom
+    assert joint_chi_square(model, drafters().get(name, lambda: None)(), "match") < LIMIT
 
 
-DRAWN = ["shape chain", "shape stopping chain", "shape wide tree"]
+DRAWN = ["shape chain", "shape stopping chain", "shape wide tree", "shape drawn parallel"]
 
 
 @pytest.mark.parametrize("name", ["plain", *DRAWN, "ngram", "adversary"])
 def test_rejection_samples_from_the_joint_distribution(tiny_model, name):
     model = tiny_model("llama", vocab_size=6)
-    counts, expected = joint_counts(model, name, acceptance="rejection")
-    assert chi_square(counts, expected) < 330.0
+    assert joint_chi_square(model, drafters().get(name, lambda: None)(), "rejection") < LIMIT
 
 
-def test_rejection_depends_on_nothing_but_seed_and_drafter(tiny_model):
-    """Greedy it is the rule "match"; sampled, the same call gives the same tokens, and rows do not see each other."""
+@pytest.mark.parametrize("name", ["shape chain", "shape wide tree", "shape drawn parallel", "adversary"])
+def test_traversal_samples_from_the_joint_distribution(tiny_model, name):
+    model = tiny_model("llama", vocab_size=6)
+    assert joint_chi_square(model, drafters()[name](), "traversal") < LIMIT
+
+
+class Draws(Drafter):
+    """Full binary trees of depth two, said to be drawn from one fixed distribution, and made in one of these ways:
+
+    "honestly"; "top-k", its two likeliest tokens; "pruned", the two likeliest of three draws.
+    """
+
+    name = "draws"
+
+    def __init__(self, way: str) -> None:
+        self.way, self.logits = way, torch.linspace(-1.5, 1.5, 6).roll(1)
+
+    def draft(self, settled, sampler) -> TokenTree:
+        batch, tokens = len(settled.texts), [settled.root[:, None]]
+        for depth in range(2):
+            logits = self.logits.expand(batch, 2**depth, -1)
+            noise = sampler.foresee(2, token_words(torch.arange(6)), nodes=2)[depth]
+            scores = sampler.draft_scores(logits, depth, noise)
+            if self.way == "top-k":
+                scores = logits
+            elif self.way == "pruned":
+                scores = logits.masked_fill(scores < scores.topk(3).values[..., 2:], -100.0)
+            tokens.append(scores.topk(2).indices.flatten(1))
+        log_q = sampler.draft_log_probs(self.logits.expand(batch, 7, -1), 0, 6)
+        return TokenTree(torch.cat(tokens, dim=1), torch.tensor([-1, 0, 0, 1, 1, 2, 2]).expand(batch, -1), log_q)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+@pytest.mark.parametrize(("way", "passes"), [("honestly", True), ("top-k", False), ("pruned", False)])
+def test_the_joint_test_catches_trees_that_are_not_what_they_say(tiny_model, way, passes, rule):
+    """Negative controls: the p/q rules on a top-k tree, and after pruning a drawn tree by value."""
+    found = joint_chi_square(tiny_model("llama", vocab_size=6), Draws(way), rule)
+    assert found < LIMIT if passes else found > 10 * LIMIT
+
+
+@pytest.mark.parametrize(
+    "rule", [TypicalLossy(), TypicalLossy(epsilon=0.3, delta=0.9), TrsLossy(k=2, depth=2)], ids=str
+)
+def test_the_joint_test_catches_lossy_rules(tiny_model, rule):
+    found = joint_chi_square(tiny_model("llama", vocab_size=6), drafters()["shape tree"](), rule)
+    assert found > 2 * LIMIT
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+@pytest.mark.parametrize("name", ["processors", "ends"])
+def test_rules_sample_what_processors_and_ends_leave(tiny_model, name, rule):
+    """The same test where no token may come twice in a row, and where texts end early, but not at once."""
+    if name == "processors":
+        options = {"logits_processor": LogitsProcessorList([Banning()]), "eos_token_id": []}
+
+        def banned(text: list[int], emitted: int) -> list[int]:
+            return text[-1:]
+    else:
+        options = {"eos_token_id": [5], "pad_token_id": 0, "min_new_tokens": 1}
+
+        def banned(text: list[int], emitted: int) -> list[int]:
+            return [5] if emitted == 0 else [1, 2, 3, 4, 5] if 5 in text[-emitted:] else []
+
+    drafter = drafters()["shape wide tree"]()
+    model = tiny_model("llama", vocab_size=6)
+    assert joint_chi_square(model, drafter, rule, samples=4000, banned=banned, **options) < LIMIT
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_draws_depend_on_nothing_but_seed_and_drafter(tiny_model, rule):
+    """The same call gives the same tokens, and rows do not see each other."""
     decoder = ShapeDecoder(tiny_model("llama"), drafters()["shape wide tree"]())
-    options = {"max_new_tokens": 20, "acceptance": "rejection"}
-    assert torch.equal(decoder.generate(**prompts(), **options), decoder.generate(**prompts(), max_new_tokens=20))
-    options |= {"do_sample": True, "seed": [1, 2, 3, 4, 5], "top_p": 0.9, "return_dict_in_generate": True}
-    out = decoder.generate(**prompts(), **options)
-    assert out.stats.lossless and out.stats.acceptance == "rejection" and out.stats.acceptance_length > 1.0
-    assert torch.equal(decoder.generate(**prompts(), **options).sequences, out.sequences)
+    options = {"max_new_tokens": 20, "acceptance": rule, "return_dict_in_generate": True}
+    options |= {"do_sample": True, "seed": [1, 2, 3, 4, 5], "top_p": 0.9}
     batch = prompts()
+    out = decoder.generate(**batch, **options)
+    assert out.stats.lossless and out.stats.acceptance == rule and out.stats.acceptance_length > 1.0
+    assert torch.equal(decoder.generate(**batch, **options).sequences, out.sequences)
     alone = decoder.generate(batch["input_ids"][2:3, -9:], **(options | {"seed": [3]})).sequences[0, 9:]
     assert torch.equal(new_tokens(out.sequences, batch)[2, : len(alone)], alone)
-    pruning = ShapeDecoder(tiny_model("llama"), drafters()["shape tree"]())
-    with pytest.raises(UnsupportedGeneration, match="biased where drawn nodes are dropped"):
-        pruning.generate(**prompts(), **options)
 
 
-def test_the_joint_test_catches_the_lossy_rule(tiny_model):
-    """Negative control: the same test must fail on tree rejection sampling."""
-    model = tiny_model("llama", vocab_size=6)
-    counts, expected = joint_counts(model, "shape tree", acceptance=TrsLossy(k=2, depth=2))
-    assert chi_square(counts, expected) > 330.0
+def ruled(*names: str) -> list[tuple[str, str]]:
+    """Drafters with every rule that they serve."""
+    return [(name, rule) for name in names for rule in RULES if rule != "trs-lossy" or name.startswith("shape")]
 
 
-def joint_counts(model, name: str, acceptance) -> tuple[torch.Tensor, torch.Tensor]:
-    samples, temperature = 12_000, 1.5
-    root = torch.tensor([[3, 5, 4]])
+@pytest.mark.parametrize(
+    ("name", "rule"), ruled("shape chain", "shape wide tree", "shape drawn parallel", "ngram", "adversary")
+)
+def test_every_rule_gives_the_greedy_text_where_nothing_else_is_possible(tiny_model, name, rule):
+    """Sampling from the likeliest token alone: every other draft has probability 0, and no residual has any mass.
+
+    Ends lie in mid-path. Greedy decoding is the same, but with the paper's rule, which is lossy then too.
+    """
+    model, batch = tiny_model("llama"), prompts()
+    free = new_tokens(ShapeDecoder(model).generate(**batch, max_new_tokens=25, eos_token_id=[]), batch)
+    ends = {"max_new_tokens": 25, "eos_token_id": [int(free[1, 7]), int(free[2, 4])], "min_new_tokens": 3}
+    expected = model.generate(**batch, do_sample=False, **ends)
+    decoder = ShapeDecoder(model, drafters()[name](), fall_back=False)
+    sampled = decoder.generate(**batch, do_sample=True, top_k=1, seed=3, acceptance=rule, **ends)
+    assert torch.equal(sampled, expected)
+    if rule != "trs-lossy":
+        assert torch.equal(decoder.generate(**batch, acceptance=rule, **ends), expected)
+
+
+@pytest.mark.parametrize(("name", "rule"), ruled("shape wide tree", "adversary"))
+def test_every_rule_keeps_to_stops_and_processors(tiny_model, name, rule):
+    """Sampled from the bulk of the probability, with tokens and pairs that must not come, and ends in mid-path."""
+    decoder = ShapeDecoder(tiny_model("llama"), drafters()[name](), fall_back=False)
+    batch, ends = prompts(), {9, 20, 33, 51, 60}
+    pairs = [[a, b] for a in range(30, 40) for b in range(30, 64)]
+    out = decoder.generate(
+        **batch, do_sample=True, temperature=1.5, top_p=0.95, max_new_tokens=25, min_new_tokens=4, seed=5,
+        bad_words_ids=[[5], [6], *pairs], eos_token_id=sorted(ends), acceptance=rule, return_dict_in_generate=True,
+    )  # fmt: skip
+    assert out.stats.lossless == ("lossy" not in rule) and out.stats.acceptance == rule
+    assert sum(out.stats.row_emitted) == out.stats.emitted
+    texts = new_tokens(out.sequences, batch).tolist()
+    lengths = [next((i + 1 for i, token in enumerate(text) if token in ends), 25) for text in texts]
+    assert min(lengths) > 4 and any(length < 25 for length in lengths) and len(texts[0]) <= 25
+    for text, length in zip(texts, lengths, strict=True):
+        assert not {5, 6} & set(text[:length]) and set(text[length:]) <= {0}
+        assert not any([a, b] in pairs for a, b in pairwise(text[:length]))
+
+
+def joint_chi_square(model, drafter, acceptance, samples: int = 12_000, banned=None, **options) -> float:
+    """Chi-square of sampled texts against the exact joint distribution of all texts of three tokens.
+
+    Args:
+        banned: (text, number of its tokens that were emitted) -> tokens that the options leave no probability.
+    """
+    temperature, root = 1.5, [3, 4, 1]
     texts = torch.tensor(list(product(range(6), repeat=3)))
     with torch.no_grad():
-        logits = model(torch.cat([root.expand(216, -1), texts], dim=1)).logits[:, 2:5] / temperature
+        logits = model(torch.cat([torch.tensor([root]).expand(216, -1), texts], dim=1)).logits[:, 2:5] / temperature
+    for (row, text), at in product(enumerate(texts.tolist() if banned else []), range(3)):
+        logits[row, at, banned(root + text[:at], at)] = float("-inf")
     log_probs = logits.log_softmax(-1).gather(-1, texts[..., None])[..., 0].sum(-1)
-    decoder = ShapeDecoder(model, drafters().get(name, lambda: None)())
-    out = decoder.generate(
-        root, max_new_tokens=3, do_sample=True, temperature=temperature, top_k=0, eos_token_id=[],
-        num_return_sequences=samples, seed=7, acceptance=acceptance,
+    out = ShapeDecoder(model, drafter, fall_back=False).generate(
+        torch.tensor([root]), max_new_tokens=3, do_sample=True, temperature=temperature, top_k=0,
+        num_return_sequences=samples, seed=7, acceptance=acceptance, **({"eos_token_id": []} | options),
     )  # fmt: skip
     cells = (out[:, 3:] * torch.tensor([36, 6, 1])).sum(-1)
-    return cells.bincount(minlength=216).double(), samples * log_probs.exp()
+    return chi_square(cells.bincount(minlength=216).double(), samples * log_probs.exp())
 
 
 def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
@@ -376,12 +491,6 @@ def test_stop_strings(tiny_target):
         assert ids.shape[1] < expected.shape[1] < ids.shape[1] + 30
         for drafter in (None, AdversaryDrafter(seed=2)):
             assert torch.equal(ShapeDecoder(tiny_target, drafter).generate(ids, max_new_tokens=30, **config), expected)
-
-
-def test_lossy_rules_refuse_what_they_cannot_see(tiny_model):
-    decoder = ShapeDecoder(tiny_model("llama"), drafters()["shape tree"]())
-    with pytest.raises(UnsupportedGeneration, match="leave out options that look at the text"):
-        decoder.generate(**prompts(), acceptance="trs-lossy", repetition_penalty=1.2)
 
 
 class Recorder(BaseStreamer):

@@ -47,6 +47,15 @@ def test_the_seed_fixes_the_answer_for_every_drafter(capsys, predictor_folder, d
     assert run(capsys, *sampled)[:-1] == run(capsys, *sampled, "--drafter", drafter)[:-1]
 
 
+def test_acceptance_rules_and_their_parameters(capsys, predictor_folder):
+    """At this epsilon and delta everything drafted is typical; another rule is asked for by name."""
+    sampled = ["--predictor", predictor_folder, "--prompt", "Hello", "--temperature", "1", "--tree.depth", "2"]
+    loose = ["--acceptance", "typical-lossy", "--typical_lossy.epsilon", "1e-9", "--typical_lossy.delta", "0.5"]
+    assert "acceptance length 2.75" in run(capsys, *sampled, *loose)[-1]  # 11 tokens in steps of 3, 3, 3 and 2
+    assert "acceptance length" in run(capsys, *sampled, "--acceptance", "trs-lossy", "--trs_lossy.k", "2")[-1]
+    assert "acceptance length" in run(capsys, *sampled, "--acceptance", "traversal")[-1]
+
+
 def test_show_draft_prints_the_same_text(capsys, predictor_folder):
     plain = run(capsys, "--predictor", predictor_folder, "--prompt", "Hello")
     shown = run(capsys, "--predictor", predictor_folder, "--prompt", "Hello", "--show-draft")
@@ -120,6 +129,9 @@ def test_report_counts_every_token(tiny_target):
             "target /nowhere cannot",
         ),
         (["--prompt", "x", "--drafter", "magic"], "drafter 'magic' is unknown"),
+        (["--prompt", "x", "--acceptance", "typical"], "acceptance rule 'typical' is unknown"),
+        (["--prompt", "x", "--typical_lossy.epsilon", "2"], "typical-lossy has epsilon 2"),
+        (["--prompt", "x", "--acceptance", "trs-lossy", "--drafter", "ngram", *FAST], "'trs-lossy' needs the k^N"),
     ],
 )
 def test_errors_are_one_sentence_and_status_2(capsys, predictor_folder, arguments, sentence):

@@ -24,13 +24,13 @@ def tokens_of(trace: Trace) -> list[dict]:
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("rule", ["greedy", "match", "rejection"])
+@pytest.mark.parametrize("rule", ["greedy", "match", "rejection", "traversal"])
 def test_the_trace_agrees_with_the_output_and_the_target(tiny_model, name, rule):
     model, batch = tiny_model("llama"), prompts([5, 9, 2])
     options = {"max_new_tokens": 14, "seed": 3, "return_dict_in_generate": True, "repetition_penalty": 1.2}
     if rule != "greedy":
         options |= {"do_sample": True, "temperature": 0.8, "top_k": 0, "acceptance": rule}
-    if rule == "rejection" and name == "tree":
+    if rule in ("rejection", "traversal") and name == "tree":
         drafter = ShapeDrafter(predictor(), TreeShape(depth=3, width=2))
     else:
         drafter = DRAFTERS[name]()
@@ -51,7 +51,7 @@ def test_the_trace_agrees_with_the_output_and_the_target(tiny_model, name, rule)
                 penalised[seen] = torch.where(logits[seen] < 0, logits[seen] * 1.2, logits[seen] / 1.2)
                 p = (penalised / (1.0 if rule == "greedy" else 0.8)).softmax(-1)[record["token"]]
                 assert record["p"] == pytest.approx(float(p), rel=1e-4)
-                assert record["margin"] is None if rule == "rejection" else record["margin"] >= 0
+                assert record["margin"] is None if rule in ("rejection", "traversal") else record["margin"] >= 0
     counts = {event: sum(r["event"] == event for r in tokens_of(out.trace)) for event in ("accepted", "prefill")}
     assert counts["prefill"] == 3 and counts["accepted"] >= out.stats.accepted
 

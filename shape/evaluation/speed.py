@@ -31,6 +31,7 @@ from shape.drafters import Drafter, NgramDrafter, ShapeDrafter
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
 from shape.evaluation.results import PromptRecord, SpeedResults, Tally
+from shape.rules import Match, Rule
 from shape.stats import DecodeStats
 from shape.target import Target
 
@@ -40,7 +41,7 @@ class Ruled:
     """A drafter under an acceptance rule other than "match"."""
 
     drafter: Drafter | None
-    acceptance: str
+    acceptance: Rule
 
 
 Method = Drafter | Ruled | Literal["transformers"] | None
@@ -240,8 +241,9 @@ class _Bench:
     def _runner(self, method: Method) -> Callable[[Tensor, int], _Run]:
         if method == "transformers":
             return self._run_transformers
-        drafter, rule = (method.drafter, method.acceptance) if isinstance(method, Ruled) else (method, "match")
+        drafter, rule = (method.drafter, method.acceptance) if isinstance(method, Ruled) else (method, Match())
         decoder = ShapeDecoder(self.target, drafter, fall_back=self.fall_back)
+        rule.fit(decoder.drafter, decoder.target)  # what cannot be served is said before anything is measured
         return lambda context, seed: self._run_ours(decoder, context, seed, rule)
 
     def _run_transformers(self, context: Tensor, seed: int) -> _Run:
@@ -254,7 +256,7 @@ class _Bench:
             )
             return clock.run(output, context.shape[1])
 
-    def _run_ours(self, decoder: ShapeDecoder, context: Tensor, seed: int, acceptance: str) -> _Run:
+    def _run_ours(self, decoder: ShapeDecoder, context: Tensor, seed: int, acceptance: Rule) -> _Run:
         clock = _Clock()
         output = decoder.generate(
             context,
