@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from rich.markup import escape
 from rich.table import Table
 
 from shape.errors import DataError
@@ -308,7 +309,8 @@ class SpeedResults:
     def table(self) -> Table:
         """The same for the screen, where a column per method fits better."""
         (corner, *figures), cells = self.rows()
-        table = Table(title=self.label, caption="\n".join(self.notes()), caption_justify="left")
+        notes = escape("\n".join(self.notes()))  # brackets of a recorded command are no markup
+        table = Table(title=escape(self.label), caption=notes, caption_justify="left")
         table.add_column(corner)
         for name, *_ in cells:
             table.add_column(name, justify="right")
