@@ -281,7 +281,8 @@ def eligible(loss_mask: Tensor, offsets: Tensor) -> Tensor:
 
 def place(target: Target, device: torch.device) -> None:
     """Move the target beside what is trained, unless its own `device_map` spreads it over several devices."""
-    if getattr(target.model, "hf_device_map", None) is None:
+    # Asked only where there is something to move: some quantised models refuse to be.
+    if target.device != device and getattr(target.model, "hf_device_map", None) is None:
         target.model.to(device)
 
 

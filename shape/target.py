@@ -9,12 +9,14 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from accelerate.utils import align_module_device
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -24,6 +26,7 @@ from shape.errors import ConfigError, DataError, UnsupportedTarget
 # Encoded by every tokenizer into its identity: vocabularies can be equal where the merges differ.
 _TOKENIZER_PROBE = "The 3 quick  brown foxes, 1,024 émigrés & 東京\n\tdef f(x): return x**2 <|im_start|> </s>"
 _HEAD_SAMPLE_ROWS = 64
+_HEAD_CHUNK = 256  # unit vectors sent through a quantised head at a time
 
 
 @dataclass(frozen=True)
@@ -108,8 +111,12 @@ class Target:
     ) -> "Target":
         """The target from a path, a hub id, the name of a bundled checkpoint, or a model at hand.
 
+        A checkpoint that says how it is quantised, and a model that its owner has quantised or spread over devices, are
+        taken as they are.
+
         Args:
             dtype: "float32", "bfloat16", ... ; None keeps the checkpoint's own.
+            device_map: as in transformers: a device, "auto", or a device for each part; also offloading.
 
         Raises:
             UnsupportedTarget: when nothing can be loaded from there.
@@ -135,7 +142,9 @@ class Target:
                 device_map=device_map,
                 trust_remote_code=trust_remote_code,
             )
-        except (OSError, ValueError) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except (OSError, ValueError, ImportError, RuntimeError) as error:  # the last two for want of a quantiser's own
             raise UnsupportedTarget(f"target {target} cannot be loaded ({_first_line(error)})") from error
         if tokenizer is None:
             try:
@@ -146,11 +155,22 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        return self._embedding.weight.device
+        """Where ids go in and states come out. The layers between may lie elsewhere: see ``device_map``."""
+        # Between forwards accelerate keeps offloaded weights off the device that they compute on.
+        own = getattr(getattr(self._embedding, "_hf_hook", None), "execution_device", None)
+        tensors = chain(self._embedding.parameters(), self._embedding.buffers())
+        return next(tensors).device if own is None else torch.device(own)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._embedding.weight.dtype
+        """Of states."""
+        weight = _plain_weight(self._embedding)
+        return self._embedded_dtype if weight is None else weight.dtype
+
+    @cached_property
+    def _embedded_dtype(self) -> torch.dtype:
+        """Where the embedding is quantised: the dtype of what it gives."""
+        return self.embed(torch.zeros(1, dtype=torch.long, device=self.device)).dtype
 
     @cached_property
     def eos_token_ids(self) -> list[int]:
@@ -167,7 +187,7 @@ class Target:
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """h for every given token, (B, N, H) in the target's dtype; the output embedding is not applied."""
+        """h for every given token, (B, N, H) in the target's dtype and on its device, before the output embedding."""
         outputs = self.model.base_model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -175,7 +195,7 @@ class Target:
             past_key_values=cache,
             use_cache=cache is not None,
         )
-        return outputs.last_hidden_state
+        return outputs.last_hidden_state.to(self.device)
 
     @torch.no_grad()
     def features(self, input_ids: Tensor, layers: Sequence[int] = (-1,)) -> Tensor:
@@ -191,17 +211,18 @@ class Target:
             return self.hidden(input_ids)
         outputs = self.model.base_model(input_ids=input_ids, use_cache=False, output_hidden_states=True)
         states = [outputs.last_hidden_state if layer == -1 else outputs.hidden_states[layer] for layer in layers]
-        return torch.cat(states, dim=-1)
+        return torch.cat([state.to(self.device) for state in states], dim=-1)
 
     def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """The target's own logit function, (..., H) -> (..., V), with its scaling and soft-capping.
 
-        Differentiable in ``hidden``. That it is complete for an architecture is checked by the probe at load.
+        Differentiable in ``hidden``, whose device the logits are on. That it is complete for an architecture is checked
+        by the probe at load.
 
         Args:
             head: instead of the output embedding, for instance some rows of it (``head_of``).
         """
-        logits = (head or self.head)(hidden)
+        logits = (head or self.head)(hidden).to(hidden.device)
         config = self.config
         if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
             logits = logits * scale
@@ -213,16 +234,30 @@ class Target:
             logits = torch.tanh(logits / cap) * cap
         return logits
 
+    @torch.no_grad()
     def head_of(self, tokens: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-        """A copy of the output embedding for some tokens, (K,) int64, in a dtype: (..., H) -> (..., K)."""
-        weight = self.head.weight[tokens].to(dtype)
-        bias = getattr(self.head, "bias", None)
-        return partial(F.linear, weight=weight, bias=None if bias is None else bias[tokens].to(dtype))
+        """A copy of the output embedding for some tokens, (K,) int64, on their device: (..., H) -> (..., K)."""
+        weight, bias = self._head_rows(tokens.to(self.device))
+        bias = None if bias is None else bias.to(tokens.device, dtype)
+        return partial(F.linear, weight=weight.to(tokens.device, dtype), bias=bias)
+
+    def _head_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The output embedding's weight (K, H) and bias (K,) for some tokens."""
+        with align_module_device(self.head):  # offloaded weights are brought in
+            if (weight := _plain_weight(self.head)) is not None:
+                bias = getattr(self.head, "bias", None)
+                tokens = tokens.to(weight.device)
+                return weight[tokens], None if bias is None else bias[tokens]
+        # Of a quantised head only its results are known: zeros give the bias, unit vectors the columns.
+        bias = self.head(torch.zeros(1, self.hidden_size, dtype=self.dtype, device=self.device))[0]
+        units = torch.eye(self.hidden_size, dtype=self.dtype, device=self.device).split(_HEAD_CHUNK)
+        columns = [(self.head(some) - bias).to(self.device)[:, tokens] for some in units]
+        return torch.cat(columns).T.contiguous(), bias.to(self.device)[tokens]
 
     @torch.no_grad()
     def embed(self, ids: Tensor) -> Tensor:
-        """Input embeddings, (...) int64 -> (..., H)."""
-        return self._embedding(ids)
+        """Input embeddings, (...) int64 -> (..., H), on the device of ``ids``."""
+        return self._embedding(ids.to(self.device)).to(ids.device)
 
     @cached_property
     def identity(self) -> TargetIdentity:
@@ -232,7 +267,7 @@ class Target:
             hidden_size=self.hidden_size,
             vocab_size=self.vocab_size,
             tokenizer_hash=_tokenizer_hash(self.tokenizer),
-            head_hash=_head_hash(self.head.weight),
+            head_hash=_head_hash(self.head),
             template_hash=_digest(getattr(self.tokenizer, "chat_template", None) or ""),
         )
 
@@ -300,12 +335,25 @@ def _tokenizer_hash(tokenizer: Any) -> str:
     return _digest(json.dumps([vocabulary, tokenizer(_TOKENIZER_PROBE)["input_ids"]]))
 
 
-def _head_hash(weight: Tensor) -> str:
-    """Hash of evenly spaced rows in bfloat16, so that loading in another dtype keeps the identity."""
-    if not weight.is_floating_point() or weight.device.type == "meta":
-        return ""
-    rows = torch.linspace(0, weight.shape[0] - 1, min(_HEAD_SAMPLE_ROWS, weight.shape[0])).long()
-    sample = weight.detach()[rows.to(weight.device)].to("cpu", torch.bfloat16).contiguous()
+def _plain_weight(module: Any) -> Tensor | None:
+    """The module's weight where it is an ordinary matrix of floats; None where it is quantised."""
+    weight: Any = getattr(module, "weight", None)
+    ordinary = type(weight) in (Tensor, nn.Parameter)  # quantisers give their own kinds of tensor, or a method
+    return weight if ordinary and weight.is_floating_point() and weight.itemsize > 1 else None
+
+
+def _head_hash(head: nn.Module) -> str:
+    """Hash of evenly spaced rows in bfloat16, so that loading in another dtype keeps the identity.
+
+    Empty, which is "unknown", for a quantised head: its rows are no longer those that a predictor was trained for, and
+    still close enough to draft with.
+    """
+    with align_module_device(head):
+        weight = _plain_weight(head)
+        if weight is None or weight.device.type == "meta":
+            return ""
+        rows = torch.linspace(0, weight.shape[0] - 1, min(_HEAD_SAMPLE_ROWS, weight.shape[0])).long()
+        sample = weight.detach()[rows.to(weight.device)].to("cpu", torch.bfloat16).contiguous()
     return _digest(sample.view(torch.uint8).numpy().tobytes())
 
 
