@@ -49,7 +49,8 @@ class BenchOptions:
         warmup: prompts answered once by every method before the measurement.
         seed: of the sampling.
         dtype: of the target, for example float32 or bfloat16; default: its checkpoint's.
-        device_map: where the target is put, for example cpu, cuda or auto.
+        device_map: where the target is put, for example cpu, cuda or auto; in YAML also a device for each part.
+        draft_device: where the predictors draft, for example cuda:1 or cpu; default: beside the target.
         tree: shape of the predictors' token trees; default: each predictor's own.
         label: heading of the table.
         fall_back: whether to decode plainly for a while where drafting does not pay; false always drafts, a number is
@@ -70,7 +71,8 @@ class BenchOptions:
     warmup: int = 2
     seed: int = 0
     dtype: str | None = None
-    device_map: str | None = None
+    device_map: str | dict[str, str | int] | None = None
+    draft_device: str | None = None
     tree: TreeShape | None = None
     label: str = ""
     fall_back: bool | float = True
@@ -136,7 +138,9 @@ def _drafters(
     """What a method's name stands for: every predictor, one drafter, or a baseline."""
     if name == "shape":
         return {
-            label: ShapeDecoder.from_pretrained(folder, target=target, tree=options.tree).drafter
+            label: ShapeDecoder.from_pretrained(
+                folder, target=target, tree=options.tree, draft_device=options.draft_device
+            ).drafter
             for label, folder in predictors.items()
         }
     if name == "transformers":

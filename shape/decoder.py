@@ -23,7 +23,7 @@ from shape.predictor import ShapePredictor
 from shape.request import Prepared, Request
 from shape.rules import Rule, make_rule
 from shape.stats import DecodeStats
-from shape.target import Target
+from shape.target import Target, resolve_device
 from shape.trace import Trace
 from shape.verification.forward import Support, probe
 
@@ -96,6 +96,7 @@ class ShapeDecoder:
         drafter: str | None = None,
         tree: TreeShape | None = None,
         fall_back: bool | float = True,
+        draft_device: str | torch.device | None = None,
         **hub: Any,
     ) -> "ShapeDecoder":
         """A decoder from an exported predictor, from a target and the name of a drafter, or both.
@@ -104,18 +105,22 @@ class ShapeDecoder:
             predictor: folder, hub id or bundled name of an exported predictor; None for other drafters.
             target: the target; None takes the one that the predictor was trained for.
             dtype: of the target; None keeps the checkpoint's own.
+            device_map: see ``Target.load``.
             drafter: "shape" (the default with a predictor), "ngram", or "none".
             tree: shape of the predictor's draft tree; None takes its own default.
             fall_back: see the class.
+            draft_device: where the predictor drafts; None is beside the target.
             hub: revision, token, cache_dir and the like, for a predictor from the hub.
 
         Raises:
-            ConfigError: neither predictor nor target, a predictor for a drafter that takes none, or an unknown option.
+            ConfigError: neither predictor nor target, a predictor for a drafter that takes none, a device that is not
+                there, or an unknown option.
             CheckpointError: no predictor can be read there.
             TargetMismatch: predictor and target do not belong together.
         """
         if unknown := sorted(hub.keys() - HUB_OPTIONS):
             raise ConfigError(f"option {unknown[0]} is not one of from_pretrained's; see ShapeDecoder.from_pretrained")
+        device = None if draft_device is None else resolve_device(draft_device)
         if predictor is None:
             if target is None:
                 raise ConfigError("neither a predictor nor a target is given; give at least one of them")
@@ -132,7 +137,8 @@ class ShapeDecoder:
         loaded = Target.load(target, tokenizer=tokenizer, dtype=dtype, device_map=device_map)
         if drafter not in (None, "shape"):
             return cls(loaded, drafter, fall_back=fall_back)
-        network = network.to(loaded.device, _draft_dtype(loaded))  # type: ignore[arg-type]
+        device = device or loaded.device
+        network = network.to(device, _draft_dtype(loaded, device))  # type: ignore[arg-type]
         return cls(loaded, ShapeDrafter(network, tree), fall_back=fall_back)
 
     @property
@@ -392,14 +398,15 @@ def _finish(steps: Steps, streamer: BaseStreamer | None) -> ShapeOutput:
             streamer.put(torch.tensor(tokens))
 
 
-def _draft_dtype(target: Target) -> torch.dtype:
+def _draft_dtype(target: Target, device: torch.device) -> torch.dtype:
     """bfloat16 where the hardware multiplies in it: a draft's rounding costs acceptance, never a token."""
-    if target.dtype != torch.float32:
+    beside = device.type == target.device.type
+    if beside and target.dtype != torch.float32:
         return target.dtype
-    fast = target.device.type == "cuda" or (
-        target.device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()  # type: ignore[attr-defined]
+    fast = device.type == "cuda" or (
+        device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()  # type: ignore[attr-defined]
     )
-    return torch.bfloat16 if fast else target.dtype
+    return torch.bfloat16 if fast else torch.float32
 
 
 def load_predictor(source: str | Path, **hub: Any) -> ShapePredictor:

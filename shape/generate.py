@@ -44,7 +44,8 @@ class GenerateOptions:
         trs_lossy: parameters of the rule trs-lossy.
         eos_aware: let no answer end within its first four tokens.
         dtype: of the target, for example float32 or bfloat16; default: its checkpoint's.
-        device_map: where the target is put, for example cpu, cuda or auto.
+        device_map: where the target is put, for example cpu, cuda or auto; in YAML also a device for each part.
+        draft_device: where the predictor drafts, for example cuda:1 or cpu; default: beside the target.
         tree: shape of the predictor's token tree; default: the predictor's own.
         trace: write what became of every drafted and emitted token to this file, as JSON lines (of a chat: the last
             answer's).
@@ -67,7 +68,8 @@ class GenerateOptions:
     trs_lossy: TrsLossy = field(default_factory=TrsLossy)
     eos_aware: bool = False
     dtype: str | None = None
-    device_map: str | None = None
+    device_map: str | dict[str, str | int] | None = None
+    draft_device: str | None = None
     tree: TreeShape | None = None
     trace: str | None = None
     show_draft: bool = False
@@ -192,6 +194,7 @@ def load(options: GenerateOptions) -> ShapeDecoder:
         device_map=options.device_map,
         drafter=options.drafter,
         tree=options.tree,
+        draft_device=options.draft_device,
     )
 
 

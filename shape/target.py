@@ -172,6 +172,14 @@ class Target:
         """Where the embedding is quantised: the dtype of what it gives."""
         return self.embed(torch.zeros(1, dtype=torch.long, device=self.device)).dtype
 
+    @property
+    def precision(self) -> str:
+        """For reports: the dtype of states, and who quantised the weights where the model says so."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        how = getattr(self.model.config, "quantization_config", None)
+        method = how.get("quant_method") if isinstance(how, dict) else getattr(how, "quant_method", None)
+        return dtype if method is None else f"{dtype}, quantised by {getattr(method, 'value', method)}"
+
     @cached_property
     def eos_token_ids(self) -> list[int]:
         eos = getattr(self.model.generation_config, "eos_token_id", None)
@@ -304,7 +312,7 @@ class Target:
         return torch.tensor([ids], device=self.device)
 
     def __repr__(self) -> str:
-        return f"Target({self.name}, hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, {self.dtype})"
+        return f"Target({self.name}, hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, {self.precision})"
 
 
 def resolve_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -319,6 +327,18 @@ def resolve_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ConfigError(f"dtype {dtype} is not a floating-point dtype; use float32, bfloat16 or float16")
     return found
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """A device that is there, from its name.
+
+    Raises:
+        ConfigError: no such device.
+    """
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:  # an unknown name; or torch was built without that kind
+        raise ConfigError(f"device {device} is not there; use cpu, cuda or cuda:1 ({_first_line(error)})") from error
 
 
 def _digest(content: str | bytes) -> str:

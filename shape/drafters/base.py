@@ -1,7 +1,7 @@
 """What every drafter is: something that proposes a token tree for each row, given the settled text."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ class Settled:
     def select(self, rows: list[int]) -> "Settled":
         index = torch.tensor(rows, device=self.root.device)
         return Settled([self.texts[row] for row in rows], self.lengths[index], self.root[index])
+
+    def to(self, device: torch.device) -> "Settled":
+        return replace(self, lengths=self.lengths.to(device), root=self.root.to(device))
 
 
 @dataclass(frozen=True)

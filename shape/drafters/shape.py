@@ -21,6 +21,10 @@ class ShapeDrafter(Drafter):
     share the predictions of their depth. Works on a predictor in training as well: it takes no gradient and
     touches no global random state.
 
+    It drafts on the predictor's device, which need not be the target's: new states go there and the tree comes back.
+    There, and wherever a draft vocabulary is, it has a copy of what it needs of the head; embeddings of other tokens it
+    asks of the target.
+
     Args:
         predictor: the trained network.
         tree: how to grow; None takes the predictor's own default.
@@ -51,26 +55,31 @@ class ShapeDrafter(Drafter):
                 f"the predictor expects hidden size {self.predictor.config.hidden_size}, and target {target.name} "
                 f"has {target.hidden_size}; train a predictor for this target"
             )
-        self._target = target
+        self._target, self._device = target, self.predictor.device
         vocabulary, dtype = self.predictor.draft_vocabulary, self.predictor.dtype
-        tokens = torch.arange(target.vocab_size, device=target.device) if vocabulary is None else vocabulary
+        tokens = torch.arange(target.vocab_size, device=self._device) if vocabulary is None else vocabulary
         self._vocabulary, self._words = vocabulary, token_words(tokens)
-        self._head = None if vocabulary is None else target.head_of(vocabulary, dtype)
+        apart = vocabulary is not None or self._device != target.device
+        self._head = target.head_of(tokens, dtype) if apart else None
         self._embeddings = None if vocabulary is None else target.embed(vocabulary).to(dtype)
 
     def start(self, settled: Settled, hidden: Tensor) -> None:
-        self._window = windows(hidden, settled.lengths[:, None] - 1, self.predictor.config.window)[:, 0]
+        ends = settled.lengths[:, None].to(self._device) - 1
+        self._window = windows(hidden.to(self._device), ends, self.predictor.config.window)[:, 0]
 
     def update(self, hidden: Tensor, counts: Tensor) -> None:
-        known = torch.cat([self._window, hidden], dim=1)
+        known = torch.cat([self._window, hidden.to(self._device)], dim=1)
         size = self.predictor.config.window
-        self._window = windows(known, counts[:, None] + size, size)[:, 0]
+        self._window = windows(known, counts[:, None].to(self._device) + size, size)[:, 0]
 
     def select(self, rows: Tensor) -> None:
-        self._window = self._window[rows]
+        self._window = self._window[rows.to(self._device)]
+
+    def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
+        return self._draft(settled.to(self._device), sampler.to(self._device)).to(settled.root.device)
 
     @torch.no_grad()
-    def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
+    def _draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
         config = self.predictor.config
         depth = self.tree.depth
         if config.step_mode == "parallel":

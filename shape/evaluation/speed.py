@@ -103,8 +103,8 @@ def measure(
         "target": Path(target.name).name if Path(target.name).exists() else target.name,
         "target_identity": replace(target.identity, name="").to_dict(),
         "parameters": target.model.num_parameters(),
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "methods": {name: describe(method) for name, method in methods.items()},
+        "dtype": target.precision,
+        "methods": {name: describe(method, target.device) for name, method in methods.items()},
         "prompts": source or "the given prompts",
         "prompts_hash": hashlib.sha256(repr(list(prompts)).encode()).hexdigest()[:16],
         "max_new_tokens": max_new_tokens,
@@ -144,16 +144,17 @@ def measure(
     )
 
 
-def describe(method: Method) -> str:
-    """What a method is, in words that change when its settings or weights do."""
+def describe(method: Method, beside: torch.device | None = None) -> str:
+    """What a method is, in words that change when its settings or weights do, or its device is not the given one."""
     if isinstance(method, Ruled):
-        return f"{describe(method.drafter)}, acceptance {method.acceptance}"
+        return f"{describe(method.drafter, beside)}, acceptance {method.acceptance}"
     if method is None or isinstance(method, str):
         return method or "plain"
     if not isinstance(method, ShapeDrafter):
         return method.name
     sums = [parameter.double().sum().item() for parameter in method.predictor.parameters()]
-    return f"{method.name}, {method.tree}, weights {hashlib.sha256(repr(sums).encode()).hexdigest()[:8]}"
+    where = "" if beside in (None, method.predictor.device) else f", on {method.predictor.device}"
+    return f"{method.name}, {method.tree}, weights {hashlib.sha256(repr(sums).encode()).hexdigest()[:8]}{where}"
 
 
 def projected_draft_cost(method: Method, target: Target) -> float | None:

@@ -162,6 +162,19 @@ class Sampler:
         chosen.settle(self._lengths[rows], [self._texts[row] for row in kept] if self._texts else ())
         return chosen
 
+    def to(self, device: torch.device) -> "Sampler":
+        """The sampler for drafts made on another device, where the same noise is made again.
+
+        Hashing is exact everywhere; the logarithms may differ in their last bit between kinds of device, which can
+        change a draft and never the choice of the target, made with the noise of its own device.
+        """
+        if self.prompt_lengths.device == device:
+            return self
+        keys = None if self.keys is None else self.keys.to(device)
+        moved = replace(self, prompt_lengths=self.prompt_lengths.to(device), keys=keys)
+        moved.settle(self._lengths.to(device), self._texts)
+        return moved
+
     def noise(self, offset: int, vocab_size: int) -> Tensor:
         """(B, V) Gumbel noise of the token at ``offset``, the target's own."""
         return self._noise_at([offset], _all_words(vocab_size, self._lengths.device))[:, 0]

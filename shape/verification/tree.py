@@ -41,6 +41,12 @@ class TokenTree:
     def size(self) -> int:
         return self.tokens.shape[1]
 
+    def to(self, device: torch.device) -> "TokenTree":
+        if self.tokens.device == device:
+            return self
+        log_q = None if self.log_q is None else self.log_q.to(device)
+        return TokenTree(self.tokens.to(device), self.parent.to(device), log_q)
+
 
 def ancestors(parent: Tensor) -> Tensor:
     """Ancestor-or-self relation of trees given by parents.

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shape.verification.cache import KVArena, LayerShape
+from shape.verification.cache import Group, KVArena, LayerShape, grouped
 
 SHAPES = [LayerShape((2, 3), (2, 3)), LayerShape((2, 3), (1, 4))]
 
@@ -60,3 +60,43 @@ def test_a_contiguous_path_moves_nothing():
     before = arena.layers[0].keys.clone()
     arena.commit(torch.tensor([[0, 1, 2, 3]]), [3])
     assert torch.equal(arena.layers[0].keys, before) and arena.host_lengths == [3]
+
+
+def test_states_share_a_tensor_where_shape_dtype_and_device_agree():
+    cpu, other = torch.device("cpu"), torch.device("meta")
+    shapes = [
+        LayerShape((2, 3), (2, 3)),
+        LayerShape((2, 3), (1, 4), device=other),
+        LayerShape((2, 3), (2, 3), dtype=torch.float16),
+    ]
+    assert grouped(shapes, torch.float32, cpu) == [
+        (Group(2, 3, torch.float32, cpu), Group(2, 3, torch.float32, cpu)),
+        (Group(2, 3, torch.float32, other), Group(1, 4, torch.float32, other)),
+        (Group(2, 3, torch.float16, cpu), Group(2, 3, torch.float16, cpu)),
+    ]
+    # A target that is moved takes along what has no device of its own.
+    assert grouped(shapes, torch.float32, other)[0][0].device == other
+
+
+def test_layers_on_two_devices():
+    """Rows of unequal length through update, commit, reserve and select; "meta" has devices and no numbers."""
+    cpu, other = torch.device("cpu"), torch.device("meta")
+    arena = KVArena([LayerShape((2, 3), (2, 3)), LayerShape((2, 3), (2, 3), device=other)], 2, 6, torch.float64, cpu)
+
+    def write_both(stamps: torch.Tensor) -> None:
+        new = stamps[:, None, :, None].double().expand(-1, 2, -1, 3)
+        for index, device in enumerate((cpu, other)):
+            keys, values = arena.update(new.to(device), new.to(device), index)
+            assert keys.device == values.device == device
+            assert keys.shape == values.shape == (2, 2, arena.longest + stamps.shape[1], 3)
+
+    write_both(states(2, 3, 0.5))
+    arena.set_lengths([3, 1])
+    arena.reserve(6)
+    write_both(states(2, 4, 1000.0))
+    arena.commit(torch.tensor([[0, 2, 3], [0, 3, 0]]), [3, 2])
+    assert arena.layers[0].keys[0, 0, :6, 0].tolist() == [0.5, 1.5, 2.5, 1000.0, 1002.0, 1003.0]
+    assert arena.layers[0].keys[1, 0, :3, 0].tolist() == [100.5, 1100.0, 1103.0]
+    arena.select(torch.tensor([1]))
+    assert arena.host_lengths == [3] and arena.layers[0].keys[0, 0, 2, 0] == 1103.0
+    assert [layer.keys.device for layer in arena.layers] == [cpu, other] and arena.layers[1].keys.shape[0] == 1

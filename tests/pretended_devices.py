@@ -1,0 +1,212 @@
+"""Run as a program: decoding over several devices, none of which is there.
+
+A tensor on a pretended device keeps its numbers on the CPU, says that it lies elsewhere, and refuses what hardware
+refuses: an operation on tensors of two devices, other than a copy. So results can be compared with those of the CPU,
+and whatever forgets to move something raises. The device type is one that torch keeps for others, and it stays
+registered for the life of the process: hence a process of its own.
+"""
+
+from typing import Any
+
+import torch
+from accelerate import dispatch_model
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, PreTrainedModel
+
+from shape.config import ShapeConfig
+from shape.decoder import ShapeDecoder
+from shape.drafters import AdversaryDrafter, Drafter, ShapeDrafter, TreeShape
+from shape.predictor import ShapePredictor
+from shape.target import Target
+
+KIND = "pretended"
+COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+INDEXING = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)  # these take indices from the CPU
+
+
+class Pretended(torch.Tensor):
+    """A CPU tensor that says it lies on another device."""
+
+    actual: Tensor
+
+    @staticmethod
+    def __new__(cls, actual: Tensor, device: torch.device) -> "Pretended":
+        layout = {"strides": actual.stride(), "storage_offset": actual.storage_offset(), "dtype": actual.dtype}
+        made = torch.Tensor._make_wrapper_subclass(cls, actual.shape, device=device, **layout)
+        made.actual = actual
+        return made
+
+    def __init__(self, actual: Tensor, device: torch.device) -> None: ...
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{self.actual!r} on {self.device}"
+
+    def tolist(self) -> Any:
+        return self.actual.tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
+        return carry_out(operation, args, kwargs or {})
+
+
+class Devices(TorchDispatchMode):
+    """Within it tensors can be made on the pretended devices."""
+
+    _mode_key = torch._C._TorchDispatchModeKey.FAKE  # torch then initialises no device
+
+    def __enter__(self) -> "Devices":
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(numbers, device=...) goes over the CPU
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch._C._set_only_lift_cpu_tensors(False)
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        return carry_out(operation, args, kwargs or {})
+
+
+def carry_out(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operation on the CPU, its result on the device of its inputs, or on the one that is asked for."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    devices = {tensor.device for tensor in tensors if tensor.dim() > 0} or {tensor.device for tensor in tensors}
+    others = {device for device in devices if device.type == KIND} if operation in INDEXING else devices
+    if operation not in COPIES and len(others) > 1:
+        raise RuntimeError(f"{operation} is given tensors on {sorted(map(str, devices))}")
+    home = tensors[0].device if operation in COPIES else next(iter(others or devices), torch.device("cpu"))
+    home = torch.device(kwargs.get("device") or home)
+
+    def actual(part: Any) -> Any:
+        if isinstance(part, torch.device):
+            return torch.device("cpu")
+        return part.actual if isinstance(part, Pretended) else part
+
+    found = operation(*tree_map(actual, args), **tree_map(actual, kwargs))
+    if operation._schema.is_mutable:  # in place
+        return args[0]
+    if home.type != KIND:
+        return found
+    return tree_map(lambda part: Pretended(part, home) if isinstance(part, Tensor) else part, found)
+
+
+def put(module: nn.Module, device: torch.device) -> None:
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                part._parameters[name] = nn.Parameter(Pretended(parameter.data, device), requires_grad=False)
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = Pretended(buffer, device)
+
+
+def model_of(config: PretrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
+
+
+def predictor_of(target: Target, **options: Any) -> ShapePredictor:
+    torch.manual_seed(0)
+    config = ShapeConfig(hidden_size=target.hidden_size, intermediate_size=48, num_layers=1, **options)
+    predictor = ShapePredictor(config).double().eval()
+    if config.draft_vocab_size is not None:
+        predictor.draft_vocabulary = torch.arange(8, 8 + config.draft_vocab_size)
+    return predictor
+
+
+def spread(model: PreTrainedModel, places: dict[str, torch.device]) -> None:
+    """What ``from_pretrained(device_map=...)`` does once weights are loaded."""
+    for name, device in places.items():
+        put(model.get_submodule(name), device)
+    dispatch_model(model, dict(places), force_hooks=True)
+
+
+def answers(target: Target | PreTrainedModel, drafter: Drafter, ids: Tensor, mask: Tensor) -> list[Tensor]:
+    """Greedy, sampled, and sampled by rejection, on the CPU."""
+    decoder = ShapeDecoder(target, drafter)
+    ids, mask = ids.to(decoder.target.device), mask.to(decoder.target.device)
+    options = {"max_new_tokens": 9, "pad_token_id": 0}
+    out = [
+        decoder.generate(ids, mask, **options),
+        decoder.generate(ids, mask, do_sample=True, seed=3, **options),
+        decoder.generate(ids, mask, do_sample=True, seed=3, acceptance="rejection", **options),
+    ]
+    assert all(one.device == ids.device for one in out)
+    return [one.cpu() for one in out]
+
+
+def check_sharded_target(config: PretrainedConfig) -> None:
+    zero, one, two = (torch.device(KIND, index) for index in range(3))
+    ids = torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(9) >= torch.tensor([[0], [3], [1]])).long()
+    model = model_of(config)
+    expected = answers(model, AdversaryDrafter(nodes=7), ids, mask)
+    target = Target(model)
+    rows, states = torch.tensor([5, 60]), torch.randn(2, 32, dtype=torch.float64)
+    features, some = target.features(ids, (0, 2, -1)), target.head_of(rows, torch.float64)(states)
+    with Devices():
+        places = {"model.embed_tokens": zero, "model.rotary_emb": zero, "model.norm": one, "lm_head": two}
+        places |= {f"model.layers.{layer}": device for layer, device in enumerate((zero, one, two))}
+        spread(model, places)
+        assert model.model(ids.to(zero)).last_hidden_state.device == one  # transformers leaves it there
+        target = Target(model)
+        assert target.hidden(ids.to(zero)).device == target.device == zero
+        found = answers(target, AdversaryDrafter(nodes=7), ids, mask)
+        assert target.support.mode == "tree"
+        assert [layer.device for layer in target.support.layers] == [None, one, two]
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        assert torch.equal(target.features(ids.to(zero), (0, 2, -1)).cpu(), features)
+        for device in (zero, one, torch.device("cpu")):
+            here = target.head_of(rows.to(device), torch.float64)(states.to(device))
+            assert here.device == device and torch.allclose(here.cpu(), some, atol=1e-12)
+
+
+def check_drafter_elsewhere(config: PretrainedConfig, places: list[tuple[str, str]], **options: Any) -> None:
+    ids = torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(9) >= torch.tensor([[0], [3], [1]])).long()
+    tree = TreeShape(depth=3, width=3)
+    model = model_of(config)
+    expected = answers(model, ShapeDrafter(predictor_of(Target(model), **options), tree), ids, mask)
+    for home, elsewhere in places:
+        model = model_of(config)
+        predictor = predictor_of(Target(model), **options)
+        with Devices():
+            for module, device in ((model, home), (predictor, elsewhere)):
+                if device != "cpu":
+                    put(module, torch.device(device))
+            found = answers(model, ShapeDrafter(predictor, tree), ids, mask)
+            assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True)), (home, elsewhere)
+
+
+def check_that_mixing_raises() -> None:
+    with Devices():
+        here, there = (torch.ones(2, device=torch.device(KIND, index)) for index in range(2))
+        assert (here + here).tolist() == [2.0, 2.0] and (here + there.to(here.device)).device == here.device
+        for other in (there, torch.ones(2)):
+            try:
+                here + other
+            except RuntimeError as error:
+                assert "is given tensors on" in str(error)
+            else:
+                raise AssertionError("tensors on two devices were added")
+
+
+def main() -> None:
+    _setup_privateuseone_for_python_backend(KIND)
+    tiny: dict[str, Any] = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    check_that_mixing_raises()
+    check_sharded_target(LlamaConfig(**tiny))
+    check_sharded_target(MistralConfig(**tiny, sliding_window=6))
+    first, second = f"{KIND}:0", f"{KIND}:1"
+    check_drafter_elsewhere(LlamaConfig(**tiny), [(first, second)])
+    check_drafter_elsewhere(LlamaConfig(**tiny), [(first, "cpu"), ("cpu", second)], draft_vocab_size=24)
+    check_drafter_elsewhere(LlamaConfig(**tiny), [(first, second)], token_conditioning="root", step_mode="parallel")
+
+
+if __name__ == "__main__":
+    main()
