@@ -5,7 +5,8 @@ explicit positions or a 4D mask returns numbers all the same.
 """
 
 import warnings
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from shape.errors import UnsupportedTarget
 from shape.target import Target
+from shape.verification.attention import grouped_queries
 from shape.verification.cache import KVArena, LayerShape
 from shape.verification.tree import TokenTree, attention_mask, chain
 
@@ -40,6 +42,7 @@ class Support:
         layers: shapes of the cache.
         sliding_window: window of the sliding layers, or None.
         mask_by_layer_type: the model takes a dict of masks, one per layer type.
+        grouped_queries: trees are attended to without repeated keys and values (see ``attention``).
     """
 
     mode: Literal["tree", "chain"]
@@ -47,6 +50,7 @@ class Support:
     layers: list[LayerShape]
     sliding_window: int | None
     mask_by_layer_type: bool
+    grouped_queries: bool = False
 
 
 def new_arena(target: Target, support: Support, batch: int, capacity: int) -> KVArena:
@@ -79,9 +83,9 @@ def tree_forward(target: Target, support: Support, arena: KVArena, tree: TokenTr
     if target.max_positions is not None:
         # Nodes past the last position cannot be emitted any more, but must not index out of a position table.
         positions = positions.clamp(max=target.max_positions - 1)
-    return target.hidden(
-        tree.tokens, attention_mask=_masks(target, support, arena, tree), position_ids=positions, cache=arena
-    )
+    masks = _masks(target, support, arena, tree)
+    with grouped_queries(target.config) if support.grouped_queries and masks is not None else nullcontext():
+        return target.hidden(tree.tokens, attention_mask=masks, position_ids=positions, cache=arena)
 
 
 def _masks(target: Target, support: Support, arena: KVArena, tree: TokenTree) -> Tensor | dict[str, Tensor] | None:
@@ -140,8 +144,11 @@ def probe(target: Target) -> Support:
         )
     allowed = max(tolerance, min(3 * noise, _MOST_NOISE))
 
-    support = Support("tree", "", layers, window, by_type)
+    support = Support("tree", "", layers, window, by_type, _has_grouped_queries(target, layers))
     reason = _tree_failure(target, support, prompt, drafts, allowed)
+    if reason is not None and support.grouped_queries:
+        support = replace(support, grouped_queries=False)
+        reason = _tree_failure(target, support, prompt, drafts, allowed)
     if reason is None:
         return support
     support = Support("chain", reason, layers, window, by_type)
@@ -161,6 +168,12 @@ def _sliding_window(target: Target) -> tuple[int | None, bool]:
     if getattr(config, "use_sliding_window", True) is False or (kinds and "sliding_attention" not in kinds):
         window = None
     return window, window is not None and len(kinds) > 1
+
+
+def _has_grouped_queries(target: Target, layers: list[LayerShape]) -> bool:
+    """Whether several query heads share a key head, in a model that lets its attention function be chosen."""
+    heads = getattr(target.config, "num_attention_heads", 0)
+    return target.model._supports_attention_backend and any(layer.keys[0] < heads for layer in layers)
 
 
 def _plain_cache(target: Target, prompt: Tensor) -> tuple[list[LayerShape], float]:

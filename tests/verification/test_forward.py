@@ -25,6 +25,7 @@ def test_trees_are_supported(tiny_model, arch, dtype):
     assert support.mode == "tree" and support.reason == ""
     assert support.sliding_window == (6 if arch == "mistral" else None)
     assert len(support.layers) == 2
+    assert support.grouped_queries == (arch not in ("gpt2", "gpt_neox"))
 
 
 def test_local_attention_is_decoded_as_chains():

@@ -1,0 +1,70 @@
+"""Attention of token trees with grouped queries, without a copy of keys and values for every query head.
+
+Where a mask is given, transformers' sdpa repeats keys and values to the number of query heads, at every layer and step:
+for Llama-3.1-8B four times the cache is written and read again. Queries that share a key head can instead stand side by
+side in the dimension of tokens, each group under the same mask, and the repeats are gone.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+_NAME = "shape_grouped_sdpa"
+_STOCK = "sdpa"
+# Given any of these, the stock function is asked: it knows what to make of them.
+_UNKNOWN = ("position_bias", "cache", "softcap", "output_attentions")
+
+
+def grouped_sdpa(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attention as transformers' ``sdpa_attention_forward``, with the same result.
+
+    Args:
+        query: (B, H, N, D). key, value: (B, H', K, D), where H' divides H.
+        attention_mask: (B, 1, N, K); with another shape, or none, the stock function is asked.
+
+    Returns:
+        (B, N, H, D).
+    """
+    batch, heads, nodes, _ = query.shape
+    groups = heads // key.shape[1]
+    asked = any(isinstance(options.get(name), Tensor) or options.get(name) for name in _UNKNOWN)
+    if attention_mask is None or attention_mask.shape[1] != 1 or groups == 1 or asked:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    found = F.scaled_dot_product_attention(
+        query.reshape(batch, key.shape[1], groups * nodes, -1),
+        key,
+        value,
+        attn_mask=attention_mask.repeat(1, 1, groups, 1),
+        dropout_p=options.get("dropout", 0.0),
+        scale=options.get("scaling"),
+    )
+    return found.reshape(batch, heads, nodes, -1).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(_NAME, grouped_sdpa)
+AttentionMaskInterface.register(_NAME, sdpa_mask)
+
+
+@contextmanager
+def grouped_queries(config: PretrainedConfig) -> Iterator[None]:
+    """Within it a model that computes attention by stock sdpa uses ``grouped_sdpa``.
+
+    The choice is an entry of the model's configuration, which belongs to the user: it is put back at once, always to
+    the stock name, so that two threads cannot leave the other one behind.
+    """
+    if config._attn_implementation != _STOCK:
+        yield
+        return
+    config._attn_implementation = _NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = _STOCK
