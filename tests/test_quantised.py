@@ -239,7 +239,7 @@ def test_a_checkpoint_that_says_how_it_is_quantised(tiny_model, tiny_tokenizer, 
     loaded = Target.load(tmp_path)
     assert isinstance(loaded.model, LlamaForCausalLM)
     assert isinstance(loaded.model.model.layers[1].mlp.up_proj, Int8Linear)
-    assert before.differences(loaded.identity) == []
+    assert before.differences(loaded.identity) == [] and loaded.precision == "float32, quantised by test-int8"
     assert_same_as_plain(loaded.model)
     arguments = ["--target", str(tmp_path), "--drafter", "ngram", "--prompt", "a b a b a b", "--max_new_tokens", "8"]
     generate(arguments)

@@ -210,4 +210,6 @@ def test_descriptions_change_with_the_settings(tiny_target):
     one, two = (describe(ShapeDrafter(predictor, TreeShape(depth=depth))) for depth in (1, 2))
     other = ShapePredictor(config)
     assert describe(ShapeDrafter(other, TreeShape(depth=1))) != one
+    assert describe(ShapeDrafter(predictor, TreeShape(depth=1)), torch.device("cpu")) == one
+    assert describe(ShapeDrafter(predictor, TreeShape(depth=1)), torch.device("meta")) == f"{one}, on cpu"
     assert one != two and describe(None) == "plain" and describe("transformers") == "transformers"
