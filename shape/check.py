@@ -109,7 +109,7 @@ def check(options: CheckOptions) -> dict[str, Any]:
         "target": {
             "name": target.name,
             "parameters": target.model.num_parameters(),
-            "dtype": str(target.dtype).removeprefix("torch."),
+            "dtype": target.precision,
             "device": str(target.device),
             "positions": target.max_positions,
             "verified_as": decoder.support.mode,

@@ -162,9 +162,11 @@ def _machine(decoder: ShapeDecoder) -> list[object]:
         torch.__version__,
         target.identity.head_hash,
         target.model.num_parameters(),
-        str(target.dtype),
+        target.precision,
         drafter.name if drafter else "none",
-        [network.num_parameters(), str(network.dtype), network.config.draft_vocab_size] if network else None,
+        [network.num_parameters(), str(network.dtype), str(network.device), network.config.draft_vocab_size]
+        if network
+        else None,
     ]
 
 

@@ -45,7 +45,8 @@ class TokenTree:
         if self.tokens.device == device:
             return self
         log_q = None if self.log_q is None else self.log_q.to(device)
-        return TokenTree(self.tokens.to(device), self.parent.to(device), log_q)
+        joint = None if self.joint is None else self.joint.to(device)
+        return TokenTree(self.tokens.to(device), self.parent.to(device), log_q, joint)
 
 
 def ancestors(parent: Tensor) -> Tensor:
