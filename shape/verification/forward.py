@@ -111,11 +111,10 @@ def probe(target: Target) -> Support:
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(target.vocab_size, (2, 11), generator=generator).to(target.device)
     drafts = torch.randint(target.vocab_size, (2, 6), generator=generator).to(target.device)
-    tolerance = _TOLERANCE.get(target.dtype, 1e-2)
     try:
         layers, cached_noise = _plain_cache(target, prompt)
         _check_logits(target, prompt)
-        noise = max(cached_noise, _sensitivity(target, prompt, tolerance / 10))
+        noise = max(cached_noise, _sensitivity(target, prompt, _tolerance(target) / 10))
         mixing, where = _mixing(target, prompt)
         window, by_type = _sliding_window(target)
     except UnsupportedTarget:
@@ -124,25 +123,8 @@ def probe(target: Target) -> Support:
         raise UnsupportedTarget(
             f"target {target.name} cannot run a cached forward ({type(error).__name__}: {error})"
         ) from error
-    if not mixing <= _MOST_MIXING:
-        raise UnsupportedTarget(
-            f"target {target.name} cannot verify drafts exactly: {where} gives a token another result when tokens that "
-            f"it cannot see change (by {mixing:.2g}), as activations with one 8-bit scale for all tokens do; quantise "
-            "weights only, or activations token by token"
-        )
-    coarse = noise > tolerance and torch.finfo(target.dtype).bits > 16  # of smaller dtypes nobody expects better
-    if mixing > _SLIGHT_MIXING or coarse:
-        what = (
-            f"lets the tokens of a forward change each other in {where} by {mixing:.1g}, as outliers do in LLM.int8()"
-        )
-        if mixing <= _SLIGHT_MIXING:
-            what = f"rounds coarsely: small changes grow to {noise:.1g} in its states, as they do in 8-bit activations"
-        warnings.warn(
-            f"target {target.name} {what}; near-ties can fall otherwise than in plain decoding, where they can fall "
-            "otherwise from batch to batch too",
-            stacklevel=2,
-        )
-    allowed = max(tolerance, min(3 * noise, _MOST_NOISE))
+    _judge_rounding(target, noise, mixing, where)
+    allowed = max(_tolerance(target), min(3 * noise, _MOST_NOISE))
 
     support = Support("tree", "", layers, window, by_type, _has_grouped_queries(target, layers))
     reason = _tree_failure(target, support, prompt, drafts, allowed)
@@ -234,8 +216,11 @@ def _mixing(target: Target, prompt: Tensor) -> tuple[float, str]:
         changed[0, -1] *= 64
         changed[1] *= 64
         busy = True
-        distance = _distance(module.forward(changed)[0, :-1], found[0, :-1])
+        again = module.forward(changed)
         busy = False
+        if torch.equal(again[0, :-1], found[0, :-1]):
+            return
+        distance = _distance(again[0, :-1], found[0, :-1])
         if not distance <= worst:
             worst, where = distance, f"{name} ({type(module).__name__})"
 
@@ -258,10 +243,38 @@ def _are_states(given: Any, prompt: Tensor) -> bool:
     )
 
 
+def _judge_rounding(target: Target, noise: float, mixing: float, where: str) -> None:
+    """Refuse what depends on other tokens outright, and say where near-ties are wider than the dtype explains."""
+    if not mixing <= _MOST_MIXING:
+        raise UnsupportedTarget(
+            f"target {target.name} cannot verify drafts exactly: {where} gives a token another result when tokens that "
+            f"it cannot see change (by {mixing:.2g}), as activations with one 8-bit scale for all tokens do; quantise "
+            "weights only, or activations token by token"
+        )
+    kind = torch.finfo(target.dtype)
+    if mixing > max(_SLIGHT_MIXING, kind.eps):
+        what = (
+            f"lets the tokens of a forward change each other by {mixing:.1g} in {where}, as outliers do in LLM.int8()"
+        )
+    elif noise > _tolerance(target) and kind.bits > 16:  # of smaller dtypes nobody expects better
+        what = f"rounds coarsely: small changes grow to {noise:.1g} in its states, as they do in 8-bit activations"
+    else:
+        return
+    warnings.warn(
+        f"target {target.name} {what}; near-ties can fall otherwise than in plain decoding, where they can fall "
+        "otherwise from batch to batch too",
+        stacklevel=3,
+    )
+
+
+def _tolerance(target: Target) -> float:
+    return _TOLERANCE.get(target.dtype, 1e-2)
+
+
 def _check_logits(target: Target, prompt: Tensor) -> None:
     expected = target.model(input_ids=prompt, use_cache=False).logits
     distance = _distance(target.logits(target.hidden(prompt)), expected)
-    if not distance <= _TOLERANCE.get(target.dtype, 1e-2):
+    if not distance <= _tolerance(target):
         raise UnsupportedTarget(
             f"target {target.name} computes its logits in a way that is not known here (off by {distance:.2g}); "
             "add its scaling to Target.logits"
