@@ -171,22 +171,18 @@ def decode(
         logits = target.logits(states)
         accepted = acceptance(tree, logits, sampler)
         # The step's one wait for the device.
-        counts, drafted, tokens = (
-            accepted.counts.tolist(),
-            accepted.drafted.tolist(),
-            accepted.tokens.tolist(),
-        )
+        counts, drafted = accepted.counts.tolist(), accepted.drafted.tolist()
+        new = [row[:count] for row, count in zip(accepted.tokens.tolist(), counts, strict=True)]
+        paths = [row[:count] for row, count in zip(accepted.path.tolist(), counts, strict=True)]
         committing = perf_counter()
-        new = [row[:count] for row, count in zip(tokens, counts, strict=True)]
         emitted = [row.extend(own, max_new_tokens, eos_token_ids) for row, own in zip(live, new, strict=True)]
-        proposed = (tree.parent[:, 1:] >= 0).sum(1).tolist()
+        proposed = [0] * len(live) if tree.size == 1 else (tree.parent[:, 1:] >= 0).sum(1).tolist()
         for i, row in enumerate(live):
             stats.count(row.index, proposed[i], min(drafted[i], emitted[i]), emitted[i])
         lengths = arena.host_lengths
-        arena.commit(accepted.path, counts)
+        arena.commit(paths)
         if drafter is not None or memory is not None:
-            path = accepted.path[:, : max(counts), None].expand(-1, -1, states.shape[-1])
-            states = states.gather(1, path)
+            states = states.gather(1, accepted.path[:, : max(counts), None].expand(-1, -1, states.shape[-1]))
         if drafter is not None:
             drafter.update(states, accepted.counts)
         if memory is not None:
@@ -203,7 +199,6 @@ def decode(
         )
         stats.steps.append(step)
         if trace is not None:
-            paths = [row[:count] for row, count in zip(accepted.path.tolist(), counts, strict=True)]
             trace.step(step, tree, logits, sampler, paths, new, drafted, emitted)
         settled.advance(new, accepted.counts)
         if pace is not None:

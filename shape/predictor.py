@@ -35,7 +35,8 @@ def roll(window: Tensor, state: Tensor) -> Tensor:
     Only the last feature layer is ever predicted: the columns of the others are zeros in the new entry, which
     is what unknown states are everywhere.
     """
-    entry = F.pad(state, (window.shape[-1] - state.shape[-1], 0))
+    others = window.shape[-1] - state.shape[-1]
+    entry = F.pad(state, (others, 0)) if others else state
     return torch.cat([window[..., 1:, :], entry.unsqueeze(-2)], dim=-2)
 
 

@@ -109,11 +109,10 @@ class ShapeDrafter(Drafter):
                 logits = shared[:, n : n + 1].expand(-1, number.shape[1], -1)
             self.passes = n + 1
             drafts = sampler.draft_scores(logits, n, noise[n], self._vocabulary)
-            best, candidates = drafts.topk(branching, dim=-1)
-            # When sampling, scores contain the noise, and their softmax is the estimate given the noise. In this order
-            # rounding cannot lift a child above its parent.
-            log_probs = (joint[..., None] + (best - drafts.logsumexp(-1, keepdim=True))).flatten(1)
-            candidates = candidates.flatten(1)
+            # When sampling, scores contain the noise, and their softmax is the estimate given the noise. None is above
+            # 0, so that no child is likelier than its parent.
+            log_probs, candidates = drafts.log_softmax(-1).topk(branching, dim=-1)
+            log_probs, candidates = (joint[..., None] + log_probs).flatten(1), candidates.flatten(1)
             numbers.append(number)
             children.append(candidates)
             scores.append(log_probs)

@@ -64,14 +64,13 @@ class ArenaLayer(CacheLayerMixin):
         """Write (B, heads, N, D) states behind each row's settled ones and return all slots in use."""
         arena, new = self.arena, key_states.shape[2]
         end = arena.longest + new
-        if arena.uniform:
-            self.keys[:, :, arena.longest : end] = key_states
-            self.values[:, :, arena.longest : end] = value_states
-        else:
-            lengths = arena.lengths_on(self.keys.device)
-            slots = (lengths[:, None] + torch.arange(new, device=lengths.device))[:, None, :, None]
-            self.keys.scatter_(2, slots.expand_as(key_states), key_states)
-            self.values.scatter_(2, slots.expand_as(value_states), value_states)
+        for held, states in ((self.keys, key_states), (self.values, value_states)):
+            if arena.uniform:
+                held[:, :, arena.longest : end] = states
+            else:  # tokens of all rows are written one behind the other, each as a whole
+                held.transpose(1, 2).flatten(0, 1).index_copy_(
+                    0, arena.slots(new, held.device), states.transpose(1, 2).flatten(0, 1)
+                )
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -101,10 +100,11 @@ class KVArena(Cache):
         self.device = device
         self._groups = grouped(shapes, dtype, device)
         self.dtype = self._groups[0][0].dtype
-        # States of one kind share a tensor, so that a commit is one gather and one scatter for all of them.
+        # States of one kind share a tensor, so that a commit is one copy for all of them; the heads of a token lie
+        # together, so that a token is written and moved as a whole.
         counts = Counter(group for layer in self._groups for group in layer)
         self._storage = {
-            group: torch.zeros(count, batch, group.heads, capacity, group.size, dtype=group.dtype, device=group.device)
+            group: torch.zeros(count, batch, capacity, group.heads, group.size, dtype=group.dtype, device=group.device)
             for group, count in counts.items()
         }
         self.set_lengths([0] * batch)
@@ -113,7 +113,10 @@ class KVArena(Cache):
     def _views(self) -> Iterator[CacheLayerMixin]:
         """One window per layer, in the model's order."""
         unused = {group: iter(storage) for group, storage in self._storage.items()}
-        return (ArenaLayer(self, next(unused[keys]), next(unused[values])) for keys, values in self._groups)
+        return (
+            ArenaLayer(self, next(unused[keys]).transpose(1, 2), next(unused[values]).transpose(1, 2))
+            for keys, values in self._groups
+        )
 
     def reserve(self, new: int) -> None:
         """Make room for ``new`` slots behind the longest row."""
@@ -121,7 +124,7 @@ class KVArena(Cache):
             return
         extra = max(self.longest + new - self.capacity, self.capacity // 2)
         self._storage = {
-            key: torch.nn.functional.pad(storage, (0, 0, 0, extra)) for key, storage in self._storage.items()
+            key: torch.nn.functional.pad(storage, (0, 0, 0, 0, 0, extra)) for key, storage in self._storage.items()
         }
         self.capacity += extra
         self.layers = list(self._views())
@@ -132,35 +135,36 @@ class KVArena(Cache):
         self.longest = max(lengths)
         self.uniform = min(lengths) == self.longest
         self.lengths = torch.tensor(lengths, dtype=torch.long, device=self.device)
-        self._lengths = {storage.device: self.lengths.to(storage.device) for storage in self._storage.values()}
+        self._slots: dict[tuple[int, torch.device], Tensor] = {}
 
-    def lengths_on(self, device: torch.device) -> Tensor:
-        """(B,) int64, the settled slots of each row, on the device of some layer."""
-        return self._lengths[device]
+    def slots(self, new: int, device: torch.device) -> Tensor:
+        """(B * new,) int64, where the next tokens of all rows go if the rows lie one behind the other."""
+        if (new, device) not in self._slots:
+            starts = self.lengths + torch.arange(len(self.lengths), device=self.device) * self.capacity
+            slots = (starts[:, None] + torch.arange(new, device=self.device)).flatten()
+            self._slots[new, device] = slots.to(device)
+        return self._slots[new, device]
 
-    def commit(self, path: Tensor, counts: list[int]) -> None:
+    def commit(self, paths: list[list[int]]) -> None:
         """Settle the states of accepted nodes: slot ``length + path[i]`` moves to ``length + i``.
 
         Nothing moves when every accepted path is already contiguous, as in every chain.
 
         Args:
-            path: (B, D) int64, accepted nodes, root first, increasing.
-            counts: number of accepted nodes per row.
+            paths: per row the accepted nodes, root first, increasing.
         """
-        depth = max(counts)
-        nodes = path[:, :depth]
-        target = torch.arange(depth, device=path.device).expand_as(nodes)
-        # Beyond its count a row copies a slot onto itself.
-        valid = target < torch.tensor(counts, device=path.device)[:, None]
-        nodes = torch.where(valid, nodes, target)
-        if depth > 1 and not torch.equal(nodes, target):
-            source, destination = self.lengths[:, None] + nodes[:, 1:], self.lengths[:, None] + target[:, 1:]
+        moves = [
+            (row * self.capacity + length + node, row * self.capacity + length + place)
+            for row, (length, path) in enumerate(zip(self.host_lengths, paths, strict=True))
+            for place, node in enumerate(path)
+            if node != place
+        ]
+        if moves:
+            old, new = torch.tensor(moves).T
             for storage in self._storage.values():
-                shape = (storage.shape[0], -1, storage.shape[2], -1, storage.shape[4])
-                old = source.to(storage.device)[None, :, None, :, None].expand(shape)
-                new = destination.to(storage.device)[None, :, None, :, None].expand(shape)
-                storage.scatter_(3, new, storage.gather(3, old))
-        self.set_lengths([length + count for length, count in zip(self.host_lengths, counts, strict=True)])
+                tokens, device = storage.flatten(1, 2), storage.device
+                tokens.index_copy_(1, new.to(device), tokens.index_select(1, old.to(device)))
+        self.set_lengths([length + len(path) for length, path in zip(self.host_lengths, paths, strict=True)])
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows."""

@@ -30,8 +30,7 @@ def test_rows_advance_raggedly(data):
         write(arena, stamps)
         counts = [data.draw(st.integers(1, nodes)) for _ in range(batch)]
         paths = [[0, *sorted(data.draw(st.permutations(range(1, nodes)))[: count - 1])] for count in counts]
-        padded = torch.tensor([path + [0] * (nodes - len(path)) for path in paths])
-        arena.commit(padded, counts)
+        arena.commit(paths)
         for row, path in enumerate(paths):
             expected[row] += stamps[row, path].tolist()
         if batch > 1 and data.draw(st.booleans()):
@@ -58,7 +57,7 @@ def test_a_contiguous_path_moves_nothing():
     arena = KVArena(SHAPES, 1, 8, torch.float64, torch.device("cpu"))
     write(arena, states(1, 4, 1.0))
     before = arena.layers[0].keys.clone()
-    arena.commit(torch.tensor([[0, 1, 2, 3]]), [3])
+    arena.commit([[0, 1, 2]])
     assert torch.equal(arena.layers[0].keys, before) and arena.host_lengths == [3]
 
 
@@ -94,7 +93,7 @@ def test_layers_on_two_devices():
     arena.set_lengths([3, 1])
     arena.reserve(6)
     write_both(states(2, 4, 1000.0))
-    arena.commit(torch.tensor([[0, 2, 3], [0, 3, 0]]), [3, 2])
+    arena.commit([[0, 2, 3], [0, 3]])
     assert arena.layers[0].keys[0, 0, :6, 0].tolist() == [0.5, 1.5, 2.5, 1000.0, 1002.0, 1003.0]
     assert arena.layers[0].keys[1, 0, :3, 0].tolist() == [100.5, 1100.0, 1103.0]
     arena.select(torch.tensor([1]))
