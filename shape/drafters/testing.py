@@ -31,20 +31,18 @@ class OracleDrafter(Drafter):
 
     def start(self, settled: Settled, hidden: Tensor) -> None:
         self._rows = list(range(len(settled.texts)))
+        self._drafts = [self._corrupted(row, text) for row, text in enumerate(self.texts)]
 
     def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
-        return ragged_chain(
-            settled.root,
-            [self._chain(row, len(text)) for row, text in zip(self._rows, settled.texts, strict=True)],
-        )
+        drafts = zip(self._rows, map(len, settled.texts), strict=True)
+        return ragged_chain(settled.root, [self._drafts[row][start : start + self.depth] for row, start in drafts])
 
-    def _chain(self, row: int, start: int) -> list[int]:
-        drafts = self.texts[row][start : start + self.depth]
-        positions = torch.arange(start, start + len(drafts))
+    def _corrupted(self, row: int, text: list[int]) -> list[int]:
+        positions = torch.arange(len(text))
         coin = mix(mix(positions + 1) + row + (self.seed << 20)).to(torch.float64) / 2.0**64 + 0.5
         return [
             (token + 1) % self._vocab_size if wrong else token
-            for token, wrong in zip(drafts, (coin < self.error_rate).tolist(), strict=True)
+            for token, wrong in zip(text, (coin < self.error_rate).tolist(), strict=True)
         ]
 
     def select(self, rows: Tensor) -> None:

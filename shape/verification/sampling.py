@@ -75,10 +75,10 @@ def gumbel(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     Returns:
         (..., K) float32.
     """
-    x = mix(keys + mix(positions * _GOLDEN))[..., None] + tokens
-    for bits, factor in ((30, _MIX1), (27, _MIX2)):  # mix, in place: this is the bulk of the work
-        x = x.bitwise_xor_(_shift(x, bits)).mul_(factor)
-    return to_gumbel(x.bitwise_xor_(_shift(x, 31)))
+    # Counter and tokens are hashed each by itself; joining them takes one round more, in place: this is the bulk of the
+    # work, and a high bit depends on all bits of both.
+    x = (mix(keys + mix(positions * _GOLDEN))[..., None] ^ tokens).mul_(_MIX1)
+    return to_gumbel(x.bitwise_xor_(_shift(x, 32)).mul_(_MIX2))
 
 
 def to_gumbel(words: Tensor) -> Tensor:
@@ -89,13 +89,17 @@ def to_gumbel(words: Tensor) -> Tensor:
 
 
 def token_words(tokens: Tensor) -> Tensor:
-    """What token ids, int64, add to the counter of ``gumbel``."""
-    return (tokens + 1) * _GOLDEN
+    """A word for each token id, int64, as ``gumbel`` takes it."""
+    return mix((tokens + 1) * _GOLDEN)
 
 
 @cache
 def _all_words(vocab_size: int, device: torch.device) -> Tensor:
     return token_words(torch.arange(vocab_size, device=device))
+
+
+def _at_least_single(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 @dataclass
@@ -238,7 +242,8 @@ class Sampler:
         if self._visits:
             return self._choose_on_the_way(logits, tree)
         if self.greedy and not self.warpers:
-            return self._forbid_early_eos(logits, tree.depth).argmax(-1)
+            # Not in half precision, in which a CPU takes three times as long for the same.
+            return _at_least_single(self._forbid_early_eos(logits, tree.depth)).argmax(-1)
         return self.pick(self.tree_scores(logits, tree), tree)
 
     def pick(self, scores: Tensor, tree: TokenTree) -> Tensor:
@@ -347,7 +352,7 @@ class Sampler:
 
     def warp(self, logits: Tensor) -> Tensor:
         """The warpers in order; what they cut off is -inf. (..., V) -> (..., V)."""
-        scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+        scores = _at_least_single(logits).flatten(0, -2)
         for warper in self.warpers:
             scores = warper(None, scores)  # type: ignore[arg-type]  # they do not look at the text
         return scores.view(logits.shape)

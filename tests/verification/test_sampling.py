@@ -71,6 +71,22 @@ def test_gumbel_differs_by_seed_row_sample_position_and_token():
     assert abs(float(torch.corrcoef(torch.stack([neighbours[1:], neighbours[:-1]]))[0, 1])) < Z / math.sqrt(1000)
 
 
+def test_noise_is_uncorrelated_between_positions_and_between_tokens():
+    """All pairs of 60 positions over 20,000 tokens, and tokens at small distances; false alarms below 1e-4 in all."""
+    keys, positions = row_keys(0, 1).expand(60), torch.arange(1000, 1060)
+    noise = gumbel(keys, positions, words(20_000)).double()
+    between = torch.corrcoef(noise) * math.sqrt(20_000)
+    assert (between - torch.diag(between.diag())).abs().max() < 5.5
+    flat = noise - noise.mean()
+    for distance in (1, 2, 64, 1024, 4096):
+        products = flat[:, distance:] * flat[:, :-distance]
+        assert abs(float(products.mean())) < 5.5 * float(flat.var()) / math.sqrt(products.numel())
+    # The signs of neighbouring positions' differences are independent too, which a linear measure would not see.
+    ranks = (noise[1:] > noise[:-1]).double() - 0.5
+    pairs = (ranks[:, 1:] * ranks[:, :-1]).mean()
+    assert abs(float(pairs)) < 5.5 * 0.25 / math.sqrt(ranks[:, 1:].numel())
+
+
 def test_a_prompts_own_seed_is_independent_of_its_batch():
     alone = row_keys([5], 1, samples=3)
     together = row_keys([9, 5], 2, samples=3)
