@@ -77,7 +77,7 @@ def gumbel(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     """
     # Counter and tokens are hashed each by itself; joining them takes one round more, in place: this is the bulk of the
     # work, and a high bit depends on all bits of both.
-    x = (mix(keys + mix(positions * _GOLDEN))[..., None] ^ tokens).mul_(_MIX1)
+    x = (mix(keys + positions * _GOLDEN)[..., None] ^ tokens).mul_(_MIX1)
     return to_gumbel(x.bitwise_xor_(_shift(x, 32)).mul_(_MIX2))
 
 
