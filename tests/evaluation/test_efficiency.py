@@ -1,0 +1,80 @@
+"""Engine efficiency: what is counted, and that the command writes it down. Speed itself is no test's business."""
+
+import json
+
+import pytest
+import torch
+from helpers import predictor
+
+from shape.decoder import ShapeDecoder
+from shape.drafters import NgramDrafter, ShapeDrafter
+from shape.errors import ConfigError
+from shape.evaluation.efficiency import Case, EfficiencyOptions, bare_seconds, measure, report, run
+
+CONTEXTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16], [17, 18, 19]]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_method_answers_the_same_prompts(tiny_target, batch, temperature):
+    groups = []
+    cases = measure(
+        tiny_target,
+        {"ngram": NgramDrafter()},
+        CONTEXTS,
+        batch=batch,
+        temperature=temperature,
+        max_new_tokens=12,
+        progress=lambda: groups.append(1),
+    )
+    found = {case.method: case for case in cases}
+    assert list(found) == ["transformers", "plain", "oracle", "ngram"] and len(groups) == 4 // batch
+    ours = [found[name] for name in ("plain", "oracle", "ngram")]
+    assert len({case.tokens for case in ours}) == 1  # the same texts
+    if temperature == 0:
+        assert found["transformers"].tokens == ours[0].tokens
+    assert found["plain"].tokens == found["plain"].rows and found["oracle"].tokens > found["oracle"].rows
+    for case in ours:
+        assert case.efficiency > 0 and len(case.gaps) == case.steps
+        assert case.gap(0.5) <= case.gap(0.95)
+    assert found["transformers"].efficiency is None
+    text = report(cases)
+    assert text.count("\n") == 1 + len(cases) and "| 1.00x |" in text
+
+
+def test_bare_forwards_are_those_of_the_steps(tiny_model):
+    """As many forwards as steps, over as many tokens, and as many passes of the drafter's network."""
+    decoder = ShapeDecoder(tiny_model("llama"), ShapeDrafter(predictor()), fall_back=False)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    out = decoder.generate(ids, max_new_tokens=12, eos_token_id=[], return_dict_in_generate=True)
+    seen, passes = [], []
+    hidden, rehearse = decoder.target.hidden, decoder.drafter.rehearse
+    decoder.target.hidden = lambda tokens, **options: seen.append(tokens.shape[1]) or hidden(tokens, **options)
+    decoder.drafter.rehearse = lambda rows, count: passes.append(count) or rehearse(rows, count)
+    forward, draft = bare_seconds(decoder.target, decoder.support, decoder.drafter, out.stats.steps)
+    assert seen == [step.nodes for step in out.stats.steps] and passes == [step.passes for step in out.stats.steps]
+    assert forward > 0 and draft > 0
+
+
+def test_figures():
+    case = Case(
+        "float32", 0.0, 1, "plain", steps=4, rows=4, tokens=8, seconds=0.04, forward_seconds=0.03, gaps=[0.01, 0.03]
+    )
+    assert case.efficiency == pytest.approx(0.75) and case.rate == pytest.approx(200)
+    assert case.gap(0.5) == pytest.approx(30) and case.milliseconds(case.seconds) == pytest.approx(10)
+
+
+def test_the_command_writes_what_it_measured(tiny_target_folder, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Hello", "Good day")))
+    options = EfficiencyOptions(
+        output=str(tmp_path / "out"), predictor="none", target=str(tiny_target_folder), prompts=str(prompts), limit=2,
+        max_new_tokens=6, dtypes=["float32"], temperatures=[0.0], label="Tiny",
+    )  # fmt: skip
+    run(options)
+    record = json.loads((tmp_path / "out" / "efficiency.json").read_text())
+    assert [case["method"] for case in record["cases"]] == ["transformers", "plain", "oracle", "ngram"]
+    assert record["environment"]["versions"]["torch"] == torch.__version__
+    assert "### Tiny" in (tmp_path / "out" / "efficiency.md").read_text()
+    with pytest.raises(ConfigError, match="have to lie between 1 and limit 2"):
+        run(EfficiencyOptions(limit=2, batches=[4]))
