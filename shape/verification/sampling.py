@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from shape.verification.acceptance import reject_in_turn
 from shape.verification.tree import TokenTree
@@ -20,6 +20,7 @@ from shape.verification.tree import TokenTree
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
 _MIX1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX2 = -7723592293110705685  # 0x94D049BB133111EB
+_AHEAD = 3  # depths of a tree for which noise is made at once
 # What noise beside the target's own is for; any different words will do.
 _DRAFTS, _COINS, _RESIDUALS = 0x6472616674, 0x636F696E73, 0x7265736964
 
@@ -131,11 +132,10 @@ class Sampler:
 
     def __post_init__(self) -> None:
         self.settle(self.prompt_lengths)
-        sorts = any(not isinstance(warper, TemperatureLogitsWarper) for warper in self.warpers)
-        # A sort of all nodes' scores can cost more than a small target's forward. Following the path instead waits
-        # for the device at every depth, which is free on a CPU alone.
+        # Noise for all nodes, or a sort of their scores, can cost more than a small target's forward. Following the
+        # path instead waits for the device at every depth, which is free on a CPU alone.
         on_cpu = self.prompt_lengths.device.type == "cpu"
-        self._visits = self.processors is not None or self.draws or (sorts and on_cpu)
+        self._visits = self.processors is not None or self.draws or (on_cpu and not self.greedy)
 
     @property
     def greedy(self) -> bool:
@@ -280,27 +280,37 @@ class Sampler:
         return found
 
     def _choose_on_the_way(self, logits: Tensor, tree: TokenTree) -> Tensor:
-        """Processors see each row's own text and run once per emitted token, as in plain decoding."""
+        """Only where the choices lead; processors see each row's own text and run once per emitted token, as in plain
+        decoding.
+        """
         choices = torch.full_like(tree.tokens, -1)
-        rows = torch.arange(tree.tokens.shape[0], device=logits.device)
-        nodes = torch.zeros_like(rows)
-        paths: list[list[int]] = [[] for _ in range(len(rows))]
+        proposed, parents = tree.tokens.tolist(), tree.parent.tolist()
+        rows, nodes = list(range(len(proposed))), [0] * len(proposed)
+        paths: list[list[int]] = [[] for _ in rows]
+        noise: list[Tensor] = []
         for offset in range(tree.size):
-            scores = self.scores(logits[rows, nodes], rows, offset, [paths[row] for row in rows.tolist()])
+            here = torch.tensor([rows, nodes], device=logits.device)
+            scores = self.scores(logits[here[0], here[1]], here[0], offset, [paths[row] for row in rows])
             if self.greedy:
                 chosen = scores.argmax(-1)
             elif self.coupled:
-                chosen = (scores + self.noise(offset, logits.shape[-1])[rows]).argmax(-1)
+                if offset == len(noise):  # several depths at once, but not all: most paths end before
+                    ahead = range(offset, min(offset + _AHEAD, tree.size))
+                    noise += self._noise_at(ahead, _all_words(logits.shape[-1], logits.device)).unbind(1)
+                chosen = (scores + noise[offset][here[0]]).argmax(-1)
             else:
-                chosen = self._reject(scores, tree, rows, nodes, offset)
-            choices[rows, nodes] = chosen
-            for row, token in zip(rows.tolist(), chosen.tolist(), strict=True):
+                chosen = self._reject(scores, tree, here[0], here[1], offset)
+            choices[here[0], here[1]] = chosen
+            going = []
+            for row, node, token in zip(rows, nodes, chosen.tolist(), strict=True):
                 paths[row].append(token)
-            children = (tree.parent[rows] == nodes[:, None]) & (tree.tokens[rows] == chosen[:, None])
-            going = children.any(1)
-            rows, nodes = rows[going], children[going].int().argmax(1)
-            if not len(rows):
+                children = range(node + 1, tree.size)
+                child = next((at for at in children if parents[row][at] == node and proposed[row][at] == token), None)
+                if child is not None:
+                    going.append((row, child))
+            if not going:
                 break
+            rows, nodes = [row for row, _ in going], [node for _, node in going]
         return choices
 
     def scores(self, logits: Tensor, rows: Tensor, offset: int, paths: Sequence[Sequence[int]]) -> Tensor:

@@ -171,7 +171,7 @@ def test_choices_follow_the_distribution():
 def test_nodes_of_one_depth_share_their_noise_and_other_depths_do_not():
     chooser = sampler(temperature=1.0, prompt_lengths=torch.tensor([4]))
     flat = torch.zeros(1, 4, 5000)
-    choices = chooser.choose(flat, TokenTree(torch.tensor([[1, 2, 3, 4]]), torch.tensor([[-1, 0, 0, 1]])))[0, 1:]
+    choices = chooser.pick(flat, TokenTree(torch.tensor([[1, 2, 3, 4]]), torch.tensor([[-1, 0, 0, 1]])))[0, 1:]
     assert choices[0] == choices[1] != choices[2]
     # After one settled token, depth 1 of before is depth 0.
     chooser.settle(torch.tensor([5]))
@@ -183,8 +183,9 @@ def test_eos_is_out_of_reach_until_the_minimum(temperature):
     chooser = sampler(temperature=temperature, min_new_tokens=2, eos_token_ids=(1, 3))
     logits = torch.tensor([0.0, 50.0, 0.0, 40.0]).expand(1, 3, 4)
     tree = TokenTree(torch.tensor([[0, 0, 0]]), torch.tensor([[-1, 0, 1]]))
-    choices = chooser.choose(logits, tree)[0].tolist()
+    choices = chooser.pick(chooser.tree_scores(logits, tree), tree)[0].tolist()
     assert set(choices[:2]) <= {0, 2} and choices[2] == 1
+    assert chooser.choose(logits, tree)[0, 0] == choices[0]
     assert logits[0, 0, 1] == 50.0  # the model's logits are not written to
     noise = chooser.foresee(1, words(4))[0]
     assert chooser.draft_scores(logits[:, :1], 0, noise)[0, 0].argmax() in (0, 2)
