@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 
 from shape.verification.acceptance import reject_in_turn
 from shape.verification.tree import TokenTree
@@ -132,10 +132,11 @@ class Sampler:
 
     def __post_init__(self) -> None:
         self.settle(self.prompt_lengths)
-        # Noise for all nodes, or a sort of their scores, can cost more than a small target's forward. Following the
-        # path instead waits for the device at every depth, which is free on a CPU alone.
+        sorts = any(not isinstance(warper, TemperatureLogitsWarper) for warper in self.warpers)
+        # A sort of all nodes' scores can cost more than a small target's forward. Following the path instead waits
+        # for the device at every depth, which is free on a CPU alone.
         on_cpu = self.prompt_lengths.device.type == "cpu"
-        self._visits = self.processors is not None or self.draws or (on_cpu and not self.greedy)
+        self._visits = self.processors is not None or self.draws or (sorts and on_cpu)
 
     @property
     def greedy(self) -> bool:
