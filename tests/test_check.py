@@ -35,7 +35,7 @@ def test_before_training(capsys, questions, tiny_target_folder, tmp_path):
     report = json.loads(file.read_text())
     assert [one["acceptance"] for one in report["chains"]] == [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
     speeds = [one["speed_up"] for one in report["chains"]]
-    assert speeds == sorted(speeds) and speeds[0] >= 1.0  # not to draft is among the choices
+    assert speeds == sorted(speeds) and speeds[0] > 0.999  # not to draft is among the choices
     assert "plans" not in report
 
 
