@@ -178,7 +178,7 @@ def test_teacher_forced_acceptance_equals_decoded(store, tiny_target, axes):
     losses = Losses(smooth_l1=0.0)
     predictor = fit(tiny_target, store, losses=losses, options=TrainingOptions(steps=40, batch_size=32), **axes)
     predictor = predictor.predictor.eval()
-    decoder = ShapeDecoder(tiny_target, drafter=ShapeDrafter(predictor, TreeShape(depth=STEPS, width=1)))
+    decoder = ShapeDecoder(tiny_target, ShapeDrafter(predictor, TreeShape(depth=STEPS, width=1)), fall_back=False)
     accepted_any = False
     for stored in list(store)[:4]:
         prompt = stored.input_ids[:20]
