@@ -44,9 +44,9 @@ def padded(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 def decoders(target: Target) -> dict[str, ShapeDecoder]:
     return {
         "plain": ShapeDecoder(target),
-        "ngram": ShapeDecoder(target, NgramDrafter()),
-        "adversary": ShapeDecoder(target, AdversaryDrafter(nodes=5)),
-        "shape tree": ShapeDecoder.from_pretrained("quickstart-shape", target=target),
+        "ngram": ShapeDecoder(target, NgramDrafter(), fall_back=False),
+        "adversary": ShapeDecoder(target, AdversaryDrafter(nodes=5), fall_back=False),
+        "shape tree": ShapeDecoder.from_pretrained("quickstart-shape", target=target, fall_back=False),
         "shape chain": ShapeDecoder.from_pretrained(
             "quickstart-shape", target=target, tree=TreeShape(depth=4, width=1)
         ),
@@ -58,7 +58,7 @@ def test_teacher_forced_acceptance_from_stored_features_equals_decoded(tmp_path)
     target = Target.load("quickstart-target", dtype="float64")
     predictor = ShapePredictor.from_pretrained(bundled.path("checkpoints", "quickstart-shape")).double()
     chain = TreeShape(depth=predictor.config.num_steps, width=1)
-    decoder = ShapeDecoder(target, ShapeDrafter(predictor, chain))
+    decoder = ShapeDecoder(target, ShapeDrafter(predictor, chain), fall_back=False)
     answered, decoded = [], []
     for prompt in load_prompts(bundled.path("data", "bench.jsonl"))[::12]:
         question = Message("user", prompt.turns[0])
