@@ -202,7 +202,7 @@ def decode(
             trace.step(step, tree, logits, sampler, paths, new, drafted, emitted)
         settled.advance(new, accepted.counts)
         if pace is not None:
-            pace.observe(active is not None, sum(counts) / len(counts), step.seconds)
+            pace.observe(tree.size > 1, sum(counts) / len(counts), step.seconds)
             stats.plain_steps += active is None
         # Behind the step's times, which decide whether drafting pays: whoever listens may be slow.
         yield from ((row.index, own[:count]) for row, own, count in zip(live, new, emitted, strict=True))

@@ -17,9 +17,9 @@ class Pace:
         least: acceptance length below which drafting pauses; None measures the break-even.
     """
 
-    _WINDOW = 12  # drafted steps that are judged together; the first judgement comes after so many
+    _WINDOW = 16  # drafted steps that are judged together; the first judgement comes after so many
     _LOOK = 4  # drafted steps of a later look
-    _PAUSE, _LONGEST_PAUSE = 24, 384  # plain steps
+    _PAUSE, _LONGEST_PAUSE = 16, 512  # plain steps
     _PLAIN = 3  # plain steps that tell what one costs, where that is not known yet
 
     def __init__(self, past: "Experience", least: float | None = None) -> None:
@@ -52,11 +52,13 @@ class Pace:
         return False
 
     def observe(self, drafted: bool, tokens: float, seconds: float) -> None:
-        """A step that settled `tokens` per row."""
+        """A step that settled `tokens` per row. `drafted`: anything was proposed; a drafter that knows nothing to say
+        costs nothing, and is not judged by it.
+        """
         self._past.add(drafted, seconds)
         if drafted:
             self._recent.append(tokens)
-        else:
+        elif self._plain_steps > 0:
             self._plain_steps -= 1
 
 
