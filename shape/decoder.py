@@ -16,6 +16,8 @@ from transformers.generation.streamers import BaseStreamer
 from shape import bundled, streams
 from shape.drafters import Drafter, ShapeDrafter, TreeShape, make_drafter
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, UnsupportedGeneration
+from shape.fixed import FixedSteps, why_not
+from shape.fixed import decode as decode_fixed
 from shape.loop import Memory, Row, decode
 from shape.pace import Experience, Pace
 from shape.pipeline import DraftingPipeline
@@ -62,6 +64,8 @@ class ShapeDecoder:
         fall_back: decode plainly for a while where drafting does not pay (see ``pace.Pace``): by the times measured
             on the way, or where the acceptance length is below a given number. False always drafts. Rules whose samples
             depend on the drafts fall back by a given number only, so that they do not depend on the machine's times.
+        graphs: decode in steps of fixed shapes, captured as CUDA graphs on a GPU, wherever a call allows it (see
+            ``shape.fixed``); a FixedSteps says how. Off by default: it has not been run on a GPU yet.
 
     Raises:
         UnsupportedTarget: the target cannot be verified exactly (found out by a probe at this point).
@@ -74,6 +78,7 @@ class ShapeDecoder:
         drafter: Drafter | str | None = None,
         tokenizer: Any = None,
         fall_back: bool | float = True,
+        graphs: bool | FixedSteps = False,
     ) -> None:
         self.target = Target.load(target, tokenizer=tokenizer)
         self.drafter = make_drafter(drafter) if isinstance(drafter, str) else drafter
@@ -83,6 +88,7 @@ class ShapeDecoder:
             self.target.support = probe(self.target)
         self.support: Support = self.target.support
         self.fall_back = fall_back
+        self.graphs = (FixedSteps() if graphs else None) if isinstance(graphs, bool) else graphs
         self._experience: dict[int, Experience] = {}  # by number of rows
 
     @classmethod
@@ -97,6 +103,7 @@ class ShapeDecoder:
         tree: TreeShape | None = None,
         fall_back: bool | float = True,
         draft_device: str | torch.device | None = None,
+        graphs: bool | FixedSteps = False,
         **hub: Any,
     ) -> "ShapeDecoder":
         """A decoder from an exported predictor, from a target and the name of a drafter, or both.
@@ -108,7 +115,7 @@ class ShapeDecoder:
             device_map: see ``Target.load``.
             drafter: "shape" (the default with a predictor), "ngram", or "none".
             tree: shape of the predictor's draft tree; None takes its own default.
-            fall_back: see the class.
+            fall_back, graphs: see the class.
             draft_device: where the predictor drafts; None is beside the target.
             hub: revision, token, cache_dir and the like, for a predictor from the hub.
 
@@ -127,7 +134,7 @@ class ShapeDecoder:
             if drafter == "shape":
                 raise ConfigError("drafter 'shape' needs a predictor; give the folder of an exported one")
             loaded = Target.load(target, tokenizer=tokenizer, dtype=dtype, device_map=device_map)
-            return cls(loaded, drafter, fall_back=fall_back)
+            return cls(loaded, drafter, fall_back=fall_back, graphs=graphs)
         network = load_predictor(predictor, **hub)
         if target is None:
             known = network.config.target_identity
@@ -136,10 +143,10 @@ class ShapeDecoder:
             target = known["name"]
         loaded = Target.load(target, tokenizer=tokenizer, dtype=dtype, device_map=device_map)
         if drafter not in (None, "shape"):
-            return cls(loaded, drafter, fall_back=fall_back)
+            return cls(loaded, drafter, fall_back=fall_back, graphs=graphs)
         device = device or loaded.device
         network = network.to(device, _draft_dtype(loaded, device))  # type: ignore[arg-type]
-        return cls(loaded, ShapeDrafter(network, tree), fall_back=fall_back)
+        return cls(loaded, ShapeDrafter(network, tree), fall_back=fall_back, graphs=graphs)
 
     @property
     def tokenizer(self) -> Any:
@@ -357,22 +364,23 @@ class ShapeDecoder:
         def steps() -> Steps:
             rows: list[Row] = []
             for group in groups:
-                rows += yield from decode(
-                    self.target,
-                    self.support,
-                    drafter,
-                    [request.prompts[row] for row in group],
-                    request.sampler(group, keys, rule.coupled),
-                    max_new_tokens=request.max_new_tokens,
-                    eos_token_ids=request.eos_token_ids,
-                    criteria=request.criteria and [request.criteria[row] for row in group],
-                    acceptance=rule,
-                    stats=stats,
-                    rows=group,
-                    pace=self._pace(drafter, len(group), by_times=rule.same_for_every_draft),
-                    memory=memory,
-                    trace=record,
-                )
+                sampler = request.sampler(group, keys, rule.coupled)
+                prompts = [request.prompts[row] for row in group]
+                inputs = (self.target, self.support, drafter, prompts, sampler)
+                options: dict[str, Any] = {
+                    "max_new_tokens": request.max_new_tokens,
+                    "eos_token_ids": request.eos_token_ids,
+                    "criteria": request.criteria and [request.criteria[row] for row in group],
+                    "stats": stats,
+                    "rows": group,
+                    "pace": self._pace(drafter, len(group), by_times=rule.same_for_every_draft),
+                }
+                alone = memory is None and record is None
+                if self.graphs is not None and alone and why_not(*inputs[:3], sampler, rule) is None:
+                    stats.graphs = True
+                    rows += yield from decode_fixed(self.graphs, *inputs, **options)
+                else:
+                    rows += yield from decode(*inputs, acceptance=rule, memory=memory, trace=record, **options)
             sequences = request.assemble(input_ids, [row.new for row in rows])
             return ShapeOutput(sequences, stats, record)
 

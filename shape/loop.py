@@ -135,7 +135,7 @@ def decode(
         Row(index, prompt, criteria[at] if criteria else None)
         for at, (index, prompt) in enumerate(zip(rows, prompts, strict=True))
     ]
-    arena, settled, hidden = _settle_prompts(target, support, prompts, sampler, max_new_tokens, memory, stats)
+    arena, settled, hidden = settle_prompts(target, support, prompts, sampler, max_new_tokens, memory, stats)
     for row, token in zip(live, settled.root.tolist(), strict=True):
         row.extend([token], max_new_tokens, eos_token_ids)
         yield row.index, [token]
@@ -214,7 +214,7 @@ def decode(
     return finished
 
 
-def _settle_prompts(
+def settle_prompts(
     target: Target,
     support: Support,
     prompts: list[list[int]],

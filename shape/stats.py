@@ -47,6 +47,7 @@ class DecodeStats:
     Attributes:
         drafter: its name, or "none".
         acceptance: the rule's name.
+        graphs: whether steps had fixed shapes (see ``shape.fixed``).
         lossless: False only for rules with "lossy" in their name.
         emitted: tokens emitted after the prefill, all rows.
         forwards: target forwards after the prefill times the rows they served.
@@ -62,6 +63,7 @@ class DecodeStats:
     drafter: str = "none"
     acceptance: str = "match"
     lossless: bool = True
+    graphs: bool = False
     emitted: int = 0
     forwards: int = 0
     drafted: int = 0

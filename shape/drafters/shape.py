@@ -28,9 +28,13 @@ class ShapeDrafter(Drafter):
     Args:
         predictor: the trained network.
         tree: how to grow; None takes the predictor's own default.
+
+    Attributes:
+        window: (B, W, F), the last known states of each row: all that changes from step to step.
     """
 
     name = "shape"
+    window: Tensor
 
     def __init__(self, predictor: ShapePredictor, tree: TreeShape | None = None) -> None:
         self.predictor = predictor
@@ -65,15 +69,15 @@ class ShapeDrafter(Drafter):
 
     def start(self, settled: Settled, hidden: Tensor) -> None:
         ends = settled.lengths[:, None].to(self._device) - 1
-        self._window = windows(hidden.to(self._device), ends, self.predictor.config.window)[:, 0]
+        self.window = windows(hidden.to(self._device), ends, self.predictor.config.window)[:, 0]
 
     def update(self, hidden: Tensor, counts: Tensor) -> None:
-        known = torch.cat([self._window, hidden.to(self._device)], dim=1)
+        known = torch.cat([self.window, hidden.to(self._device)], dim=1)
         size = self.predictor.config.window
-        self._window = windows(known, counts[:, None].to(self._device) + size, size)[:, 0]
+        self.window = windows(known, counts[:, None].to(self._device) + size, size)[:, 0]
 
     def select(self, rows: Tensor) -> None:
-        self._window = self._window[rows.to(self._device)]
+        self.window = self.window[rows.to(self._device)]
 
     def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
         return self._draft(settled.to(self._device), sampler.to(self._device)).to(settled.root.device)
@@ -97,7 +101,7 @@ class ShapeDrafter(Drafter):
         # The frontier: nodes expanded next, with their numbers, joint log-probabilities, embeddings and windows.
         number = torch.zeros_like(root)
         joint = torch.zeros(root.shape, device=root.device)
-        embedding, window, nodes = self._target.embed(root), self._window[:, None], 1
+        embedding, window, nodes = self._target.embed(root), self.window[:, None], 1
         # Of every depth: what was expanded, its best children, and their joint log-probabilities.
         numbers, children, scores = [], [], []
         drawn: list[Tensor] = []
@@ -181,7 +185,7 @@ class ShapeDrafter(Drafter):
         embedding = None
         if self.predictor.config.token_conditioning == "root":
             embedding = self._target.embed(root)[:, None]
-        return self._logits(self.predictor(self._window, embedding, depth))
+        return self._logits(self.predictor(self.window, embedding, depth))
 
     def _logits(self, states: Tensor) -> Tensor:
         """(..., H) -> (..., K), over the draft vocabulary."""

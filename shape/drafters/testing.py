@@ -31,11 +31,11 @@ class OracleDrafter(Drafter):
 
     def start(self, settled: Settled, hidden: Tensor) -> None:
         self._rows = list(range(len(settled.texts)))
-        self._drafts = [self._corrupted(row, text) for row, text in enumerate(self.texts)]
+        self.drafts = [self._corrupted(row, text) for row, text in enumerate(self.texts)]
 
     def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
         drafts = zip(self._rows, map(len, settled.texts), strict=True)
-        return ragged_chain(settled.root, [self._drafts[row][start : start + self.depth] for row, start in drafts])
+        return ragged_chain(settled.root, [self.drafts[row][start : start + self.depth] for row, start in drafts])
 
     def _corrupted(self, row: int, text: list[int]) -> list[int]:
         positions = torch.arange(len(text))

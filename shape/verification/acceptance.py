@@ -45,8 +45,11 @@ def match(tree: TokenTree, choices: Tensor) -> Accepted:
     if tree.size == 1:  # plain decoding should not pay for trees
         none = torch.zeros_like(choices)
         return Accepted(none, none[:, 0] + 1, choices, none[:, 0])
-    if choices.device.type == "cpu":
-        return _walk(tree, choices)
+    return _walk(tree, choices) if choices.device.type == "cpu" else match_on_device(tree, choices)
+
+
+def match_on_device(tree: TokenTree, choices: Tensor) -> Accepted:
+    """``match`` by operations of tensors alone, without a word to the host; of equal siblings any is on the path."""
     agrees = choices.gather(1, tree.parent.clamp(min=0)) == tree.tokens
     last = tree.depth.masked_fill(~_reached(tree, agrees), -1).argmax(1)
     return _accept_path(tree, last, choices.gather(1, last[:, None]))

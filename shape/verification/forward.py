@@ -83,12 +83,13 @@ def tree_forward(target: Target, support: Support, arena: KVArena, tree: TokenTr
     if target.max_positions is not None:
         # Nodes past the last position cannot be emitted any more, but must not index out of a position table.
         positions = positions.clamp(max=target.max_positions - 1)
-    masks = _masks(target, support, arena, tree)
+    masks = tree_masks(support, arena, tree)
     with grouped_queries(target.config) if support.grouped_queries and masks is not None else nullcontext():
         return target.hidden(tree.tokens, attention_mask=masks, position_ids=positions, cache=arena)
 
 
-def _masks(target: Target, support: Support, arena: KVArena, tree: TokenTree) -> Tensor | dict[str, Tensor] | None:
+def tree_masks(support: Support, arena: KVArena, tree: TokenTree) -> Tensor | dict[str, Tensor] | None:
+    """What a tree's nodes may look at, in the form that the target's model takes."""
     single = tree.size == 1 and arena.uniform and support.sliding_window is None
     if single or support.mode == "chain":
         return None  # the model's own causal mask; without an explicit one its fastest kernels apply
