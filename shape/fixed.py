@@ -1,4 +1,4 @@
-"""The step with fixed shapes, for accelerators: nothing in it waits for the host, so that it can be captured as a whole.
+"""The step with fixed shapes, for accelerators: nothing in it waits for the host, so that it is captured as a whole.
 
 ``loop.decode`` asks the host at every step: how much was accepted, how long rows are, what moves in the cache. Between
 the answers the device idles, and each of a step's thousand kernels is launched by Python. Here draft, mask, forward,
@@ -11,8 +11,8 @@ The loop around it is pipelined: a step is enqueued before the tokens of the ste
 one asynchronous copy. So the host learns of a stop one step late; what rows compute behind their end is dropped.
 
 Serves rule "match", greedy or sampling, without processors that look at the text, on a target that verifies trees and
-lies on one device, for plain decoding, ShapeDrafter (its threshold is not looked at: stopping early would be a wait) and
-OracleDrafter. Everything else is ``loop.decode``'s. Tokens are the same.
+lies on one device, for plain decoding, ShapeDrafter (its threshold is not looked at: stopping early would be a wait)
+and OracleDrafter. Everything else is ``loop.decode``'s. Tokens are the same.
 """
 
 from abc import ABC, abstractmethod
@@ -50,7 +50,7 @@ from shape.verification.attention import grouped_queries
 from shape.verification.cache import KVArena
 from shape.verification.forward import Support, tree_masks
 from shape.verification.sampling import Sampler, gumbel, token_words
-from shape.verification.tree import TokenTree, chain, root_only
+from shape.verification.tree import TokenTree, ancestors, chain, root_only
 
 # These compute on the scores' device alone; others may ask the host.
 _WARPERS = (
@@ -65,6 +65,7 @@ _WARPERS = (
 _ROWS = (1, 2, 4, 8, 16, 24, 32)  # numbers of rows that steps are made for; beyond, multiples of the last
 _AHEAD = 2  # steps enqueued before the first of them is read
 _TABLE = 256  # positions of an oracle's table come in multiples of this
+_RECOMPILES = 256
 _WARM_UPS = 3  # runs before a capture, as torch asks for: libraries allocate at their first
 
 
@@ -77,7 +78,7 @@ class FixedArena(KVArena):
         self._slots = {}
 
     def move(self, path: Tensor) -> None:
-        """Move the states of nodes ``path``, (B, D) int64 and increasing, to the first slots behind the settled ones."""
+        """Move the states of nodes ``path``, (B, D) int64, increasing, to the first slots behind the settled ones."""
         starts = torch.arange(len(path), device=path.device)[:, None] * self.capacity + self.lengths[:, None]
         old, new = (starts + path).flatten(), (starts + torch.arange(path.shape[1], device=path.device)).flatten()
         for storage in self._storage.values():
@@ -133,6 +134,19 @@ class FixedSampler(Sampler):
         early = (self._lengths - self.prompt_lengths)[:, None] + offset < self.min_new_tokens
         ends = self._ends if vocabulary is None else self._ends[vocabulary]
         return logits.masked_fill(early[..., None] & ends, float("-inf"))
+
+
+@dataclass(frozen=True)
+class LaidOut(TokenTree):
+    """A tree that knows its ancestors and depths from the start: torch.compile does not look into cached properties."""
+
+    ancestors: Tensor = None  # type: ignore[assignment]
+    depth: Tensor = None  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, tree: TokenTree) -> "LaidOut":
+        above = ancestors(tree.parent)
+        return cls(tree.tokens, tree.parent, None, None, above, above.sum(-1) - 1)
 
 
 class Proposer(ABC):
@@ -212,7 +226,7 @@ class Grown(Proposer):
 
 
 class Foretold(Proposer):
-    """Chains that an oracle foretells; the state is its drafts by position, (B, positions) int64, -1 behind the last."""
+    """Chains that an oracle foretells; the state is its drafts by position, (B, P) int64, -1 behind the last."""
 
     def __init__(self, drafter: OracleDrafter) -> None:
         self._drafter, self.depth, self.nodes = copy(drafter), drafter.depth, drafter.depth + 1
@@ -314,10 +328,12 @@ class Stage:
         if drafts in self._runs:
             return
         step = torch.compile(self.step, fullgraph=True) if self.compiled else self.step
+        # Each stage is an object of its own to the compiler, which would give up on the ninth.
+        many = torch._dynamo.config.patch(recompile_limit=_RECOMPILES) if self.compiled else nullcontext()
 
         def run() -> None:
             # Around it all: a compiled step cannot change the configuration.
-            with grouped_queries(self.target.config) if self.support.grouped_queries else nullcontext():
+            with grouped_queries(self.target.config) if self.support.grouped_queries else nullcontext(), many:
                 step(drafts)
 
         self._runs[drafts] = captured(run, self.target, self._pool)
@@ -327,7 +343,7 @@ class Stage:
         arena, sampler, proposer = self.arena, self.sampler, self.proposer
         lengths = arena.lengths + 1
         sampler.settle(lengths)
-        tree = proposer.draft(self.state, lengths, self.root, sampler) if drafts else root_only(self.root)
+        tree = LaidOut.of(proposer.draft(self.state, lengths, self.root, sampler) if drafts else root_only(self.root))
         states = self.forward(tree)
         accepted = match_on_device(tree, sampler.choose(self.target.logits(states), tree))
         deepest = proposer.depth + 1 if drafts else 1

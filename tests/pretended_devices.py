@@ -6,7 +6,9 @@ and whatever forgets to move something raises. The device type is one that torch
 registered for the life of the process: hence a process of its own.
 """
 
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate import dispatch_model
@@ -18,12 +20,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Pretr
 
 from shape.config import ShapeConfig
 from shape.decoder import ShapeDecoder
-from shape.drafters import AdversaryDrafter, Drafter, ShapeDrafter, TreeShape
+from shape.drafters import AdversaryDrafter, Drafter, OracleDrafter, ShapeDrafter, TreeShape
+from shape.fixed import FixedSteps, Stage
 from shape.predictor import ShapePredictor
 from shape.target import Target
 
 KIND = "pretended"
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+# These bring an answer to the host, or something from it; so does indexing by booleans.
+WAITING = (*COPIES, torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
 INDEXING = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)  # these take indices from the CPU
 
 
@@ -45,11 +50,15 @@ class Pretended(torch.Tensor):
         return f"{self.actual!r} on {self.device}"
 
     def tolist(self) -> Any:
+        assert not silent, "the host is asked"
         return self.actual.tolist()
 
     @classmethod
     def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
         return carry_out(operation, args, kwargs or {})
+
+
+silent = False  # whether the host must not be asked
 
 
 class Devices(TorchDispatchMode):
@@ -74,6 +83,13 @@ def carry_out(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     devices = {tensor.device for tensor in tensors if tensor.dim() > 0} or {tensor.device for tensor in tensors}
     others = {device for device in devices if device.type == KIND} if operation in INDEXING else devices
+    if silent:
+        kinds = {tensor.device.type for tensor in tensors} | {torch.device(kwargs.get("device") or KIND).type}
+        asks = operation in WAITING[2:] or (operation in WAITING and len(kinds) > 1)
+        if asks or (
+            operation in INDEXING and any(one.dtype == torch.bool for one in tree_leaves(args[1]) if one is not None)
+        ):
+            raise RuntimeError(f"{operation} waits for the host")
     if operation not in COPIES and len(others) > 1:
         raise RuntimeError(f"{operation} is given tensors on {sorted(map(str, devices))}")
     home = tensors[0].device if operation in COPIES else next(iter(others or devices), torch.device("cpu"))
@@ -180,6 +196,69 @@ def check_drafter_elsewhere(config: PretrainedConfig, places: list[tuple[str, st
             assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True)), (home, elsewhere)
 
 
+def check_that_asking_raises() -> None:
+    global silent
+    with Devices():
+        here = torch.ones(2, device=torch.device(KIND, 0))
+        questions = (
+            lambda: here.sum().item(),
+            lambda: here.tolist(),
+            lambda: here.cpu(),
+            lambda: here.nonzero(),
+            lambda: here[here > 0],
+            lambda: here + torch.tensor([1.0, 2.0], device=here.device),
+        )
+        silent = True
+        try:
+            for number, ask in enumerate(questions):
+                try:
+                    ask()
+                except (RuntimeError, AssertionError) as error:
+                    assert "the host" in str(error)
+                else:
+                    raise AssertionError(f"question {number} was not noticed")
+        finally:
+            silent = False
+
+
+def check_that_fixed_steps_are_silent(config: PretrainedConfig) -> None:
+    """What a CUDA graph cannot hold raises here: an answer to the host, or a number from it."""
+    ids = torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(9) >= torch.tensor([[0], [3], [1]])).long()
+    options = {"max_new_tokens": 24, "pad_token_id": 0, "min_new_tokens": 3}
+    sampled = {"do_sample": True, "temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "seed": 3}
+    step, steps = Stage.step, 0
+
+    def silently(stage: Stage, drafts: bool) -> None:
+        global silent
+        nonlocal steps
+        silent, steps = True, steps + 1
+        try:
+            step(stage, drafts)
+        finally:
+            silent = False
+
+    def decoders(model: PreTrainedModel, **options: Any) -> Iterator[ShapeDecoder]:
+        network = predictor_of(Target(model), step_mode="recursive", token_conditioning="path")
+        if KIND in str(model.device):
+            put(network, model.device)
+        texts = [row.tolist() for row in torch.cat([ids, ids, ids], dim=1)]
+        shapes = (TreeShape(depth=4, width=3, nodes=7), TreeShape(depth=3, width=1))
+        for drafter in (None, OracleDrafter(texts, 0.3), *(ShapeDrafter(network, shape) for shape in shapes)):
+            yield ShapeDecoder(model, drafter, fall_back=False, **options)
+
+    model = model_of(config)
+    expected = [decoder.generate(ids, mask, **options, **more) for decoder in decoders(model) for more in ({}, sampled)]
+    with Devices(), patch.object(Stage, "step", silently):
+        device = torch.device(KIND, 0)
+        put(model, device)
+        for decoder in decoders(model, graphs=FixedSteps(slots=32)):
+            for more in ({}, sampled):
+                found = decoder.generate(ids.to(device), mask.to(device), **options, **more)
+                assert torch.equal(found.cpu(), expected.pop(0))
+    assert steps > 50 and not expected
+
+
 def check_that_mixing_raises() -> None:
     with Devices():
         here, there = (torch.ones(2, device=torch.device(KIND, index)) for index in range(2))
@@ -200,8 +279,11 @@ def main() -> None:
         "num_key_value_heads": 2, "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0,
     }  # fmt: skip
     check_that_mixing_raises()
+    check_that_asking_raises()
     check_sharded_target(LlamaConfig(**tiny))
     check_sharded_target(MistralConfig(**tiny, sliding_window=6))
+    check_that_fixed_steps_are_silent(LlamaConfig(**tiny))
+    check_that_fixed_steps_are_silent(MistralConfig(**tiny, sliding_window=6))
     first, second = f"{KIND}:0", f"{KIND}:1"
     check_drafter_elsewhere(LlamaConfig(**tiny), [(first, second)])
     check_drafter_elsewhere(LlamaConfig(**tiny), [(first, "cpu"), ("cpu", second)], draft_vocab_size=24)
