@@ -89,7 +89,7 @@ class ShapeDecoder:
         self.support: Support = self.target.support
         self.fall_back = fall_back
         self.graphs = (FixedSteps() if graphs else None) if isinstance(graphs, bool) else graphs
-        self._experience: dict[int, Experience] = {}  # by number of rows
+        self._experience: dict[tuple[int, bool], Experience] = {}  # by number of rows, and whether by fixed steps
 
     @classmethod
     def from_pretrained(
@@ -367,18 +367,19 @@ class ShapeDecoder:
                 sampler = request.sampler(group, keys, rule.coupled)
                 prompts = [request.prompts[row] for row in group]
                 inputs = (self.target, self.support, drafter, prompts, sampler)
+                reason = why_not(self.target, self.support, drafter, sampler, rule)
+                fixed = self.graphs if reason is None and memory is None and record is None else None
                 options: dict[str, Any] = {
                     "max_new_tokens": request.max_new_tokens,
                     "eos_token_ids": request.eos_token_ids,
                     "criteria": request.criteria and [request.criteria[row] for row in group],
                     "stats": stats,
                     "rows": group,
-                    "pace": self._pace(drafter, len(group), by_times=rule.same_for_every_draft),
+                    "pace": self._pace(drafter, (len(group), fixed is not None), by_times=rule.same_for_every_draft),
                 }
-                alone = memory is None and record is None
-                if self.graphs is not None and alone and why_not(*inputs[:3], sampler, rule) is None:
-                    stats.graphs = True
-                    rows += yield from decode_fixed(self.graphs, *inputs, **options)
+                stats.graphs = fixed is not None
+                if fixed is not None:
+                    rows += yield from decode_fixed(fixed, *inputs, **options)
                 else:
                     rows += yield from decode(*inputs, acceptance=rule, memory=memory, trace=record, **options)
             sequences = request.assemble(input_ids, [row.new for row in rows])
@@ -386,10 +387,10 @@ class ShapeDecoder:
 
         return steps()
 
-    def _pace(self, drafter: Drafter | None, rows: int, by_times: bool) -> Pace | None:
+    def _pace(self, drafter: Drafter | None, steps: tuple[int, bool], by_times: bool) -> Pace | None:
         if drafter is None or self.fall_back is False or (self.fall_back is True and not by_times):
             return None
-        past = self._experience.setdefault(rows, Experience())
+        past = self._experience.setdefault(steps, Experience())
         return Pace(past, None if self.fall_back is True else float(self.fall_back))
 
 

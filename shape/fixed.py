@@ -455,6 +455,8 @@ def captured(run: Callable[[], None], target: Target, pool: Any = None) -> Calla
 class FixedSteps:
     """The stages of one decoder, kept from call to call, so that captures and compilation are not repeated.
 
+    A captured step reads weights where they lay: after moving target or predictor make a new decoder.
+
     Args:
         compiled: torch.compile before capturing: fewer kernels, for up to a minute of compilation.
         slots: least slots per row; more come by doubling.

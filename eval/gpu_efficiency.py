@@ -1,0 +1,443 @@
+"""How near decoding comes to what a GPU can do, in at most eight minutes: steps of fixed shapes as CUDA graphs.
+
+    python eval/gpu_efficiency.py --output eval/results/gpu [--target chat-12m-folder] [--no-compile]
+    python eval/gpu_efficiency.py --tiny --output /some/folder        # seconds, on a CPU, to see that it runs
+
+Run it in the repository (or with it on PYTHONPATH) beside torch, transformers, accelerate and safetensors; nothing is
+downloaded. Measured are
+
+- *read bandwidth*: a sum over, and a copy of, far more bytes than any cache holds; the better of the two;
+- plain decoding against its bound, weight bytes read per token / read bandwidth, for a randomly initialised bfloat16
+  model in the shape of Llama-3.1-8B and for a small target that exists (default: the bundled one);
+- t(n), a bare captured forward over n tokens per row with its logits, and what a step adds to it, for several batches;
+- *efficiency*: (t(n) + the drafter's bare forwards) / time of a step by the wall clock; of plain decoding t(1) / step;
+- speed-up over our own plain decoding of the same batch, for an oracle that drafts the truth with every fifth token
+  corrupted at no cost (*simulated*: a randomly initialised target has no drafter), and for the trained predictor;
+- transformers' generate at batch 1, with its dynamic cache, and with a static one and compilation if time is left;
+- whether compiled steps, captured steps and the loop that asks the host give the same tokens (float32, small target).
+
+At batch 1 steps go through torch.compile before they are captured; elsewhere not, since each shape would cost most of
+a minute. Parts that do not fit into the time are left out and named. Results are written after every part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.generation.streamers import BaseStreamer
+
+from shape import bundled
+from shape.conversations import evenly, load_prompts, prompt_ids
+from shape.decoder import ShapeDecoder, ShapeOutput
+from shape.drafters import Drafter, OracleDrafter, ShapeDrafter
+from shape.evaluation.environment import Environment
+from shape.evaluation.tables import markdown, show
+from shape.fixed import FixedArena, FixedSteps, LaidOut, captured
+from shape.target import Target
+from shape.verification.attention import grouped_queries
+from shape.verification.forward import tree_masks
+from shape.verification.tree import chain
+
+BATCHES = (1, 2, 4, 8, 16, 24)
+ERROR_RATE, DEPTH = 0.2, 6  # of the oracle
+REPEATS = 30  # of bare forwards, whose median counts
+LLAMA_8B: dict[str, Any] = {
+    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "tie_word_embeddings": False,
+}  # fmt: skip
+TINY: dict[str, Any] = LLAMA_8B | {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+@dataclass
+class Case:
+    """One method at one batch; milliseconds per step, of bare forwards per call.
+
+    Attributes:
+        device_ms: on the device, between the events around a step; off CUDA the time of the call.
+    """
+
+    target: str
+    batch: int
+    method: str
+    compiled: bool
+    nodes: int
+    acceptance_length: float
+    tokens_per_second: float
+    step_ms: float
+    device_ms: float
+    forward_ms: float
+    draft_ms: float
+    plain_tokens_per_second: float
+
+    @property
+    def efficiency(self) -> float:
+        return (self.forward_ms + self.draft_ms) / self.step_ms
+
+    @property
+    def speed_up(self) -> float:
+        return self.tokens_per_second / self.plain_tokens_per_second
+
+
+@dataclass
+class Record:
+    """What is known so far, written after every part."""
+
+    folder: Path
+    environment: Environment
+    minutes: float
+    bandwidth: float = 0.0
+    bounds: list[dict[str, Any]] = field(default_factory=list)
+    cases: list[Case] = field(default_factory=list)
+    baselines: list[dict[str, Any]] = field(default_factory=list)
+    equal: list[dict[str, Any]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    started: float = field(default_factory=perf_counter)
+
+    @property
+    def seconds_left(self) -> float:
+        return 60 * self.minutes - (perf_counter() - self.started)
+
+    @contextmanager
+    def part(self, name: str, seconds: float) -> Iterator[bool]:
+        """Says whether there is time for a part that takes about so long; what it raises is recorded, not passed on."""
+        print(f"[{perf_counter() - self.started:4.0f} s] {name}", flush=True)
+        if self.seconds_left < seconds:
+            self.left_out.append(f"{name}: no time left")
+            yield False
+            return
+        try:
+            yield True
+        except Exception as error:  # one part that fails must not cost the others
+            self.left_out.append(f"{name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            print(f"       {self.left_out[-1]}", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        values = {name: value for name, value in vars(self).items() if name not in ("folder", "started")}
+        values["environment"] = asdict(self.environment)
+        figures = ("efficiency", "speed_up")
+        values["cases"] = [asdict(one) | {name: getattr(one, name) for name in figures} for one in self.cases]
+        (self.folder / "gpu-efficiency.json").write_text(json.dumps(values, indent=1))
+        (self.folder / "gpu-efficiency.md").write_text(self.markdown())
+
+    def markdown(self) -> str:
+        bounds = [
+            [one["target"], show(one["weight_gb"]), show(one["bound_ms"], ".3f"), show(one["plain_ms"], ".3f"),
+             show(one["plain_ms"] / one["bound_ms"], unit="x")]
+            for one in self.bounds
+        ]  # fmt: skip
+        cases = [
+            [one.target, str(one.batch), one.method, "yes" if one.compiled else "no", str(one.nodes),
+             show(one.forward_ms, ".3f"), show(one.draft_ms, ".3f"), show(one.step_ms, ".3f"),
+             show(one.step_ms - one.forward_ms - one.draft_ms, ".3f"), show(one.device_ms, ".3f"),
+             show(one.efficiency), show(one.acceptance_length), show(one.tokens_per_second, ".0f"),
+             show(one.speed_up, unit="x")]
+            for one in self.cases
+        ]  # fmt: skip
+        others = [[one["target"], one["method"], show(one["token_ms"], ".3f")] for one in self.baselines]
+        same = [[one["method"], f"{one['equal']} / {one['answers']}"] for one in self.equal]
+        parts = [
+            "### Decoding on a GPU: steps of fixed shapes",
+            f"Read bandwidth, measured: {self.bandwidth / 1e9:.0f} GB/s.",
+            "Plain decoding, batch 1, against the bound of reading all weights once:",
+            markdown(["target", "weights, GB", "bound, ms", "plain, ms per token", "plain / bound"], bounds),
+            "Steps; `oracle (simulated)` drafts the truth with every fifth token corrupted, at no cost:",
+            markdown(
+                ["target", "batch", "method", "compiled", "n", "t(n) ms", "drafter ms", "step ms", "overhead ms",
+                 "step on device ms", "efficiency", "acceptance length", "tokens/s", "speed-up"],
+                cases,
+            ),
+            "transformers' generate, batch 1:",
+            markdown(["target", "method", "ms per token"], others),
+            "Answers token for token equal to the eager loop's (small target, float32, greedy):",
+            markdown(["steps", "equal"], same),
+            "Left out: " + ("; ".join(self.left_out) or "nothing") + ".",
+            self.environment.line(),
+        ]  # fmt: skip
+        return "\n\n".join(parts) + "\n"
+
+
+def seconds(run: Callable[[], Any], device: torch.device, repeats: int = REPEATS) -> float:
+    """Median time of a call: between events on CUDA, by the clock elsewhere."""
+    times = []
+    for repeat in range(repeats + 3):
+        if device.type == "cuda":
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
+            run()
+            after.record()
+            after.synchronize()
+            taken = before.elapsed_time(after) / 1e3
+        else:
+            start = perf_counter()
+            run()
+            taken = perf_counter() - start
+        if repeat >= 3:
+            times.append(taken)
+    return median(times)
+
+
+def read_bandwidth(device: torch.device, size: int) -> float:
+    """Bytes per second that the device reads, of the better of a sum and a copy."""
+    numbers = torch.ones(size // 4, dtype=torch.float32, device=device)
+    other = torch.empty_like(numbers)
+    copied = 2 * size / seconds(lambda: other.copy_(numbers), device, 10)
+    return max(copied, size / seconds(numbers.sum, device, 10))
+
+
+def weight_bytes(target: Target) -> int:
+    """What a forward over one token reads: all parameters, but of the input embedding only where it is the head too."""
+    embedding = target.model.get_input_embeddings().weight
+    skipped = None if embedding is target.head.weight else embedding
+    return sum(one.numel() * one.itemsize for one in target.model.parameters() if one is not skipped)
+
+
+def random_llama(config: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Target:
+    """Made where it will run; nothing is read from disk."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**config, eos_token_id=None, pad_token_id=0), dtype=dtype)
+    return Target(model, name="random Llama")
+
+
+@torch.no_grad()
+def bare(decoder: ShapeDecoder, rows: int, nodes: int, context: int, slots: int, compiled: bool) -> float:
+    """t(n): a forward over so many tokens per row behind `context` cached ones, masks and positions being at hand."""
+    target, support = decoder.target, decoder.support
+    arena = FixedArena(support.layers, rows, slots, target.dtype, target.device)
+    arena.lengths.fill_(context)
+    tokens = torch.zeros(rows, nodes, dtype=torch.long, device=target.device)
+    tree = LaidOut.of(chain(tokens[:, 0], tokens[:, 1:]))
+    arena.expect(nodes)
+    masks, positions = tree_masks(support, arena, tree), context + tree.depth
+
+    def forward() -> Tensor:
+        arena.expect(nodes)
+        hidden = target.hidden(tokens, attention_mask=masks, position_ids=positions, cache=arena)
+        return target.logits(hidden)
+
+    function = torch.compile(forward, fullgraph=True) if compiled else forward
+
+    def run() -> None:
+        with grouped_queries(target.config) if support.grouped_queries else nullcontext():
+            function()
+
+    return seconds(captured(run, target), target.device)
+
+
+@torch.no_grad()
+def bare_draft(drafter: Drafter | None, target: Target, rows: int, passes: int) -> float:
+    """The drafter's network alone."""
+    if drafter is None or passes == 0:
+        return 0.0
+    return seconds(captured(lambda: drafter.rehearse(rows, passes), target), target.device)
+
+
+def padded(prompts: Sequence[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids and mask, padded on the left."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(one)) + one for one in prompts], device=device)
+    mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts], device=device)
+    return ids, mask
+
+
+def decoded(decoder: ShapeDecoder, ids: Tensor, mask: Tensor, tokens: int) -> ShapeOutput:
+    """The second of two calls: the first captures."""
+    options = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": [], "return_dict_in_generate": True}
+    for _ in range(2):
+        out = decoder.generate(ids, mask, **options)
+    assert isinstance(out, ShapeOutput) and out.stats.graphs
+    return out
+
+
+def measure(
+    target: Target, predictor: ShapeDrafter | None, prompts: list[list[int]], tokens: int, compiled: bool
+) -> Iterator[Case]:
+    """Plain decoding, the oracle, and the predictor where there is one, for one batch of prompts."""
+    ids, mask = padded(prompts, target.device)
+    slots = 1 << (ids.shape[1] + tokens + 64).bit_length()  # one bucket from beginning to end
+    rows, steps, context = len(prompts), FixedSteps(compiled, slots), ids.shape[1] + tokens // 2
+    plain_rate = 0.0
+
+    def case(method: str, drafter: Drafter | None) -> tuple[Case, Tensor]:
+        decoder = ShapeDecoder(target, drafter, fall_back=False, graphs=steps)
+        out = decoded(decoder, ids, mask, tokens)
+        stats, first = out.stats, out.stats.steps[0]
+        rate = stats.emitted / stats.decode_seconds
+        found = Case(
+            target=target.name,
+            batch=rows,
+            method=method,
+            compiled=compiled,
+            nodes=first.nodes,
+            acceptance_length=stats.acceptance_length,
+            tokens_per_second=rate,
+            step_ms=1e3 * stats.decode_seconds / len(stats.steps),
+            device_ms=1e3 * median(step.seconds for step in stats.steps),
+            forward_ms=1e3 * bare(decoder, rows, first.nodes, context, slots, compiled),
+            draft_ms=1e3 * bare_draft(drafter, target, rows, first.passes),
+            plain_tokens_per_second=plain_rate or rate,
+        )
+        return found, out.sequences
+
+    plain, answers = case("plain", None)
+    yield plain
+    plain_rate = plain.tokens_per_second
+    new = answers[:, ids.shape[1] :].tolist()
+    texts = [prompt + more for prompt, more in zip(prompts, new, strict=True)]
+    yield case("oracle (simulated)", OracleDrafter(texts, ERROR_RATE, DEPTH))[0]
+    if predictor is not None:
+        yield case("predictor", predictor)[0]
+
+
+class Arrivals(BaseStreamer):
+    """When tokens arrived; the prompt comes first."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(perf_counter())
+
+    def end(self) -> None: ...
+
+
+def transformers_ms(target: Target, prompt: list[int], tokens: int, **options: Any) -> float:
+    """Milliseconds per token of `generate` behind its first one."""
+    ids = torch.tensor([prompt], device=target.device)
+    for _ in range(2):  # the first warms up
+        arrivals = Arrivals()
+        target.model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, max_new_tokens=tokens,
+            min_new_tokens=tokens, streamer=arrivals, **options,
+        )  # fmt: skip
+    return 1e3 * (arrivals.times[-1] - arrivals.times[1]) / (len(arrivals.times) - 2)
+
+
+def equality(target: Target, predictor: ShapeDrafter | None, prompts: list[list[int]], tokens: int, compiled: bool):
+    """How many answers of captured, and of compiled, steps are those of the loop that asks the host."""
+    found = []
+    for drafter, name in ((None, "plain"), (predictor, "predictor")):
+        if drafter is None and name != "plain":
+            continue
+        eager = ShapeDecoder(target, drafter, fall_back=False)
+        for kind in (False, True) if compiled else (False,):
+            fixed = ShapeDecoder(target, drafter, fall_back=False, graphs=FixedSteps(kind))
+            pairs = []
+            for prompt in prompts:
+                ids = torch.tensor([prompt], device=target.device)
+                options = {"max_new_tokens": tokens, "do_sample": False}
+                pairs.append([decoder.generate(ids, torch.ones_like(ids), **options) for decoder in (eager, fixed)])
+            equal = sum(torch.equal(*pair) for pair in pairs)
+            method = f"{name}, {'compiled and captured' if kind else 'captured'}"
+            found.append({"method": method, "equal": equal, "answers": len(pairs)})
+    return found
+
+
+def loaded(args: argparse.Namespace, dtype: str, device: torch.device) -> tuple[Target, ShapeDrafter | None]:
+    """The small target and its predictor, which is left out for a target that it was not trained for."""
+    name = args.target or "quickstart-target"
+    predictor = args.predictor or (None if args.target else "quickstart-shape")
+    if predictor is None:
+        return Target.load(name, dtype=dtype, device_map=device), None
+    decoder = ShapeDecoder.from_pretrained(predictor, target=name, dtype=dtype, device_map=device)
+    assert isinstance(decoder.drafter, ShapeDrafter)
+    return decoder.target, decoder.drafter
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("gpu-efficiency"))
+    parser.add_argument("--target", help="small target: folder, hub id or bundled name; default: the bundled one")
+    parser.add_argument("--predictor", help="its trained predictor; default: the shipped one of the bundled target")
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens per answer")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a tiny random model, two batches, few tokens, on any device"
+    )
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not args.tiny:
+        parser.error("no CUDA device is there; --tiny shows on a CPU that the program runs")
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    batches, tokens = ((1, 2), 12) if args.tiny else (BATCHES, args.tokens)
+    compiles = not (args.no_compile or args.tiny)
+
+    record = Record(args.output, Environment.capture(device), args.minutes)
+    with record.part("read bandwidth", 0) as go:
+        if go:
+            record.bandwidth = read_bandwidth(device, 2**24 if args.tiny else 2**32)
+
+    generator = torch.Generator().manual_seed(0)
+
+    def random_prompts(vocab_size: int) -> list[list[int]]:
+        return torch.randint(3, vocab_size, (max(batches), 64), generator=generator).tolist()
+
+    def all_of(
+        target: Target, predictor: ShapeDrafter | None, prompts: list[list[int]], label: str, weight: float
+    ) -> None:
+        for batch in batches:
+            compiled = compiles and batch == 1
+            with record.part(f"{label}, batch {batch}", weight * (90 if compiled else 20)) as go:
+                if not go:
+                    continue
+                for case in measure(target, predictor, prompts[:batch], tokens, compiled):
+                    record.cases.append(case)
+                    if batch == 1 and case.method == "plain":
+                        size = weight_bytes(target)
+                        bound = 1e3 * size / record.bandwidth
+                        figures = {"weight_gb": size / 1e9, "bound_ms": bound, "plain_ms": case.step_ms}
+                        record.bounds.append({"target": label, **figures})
+        with record.part(f"{label}, transformers", weight * 20) as go:
+            if go:
+                token_ms = transformers_ms(target, prompts[0], tokens)
+                record.baselines.append({"target": label, "method": "dynamic cache", "token_ms": token_ms})
+
+    # The large one first: it is what the bound is about.
+    large = random_llama(TINY if args.tiny else LLAMA_8B, device, torch.bfloat16)
+    large.name = label = "random, tiny" if args.tiny else "random, Llama-3.1-8B-shaped"
+    large_prompts = random_prompts(large.vocab_size)
+    all_of(large, None, large_prompts, label, 0.1 if args.tiny else 1.0)
+
+    if not args.tiny:
+        small, predictor = loaded(args, "bfloat16", device)
+        source = bundled.path("data", "bench.jsonl")
+        chosen = evenly(load_prompts(source), max(batches))
+        prompts = [prompt_ids(prompt.messages, small.tokenizer) for prompt in chosen]
+        all_of(small, predictor, prompts, Path(small.name).name, 0.4)
+        with record.part("equality of compiled, captured and eager steps", 60) as go:
+            if go:
+                exact, exact_predictor = loaded(args, "float32", device)
+                record.equal = equality(exact, exact_predictor, prompts[:8], 64, compiles)
+    else:
+        with record.part("equality of captured and eager steps", 0):
+            exact = random_llama(TINY, device, torch.float32)
+            record.equal = equality(exact, None, large_prompts[:2], tokens, False)
+
+    with record.part(f"{label}, transformers, static cache", 1.0 if args.tiny else 90) as go:
+        if go and compiles:
+            token_ms = transformers_ms(large, large_prompts[0], tokens, cache_implementation="static")
+            record.baselines.append({"target": label, "method": "static cache, compiled", "token_ms": token_ms})
+    record.write()
+    print(record.markdown())
+
+
+if __name__ == "__main__":
+    main()

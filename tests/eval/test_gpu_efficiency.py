@@ -1,0 +1,70 @@
+"""The GPU program, with a tiny model on a CPU."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).resolve().parents[2] / "eval/gpu_efficiency.py"
+
+
+@pytest.fixture
+def program():
+    spec = importlib.util.spec_from_file_location("gpu_efficiency", PROGRAM)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def test_tiny(program, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(program, "REPEATS", 3)
+    monkeypatch.setattr(sys, "argv", ["gpu_efficiency.py", "--tiny", "--output", str(tmp_path)])
+    program.main()
+    found = json.loads((tmp_path / "gpu-efficiency.json").read_text())
+    assert found["left_out"] == [] and found["bandwidth"] > 0
+    assert [(one["batch"], one["method"]) for one in found["cases"]] == [
+        (batch, method) for batch in (1, 2) for method in ("plain", "oracle (simulated)")
+    ]
+    plain, oracle = found["cases"][:2]
+    assert plain["speed_up"] == plain["acceptance_length"] == 1 and plain["nodes"] == 1
+    assert oracle["nodes"] == program.DEPTH + 1 and oracle["acceptance_length"] > 1
+    assert all(one["efficiency"] > 0 for one in found["cases"])
+    assert found["bounds"][0]["plain_ms"] == plain["step_ms"]
+    assert [one["equal"] == one["answers"] for one in found["equal"]] == [True]
+    assert found["environment"]["versions"]["torch"]
+    text = (tmp_path / "gpu-efficiency.md").read_text()
+    assert text.strip() in capsys.readouterr().out and "simulated" in text
+
+
+def test_parts_that_fail_or_do_not_fit_are_named(program, tmp_path):
+    record = program.Record(tmp_path, program.Environment.capture(program.torch.device("cpu")), minutes=1.0)
+    with record.part("one that is too long", 3600) as go:
+        assert not go
+    with record.part("one that fails", 0) as go:
+        raise RuntimeError("out of luck\nwith details")
+    assert record.left_out == ["one that is too long: no time left", "one that fails: RuntimeError: out of luck"]
+    assert "one that fails" in (tmp_path / "gpu-efficiency.md").read_text()
+
+
+def test_without_a_gpu_it_says_so(program, monkeypatch, capsys):
+    if program.torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.setattr(sys, "argv", ["gpu_efficiency.py"])
+    with pytest.raises(SystemExit, match="2"):
+        program.main()
+    assert "no CUDA device is there" in capsys.readouterr().err
+
+
+def test_weights_read_per_token(program):
+    device, dtype = program.torch.device("cpu"), program.torch.float32
+    sizes = {}
+    for tied in (False, True):
+        target = program.random_llama(program.TINY | {"tie_word_embeddings": tied}, device, dtype)
+        sizes[tied] = program.weight_bytes(target)
+        everything = sum(one.numel() * 4 for one in target.model.parameters())
+        assert sizes[tied] == everything - (0 if tied else 97 * 32 * 4)
+    assert sizes[False] == sizes[True]
