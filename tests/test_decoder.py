@@ -634,4 +634,4 @@ def test_nothing_global_is_touched(tiny_model):
     again = torch.rand(2)
     decoder.generate(**prompts(), max_new_tokens=5, do_sample=True, seed=1)
     assert torch.equal(first, again) and torch.equal(second, torch.rand(2))
-    assert torch.is_grad_enabled() and not hasattr(decoder.drafter, "_window")
+    assert torch.is_grad_enabled() and not hasattr(decoder.drafter, "window")

@@ -101,9 +101,9 @@ def test_update_moves_the_window_by_what_was_accepted(target, counts):
     for row, count in enumerate(counts):
         known = torch.cat([hidden[row, : len(settled.texts[row]) - 1], new[row, :count]])
         expected = windows(known[None], torch.tensor([[len(known)]]), 4)[0, 0]
-        assert torch.equal(drafter._window[row], expected)
+        assert torch.equal(drafter.window[row], expected)
     drafter.select(torch.tensor([1]))
-    assert drafter._window.shape == (1, 4, 32)
+    assert drafter.window.shape == (1, 4, 32)
 
 
 @pytest.mark.parametrize("mode", MODES)
