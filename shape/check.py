@@ -211,7 +211,7 @@ def _plans(report: dict[str, Any]) -> Table:
     if own is not None and own not in shown:
         shown.append(own)
     labels = [name(one["shape"]) + (" (its own)" if one == own else "") for one in shown]
-    table = Table("draft", "tokens per step", "nodes", "passes", "ms per step", "expected speed-up", box=None)
+    table = Table("draft, the fastest first", "tokens/step", "nodes", "passes", "ms/step", "speed-up", box=None)
     table.columns[0].no_wrap = True
     lookup = report["ngram"][0]
     for label, one in zip([*labels, f"n-gram: {name(lookup['shape'])}"], [*shown, lookup], strict=True):
