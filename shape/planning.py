@@ -40,6 +40,7 @@ CANDIDATES = (
         for limit in (0.0, 0.1)
         if depth < nodes
     ),
+    *(TreeShape.full(branching, depth) for branching, depth in ((2, 2), (3, 2), (4, 2), (2, 3))),  # the paper's k^N
 )
 
 
