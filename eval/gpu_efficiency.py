@@ -27,7 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -37,7 +37,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
-from transformers.generation.streamers import BaseStreamer
 
 from shape import bundled
 from shape.conversations import evenly, load_prompts, prompt_ids
@@ -46,9 +45,9 @@ from shape.drafters import Drafter, OracleDrafter, ShapeDrafter
 from shape.evaluation.environment import Environment
 from shape.evaluation.tables import markdown, show
 from shape.fixed import FixedArena, FixedSteps, LaidOut, captured
+from shape.streams import Arrivals
 from shape.target import Target
-from shape.verification.attention import grouped_queries
-from shape.verification.forward import tree_masks
+from shape.verification.forward import attending, tree_masks
 from shape.verification.tree import chain
 
 BATCHES = (1, 2, 4, 8, 16, 24)
@@ -236,7 +235,7 @@ def bare(decoder: ShapeDecoder, rows: int, nodes: int, context: int, slots: int,
     function = torch.compile(forward, fullgraph=True) if compiled else forward
 
     def run() -> None:
-        with grouped_queries(target.config) if support.grouped_queries else nullcontext():
+        with attending(target, support, masks):
             function()
 
     return seconds(captured(run, target), target.device)
@@ -305,18 +304,6 @@ def measure(
     yield case("oracle (simulated)", OracleDrafter(texts, ERROR_RATE, DEPTH))[0]
     if predictor is not None:
         yield case("predictor", predictor)[0]
-
-
-class Arrivals(BaseStreamer):
-    """When tokens arrived; the prompt comes first."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: Tensor) -> None:
-        self.times.append(perf_counter())
-
-    def end(self) -> None: ...
 
 
 def transformers_ms(target: Target, prompt: list[int], tokens: int, **options: Any) -> float:

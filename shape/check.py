@@ -93,10 +93,7 @@ def check(options: CheckOptions) -> dict[str, Any]:
         target = Target.load(options.target or "quickstart-target", **place)
         decoder = ShapeDecoder(target, _untrained(target))
     target = decoder.target
-    encoded = [
-        target.encode([{"role": one.role, "content": one.content} for one in prompt.messages])[0].tolist()
-        for prompt in prompts
-    ]
+    encoded = [target.encode(prompt.opening)[0].tolist() for prompt in prompts]
     room = (target.max_positions or sys.maxsize) - options.max_new_tokens
     contexts = [ids for ids in encoded if len(ids) <= room]
     if not contexts:

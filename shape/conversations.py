@@ -95,6 +95,11 @@ class Prompt:
     turns: tuple[str, ...]
     messages: tuple[Message, ...]
 
+    @property
+    def opening(self) -> list[dict[str, str]]:
+        """The messages as chat templates take them."""
+        return [{"role": message.role, "content": message.content} for message in self.messages]
+
 
 @dataclass(frozen=True)
 class Encoded:

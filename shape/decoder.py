@@ -367,8 +367,9 @@ class ShapeDecoder:
                 sampler = request.sampler(group, keys, rule.coupled)
                 prompts = [request.prompts[row] for row in group]
                 inputs = (self.target, self.support, drafter, prompts, sampler)
-                reason = why_not(self.target, self.support, drafter, sampler, rule)
-                fixed = self.graphs if reason is None and memory is None and record is None else None
+                fixed = self.graphs if memory is None and record is None else None
+                if fixed is not None and why_not(self.target, self.support, drafter, sampler, rule) is not None:
+                    fixed = None
                 options: dict[str, Any] = {
                     "max_new_tokens": request.max_new_tokens,
                     "eos_token_ids": request.eos_token_ids,

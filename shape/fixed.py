@@ -40,7 +40,7 @@ from transformers import (
 from shape.drafters import Drafter, OracleDrafter, ShapeDrafter
 from shape.drafters.base import Settled
 from shape.errors import UnsupportedTarget
-from shape.loop import Row, settle_prompts
+from shape.loop import Row, begin, settle_prompts
 from shape.pace import Pace
 from shape.rules import Match, Rule
 from shape.stats import DecodeStats, Step
@@ -533,10 +533,7 @@ def decode(
     earlier than in ``loop.decode``.
     """
     started = perf_counter()
-    finished = live = [
-        Row(index, prompt, criteria[at] if criteria else None)
-        for at, (index, prompt) in enumerate(zip(rows, prompts, strict=True))
-    ]
+    finished = live = begin(rows, prompts, criteria)
     arena, settled, hidden = settle_prompts(target, support, prompts, sampler, 0, None, stats)
     for row, token in zip(live, settled.root.tolist(), strict=True):
         row.extend([token], max_new_tokens, eos_token_ids)

@@ -60,6 +60,14 @@ class Row:
         return bool(self.criteria(text, None).all())  # type: ignore[arg-type]  # scores are not kept
 
 
+def begin(rows: list[int], prompts: list[list[int]], criteria: list[StoppingCriteriaList] | None) -> list[Row]:
+    """The rows of a call, with nothing emitted yet."""
+    return [
+        Row(index, prompt, criteria[at] if criteria else None)
+        for at, (index, prompt) in enumerate(zip(rows, prompts, strict=True))
+    ]
+
+
 @dataclass
 class Memory:
     """What decoding one row leaves for the next call: cache slots, the tokens that they hold, and their states.
@@ -131,10 +139,7 @@ def decode(
         The finished rows in the order of ``prompts``.
     """
     started = perf_counter()
-    finished = live = [
-        Row(index, prompt, criteria[at] if criteria else None)
-        for at, (index, prompt) in enumerate(zip(rows, prompts, strict=True))
-    ]
+    finished = live = begin(rows, prompts, criteria)
     arena, settled, hidden = settle_prompts(target, support, prompts, sampler, max_new_tokens, memory, stats)
     for row, token in zip(live, settled.root.tolist(), strict=True):
         row.extend([token], max_new_tokens, eos_token_ids)

@@ -1,6 +1,7 @@
 """What a ``generate`` call did, counted so that acceptance and speed can be checked."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,12 @@ _DERIVED = (
     "verify_seconds",
     "commit_seconds",
 )
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value below which a share of them lies; 0 of none."""
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
 
 
 @dataclass(frozen=True)
@@ -107,8 +114,7 @@ class DecodeStats:
         """Quantile of the seconds between arrivals, of one token or of several that were settled together: 0.5 is the
         median, and 0.95 what a reader notices.
         """
-        gaps = sorted(step.seconds for step in self.steps)
-        return gaps[min(int(share * len(gaps)), len(gaps) - 1)] if gaps else 0.0
+        return quantile([step.seconds for step in self.steps], share)
 
     @property
     def acceptance_length(self) -> float:

@@ -2,10 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
+from itertools import pairwise
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
 from transformers import TextStreamer
+from transformers.generation.streamers import BaseStreamer
 
 T = TypeVar("T")
 
@@ -37,6 +40,23 @@ async def in_threads(pieces: Iterator[T]) -> AsyncIterator[T]:
     done: Any = object()  # StopIteration cannot pass through a future
     while (piece := await asyncio.to_thread(next, pieces, done)) is not done:
         yield piece
+
+
+class Arrivals(BaseStreamer):
+    """When tokens arrived, for measuring: transformers streams the prompt, then one token of every row at a time."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(perf_counter())
+
+    def end(self) -> None: ...
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between the tokens behind the first one, which is the prefill's."""
+        return [after - before for before, after in pairwise(self.times[1:])]
 
 
 class _Words(TextStreamer):

@@ -15,7 +15,6 @@ token corrupted, at no cost: its speed-up is simulated, its efficiency is not.
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -26,7 +25,6 @@ from rich.console import Console
 from rich.markdown import Markdown
 from torch import Tensor
 from tqdm import tqdm
-from transformers.generation.streamers import BaseStreamer
 
 from shape import bundled
 from shape.conversations import Prompt, evenly, load_prompts, prompt_ids
@@ -35,10 +33,11 @@ from shape.drafters import Drafter, OracleDrafter, make_drafter
 from shape.errors import ConfigError, exit_on_error
 from shape.evaluation.environment import Environment
 from shape.evaluation.tables import markdown, show
-from shape.stats import Step
+from shape.stats import Step, quantile
+from shape.streams import Arrivals
 from shape.target import Target
-from shape.verification.forward import Support, new_arena
-from shape.verification.tree import attention_mask, chain
+from shape.verification.forward import Support, attending, new_arena, tree_masks
+from shape.verification.tree import chain
 
 ORACLE_ERROR_RATE, ORACLE_DEPTH = 0.2, 6
 
@@ -83,25 +82,7 @@ class Case:
 
     def gap(self, share: float) -> float:
         """Quantile of the milliseconds between arrivals."""
-        ordered = sorted(self.gaps)
-        return 1e3 * ordered[min(int(share * len(ordered)), len(ordered) - 1)]
-
-
-class _Arrivals(BaseStreamer):
-    """When tokens arrived: transformers streams the prompt, then one token of every row at a time."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: Tensor) -> None:
-        self.times.append(perf_counter())
-
-    def end(self) -> None: ...
-
-    @property
-    def gaps(self) -> list[float]:
-        """Seconds between the tokens behind the first one, which is the prefill's."""
-        return [after - before for before, after in pairwise(self.times[1:])]
+        return 1e3 * quantile(self.gaps, share)
 
 
 @torch.no_grad()
@@ -118,24 +99,18 @@ def bare_seconds(
         arena.set_lengths([length] * rows)
         tokens = torch.zeros(rows, step.nodes, dtype=torch.long, device=target.device)
         tree = chain(tokens[:, 0], tokens[:, 1:])
-        positions = length + tree.depth
-        mask: Any = None
-        if support.mode == "tree" and (step.nodes > 1 or support.sliding_window is not None):
-            mask = attention_mask(
-                tree.ancestors, arena.lengths, length + step.nodes, target.dtype, support.sliding_window, tree.depth
-            )
-            if support.mask_by_layer_type:
-                mask = {"full_attention": mask, "sliding_attention": mask}
+        positions, masks = length + tree.depth, tree_masks(support, arena, tree)
         _wait(target)
         start = perf_counter()
         if drafter is not None and step.passes:
             drafter.rehearse(rows, step.passes)
         _wait(target)
         drafted = perf_counter()
-        hidden = target.hidden(tokens, attention_mask=mask, position_ids=positions, cache=arena)
-        target.logits(hidden)
-        _wait(target)
-        forward += perf_counter() - drafted
+        with attending(target, support, masks):
+            begun = perf_counter()
+            target.logits(target.hidden(tokens, attention_mask=masks, position_ids=positions, cache=arena))
+            _wait(target)
+            forward += perf_counter() - begun
         draft += drafted - start
     return forward, draft
 
@@ -215,7 +190,7 @@ def _run(
 def _run_transformers(
     target: Target, case: Case, ids: Tensor, mask: Tensor, options: dict[str, Any], seed: int
 ) -> None:
-    arrivals = _Arrivals()
+    arrivals = Arrivals()
     with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
         torch.manual_seed(seed)
         sequences = target.model.generate(ids, attention_mask=mask, streamer=arrivals, **options)

@@ -115,7 +115,7 @@ def measure(
         "fall_back": fall_back,
     }
     bench = _Bench(target, methods, max_new_tokens, temperature, repeats, fall_back)
-    rooms = {prompt.id: bench.fits(target.encode(_opening(prompt))) for prompt in prompts}
+    rooms = {prompt.id: bench.fits(target.encode(prompt.opening)) for prompt in prompts}
     measured = [prompt for prompt in prompts if rooms[prompt.id]]
     if not measured:
         reason = bench.too_long if prompts else "none was given"
@@ -123,7 +123,7 @@ def measure(
     environment = Environment.capture(target.device)
     finished = _open_journal(journal, settings | environment.machine())
     for prompt in measured[:warmup]:
-        context = target.encode(_opening(prompt))
+        context = target.encode(prompt.opening)
         for runner in bench.runners.values():
             runner(context, seed)
     for index, prompt in enumerate(tqdm(measured, desc="bench", unit="prompt", disable=not progress)):
@@ -278,7 +278,7 @@ class _Bench:
     def record(self, prompt: Prompt, seed: int, rotation: int) -> PromptRecord:
         """Every method's answers to every turn of a prompt."""
         tallies = dict.fromkeys(self.runners, Tally())
-        messages, cut = _opening(prompt), None
+        messages, cut = prompt.opening, None
         for turn in range(len(prompt.turns)):
             if turn > 0:
                 messages = [*messages, {"role": "user", "content": prompt.turns[turn]}]
@@ -330,10 +330,6 @@ class _Bench:
             equal_plain=int(self.plain is not None and tokens == runs[self.plain].tokens),
             equal_transformers=int(self.transformers is not None and tokens == runs[self.transformers].tokens),
         )
-
-
-def _opening(prompt: Prompt) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.content} for message in prompt.messages]
 
 
 def _open_journal(journal: Path | None, header: dict[str, Any]) -> dict[str, PromptRecord]:

@@ -5,7 +5,7 @@ explicit positions or a 4D mask returns numbers all the same.
 """
 
 import warnings
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -84,8 +84,13 @@ def tree_forward(target: Target, support: Support, arena: KVArena, tree: TokenTr
         # Nodes past the last position cannot be emitted any more, but must not index out of a position table.
         positions = positions.clamp(max=target.max_positions - 1)
     masks = tree_masks(support, arena, tree)
-    with grouped_queries(target.config) if support.grouped_queries and masks is not None else nullcontext():
+    with attending(target, support, masks):
         return target.hidden(tree.tokens, attention_mask=masks, position_ids=positions, cache=arena)
+
+
+def attending(target: Target, support: Support, masks: Any) -> AbstractContextManager[None]:
+    """Within it the target attends to trees under masks of ``tree_masks`` as it is verified to do best."""
+    return grouped_queries(target.config) if support.grouped_queries and masks is not None else nullcontext()
 
 
 def tree_masks(support: Support, arena: KVArena, tree: TokenTree) -> Tensor | dict[str, Tensor] | None:
