@@ -41,7 +41,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from shape import bundled
 from shape.conversations import evenly, load_prompts, prompt_ids
 from shape.decoder import ShapeDecoder, ShapeOutput
-from shape.drafters import Drafter, OracleDrafter, ShapeDrafter
+from shape.drafters import Drafter, OracleDrafter, TrainedDrafter
 from shape.evaluation.environment import Environment
 from shape.evaluation.tables import markdown, show
 from shape.fixed import FixedArena, FixedSteps, LaidOut, captured
@@ -267,7 +267,7 @@ def decoded(decoder: ShapeDecoder, ids: Tensor, mask: Tensor, tokens: int) -> Sh
 
 
 def measure(
-    target: Target, predictor: ShapeDrafter | None, prompts: list[list[int]], tokens: int, compiled: bool
+    target: Target, predictor: TrainedDrafter | None, prompts: list[list[int]], tokens: int, compiled: bool
 ) -> Iterator[Case]:
     """Plain decoding, the oracle, and the predictor where there is one, for one batch of prompts."""
     ids, mask = padded(prompts, target.device)
@@ -318,7 +318,7 @@ def transformers_ms(target: Target, prompt: list[int], tokens: int, **options: A
     return 1e3 * (arrivals.times[-1] - arrivals.times[1]) / (len(arrivals.times) - 2)
 
 
-def equality(target: Target, predictor: ShapeDrafter | None, prompts: list[list[int]], tokens: int, compiled: bool):
+def equality(target: Target, predictor: TrainedDrafter | None, prompts: list[list[int]], tokens: int, compiled: bool):
     """How many answers of captured, and of compiled, steps are those of the loop that asks the host."""
     found = []
     for drafter, name in ((None, "plain"), (predictor, "predictor")):
@@ -338,14 +338,14 @@ def equality(target: Target, predictor: ShapeDrafter | None, prompts: list[list[
     return found
 
 
-def loaded(args: argparse.Namespace, dtype: str, device: torch.device) -> tuple[Target, ShapeDrafter | None]:
+def loaded(args: argparse.Namespace, dtype: str, device: torch.device) -> tuple[Target, TrainedDrafter | None]:
     """The small target and its predictor, which is left out for a target that it was not trained for."""
     name = args.target or "quickstart-target"
     predictor = args.predictor or (None if args.target else "quickstart-shape")
     if predictor is None:
         return Target.load(name, dtype=dtype, device_map=device), None
     decoder = ShapeDecoder.from_pretrained(predictor, target=name, dtype=dtype, device_map=device)
-    assert isinstance(decoder.drafter, ShapeDrafter)
+    assert isinstance(decoder.drafter, TrainedDrafter)
     return decoder.target, decoder.drafter
 
 
@@ -380,7 +380,7 @@ def main() -> None:
         return torch.randint(3, vocab_size, (max(batches), 64), generator=generator).tolist()
 
     def all_of(
-        target: Target, predictor: ShapeDrafter | None, prompts: list[list[int]], label: str, weight: float
+        target: Target, predictor: TrainedDrafter | None, prompts: list[list[int]], label: str, weight: float
     ) -> None:
         for batch in batches:
             compiled = compiles and batch == 1

@@ -19,7 +19,7 @@ from shape import bundled
 from shape.config import ShapeConfig
 from shape.conversations import evenly, load_prompts
 from shape.decoder import ShapeDecoder
-from shape.drafters import NgramDrafter, ShapeDrafter, TreeShape
+from shape.drafters import NgramDrafter, TrainedDrafter, TreeShape
 from shape.errors import ConfigError, DataError, exit_on_error
 from shape.evaluation.tables import show
 from shape.planning import (
@@ -123,7 +123,7 @@ def check(options: CheckOptions) -> dict[str, Any]:
     free = Costs(costs.rows, costs.context, costs.verify, {})
     shapes = [TreeShape(depth=depth, width=1) for depth in (2, 4, 8)]
     report["ngram"] = [asdict(one) for one in plan(free, sketch(lookup, contexts, **sampling), shapes)]
-    if options.predictor is not None and isinstance(decoder.drafter, ShapeDrafter):
+    if options.predictor is not None and isinstance(decoder.drafter, TrainedDrafter):
         answers, own = sketch(decoder, contexts, **sampling), decoder.drafter.tree
         trees = CANDIDATES if decoder.support.mode == "tree" else [one for one in CANDIDATES if one.width == 1]
         plans = plan(costs, answers, list(dict.fromkeys([own, *trees])))
@@ -133,10 +133,10 @@ def check(options: CheckOptions) -> dict[str, Any]:
     return report
 
 
-def _untrained(target: Target) -> ShapeDrafter:
+def _untrained(target: Target) -> TrainedDrafter:
     """Of the default kind and size: what a draft costs does not depend on what was learned."""
     config = ShapeConfig(hidden_size=target.hidden_size, step_mode="recursive", token_conditioning="path")
-    return ShapeDrafter(ShapePredictor(config).to(target.device, target.dtype).eval())  # type: ignore[arg-type]
+    return TrainedDrafter(ShapePredictor(config).to(target.device, target.dtype).eval())  # type: ignore[arg-type]
 
 
 def _chain(costs: Costs, rate: float) -> dict[str, float]:

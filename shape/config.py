@@ -1,7 +1,8 @@
 """`ShapeConfig`: everything that defines a predictor, in one place that travels with its weights.
 
 The paper's predictor and ours are settings of the same class: `configs/paper.yaml` and the default differ
-only in values. Every combination is checked when the object is made, before any work starts.
+only in values. Its rivals are other kinds (`shape.drafters`) with the same options as far as they have them. Every
+combination is checked when the object is made, before any work starts.
 """
 
 import math
@@ -14,6 +15,7 @@ from transformers import PreTrainedConfig
 from shape.errors import ConfigError
 from shape.transport import LastUpdate
 
+Kind = Literal["shape", "medusa", "eagle", "block"]
 StepMode = Literal["parallel", "recursive"]
 TokenConditioning = Literal["none", "root", "path"]
 Refinement = Literal["none", "affine", "sinkhorn"]
@@ -26,7 +28,18 @@ _COUNTS = (
     "num_steps",
     "refinement_dim",
     "refinement_iterations",
+    "num_heads",
+    "markov_rank",
 )
+_MAY_BE_NONE = {"num_layers", "markov_rank"}
+
+# What a kind leaves no choice of: whatever else is given for these is replaced.
+_FIXED: dict[str, dict[str, Any]] = {
+    "shape": {},
+    "medusa": {"step_mode": "parallel", "token_conditioning": "none"},
+    "eagle": {"step_mode": "recursive", "token_conditioning": "path"},
+    "block": {"step_mode": "parallel", "token_conditioning": "root"},
+}
 
 # What transformers itself writes into a config.json or passes to the constructor beside its declared fields.
 _TRANSFORMERS_KEYS = frozenset({f.name for f in fields(PreTrainedConfig)}) | {
@@ -47,13 +60,18 @@ class ShapeConfig(PreTrainedConfig):
     """Configuration of a `ShapePredictor`.
 
     Args:
+        kind: the network: "shape" (`shape.predictor`), or a rival: "medusa", "eagle", "block" (DFlash, DSpark). A rival
+            fixes how steps are made and which tokens they read, and has a window of one state and no refinement.
         hidden_size: width H of the target's hidden states and embeddings.
         window: number W of known states the predictor reads (the current one and W - 1 before it).
         feature_layers: layers of the target whose states make up one feature vector, concatenated in this
             order, each of width H: indices into transformers' `hidden_states`, except -1, which is the vector
             that enters the output embedding. It has to come last: predictions are residuals on it.
         intermediate_size: width M of the predictor; None stands for 2 H.
-        num_layers: residual MLP blocks at width M shared by all steps.
+        num_layers: residual MLP blocks at width M shared by all steps; decoder layers of "block" (EAGLE has one).
+        attention: SHAPE's steps also attend to all known positions, not to the window alone: to what followed where the
+            text stood as it does now.
+        num_heads: attention heads, of width H / num_heads; None makes them 64 wide.
         num_steps: number S of future states that training unrolls. Parallel predictors cannot go further,
             recursive ones can.
         step_mode: "parallel" predicts all S states from one window, with a small residual adapter for each
@@ -75,6 +93,12 @@ class ShapeConfig(PreTrainedConfig):
         draft_vocab_size: draft from so many of the target's tokens only, the most frequent in the training data
             (EAGLE-3, FR-Spec arXiv 2502.14856): reading the whole output embedding is most of a small drafter's
             cost. None drafts from all. The output stays the target's: what cannot be drafted is still chosen.
+        vocab_size: of the target; needed only where logits have weights of their own and draft_vocab_size is None.
+        markov_rank: rank of a bias on the logits by the token before (DSpark's Markov head), for steps that do not read
+            it themselves; 0 is none.
+        confidence: estimate for each node whether the target will agree with its best draft; dynamic trees grow by it.
+        own_heads: "medusa" and "eagle": trained output embeddings that start as copies of the target's, one for each
+            of Medusa's steps. Without, and in the other kinds, the target's frozen one is used.
         target_identity: `TargetIdentity.to_dict()` of the target the predictor was trained for.
         draft: default shape of the draft tree, `{"width": ..., "depth": ..., "nodes": ...}`.
         training: free record of how the predictor came about: command, data, measured acceptance length, ...
@@ -85,11 +109,14 @@ class ShapeConfig(PreTrainedConfig):
 
     model_type = "shape"
 
+    kind: Kind = "shape"
     hidden_size: int = 4096
     window: int = 4
     feature_layers: list[int] = field(default_factory=lambda: [-1])
     intermediate_size: int | None = None
     num_layers: int = 1
+    attention: bool = False
+    num_heads: int | None = None
     num_steps: int = 4
     step_mode: StepMode = "parallel"
     token_conditioning: TokenConditioning = "none"
@@ -101,6 +128,10 @@ class ShapeConfig(PreTrainedConfig):
     refinement_last_update: LastUpdate = "row"
     dropout: float = 0.0
     draft_vocab_size: int | None = None
+    vocab_size: int | None = None
+    markov_rank: int = 0
+    confidence: bool = False
+    own_heads: bool = False
     target_identity: dict[str, Any] | None = None
     draft: dict[str, Any] | None = None
     training: dict[str, Any] | None = None
@@ -111,6 +142,13 @@ class ShapeConfig(PreTrainedConfig):
         self.feature_layers = list(self.feature_layers)
         if self.intermediate_size is None:
             self.intermediate_size = 2 * self.hidden_size
+        if self.num_heads is None:
+            heads = max(self.hidden_size // 64, 1)
+            self.num_heads = heads if self.hidden_size % heads == 0 else 1
+        if self.kind != "shape":
+            self.window = 1
+        for name, value in _FIXED.get(self.kind, {}).items():
+            setattr(self, name, value)
         self.check()
 
     @property
@@ -118,12 +156,23 @@ class ShapeConfig(PreTrainedConfig):
         """Width F of one window entry: all feature layers beside each other."""
         return len(self.feature_layers) * self.hidden_size
 
+    @property
+    def draft_size(self) -> int:
+        """Number K of tokens that can be drafted."""
+        size = self.draft_vocab_size or self.vocab_size
+        if size is None:
+            raise ConfigError(
+                "markov_rank and own_heads make weights for each token: give draft_vocab_size, or vocab_size"
+            )
+        return size
+
     def check(self) -> None:
         """Raise `ConfigError` for the first value that is out of range or contradicts another one."""
         for name in _COUNTS:
-            _require_int(name, getattr(self, name), 0 if name == "num_layers" else 1)
+            _require_int(name, getattr(self, name), 0 if name in _MAY_BE_NONE else 1)
         if self.draft_vocab_size is not None:
             _require_int("draft_vocab_size", self.draft_vocab_size, 1)
+        _require_choice("kind", self.kind, Kind)
         _require_choice("step_mode", self.step_mode, StepMode)
         _require_choice("token_conditioning", self.token_conditioning, TokenConditioning)
         _require_choice("refinement", self.refinement, Refinement)
@@ -135,6 +184,27 @@ class ShapeConfig(PreTrainedConfig):
             raise ConfigError(
                 f"feature_layers is {self.feature_layers}: it has to be a list of layer indices that ends in "
                 "-1, the state that predictions are added to"
+            )
+        assert self.num_heads is not None
+        attends = self.attention or self.kind in ("eagle", "block")
+        if attends and (self.hidden_size % self.num_heads or self.hidden_size // self.num_heads % 2):
+            raise ConfigError(
+                f"num_heads is {self.num_heads}: heads divide the hidden size, {self.hidden_size}, into even parts"
+            )
+        if self.kind != "shape" and (self.refinement != "none" or self.attention):
+            raise ConfigError(
+                f"refinement and attention are SHAPE's: kind {self.kind!r} has refinement none and its own"
+            )
+        if self.kind in ("shape", "block") and self.own_heads:
+            raise ConfigError(
+                f"own_heads is for medusa and eagle: kind {self.kind!r} reads states with the target's head"
+            )
+        if self.kind in ("block", "eagle") and (self.num_layers < 1 or (self.kind == "eagle" and self.num_layers > 1)):
+            raise ConfigError(f"num_layers is {self.num_layers}: eagle has 1 decoder layer, block at least 1")
+        if self.markov_rank and self.token_conditioning == "path":
+            raise ConfigError(
+                f"markov_rank is {self.markov_rank}: a bias by the token before is for steps that do not read it; with "
+                'token_conditioning "path" use 0'
             )
         if self.token_conditioning == "path" and self.step_mode != "recursive":
             raise ConfigError(

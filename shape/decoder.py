@@ -14,14 +14,15 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 
 from shape import bundled, streams
-from shape.drafters import Drafter, ShapeDrafter, TreeShape, make_drafter
+from shape.config import ShapeConfig
+from shape.drafters import PREDICTORS, Drafter, TrainedDrafter, TreeShape, make_drafter
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, UnsupportedGeneration
 from shape.fixed import FixedSteps, why_not
 from shape.fixed import decode as decode_fixed
 from shape.loop import Memory, Row, decode
+from shape.network import Predictor
 from shape.pace import Experience, Pace
 from shape.pipeline import DraftingPipeline
-from shape.predictor import ShapePredictor
 from shape.request import Prepared, Request
 from shape.rules import Rule, make_rule
 from shape.stats import DecodeStats
@@ -146,7 +147,7 @@ class ShapeDecoder:
             return cls(loaded, drafter, fall_back=fall_back, graphs=graphs)
         device = device or loaded.device
         network = network.to(device, _draft_dtype(loaded, device))  # type: ignore[arg-type]
-        return cls(loaded, ShapeDrafter(network, tree), fall_back=fall_back, graphs=graphs)
+        return cls(loaded, TrainedDrafter(network, tree), fall_back=fall_back, graphs=graphs)
 
     @property
     def tokenizer(self) -> Any:
@@ -419,15 +420,16 @@ def _draft_dtype(target: Target, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def load_predictor(source: str | Path, **hub: Any) -> ShapePredictor:
-    """An exported predictor in eval mode; `hub` as in ``ShapeDecoder.from_pretrained``.
+def load_predictor(source: str | Path, **hub: Any) -> Predictor:
+    """An exported predictor of any kind in eval mode; `hub` as in ``ShapeDecoder.from_pretrained``.
 
     Raises:
         CheckpointError: nothing that can be read there.
     """
     where = bundled.resolve(str(source))
     try:
-        predictor = ShapePredictor.from_pretrained(where, **hub)
+        config = ShapeConfig.from_pretrained(where, **hub)
+        predictor = PREDICTORS[config.kind].from_pretrained(where, config=config, **hub)
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(

@@ -221,11 +221,15 @@ class Manifest:
         return range(start, min(start + self.shard_size, self.conversations))
 
     def differences(self, other: "Manifest") -> list[str]:
-        """Phrases naming what differs from what is wanted. The target's name and the shard size do not count."""
+        """Phrases naming what differs from what is wanted. The target's name and the shard size do not count, nor do
+        layers beyond those wanted.
+        """
         found = [f"target's {phrase}" for phrase in self.target.differences(other.target)]
         if self.fingerprint != other.fingerprint:
             found.append("the conversations")
-        for name in ("layers", "dtype", "max_length"):
+        if not set(other.layers) <= set(self.layers):
+            found.append(f"layers ({self.layers} there, {other.layers} wanted)")
+        for name in ("dtype", "max_length"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 found.append(f"{name} ({mine} there, {theirs} wanted)")
@@ -289,8 +293,13 @@ def place(target: Target, device: torch.device) -> None:
 class FeatureStore(Sequence[Stored]):
     """A complete feature folder, memory-mapped: conversations by index, examples by row.
 
+    Args:
+        identity: of the target that must have made it; None takes any.
+        layers: to read, of those stored; None reads all.
+
     Attributes:
         manifest: what it was made from.
+        layers: those that are read.
         offsets: (conversations + 1,) int64, first row of each conversation in the store.
 
     Raises:
@@ -298,9 +307,12 @@ class FeatureStore(Sequence[Stored]):
         FeatureStoreError: absent, half-written or damaged.
     """
 
-    def __init__(self, directory: str | Path, identity: TargetIdentity | None = None) -> None:
+    def __init__(
+        self, directory: str | Path, identity: TargetIdentity | None = None, layers: Sequence[int] | None = None
+    ) -> None:
         self.directory = Path(directory)
         self.manifest = Manifest.read(self.directory)
+        self.layers = self.manifest.layers if layers is None else tuple(layers)
         if identity is not None and (differences := self.manifest.target.differences(identity)):
             raise TargetMismatch(
                 f"features in {self.directory} were made by {self.manifest.target.name}, which differs from target "
@@ -312,13 +324,22 @@ class FeatureStore(Sequence[Stored]):
                 f"are missing or damaged ({_names(missing)}); run the same command again to complete it"
             )
         self._shards = [_load(_shard_path(self.directory, shard)) for shard in range(self.manifest.shards)]
+        if absent := set(self.layers) - set(self.manifest.layers):
+            raise FeatureStoreError(
+                f"features in {directory} are of layers {list(self.manifest.layers)}, without {sorted(absent)}; "
+                "extract again with all of them"
+            )
         rows = torch.tensor([0, *(len(shard["input_ids"]) for shard in self._shards)])
         self._first_row = rows.cumsum(0)
         parts = [shard["offsets"][:-1] + start for shard, start in zip(self._shards, self._first_row, strict=False)]
         self.offsets = torch.cat([*parts, self._first_row[-1:]])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FeatureStore, (self.directory,)  # data workers map the files again instead of copying them
+        return FeatureStore, (
+            self.directory,
+            None,
+            self.layers,
+        )  # data workers map the files again instead of copying them
 
     def __len__(self) -> int:
         return self.manifest.conversations
@@ -334,7 +355,15 @@ class FeatureStore(Sequence[Stored]):
         shard = self._shards[index // self.manifest.shard_size]
         start = int(self._first_row[index // self.manifest.shard_size])
         span = slice(int(self.offsets[index]) - start, int(self.offsets[index + 1]) - start)
-        return Stored(shard["input_ids"][span].long(), shard["loss_mask"][span], shard["hidden"][span])
+        return Stored(shard["input_ids"][span].long(), shard["loss_mask"][span], self._read(shard["hidden"][span]))
+
+    def _read(self, hidden: Tensor) -> Tensor:
+        """The layers asked for, (..., len(layers) * H), of those stored."""
+        if self.layers == self.manifest.layers:
+            return hidden
+        size, stored = self.manifest.hidden_size, self.manifest.layers
+        starts = [stored.index(layer) * size for layer in self.layers]
+        return torch.cat([hidden[..., start : start + size] for start in starts], dim=-1)
 
     def __iter__(self) -> Iterator[Stored]:
         return (self[index] for index in range(len(self)))
@@ -348,9 +377,9 @@ class FeatureStore(Sequence[Stored]):
         found = torch.cat(parts)
         if not exclude:
             return found
-        return found[~torch.isin(self._owner(found), torch.tensor(sorted(exclude)))]
+        return found[~torch.isin(self.owner(found), torch.tensor(sorted(exclude)))]
 
-    def _owner(self, rows: Tensor) -> Tensor:
+    def owner(self, rows: Tensor) -> Tensor:
         """Number of the conversation that each row belongs to."""
         return torch.searchsorted(self.offsets, rows, right=True) - 1
 
@@ -361,22 +390,23 @@ class FeatureStore(Sequence[Stored]):
             rows: (P,) int64.
 
         Returns:
-            input_ids and loss_mask (P, before + 1 + after), hidden (P, before + after, layers * H): the last
+            input_ids and loss_mask (P, before + 1 + after), hidden (P, before + after, len(layers) * H): the last
             position's state is never asked for. Outside the row's own conversation: zeros and False.
         """
         index = rows[:, None] + torch.arange(-before, after + 1)
-        conversation = self._owner(rows)
+        conversation = self.owner(rows)
         inside = (index >= self.offsets[conversation, None]) & (index < self.offsets[conversation + 1, None])
         ids = torch.zeros(index.shape, dtype=torch.int64)
         mask = torch.zeros(index.shape, dtype=torch.bool)
-        hidden = torch.zeros(len(rows), before + after, self.manifest.width, dtype=self.manifest.torch_dtype)
+        width = len(self.layers) * self.manifest.hidden_size
+        hidden = torch.zeros(len(rows), before + after, width, dtype=self.manifest.torch_dtype)
         owner = torch.searchsorted(self._first_row, rows, right=True) - 1
         for number in owner.unique().tolist():
             shard, mine = self._shards[number], owner == number
             local = (index[mine] - self._first_row[number]).clamp(0, len(shard["input_ids"]) - 1)
             ids[mine] = shard["input_ids"][local].long()
             mask[mine] = shard["loss_mask"][local]
-            hidden[mine] = shard["hidden"][local[:, :-1]]
+            hidden[mine] = self._read(shard["hidden"][local[:, :-1]])
         hidden.masked_fill_(~inside[:, :-1, None], 0)
         return Stored(ids * inside, mask & inside, hidden)
 
@@ -394,7 +424,7 @@ class FeatureStore(Sequence[Stored]):
         for index in chosen.tolist():
             stored = self[index]
             ids = stored.input_ids[None].to(target.device)
-            fresh = target.features(ids, layers=self.manifest.layers)[0].float().cpu()
+            fresh = target.features(ids, layers=self.layers)[0].float().cpu()
             error = float((fresh - stored.hidden.float()).norm() / fresh.norm())
             if not error <= tolerance:
                 raise FeatureStoreError(
@@ -465,7 +495,7 @@ def extract(
         work = _Extraction(target, conversations, directory, manifest, options)
         trainer.predict(work, return_predictions=False)
         trainer.strategy.barrier("features are complete")
-    return FeatureStore(directory, target.identity)
+    return FeatureStore(directory, target.identity, options.layers)
 
 
 class _Extraction(pl.LightningModule):

@@ -11,7 +11,7 @@ The loop around it is pipelined: a step is enqueued before the tokens of the ste
 one asynchronous copy. So the host learns of a stop one step late; what rows compute behind their end is dropped.
 
 Serves rule "match", greedy or sampling, without processors that look at the text, on a target that verifies trees and
-lies on one device, for plain decoding, ShapeDrafter (its threshold is not looked at: stopping early would be a wait)
+lies on one device, for plain decoding, TrainedDrafter (its threshold is not looked at: stopping early would be a wait)
 and OracleDrafter. Everything else is ``loop.decode``'s. Tokens are the same.
 """
 
@@ -37,7 +37,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from shape.drafters import Drafter, OracleDrafter, ShapeDrafter
+from shape.drafters import Drafter, OracleDrafter, TrainedDrafter
 from shape.drafters.base import Settled
 from shape.errors import UnsupportedTarget
 from shape.loop import Row, begin, settle_prompts
@@ -193,7 +193,7 @@ class Nothing(Proposer):
 class Grown(Proposer):
     """Trees of a SHAPE predictor; the state is its window, (B, W, F)."""
 
-    def __init__(self, drafter: ShapeDrafter) -> None:
+    def __init__(self, drafter: TrainedDrafter) -> None:
         self._drafter = copy(drafter)
         self._drafter.tree = tree = replace(drafter.tree, threshold=0.0)
         config = drafter.predictor.config
@@ -221,7 +221,7 @@ class Grown(Proposer):
 
     def update(self, state: Tensor, hidden: Tensor, counts: Tensor) -> Tensor:
         self._drafter.window = state
-        self._drafter.update(hidden, counts)
+        self._drafter.update(Settled([], counts, counts), hidden, counts)  # the text is read by attention alone
         return self._drafter.window
 
 
@@ -500,13 +500,15 @@ def why_not(target: Target, support: Support, drafter: Drafter | None, sampler: 
         return f"acceptance {rule} waits for the host"
     if sampler.processors is not None or not all(isinstance(one, _WARPERS) for one in sampler.warpers):
         return "logits processors wait for the host"
-    if isinstance(drafter, ShapeDrafter):
+    if isinstance(drafter, TrainedDrafter):
+        if drafter.predictor.memory_shapes or len(drafter.layers) > 1:
+            return f"drafter {drafter.name} attends to a memory that grows, or reads several layers"
         return None if drafter.predictor.device == target.device else "drafts are made on another device"
     return None if drafter is None or isinstance(drafter, OracleDrafter) else f"drafter {drafter.name} waits for it"
 
 
 def proposer_of(drafter: Drafter | None) -> Proposer:
-    if isinstance(drafter, ShapeDrafter):
+    if isinstance(drafter, TrainedDrafter):
         return Grown(drafter)
     return Foretold(drafter) if isinstance(drafter, OracleDrafter) else Nothing()
 

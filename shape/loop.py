@@ -1,6 +1,6 @@
 """The decode loop: draft, verify, accept, commit, until every row has stopped. Plain decoding is the same loop."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -74,7 +74,7 @@ class Memory:
 
     Attributes:
         tokens: ids in the first slots of the arena.
-        hidden: (1, len(tokens), H).
+        hidden: (1, len(tokens), F), the states that the drafter reads.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -140,7 +140,8 @@ def decode(
     """
     started = perf_counter()
     finished = live = begin(rows, prompts, criteria)
-    arena, settled, hidden = settle_prompts(target, support, prompts, sampler, max_new_tokens, memory, stats)
+    layers, size = (-1,) if drafter is None else drafter.layers, target.hidden_size
+    arena, settled, hidden = settle_prompts(target, support, prompts, sampler, max_new_tokens, memory, stats, layers)
     for row, token in zip(live, settled.root.tolist(), strict=True):
         row.extend([token], max_new_tokens, eos_token_ids)
         yield row.index, [token]
@@ -172,8 +173,8 @@ def decode(
             tree = first_path(tree)
         verifying = perf_counter()
         arena.reserve(tree.size)
-        states = tree_forward(target, support, arena, tree)
-        logits = target.logits(states)
+        states = tree_forward(target, support, arena, tree, layers)
+        logits = target.logits(states if len(layers) == 1 else states[..., -size:])
         accepted = acceptance(tree, logits, sampler)
         # The step's one wait for the device.
         counts, drafted = accepted.counts.tolist(), accepted.drafted.tolist()
@@ -188,8 +189,9 @@ def decode(
         arena.commit(paths)
         if drafter is not None or memory is not None:
             states = states.gather(1, accepted.path[:, : max(counts), None].expand(-1, -1, states.shape[-1]))
+        settled.advance(new, accepted.counts)
         if drafter is not None:
-            drafter.update(states, accepted.counts)
+            drafter.update(settled, states, accepted.counts)
         if memory is not None:
             states_so_far.append(states)
         finishing = perf_counter()
@@ -205,7 +207,6 @@ def decode(
         stats.steps.append(step)
         if trace is not None:
             trace.step(step, tree, logits, sampler, paths, new, drafted, emitted)
-        settled.advance(new, accepted.counts)
         if pace is not None:
             pace.observe(tree.size > 1, sum(counts) / len(counts), step.seconds)
             stats.plain_steps += active is None
@@ -227,8 +228,9 @@ def settle_prompts(
     max_new_tokens: int,
     memory: Memory | None,
     stats: DecodeStats,
+    layers: Sequence[int] = (-1,),
 ) -> tuple[KVArena, Settled, Tensor]:
-    """The cache with the prompts in it, the first token of every row, and the prompts' states, (B, T, H)."""
+    """The cache with the prompts in it, the first token of every row, and the prompts' states, (B, T, F)."""
     room = min(max_new_tokens, _NEW_SLOTS) + _TREE_SLOTS
     # Samples of one prompt share its prefill.
     distinct = {prompt: number for number, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
@@ -237,12 +239,12 @@ def settle_prompts(
     if known is None:
         arena = new_arena(target, support, len(distinct), max(lengths) + room)
         padded = [[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in distinct]
-        hidden = prefill(target, arena, torch.tensor(padded, device=target.device), lengths)
+        hidden = prefill(target, arena, torch.tensor(padded, device=target.device), lengths, layers=layers)
     else:
         arena, before = known
         stats.reused_tokens += arena.longest
         rest = torch.tensor([prompts[0][arena.longest :]], device=target.device)
-        hidden = torch.cat([before, prefill(target, arena, rest, lengths)], dim=1)
+        hidden = torch.cat([before, prefill(target, arena, rest, lengths, layers=layers)], dim=1)
     stats.prompt_tokens += sum(lengths)
     if len(distinct) < len(prompts):
         index = torch.tensor([distinct[tuple(prompt)] for prompt in prompts], device=target.device)
@@ -250,6 +252,6 @@ def settle_prompts(
         hidden = hidden[index]
     last = hidden[torch.arange(len(prompts), device=hidden.device), arena.lengths - 1]
     sampler.settle(arena.lengths, prompts)
-    root = sampler.choose(target.logits(last[:, None]), root_only(arena.lengths))[:, 0]
+    root = sampler.choose(target.logits(last[:, None, -target.hidden_size :]), root_only(arena.lengths))[:, 0]
     texts = [[*prompt, token] for prompt, token in zip(prompts, root.tolist(), strict=True)]
     return arena, Settled(texts, arena.lengths + 1, root), hidden

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shape.decoder import ShapeDecoder
-from shape.drafters import Drafter, ShapeDrafter, TreeShape
+from shape.drafters import Drafter, TrainedDrafter, TreeShape
 from shape.drafters.base import Settled
 from shape.rules import Match
 from shape.verification.forward import new_arena, prefill, tree_forward
@@ -156,7 +156,7 @@ def calibrate(
 def _machine(decoder: ShapeDecoder) -> list[object]:
     """What costs depend on."""
     target, drafter = decoder.target, decoder.drafter
-    network = drafter.predictor if isinstance(drafter, ShapeDrafter) else None
+    network = drafter.predictor if isinstance(drafter, TrainedDrafter) else None
     return [
         torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else str(target.device),
         torch.get_num_threads(),
@@ -189,11 +189,11 @@ def _measure(decoder: ShapeDecoder, rows: int, context: int, sizes: Sequence[int
     timed = {size: partial(verify, size) for size in sizes}
     costs = dict(zip(timed, _seconds(list(timed.values()), repeats, target.device), strict=True))
     draft: dict[int, float] = {}
-    if isinstance(decoder.drafter, ShapeDrafter):
+    if isinstance(decoder.drafter, TrainedDrafter):
         predictor = decoder.drafter.predictor
         drafts = []
         for width in _WIDTHS:
-            drafter = ShapeDrafter(predictor, TreeShape(depth=4, width=width))
+            drafter = TrainedDrafter(predictor, TreeShape(depth=4, width=width))
             drafter.bind(target)
             drafter.start(settled, hidden)
             drafts.append(partial(drafter.draft, settled, sampler))
@@ -254,7 +254,7 @@ class _Shadow(Drafter):
 
     def __init__(self, drafter: Drafter) -> None:
         self.inner, self.seen = drafter, []  # type: ignore[var-annotated]
-        self.name = drafter.name
+        self.name, self.layers = drafter.name, drafter.layers
 
     def bind(self, target) -> None:
         self.inner.bind(target)
@@ -271,8 +271,8 @@ class _Shadow(Drafter):
             self.seen.append((row, len(settled.texts[at]), *lists))
         return root_only(settled.root)
 
-    def update(self, hidden: Tensor, counts: Tensor) -> None:
-        self.inner.update(hidden, counts)
+    def update(self, settled: Settled, hidden: Tensor, counts: Tensor) -> None:
+        self.inner.update(settled, hidden, counts)
 
     def select(self, rows: Tensor) -> None:
         self.inner.select(rows)
@@ -296,8 +296,8 @@ def sketch(
     drafter = decoder.drafter
     if drafter is None:
         return []
-    if isinstance(drafter, ShapeDrafter):
-        drafter = ShapeDrafter(drafter.predictor, wide)
+    if isinstance(drafter, TrainedDrafter):
+        drafter = TrainedDrafter(drafter.predictor, wide)
     answers = []
     for context in contexts:
         shadow = _Shadow(drafter)
@@ -334,7 +334,7 @@ def acceptance(answers: Sequence[Sequence[Sketch]]) -> list[list[float]]:
 
 
 def cut(one: Sketch, shape: TreeShape) -> tuple[int, int, int]:
-    """(accepted tokens, nodes, passes) if the drafter had grown this shape, as ``ShapeDrafter`` grows it.
+    """(accepted tokens, nodes, passes) if the drafter had grown this shape, as ``TrainedDrafter`` grows it.
 
     A narrow tree can expand a node that the wide one did not, where it then counts as ending; that is rare.
     """
@@ -404,6 +404,6 @@ def tune(decoder: ShapeDecoder, contexts: Sequence[list[int]], **options) -> Pla
     """
     costs = calibrate(decoder, context=max(map(len, contexts)) + 64)
     best = plan(costs, sketch(decoder, contexts, **options))[0]
-    if best.shape is not None and isinstance(decoder.drafter, ShapeDrafter):
+    if best.shape is not None and isinstance(decoder.drafter, TrainedDrafter):
         decoder.drafter.tree = best.shape
     return best

@@ -11,10 +11,10 @@ layers), S steps, M predictor width, d reduced width. Leading dimensions are fre
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, PreTrainedModel
-from transformers import initialization as init
+from transformers import AutoConfig, AutoModel
 
 from shape.config import ShapeConfig
+from shape.network import Carried, ContextAttention, Known, Predictor, Remembered, normalise, scale
 from shape.transport import LastUpdate, sinkhorn, squared_distances
 
 
@@ -50,7 +50,7 @@ class ResidualBlock(nn.Module):
         self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = F.silu(self.up(_normalise(x)))
+        inner = F.silu(self.up(normalise(x)))
         return x + self.down(F.dropout(inner, self.dropout, self.training))
 
 
@@ -101,14 +101,14 @@ class SinkhornRefinement(nn.Module):
             cost = squared_distances(self.expand.weight.T)
             plan = sinkhorn(leaving, arriving, cost, self.epsilon, self.iterations, self.last_update)
             arriving = plan.column_marginal()
-        return _mix(raw, _scale(current) * self.expand(arriving.to(raw.dtype)), self.alpha)
+        return _mix(raw, scale(current) * self.expand(arriving.to(raw.dtype)), self.alpha)
 
     def _distribution(self, state: Tensor) -> Tensor:
-        logits = self.reduce(_normalise(state))
+        logits = self.reduce(normalise(state))
         return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
-class ShapePredictor(PreTrainedModel):
+class ShapePredictor(Predictor):
     """Gated residual prediction of future hidden states from a window of known ones (paper 3.1-3.2).
 
     One step is
@@ -130,18 +130,14 @@ class ShapePredictor(PreTrainedModel):
     Inputs may be of any floating dtype: they are cast to the parameters' own, in which results are returned.
     """
 
-    config_class = ShapeConfig
-    base_model_prefix = "shape"
-    main_input_name = "window"
-
-    config: ShapeConfig
+    kind = "shape"
 
     def __init__(self, config: ShapeConfig) -> None:
         super().__init__(config)
-        config.check()  # it may have been changed since it was made
         size, width = config.hidden_size, config.intermediate_size
         assert width is not None  # the configuration fills it in
         self.window_projection = nn.Linear(config.window * config.feature_size, width)
+        self.attention = ContextAttention(2 * size, width, config) if config.attention else None
         self.token_projection = None if config.token_conditioning == "none" else nn.Linear(size, width, bias=False)
         self.blocks = _blocks(config.num_layers, width, width, config.dropout)
         steps = config.num_steps if config.step_mode == "parallel" else 0
@@ -149,13 +145,40 @@ class ShapePredictor(PreTrainedModel):
         self.delta = nn.Linear(width, size)
         self.gate = nn.Linear(2 * size, size)
         self.refinement = _refinement(config)
-        # Target token ids that may be drafted; -1 until training has counted them, so that forgetting it is loud.
-        self.draft_vocabulary: Tensor | None
-        count = config.draft_vocab_size
-        self.register_buffer("draft_vocabulary", None if count is None else torch.full((count,), -1))
-        self.post_init()
+        self._add_read_out()
 
-    def step(self, window: Tensor, embedding: Tensor | None, n: int) -> Tensor:
+    # -- as every predictor
+
+    @property
+    def memory_shapes(self) -> list[tuple[int, int]]:
+        return [] if self.attention is None else [(self.attention.heads, self.attention.head_size)]
+
+    def remember(self, features: Tensor, embeddings: Tensor, positions: Tensor) -> Remembered:
+        """Keys say where the text stood, h_{i-1} and x_i, which is what a step knows of its own place; values say what
+        followed, h_i and x_{i+1}. So one layer can find where the same was said before, and how it went on.
+        """
+        if self.attention is None:
+            return []
+        states = normalise(features[..., -self.config.hidden_size :].to(self.delta.weight.dtype))
+        places = torch.cat([states, normalise(embeddings.to(states.dtype))], dim=-1)
+        following = torch.cat([states[:, 1:], places[:, 1:, self.config.hidden_size :]], dim=-1)
+        return [self.attention.remember(places[:, :-1], following, positions)]
+
+    def begin(self, known: Known, root: Tensor | None) -> Carried:
+        if self.config.step_mode == "recursive":
+            return (known.window.to(self.delta.weight.dtype),)
+        embeddings = None if root is None else root.unsqueeze(-2)
+        return (self(known.window, embeddings, self.config.num_steps, known),)
+
+    def advance(self, known: Known, carried: Carried, embedding: Tensor | None, n: int) -> tuple[Tensor, Carried]:
+        if self.config.step_mode == "parallel":
+            return carried[0][..., n, :], carried
+        state = self.step(carried[0], embedding, n, known)
+        return state, (roll(carried[0], state),)
+
+    # -- its steps
+
+    def step(self, window: Tensor, embedding: Tensor | None, n: int, known: Known | None = None) -> Tensor:
         """Predict h_{t+n}: (..., W, F), (..., H) -> (..., H).
 
         Parallel: `window` ends in h_{t-1} for every n < num_steps, `embedding` is x_t's (root conditioning).
@@ -165,13 +188,19 @@ class ShapePredictor(PreTrainedModel):
         Raises:
             ValueError: n is beyond a parallel predictor's steps, or the embedding is missing.
         """
-        x, current, normalised = self._trunk(window, embedding, n)
+        x, current, normalised = self._trunk(window, embedding, n, known)
         if self.config.step_mode == "parallel":
             self._require_steps(n + 1)
             x = self.adapters[n](x)
         return self._read_out(x, current, normalised)
 
-    def forward(self, window: Tensor, embeddings: Tensor | None = None, steps: int | None = None) -> Tensor:
+    def forward(
+        self,
+        window: Tensor,
+        embeddings: Tensor | None = None,
+        steps: int | None = None,
+        known: Known | None = None,
+    ) -> Tensor:
         """Predict h_t..h_{t+S-1}: (..., W, F), (..., S, H) -> (..., S, H).
 
         `window` ends in h_{t-1}. `embeddings[..., n, :]` is the embedding of x_{t+n}: the true tokens in
@@ -183,37 +212,47 @@ class ShapePredictor(PreTrainedModel):
         if self.config.step_mode == "parallel":
             self._require_steps(steps)
             root = None if embeddings is None else embeddings[..., 0, :]
-            x, current, normalised = self._trunk(window, root, 0)
+            x, current, normalised = self._trunk(window, root, 0, known)
             x = torch.stack([adapter(x) for adapter in list(self.adapters)[:steps]], dim=-2)
             return self._read_out(x, current.unsqueeze(-2), normalised.unsqueeze(-2))
         window = window.to(self.delta.weight.dtype)
         predicted = []
         for n in range(steps):
             token = embeddings[..., n, :] if embeddings is not None and self._reads_token(n) else None
-            predicted.append(self.step(window, token, n))
+            predicted.append(self.step(window, token, n, known))
             window = roll(window, predicted[-1])
         return torch.stack(predicted, dim=-2)
 
-    def _trunk(self, window: Tensor, embedding: Tensor | None, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _trunk(
+        self, window: Tensor, embedding: Tensor | None, n: int, known: Known | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """(..., M) features all steps share, the current state (..., H), and that state normalised."""
         dtype, size = self.delta.weight.dtype, self.config.hidden_size
         window = window.to(dtype)
-        states = _normalise(window.unflatten(-1, (-1, size)))  # each layer by itself: (..., W, layers, H)
+        states = normalise(window.unflatten(-1, (-1, size)))  # each layer by itself: (..., W, layers, H)
         x = self.window_projection(states.flatten(-3))
+        current = states[..., -1, -1, :]
+        token = torch.zeros_like(current)
         if self.token_projection is not None and self._reads_token(n):
             if embedding is None:
                 raise ValueError(f"this predictor needs the embedding of token x_{{t+{n}}} for step {n}")
-            x = x + self.token_projection(_normalise(embedding.to(dtype)))
+            token = normalise(embedding.to(dtype))
+            x = x + self.token_projection(token)
+        if self.attention is not None:
+            if known is None:
+                raise ValueError("this predictor attends to known positions: give them beside the window")
+            place = torch.cat([current, token], dim=-1)
+            x = x + self.attention(place, known.positions + n, known.memory[0], known.visible)
         x = F.dropout(F.silu(x), self.config.dropout, self.training)
         for block in self.blocks:
             x = block(x)
-        return x, window[..., -1, -size:], states[..., -1, -1, :]
+        return x, window[..., -1, -size:], current
 
     def _read_out(self, x: Tensor, current: Tensor, normalised: Tensor) -> Tensor:
         """Gated residual on the current state, refined."""
         delta = self.delta(x)
         gate = torch.sigmoid(self.gate(torch.cat([normalised.expand_as(delta), delta], dim=-1)))
-        raw = torch.addcmul(current, _scale(current) * gate, delta)
+        raw = torch.addcmul(current, scale(current) * gate, delta)
         return raw if self.refinement is None else self.refinement(raw, current)
 
     def _reads_token(self, n: int) -> bool:
@@ -228,18 +267,12 @@ class ShapePredictor(PreTrainedModel):
                 "deeper, or train one with more num_steps"
             )
 
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        if not isinstance(module, nn.Linear):
-            return
-        if module.bias is not None:
-            init.zeros_(module.bias)
-        std = module.in_features**-0.5  # inputs are normalised: outputs get about unit variance
+    def _std(self, module: nn.Linear) -> float:
         if module is self.delta or module is self.gate:
-            std = 0.0  # at first the prediction is the current state, and all gates are half open
-        elif self.refinement is not None and module is self.refinement.expand:
-            std = self.refinement.expand_std
-        init.normal_(module.weight, std=std)
+            return 0.0  # at first the prediction is the current state, and all gates are half open
+        if self.refinement is not None and module is self.refinement.expand:
+            return self.refinement.expand_std
+        return super()._std(module)
 
 
 def _blocks(count: int, size: int, inner: int, dropout: float) -> nn.ModuleList:
@@ -254,15 +287,6 @@ def _refinement(config: ShapeConfig) -> AffineRefinement | SinkhornRefinement | 
 
 def _mix(raw: Tensor, refined: Tensor, alpha: float) -> Tensor:
     return (1 - alpha) * raw + alpha * refined  # torch.lerp takes no mixed dtypes, which autocast makes
-
-
-def _normalise(x: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:])
-
-
-def _scale(state: Tensor) -> Tensor:
-    """Root mean square over the last dimension, kept; its gradient at an all-zero state is zero, not NaN."""
-    return torch.linalg.vector_norm(state, dim=-1, keepdim=True) * state.shape[-1] ** -0.5
 
 
 AutoConfig.register(ShapeConfig.model_type, ShapeConfig, exist_ok=True)

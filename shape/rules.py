@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shape.drafters import Drafter, ShapeDrafter, TreeShape
+from shape.drafters import Drafter, TrainedDrafter, TreeShape
 from shape.errors import ConfigError, UnsupportedGeneration
 from shape.target import Target
 from shape.verification.acceptance import Accepted, match, traverse, trs_lossy, typical_lossy
@@ -67,7 +67,7 @@ class Rejection(Rule):
     coupled = False
 
     def fit(self, drafter: Drafter | None, target: Target) -> Drafter | None:
-        if isinstance(drafter, ShapeDrafter) and drafter.tree.nodes is not None:
+        if isinstance(drafter, TrainedDrafter) and drafter.tree.nodes is not None:
             raise UnsupportedGeneration(
                 f"acceptance {self.name!r} is biased where drawn nodes are dropped again; give a tree without nodes, "
                 "or use 'match'"
@@ -144,13 +144,13 @@ class TrsLossy(Rule):
             )
 
     def fit(self, drafter: Drafter | None, target: Target) -> Drafter | None:
-        if not isinstance(drafter, ShapeDrafter):
+        if not isinstance(drafter, TrainedDrafter):
             raise UnsupportedGeneration("acceptance 'trs-lossy' needs the k^N trees of a SHAPE predictor; give one")
         if target.support is not None and target.support.mode == "chain":
             raise UnsupportedGeneration(
                 f"acceptance 'trs-lossy' needs trees, and target {target.name} verifies chains only"
             )
-        full = ShapeDrafter(drafter.predictor, TreeShape.full(self.k, self.depth))
+        full = TrainedDrafter(drafter.predictor, TreeShape.full(self.k, self.depth))
         full.bind(target)
         return full
 

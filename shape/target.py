@@ -194,32 +194,34 @@ class Target:
         attention_mask: Tensor | dict[str, Tensor] | None = None,
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
+        layers: Sequence[int] = (-1,),
     ) -> Tensor:
-        """h for every given token, (B, N, H) in the target's dtype and on its device, before the output embedding."""
+        """States of given tokens in the target's dtype and on its device, (B, N, len(layers) * H).
+
+        Args:
+            layers: -1 is h, before the output embedding (after the final norm); k >= 0 is the output of block k
+                (0 = embeddings). Several are laid side by side.
+        """
         outputs = self.model.base_model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=cache,
             use_cache=cache is not None,
+            **({} if tuple(layers) == (-1,) else {"output_hidden_states": True}),
         )
-        return outputs.last_hidden_state.to(self.device)
+        if tuple(layers) == (-1,):
+            return outputs.last_hidden_state.to(self.device)
+        states = [outputs.last_hidden_state if layer == -1 else outputs.hidden_states[layer] for layer in layers]
+        return torch.cat([state.to(self.device) for state in states], dim=-1)
 
     @torch.no_grad()
     def features(self, input_ids: Tensor, layers: Sequence[int] = (-1,)) -> Tensor:
-        """Hidden states of chosen layers side by side, (B, T, len(layers) * H).
+        """``hidden`` of whole texts, (B, T) int64 padded on the right -> (B, T, len(layers) * H).
 
         Right padding needs no mask: under a causal mask no real token sees it.
-
-        Args:
-            input_ids: (B, T) int64, padded on the right.
-            layers: -1 is h itself (after the final norm); k >= 0 is the output of block k (0 = embeddings).
         """
-        if tuple(layers) == (-1,):
-            return self.hidden(input_ids)
-        outputs = self.model.base_model(input_ids=input_ids, use_cache=False, output_hidden_states=True)
-        states = [outputs.last_hidden_state if layer == -1 else outputs.hidden_states[layer] for layer in layers]
-        return torch.cat([state.to(self.device) for state in states], dim=-1)
+        return self.hidden(input_ids, layers=layers)
 
     def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """The target's own logit function, (..., H) -> (..., V), with its scaling and soft-capping.
@@ -245,11 +247,12 @@ class Target:
     @torch.no_grad()
     def head_of(self, tokens: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         """A copy of the output embedding for some tokens, (K,) int64, on their device: (..., H) -> (..., K)."""
-        weight, bias = self._head_rows(tokens.to(self.device))
+        weight, bias = self.head_rows(tokens.to(self.device))
         bias = None if bias is None else bias.to(tokens.device, dtype)
         return partial(F.linear, weight=weight.to(tokens.device, dtype), bias=bias)
 
-    def _head_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    @torch.no_grad()
+    def head_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """The output embedding's weight (K, H) and bias (K,) for some tokens."""
         with align_module_device(self.head):  # offloaded weights are brought in
             if (weight := _plain_weight(self.head)) is not None:

@@ -29,7 +29,7 @@ from shape import bundled
 from shape.config import ShapeConfig
 from shape.conversations import Conversation, Prompt, evenly, fingerprint, load_conversations, load_prompts
 from shape.decoder import ShapeDecoder, ShapeOutput
-from shape.drafters import TreeShape
+from shape.drafters import PREDICTORS, TreeShape
 from shape.errors import CheckpointError, ConfigError, DataError, exit_on_error
 from shape.evaluation.environment import Environment
 from shape.evaluation.speed import SpeedResults, measure
@@ -45,7 +45,6 @@ from shape.features import (
     refuse_others,
 )
 from shape.losses import Losses
-from shape.predictor import ShapePredictor
 from shape.regeneration import AnswerOptions, LocalBackend, own_answers
 from shape.target import Target
 from shape.training import (
@@ -69,9 +68,13 @@ class PredictorOptions:
     """The network; see `shape.config.ShapeConfig`, whose fields of the same names these become.
 
     Attributes:
+        kind: shape, or a rival: medusa, eagle, block (DFlash, DSpark). A rival has a window of one state and fixes
+            step_mode and token_conditioning.
         window: known states that the predictor reads.
         intermediate_size: its width; null is twice the target's hidden size.
-        num_layers: residual blocks at that width.
+        num_layers: residual blocks at that width; decoder layers of block.
+        attention: steps also attend to all known positions.
+        num_heads: attention heads; null makes them 64 wide.
         num_steps: steps that training unrolls.
         step_mode: all steps from one window, or one network applied again to its own prediction.
         token_conditioning: read no token, the last settled one, or each token of the drafted path.
@@ -84,11 +87,17 @@ class PredictorOptions:
         dropout: probability.
         feature_layers: layers of the target that are read; the last is -1.
         draft_vocab_size: draft from so many of the most frequent tokens only; null drafts from all.
+        markov_rank: rank of a bias by the token before, for steps that do not read it; 0 is none.
+        confidence: estimate where the target will agree, for dynamic trees.
+        own_heads: output embeddings of medusa's and eagle's own, started from the target's.
     """
 
+    kind: Literal["shape", "medusa", "eagle", "block"] = "shape"
     window: int = 4
     intermediate_size: int | None = None
     num_layers: int = 1
+    attention: bool = False
+    num_heads: int | None = None
     num_steps: int = 4
     step_mode: Literal["parallel", "recursive"] = "recursive"
     token_conditioning: Literal["none", "root", "path"] = "path"
@@ -101,6 +110,9 @@ class PredictorOptions:
     dropout: float = 0.0
     feature_layers: list[int] = field(default_factory=lambda: [-1])
     draft_vocab_size: int | None = None
+    markov_rank: int = 0
+    confidence: bool = False
+    own_heads: bool = False
 
 
 @dataclass
@@ -221,6 +233,7 @@ class TrainOptions:
             )
         return ShapeConfig(
             hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
             target_identity=target.identity.to_dict(),
             draft=asdict(self.tree),
             **asdict(self.predictor),
@@ -262,12 +275,12 @@ def train(options: TrainOptions) -> Path:
     source = conversations if options.online else _features(options, folder, target, conversations, wanted, prepare)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(options.seed, "weights"))
-        predictor = ShapePredictor(config)
+        predictor = PREDICTORS[config.kind](config)
     data = ShapeDataModule(
         source,
         target,
         options.training,
-        window=config.window,
+        window=None if predictor.memory_shapes else config.window,
         ahead=config.num_steps,
         exclude=held_out,
         max_length=options.max_length,
@@ -276,6 +289,9 @@ def train(options: TrainOptions) -> Path:
     )
     if config.draft_vocab_size is not None:
         predictor.draft_vocabulary = draft_vocabulary(data.texts(), config.draft_vocab_size, target.vocab_size)
+    if predictor.heads is not None:
+        drafted = predictor.draft_vocabulary
+        predictor.adopt_head(target.head_rows(torch.arange(target.vocab_size) if drafted is None else drafted)[0])
     module = ShapeModule(
         predictor,
         target,

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import pytorch_lightning as pl
 import torch
+import torch.nn.functional as F
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.utilities.types import OptimizerLRScheduler
 from safetensors.torch import load_file, save_file
@@ -27,13 +28,15 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import MeanMetric
 
 from shape import custom_generate
+from shape.config import ShapeConfig
 from shape.conversations import Conversation, Encoded
 from shape.decoder import ShapeDecoder, ShapeOutput
-from shape.drafters import ShapeDrafter
+from shape.drafters import TrainedDrafter
 from shape.errors import CheckpointError, ConfigError, DataError
 from shape.features import FeatureStore, Stored, compute_features, eligible, encode_row, place
 from shape.losses import Losses, weighted_loss
-from shape.predictor import ShapePredictor, windows
+from shape.network import Known, Predictor, known_at
+from shape.predictor import windows
 from shape.target import Target, TargetIdentity
 from shape.verification.sampling import mix
 
@@ -100,8 +103,23 @@ class TrainingOptions:
 # ------------------------------------------------------------------------------------------------- examples
 
 
+class Texts(NamedTuple):
+    """Texts, or the surroundings of single roots, and the roots in them.
+
+    Attributes:
+        hidden: (B, T, F) features of h_0..h_{T-1}.
+        input_ids, loss_mask: (B, T'), T' >= T, False past a text's end.
+        roots: (B, P) int64; padded with 0, which is no root.
+    """
+
+    hidden: Tensor
+    input_ids: Tensor
+    loss_mask: Tensor
+    roots: Tensor
+
+
 class Examples(NamedTuple):
-    """What a predictor is trained on, for roots t and steps n = 0..S-1. `...` is (B, P), or (P,) once flattened.
+    """What a predictor is trained on, for roots t and steps n = 0..S-1. `...` is (B, P).
 
     Attributes:
         window: (..., W, F) states h_{t-W}..h_{t-1}, zeros before the text.
@@ -116,25 +134,17 @@ class Examples(NamedTuple):
     mask: Tensor
 
 
-def examples(
-    hidden: Tensor,
-    tokens: Tensor,
-    loss_mask: Tensor,
-    roots: Tensor,
-    window: int,
-    steps: int,
-    hidden_size: int,
-) -> Examples:
+def examples(texts: Texts, window: int, steps: int, hidden_size: int) -> Examples:
     """Cut examples out of texts; the windows are cut by the function that decoding uses.
 
+    A root that is not eligible (`shape.features.eligible`) gives an example whose mask is False throughout.
+
     Args:
-        hidden: (B, T, F) states; the last `hidden_size` columns are h.
-        tokens, loss_mask: (B, T'), T' >= T, on the same device, False past a text's end.
-        roots: (B, P) int64; a root that is not eligible (`shape.features.eligible`) gives an example whose
-            mask is False throughout.
+        texts: the last `hidden_size` columns of their features are h.
         window: number W of states before the root.
         steps: number S of steps.
     """
+    hidden, tokens, loss_mask, roots = texts
     rows = torch.arange(len(tokens), device=tokens.device)[:, None, None]
     ahead = roots[..., None] + torch.arange(steps + 1, device=roots.device)
     inside = ahead < tokens.shape[1]
@@ -150,36 +160,68 @@ def examples(
 
 
 @torch.no_grad()
-def teacher_forced(predictor: ShapePredictor, target: Target, texts: Iterable[Stored]) -> tuple[int, int]:
+def teacher_forced(predictor: Predictor, target: Target, texts: Iterable[Stored]) -> tuple[int, int]:
     """Tokens and target forwards that decoding the answers of stored texts would take, without decoding them.
 
     Right for answers that the target itself wrote greedily, and for chains as deep as the predictor's steps. The
     first token of an answer comes from the prefill and counts on neither side; the ratio is the acceptance length.
     """
     config, vocabulary = predictor.config, predictor.draft_vocabulary
-    head = None if vocabulary is None else target.head_of(vocabulary, predictor.dtype)
+    reader = Reader(predictor, target)
     tokens = forwards = 0
     for ids, mask, hidden in texts:
         roots = eligible(mask, torch.tensor([0, len(ids)])).nonzero()[:, 0]
-        cut = examples(
-            hidden[None], ids[None], mask[None], roots[None], config.window, config.num_steps, target.hidden_size
-        )
-        window = cut.window[0].to(target.device, predictor.dtype)
-        states = predictor(window, target.embed(cut.tokens[0].to(target.device)))
-        best = target.logits(states if head else states.to(target.dtype), head).argmax(-1)
+        text = Texts(*(each[None].to(target.device) for each in (hidden, ids, mask, roots)))
+        cut = examples(text, config.window, config.num_steps, target.hidden_size)
+        best = reader.greedy(known_in(predictor, target, text, cut.window), cut.tokens)[0]
         drafts = (best if vocabulary is None else vocabulary[best]).cpu()
         ahead = (roots[:, None] + torch.arange(1, config.num_steps + 1)).clamp(max=len(ids) - 1)
         accepted = torch.zeros_like(ids)
-        accepted[roots] = ((drafts == ids[ahead]) & cut.mask[0]).cumprod(-1).sum(-1)
+        accepted[roots] = ((drafts == ids[ahead]) & cut.mask[0].cpu()).cumprod(-1).sum(-1)
         for first, last in _answers(mask):
             emitted, steps = accepted_walk(accepted.tolist(), first, last)
             tokens, forwards = tokens + emitted, forwards + steps
     return tokens, forwards
 
 
+def known_in(predictor: Predictor, target: Target, texts: Texts, window: Tensor) -> Known:
+    """What the network knows at the roots of texts; `window` is theirs."""
+    embeddings = target.embed(texts.input_ids[:, : texts.hidden.shape[1] + 1]) if predictor.memory_shapes else None
+    if embeddings is not None and embeddings.shape[1] == texts.hidden.shape[1]:
+        embeddings = F.pad(embeddings, (0, 0, 0, 1))  # behind the text's last token, which no root looks past
+    return known_at(predictor, texts.hidden, embeddings, texts.roots, window)
+
+
+class Reader:
+    """Reads a predictor's states as decoding does: with its own head, or the target's for what can be drafted."""
+
+    def __init__(self, predictor: Predictor, target: Target, dtype: torch.dtype | None = None) -> None:
+        self.predictor, self.target = predictor, target
+        self.dtype = dtype or predictor.dtype
+        vocabulary = predictor.draft_vocabulary
+        self.head = None if vocabulary is None else target.head_of(vocabulary.to(target.device), self.dtype)
+
+    def frozen(self, states: Tensor) -> Tensor:
+        """Logits of what can be drafted, (..., H) -> (..., K), by the target's head."""
+        return self.target.logits(states.to(self.target.dtype if self.head is None else self.dtype), self.head)
+
+    def __call__(self, states: Tensor, embeddings: Tensor | None) -> Tensor:
+        """The predictor's logits, (B, P, S, H) -> (B, P, S, K), along tokens whose embeddings are given."""
+        own = self.predictor.heads is not None
+        logits = self.target.logits(states, self.predictor.own_head) if own else self.frozen(states)
+        return self.predictor.bias(logits, embeddings)
+
+    def greedy(self, known: Known, tokens: Tensor) -> Tensor:
+        """The best drafts along true tokens, (B, P, S) int64, as numbers in the draft vocabulary."""
+        predictor = self.predictor
+        embeddings = self.target.embed(tokens).to(predictor.dtype) if predictor.reads_tokens else None
+        known = known._replace(window=known.window.to(predictor.dtype))
+        return self(predictor.unroll(known, embeddings, tokens.shape[-1]), embeddings).argmax(-1)
+
+
 def _answers(loss_mask: Tensor) -> list[tuple[int, int]]:
     """Positions of the first and the last token of each supervised run."""
-    edges = torch.nn.functional.pad(loss_mask.int(), (1, 1)).diff()
+    edges = F.pad(loss_mask.int(), (1, 1)).diff()
     return list(zip((edges == 1).nonzero()[:, 0].tolist(), ((edges == -1).nonzero()[:, 0] - 1).tolist(), strict=True))
 
 
@@ -219,6 +261,12 @@ def draft_vocabulary(texts: Iterable[tuple[Tensor, Tensor]], size: int, vocab_si
     return counts.sort(descending=True, stable=True).indices[:size].sort().values
 
 
+def roots_of(loss_masks: Sequence[Tensor]) -> Tensor:
+    """The eligible roots of texts, (B, P) int64, padded with 0."""
+    starts = [eligible(mask, torch.tensor([0, len(mask)])).nonzero()[:, 0] for mask in loss_masks]
+    return pad_sequence(starts, batch_first=True)
+
+
 # ------------------------------------------------------------------------------------------------- data
 
 
@@ -242,21 +290,22 @@ class Batch:
     Attributes:
         step: the optimiser step it belongs to.
         part: its number among the step's portions, over all processes.
-        samples: (P,) int64 numbers of the roots (or conversations) in the data.
+        samples: (B,) int64 numbers of the texts in the data: of roots where each text is one root's surroundings, of
+            conversations otherwise.
     """
 
     step: int
     part: int
     samples: Tensor
-    examples: Examples | None = None
+    texts: Texts | None = None
     conversations: list[Encoded] | None = None
 
     def to(self, device: torch.device) -> "Batch":
-        moved = self.examples and Examples(*(tensor.to(device, non_blocking=True) for tensor in self.examples))
+        moved = self.texts and Texts(*(tensor.to(device, non_blocking=True) for tensor in self.texts))
         return Batch(self.step, self.part, self.samples.to(device), moved, self.conversations)
 
     def pin_memory(self) -> "Batch":
-        pinned = self.examples and Examples(*(tensor.pin_memory() for tensor in self.examples))
+        pinned = self.texts and Texts(*(tensor.pin_memory() for tensor in self.texts))
         return Batch(self.step, self.part, self.samples, pinned, self.conversations)
 
 
@@ -299,8 +348,12 @@ class _Batches(Dataset[Batch]):
             raise IndexError(index)
         step, portion = divmod(index, self.split.accumulate)
         part = portion * self.split.world + self.split.rank
-        samples = self.order.step(step).view(self.split.parts, -1)[part]
+        samples = self._arrange(self.order.step(step)).view(self.split.parts, -1)[part]
         return self._load(step, part, samples)
+
+    def _arrange(self, samples: Tensor) -> Tensor:
+        """The order in which a step's samples are dealt to its portions."""
+        return samples
 
     def _load(self, step: int, part: int, samples: Tensor) -> Batch:
         raise NotImplementedError
@@ -325,11 +378,31 @@ class StoredBatches(_Batches):
     def _load(self, step: int, part: int, samples: Tensor) -> Batch:
         around = self.store.gather(self.roots[samples], self.window, self.ahead)
         roots = torch.full((len(samples), 1), self.window)
-        cut = examples(
-            around.hidden, around.input_ids, around.loss_mask, roots, self.window, self.ahead,
-            self.store.manifest.hidden_size,
-        )  # fmt: skip
-        return Batch(step, part, samples, examples=Examples(*(tensor.squeeze(1) for tensor in cut)))
+        return Batch(step, part, samples, Texts(around.hidden, around.input_ids, around.loss_mask, roots))
+
+
+class TextBatches(_Batches):
+    """Whole conversations of a feature store, for networks that attend to everything before a root.
+
+    Texts of a portion stand in rows of their own: no document sees another. A step's texts are dealt to its portions by
+    length, so that little is padding.
+    """
+
+    def __init__(self, store: FeatureStore, numbers: Tensor, order: StepOrder, split: Split, steps: int) -> None:
+        super().__init__(order, split, steps)
+        self.store, self.numbers = store, numbers
+
+    def _arrange(self, samples: Tensor) -> Tensor:
+        rows = self.numbers[samples]
+        lengths = self.store.offsets[rows + 1] - self.store.offsets[rows]
+        return samples[lengths.sort(stable=True).indices]
+
+    def _load(self, step: int, part: int, samples: Tensor) -> Batch:
+        stored = [self.store[int(self.numbers[sample])] for sample in samples]
+        hidden = pad_sequence([each.hidden for each in stored], batch_first=True)
+        ids = pad_sequence([each.input_ids for each in stored], batch_first=True)
+        masks = pad_sequence([each.loss_mask for each in stored], batch_first=True)
+        return Batch(step, part, samples, Texts(hidden, ids, masks, roots_of([each.loss_mask for each in stored])))
 
 
 class ConversationBatches(_Batches):
@@ -380,7 +453,7 @@ class ShapeDataModule(pl.LightningDataModule):
     Args:
         source: a feature store, or conversations.
         target: needed for its tokenizer in online mode.
-        window, ahead: states before the root, and steps after it, that examples hold.
+        window, ahead: states before the root, and steps after it, that examples hold; a window of None holds all.
         exclude: numbers of conversations that are kept for validation.
 
     Raises:
@@ -393,7 +466,7 @@ class ShapeDataModule(pl.LightningDataModule):
         target: Target,
         options: TrainingOptions,
         *,
-        window: int,
+        window: int | None,
         ahead: int,
         exclude: Collection[int] = (),
         max_length: int = 1024,
@@ -410,6 +483,10 @@ class ShapeDataModule(pl.LightningDataModule):
         self.roots = source.roots(exclude) if isinstance(source, FeatureStore) else torch.empty(0)
         self.conversations: list[Conversation] = []
         self.roots_each = 0.0
+        self.texts_with_roots = torch.empty(0, dtype=torch.int64)
+        if self.store is not None and window is None:
+            self.texts_with_roots = self.store.owner(self.roots).unique()
+            self.roots_each = len(self.roots) / max(len(self.texts_with_roots), 1)
         if not isinstance(source, FeatureStore):
             self.conversations = [each for index, each in enumerate(source) if index not in exclude]
             self.roots_each = self._mean_roots()
@@ -452,11 +529,14 @@ class ShapeDataModule(pl.LightningDataModule):
     def batches(self, split: Split) -> _Batches:
         """All portions of one process."""
         options = self.options
-        if self.store is not None:
+        if self.store is not None and self.window is not None:
             order = StepOrder(self.seed, len(self.roots), options.batch_size)
             return StoredBatches(self.store, self.roots, self.window, self.ahead, order, split, options.steps)
         per_part = max(1, round(options.batch_size / self.roots_each / split.parts))
-        order = StepOrder(self.seed, len(self.conversations), per_part * split.parts)
+        count = len(self.conversations) if self.store is None else len(self.texts_with_roots)
+        order = StepOrder(self.seed, count, per_part * split.parts)
+        if self.store is not None:
+            return TextBatches(self.store, self.texts_with_roots, order, split, options.steps)
         return ConversationBatches(self.conversations, self.encode, order, split, options.steps)
 
     def _mean_roots(self) -> float:
@@ -487,7 +567,7 @@ class ShapeModule(pl.LightningModule):
 
     def __init__(
         self,
-        predictor: ShapePredictor,
+        predictor: Predictor,
         target: Target,
         losses: Losses,
         options: TrainingOptions,
@@ -507,7 +587,7 @@ class ShapeModule(pl.LightningModule):
         steps = predictor.config.num_steps
         self.agreement = nn.ModuleList(MeanMetric() for _ in range(steps))
         self.acceptance_length = MeanMetric()
-        self._head: Callable[[Tensor], Tensor] | None = None
+        self._made_reader: Reader | None = None
         self._seconds_before = 0.0
         self._started = monotonic()
         self._elapsed = 0.0
@@ -527,23 +607,30 @@ class ShapeModule(pl.LightningModule):
         torch.manual_seed(derive_seed(self.seed, batch.step, batch.part))  # for dropout
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        cut, numbers = self._examples(batch)
-        window = cut.window
+        predictor, texts = self.predictor, batch.texts or self._texts(batch)
+        cut = examples(texts, predictor.config.window, predictor.config.num_steps, predictor.config.hidden_size)
+        known = texts
         if self.options.noise:
-            keys = mix(numbers + derive_seed(self.seed, batch.step, "noise"))
-            window = add_noise(window, keys, self.options.noise, self.predictor.config.hidden_size)
-        embeddings = None
-        if self.predictor.config.token_conditioning != "none":
-            embeddings = self.target.embed(cut.tokens)
-        predicted = self.predictor(window, embeddings)
+            keys = mix(batch.samples + derive_seed(self.seed, batch.step, "noise"))
+            known = texts._replace(hidden=add_noise(texts.hidden, keys, self.options.noise, cut.states.shape[-1]))
+        embeddings = self.target.embed(cut.tokens) if predictor.reads_tokens else None
+        window = windows(known.hidden, known.roots, predictor.config.window)
+        predicted = predictor.unroll(known_in(predictor, self.target, known, window), embeddings)
         predicted_logits = target_logits = None
         measuring = (self.global_step + 1) % self.log_every == 0
-        if self.losses.on_logits or measuring:
+        if self.losses.on_logits or predictor.confidence is not None or measuring:
+            reader = self._reader()
             with torch.autocast(self.device.type, enabled=False):
-                predicted_logits = self._draft_logits(predicted)
+                predicted_logits = reader(predicted, embeddings)
                 with torch.no_grad():
-                    target_logits = self._draft_logits(cut.states)
+                    target_logits = reader.frozen(cut.states)
         loss, parts = weighted_loss(self.losses, predicted, cut.states, predicted_logits, target_logits, cut.mask)
+        if predictor.confidence is not None and embeddings is not None:
+            assert predicted_logits is not None and target_logits is not None
+            agree = predicted_logits.argmax(-1) == target_logits.argmax(-1)
+            estimate = predictor.estimate(predicted.detach(), embeddings).float()
+            parts["confidence"] = F.binary_cross_entropy_with_logits(estimate[cut.mask], agree[cut.mask].float())
+            loss = loss + parts["confidence"]
         if measuring and predicted_logits is not None:
             self._log_agreement(predicted_logits.argmax(-1), cut)
         self.log("train/loss", loss, prog_bar=True, batch_size=len(cut.mask))
@@ -559,30 +646,23 @@ class ShapeModule(pl.LightningModule):
         if self._elapsed >= 60 * self.options.max_minutes:
             self.trainer.should_stop = True
 
-    def _examples(self, batch: Batch) -> tuple[Examples, Tensor]:
-        """Flat examples, and a number for each that is its own in the whole data."""
-        if batch.examples is not None:
-            return batch.examples, batch.samples
+    def _texts(self, batch: Batch) -> Texts:
+        """Texts of conversations, with features computed now (online mode)."""
         assert batch.conversations is not None
-        config, encoded = self.predictor.config, batch.conversations
-        hidden = compute_features(self.target, encoded, config.feature_layers)
-        ids = pad_sequence([sample.input_ids for sample in encoded], batch_first=True).to(self.device)
-        masks = pad_sequence([sample.loss_mask for sample in encoded], batch_first=True).to(self.device)
-        starts = [eligible(s.loss_mask, torch.tensor([0, len(s.loss_mask)])).nonzero()[:, 0] for s in encoded]
-        roots = pad_sequence(starts, batch_first=True).to(self.device)  # padded with 0, which is no root
-        cut = examples(hidden, ids, masks, roots, config.window, config.num_steps, config.hidden_size)
-        kept = cut.mask[..., 0]
-        numbers = (batch.samples[:, None] << 32) + roots
-        return Examples(*(tensor[kept] for tensor in cut)), numbers[kept]
+        encoded = batch.conversations
+        hidden = compute_features(self.target, encoded, self.predictor.config.feature_layers)
+        ids = pad_sequence([sample.input_ids for sample in encoded], batch_first=True)
+        masks = pad_sequence([sample.loss_mask for sample in encoded], batch_first=True)
+        roots = roots_of([sample.loss_mask for sample in encoded])
+        return Texts(hidden, *(each.to(self.device) for each in (ids, masks, roots)))
 
-    def _draft_logits(self, states: Tensor) -> Tensor:
-        """Logits of what can be drafted: with a draft vocabulary both distributions are restricted to it, as in
-        EAGLE-3, which also saves most of a step's time.
+    def _reader(self) -> Reader:
+        """With a draft vocabulary both distributions are restricted to it, as in EAGLE-3, which also saves most of a
+        step's time.
         """
-        vocabulary = self.predictor.draft_vocabulary
-        if vocabulary is not None and self._head is None:
-            self._head = self.target.head_of(vocabulary.to(self.target.device), self.target.dtype)
-        return self.target.logits(states.to(self.target.dtype), self._head)
+        if self._made_reader is None:
+            self._made_reader = Reader(self.predictor, self.target, self.target.dtype)
+        return self._made_reader
 
     @torch.no_grad()
     def _log_agreement(self, drafts: Tensor, cut: Examples) -> None:
@@ -595,10 +675,10 @@ class ShapeModule(pl.LightningModule):
         agree = drafts == self.target.logits(cut.states.to(self.target.dtype)).argmax(-1)
         for n, metric in enumerate(self.agreement):
             assert isinstance(metric, MeanMetric)
-            metric(agree[:, n][mask[:, n]].float())
+            metric(agree[..., n][mask[..., n]].float())
             self.log(f"train/agreement_{n + 1}", metric, on_step=True, on_epoch=False, batch_size=len(mask))
         in_a_row = (agree & mask).cumprod(-1).sum(-1)
-        self.acceptance_length(1.0 + in_a_row)
+        self.acceptance_length(1.0 + in_a_row[mask[..., 0]])
         self.log(
             "train/chain_AL", self.acceptance_length, on_step=True, on_epoch=False, prog_bar=True,
             batch_size=len(mask),
@@ -647,20 +727,20 @@ class ShapeModule(pl.LightningModule):
         return self._seconds_before + monotonic() - self._started
 
 
-def add_noise(window: Tensor, keys: Tensor, amount: float, hidden_size: int) -> Tensor:
+def add_noise(hidden: Tensor, keys: Tensor, amount: float, hidden_size: int) -> Tensor:
     """Uniform noise on known states: EAGLE's remedy (arXiv 2401.15077) for inputs that are predictions later.
 
     Args:
-        window: (P, W, F), F a multiple of `hidden_size`: one state per layer.
-        keys: (P,) int64; an example's noise depends on its key alone.
+        hidden: (B, T, F), F a multiple of `hidden_size`: one state per layer.
+        keys: (B,) int64; a text's noise depends on its key alone.
         amount: standard deviation in units of each state's root mean square; states of zeros stay zeros.
     """
-    states = window.unflatten(-1, (-1, hidden_size)).float()
-    counter = torch.arange(states[0].numel(), device=window.device).view(states.shape[1:])
+    states = hidden.unflatten(-1, (-1, hidden_size)).float()
+    counter = torch.arange(states[0].numel(), device=hidden.device).view(states.shape[1:])
     bits = mix(mix(keys).view(-1, 1, 1, 1) + counter) & 0xFFFFFF
     uniform = (bits.float() + 0.5) * 2.0**-23 - 1.0
     scale = states.pow(2).mean(-1, keepdim=True).sqrt() * (amount * math.sqrt(3))
-    return (states + scale * uniform).flatten(-2).to(window.dtype)
+    return (states + scale * uniform).flatten(-2).to(hidden.dtype)
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -781,10 +861,10 @@ class DecodingValidation(pl.Callback):
 
 
 def decode_counts(
-    target: Target, predictor: ShapePredictor, prompts: Sequence[Tensor], max_new_tokens: int
+    target: Target, predictor: Predictor, prompts: Sequence[Tensor], max_new_tokens: int
 ) -> tuple[list[int], list[int]]:
     """Tokens emitted and target forwards, for each prompt, of greedy decoding with the predictor."""
-    decoder = ShapeDecoder(target, ShapeDrafter(predictor), fall_back=False)
+    decoder = ShapeDecoder(target, TrainedDrafter(predictor), fall_back=False)
     emitted: list[int] = []
     forwards: list[int] = []
     for start in range(0, len(prompts), _VALIDATION_BATCH):
@@ -815,7 +895,7 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
         module.train(training)
 
 
-def _save_weights(predictor: ShapePredictor, path: Path) -> None:
+def _save_weights(predictor: Predictor, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     weights = {name: value.detach().cpu().contiguous() for name, value in predictor.state_dict().items()}
@@ -823,7 +903,7 @@ def _save_weights(predictor: ShapePredictor, path: Path) -> None:
     os.replace(temporary, path)
 
 
-def load_weights(predictor: ShapePredictor, path: Path) -> None:
+def load_weights(predictor: Predictor, path: Path) -> None:
     """Put weights kept by `DecodingValidation` into a predictor of the same configuration."""
     predictor.load_state_dict(load_file(path))
 
@@ -831,9 +911,7 @@ def load_weights(predictor: ShapePredictor, path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- export
 
 
-def export(
-    predictor: ShapePredictor, directory: str | Path, identity: TargetIdentity, training: Mapping[str, Any]
-) -> None:
+def export(predictor: Predictor, directory: str | Path, identity: TargetIdentity, training: Mapping[str, Any]) -> None:
     """Write what `ShapeDecoder.from_pretrained` reads: config, weights (safetensors), a model card, and what
     transformers' `custom_generate` runs.
 
@@ -849,21 +927,22 @@ def export(
     custom_generate.write(directory)
 
 
-def model_card(predictor: ShapePredictor, identity: TargetIdentity, training: Mapping[str, Any]) -> str:
+def model_card(predictor: Predictor, identity: TargetIdentity, training: Mapping[str, Any]) -> str:
     """Markdown: what the predictor is for, how it came about, what was measured."""
     config = predictor.config
     millions = sum(parameter.numel() for parameter in predictor.parameters()) / 1e6
     revision = f" (revision {identity.revision})" if identity.revision else ""
+    title = {"shape": "SHAPE", "medusa": "Medusa", "eagle": "EAGLE", "block": "Block-parallel"}[config.kind]
     rows = "\n".join(f"| {name.replace('_', ' ')} | {_cell(value)} |" for name, value in training.items())
     return f"""---
 library_name: shape
 base_model: {identity.name}
 tags: [speculative-decoding, custom_generate]
 ---
-# SHAPE predictor for {identity.name}
+# {title} predictor for {identity.name}
 
-Drafts tokens for lossless speculative decoding of `{identity.name}`{revision}: it predicts the target's
-future hidden states, the target's own head turns them into draft tokens, and the target verifies these. It
+Drafts tokens for lossless speculative decoding of `{identity.name}`{revision}: it reads the target's hidden
+states, continues them to draft tokens, and the target verifies these. It
 is of no use with another target; loading refuses one whose tokenizer, head or chat template differ.
 
 ```python
@@ -878,13 +957,34 @@ or, with the package `shape-decoding` installed, from the target as transformers
 model.generate(**inputs, custom_generate="path/or/id/of/this", trust_remote_code=True)
 ```
 
-{millions:.1f}M parameters: window {config.window}, {config.num_steps} {config.step_mode} steps, token
-conditioning {config.token_conditioning}, refinement {config.refinement}.
+{millions:.1f}M parameters: {describe(config)}.
 
 | | |
 |---|---|
 {rows}
 """
+
+
+def describe(config: ShapeConfig) -> str:
+    """One phrase that says what the network is."""
+    vocabulary = f", drafts from {config.draft_vocab_size} tokens" if config.draft_vocab_size else ""
+    extras = "".join(
+        phrase
+        for phrase, given in (
+            (", attention to known positions", config.attention),
+            (f", Markov bias of rank {config.markov_rank}", config.markov_rank),
+            (", confidence estimate", config.confidence),
+            (", own output embedding", config.own_heads),
+        )
+        if given
+    )
+    layers = f", reads layers {config.feature_layers}" if len(config.feature_layers) > 1 else ""
+    if config.kind != "shape":
+        return f"{config.num_steps} steps{layers}{extras}{vocabulary}"
+    return (
+        f"window {config.window}, {config.num_steps} {config.step_mode} steps, token conditioning "
+        f"{config.token_conditioning}, refinement {config.refinement}{layers}{extras}{vocabulary}"
+    )
 
 
 def _cell(value: Any) -> str:

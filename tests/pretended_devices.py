@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Pretr
 
 from shape.config import ShapeConfig
 from shape.decoder import ShapeDecoder
-from shape.drafters import AdversaryDrafter, Drafter, OracleDrafter, ShapeDrafter, TreeShape
+from shape.drafters import AdversaryDrafter, Drafter, OracleDrafter, TrainedDrafter, TreeShape
 from shape.fixed import FixedSteps, Stage
 from shape.predictor import ShapePredictor
 from shape.target import Target
@@ -184,7 +184,7 @@ def check_drafter_elsewhere(config: PretrainedConfig, places: list[tuple[str, st
     mask = (torch.arange(9) >= torch.tensor([[0], [3], [1]])).long()
     tree = TreeShape(depth=3, width=3)
     model = model_of(config)
-    expected = answers(model, ShapeDrafter(predictor_of(Target(model), **options), tree), ids, mask)
+    expected = answers(model, TrainedDrafter(predictor_of(Target(model), **options), tree), ids, mask)
     for home, elsewhere in places:
         model = model_of(config)
         predictor = predictor_of(Target(model), **options)
@@ -192,7 +192,7 @@ def check_drafter_elsewhere(config: PretrainedConfig, places: list[tuple[str, st
             for module, device in ((model, home), (predictor, elsewhere)):
                 if device != "cpu":
                     put(module, torch.device(device))
-            found = answers(model, ShapeDrafter(predictor, tree), ids, mask)
+            found = answers(model, TrainedDrafter(predictor, tree), ids, mask)
             assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True)), (home, elsewhere)
 
 
@@ -244,7 +244,7 @@ def check_that_fixed_steps_are_silent(config: PretrainedConfig) -> None:
             put(network, model.device)
         texts = [row.tolist() for row in torch.cat([ids, ids, ids], dim=1)]
         shapes = (TreeShape(depth=4, width=3, nodes=7), TreeShape(depth=3, width=1))
-        for drafter in (None, OracleDrafter(texts, 0.3), *(ShapeDrafter(network, shape) for shape in shapes)):
+        for drafter in (None, OracleDrafter(texts, 0.3), *(TrainedDrafter(network, shape) for shape in shapes)):
             yield ShapeDecoder(model, drafter, fall_back=False, **options)
 
     model = model_of(config)

@@ -16,7 +16,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from shape.decoder import ShapeDecoder
-from shape.drafters import AdversaryDrafter, Drafter, NgramDrafter, OracleDrafter, ShapeDrafter, TreeShape
+from shape.drafters import AdversaryDrafter, Drafter, NgramDrafter, OracleDrafter, TrainedDrafter, TreeShape
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, UnsupportedGeneration
 from shape.rules import RULES, TrsLossy, TypicalLossy
 from shape.target import Target
@@ -26,15 +26,15 @@ from shape.verification.tree import TokenTree
 
 def drafters() -> dict:
     return {
-        "shape tree": lambda: ShapeDrafter(predictor(), TreeShape(depth=4, width=3, nodes=7)),
-        "shape chain": lambda: ShapeDrafter(predictor(), TreeShape(depth=5, width=1)),
-        "shape stopping chain": lambda: ShapeDrafter(predictor(), TreeShape(depth=6, width=1, threshold=0.03)),
-        "shape wide tree": lambda: ShapeDrafter(predictor(), TreeShape(depth=3, width=2, branching=3)),
-        "shape parallel": lambda: ShapeDrafter(
+        "shape tree": lambda: TrainedDrafter(predictor(), TreeShape(depth=4, width=3, nodes=7)),
+        "shape chain": lambda: TrainedDrafter(predictor(), TreeShape(depth=5, width=1)),
+        "shape stopping chain": lambda: TrainedDrafter(predictor(), TreeShape(depth=6, width=1, threshold=0.03)),
+        "shape wide tree": lambda: TrainedDrafter(predictor(), TreeShape(depth=3, width=2, branching=3)),
+        "shape parallel": lambda: TrainedDrafter(
             predictor(step_mode="parallel", token_conditioning="none", refinement="sinkhorn", refinement_dim=8),
             TreeShape(depth=3, width=2),
         ),
-        "shape drawn parallel": lambda: ShapeDrafter(
+        "shape drawn parallel": lambda: TrainedDrafter(
             predictor(step_mode="parallel", token_conditioning="none"), TreeShape(depth=3, width=2)
         ),
         "ngram": NgramDrafter,

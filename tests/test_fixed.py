@@ -10,7 +10,7 @@ from helpers import predictor, prompts
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from shape.decoder import ShapeDecoder, ShapeOutput
-from shape.drafters import Drafter, NgramDrafter, OracleDrafter, ShapeDrafter, TreeShape
+from shape.drafters import Drafter, NgramDrafter, OracleDrafter, TrainedDrafter, TreeShape
 from shape.fixed import FixedSteps, bucket
 
 SHAPES = {
@@ -29,13 +29,13 @@ def oracle(batch: dict[str, torch.Tensor], sequences: torch.Tensor) -> OracleDra
 
 
 def drafters(batch: dict[str, torch.Tensor], answers: torch.Tensor) -> dict[str, Drafter | None]:
-    grown = {kind: ShapeDrafter(predictor(), shape) for kind, shape in SHAPES.items()}
+    grown = {kind: TrainedDrafter(predictor(), shape) for kind, shape in SHAPES.items()}
     parallel = predictor(step_mode="parallel", token_conditioning="none")
     return {
         "plain": None,
         "oracle": oracle(batch, answers),
         **grown,
-        "shape parallel": ShapeDrafter(parallel, TreeShape(depth=3, width=2)),
+        "shape parallel": TrainedDrafter(parallel, TreeShape(depth=3, width=2)),
     }
 
 
@@ -56,7 +56,7 @@ def test_tokens_and_counts_are_those_of_the_loop(tiny_model, arch, lengths):
             fixed = decode(model, drafter, batch, FixedSteps(slots=FEW), **options)
             assert fixed.stats.graphs and torch.equal(fixed.sequences, expected.sequences), kind
             if kind == "shape stopping chain":  # its threshold is not looked at here
-                drafter = ShapeDrafter(drafter.predictor, TreeShape(depth=5, width=1))
+                drafter = TrainedDrafter(drafter.predictor, TreeShape(depth=5, width=1))
             eager = decode(model, drafter, batch, False, **options)
             for name in ("histogram", "drafted", "accepted", "row_forwards", "row_emitted", "draft_steps"):
                 assert getattr(fixed.stats, name) == getattr(eager.stats, name), (kind, name)
@@ -79,7 +79,7 @@ def test_buckets_of_rows():
 
 def test_stages_serve_later_calls_and_not_two_at_once(tiny_model):
     model, steps = tiny_model("llama"), FixedSteps(slots=64, kept=2)
-    decoder = ShapeDecoder(model, ShapeDrafter(predictor(), SHAPES["shape tree"]), graphs=steps)
+    decoder = ShapeDecoder(model, TrainedDrafter(predictor(), SHAPES["shape tree"]), graphs=steps)
     one, two = (prompts([length])["input_ids"] for length in (9, 4))
     options = {"max_new_tokens": 20, "eos_token_id": [], **SAMPLED}
     expected = [ShapeDecoder(model).generate(ids, **options)[0, ids.shape[1] :].tolist() for ids in (one, two)]
@@ -112,7 +112,7 @@ class After(StoppingCriteria):
 def test_criteria_stop_rows(tiny_model):
     model, batch = tiny_model("llama"), prompts()
     options = {"max_new_tokens": 40, "stopping_criteria": StoppingCriteriaList([After()]), **SAMPLED}
-    drafter = ShapeDrafter(predictor(), SHAPES["shape tree"])
+    drafter = TrainedDrafter(predictor(), SHAPES["shape tree"])
     eager, fixed = (decode(model, drafter, batch, graphs, **options) for graphs in (False, True))
     assert fixed.stats.graphs and torch.equal(fixed.sequences, eager.sequences)
 
@@ -120,7 +120,7 @@ def test_criteria_stop_rows(tiny_model):
 def test_falling_back_to_plain_steps(tiny_model):
     model, batch = tiny_model("llama"), prompts([5, 8])
     options = {"max_new_tokens": 60, "eos_token_id": []}
-    drafter = ShapeDrafter(predictor(), SHAPES["shape tree"])
+    drafter = TrainedDrafter(predictor(), SHAPES["shape tree"])
     fixed = decode(model, drafter, batch, FixedSteps(slots=FEW), fall_back=100.0, **options)
     assert torch.equal(fixed.sequences, decode(model, None, batch, False, **options).sequences)
     assert fixed.stats.pauses > 0 and fixed.stats.plain_steps > 20
@@ -170,7 +170,7 @@ def test_graphs_on_a_gpu(tiny_model, compiled):
             for more in ({}, {**SAMPLED, "top_k": 9}):
                 expected = decode(model, None, batch, False, max_new_tokens=50, **more)
                 for kind, drafter in drafters(batch, expected.sequences).items():
-                    if isinstance(drafter, ShapeDrafter):
+                    if isinstance(drafter, TrainedDrafter):
                         drafter.predictor.cuda()
                     steps = FixedSteps(compiled, slots=32)
                     fixed = decode(model, drafter, batch, steps, max_new_tokens=50, **more)

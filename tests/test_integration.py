@@ -28,7 +28,7 @@ from transformers.generation.streamers import BaseStreamer
 from shape import bundled
 from shape.config import ShapeConfig
 from shape.decoder import ShapeDecoder
-from shape.drafters import AdversaryDrafter, ShapeDrafter
+from shape.drafters import AdversaryDrafter, TrainedDrafter
 from shape.errors import CheckpointError, ConfigError, DataError, TargetMismatch, UnsupportedGeneration
 from shape.loop import Memory
 from shape.predictor import ShapePredictor
@@ -68,7 +68,7 @@ def model(tiny_target_folder) -> PreTrainedModel:
 @pytest.fixture
 def decoder(tiny_target) -> ShapeDecoder:
     """Drafts at every step, so that steps do not depend on the machine's times."""
-    return ShapeDecoder(tiny_target, ShapeDrafter(predictor(tiny_target)), fall_back=False)
+    return ShapeDecoder(tiny_target, TrainedDrafter(predictor(tiny_target)), fall_back=False)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@ import torch
 from helpers import FAMILIES, predictor, prompts
 
 from shape.decoder import ShapeDecoder
-from shape.drafters import NgramDrafter, ShapeDrafter, TreeShape
+from shape.drafters import NgramDrafter, TrainedDrafter, TreeShape
 from shape.errors import UnsupportedGeneration
 from shape.verification import forward
 
@@ -11,7 +11,7 @@ from shape.verification import forward
 def drafter(model, kind):
     if kind == "plain":
         return None
-    return NgramDrafter() if kind == "ngram" else ShapeDrafter(predictor(), TreeShape(depth=3, width=2))
+    return NgramDrafter() if kind == "ngram" else TrainedDrafter(predictor(), TreeShape(depth=3, width=2))
 
 
 @pytest.mark.parametrize("arch", FAMILIES)

@@ -3,7 +3,7 @@ import torch
 from helpers import predictor, prompts
 
 from shape.decoder import ShapeDecoder
-from shape.drafters import AdversaryDrafter, OracleDrafter, ShapeDrafter
+from shape.drafters import AdversaryDrafter, OracleDrafter, TrainedDrafter
 from shape.pace import Experience, Pace
 
 
@@ -68,7 +68,7 @@ def test_falling_back_changes_no_token(tiny_model, sample):
         "return_dict_in_generate": True,
     }
     plain = ShapeDecoder(model).generate(**batch, **options)
-    for drafter in (AdversaryDrafter(), ShapeDrafter(predictor())):
+    for drafter in (AdversaryDrafter(), TrainedDrafter(predictor())):
         out = ShapeDecoder(model, drafter, fall_back=2.5).generate(**batch, **options)
         assert torch.equal(out.sequences, plain.sequences)
         assert out.stats.plain_steps >= 16 and out.stats.pauses >= 1

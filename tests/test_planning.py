@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shape.decoder import ShapeDecoder
-from shape.drafters import NgramDrafter, OracleDrafter, ShapeDrafter, TreeShape
+from shape.drafters import NgramDrafter, OracleDrafter, TrainedDrafter, TreeShape
 from shape.planning import (
     Costs,
     Sketch,
@@ -89,11 +89,11 @@ def test_a_cut_shape_is_what_decoding_with_it_gives(tiny_model, shape, sample):
     contexts = [row[row != 0].tolist() for row in prompts()["input_ids"]]
     options = {"max_new_tokens": 30, "do_sample": sample, "seed": 1, "eos_token_id": []}
     wide = TreeShape(depth=6, width=shape.width)
-    sketches = sketch(ShapeDecoder(model, ShapeDrafter(network)), contexts, wide=wide, **options)
+    sketches = sketch(ShapeDecoder(model, TrainedDrafter(network)), contexts, wide=wide, **options)
     assert [len(answer) for answer in sketches] == [29] * 5
     costs = Costs(1, 128, {1: 1.0, 100: 1.0}, {1: 0.0})
     found = next(one for one in plan(costs, sketches, [shape]) if one.shape == shape)
-    decoder, steps = ShapeDecoder(model, ShapeDrafter(network, shape), fall_back=False), []
+    decoder, steps = ShapeDecoder(model, TrainedDrafter(network, shape), fall_back=False), []
     for context in contexts:
         ids = torch.tensor([context])
         steps += decoder.generate(ids, torch.ones_like(ids), return_dict_in_generate=True, **options).stats.steps
@@ -128,7 +128,7 @@ def test_good_drafts_are_planned_and_bad_ones_are_not(tiny_model):
 
 
 def test_calibration_is_kept(tiny_model, tmp_path, monkeypatch):
-    decoder, file = ShapeDecoder(tiny_model("llama"), ShapeDrafter(predictor())), tmp_path / "kept" / "costs.json"
+    decoder, file = ShapeDecoder(tiny_model("llama"), TrainedDrafter(predictor())), tmp_path / "kept" / "costs.json"
     costs = calibrate(decoder, context=40, cache=file)
     assert costs.context == 64 and min(costs.verify.values()) > 0 and set(costs.draft) == {1, 2, 3, 4}
     assert calibrate(decoder, context=40, cache=file) == costs
@@ -140,6 +140,6 @@ def test_calibration_is_kept(tiny_model, tmp_path, monkeypatch):
 
 def test_tuning_sets_the_shape(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setenv("SHAPE_CACHE", str(tmp_path))
-    drafter = ShapeDrafter(predictor(), TreeShape(depth=2))
+    drafter = TrainedDrafter(predictor(), TreeShape(depth=2))
     best = tune(ShapeDecoder(tiny_model("llama"), drafter), [[5, 6, 7]], max_new_tokens=12, eos_token_id=[])
     assert best.rate > 0 and drafter.tree in (best.shape, TreeShape(depth=2))

@@ -17,7 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from shape import bundled
 from shape.config import ShapeConfig
 from shape.decoder import ShapeDecoder
-from shape.drafters import AdversaryDrafter, ShapeDrafter, TreeShape
+from shape.drafters import AdversaryDrafter, TrainedDrafter, TreeShape
 from shape.errors import TargetMismatch, UnsupportedTarget
 from shape.generate import main as generate
 from shape.predictor import ShapePredictor
@@ -166,7 +166,7 @@ def test_the_predictor_of_the_target_before_it_was_quantised(tiny_model, with_he
     model = tiny_model("llama")
     predictor = predictor_for(Target(model), **options)
     quantised = quantise(model, skip=() if with_head else ("lm_head",))
-    decoder = ShapeDecoder(quantised, ShapeDrafter(predictor, TreeShape(depth=3, width=3)))
+    decoder = ShapeDecoder(quantised, TrainedDrafter(predictor, TreeShape(depth=3, width=3)))
     ids = prompt(model)
     assert torch.equal(
         decoder.generate(ids, max_new_tokens=20), quantised.generate(ids, max_new_tokens=20, do_sample=False)
@@ -177,7 +177,7 @@ def test_another_target_that_is_quantised_is_another_target(tiny_model):
     predictor = predictor_for(Target(tiny_model("llama", seed=0)))
     other = quantise(tiny_model("llama", seed=1), skip=("lm_head",))
     with pytest.raises(TargetMismatch, match="output embedding"):
-        ShapeDecoder(other, ShapeDrafter(predictor))
+        ShapeDecoder(other, TrainedDrafter(predictor))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

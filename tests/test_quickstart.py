@@ -6,7 +6,7 @@ import torch
 from shape import bundled
 from shape.conversations import Conversation, Message, encode, load_prompts
 from shape.decoder import ShapeDecoder
-from shape.drafters import AdversaryDrafter, NgramDrafter, ShapeDrafter, TreeShape
+from shape.drafters import AdversaryDrafter, NgramDrafter, TrainedDrafter, TreeShape
 from shape.features import FeatureOptions, TrainerOptions, extract
 from shape.predictor import ShapePredictor
 from shape.target import Target
@@ -58,7 +58,7 @@ def test_teacher_forced_acceptance_from_stored_features_equals_decoded(tmp_path)
     target = Target.load("quickstart-target", dtype="float64")
     predictor = ShapePredictor.from_pretrained(bundled.path("checkpoints", "quickstart-shape")).double()
     chain = TreeShape(depth=predictor.config.num_steps, width=1)
-    decoder = ShapeDecoder(target, ShapeDrafter(predictor, chain), fall_back=False)
+    decoder = ShapeDecoder(target, TrainedDrafter(predictor, chain), fall_back=False)
     answered, decoded = [], []
     for prompt in load_prompts(bundled.path("data", "bench.jsonl"))[::12]:
         question = Message("user", prompt.turns[0])

@@ -6,7 +6,7 @@ from transformers import GPTNeoConfig, GPTNeoForCausalLM
 from shape.bench import parser as bench_parser
 from shape.config import ShapeConfig
 from shape.decoder import ShapeDecoder
-from shape.drafters import NgramDrafter, ShapeDrafter, TreeShape
+from shape.drafters import NgramDrafter, TrainedDrafter, TreeShape
 from shape.errors import ConfigError, UnsupportedGeneration
 from shape.generate import parser as generate_parser
 from shape.predictor import ShapePredictor
@@ -56,8 +56,8 @@ def test_the_commands_name_every_rule(parser):
     assert "--typical_lossy.epsilon" in text and "--trs_lossy.k" in text
 
 
-def shape_drafter(tree: TreeShape) -> ShapeDrafter:
-    return ShapeDrafter(ShapePredictor(ShapeConfig(hidden_size=32, intermediate_size=48, num_steps=3)), tree)
+def shape_drafter(tree: TreeShape) -> TrainedDrafter:
+    return TrainedDrafter(ShapePredictor(ShapeConfig(hidden_size=32, intermediate_size=48, num_steps=3)), tree)
 
 
 @pytest.mark.parametrize("rule", [Rejection(), Traversal()], ids=str)
@@ -72,7 +72,7 @@ def test_rules_that_draw_refuse_trees_that_drop_what_was_drawn(tiny_model, rule:
 def test_the_papers_rule_takes_full_trees_and_refuses_what_has_none(tiny_model):
     decoder = ShapeDecoder(tiny_model(), shape_drafter(TreeShape(depth=1)))
     full = TrsLossy(k=2, depth=3).fit(decoder.drafter, decoder.target)
-    assert isinstance(full, ShapeDrafter) and full.tree == TreeShape.full(2, 3)
+    assert isinstance(full, TrainedDrafter) and full.tree == TreeShape.full(2, 3)
     with pytest.raises(UnsupportedGeneration, match=r"needs the k\^N trees"):
         TrsLossy().fit(NgramDrafter(), decoder.target)
     config = GPTNeoConfig(

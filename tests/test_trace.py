@@ -8,12 +8,12 @@ from helpers import predictor, prompts
 from rich.console import Console
 
 from shape.decoder import ShapeDecoder
-from shape.drafters import AdversaryDrafter, NgramDrafter, OracleDrafter, ShapeDrafter, TreeShape
+from shape.drafters import AdversaryDrafter, NgramDrafter, OracleDrafter, TrainedDrafter, TreeShape
 from shape.trace import Trace, view
 
 DRAFTERS = {
     "plain": lambda: None,
-    "tree": lambda: ShapeDrafter(predictor(), TreeShape(depth=4, width=3, nodes=7)),
+    "tree": lambda: TrainedDrafter(predictor(), TreeShape(depth=4, width=3, nodes=7)),
     "ngram": NgramDrafter,
     "adversary": lambda: AdversaryDrafter(seed=1),
 }
@@ -31,7 +31,7 @@ def test_the_trace_agrees_with_the_output_and_the_target(tiny_model, name, rule)
     if rule != "greedy":
         options |= {"do_sample": True, "temperature": 0.8, "top_k": 0, "acceptance": rule}
     if rule in ("rejection", "traversal") and name == "tree":
-        drafter = ShapeDrafter(predictor(), TreeShape(depth=3, width=2))
+        drafter = TrainedDrafter(predictor(), TreeShape(depth=3, width=2))
     else:
         drafter = DRAFTERS[name]()
     decoder = ShapeDecoder(model, drafter, fall_back=False)
@@ -95,7 +95,7 @@ def test_tokens_behind_a_stop_do_not_go_out(tiny_model):
 
 
 def test_rejection_shows_p_q_and_the_draw(tiny_model):
-    decoder = ShapeDecoder(tiny_model("llama"), ShapeDrafter(predictor(), TreeShape(depth=4, width=1)))
+    decoder = ShapeDecoder(tiny_model("llama"), TrainedDrafter(predictor(), TreeShape(depth=4, width=1)))
     out = decoder.generate(
         **prompts([6]), max_new_tokens=30, do_sample=True, top_k=0, acceptance="rejection", eos_token_id=[], seed=0,
         return_dict_in_generate=True, trace=True,

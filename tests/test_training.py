@@ -2,6 +2,7 @@
 
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,12 @@ from hypothesis import strategies as st
 from shape.config import ShapeConfig
 from shape.conversations import Conversation, Message
 from shape.decoder import ShapeDecoder
-from shape.drafters import ShapeDrafter, TreeShape
+from shape.drafters import PREDICTORS, TrainedDrafter, TreeShape
 from shape.errors import CheckpointError, ConfigError, DataError
 from shape.features import FeatureOptions, FeatureStore, Stored, TrainerOptions, eligible, extract
 from shape.losses import Losses
-from shape.predictor import ShapePredictor, windows
+from shape.network import Predictor
+from shape.predictor import windows
 from shape.training import (
     AtomicCheckpointIO,
     DecodingValidation,
@@ -25,6 +27,7 @@ from shape.training import (
     ShapeModule,
     Split,
     StepOrder,
+    Texts,
     TrainingOptions,
     acceptance_length,
     add_noise,
@@ -62,16 +65,19 @@ def _calm():
 @pytest.fixture(scope="module")
 def store(tiny_target, tmp_path_factory) -> FeatureStore:
     trainer = TrainerOptions(accelerator="cpu", devices=1, enable_progress_bar=False).for_extraction()
-    options = FeatureOptions(max_length=128, shard_size=4)
-    return extract(tiny_target, CONVERSATIONS, tmp_path_factory.mktemp("features"), options, trainer)
+    options = FeatureOptions(max_length=128, shard_size=4, layers=[0, 1, 2, -1])
+    folder = tmp_path_factory.mktemp("features")
+    extract(tiny_target, CONVERSATIONS, folder, options, trainer)
+    return FeatureStore(folder, layers=[-1])
 
 
-def network(target, seed: int = 0, **changes) -> ShapePredictor:
+def network(target, seed: int = 0, **changes) -> Predictor:
     values = {"step_mode": "recursive", "token_conditioning": "path", **changes}
-    config = ShapeConfig(hidden_size=target.hidden_size, window=WINDOW, num_steps=STEPS, **values)
+    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+    config = ShapeConfig(window=WINDOW, num_steps=STEPS, **sizes, **values)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return ShapePredictor(config)
+        return PREDICTORS[config.kind](config)
 
 
 def fit(
@@ -86,8 +92,16 @@ def fit(
     ckpt_path=None,
     **changes,
 ) -> ShapeModule:
-    module = ShapeModule(network(target, **changes), target, losses or Losses(), options, seed=seed, log_every=2)
-    data = ShapeDataModule(source, target, options, window=WINDOW, ahead=STEPS, max_length=128, seed=seed)
+    predictor = network(target, **changes)
+    if isinstance(source, FeatureStore):
+        source = FeatureStore(source.directory, layers=predictor.config.feature_layers)
+    window = None if predictor.memory_shapes else predictor.config.window
+    module = ShapeModule(predictor, target, losses or Losses(), options, seed=seed, log_every=2)
+    data = ShapeDataModule(source, target, options, window=window, ahead=STEPS, max_length=128, seed=seed)
+    if predictor.draft_vocabulary is not None:
+        predictor.draft_vocabulary = draft_vocabulary(data.texts(), len(predictor.draft_vocabulary), target.vocab_size)
+    if predictor.heads is not None:
+        predictor.adopt_head(target.head_rows(predictor.draft_vocabulary)[0])
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
@@ -133,7 +147,7 @@ def test_examples_equal_their_definition(data):
     mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=length, max_size=length)))
     hidden, tokens = torch.randn(1, length, 6), torch.randint(0, 9, (1, length))
     roots = torch.arange(length)[None]
-    cut = examples(hidden, tokens, mask[None], roots, window, steps, hidden_size=2)
+    cut = examples(Texts(hidden, tokens, mask[None], roots), window, steps, hidden_size=2)
     for root in range(length):
         before, supervised = naive(hidden[0], tokens[0], mask, root, window, steps, 2)
         assert torch.equal(cut.window[0, root], before)
@@ -153,15 +167,33 @@ def test_stored_batches_equal_examples_of_whole_conversations(store, tiny_target
             while store.offsets[number + 1] <= row:
                 number += 1
             stored, root = store[number], torch.tensor([[row - int(store.offsets[number])]])
-            expected = examples(
-                stored.hidden[None], stored.input_ids[None], stored.loss_mask[None], root,
-                WINDOW, STEPS, tiny_target.hidden_size,
-            )  # fmt: skip
-            counts = batch.examples.mask[index]
+            whole = Texts(stored.hidden[None], stored.input_ids[None], stored.loss_mask[None], root)
+            expected = examples(whole, WINDOW, STEPS, tiny_target.hidden_size)
+            cut = examples(batch.texts, WINDOW, STEPS, tiny_target.hidden_size)
+            counts = cut.mask[index, 0]
             assert torch.equal(counts, expected.mask[0, 0]) and counts[0]
-            assert torch.equal(batch.examples.window[index], expected.window[0, 0])
-            assert torch.equal(batch.examples.tokens[index][counts], expected.tokens[0, 0][counts])
-            assert torch.equal(batch.examples.states[index][counts], expected.states[0, 0][counts])
+            assert torch.equal(cut.window[index, 0], expected.window[0, 0])
+            assert torch.equal(cut.tokens[index, 0][counts], expected.tokens[0, 0][counts])
+            assert torch.equal(cut.states[index, 0][counts], expected.states[0, 0][counts])
+
+
+def test_whole_texts_are_dealt_by_length_and_hold_every_root(store, tiny_target):
+    options = replace(OPTIONS, batch_size=64)
+    data = ShapeDataModule(store, tiny_target, options, window=None, ahead=STEPS, exclude=[0])
+    assert 0 not in data.texts_with_roots.tolist()
+    parts = [data.batches(Split(0, 1, 2))[portion] for portion in range(2)]
+    for batch in parts:
+        for row, sample in enumerate(batch.samples.tolist()):
+            stored = store[int(data.texts_with_roots[sample])]
+            length = len(stored.input_ids)
+            assert torch.equal(batch.texts.hidden[row, :length], stored.hidden)
+            assert not batch.texts.loss_mask[row, length:].any()
+            roots = batch.texts.roots[row]
+            ready = eligible(stored.loss_mask, torch.tensor([0, length])).nonzero()[:, 0]
+            assert torch.equal(roots[roots > 0], ready)
+    lengths = [int(store.offsets[n + 1] - store.offsets[n]) for n in data.texts_with_roots]
+    short, long = ([lengths[sample] for sample in batch.samples.tolist()] for batch in parts)
+    assert max(short) <= min(long)
 
 
 @pytest.mark.parametrize(
@@ -171,14 +203,21 @@ def test_stored_batches_equal_examples_of_whole_conversations(store, tiny_target
         {"step_mode": "parallel", "token_conditioning": "none"},
         {"step_mode": "parallel", "token_conditioning": "root"},
         {"step_mode": "recursive", "token_conditioning": "none"},
+        {"step_mode": "recursive", "token_conditioning": "root", "attention": True},
+        {"step_mode": "parallel", "token_conditioning": "root", "markov_rank": 8},
+        {"attention": True, "feature_layers": [1, -1], "draft_vocab_size": 200},
+        {"kind": "medusa", "own_heads": True, "draft_vocab_size": 200},
+        {"kind": "eagle", "feature_layers": [1, 2, -1]},
+        {"kind": "eagle", "own_heads": True, "draft_vocab_size": 200},
+        {"kind": "block", "num_layers": 2, "feature_layers": [0, -1], "markov_rank": 8, "confidence": True},
     ],
 )
 def test_teacher_forced_acceptance_equals_decoded(store, tiny_target, axes):
     """Windows, tokens and targets of training are those of decoding: chains accept the same tokens."""
     losses = Losses(smooth_l1=0.0)
-    predictor = fit(tiny_target, store, losses=losses, options=TrainingOptions(steps=40, batch_size=32), **axes)
+    predictor = fit(tiny_target, store, losses=losses, options=replace(OPTIONS, steps=60, batch_size=32), **axes)
     predictor = predictor.predictor.eval()
-    decoder = ShapeDecoder(tiny_target, ShapeDrafter(predictor, TreeShape(depth=STEPS, width=1)), fall_back=False)
+    decoder = ShapeDecoder(tiny_target, TrainedDrafter(predictor, TreeShape(depth=STEPS, width=1)), fall_back=False)
     accepted_any = False
     for stored in list(store)[:4]:
         prompt = stored.input_ids[:20]
@@ -187,7 +226,8 @@ def test_teacher_forced_acceptance_equals_decoded(store, tiny_target, axes):
         )
         text = out.sequences[0]
         mask = torch.arange(len(text)) >= len(prompt)
-        forced = teacher_forced(predictor, tiny_target, [Stored(text, mask, tiny_target.features(text[None])[0])])
+        features = tiny_target.features(text[None], predictor.config.feature_layers)[0]
+        forced = teacher_forced(predictor, tiny_target, [Stored(text, mask, features)])
         assert forced == (out.stats.emitted, out.stats.forwards)
         accepted_any |= out.stats.emitted > out.stats.forwards
     assert accepted_any
@@ -237,13 +277,15 @@ def test_online_examples_are_those_of_the_store(store, tiny_target):
     module = ShapeModule(network(tiny_target), tiny_target, Losses(), OPTIONS)
     data = ShapeDataModule(CONVERSATIONS, tiny_target, OPTIONS, window=WINDOW, ahead=STEPS, max_length=128)
     batch = data.batches(Split())[0]
-    cut, numbers = module._examples(batch)
-    assert len(numbers.unique()) == len(numbers) > 0
-    for row, number in enumerate(numbers.tolist()):
-        conversation, root = number >> 32, number & 0xFFFFFFFF
-        stored = store.gather(store.offsets[conversation][None] + root, WINDOW, STEPS)
-        assert torch.equal(cut.tokens[row, 0], stored.input_ids[0, WINDOW])
-        torch.testing.assert_close(cut.window[row], stored.hidden[0, :WINDOW], rtol=1e-4, atol=1e-4)
+    texts = module._texts(batch)
+    cut = examples(texts, WINDOW, STEPS, tiny_target.hidden_size)
+    assert cut.mask[..., 0].any()
+    for row, conversation in enumerate(batch.samples.tolist()):
+        for place in cut.mask[row, :, 0].nonzero()[:, 0].tolist():
+            root = texts.roots[row, place]
+            stored = store.gather(store.offsets[conversation][None] + root, WINDOW, STEPS)
+            assert torch.equal(cut.tokens[row, place, 0], stored.input_ids[0, WINDOW])
+            torch.testing.assert_close(cut.window[row, place], stored.hidden[0, :WINDOW], rtol=1e-4, atol=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------- randomness

@@ -3,12 +3,21 @@
 from collections.abc import Callable
 
 from shape.drafters.base import Drafter, Settled, TreeShape
+from shape.drafters.block import BlockPredictor
+from shape.drafters.eagle import EaglePredictor
+from shape.drafters.medusa import MedusaPredictor
 from shape.drafters.ngram import NgramDrafter
-from shape.drafters.shape import ShapeDrafter
 from shape.drafters.testing import AdversaryDrafter, OracleDrafter
+from shape.drafters.trained import TrainedDrafter
 from shape.errors import ConfigError
+from shape.network import Predictor
+from shape.predictor import ShapePredictor
 
-# Drafters that need nothing but the target. "shape" needs a trained predictor and is made by ShapeDecoder.
+# Networks by ``ShapeConfig.kind``; trained, each is drafted with by a ``TrainedDrafter``.
+PREDICTORS: dict[str, type[Predictor]] = {
+    network.kind: network for network in (ShapePredictor, MedusaPredictor, EaglePredictor, BlockPredictor)
+}
+# Drafters that need nothing but the target.
 DRAFTERS: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter}
 
 
@@ -27,12 +36,13 @@ def make_drafter(name: str) -> Drafter | None:
 
 __all__ = [
     "DRAFTERS",
+    "PREDICTORS",
     "AdversaryDrafter",
     "Drafter",
     "NgramDrafter",
     "OracleDrafter",
     "Settled",
-    "ShapeDrafter",
+    "TrainedDrafter",
     "TreeShape",
     "make_drafter",
 ]

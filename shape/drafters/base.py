@@ -76,6 +76,7 @@ class Drafter(ABC):
     """
 
     name: str = ""
+    layers: tuple[int, ...] = (-1,)  # of the target, whose states it reads: see ``Target.features``; h, -1, comes last
     passes: int = 0  # forwards of a network in the last draft, one after the other
 
     def bind(self, target: Target) -> None:
@@ -86,7 +87,8 @@ class Drafter(ABC):
 
         Args:
             settled: prompts and the first token of each row.
-            hidden: (B, T, H) states of the prompts, padded on the right; row b has ``lengths[b] - 1`` of them.
+            hidden: (B, T, F) states of the prompts, those of ``layers`` side by side, padded on the right; row b has
+                ``lengths[b] - 1`` of them.
         """
 
     @abstractmethod
@@ -98,8 +100,11 @@ class Drafter(ABC):
     def rehearse(self, rows: int, passes: int) -> None:
         """Run the network forwards of such a draft and nothing else, for measuring; nothing without a network."""
 
-    def update(self, hidden: Tensor, counts: Tensor) -> None:
-        """States that verification made known: (B, D, H), of which row b's first ``counts[b]`` count."""
+    def update(self, settled: Settled, hidden: Tensor, counts: Tensor) -> None:
+        """States that verification made known: (B, D, F), of which row b's first ``counts[b]`` count.
+
+        ``settled`` has the tokens already that were accepted with them.
+        """
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows, (B',) int64."""

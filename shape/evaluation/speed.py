@@ -27,7 +27,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from shape.conversations import Prompt
 from shape.decoder import ShapeDecoder, ShapeOutput
-from shape.drafters import Drafter, NgramDrafter, ShapeDrafter
+from shape.drafters import Drafter, NgramDrafter, TrainedDrafter
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
 from shape.evaluation.results import PromptRecord, SpeedResults, Tally
@@ -150,7 +150,7 @@ def describe(method: Method, beside: torch.device | None = None) -> str:
         return f"{describe(method.drafter, beside)}, acceptance {method.acceptance}"
     if method is None or isinstance(method, str):
         return method or "plain"
-    if not isinstance(method, ShapeDrafter):
+    if not isinstance(method, TrainedDrafter):
         return method.name
     sums = [parameter.double().sum().item() for parameter in method.predictor.parameters()]
     where = "" if beside in (None, method.predictor.device) else f", on {method.predictor.device}"
@@ -173,7 +173,7 @@ def projected_draft_cost(method: Method, target: Target) -> float | None:
         method = method.drafter
     if isinstance(method, NgramDrafter):
         return 0.0
-    if not isinstance(method, ShapeDrafter):
+    if not isinstance(method, TrainedDrafter):
         return None
     own = method.predictor.num_parameters() * (_LARGE_HIDDEN / target.hidden_size) ** 2
     config = method.predictor.config

@@ -7,7 +7,7 @@ much is settled: what lies beyond is overwritten by the next step, so rejecting 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -109,6 +109,11 @@ class KVArena(Cache):
         }
         self.set_lengths([0] * batch)
         super().__init__(layers=list(self._views()))
+
+    @property
+    def views(self) -> list[ArenaLayer]:
+        """``layers``, by their own type."""
+        return cast(list[ArenaLayer], self.layers)
 
     def _views(self) -> Iterator[CacheLayerMixin]:
         """One window per layer, in the model's order."""

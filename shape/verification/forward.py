@@ -5,6 +5,7 @@ explicit positions or a 4D mask returns numbers all the same.
 """
 
 import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -57,35 +58,47 @@ def new_arena(target: Target, support: Support, batch: int, capacity: int) -> KV
     return KVArena(support.layers, batch, capacity, target.dtype, target.device)
 
 
-def prefill(target: Target, arena: KVArena, input_ids: Tensor, lengths: list[int], portion: int = 1024) -> Tensor:
-    """States of the given tokens, (B, T, H); afterwards the arena holds ``lengths`` settled tokens per row.
+def prefill(
+    target: Target,
+    arena: KVArena,
+    input_ids: Tensor,
+    lengths: list[int],
+    portion: int = 1024,
+    layers: Sequence[int] = (-1,),
+) -> Tensor:
+    """States of the given tokens, (B, T, len(layers) * H).
+
+    Afterwards the arena holds ``lengths`` settled tokens per row.
 
     Args:
         arena: empty, or with the same number of settled tokens in every row, which the given ones follow.
         input_ids: (B, T) int64, padded on the right: under the model's causal mask no token sees the padding,
             and later writes overwrite it.
         portion: tokens of a row per forward, which bounds the memory that activations take.
+        layers: as in ``Target.hidden``.
     """
     hidden = []
     for tokens in input_ids.split(portion, dim=1):
         start, rows = arena.longest, tokens.shape[0]
         arena.reserve(tokens.shape[1])
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
-        hidden.append(target.hidden(tokens, position_ids=positions, cache=arena))
+        hidden.append(target.hidden(tokens, position_ids=positions, cache=arena, layers=layers))
         arena.set_lengths([start + tokens.shape[1]] * rows)
     arena.set_lengths(lengths)
     return torch.cat(hidden, dim=1)
 
 
-def tree_forward(target: Target, support: Support, arena: KVArena, tree: TokenTree) -> Tensor:
-    """States of all nodes, (B, N, H), written behind the settled tokens and not settled yet."""
+def tree_forward(
+    target: Target, support: Support, arena: KVArena, tree: TokenTree, layers: Sequence[int] = (-1,)
+) -> Tensor:
+    """States of all nodes, (B, N, len(layers) * H). Keys and values are behind the settled tokens, not settled yet."""
     positions = arena.lengths[:, None] + tree.depth
     if target.max_positions is not None:
         # Nodes past the last position cannot be emitted any more, but must not index out of a position table.
         positions = positions.clamp(max=target.max_positions - 1)
     masks = tree_masks(support, arena, tree)
     with attending(target, support, masks):
-        return target.hidden(tree.tokens, attention_mask=masks, position_ids=positions, cache=arena)
+        return target.hidden(tree.tokens, attention_mask=masks, position_ids=positions, cache=arena, layers=layers)
 
 
 def attending(target: Target, support: Support, masks: Any) -> AbstractContextManager[None]:

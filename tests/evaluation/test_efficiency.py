@@ -7,7 +7,7 @@ import torch
 from helpers import predictor
 
 from shape.decoder import ShapeDecoder
-from shape.drafters import NgramDrafter, ShapeDrafter
+from shape.drafters import NgramDrafter, TrainedDrafter
 from shape.errors import ConfigError
 from shape.evaluation.efficiency import Case, EfficiencyOptions, bare_seconds, measure, report, run
 
@@ -44,7 +44,7 @@ def test_every_method_answers_the_same_prompts(tiny_target, batch, temperature):
 
 def test_bare_forwards_are_those_of_the_steps(tiny_model):
     """As many forwards as steps, over as many tokens, and as many passes of the drafter's network."""
-    decoder = ShapeDecoder(tiny_model("llama"), ShapeDrafter(predictor()), fall_back=False)
+    decoder = ShapeDecoder(tiny_model("llama"), TrainedDrafter(predictor()), fall_back=False)
     ids = torch.tensor([[5, 6, 7, 8]])
     out = decoder.generate(ids, max_new_tokens=12, eos_token_id=[], return_dict_in_generate=True)
     seen, passes = [], []

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shape.config import ShapeConfig
 from shape.conversations import Message, Prompt
-from shape.drafters import AdversaryDrafter, NgramDrafter, ShapeDrafter, TreeShape
+from shape.drafters import AdversaryDrafter, NgramDrafter, TrainedDrafter, TreeShape
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
 from shape.evaluation.results import PromptRecord, SpeedResults, Tally
@@ -192,7 +192,7 @@ def test_tallies_add_up(counts):
 def test_projection_counts_what_a_drafter_reads(tiny_target):
     def cost(**options):
         config = ShapeConfig(hidden_size=tiny_target.hidden_size, num_steps=3, **options)
-        drafter = ShapeDrafter(ShapePredictor(config), TreeShape(depth=3, width=2))
+        drafter = TrainedDrafter(ShapePredictor(config), TreeShape(depth=3, width=2))
         parameters = drafter.predictor.num_parameters() * (4096 / tiny_target.hidden_size) ** 2
         return projected_draft_cost(drafter, tiny_target), (parameters + 4096 * 128_256) / 8.03e9
 
@@ -207,9 +207,9 @@ def test_projection_counts_what_a_drafter_reads(tiny_target):
 def test_descriptions_change_with_the_settings(tiny_target):
     config = ShapeConfig(hidden_size=tiny_target.hidden_size, num_steps=2)
     predictor = ShapePredictor(config)
-    one, two = (describe(ShapeDrafter(predictor, TreeShape(depth=depth))) for depth in (1, 2))
+    one, two = (describe(TrainedDrafter(predictor, TreeShape(depth=depth))) for depth in (1, 2))
     other = ShapePredictor(config)
-    assert describe(ShapeDrafter(other, TreeShape(depth=1))) != one
-    assert describe(ShapeDrafter(predictor, TreeShape(depth=1)), torch.device("cpu")) == one
-    assert describe(ShapeDrafter(predictor, TreeShape(depth=1)), torch.device("meta")) == f"{one}, on cpu"
+    assert describe(TrainedDrafter(other, TreeShape(depth=1))) != one
+    assert describe(TrainedDrafter(predictor, TreeShape(depth=1)), torch.device("cpu")) == one
+    assert describe(TrainedDrafter(predictor, TreeShape(depth=1)), torch.device("meta")) == f"{one}, on cpu"
     assert one != two and describe(None) == "plain" and describe("transformers") == "transformers"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shape.config import ShapeConfig
-from shape.drafters import Settled, ShapeDrafter, TreeShape
+from shape.drafters import Settled, TrainedDrafter, TreeShape
 from shape.errors import TargetMismatch
 from shape.predictor import ShapePredictor, roll, windows
 from shape.target import Target
@@ -35,13 +35,13 @@ def target(tiny_model) -> Target:
     return Target(tiny_model("llama"))
 
 
-def begin(network, target, tree, batch=2) -> tuple[ShapeDrafter, Settled, torch.Tensor]:
+def begin(network, target, tree, batch=2) -> tuple[TrainedDrafter, Settled, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     lengths = [6, 3][:batch]
     texts = [torch.randint(3, 64, (length,), generator=generator).tolist() for length in lengths]
     settled = Settled(texts, torch.tensor(lengths), torch.tensor([text[-1] for text in texts]))
     hidden = torch.randn(batch, 5, 32, dtype=torch.float64, generator=generator)
-    drafter = ShapeDrafter(network, tree)
+    drafter = TrainedDrafter(network, tree)
     drafter.bind(target)
     drafter.start(settled, hidden)
     return drafter, settled, hidden
@@ -97,7 +97,7 @@ def test_update_moves_the_window_by_what_was_accepted(target, counts):
     network = predictor("recursive", "path")
     drafter, settled, hidden = begin(network, target, TreeShape())
     new = torch.randn(2, 3, 32, dtype=torch.float64)
-    drafter.update(new, torch.tensor(counts))
+    drafter.update(settled, new, torch.tensor(counts))
     for row, count in enumerate(counts):
         known = torch.cat([hidden[row, : len(settled.texts[row]) - 1], new[row, :count]])
         expected = windows(known[None], torch.tensor([[len(known)]]), 4)[0, 0]
@@ -144,12 +144,12 @@ def test_another_target_is_refused(target, tiny_model):
     network = predictor("recursive", "path")
     network.config.target_identity = target.identity.to_dict()
     with pytest.raises(TargetMismatch, match=r"differs in output embedding .*; give the target"):
-        ShapeDrafter(network).bind(Target(tiny_model("llama", seed=5)))
+        TrainedDrafter(network).bind(Target(tiny_model("llama", seed=5)))
     network.config.target_identity = None
     with pytest.raises(TargetMismatch, match="expects hidden size 32"):
         other = Target(tiny_model("llama"))
         other.hidden_size = 48
-        ShapeDrafter(network).bind(other)
+        TrainedDrafter(network).bind(other)
 
 
 @pytest.mark.parametrize("mode", MODES)

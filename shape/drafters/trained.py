@@ -1,4 +1,4 @@
-"""The SHAPE drafter: trees grown from predicted future hidden states."""
+"""The drafter of every trained predictor: trees grown step by step from what is known of each row."""
 
 from math import log
 
@@ -8,18 +8,24 @@ from torch import Tensor
 
 from shape.drafters.base import Drafter, Settled, TreeShape
 from shape.errors import TargetMismatch
-from shape.predictor import ShapePredictor, roll, windows
+from shape.network import Head, Known, Predictor, Remembered
+from shape.predictor import windows
 from shape.target import Target, TargetIdentity
+from shape.verification.cache import KVArena, LayerShape
 from shape.verification.sampling import Sampler, token_words
 from shape.verification.tree import TokenTree, keep_best, root_only
 
+_SLOTS = 256  # of the memory, at first
+_REHEARSED = 256  # known positions that a rehearsal attends to
 
-class ShapeDrafter(Drafter):
-    """Reads the window h_{t-W}..h_{t-1}, predicts h_t, h_{t+1}, ... and drafts from the target's own head.
 
-    With path conditioning each node of the tree has its own window of predicted states; without it all paths
-    share the predictions of their depth. Works on a predictor in training as well: it takes no gradient and
-    touches no global random state.
+class TrainedDrafter(Drafter):
+    """Lets a predictor continue each row from its known states, and reads the states with the target's own head.
+
+    Nodes carry what their path has made of the network's state; where that does not depend on the path's tokens, all
+    nodes of a depth share one prediction. A network with attention keeps keys and values of known positions in an arena
+    of its own, into which only settled states go, so that rejected drafts leave nothing to roll back. Works on a
+    predictor in training as well: it takes no gradient and touches no global random state.
 
     It drafts on the predictor's device, which need not be the target's: new states go there and the tree comes back.
     There, and wherever a draft vocabulary is, it has a copy of what it needs of the head; embeddings of other tokens it
@@ -30,21 +36,24 @@ class ShapeDrafter(Drafter):
         tree: how to grow; None takes the predictor's own default.
 
     Attributes:
-        window: (B, W, F), the last known states of each row: all that changes from step to step.
+        window: (B, W, F), the last known states of each row.
+        arena: what known positions left (`Predictor.remember`), for networks that attend to them.
     """
 
-    name = "shape"
     window: Tensor
+    arena: KVArena | None = None
 
-    def __init__(self, predictor: ShapePredictor, tree: TreeShape | None = None) -> None:
+    def __init__(self, predictor: Predictor, tree: TreeShape | None = None) -> None:
         self.predictor = predictor
         self.tree = tree or TreeShape(**(predictor.config.draft or {}))
+        self.name = predictor.kind
+        self.layers = tuple(predictor.config.feature_layers)
 
     def bind(self, target: Target) -> None:
-        if list(self.predictor.config.feature_layers) != [-1]:
+        if missing := [layer for layer in self.layers if layer > target.config.num_hidden_layers]:
             raise TargetMismatch(
-                f"the predictor reads layers {list(self.predictor.config.feature_layers)}, and decoding provides "
-                "the last hidden state only; train it with feature_layers [-1]"
+                f"the predictor reads layers {missing}, and target {target.name} has "
+                f"{target.config.num_hidden_layers}; give the target it was trained for"
             )
         known = self.predictor.config.target_identity
         if known is not None:
@@ -64,20 +73,62 @@ class ShapeDrafter(Drafter):
         tokens = torch.arange(target.vocab_size, device=self._device) if vocabulary is None else vocabulary
         self._vocabulary, self._words = vocabulary, token_words(tokens)
         apart = vocabulary is not None or self._device != target.device
-        self._head = target.head_of(tokens, dtype) if apart else None
+        self._head: Head | None = target.head_of(tokens, dtype) if apart else None
+        if self.predictor.heads is not None:
+            self._head = self.predictor.own_head
         self._embeddings = None if vocabulary is None else target.embed(vocabulary).to(dtype)
 
     def start(self, settled: Settled, hidden: Tensor) -> None:
+        hidden = hidden.to(self._device)
         ends = settled.lengths[:, None].to(self._device) - 1
-        self.window = windows(hidden.to(self._device), ends, self.predictor.config.window)[:, 0]
+        config, shapes = self.predictor.config, self.predictor.memory_shapes
+        self.window = windows(hidden, ends, config.window)[:, 0]
+        if shapes:
+            rows, longest = hidden.shape[:2]
+            layers = [LayerShape(shape, shape) for shape in shapes]
+            self.arena = KVArena(layers, rows, longest + _SLOTS, self.predictor.dtype, self._device)
+            self._remember(settled, F.pad(hidden, (0, 0, 1, 0)), [len(text) - 1 for text in settled.texts])
 
-    def update(self, hidden: Tensor, counts: Tensor) -> None:
+    def update(self, settled: Settled, hidden: Tensor, counts: Tensor) -> None:
         known = torch.cat([self.window, hidden.to(self._device)], dim=1)
         size = self.predictor.config.window
+        if self.arena is not None:
+            new = [len(text) - 1 - length for text, length in zip(settled.texts, self.arena.host_lengths, strict=True)]
+            self._remember(settled, known[:, size - 1 :], new)
         self.window = windows(known, counts[:, None].to(self._device) + size, size)[:, 0]
 
     def select(self, rows: Tensor) -> None:
-        self.window = self.window[rows.to(self._device)]
+        rows = rows.to(self._device)
+        self.window = self.window[rows]
+        if self.arena is not None:
+            self.arena.select(rows)
+
+    @torch.no_grad()
+    def _remember(self, settled: Settled, features: Tensor, counts: list[int]) -> None:
+        """Keep what the next positions leave: features (B, D + 1, F), of row b's position before and counts[b] more."""
+        assert self.arena is not None
+        starts, size = self.arena.host_lengths, max(counts)
+        tokens = [text[start : start + size + 1] for text, start in zip(settled.texts, starts, strict=True)]
+        ids = torch.tensor([row + [0] * (size + 1 - len(row)) for row in tokens], device=self._device)
+        positions = self.arena.lengths[:, None] + torch.arange(size, device=self._device)
+        found = self.predictor.remember(features[:, : size + 1], self._target.embed(ids), positions)
+        self.arena.reserve(size)
+        for layer, (keys, values) in zip(self.arena.views, found, strict=True):
+            layer.update(keys, values)
+        self.arena.set_lengths([start + count for start, count in zip(starts, counts, strict=True)])
+
+    def _known(self) -> Known:
+        """What the networks sees of each row's root: (B, 1) roots."""
+        arena = self.arena
+        if arena is None:
+            return Known(self.window[:, None], [], None, self.window.new_zeros(1, 1, dtype=torch.long))
+        memory: Remembered = [
+            (layer.keys[:, :, : arena.longest], layer.values[:, :, : arena.longest]) for layer in arena.views
+        ]
+        slots, visible = torch.arange(arena.longest, device=self._device), None
+        if not arena.uniform:
+            visible = slots < arena.lengths[:, None, None]
+        return Known(self.window[:, None], memory, visible, arena.lengths[:, None])
 
     def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
         return self._draft(settled.to(self._device), sampler.to(self._device)).to(settled.root.device)
@@ -92,30 +143,37 @@ class ShapeDrafter(Drafter):
         if depth == 0:
             return root_only(settled.root)
         width, branching = self.tree.width, self.tree.branching or self.tree.width
-        by_path = config.token_conditioning == "path"
+        network, by_path = self.predictor, self.predictor.by_path
         noise = sampler.foresee(depth, self._words, nodes=width)
-        shared = None if by_path else self._logits_of_all_depths(settled.root, depth)
 
         root = settled.root[:, None]
         rows = torch.arange(root.shape[0], device=root.device)[:, None]
-        # The frontier: nodes expanded next, with their numbers, joint log-probabilities, embeddings and windows.
+        # The frontier: nodes expanded next, with numbers, joint log-probabilities, embeddings and what they carry.
         number = torch.zeros_like(root)
         joint = torch.zeros(root.shape, device=root.device)
-        embedding, window, nodes = self._target.embed(root), self.window[:, None], 1
+        embedding, known, nodes = self._target.embed(root), self._known(), 1
+        carried = network.begin(known, embedding)
+        shared = None if by_path else self._logits_of_all_depths(known, carried, embedding, depth)
         # Of every depth: what was expanded, its best children, and their joint log-probabilities.
         numbers, children, scores = [], [], []
         drawn: list[Tensor] = []
         for n in range(depth):
             if shared is None:
-                states = self.predictor.step(window, embedding, n)
+                states, carried = network.advance(known, carried, embedding, n)
                 logits = self._logits(states)
             else:
-                logits = shared[:, n : n + 1].expand(-1, number.shape[1], -1)
+                states, logits = shared[0][:, n : n + 1], shared[1][:, n : n + 1].expand(-1, number.shape[1], -1)
+            logits = network.bias(logits, embedding)
             self.passes = n + 1
             drafts = sampler.draft_scores(logits, n, noise[n], self._vocabulary)
             # When sampling, scores contain the noise, and their softmax is the estimate given the noise. None is above
             # 0, so that no child is likelier than its parent.
             log_probs, candidates = drafts.log_softmax(-1).topk(branching, dim=-1)
+            if network.confidence is not None and sampler.greedy:
+                # What the target thinks of the best child is known better than by its probability; the others follow.
+                log_probs = log_probs + (
+                    F.logsigmoid(network.estimate(states, embedding))[..., None] - log_probs[..., :1]
+                )
             log_probs, candidates = (joint[..., None] + log_probs).flatten(1), candidates.flatten(1)
             numbers.append(number)
             children.append(candidates)
@@ -129,11 +187,11 @@ class ShapeDrafter(Drafter):
                 break
             number = nodes + chosen
             nodes += candidates.shape[1]
-            if by_path:  # a child inherits its parent's window, moved on by the parent's predicted state
+            if network.reads_tokens:
                 embedding = self._embed(candidates.gather(1, chosen))
-                window = roll(window, states)
-                if width > 1:
-                    window = window[rows, chosen // branching]
+            if by_path and width > 1:  # a child inherits what its parent carries
+                parents = chosen // branching
+                carried = tuple(part[rows, parents] for part in carried)
         return self._tree(root, numbers, children, scores, branching, drawn)
 
     def _tree(
@@ -169,23 +227,34 @@ class ShapeDrafter(Drafter):
 
     @torch.no_grad()
     def rehearse(self, rows: int, passes: int) -> None:
-        config, parameters = self.predictor.config, self.predictor.delta.weight
-        by_path = config.token_conditioning == "path"
-        window = parameters.new_zeros(rows, self.tree.width if by_path else 1, config.window, config.feature_size)
-        embedding = window[..., 0, -config.hidden_size :]
-        if not by_path:
-            self._logits(self.predictor(window[:, 0], embedding, passes))
+        network, config = self.predictor, self.predictor.config
+        zeros = next(network.parameters()).new_zeros
+        memory = [(zeros(rows, heads, _REHEARSED, size),) * 2 for heads, size in network.memory_shapes]
+        positions = torch.full((rows, 1), _REHEARSED, device=self._device)
+        known = Known(zeros(rows, 1, config.window, config.feature_size), memory, None, positions)
+        embedding = zeros(rows, 1, config.hidden_size)
+        carried = network.begin(known, embedding)
+        if not network.by_path:
+            self._logits_of_all_depths(known, carried, embedding, passes)
             return
         for n in range(passes):
-            nodes = 1 if n == 0 else self.tree.width
-            self._logits(self.predictor.step(window[:, :nodes], embedding[:, :nodes], n))
+            states, carried = network.advance(known, carried, embedding, n)
+            self._logits(states)
+            if n == 0 and self.tree.width > 1:
+                wide = torch.zeros(self.tree.width, dtype=torch.long, device=self._device)
+                carried = tuple(part[:, wide] for part in carried)
+                embedding = embedding[:, wide]
 
-    def _logits_of_all_depths(self, root: Tensor, depth: int) -> Tensor:
-        """(B, depth, V): without path conditioning one prediction per depth serves every path."""
-        embedding = None
-        if self.predictor.config.token_conditioning == "root":
-            embedding = self._target.embed(root)[:, None]
-        return self._logits(self.predictor(self.window, embedding, depth))
+    def _logits_of_all_depths(
+        self, known: Known, carried: tuple[Tensor, ...], root: Tensor, depth: int
+    ) -> tuple[Tensor, Tensor]:
+        """States (B, depth, H) and logits (B, depth, K) where one prediction per depth serves every path."""
+        states = []
+        for n in range(depth):
+            state, carried = self.predictor.advance(known, carried, root, n)
+            states.append(state)
+        found = torch.cat(states, dim=1)
+        return found, self._logits(found)
 
     def _logits(self, states: Tensor) -> Tensor:
         """(..., H) -> (..., K), over the draft vocabulary."""

@@ -1,0 +1,314 @@
+"""`Predictor`: what every trained drafter network is to training and to decoding, and the parts that several share.
+
+A network continues the target from some *roots* t without running it. It is given what is known there (`Known`) and
+then, step by step, the tokens of a path x_t, x_{t+1}, ...; step n gives a state whose logits draft x_{t+n+1}. Training
+unrolls the true path of many roots of a text, decoding grows trees from one root per row, and both call the same
+three methods: `remember`, `begin`, `advance`.
+
+Shapes: B batch, T positions, P roots, M nodes (in training one per root), W window, F feature size, H hidden size,
+S steps, K draft vocabulary, G heads, D head size.
+"""
+
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+
+from shape.config import ShapeConfig
+from shape.errors import ConfigError
+
+Remembered = list[tuple[Tensor, Tensor]]
+Carried = tuple[Tensor, ...]
+
+_ROTARY_BASE = 10000.0
+
+
+class Known(NamedTuple):
+    """What is known at roots t: all that a prediction depends on beside the tokens from x_t on.
+
+    Attributes:
+        window: (B, P, W, F) features of h_{t-W}..h_{t-1}, zeros before the text.
+        memory: what known positions left, per attention layer: keys and values, (B, G, T, D).
+        visible: (B, P, T) bool, the positions before each root; None where all are.
+        positions: (B, P) int64, t.
+    """
+
+    window: Tensor
+    memory: Remembered
+    visible: Tensor | None
+    positions: Tensor
+
+
+class Predictor(PreTrainedModel):
+    """Base of the trained drafter networks; a kind is its class (`kind`) and a configuration.
+
+    Attributes:
+        draft_vocabulary: (K,) int64, target token ids that may be drafted, or None; -1 until training has counted them,
+            so that forgetting it is loud.
+        heads: (1 or S, K, H) output embeddings of its own, one for all steps or one for each, or None: then states are
+            read with the target's frozen head.
+    """
+
+    kind: ClassVar[str]
+    config_class = ShapeConfig
+    base_model_prefix = "shape"
+    main_input_name = "window"
+
+    config: ShapeConfig
+    draft_vocabulary: Tensor | None
+
+    def __init__(self, config: ShapeConfig) -> None:
+        super().__init__(config)
+        config.check()  # it may have been changed since it was made
+        if config.kind != self.kind:
+            raise ConfigError(
+                f"the configuration is of kind {config.kind!r}, and {type(self).__name__} is {self.kind!r}"
+            )
+
+    def _add_read_out(self, own_heads: int = 0) -> None:
+        """The parts behind the states; called at the end of each kind's constructor."""
+        config, size = self.config, self.config.hidden_size
+        count = config.draft_vocab_size
+        self.register_buffer("draft_vocabulary", None if count is None else torch.full((count,), -1))
+        self.markov = MarkovBias(size, config.markov_rank, config.draft_size) if config.markov_rank else None
+        self.confidence = nn.Linear(2 * size, 1) if config.confidence else None
+        self.heads = nn.Parameter(torch.zeros(own_heads, config.draft_size, size)) if own_heads else None
+        self.post_init()
+
+    # -- what a kind is
+
+    @property
+    def by_path(self) -> bool:
+        """Whether states depend on the path's tokens beyond the root: if not, nodes of one depth share a state."""
+        return self.config.token_conditioning == "path"
+
+    @property
+    def memory_shapes(self) -> list[tuple[int, int]]:
+        """(G, D) of each attention layer; empty where nothing but the window is read."""
+        return []
+
+    def remember(self, features: Tensor, embeddings: Tensor, positions: Tensor) -> Remembered:
+        """What known positions leave for later roots.
+
+        Args:
+            features: (B, T + 1, F), of the position before (zeros before the text) and then of each h_i.
+            embeddings: (B, T + 1, H) of each x_i and, last, of the token behind them.
+            positions: (B, T) int64, i.
+        """
+        return []
+
+    def begin(self, known: Known, root: Tensor | None) -> Carried:
+        """What a path carries from step to step, each (B, M, ...) for M = P; `root` is (B, P, H), x_t's embedding."""
+        raise NotImplementedError
+
+    def advance(self, known: Known, carried: Carried, embedding: Tensor | None, n: int) -> tuple[Tensor, Carried]:
+        """Step n: the state h_{t+n}, (B, M, H), and what is carried on.
+
+        Args:
+            embedding: (B, M, H) of x_{t+n}, the node's own token; None where no token is read.
+        """
+        raise NotImplementedError
+
+    # -- what is made of it
+
+    def unroll(self, known: Known, embeddings: Tensor | None, steps: int | None = None) -> Tensor:
+        """States h_t..h_{t+S-1} along given tokens x_t..x_{t+S-1}: (B, P, S, H) -> (B, P, S, H)."""
+        at = [None] * (steps or self.config.num_steps) if embeddings is None else list(embeddings.unbind(-2))[:steps]
+        carried, states = self.begin(known, at[0]), []
+        for n, embedding in enumerate(at):
+            state, carried = self.advance(known, carried, embedding, n)
+            states.append(state)
+        return torch.stack(states, dim=-2)
+
+    @property
+    def reads_tokens(self) -> bool:
+        return self.config.token_conditioning != "none" or self.markov is not None or self.confidence is not None
+
+    def own_head(self, states: Tensor) -> Tensor:
+        """Where there are heads: (..., S', H) -> (..., S', K); with several of them S' counts steps from the first."""
+        assert self.heads is not None
+        if len(self.heads) == 1:
+            return F.linear(states, self.heads[0])
+        return torch.einsum("...sh,skh->...sk", states, self.heads[: states.shape[-2]])
+
+    def bias(self, logits: Tensor, embedding: Tensor | None) -> Tensor:
+        """Logits (..., K) given the token before, (..., H): as they are without a Markov bias."""
+        return logits if self.markov is None or embedding is None else logits + self.markov(embedding)
+
+    def estimate(self, states: Tensor, embeddings: Tensor) -> Tensor:
+        """Logit of the probability that the target agrees with a node's best draft, (..., H), (..., H) -> (...)."""
+        assert self.confidence is not None
+        shape = torch.broadcast_shapes(states.shape, embeddings.shape)
+        seen = torch.cat([normalise(states).expand(shape), normalise(embeddings).expand(shape)], dim=-1)
+        return self.confidence(seen.to(self.confidence.weight.dtype)).squeeze(-1)
+
+    @torch.no_grad()
+    def adopt_head(self, weight: Tensor) -> None:
+        """Start own heads as copies of the target's, (K, H), as Medusa does."""
+        if self.heads is not None:
+            self.heads.copy_(weight)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            if module.bias is not None:
+                init.zeros_(module.bias)
+            init.normal_(module.weight, std=self._std(module))
+
+    def _std(self, module: nn.Linear) -> float:
+        """Inputs are normalised: with this outputs get about unit variance."""
+        if module is self.confidence or (self.markov is not None and module is self.markov.expand):
+            return 0.0  # at first no bias and no opinion
+        return module.in_features**-0.5
+
+
+def known_at(predictor: Predictor, features: Tensor, embeddings: Tensor | None, roots: Tensor, window: Tensor) -> Known:
+    """What a network knows at roots of whole texts; decoding gathers the same step by step.
+
+    Args:
+        features: (B, T, F). embeddings: (B, T + 1, H), needed where the network remembers.
+        roots: (B, P) int64. window: (B, P, W, F), see `shape.predictor.windows`.
+    """
+    if not predictor.memory_shapes:
+        return Known(window, [], None, roots)
+    assert embeddings is not None
+    positions = torch.arange(features.shape[1], device=roots.device)
+    before = F.pad(features, (0, 0, 1, 0))
+    memory = predictor.remember(before, embeddings, positions.expand(len(features), -1))
+    return Known(window, memory, positions < roots[..., None], roots)
+
+
+class MarkovBias(nn.Module):
+    """A bias on logits by the token before, of low rank: B = W_2 W_1 e (DSpark's Markov head; Medusa has none).
+
+    DSpark learns an embedding of its own for W_1; here it is a projection of the target's frozen one, which costs no
+    vocabulary-sized table and knows tokens that training has not shown.
+    """
+
+    def __init__(self, size: int, rank: int, vocabulary: int) -> None:
+        super().__init__()
+        self.reduce = nn.Linear(size, rank, bias=False)
+        self.expand = nn.Linear(rank, vocabulary, bias=False)
+
+    def forward(self, embedding: Tensor) -> Tensor:
+        return self.expand(self.reduce(normalise(embedding.to(self.reduce.weight.dtype))))
+
+
+class ContextAttention(nn.Module):
+    """Attention from nodes to what known positions left, and to keys of their own path.
+
+    Keys and values are made from inputs of their own, once per known position. Rotary positions (arXiv 2104.09864).
+
+    Args:
+        in_size: width of what queries, keys and values are made from.
+        out_size: width of the result.
+        config: has the heads.
+    """
+
+    def __init__(self, in_size: int, out_size: int, config: ShapeConfig) -> None:
+        super().__init__()
+        assert config.num_heads is not None  # the configuration fills it in
+        width = config.hidden_size
+        self.heads, self.head_size = config.num_heads, width // config.num_heads
+        self.query = nn.Linear(in_size, width, bias=False)
+        self.key = nn.Linear(in_size, width, bias=False)
+        self.value = nn.Linear(in_size, width, bias=False)
+        self.out = nn.Linear(width, out_size, bias=False)
+
+    def remember(self, keys: Tensor, values: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, T, in_size) twice, (B, T) -> keys and values (B, G, T, D)."""
+        return rotate(self._split(self.key(keys)), positions), self._split(self.value(values))
+
+    def forward(
+        self,
+        query: Tensor,
+        positions: Tensor,
+        memory: tuple[Tensor, Tensor],
+        visible: Tensor | None,
+        own: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """(B, M, in_size) -> (B, M, out_size).
+
+        Args:
+            positions: (B, M) or (B, 1) int64, of the queries.
+            memory: keys and values (B, G, T, D).
+            visible: (B, M, T) or (B, 1, T) bool; None where all of the memory is.
+            own: keys and values (B, G, M, N, D) that only the node itself sees.
+        """
+        keys, values = memory
+        asked = rotate(self._split(self.query(query)), positions)
+        # Finite, so that a root without anything to see (padding) gives numbers and no NaN.
+        lowest = torch.finfo(asked.dtype).min
+        hidden = (
+            None if visible is None else torch.zeros_like(visible, dtype=asked.dtype).masked_fill_(~visible, lowest)
+        )
+        if own is None:
+            mask = None if hidden is None else hidden[:, None]
+            found = F.scaled_dot_product_attention(asked, keys, values, attn_mask=mask)
+        else:
+            scores = asked @ keys.transpose(-1, -2)
+            if hidden is not None:
+                scores = scores + hidden[:, None]
+            scores = torch.cat([scores, (asked.unsqueeze(-2) * own[0]).sum(-1)], dim=-1)
+            weights = (scores.float() * self.head_size**-0.5).softmax(-1).to(values.dtype)
+            count = keys.shape[-2]
+            found = weights[..., :count] @ values + (weights[..., count:, None] * own[1]).sum(-2)
+        return self.out(found.transpose(1, 2).flatten(-2))
+
+    def _split(self, states: Tensor) -> Tensor:
+        return states.unflatten(-1, (self.heads, self.head_size)).transpose(1, 2)
+
+
+def rotate(states: Tensor, positions: Tensor) -> Tensor:
+    """Rotary position embedding: (B, G, N, D), (B, N) -> (B, G, N, D)."""
+    half = states.shape[-1] // 2
+    frequencies = _ROTARY_BASE ** (-torch.arange(half, device=states.device, dtype=torch.float32) / half)
+    angles = positions[:, None, :, None].float() * frequencies
+    cos, sin = angles.cos().to(states.dtype), angles.sin().to(states.dtype)
+    first, second = states[..., :half], states[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate x) * up x), the feed-forward part of Llama's decoder layers."""
+
+    def __init__(self, size: int, inner: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(size, inner, bias=False)
+        self.up = nn.Linear(size, inner, bias=False)
+        self.down = nn.Linear(inner, size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Fusion(nn.Module):
+    """One state out of several layers' (EAGLE-3, DFlash): each normalised, side by side, through one matrix.
+
+    In units of the last layer's size, so that a prediction can be added to it.
+    """
+
+    def __init__(self, config: ShapeConfig) -> None:
+        super().__init__()
+        self.size = config.hidden_size
+        self.mix = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(..., F) -> (..., H)."""
+        return self.mix(normalise(features.unflatten(-1, (-1, self.size))).flatten(-2))
+
+
+def normalise(x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:])
+
+
+def scale(state: Tensor) -> Tensor:
+    """Root mean square over the last dimension, kept; its gradient at an all-zero state is zero, not NaN."""
+    return torch.linalg.vector_norm(state, dim=-1, keepdim=True) * state.shape[-1] ** -0.5
+
+
+Head = Callable[[Tensor], Tensor]
