@@ -19,6 +19,7 @@ Kind = Literal["shape", "medusa", "eagle", "block"]
 StepMode = Literal["parallel", "recursive"]
 TokenConditioning = Literal["none", "root", "path"]
 Refinement = Literal["none", "affine", "sinkhorn"]
+ReadOut = Literal["marginal", "barycentric"]
 
 _COUNTS = (
     "hidden_size",
@@ -30,8 +31,9 @@ _COUNTS = (
     "refinement_iterations",
     "num_heads",
     "markov_rank",
+    "coupling",
 )
-_MAY_BE_NONE = {"num_layers", "markov_rank"}
+_MAY_BE_NONE = {"num_layers", "markov_rank", "coupling"}
 
 # What a kind leaves no choice of: whatever else is given for these is replaced.
 _FIXED: dict[str, dict[str, Any]] = {
@@ -85,6 +87,9 @@ class ShapeConfig(PreTrainedConfig):
         refinement_dim: width d of that reduced space (paper: 128).
         refinement_epsilon: entropic regularisation, in units of the mean ground cost (paper: 0.1).
         refinement_alpha: share of the refined state in the mixture with the raw one, in [0, 1] (paper: 0.5).
+        refinement_alpha_learned: start from that share and learn it.
+        refinement_readout: what is read of the plan: what arrives at each point ("marginal", the paper), or the mean of
+            the current state's coordinates that arrive there ("barycentric").
         refinement_iterations: Sinkhorn iterations, each a row and a column update.
         refinement_last_update: which marginal the last update makes exact. With "column" the paper's read-out
             equals q whatever the plan is, so that transport drops out (see `shape.transport`); with "row" the
@@ -96,6 +101,8 @@ class ShapeConfig(PreTrainedConfig):
         vocab_size: of the target; needed only where logits have weights of their own and draft_vocab_size is None.
         markov_rank: rank of a bias on the logits by the token before (DSpark's Markov head), for steps that do not read
             it themselves; 0 is none.
+        coupling: correct the bias so that the marginals of the steps stay: an entropic coupling of neighbouring steps
+            over so many of their likeliest candidates, whose cost is the bias; 0 leaves the bias as it is.
         confidence: estimate for each node whether the target will agree with its best draft; dynamic trees grow by it.
         own_heads: "medusa" and "eagle": trained output embeddings that start as copies of the target's, one for each
             of Medusa's steps. Without, and in the other kinds, the target's frozen one is used.
@@ -124,12 +131,15 @@ class ShapeConfig(PreTrainedConfig):
     refinement_dim: int = 128
     refinement_epsilon: float = 0.1
     refinement_alpha: float = 0.5
+    refinement_alpha_learned: bool = False
+    refinement_readout: ReadOut = "marginal"
     refinement_iterations: int = 10
     refinement_last_update: LastUpdate = "row"
     dropout: float = 0.0
     draft_vocab_size: int | None = None
     vocab_size: int | None = None
     markov_rank: int = 0
+    coupling: int = 0
     confidence: bool = False
     own_heads: bool = False
     target_identity: dict[str, Any] | None = None
@@ -176,6 +186,7 @@ class ShapeConfig(PreTrainedConfig):
         _require_choice("step_mode", self.step_mode, StepMode)
         _require_choice("token_conditioning", self.token_conditioning, TokenConditioning)
         _require_choice("refinement", self.refinement, Refinement)
+        _require_choice("refinement_readout", self.refinement_readout, ReadOut)
         _require_choice("refinement_last_update", self.refinement_last_update, LastUpdate)
         _require_number("refinement_epsilon", self.refinement_epsilon, lambda x: x > 0, "greater than 0")
         _require_number("refinement_alpha", self.refinement_alpha, lambda x: 0 <= x <= 1, "from 0 to 1")
@@ -201,6 +212,8 @@ class ShapeConfig(PreTrainedConfig):
             )
         if self.kind in ("block", "eagle") and (self.num_layers < 1 or (self.kind == "eagle" and self.num_layers > 1)):
             raise ConfigError(f"num_layers is {self.num_layers}: eagle has 1 decoder layer, block at least 1")
+        if self.coupling and not self.markov_rank:
+            raise ConfigError(f"coupling is {self.coupling}: it corrects a Markov bias, so give a markov_rank")
         if self.markov_rank and self.token_conditioning == "path":
             raise ConfigError(
                 f"markov_rank is {self.markov_rank}: a bias by the token before is for steps that do not read it; with "

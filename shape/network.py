@@ -135,6 +135,16 @@ class Predictor(PreTrainedModel):
             return F.linear(states, self.heads[0])
         return torch.einsum("...sh,skh->...sk", states, self.heads[: states.shape[-2]])
 
+    def couple(self, logits: Tensor, embeddings: Tensor) -> Tensor:
+        """Logits (..., S, K) that keep their marginals under the bias, where the configuration asks for that.
+
+        Args:
+            embeddings: (K, H), of the tokens that can be drafted.
+        """
+        if self.markov is None or not self.config.coupling or logits.shape[-2] == 1:
+            return logits
+        return self.markov.couple(logits, embeddings, self.config.coupling)
+
     def bias(self, logits: Tensor, embedding: Tensor | None) -> Tensor:
         """Logits (..., K) given the token before, (..., H): as they are without a Markov bias."""
         return logits if self.markov is None or embedding is None else logits + self.markov(embedding)
@@ -195,7 +205,32 @@ class MarkovBias(nn.Module):
         self.expand = nn.Linear(rank, vocabulary, bias=False)
 
     def forward(self, embedding: Tensor) -> Tensor:
-        return self.expand(self.reduce(normalise(embedding.to(self.reduce.weight.dtype))))
+        return self.expand(self.reduced(embedding))
+
+    def reduced(self, embedding: Tensor) -> Tensor:
+        return self.reduce(normalise(embedding.to(self.reduce.weight.dtype)))
+
+    def couple(self, logits: Tensor, embeddings: Tensor, candidates: int, iterations: int = 4) -> Tensor:
+        """Marginals, corrected so that with the bias they are the marginals still: (..., S, K) -> (..., S, K).
+
+        Between neighbouring steps the conditional q(j | i) = softmax_j(l_j + B_ij + g_j) is the row-normalised entropic
+        plan with cost -B between the steps' marginals, where g is the logarithm of the plan's column scaling, found by
+        Sinkhorn iterations over the likeliest candidates of both; without it a bias shifts what the steps have learned.
+
+        Args:
+            embeddings: (K, H), of the tokens that can be drafted.
+        """
+        best, chosen = logits.float().topk(min(candidates, logits.shape[-1]), dim=-1)
+        log_p = best.log_softmax(-1)
+        before, wanted = log_p[..., :-1, :], log_p[..., 1:, :]
+        rows, columns = self.reduced(embeddings)[chosen[..., :-1, :]], self.expand.weight[chosen[..., 1:, :]]
+        bias = (rows @ columns.transpose(-1, -2)).float()
+        scaling = torch.zeros_like(wanted)
+        for _ in range(iterations):
+            conditional = (wanted.unsqueeze(-2) + bias + scaling.unsqueeze(-2)).log_softmax(-1)
+            scaling = scaling + wanted - (before.unsqueeze(-1) + conditional).logsumexp(-2)
+        corrected = logits[..., 1:, :].scatter_add(-1, chosen[..., 1:, :], scaling.to(logits.dtype))
+        return torch.cat([logits[..., :1, :], corrected], dim=-2)
 
 
 class ContextAttention(nn.Module):

@@ -54,6 +54,20 @@ class ResidualBlock(nn.Module):
         return x + self.down(F.dropout(inner, self.dropout, self.training))
 
 
+class Share(nn.Module):
+    """(1 - alpha) raw + alpha refined, alpha fixed (the paper) or learned through a sigmoid."""
+
+    def __init__(self, config: ShapeConfig) -> None:
+        super().__init__()
+        self.fixed = config.refinement_alpha
+        start = torch.tensor([min(max(self.fixed, 0.01), 0.99)]).logit()
+        self.logit = nn.Parameter(start) if config.refinement_alpha_learned else None
+
+    def forward(self, raw: Tensor, refined: Tensor) -> Tensor:
+        alpha = self.fixed if self.logit is None else self.logit.sigmoid().to(raw.dtype)
+        return (1 - alpha) * raw + alpha * refined  # torch.lerp takes no mixed dtypes, which autocast makes
+
+
 class AffineRefinement(nn.Module):
     """The paper's rival to transport: (1 - alpha) h_raw + alpha P2(P1 h_raw), a bottleneck of width d.
 
@@ -64,12 +78,12 @@ class AffineRefinement(nn.Module):
 
     def __init__(self, config: ShapeConfig) -> None:
         super().__init__()
-        self.alpha = config.refinement_alpha
+        self.share = Share(config)
         self.reduce = nn.Linear(config.hidden_size, config.refinement_dim, bias=False)
         self.expand = nn.Linear(config.refinement_dim, config.hidden_size, bias=False)
 
     def forward(self, raw: Tensor, current: Tensor) -> Tensor:
-        return _mix(raw, self.expand(self.reduce(raw)), self.alpha)
+        return self.share(raw, self.expand(self.reduce(raw)))
 
 
 class SinkhornRefinement(nn.Module):
@@ -81,13 +95,18 @@ class SinkhornRefinement(nn.Module):
     E_i in the paper's mu_t = sum_i p_t(i) delta_{E_i} with C_ij = |E_i - E_j|^2. The cost is the squared
     distance between columns, over its mean. States are normalised before P1 (large ones would saturate the
     softmax) and P2 speaks in units of the current state's size.
+
+    With the read-out "marginal", the paper's, the plan has little or no influence (`shape.transport`). "barycentric"
+    lets it move something: the current state's reduced coordinates z = P1 h_t, of which each point gets the mean of
+    what arrives there, P2 (diag(T^T 1)^-1 T^T z).
     """
 
     expand_std = 1.0  # columns of P2 stand for states, in units of their size
 
     def __init__(self, config: ShapeConfig) -> None:
         super().__init__()
-        self.alpha = config.refinement_alpha
+        self.share = Share(config)
+        self.barycentric = config.refinement_readout == "barycentric"
         self.epsilon = config.refinement_epsilon
         self.iterations = config.refinement_iterations
         self.last_update: LastUpdate = config.refinement_last_update
@@ -95,16 +114,20 @@ class SinkhornRefinement(nn.Module):
         self.expand = nn.Linear(config.refinement_dim, config.hidden_size)
 
     def forward(self, raw: Tensor, current: Tensor) -> Tensor:
-        arriving = self._distribution(raw)
-        if self.last_update == "row":  # after a column update T^T 1 is q itself: nothing to iterate for
-            leaving = self._distribution(current).expand_as(arriving)
+        arriving, coordinates = self._distribution(self._reduced(raw)), self._reduced(current)
+        # After a column update T^T 1 is q itself: nothing to iterate for, unless the plan is read otherwise.
+        if self.last_update == "row" or self.barycentric:
+            leaving = self._distribution(coordinates).expand_as(arriving)
             cost = squared_distances(self.expand.weight.T)
             plan = sinkhorn(leaving, arriving, cost, self.epsilon, self.iterations, self.last_update)
-            arriving = plan.column_marginal()
-        return _mix(raw, scale(current) * self.expand(arriving.to(raw.dtype)), self.alpha)
+            arriving = plan.arrivals(coordinates.to(plan.u.dtype)) if self.barycentric else plan.column_marginal()
+        return self.share(raw, scale(current) * self.expand(arriving.to(raw.dtype)))
 
-    def _distribution(self, state: Tensor) -> Tensor:
-        logits = self.reduce(normalise(state))
+    def _reduced(self, state: Tensor) -> Tensor:
+        return self.reduce(normalise(state))
+
+    @staticmethod
+    def _distribution(logits: Tensor) -> Tensor:
         return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
@@ -283,10 +306,6 @@ def _refinement(config: ShapeConfig) -> AffineRefinement | SinkhornRefinement | 
     if config.refinement == "none":
         return None
     return AffineRefinement(config) if config.refinement == "affine" else SinkhornRefinement(config)
-
-
-def _mix(raw: Tensor, refined: Tensor, alpha: float) -> Tensor:
-    return (1 - alpha) * raw + alpha * refined  # torch.lerp takes no mixed dtypes, which autocast makes
 
 
 AutoConfig.register(ShapeConfig.model_type, ShapeConfig, exist_ok=True)

@@ -82,12 +82,15 @@ class PredictorOptions:
         refinement_dim: width of the reduced space.
         refinement_epsilon: entropic regularisation.
         refinement_alpha: share of the refined state.
+        refinement_alpha_learned: learn the share, starting from it.
+        refinement_readout: what is read of the transport plan.
         refinement_iterations: Sinkhorn iterations.
         refinement_last_update: which marginal is exact in the end.
         dropout: probability.
         feature_layers: layers of the target that are read; the last is -1.
         draft_vocab_size: draft from so many of the most frequent tokens only; null drafts from all.
         markov_rank: rank of a bias by the token before, for steps that do not read it; 0 is none.
+        coupling: keep the steps' marginals under the bias, by a coupling over so many candidates; 0 does not.
         confidence: estimate where the target will agree, for dynamic trees.
         own_heads: output embeddings of medusa's and eagle's own, started from the target's.
     """
@@ -105,12 +108,15 @@ class PredictorOptions:
     refinement_dim: int = 128
     refinement_epsilon: float = 0.1
     refinement_alpha: float = 0.5
+    refinement_alpha_learned: bool = False
+    refinement_readout: Literal["marginal", "barycentric"] = "marginal"
     refinement_iterations: int = 10
     refinement_last_update: Literal["column", "row"] = "row"
     dropout: float = 0.0
     feature_layers: list[int] = field(default_factory=lambda: [-1])
     draft_vocab_size: int | None = None
     markov_rank: int = 0
+    coupling: int = 0
     confidence: bool = False
     own_heads: bool = False
 

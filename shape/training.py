@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from time import monotonic
 from typing import Any, Literal, NamedTuple
@@ -54,7 +54,9 @@ class TrainingOptions:
     Attributes:
         steps: optimiser steps.
         batch_size: positions (roots) per optimiser step, over all processes and accumulated parts together.
-        learning_rate: peak of AdamW's, reached after `warmup_steps`.
+        optimizer: "adamw", or "muon" for the network's matrices (its updates scaled to AdamW's size, so that the
+            learning rate means the same) and AdamW for all else.
+        learning_rate: its peak, reached after `warmup_steps`.
         decay: how the learning rate falls to zero over the remaining steps.
         weight_decay: on matrices only; biases, gates and norms are left alone.
         noise: standard deviation of uniform noise on the input states, in units of each state's root mean square.
@@ -67,6 +69,7 @@ class TrainingOptions:
 
     steps: int = 1000
     batch_size: int = 1024
+    optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 1e-3
     warmup_steps: int = 50
     decay: Literal["cosine", "linear", "none"] = "cosine"
@@ -209,7 +212,17 @@ class Reader:
         """The predictor's logits, (B, P, S, H) -> (B, P, S, K), along tokens whose embeddings are given."""
         own = self.predictor.heads is not None
         logits = self.target.logits(states, self.predictor.own_head) if own else self.frozen(states)
+        if self.predictor.config.coupling:
+            logits = self.predictor.couple(logits, self._drafted)
         return self.predictor.bias(logits, embeddings)
+
+    @cached_property
+    def _drafted(self) -> Tensor:
+        """(K, H) embeddings of what can be drafted."""
+        vocabulary = self.predictor.draft_vocabulary
+        if vocabulary is None:
+            vocabulary = torch.arange(self.target.vocab_size, device=self.target.device)
+        return self.target.embed(vocabulary)
 
     def greedy(self, known: Known, tokens: Tensor) -> Tensor:
         """The best drafts along true tokens, (B, P, S) int64, as numbers in the draft vocabulary."""
@@ -687,12 +700,21 @@ class ShapeModule(pl.LightningModule):
     # -- optimisation
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        parameters = [parameter for parameter in self.predictor.parameters() if parameter.requires_grad]
+        options = self.options
+        named = [(name, p) for name, p in self.predictor.named_parameters() if p.requires_grad]
+        inner = {name for name, p in named if options.optimizer == "muon" and _is_inner(name, p)}
+        others = [p for name, p in named if name not in inner]
         groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": self.options.weight_decay},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in others if p.ndim >= 2], "weight_decay": options.weight_decay},
+            {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(groups, lr=self.options.learning_rate, betas=_ADAM_BETAS)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=_ADAM_BETAS)
+        if inner:
+            matrices = [p for name, p in named if name in inner]
+            muon = torch.optim.Muon(
+                matrices, options.learning_rate, options.weight_decay, adjust_lr_fn="match_rms_adamw"
+            )
+            optimizer = Together(muon, optimizer)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: self.options.learning_rate_factor(step, self._progress(step))
         )
@@ -725,6 +747,38 @@ class ShapeModule(pl.LightningModule):
     def seconds(self) -> float:
         """Wall-clock seconds of training so far, earlier sittings included."""
         return self._seconds_before + monotonic() - self._started
+
+
+def _is_inner(name: str, parameter: nn.Parameter) -> bool:
+    """Matrices between states: Muon is not for tables of tokens, nor for vectors."""
+    return parameter.ndim == 2 and not name.startswith("heads") and "markov.expand" not in name and len(parameter) > 1
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimisers as one, each with parameters of its own."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self.parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        # The very groups of the parts, so that a schedule reaches them.
+        self.param_groups = [group for part in parts for group in part.param_groups]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
 
 
 def add_noise(hidden: Tensor, keys: Tensor, amount: float, hidden_size: int) -> Tensor:

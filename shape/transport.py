@@ -56,6 +56,10 @@ class Plan:
         """
         return self.v * _columns(self.kernel, mass / _rows(self.kernel, self.v))
 
+    def arrivals(self, values: Tensor) -> Tensor:
+        """Mean of source values (..., d) over what arrives at each point: diag(T^T 1)^-1 T^T values."""
+        return _columns(self.kernel, self.u * values) / _columns(self.kernel, self.u)
+
     def barycentre(self, points: Tensor) -> Tensor:
         """Where each source point goes on average: diag(T 1)^-1 T points, (d, k) -> (..., d, k)."""
         weighted = self.v.unsqueeze(-1) * points

@@ -3,7 +3,8 @@
 import torch
 
 from shape.config import ShapeConfig
-from shape.predictor import ShapePredictor
+from shape.drafters import PREDICTORS
+from shape.network import Predictor
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "mistral"]
 LENGTHS = [3, 17, 9, 1, 12]
@@ -21,7 +22,29 @@ def prompts(lengths=LENGTHS, side: str = "left", vocab_size: int = 64) -> dict[s
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def predictor(dtype=torch.float64, **options) -> ShapePredictor:
+def predictor(dtype=torch.float64, **options) -> Predictor:
+    """Untrained; with `loud`, every weight is away from its special initial value."""
     torch.manual_seed(0)
+    loud = options.pop("loud", False)
     options = {"step_mode": "recursive", "token_conditioning": "path", **options}
-    return ShapePredictor(ShapeConfig(hidden_size=32, intermediate_size=48, **options)).to(dtype).eval()
+    config = ShapeConfig(hidden_size=32, intermediate_size=48, vocab_size=64, **options)
+    network = PREDICTORS[config.kind](config).to(dtype).eval()
+    for parameter in network.parameters() if loud else ():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return network
+
+
+# Of every kind and way of reading: what they are by name, for tests that draft with them.
+RIVALS: dict[str, dict] = {
+    "shape with attention": {"attention": True},
+    "shape with Markov bias": {"step_mode": "parallel", "token_conditioning": "root", "markov_rank": 4},
+    "shape with coupling": {"step_mode": "parallel", "token_conditioning": "none", "markov_rank": 4, "coupling": 9},
+    "shape of three layers": {"attention": True, "feature_layers": [1, 2, -1]},
+    "medusa": {"kind": "medusa", "own_heads": True},
+    "eagle": {"kind": "eagle", "own_heads": True, "feature_layers": [1, 2, -1]},
+    "eagle of one layer": {"kind": "eagle"},
+    "block": {"kind": "block", "num_layers": 2},
+    "block with Markov bias and confidence": {
+        "kind": "block", "feature_layers": [0, -1], "markov_rank": 4, "confidence": True
+    },
+}  # fmt: skip

@@ -4,7 +4,7 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from helpers import FAMILIES, LENGTHS, predictor, prompts
+from helpers import FAMILIES, LENGTHS, RIVALS, predictor, prompts
 from transformers import (
     GenerationConfig,
     GPTNeoConfig,
@@ -36,6 +36,13 @@ def drafters() -> dict:
         ),
         "shape drawn parallel": lambda: TrainedDrafter(
             predictor(step_mode="parallel", token_conditioning="none"), TreeShape(depth=3, width=2)
+        ),
+        "eagle tree": lambda: TrainedDrafter(predictor(**RIVALS["eagle"], loud=True), TreeShape(depth=4, width=3)),
+        "block chain": lambda: TrainedDrafter(
+            predictor(**RIVALS["block with Markov bias and confidence"], loud=True), TreeShape(depth=4, width=1)
+        ),
+        "attending tree": lambda: TrainedDrafter(
+            predictor(**RIVALS["shape of three layers"], loud=True), TreeShape(depth=3, width=2, nodes=5)
         ),
         "ngram": NgramDrafter,
         "adversary": lambda: AdversaryDrafter(seed=1),

@@ -254,7 +254,10 @@ class TrainedDrafter(Drafter):
             state, carried = self.predictor.advance(known, carried, root, n)
             states.append(state)
         found = torch.cat(states, dim=1)
-        return found, self._logits(found)
+        logits = self._logits(found)
+        if self.predictor.config.coupling:
+            logits = self.predictor.couple(logits, self._embed(torch.arange(logits.shape[-1], device=self._device)))
+        return found, logits
 
     def _logits(self, states: Tensor) -> Tensor:
         """(..., H) -> (..., K), over the draft vocabulary."""

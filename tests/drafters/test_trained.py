@@ -1,13 +1,17 @@
-"""The SHAPE drafter's trees against the predictor called path by path."""
+"""Trees of trained predictors against these called path by path."""
 
 import pytest
 import torch
+import torch.nn.functional as F
+from helpers import RIVALS
+from helpers import predictor as build
 
 from shape.config import ShapeConfig
 from shape.drafters import Settled, TrainedDrafter, TreeShape
 from shape.errors import TargetMismatch
 from shape.predictor import ShapePredictor, roll, windows
 from shape.target import Target
+from shape.training import Reader, Texts, known_in
 from shape.verification.sampling import Sampler, row_keys, token_words
 
 MODES = [
@@ -170,3 +174,45 @@ def test_every_node_draws_children_of_its_own(target, mode):
         assert all(len(set(own)) == 3 for own in children.values())
         expanded = torch.tensor(sorted(children))
         assert torch.allclose(tree.log_q[row, expanded].exp().sum(-1), torch.ones(7))
+
+
+@pytest.mark.parametrize("rival", RIVALS)
+@pytest.mark.parametrize("grown", ["at once", "step by step"])
+def test_every_kind_drafts_what_training_unrolls(target, rival, grown):
+    """Along every path of a tree the drafts are the best of `unroll` on whole texts, however the states came in."""
+    network = build(**RIVALS[rival], loud=True)
+    layers, size = network.config.feature_layers, 32
+    generator = torch.Generator().manual_seed(1)
+    texts = [torch.randint(3, 64, (length,), generator=generator).tolist() for length in (9, 6)]
+    hidden = torch.randn(2, 8, len(layers) * size, dtype=torch.float64, generator=generator)
+    drafter = TrainedDrafter(network, TreeShape(depth=3, width=2, branching=2))
+    drafter.bind(target)
+    short = [2, 4] if grown == "step by step" else [9, 6]  # settled at the prefill, root included
+    settled = Settled([text[:n] for text, n in zip(texts, short, strict=True)], torch.tensor(short), torch.tensor([0]))
+    drafter.start(settled, hidden[:, : max(short) - 1])
+    while (behind := [len(text) - n for text, n in zip(texts, short, strict=True)]) != [0, 0]:
+        counts = [min(more, many) for more, many in zip(behind, (3, 1), strict=True)]
+        new = [hidden[b, n - 1 : n + c - 1] for b, (n, c) in enumerate(zip(short, counts, strict=True))]
+        rows = [F.pad(states, (0, 0, 0, 3 - len(states))) for states in new]
+        short = [n + count for n, count in zip(short, counts, strict=True)]
+        settled = Settled([text[:n] for text, n in zip(texts, short, strict=True)], torch.tensor(short), settled.root)
+        drafter.update(settled, torch.stack(rows), torch.tensor(counts))
+    settled.root = torch.tensor([text[-1] for text in texts])
+    sampler = Sampler(settled.lengths - 1)
+    sampler.settle(settled.lengths)
+    tree = drafter.draft(settled, sampler)
+    assert tree.size == 1 + 2 + 4 + 4
+    reader = Reader(network, target)
+    for row, text in enumerate(texts):
+        root = torch.tensor([[len(text) - 1]])
+        for node in range(tree.size):
+            children = [n for n in range(tree.size) if tree.parent[row, n] == node]
+            if not children:
+                continue
+            path = [n for n in range(node + 1) if tree.ancestors[row, node, n]]
+            tokens = tree.tokens[row, path][None, None]
+            whole = Texts(hidden[row : row + 1, : len(text) - 1], torch.tensor([text]), torch.ones(1, 1), root)
+            known = known_in(network, target, whole, windows(whole.hidden, root, network.config.window))
+            embeddings = target.embed(tokens)
+            logits = reader(network.unroll(known, embeddings, len(path)), embeddings)[0, 0, -1]
+            assert tree.tokens[row, children].tolist() == logits.topk(2).indices.tolist()
