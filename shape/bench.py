@@ -12,7 +12,7 @@ continues after an interruption.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, cast, get_args
 
 from jsonargparse import ArgumentParser
 from rich.console import Console
@@ -22,7 +22,7 @@ from shape.conversations import load_prompts
 from shape.decoder import ShapeDecoder
 from shape.drafters import DRAFTERS, Drafter, TreeShape, make_drafter
 from shape.errors import ConfigError, DataError, exit_on_error
-from shape.evaluation.speed import Method, Ruled, SpeedResults, measure
+from shape.evaluation.speed import Method, Outside, Ruled, SpeedResults, measure
 from shape.rules import Match, TrsLossy, TypicalLossy, make_rule
 from shape.target import Target
 
@@ -38,8 +38,9 @@ class BenchOptions:
         predictor: trained predictors, each DIR or NAME=DIR; the name stands in the table.
         target: path or hub id of the target; default: the one the first predictor was trained for.
         prompts: JSON lines with turns, messages or prompt; default: the bundled bench split.
-        methods: what to measure: transformers, plain, shape (every predictor) and names of other drafters; behind a
-            name @rejection, @traversal, @typical-lossy or @trs-lossy is the acceptance rule, which else is match.
+        methods: what to measure: transformers, transformers-lookup (its own prompt lookup), plain, shape (every
+            predictor) and names of other drafters; behind a name @rejection, @traversal, @typical-lossy or @trs-lossy
+            is the acceptance rule, which else is match.
         typical_lossy: parameters of the rule typical-lossy.
         trs_lossy: parameters of the rule trs-lossy.
         limit: measure the first so many prompts only.
@@ -134,7 +135,7 @@ def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
 
 def _drafters(
     name: str, predictors: Mapping[str, str], target: Target, options: BenchOptions
-) -> dict[str, Drafter | Literal["transformers"] | None]:
+) -> dict[str, Drafter | Outside | None]:
     """What a method's name stands for: every predictor, one drafter, or a baseline."""
     if name == "shape":
         return {
@@ -143,8 +144,8 @@ def _drafters(
             ).drafter
             for label, folder in predictors.items()
         }
-    if name == "transformers":
-        return {name: "transformers"}
+    if name in get_args(Outside):
+        return {name: cast(Outside, name)}
     return {name: None if name == "plain" else make_drafter(name)}
 
 
@@ -154,7 +155,7 @@ def named_predictors(predictors: Sequence[str]) -> dict[str, str]:
     for entry in predictors:
         name, separator, folder = entry.partition("=")
         name, folder = (name, folder) if separator else ("shape", entry)
-        if name in {*named, *DRAFTERS, "plain", "transformers"}:
+        if name in {*named, *DRAFTERS, "plain", *get_args(Outside)}:
             raise ConfigError(f"predictor name {name} is taken; give each its own with --predictor NAME=DIR")
         named[name] = folder
     return named

@@ -63,9 +63,10 @@ def test_measures_and_writes(arguments, tmp_path, capsys):
 
 
 def test_limit_methods_and_several_predictors(arguments, predictors, tmp_path):
-    main([*arguments, "--predictor", f"other={predictors[1]}", "--limit", "1", "--methods", "[plain,shape]"])
+    asked = ["--methods", "[plain,transformers-lookup,shape]"]
+    main([*arguments, "--predictor", f"other={predictors[1]}", "--limit", "1", *asked])
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert list(results["summary"]) == ["plain", "shape", "other"]
+    assert list(results["summary"]) == ["plain", "transformers-lookup", "shape", "other"]
     assert [record["id"] for record in results["records"]] == ["a"]
 
 
@@ -128,7 +129,7 @@ def test_sampling_is_the_same_for_every_drafter(arguments, tmp_path):
 def test_names_of_predictors():
     assert named_predictors(["here/x"]) == {"shape": "here/x"}
     assert named_predictors(["a=x", "y", "b=z=1"]) == {"a": "x", "shape": "y", "b": "z=1"}
-    for taken in (["x", "y"], ["ngram=x"]):
+    for taken in (["x", "y"], ["ngram=x"], ["transformers-lookup=x"]):
         with pytest.raises(ConfigError, match="is taken; give each its own"):
             named_predictors(taken)
 

@@ -4,8 +4,8 @@ Every figure is a ratio of sums over prompts, so that any subset and any bootstr
 """
 
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from statistics import median
 from typing import Any
@@ -38,6 +38,8 @@ class Tally:
     draft_steps: Any = 0  # of these, the ones that had a draft to verify
     accepted: Any = 0  # drafted tokens accepted
     draft_seconds: Any = 0.0
+    verify_seconds: Any = 0.0
+    commit_seconds: Any = 0.0
     bigrams: Any = 0
     distinct_bigrams: Any = 0  # distinct within their own answer
     ended: Any = 0  # answers that ended by an end-of-sequence token
@@ -135,7 +137,7 @@ class SpeedResults:
 
     @property
     def methods(self) -> dict[str, str]:
-        """What each method is: "transformers", "plain", or its drafter's description."""
+        """What each method is: "transformers", "transformers-lookup", "plain", or its drafter's description."""
         return self.settings["methods"]
 
     @cached_property
@@ -159,7 +161,8 @@ class SpeedResults:
         mine = _columns(tallies)
         base = _columns(r.tallies[self.baseline] for r in records)
         total, what = _weighted(mine, np.ones(len(records))), self.methods[name]
-        ours, is_drafted = what != "transformers", what not in ("transformers", "plain")
+        ours = not what.startswith("transformers")
+        is_drafted = ours and what != "plain"
         length = _estimate(lambda w: _weighted(mine, w).acceptance_length, len(records)) if ours else None
         rates = [t.timed_tokens / t.decode_seconds for t in tallies if t.timed_tokens and t.decode_seconds]
         cost = self.projected_cost[name]
@@ -188,13 +191,37 @@ class SpeedResults:
             ),
         )
 
+    def pooled(self, groups: Mapping[str, Sequence[str]]) -> "SpeedResults":
+        """The same answers with methods taken together, for instance one predictor trained with several seeds.
+
+        The counts of a group are summed prompt by prompt, so that every figure stays a ratio of sums and every interval
+        is still over prompts.
+
+        Args:
+            groups: name in the new results -> methods, all of one kind, of these.
+        """
+        records = tuple(
+            replace(
+                record,
+                tallies={
+                    group: sum((record.tallies[name] for name in names), Tally()) for group, names in groups.items()
+                },
+            )
+            for record in self.records
+        )
+        methods = {
+            group: "; ".join(dict.fromkeys(self.methods[one] for one in names)) for group, names in groups.items()
+        }
+        cost = {group: self.projected_cost[names[0]] for group, names in groups.items()}
+        return replace(self, settings={**self.settings, "methods": methods}, projected_cost=cost, records=records)
+
     @property
     def warnings(self) -> list[str]:
         """Figures that need an explanation before anyone believes them."""
         found = []
         for name, line in self.summary.items():
             speed_up, length = line.speed_up.value, line.acceptance_length.value
-            if self.methods[name] not in ("transformers", "plain") and speed_up and length and speed_up > length:
+            if self.methods[name] != "plain" and speed_up and length and speed_up > length:
                 found.append(f"{name}: the speed-up ({speed_up:.2f}) exceeds the acceptance length ({length:.2f})")
         if self.skipped:
             found.append(f"{len(self.skipped)} prompts left out or cut ({next(iter(self.skipped.values()))})")

@@ -2,12 +2,14 @@
 
 Every prompt is answered by every method in turn (interleaved, in rotating order, after a discarded warm-up),
 so that a slow minute of the machine falls on all of them. A method is a drafter, `None` for our loop without
-one, or `"transformers"` for `model.generate` on the same loaded weights. Speed-up is against the *stronger*
-of the last two, as time per decoded token; prefill is left out of it and reported beside it.
+one, `"transformers"` for `model.generate` on the same loaded weights, or `"transformers-lookup"` for the same
+with transformers' own prompt lookup. Speed-up is against the *stronger* of plain loop and plain `generate`,
+as time per decoded token; prefill is left out of it and reported beside it.
 
 Terms: *acceptance length* is tokens emitted per target forward after the prefill, bonus included. *Tokens per
 draft step* is 1 + accepted / drafts, over the steps that had a draft. The token that the prefill itself
-yields counts on neither side of any ratio.
+yields counts on neither side of any ratio (prompt lookup drafts in the prefill already: there, all tokens that
+come with it are left out).
 """
 
 import hashlib
@@ -15,6 +17,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -44,10 +47,13 @@ class Ruled:
     acceptance: Rule
 
 
-Method = Drafter | Ruled | Literal["transformers"] | None
+Outside = Literal["transformers", "transformers-lookup"]
+Method = Drafter | Ruled | Outside | None
 
 # The 8B target of the projection: parameters, width and vocabulary of Llama-3.1-8B.
 _LARGE_PARAMETERS, _LARGE_HIDDEN, _LARGE_VOCABULARY = 8.03e9, 4096, 128_256
+# How far transformers' prompt lookup drafts: the value of its documentation.
+_LOOKUP_TOKENS = 10
 
 
 def measure(
@@ -74,7 +80,8 @@ def measure(
     methods sample with the same seed per prompt, top_k = 0 and top_p = 1.
 
     Args:
-        methods: name -> drafter, None (our loop without one) or "transformers"; at least one of the last two.
+        methods: name -> drafter, None (our loop without one), "transformers" or "transformers-lookup"; None or
+            "transformers" has to be among them.
         repeats: timed runs per answer, of which the median counts.
         warmup: prompts whose first turn every method answers, untimed, before the measurement.
         label: heading of the table.
@@ -184,32 +191,33 @@ def projected_draft_cost(method: Method, target: Target) -> float | None:
 
 @dataclass(frozen=True)
 class _Run:
-    """One timed call of one method on one context."""
+    """One timed call of one method on one context; `prefilled` tokens came with the prefill."""
 
     tokens: list[int]
+    prefilled: int
     decode_seconds: float
     prefill_seconds: float
     stats: DecodeStats | None = None
 
 
 class _Clock(BaseStreamer):
-    """One stopwatch for every method: the first token, streamed after the prompt, ends the prefill."""
+    """One stopwatch for every method: what is streamed first after the prompt ends the prefill."""
 
     def __init__(self) -> None:
-        self.calls = 0
+        self.calls = self.prefilled = 0
         self.start = self.first = time.perf_counter()
 
     def put(self, value: Tensor) -> None:
         self.calls += 1
         if self.calls == 2:
-            self.first = time.perf_counter()
+            self.first, self.prefilled = time.perf_counter(), value.numel()
 
     def end(self) -> None: ...
 
     def run(self, output: Tensor, prompt: int, stats: DecodeStats | None = None) -> _Run:
         """The finished call: its output (1, L) is read to the host before the watch stops."""
         tokens = output[0, prompt:].tolist()
-        return _Run(tokens, time.perf_counter() - self.first, self.first - self.start, stats)
+        return _Run(tokens, self.prefilled, time.perf_counter() - self.first, self.first - self.start, stats)
 
 
 class _Bench:
@@ -242,18 +250,20 @@ class _Bench:
     def _runner(self, method: Method) -> Callable[[Tensor, int], _Run]:
         if method == "transformers":
             return self._run_transformers
+        if method == "transformers-lookup":
+            return partial(self._run_transformers, prompt_lookup_num_tokens=_LOOKUP_TOKENS)
         drafter, rule = (method.drafter, method.acceptance) if isinstance(method, Ruled) else (method, Match())
         decoder = ShapeDecoder(self.target, drafter, fall_back=self.fall_back)
         rule.fit(decoder.drafter, decoder.target)  # what cannot be served is said before anything is measured
         return lambda context, seed: self._run_ours(decoder, context, seed, rule)
 
-    def _run_transformers(self, context: Tensor, seed: int) -> _Run:
+    def _run_transformers(self, context: Tensor, seed: int, **more: Any) -> _Run:
         device = self.target.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             clock = _Clock()
             output = self.target.model.generate(
-                context, attention_mask=torch.ones_like(context), streamer=clock, **self.options
+                context, attention_mask=torch.ones_like(context), streamer=clock, **self.options, **more
             )
             return clock.run(output, context.shape[1])
 
@@ -317,13 +327,15 @@ class _Bench:
         return Tally(
             answers=1,
             tokens=len(tokens),
-            timed_tokens=len(tokens) - 1,
+            timed_tokens=len(tokens) - run.prefilled,
             decode_seconds=run.decode_seconds,
             prefill_seconds=run.prefill_seconds,
             forwards=stats.forwards if stats else 0,
             draft_steps=stats.draft_steps if stats else 0,
             accepted=stats.accepted if stats else 0,
             draft_seconds=stats.draft_seconds if stats else 0.0,
+            verify_seconds=stats.verify_seconds if stats else 0.0,
+            commit_seconds=stats.commit_seconds if stats else 0.0,
             bigrams=len(bigrams),
             distinct_bigrams=len(set(bigrams)),
             ended=int(tokens[-1] in self.target.eos_token_ids),

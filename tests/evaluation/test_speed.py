@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -71,6 +72,22 @@ def test_measuring_leaves_the_global_generator_alone(tiny_target):
     state = torch.random.get_rng_state()
     run(tiny_target, {"transformers": "transformers", "plain": None}, PROMPTS[:1], temperature=1.0)
     assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_transformers_own_prompt_lookup_stands_beside_its_plain_generate(tiny_target):
+    methods = {"transformers": "transformers", "transformers-lookup": "transformers-lookup", "plain": None}
+    repeating = [prompt("again", "one two three one two three one two three"), *PROMPTS[:1]]
+    results = run(tiny_target, methods, repeating, max_new_tokens=30)
+    line, total = results.summary["transformers-lookup"], results.total["transformers-lookup"]
+    assert line.equal_transformers == line.answers == 2
+    # Its prefill may yield several tokens at once, none of which the decoding paid for.
+    assert total.tokens == results.total["plain"].tokens and total.timed_tokens <= total.tokens - 2
+    assert line.acceptance_length.value is None and line.draft_share is None and line.projected_speed_up_8b is None
+    assert results.baseline != "transformers-lookup" and "| transformers-lookup |" in results.to_markdown()
+    with pytest.raises(ConfigError, match="no baseline"):
+        run(tiny_target, {"transformers-lookup": "transformers-lookup"})
+    sampled = run(tiny_target, methods, repeating, temperature=1.0)
+    assert sampled.total["transformers-lookup"].tokens > 2
 
 
 def test_the_baseline_is_the_stronger_one(results):
@@ -154,6 +171,22 @@ def test_figures_are_ratios_of_sums():
     assert line.projected_speed_up_8b == pytest.approx(100 / 30 / 1.25)
     assert line.speed_up.low == pytest.approx(2.0) and line.speed_up.high == pytest.approx(4.0)
     assert results.summarise("shape", "all") == line
+
+
+def test_pooled_methods_are_summed_prompt_by_prompt():
+    rows = [(tally(2.0, 20, 20), tally(1.0, 20, 10), tally(1.0, 20, 5)) for _ in range(2)]
+    methods = ("plain", "one", "two")
+    records = tuple(PromptRecord(str(i), "all", dict(zip(methods, row, strict=True))) for i, row in enumerate(rows))
+    base = made_up((tally(1.0, 1), tally(1.0, 1)))
+    settings = {**base.settings, "methods": {"plain": "plain", "one": "shape 1", "two": "shape 2"}}
+    results = replace(
+        base, settings=settings, records=records, projected_cost={"plain": None, "one": 0.25, "two": 0.25}
+    )
+    pooled = results.pooled({"plain": ["plain"], "both": ["one", "two"]})
+    line = pooled.summary["both"]
+    assert line.acceptance_length.value == pytest.approx(40 / 15) and line.speed_up.value == pytest.approx(2.0)
+    assert line.projected_speed_up_8b == pytest.approx(40 / 15 / 1.25) and line.answers == 4
+    assert pooled.methods["both"] == "shape 1; shape 2" and pooled.baseline == "plain"
 
 
 def test_a_speed_up_above_the_acceptance_length_is_flagged():
