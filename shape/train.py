@@ -11,9 +11,11 @@ describe the same predictor at sizes relative to the target's.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from time import monotonic
 from typing import Any, Literal
 
 import pytorch_lightning as pl
@@ -246,6 +248,33 @@ class TrainOptions:
         )
 
 
+class TimedValidation(DecodingValidation):
+    """Knows the seconds that it took, which are part of the training's, so that they can be subtracted."""
+
+    seconds = 0.0
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        with self._timed():
+            super().on_train_batch_end(*arguments)
+
+    def on_train_end(self, *arguments: Any) -> None:
+        with self._timed():
+            super().on_train_end(*arguments)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "seconds": self.seconds}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.seconds = state_dict["seconds"]
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        started = monotonic()
+        yield
+        self.seconds += monotonic() - started
+
+
 def train(options: TrainOptions) -> Path:
     """The whole way; returns the folder of the exported predictor. Only the first process exports and measures."""
     options.check()
@@ -268,7 +297,7 @@ def train(options: TrainOptions) -> Path:
         conversations = _own_answers(options, target, conversations, folder, prepare)
     held_out = set() if for_validation else _held_out(options, conversations)
     for_validation = for_validation or [conversations[index] for index in sorted(held_out)]
-    validation = DecodingValidation(
+    validation = TimedValidation(
         validation_prompts(for_validation, target, options),
         options.validation.every,
         options.validation.max_new_tokens,
@@ -523,7 +552,7 @@ def _finish(
     options: TrainOptions,
     output: Path,
     module: ShapeModule,
-    validation: DecodingValidation,
+    validation: TimedValidation,
     prompts: Sequence[Prompt],
     size: str,
 ) -> None:
@@ -537,7 +566,8 @@ def _finish(
         "answers": "the target's own" if options.regenerate else "as given",
         "examples": size,
         "steps": module.trainer.global_step,
-        "seconds": round(module.seconds),
+        "seconds": round(module.seconds, 1),
+        "validation_seconds": round(validation.seconds, 1),
         "validation": {"prompts": len(validation.prompts), **(validation.best or {})},
     }
     export(predictor, output, target.identity, record)

@@ -102,6 +102,7 @@ def test_the_whole_way(trained, tiny_target):
     assert record["validation"]["low"] <= record["validation"]["value"] <= record["validation"]["high"]
     assert record["acceptance_length"]["value"] >= 1 and record["speed_up"]["value"] > 0
     assert record["validation"]["step"] in (25, 50, 60)
+    assert 0 < record["validation_seconds"] <= record["seconds"] + 0.5
     best = load_file(trained / "checkpoints/best.safetensors")
     exported = load_file(trained / "model.safetensors")
     assert all(torch.equal(best[name], exported[name]) for name in exported)
