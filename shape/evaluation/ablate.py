@@ -1,0 +1,797 @@
+"""What each part of a predictor is worth: variants trained alike, then measured side by side, in one table.
+
+    python -m shape.evaluation.ablate refinement --output results/refinement          # configs/ablations/refinement.yaml
+    python -m shape.evaluation.ablate FILE --output DIR --seeds '[0]' --only '[none,affine-128]'
+    python -m shape.evaluation.ablate FILE --output DIR --target T --data D --features F --measure.prompts P
+
+A file names configurations of `shape.train` to start from, options common to all variants, and what each variant
+changes. Variants share target, data, order of examples and stored features; a seed is one training of each. Trainings
+are processes of `python -m shape.train`, one after the other, variant by variant within a seed, so that a slow hour
+falls on all of them. Then all of them decode the same prompts in one interleaved run per temperature, as in
+`shape.bench`, always drafting.
+
+Everything is checked before anything is trained. What is finished is not done again: the same command continues after
+an interruption. It writes `ablation.json` (all figures) and `ablation.md` (the table) to the output folder, which also
+keeps each training (`runs/`) and each measurement prompt by prompt (`measured-t0.json`).
+"""
+
+import json
+import re
+import subprocess
+import sys
+from argparse import ArgumentError
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any, cast, get_args
+
+import torch
+import yaml
+from jsonargparse import ArgumentParser, Namespace
+from rich.console import Console
+from rich.markdown import Markdown
+from safetensors import safe_open
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from shape import bundled
+from shape import train as training
+from shape.conversations import Prompt, evenly, load_prompts
+from shape.decoder import ShapeDecoder, ShapeOutput
+from shape.drafters import Drafter, TreeShape, make_drafter
+from shape.drafters.base import Settled
+from shape.errors import CheckpointError, ConfigError, ShapeError, exit_on_error
+from shape.evaluation.environment import Environment
+from shape.evaluation.results import SpeedResults, Summary, Tally
+from shape.evaluation.speed import Method, Outside, measure
+from shape.evaluation.tables import DASH, markdown, show, show_interval
+from shape.features import quiet
+from shape.target import Target
+from shape.train import TrainOptions
+from shape.verification.sampling import Sampler
+from shape.verification.tree import TokenTree
+
+SCHEMA_VERSION = 1
+# Decided here for every run, and what all variants have to share to be comparable.
+_OURS = ("output", "seed", "ckpt_path")
+_SHARED = (
+    "target", "data", "validation_data", "regenerate", "features", "online", "max_length", "limit", "skip_bad_rows",
+    "target_dtype", "trust_remote_code", "measurement", "regeneration", "extraction",
+)  # fmt: skip
+# Differences between an earlier run's options and these do not make it another run: where it lies.
+_PLACES = {"output", "features"}
+
+
+@dataclass
+class MeasureOptions:
+    """How the trained variants are measured.
+
+    Attributes:
+        prompts: JSON lines with prompts; null is the bundled bench split, for bundled data only.
+        limit: at most so many, evenly chosen.
+        max_new_tokens: longest answer.
+        dtype: of the target while measuring; null is its checkpoint's.
+        temperatures: one interleaved run each; 0 is greedy.
+        methods: measured beside the variants: plain, transformers, transformers-lookup and names of drafters without
+            training; plain or transformers has to be among them.
+        repeats: timed runs per answer, of which the median counts.
+        warmup: prompts answered once by every method before.
+        seed: of the sampling.
+        examined: so many of the prompts are decoded once more, untimed and traced, to count acceptance by depth and the
+            operations of a draft.
+        device_map: where the target is put.
+    """
+
+    prompts: str | None = None
+    limit: int = 24
+    max_new_tokens: int = 64
+    dtype: str | None = None
+    temperatures: list[float] = field(default_factory=lambda: [0.0])
+    methods: list[str] = field(default_factory=lambda: ["transformers", "plain"])
+    repeats: int = 1
+    warmup: int = 2
+    seed: int = 0
+    examined: int = 8
+    device_map: str | None = None
+
+    def check(self) -> None:
+        """Raises ConfigError for the first value out of range."""
+        for name in ("limit", "max_new_tokens", "repeats", "examined"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"measure.{name} is {getattr(self, name)}; give a positive number")
+        if not self.temperatures or min(self.temperatures) < 0 or self.warmup < 0:
+            raise ConfigError("measure needs at least one temperature, none below 0, and warmup >= 0; correct them")
+        if len(set(self.temperatures)) < len(self.temperatures):
+            raise ConfigError(f"measure.temperatures {self.temperatures} holds one twice; give each once")
+        if not {"plain", "transformers"} & set(self.methods):
+            raise ConfigError("measure.methods holds no baseline to compare with; add plain or transformers")
+
+
+@dataclass
+class AblationOptions:
+    """What to train and to measure.
+
+    Attributes:
+        title: heading of the table.
+        variants: name -> what it changes, options of shape.train; null or {} changes nothing.
+        base: files of such options to start from, names below configs/ or paths, later ones over earlier ones.
+        common: options of all variants, over those of the files.
+        seeds: one training of every variant with each.
+        trees: name -> shape of draft; every trained variant is measured with each, and the names stand in the table.
+            Without any, each variant drafts with its own `tree`.
+        measure: how.
+        output: folder of ablation.json, ablation.md, and of the trainings.
+        only: these variants alone.
+        target: see shape.train; goes before the file's.
+        data: see shape.train; goes before the file's.
+        features: folder of stored features; default: in the output folder.
+        override: more common options, on the command line, for instance '[training.steps=20,limit=200]'.
+    """
+
+    title: str
+    variants: dict[str, dict[str, Any] | None]
+    base: list[str] = field(default_factory=lambda: ["quickstart.yaml"])
+    common: dict[str, Any] = field(default_factory=dict)
+    seeds: list[int] = field(default_factory=lambda: [0])
+    trees: dict[str, TreeShape] = field(default_factory=dict)
+    measure: MeasureOptions = field(default_factory=MeasureOptions)
+    output: str = "ablation-results"
+    only: list[str] | None = None
+    target: str | None = None
+    data: str | None = None
+    features: str | None = None
+    override: list[str] = field(default_factory=list)
+
+    def chosen(self) -> dict[str, dict[str, Any]]:
+        """The variants to train, in the order of the file.
+
+        Raises:
+            ConfigError: there is none, an unknown name is asked for, or two would lie in one folder.
+        """
+        unknown = [name for name in self.only or () if name not in self.variants]
+        if unknown:
+            raise ConfigError(f"variant {unknown[0]} is not in the file, which has {', '.join(self.variants)}")
+        found = {name: what or {} for name, what in self.variants.items() if self.only is None or name in self.only}
+        if not found:
+            raise ConfigError("the ablation has no variant; name at least one under variants")
+        if len({_folder_name(name) for name in found}) < len(found):
+            raise ConfigError("two variants differ in punctuation alone, and their folders would be one; rename one")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ConfigError(f"seeds are {self.seeds}; give at least one, and each once")
+        return found
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training.
+
+    Attributes:
+        folder: of the exported predictor; `options.yaml` there has all options of the run.
+    """
+
+    variant: str
+    seed: int
+    folder: Path
+    options: TrainOptions
+    values: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}, seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training took.
+
+    Attributes:
+        parameters: numbers in the exported weights, the list of draft tokens not counted.
+        steps: of the optimiser.
+        seconds: of training; validation, extraction and export are left out.
+        positions_per_second: that were learned from.
+        record: what shape.train says about the run.
+        environment: where it ran.
+    """
+
+    parameters: int
+    steps: int
+    seconds: float
+    positions_per_second: float | None
+    record: dict[str, Any]
+    environment: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Drafts looked at one by one.
+
+    Attributes:
+        asked: [depth - 1] drafts of which all tokens above that depth stood and that had one there.
+        accepted: of these, the ones of which a token stood there too.
+        flops: floating-point operations of a draft's matrix products, two per multiply-add, a mean over drafts; softmax,
+            sorting and elementwise functions are not counted.
+    """
+
+    asked: tuple[int, ...]
+    accepted: tuple[int, ...]
+    flops: float | None
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One line of the table at one temperature; seeds are pooled, so that intervals are over prompts.
+
+    Attributes:
+        acceptance_lengths, speed_ups: of each seed.
+        step_ms: draft, verify and commit of a step.
+    """
+
+    summary: Summary
+    acceptance_lengths: dict[int, float | None]
+    speed_ups: dict[int, float | None]
+    step_ms: dict[str, float | None]
+    anatomy: Anatomy
+
+
+@dataclass(frozen=True)
+class Line:
+    """A variant with a tree. `at` has its figures by temperature."""
+
+    label: str
+    variant: str
+    tree: str | None
+    at: dict[float, Figures]
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """Everything that was found out.
+
+    Attributes:
+        trained: by variant and seed.
+        others: by temperature, the methods without training.
+        settings: of the measurements, by temperature.
+    """
+
+    options: AblationOptions
+    trained: dict[str, dict[int, Trained]]
+    lines: list[Line]
+    others: dict[float, dict[str, Summary]]
+    settings: dict[float, dict[str, Any]]
+    environment: Environment
+
+    def to_json(self) -> str:
+        """Everything but single prompts, indented."""
+        return json.dumps({"schema_version": SCHEMA_VERSION, **asdict(self)}, indent=1)
+
+    def to_markdown(self) -> str:
+        """The table, one by depth and parts of a step, and what has to be said about both."""
+        parts = [f"### {self.options.title}", markdown(*self._main()), *self._notes()]
+        for temperature in self.others:
+            parts += [f"Drafts looked into, temperature {temperature:g}:", markdown(*self._detail(temperature))]
+        return "\n\n".join(parts) + "\n"
+
+    def _main(self) -> tuple[list[str], list[list[str]]]:
+        several = len(self.options.seeds) > 1
+        header = ["variant", "parameters", "MFLOP per draft", "trained s", "positions/s"]
+        for temperature in self.others:
+            at = f"T = {temperature:g}"
+            header += [f"acceptance length, {at} (95 %)", *([f"over seeds, {at}"] if several else [])]
+            header += [f"speed-up, {at} (95 %)", *([f"over seeds, {at} "] if several else []), f"for 8B*, {at}"]
+        rows = []
+        for name in next(iter(self.others.values())):
+            cells = [name, *[DASH] * 4]
+            for found in self.others.values():
+                cells += _cells(found[name], {} if several else None, {} if several else None)
+            rows.append(cells)
+        for line in self.lines:
+            trained = list(self.trained[line.variant].values())
+            flops = next(iter(line.at.values())).anatomy.flops
+            speeds = [one.positions_per_second for one in trained if one.positions_per_second is not None]
+            cells = [
+                line.label,
+                f"{trained[0].parameters / 1e6:.2f}M",
+                show(None if flops is None else flops / 1e6, ".1f"),
+                f"{mean(one.seconds for one in trained):.0f}",
+                show(mean(speeds) if speeds else None, ",.0f"),
+            ]
+            for figures in line.at.values():
+                by_seed = (figures.acceptance_lengths, figures.speed_ups) if several else (None, None)
+                cells += _cells(figures.summary, *by_seed)
+            rows.append(cells)
+        return header, rows
+
+    def _detail(self, temperature: float) -> tuple[list[str], list[list[str]]]:
+        found = [(line.label, line.at[temperature]) for line in self.lines]
+        depths = max(len(figures.anatomy.asked) for _, figures in found)
+        parts = ("draft", "verify", "commit")
+        header = ["variant", *(f"stands at {depth}" for depth in range(1, depths + 1)), "tokens per draft step"]
+        header += [f"{part} ms" for part in parts] + ["tokens/s", "equal to plain"]
+        rows = []
+        for label, figures in found:
+            asked, accepted = figures.anatomy.asked, figures.anatomy.accepted
+            shares = [show(yes / of) for yes, of in zip(accepted, asked, strict=True)]
+            summary = figures.summary
+            equal = DASH if summary.equal_plain is None else f"{summary.equal_plain} / {summary.answers}"
+            rows.append(
+                [
+                    label,
+                    *shares,
+                    *[DASH] * (depths - len(asked)),
+                    show(summary.tokens_per_draft_step),
+                    *(show(figures.step_ms[part]) for part in parts),
+                    show(summary.tokens_per_second, ".0f"),
+                    equal,
+                ]
+            )
+        return header, rows
+
+    def _notes(self) -> list[str]:
+        settings, measured = next(iter(self.settings.values())), self.options.measure
+        baselines = ", ".join(f"{self.settings[t]['baseline']} at {t:g}" for t in self.settings)
+        first = next(one for by_seed in self.trained.values() for one in by_seed.values())
+        seeds = self.options.seeds
+        over = (
+            f"Seeds {', '.join(map(str, seeds))}: counts are summed over them and intervals are over prompts; \"over "
+            'seeds" is the least and the greatest of their own figures. '
+            if len(seeds) > 1
+            else f"One seed ({seeds[0]}): intervals are over prompts, and say nothing about other trainings. "
+        )
+        return [
+            f"Target {settings['target']} ({settings['parameters'] / 1e6:.1f}M parameters, {settings['dtype']} while "
+            f"measuring), learned from {first.record.get('examples', 'online data')}; {settings['count']} prompts of "
+            f"{settings['prompts']}, at most {measured.max_new_tokens} new tokens, batch 1, interleaved, always "
+            f"drafting; speed-ups leave prefill out and are over {baselines}.",
+            f"{over}Trained s are seconds of optimisation alone. FLOP are those of a draft's matrix products, two per "
+            f"multiply-add, mean over the real drafts of {min(measured.examined, settings['count'])} prompts, from which "
+            'also "stands at": of drafts that reached a depth, the share of which a token stood there.',
+            self.environment.line(),
+            "*A projection, not a measurement: acceptance length / (1 + c), where c is what the drafter would read of "
+            "weights per step, scaled to Llama-3.1-8B's width and vocabulary, over the target's own.",
+        ]
+
+
+def _cells(
+    summary: Summary, lengths: Mapping[int, float | None] | None, speed_ups: Mapping[int, float | None] | None
+) -> list[str]:
+    length, speed_up = summary.acceptance_length, summary.speed_up
+    return [
+        show_interval(length.value, length.low, length.high),
+        *([] if lengths is None else [_range(lengths)]),
+        show_interval(speed_up.value, speed_up.low, speed_up.high, "x"),
+        *([] if speed_ups is None else [_range(speed_ups)]),
+        show(summary.projected_speed_up_8b, unit="x"),
+    ]
+
+
+def _range(values: Mapping[int, float | None]) -> str:
+    known = [value for value in values.values() if value is not None]
+    return f"{min(known):.2f}–{max(known):.2f}" if known else DASH
+
+
+# ------------------------------------------------------------------------------------------------- what to train
+
+
+def plan(options: AblationOptions) -> list[Run]:
+    """Every training, checked, with all of its options; a seed's variants follow each other.
+
+    Raises:
+        ConfigError: whatever is wrong with the file or any variant, or a run in the output folder had other options.
+    """
+    options.measure.check()
+    chosen = options.chosen()
+    for name, given in {"common": options.common, **{f"variant {name}": what for name, what in chosen.items()}}.items():
+        if wrong := [key for key in _OURS if key in given]:
+            raise ConfigError(f"{name} sets {wrong[0]}, which follows from the ablation's own options; leave it out")
+        if name != "common" and (wrong := [key for key in _SHARED if key in given]):
+            raise ConfigError(f"{name} sets {wrong[0]}, which all variants have to share; put it under common")
+    reader = training.parser(None)
+    reader.exit_on_error = False
+    with _one_sentence("base and common"):
+        values = reader.parse_args([f"--config={_find(name)}" for name in options.base])
+        values = reader.parse_object(options.common, values)
+        values = reader.parse_args([f"--{each}" for each in options.override], values)
+        places = {name: getattr(options, name) for name in ("target", "data", "features")}
+        values = reader.parse_object({name: place for name, place in places.items() if place is not None}, values)
+    runs = [
+        _run(reader, values, name, changes, seed, Path(options.output))
+        for seed in options.seeds
+        for name, changes in chosen.items()
+    ]
+    _require_target(runs)
+    for run in runs:
+        _require_unchanged(run)
+    return runs
+
+
+def _run(
+    reader: ArgumentParser, values: Namespace, name: str, changes: dict[str, Any], seed: int, output: Path
+) -> Run:
+    folder = output / "runs" / f"{_folder_name(name)}-{seed}"
+    with _one_sentence(f"variant {name}"):
+        values = reader.parse_object(changes, values)
+        layers = [str(layer) for layer in values.predictor.feature_layers]
+        store = output / "-".join(["features", *(layers if layers != ["-1"] else [])])
+        ours: dict[str, Any] = {"seed": seed, "output": str(folder), "measurement": {"limit": 0}}
+        if values.features is None and not values.online:
+            ours["features"] = str(store)
+        values = reader.parse_object(ours, values)
+        everything = {name: value for name, value in reader.instantiate(values).as_dict().items() if name != "config"}
+        options = TrainOptions(**everything)
+        options.check()
+    # Nulls too: where shape.train reads the file, they go before the defaults of the target that ships.
+    text = reader.dump(values, skip_none=False)
+    return Run(name, seed, folder, options, {k: v for k, v in yaml.safe_load(text).items() if k != "config"})
+
+
+@contextmanager
+def _one_sentence(what: str) -> Iterator[None]:
+    """Whatever options are refused with becomes a ConfigError that says of which part."""
+    try:
+        yield
+    except (ShapeError, ArgumentError, TypeError, KeyError) as error:
+        raise ConfigError(f"{what}: {' '.join(str(error).split())}") from error
+
+
+def _require_target(runs: Sequence[Run]) -> None:
+    """What only the target can tell: its sizes. It is not kept, since the trainings have it to themselves."""
+    given = runs[0].options
+    target = Target.load(given.target, dtype=given.target_dtype, trust_remote_code=given.trust_remote_code)
+    for run in runs:
+        with _one_sentence(f"variant {run.variant}"):
+            run.options.feature_options().check(target)
+            run.options.predictor_config(target)
+
+
+def _require_unchanged(run: Run) -> None:
+    path = run.folder / "options.yaml"
+    if not path.exists():
+        return
+    before, now = (_flat(values) for values in (yaml.safe_load(path.read_text()), run.values))
+    differences = [
+        f"{name} was {before.get(name)} and is {now.get(name)}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name) and name not in _PLACES
+    ]
+    if differences:
+        raise ConfigError(
+            f"{run.folder} holds a training of {run.name} with other options ({', '.join(differences)}); give another "
+            "output folder, or delete it"
+        )
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found
+
+
+def _folder_name(variant: str) -> str:
+    return re.sub(r"[^\w.+-]+", "-", variant)
+
+
+def _find(name: str, *below: str) -> Path:
+    """A configuration by its name below configs/, or else by its path."""
+    shipped = bundled.root().joinpath("configs", *below)
+    for path in (shipped / name, shipped / f"{name}.yaml", Path(name)):
+        if path.is_file():
+            return path
+    raise ConfigError(
+        f"there is no configuration {name}, neither in {'/'.join(['configs', *below])} nor as a path; give one that "
+        f"exists ({', '.join(sorted(path.name for path in shipped.glob('*.yaml')))} ship)"
+    )
+
+
+# ------------------------------------------------------------------------------------------------- training
+
+
+def train(run: Run) -> Trained:
+    """Train unless that is done; an interrupted run goes on from its last checkpoint.
+
+    In a process of its own: the next run starts with a clean memory, a crash costs one run, and several devices are
+    launched as for any other command.
+
+    Raises:
+        CheckpointError: the training failed.
+    """
+    done = run.folder / "run.json"
+    if not done.exists():
+        run.folder.mkdir(parents=True, exist_ok=True)
+        options, log = run.folder / "options.yaml", run.folder / "train.log"
+        options.write_text(yaml.safe_dump(run.values, sort_keys=False))
+        command = [sys.executable, "-m", "shape.train", "--config", str(options)]
+        if (run.folder / "checkpoints/last.ckpt").exists():
+            command.append("--ckpt_path=last")
+        with log.open("a") as file:
+            status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT).returncode
+        if status:
+            last = next((line for line in reversed(log.read_text().splitlines()) if line.strip()), "it said nothing")
+            raise CheckpointError(
+                f"the training of {run.name} ended with status {status} ({last.strip()}); see {log}, and run the same "
+                "command again to go on"
+            )
+        found = asdict(_trained(run))
+        part = done.with_suffix(".part")
+        part.write_text(json.dumps(found, indent=1))
+        part.replace(done)
+    return Trained(**json.loads(done.read_text()))
+
+
+def _trained(run: Run) -> Trained:
+    record = json.loads((run.folder / "config.json").read_text())["training"]
+    seconds = max(record["seconds"] - record["validation_seconds"], 0.0)
+    positions = record["steps"] * run.options.training.batch_size
+    on_gpu = run.options.trainer.accelerator != "cpu" and torch.cuda.is_available()
+    return Trained(
+        parameters=_parameters(run.folder / "model.safetensors"),
+        steps=record["steps"],
+        seconds=seconds,
+        positions_per_second=positions / seconds if seconds else None,
+        record=record,
+        environment=asdict(Environment.capture(torch.device("cuda" if on_gpu else "cpu"))),
+    )
+
+
+def _parameters(weights: Path) -> int:
+    """Numbers in an exported predictor of any kind; integers are no parameters."""
+    with safe_open(weights, framework="pt") as file:
+        slices = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118 - not a mapping
+    return sum(torch.Size(one.get_shape()).numel() for one in slices if "F" in one.get_dtype())
+
+
+# ------------------------------------------------------------------------------------------------- measuring
+
+
+class _Counting(Drafter):
+    """Another drafter, whose drafts' operations are counted."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner, self.name, self.flops = inner, inner.name, []  # type: ignore[var-annotated]
+
+    def bind(self, target: Target) -> None:
+        self.inner.bind(target)
+
+    def start(self, settled: Settled, hidden: Tensor) -> None:
+        self.inner.start(settled, hidden)
+
+    def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
+        with FlopCounterMode(display=False) as counter:
+            tree = self.inner.draft(settled, sampler)
+        self.flops.append(counter.get_total_flops())
+        return tree
+
+    def update(self, hidden: Tensor, counts: Tensor) -> None:
+        self.inner.update(hidden, counts)
+
+    def select(self, rows: Tensor) -> None:
+        self.inner.select(rows)
+
+
+def examine(
+    target: Target, drafter: Drafter, contexts: Sequence[Tensor], temperature: float, max_new_tokens: int, seed: int = 0
+) -> Anatomy:
+    """Decode prompts, (1, L) ids each, and look into every draft.
+
+    Args:
+        seed: of the first prompt; the others count up, as in `shape.evaluation.speed.measure`.
+    """
+    counting = _Counting(drafter)
+    decoder = ShapeDecoder(target, counting, fall_back=False)
+    options: dict[str, Any] = {"do_sample": temperature > 0}
+    if temperature > 0:
+        options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+    asked: list[int] = []
+    accepted: list[int] = []
+    for index, context in enumerate(contexts):
+        out = decoder.generate(
+            context,
+            torch.ones_like(context),
+            seed=seed + index,
+            max_new_tokens=max_new_tokens,
+            trace=True,
+            return_dict_in_generate=True,
+            **options,
+        )
+        assert isinstance(out, ShapeOutput) and out.trace is not None
+        drafted = [one for one in out.trace.records if one.get("event") in ("accepted", "rejected")]
+        for counts, events in ((asked, ("accepted", "rejected")), (accepted, ("accepted",))):
+            for _, depth in {(one["step"], one["depth"]) for one in drafted if one["event"] in events}:
+                counts += [0] * (depth - len(counts))
+                counts[depth - 1] += 1
+    accepted += [0] * (len(asked) - len(accepted))
+    return Anatomy(tuple(asked), tuple(accepted), mean(counting.flops) if counting.flops else None)
+
+
+def _joined(anatomies: Sequence[Anatomy]) -> Anatomy:
+    """Of several seeds."""
+    depths = range(max(len(one.asked) for one in anatomies))
+    asked, accepted = (
+        tuple(sum(counts[depth] for counts in all_ if depth < len(counts)) for depth in depths)
+        for all_ in ([one.asked for one in anatomies], [one.accepted for one in anatomies])
+    )
+    flops = [one.flops for one in anatomies if one.flops is not None]
+    return Anatomy(asked, accepted, mean(flops) if flops else None)
+
+
+def _load_prompts(options: AblationOptions, data: str | None) -> tuple[list[Prompt], str]:
+    """The prompts to measure on, and what they are called."""
+    given = options.measure.prompts
+    if given is None and data is not None:
+        raise ConfigError("measure.prompts is not given, and the bundled prompts go with the bundled data; give a file")
+    source = bundled.path("data", "bench.jsonl") if given is None else Path(given)
+    return evenly(load_prompts(source), options.measure.limit), source.name
+
+
+def _others(names: Sequence[str]) -> dict[str, Method]:
+    return {
+        name: cast(Outside, name) if name in get_args(Outside) else None if name == "plain" else make_drafter(name)
+        for name in names
+    }
+
+
+def _measure(
+    options: AblationOptions, runs: Sequence[Run], trained: dict[str, dict[int, Trained]], prompts: list[Prompt], source: str
+) -> Ablation:
+    chosen, given = options.measure, runs[0].options
+    target = Target.load(
+        given.target, dtype=chosen.dtype, device_map=chosen.device_map, trust_remote_code=given.trust_remote_code
+    )
+    others = _others(chosen.methods)
+    trees: dict[str | None, TreeShape | None] = {**options.trees} if options.trees else {None: None}
+    lines = {_label(name, tree, trained): (name, tree) for name in trained for tree in trees}
+    # Method names of the measurement, by line and seed.
+    names = {
+        label: {seed: label if len(options.seeds) == 1 else f"{label}, seed {seed}" for seed in options.seeds}
+        for label in lines
+    }
+    folders = {(run.variant, run.seed): run.folder for run in runs}
+    drafters: dict[str, Drafter] = {}
+    for label, (variant, tree) in lines.items():
+        for seed, name in names[label].items():
+            decoder = ShapeDecoder.from_pretrained(folders[variant, seed], target=target, tree=trees[tree])
+            assert decoder.drafter is not None
+            drafters[name] = decoder.drafter
+    results = {
+        temperature: _speed(options, target, {**others, **drafters}, prompts, source, temperature)
+        for temperature in chosen.temperatures
+    }
+    contexts = [target.encode(prompt.opening) for prompt in evenly(prompts, chosen.examined)]
+    room = (target.max_positions or sys.maxsize) - chosen.max_new_tokens
+    contexts = [context for context in contexts if context.shape[1] <= room]
+    found: dict[str, dict[float, Figures]] = {label: {} for label in lines}
+    for temperature, result in results.items():
+        groups = {**{name: [name] for name in others}, **{label: list(own.values()) for label, own in names.items()}}
+        pooled = result.pooled(groups)
+        for label, own in names.items():
+            anatomies = [
+                examine(target, drafters[name], contexts, temperature, chosen.max_new_tokens, chosen.seed)
+                for name in own.values()
+            ]
+            found[label][temperature] = Figures(
+                pooled.summary[label],
+                {seed: result.summary[name].acceptance_length.value for seed, name in own.items()},
+                {seed: result.summary[name].speed_up.value for seed, name in own.items()},
+                _step_ms(pooled.total[label]),
+                _joined(anatomies),
+            )
+    return Ablation(
+        options,
+        trained,
+        [Line(label, variant, tree, found[label]) for label, (variant, tree) in lines.items()],
+        {temperature: {name: result.summary[name] for name in others} for temperature, result in results.items()},
+        {
+            temperature: {**result.settings, "baseline": result.baseline, "count": len(result.records)}
+            for temperature, result in results.items()
+        },
+        Environment.capture(target.device),
+    )
+
+
+def _speed(
+    options: AblationOptions,
+    target: Target,
+    methods: Mapping[str, Method],
+    prompts: Sequence[Prompt],
+    source: str,
+    temperature: float,
+) -> SpeedResults:
+    """One interleaved measurement, kept prompt by prompt."""
+    chosen, output = options.measure, Path(options.output)
+    results = measure(
+        target,
+        methods,
+        prompts,
+        max_new_tokens=chosen.max_new_tokens,
+        temperature=temperature,
+        repeats=chosen.repeats,
+        warmup=chosen.warmup,
+        seed=chosen.seed,
+        label=f"{options.title}, temperature {temperature:g}",
+        source=source,
+        journal=_journal(output, temperature),
+        fall_back=False,
+    )
+    _journal(output, temperature).with_suffix(".json").write_text(results.to_json())
+    return results
+
+
+def _journal(output: Path, temperature: float) -> Path:
+    return output / f"measured-t{temperature:g}.jsonl"
+
+
+def _label(variant: str, tree: str | None, variants: Mapping[str, Any]) -> str:
+    if tree is None:
+        return variant
+    return tree if len(variants) == 1 else f"{variant}, {tree}"
+
+
+def _step_ms(total: Tally) -> dict[str, float | None]:
+    parts = {"draft": total.draft_seconds, "verify": total.verify_seconds, "commit": total.commit_seconds}
+    return {name: 1e3 * seconds / total.forwards if total.forwards else None for name, seconds in parts.items()}
+
+
+# ------------------------------------------------------------------------------------------------- command
+
+
+def ablate(options: AblationOptions) -> Ablation:
+    """Train what is missing, measure everything, and write ablation.json and ablation.md."""
+    runs = plan(options)
+    prompts, source = _load_prompts(options, runs[0].options.data)
+    taken = {*options.measure.methods} & {label for run in runs for label in (run.variant, *options.trees)}
+    if taken:
+        raise ConfigError(f"the name {min(taken)} is a method's and a variant's; rename the variant")
+    _others(options.measure.methods)  # unknown names are said before the work
+    trained: dict[str, dict[int, Trained]] = {}
+    for number, run in enumerate(runs, start=1):
+        print(f"training {number} of {len(runs)}: {run.name}; output in {run.folder / 'train.log'}", flush=True)
+        trained.setdefault(run.variant, {})[run.seed] = train(run)
+    with quiet():
+        found = _measure(options, runs, trained, prompts, source)
+    output = Path(options.output)
+    (output / "ablation.json").write_text(found.to_json())
+    (output / "ablation.md").write_text(found.to_markdown())
+    for temperature in options.measure.temperatures:
+        _journal(output, temperature).unlink()
+    return found
+
+
+def parse(arguments: Sequence[str]) -> AblationOptions:
+    """Options from the command line, whose first argument names the file.
+
+    Raises:
+        ConfigError: no file of that name, or options that do not exist.
+    """
+    reader = ArgumentParser(
+        prog="python -m shape.evaluation.ablate",
+        usage="python -m shape.evaluation.ablate FILE [--output DIR] [options]",
+        description=__doc__.splitlines()[0],
+        exit_on_error=False,
+    )
+    reader.add_argument("--config", action="config", help="a YAML file with these options; the first argument is one")
+    reader.add_class_arguments(AblationOptions)
+    first, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    name = "the command line"
+    if not first.startswith("-"):
+        name, first = first, f"--config={_find(first, 'ablations')}"
+    with _one_sentence(name):
+        values = reader.instantiate(reader.parse_args([first, *rest])).as_dict()
+        values.pop("config")
+        options = AblationOptions(**values)
+    return replace(options, trees={tree: _shape(shape) for tree, shape in options.trees.items()})
+
+
+def _shape(given: TreeShape | dict[str, Any]) -> TreeShape:
+    return given if isinstance(given, TreeShape) else TreeShape(**given)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    with exit_on_error():
+        found = ablate(parse(sys.argv[1:] if arguments is None else list(arguments)))
+        Console().print(Markdown(found.to_markdown()))
+
+
+if __name__ == "__main__":
+    main()
