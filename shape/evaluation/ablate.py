@@ -1,6 +1,6 @@
 """What each part of a predictor is worth: variants trained alike, then measured side by side, in one table.
 
-    python -m shape.evaluation.ablate refinement --output results/refinement          # configs/ablations/refinement.yaml
+    python -m shape.evaluation.ablate refinement --output refinement      # configs/ablations/refinement.yaml
     python -m shape.evaluation.ablate FILE --output DIR --seeds '[0]' --only '[none,affine-128]'
     python -m shape.evaluation.ablate FILE --output DIR --target T --data D --features F --measure.prompts P
 
@@ -30,8 +30,6 @@ from typing import Any, cast, get_args
 import torch
 import yaml
 from jsonargparse import ArgumentParser, Namespace
-from rich.console import Console
-from rich.markdown import Markdown
 from safetensors import safe_open
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -43,17 +41,16 @@ from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.drafters import Drafter, TreeShape, make_drafter
 from shape.drafters.base import Settled
 from shape.errors import CheckpointError, ConfigError, ShapeError, exit_on_error
+from shape.evaluation.ablation import Ablation, Anatomy, Figures, Line, Trained
 from shape.evaluation.environment import Environment
-from shape.evaluation.results import SpeedResults, Summary, Tally
+from shape.evaluation.results import SpeedResults, Tally
 from shape.evaluation.speed import Method, Outside, measure
-from shape.evaluation.tables import DASH, markdown, show, show_interval
 from shape.features import quiet
 from shape.target import Target
 from shape.train import TrainOptions
 from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree
 
-SCHEMA_VERSION = 1
 # Decided here for every run, and what all variants have to share to be comparable.
 _OURS = ("output", "seed", "ckpt_path")
 _SHARED = (
@@ -182,195 +179,6 @@ class Run:
         return f"{self.variant}, seed {self.seed}"
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What a training took.
-
-    Attributes:
-        parameters: numbers in the exported weights, the list of draft tokens not counted.
-        steps: of the optimiser.
-        seconds: of training; validation, extraction and export are left out.
-        positions_per_second: that were learned from.
-        record: what shape.train says about the run.
-        environment: where it ran.
-    """
-
-    parameters: int
-    steps: int
-    seconds: float
-    positions_per_second: float | None
-    record: dict[str, Any]
-    environment: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Anatomy:
-    """Drafts looked at one by one.
-
-    Attributes:
-        asked: [depth - 1] drafts of which all tokens above that depth stood and that had one there.
-        accepted: of these, the ones of which a token stood there too.
-        flops: floating-point operations of a draft's matrix products, two per multiply-add, a mean over drafts; softmax,
-            sorting and elementwise functions are not counted.
-    """
-
-    asked: tuple[int, ...]
-    accepted: tuple[int, ...]
-    flops: float | None
-
-
-@dataclass(frozen=True)
-class Figures:
-    """One line of the table at one temperature; seeds are pooled, so that intervals are over prompts.
-
-    Attributes:
-        acceptance_lengths, speed_ups: of each seed.
-        step_ms: draft, verify and commit of a step.
-    """
-
-    summary: Summary
-    acceptance_lengths: dict[int, float | None]
-    speed_ups: dict[int, float | None]
-    step_ms: dict[str, float | None]
-    anatomy: Anatomy
-
-
-@dataclass(frozen=True)
-class Line:
-    """A variant with a tree. `at` has its figures by temperature."""
-
-    label: str
-    variant: str
-    tree: str | None
-    at: dict[float, Figures]
-
-
-@dataclass(frozen=True)
-class Ablation:
-    """Everything that was found out.
-
-    Attributes:
-        trained: by variant and seed.
-        others: by temperature, the methods without training.
-        settings: of the measurements, by temperature.
-    """
-
-    options: AblationOptions
-    trained: dict[str, dict[int, Trained]]
-    lines: list[Line]
-    others: dict[float, dict[str, Summary]]
-    settings: dict[float, dict[str, Any]]
-    environment: Environment
-
-    def to_json(self) -> str:
-        """Everything but single prompts, indented."""
-        return json.dumps({"schema_version": SCHEMA_VERSION, **asdict(self)}, indent=1)
-
-    def to_markdown(self) -> str:
-        """The table, one by depth and parts of a step, and what has to be said about both."""
-        parts = [f"### {self.options.title}", markdown(*self._main()), *self._notes()]
-        for temperature in self.others:
-            parts += [f"Drafts looked into, temperature {temperature:g}:", markdown(*self._detail(temperature))]
-        return "\n\n".join(parts) + "\n"
-
-    def _main(self) -> tuple[list[str], list[list[str]]]:
-        several = len(self.options.seeds) > 1
-        header = ["variant", "parameters", "MFLOP per draft", "trained s", "positions/s"]
-        for temperature in self.others:
-            at = f"T = {temperature:g}"
-            header += [f"acceptance length, {at} (95 %)", *([f"over seeds, {at}"] if several else [])]
-            header += [f"speed-up, {at} (95 %)", *([f"over seeds, {at} "] if several else []), f"for 8B*, {at}"]
-        rows = []
-        for name in next(iter(self.others.values())):
-            cells = [name, *[DASH] * 4]
-            for found in self.others.values():
-                cells += _cells(found[name], {} if several else None, {} if several else None)
-            rows.append(cells)
-        for line in self.lines:
-            trained = list(self.trained[line.variant].values())
-            flops = next(iter(line.at.values())).anatomy.flops
-            speeds = [one.positions_per_second for one in trained if one.positions_per_second is not None]
-            cells = [
-                line.label,
-                f"{trained[0].parameters / 1e6:.2f}M",
-                show(None if flops is None else flops / 1e6, ".1f"),
-                f"{mean(one.seconds for one in trained):.0f}",
-                show(mean(speeds) if speeds else None, ",.0f"),
-            ]
-            for figures in line.at.values():
-                by_seed = (figures.acceptance_lengths, figures.speed_ups) if several else (None, None)
-                cells += _cells(figures.summary, *by_seed)
-            rows.append(cells)
-        return header, rows
-
-    def _detail(self, temperature: float) -> tuple[list[str], list[list[str]]]:
-        found = [(line.label, line.at[temperature]) for line in self.lines]
-        depths = max(len(figures.anatomy.asked) for _, figures in found)
-        parts = ("draft", "verify", "commit")
-        header = ["variant", *(f"stands at {depth}" for depth in range(1, depths + 1)), "tokens per draft step"]
-        header += [f"{part} ms" for part in parts] + ["tokens/s", "equal to plain"]
-        rows = []
-        for label, figures in found:
-            asked, accepted = figures.anatomy.asked, figures.anatomy.accepted
-            shares = [show(yes / of) for yes, of in zip(accepted, asked, strict=True)]
-            summary = figures.summary
-            equal = DASH if summary.equal_plain is None else f"{summary.equal_plain} / {summary.answers}"
-            rows.append(
-                [
-                    label,
-                    *shares,
-                    *[DASH] * (depths - len(asked)),
-                    show(summary.tokens_per_draft_step),
-                    *(show(figures.step_ms[part]) for part in parts),
-                    show(summary.tokens_per_second, ".0f"),
-                    equal,
-                ]
-            )
-        return header, rows
-
-    def _notes(self) -> list[str]:
-        settings, measured = next(iter(self.settings.values())), self.options.measure
-        baselines = ", ".join(f"{self.settings[t]['baseline']} at {t:g}" for t in self.settings)
-        first = next(one for by_seed in self.trained.values() for one in by_seed.values())
-        seeds = self.options.seeds
-        over = (
-            f"Seeds {', '.join(map(str, seeds))}: counts are summed over them and intervals are over prompts; \"over "
-            'seeds" is the least and the greatest of their own figures. '
-            if len(seeds) > 1
-            else f"One seed ({seeds[0]}): intervals are over prompts, and say nothing about other trainings. "
-        )
-        return [
-            f"Target {settings['target']} ({settings['parameters'] / 1e6:.1f}M parameters, {settings['dtype']} while "
-            f"measuring), learned from {first.record.get('examples', 'online data')}; {settings['count']} prompts of "
-            f"{settings['prompts']}, at most {measured.max_new_tokens} new tokens, batch 1, interleaved, always "
-            f"drafting; speed-ups leave prefill out and are over {baselines}.",
-            f"{over}Trained s are seconds of optimisation alone. FLOP are those of a draft's matrix products, two per "
-            f"multiply-add, mean over the real drafts of {min(measured.examined, settings['count'])} prompts, from which "
-            'also "stands at": of drafts that reached a depth, the share of which a token stood there.',
-            self.environment.line(),
-            "*A projection, not a measurement: acceptance length / (1 + c), where c is what the drafter would read of "
-            "weights per step, scaled to Llama-3.1-8B's width and vocabulary, over the target's own.",
-        ]
-
-
-def _cells(
-    summary: Summary, lengths: Mapping[int, float | None] | None, speed_ups: Mapping[int, float | None] | None
-) -> list[str]:
-    length, speed_up = summary.acceptance_length, summary.speed_up
-    return [
-        show_interval(length.value, length.low, length.high),
-        *([] if lengths is None else [_range(lengths)]),
-        show_interval(speed_up.value, speed_up.low, speed_up.high, "x"),
-        *([] if speed_ups is None else [_range(speed_ups)]),
-        show(summary.projected_speed_up_8b, unit="x"),
-    ]
-
-
-def _range(values: Mapping[int, float | None]) -> str:
-    known = [value for value in values.values() if value is not None]
-    return f"{min(known):.2f}–{max(known):.2f}" if known else DASH
-
-
 # ------------------------------------------------------------------------------------------------- what to train
 
 
@@ -391,10 +199,10 @@ def plan(options: AblationOptions) -> list[Run]:
     reader.exit_on_error = False
     with _one_sentence("base and common"):
         values = reader.parse_args([f"--config={_find(name)}" for name in options.base])
-        values = reader.parse_object(options.common, values)
-        values = reader.parse_args([f"--{each}" for each in options.override], values)
-        places = {name: getattr(options, name) for name in ("target", "data", "features")}
-        values = reader.parse_object({name: place for name, place in places.items() if place is not None}, values)
+        given = {name: getattr(options, name) for name in ("target", "data", "features")}
+        places = {name: place for name, place in given.items() if place is not None}
+        for changes in (options.common, *map(_nested, options.override), places):
+            values = _with(reader, values, changes)
     runs = [
         _run(reader, values, name, changes, seed, Path(options.output))
         for seed in options.seeds
@@ -406,24 +214,41 @@ def plan(options: AblationOptions) -> list[Run]:
     return runs
 
 
-def _run(
-    reader: ArgumentParser, values: Namespace, name: str, changes: dict[str, Any], seed: int, output: Path
-) -> Run:
+def _run(reader: ArgumentParser, values: Namespace, name: str, changes: dict[str, Any], seed: int, output: Path) -> Run:
     folder = output / "runs" / f"{_folder_name(name)}-{seed}"
     with _one_sentence(f"variant {name}"):
-        values = reader.parse_object(changes, values)
+        values = _with(reader, values, changes)
         layers = [str(layer) for layer in values.predictor.feature_layers]
         store = output / "-".join(["features", *(layers if layers != ["-1"] else [])])
         ours: dict[str, Any] = {"seed": seed, "output": str(folder), "measurement": {"limit": 0}}
         if values.features is None and not values.online:
             ours["features"] = str(store)
-        values = reader.parse_object(ours, values)
+        values = _with(reader, values, ours)
         everything = {name: value for name, value in reader.instantiate(values).as_dict().items() if name != "config"}
         options = TrainOptions(**everything)
         options.check()
     # Nulls too: where shape.train reads the file, they go before the defaults of the target that ships.
-    text = reader.dump(values, skip_none=False)
+    text = reader.dump(values, skip_unset=False)
     return Run(name, seed, folder, options, {k: v for k, v in yaml.safe_load(text).items() if k != "config"})
+
+
+def _with(reader: ArgumentParser, values: Namespace, changes: Mapping[str, Any]) -> Namespace:
+    """Options with some of them changed."""
+    for name, given in changes.items():
+        if isinstance(values.get(name), Namespace) and not isinstance(given, Mapping):
+            raise ConfigError(f"{name} is {given!r}, and it stands for several options; give these as a mapping")
+    return reader.parse_object(dict(changes), values)
+
+
+def _nested(change: str) -> dict[str, Any]:
+    """ "a.b=1" -> {"a": {"b": 1}}."""
+    names, equals, value = change.partition("=")
+    if not equals:
+        raise ConfigError(f"override {change} has no value; give NAME=VALUE")
+    found = yaml.safe_load(value)
+    for name in reversed(names.split(".")):
+        found = {name: found}
+    return found
 
 
 @contextmanager
@@ -502,11 +327,8 @@ def train(run: Run) -> Trained:
         run.folder.mkdir(parents=True, exist_ok=True)
         options, log = run.folder / "options.yaml", run.folder / "train.log"
         options.write_text(yaml.safe_dump(run.values, sort_keys=False))
-        command = [sys.executable, "-m", "shape.train", "--config", str(options)]
-        if (run.folder / "checkpoints/last.ckpt").exists():
-            command.append("--ckpt_path=last")
-        with log.open("a") as file:
-            status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT).returncode
+        resume = ["--ckpt_path=last"] if (run.folder / "checkpoints/last.ckpt").exists() else []
+        status = _launch([f"--config={options}", *resume], log)
         if status:
             last = next((line for line in reversed(log.read_text().splitlines()) if line.strip()), "it said nothing")
             raise CheckpointError(
@@ -518,6 +340,13 @@ def train(run: Run) -> Trained:
         part.write_text(json.dumps(found, indent=1))
         part.replace(done)
     return Trained(**json.loads(done.read_text()))
+
+
+def _launch(arguments: list[str], log: Path) -> int:
+    """`python -m shape.train` as a process, its exit status; what it says goes to the end of a file."""
+    with log.open("a") as file:
+        command = [sys.executable, "-m", "shape.train", *arguments]
+        return subprocess.run(command, stdout=file, stderr=subprocess.STDOUT).returncode
 
 
 def _trained(run: Run) -> Trained:
@@ -633,14 +462,18 @@ def _others(names: Sequence[str]) -> dict[str, Method]:
 
 
 def _measure(
-    options: AblationOptions, runs: Sequence[Run], trained: dict[str, dict[int, Trained]], prompts: list[Prompt], source: str
+    options: AblationOptions,
+    runs: Sequence[Run],
+    trained: dict[str, dict[int, Trained]],
+    prompts: list[Prompt],
+    source: str,
 ) -> Ablation:
     chosen, given = options.measure, runs[0].options
     target = Target.load(
         given.target, dtype=chosen.dtype, device_map=chosen.device_map, trust_remote_code=given.trust_remote_code
     )
     others = _others(chosen.methods)
-    trees: dict[str | None, TreeShape | None] = {**options.trees} if options.trees else {None: None}
+    trees: dict[str | None, TreeShape | None] = {name: tree for name, tree in options.trees.items()} or {None: None}
     lines = {_label(name, tree, trained): (name, tree) for name in trained for tree in trees}
     # Method names of the measurement, by line and seed.
     names = {
@@ -678,7 +511,11 @@ def _measure(
                 _joined(anatomies),
             )
     return Ablation(
-        options,
+        options.title,
+        options.seeds,
+        chosen.examined,
+        chosen.max_new_tokens,
+        asdict(options),
         trained,
         [Line(label, variant, tree, found[label]) for label, (variant, tree) in lines.items()],
         {temperature: {name: result.summary[name] for name in others} for temperature, result in results.items()},
@@ -789,8 +626,7 @@ def _shape(given: TreeShape | dict[str, Any]) -> TreeShape:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     with exit_on_error():
-        found = ablate(parse(sys.argv[1:] if arguments is None else list(arguments)))
-        Console().print(Markdown(found.to_markdown()))
+        print(ablate(parse(sys.argv[1:] if arguments is None else list(arguments))).to_markdown())
 
 
 if __name__ == "__main__":
