@@ -191,16 +191,15 @@ def test_runs_have_all_their_options_and_only_their_own_changes(file, tmp_path):
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_ablations_are_sound(name, tmp_path):
-    options = parse([name, f"--output={tmp_path}"])
+    options = parse([name, f"--output={tmp_path}", "--seeds=[0]"])
     runs = plan(options)
-    assert len(runs) == len(options.variants) * len(options.seeds)
-    assert len({json.dumps({**run.values, "output": ""}) for run in runs}) == len(runs)
+    assert len({json.dumps({**run.values, "output": ""}) for run in runs}) == len(runs) == len(options.variants)
     for run in runs:  # the budget ends a training, and the clock does not count validation
         assert run.options.training.max_minutes and run.options.validation.every > run.options.training.steps
-        # Nulls of the file go before the defaults of the target that ships.
-        path = tmp_path / "options.yaml"
-        path.write_text(yaml.safe_dump(run.values))
-        assert training.parse([f"--config={path}"]) == run.options
+    # Nulls of the file go before the defaults of the target that ships.
+    run = next((run for run in runs if run.options.predictor.draft_vocab_size is None), runs[0])
+    (tmp_path / "options.yaml").write_text(yaml.safe_dump(run.values))
+    assert training.parse([f"--config={tmp_path / 'options.yaml'}"]) == run.options
     steps = runs[0].options.predictor.num_steps
     for shape in options.trees.values():
         assert shape == TreeShape.full(shape.branching, shape.depth) and shape.depth <= steps
