@@ -375,7 +375,9 @@ def _parameters(weights: Path) -> int:
 
 
 class _Counting(Drafter):
-    """Another drafter, whose drafts' operations are counted."""
+    """Another drafter, whose operations are counted: of drafts, and of taking in what verification made known, where
+    some drafters run their network too. One per draft; shared by the copies that the decoder makes.
+    """
 
     def __init__(self, inner: Drafter) -> None:
         self.inner, self.name, self.flops = inner, inner.name, []  # type: ignore[var-annotated]
@@ -393,7 +395,9 @@ class _Counting(Drafter):
         return tree
 
     def update(self, hidden: Tensor, counts: Tensor) -> None:
-        self.inner.update(hidden, counts)
+        with FlopCounterMode(display=False) as counter:
+            self.inner.update(hidden, counts)
+        self.flops[-1] += counter.get_total_flops()
 
     def select(self, rows: Tensor) -> None:
         self.inner.select(rows)
