@@ -108,11 +108,13 @@ class StorageOptions:
         dtype: of the stored states (float32, bfloat16, float16); null is the target's own.
         batch_size: conversations per forward of the target.
         shard_size: conversations per shard, the unit of work and of resuming.
+        more_layers: layers stored beside those that are read, so that predictors of other layers can share the folder.
     """
 
     dtype: str | None = None
     batch_size: int = 8
     shard_size: int = 128
+    more_layers: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -130,6 +132,11 @@ class FeatureOptions(StorageOptions):
     layers: list[int] = field(default_factory=lambda: [-1])
     skip_bad_rows: bool = False
 
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """All layers of the folder: those that are read, behind others."""
+        return (*sorted(set(self.more_layers) - set(self.layers)), *self.layers)
+
     def check(self, target: Target) -> None:
         """Raises ConfigError for values that cannot be meant, before any work is done."""
         for name in ("max_length", "batch_size", "shard_size"):
@@ -140,10 +147,12 @@ class FeatureOptions(StorageOptions):
                 f"max_length is {self.max_length}, but target {target.name} has {target.max_positions} positions; "
                 f"give max_length {target.max_positions} or less"
             )
+        if -1 in self.layers[:-1] or len(set(self.layers)) < len(self.layers):
+            raise ConfigError(f"layers {self.layers} name one twice; give each once")
         if not self.layers or self.layers[-1] != -1:
             raise ConfigError(f"layers are {self.layers}; end them in -1, the state that predictors predict")
         depth = target.config.num_hidden_layers
-        if wrong := [layer for layer in self.layers if not -1 <= layer <= depth]:
+        if wrong := [layer for layer in self.stored if not -1 <= layer <= depth]:
             raise ConfigError(f"layers {wrong} do not exist in target {target.name}; its blocks are 0 to {depth}")
 
 
@@ -166,7 +175,7 @@ class Manifest:
         """The manifest that extraction with these arguments would write."""
         return cls(
             target=target.identity,
-            layers=tuple(options.layers),
+            layers=options.stored,
             dtype=str(resolve_dtype(options.dtype) or target.dtype).removeprefix("torch."),
             hidden_size=target.hidden_size,
             max_length=options.max_length,

@@ -112,7 +112,8 @@ class AblationOptions:
 
     Attributes:
         title: heading of the table.
-        variants: name -> what it changes, options of shape.train; null or {} changes nothing.
+        variants: name -> what it changes, options of shape.train, if need be after those of a file, `config`; null or {}
+            changes nothing.
         base: files of such options to start from, names below configs/ or paths, later ones over earlier ones.
         common: options of all variants, over those of the files.
         seeds: one training of every variant with each.
@@ -217,9 +218,14 @@ def plan(options: AblationOptions) -> list[Run]:
 def _run(reader: ArgumentParser, values: Namespace, name: str, changes: dict[str, Any], seed: int, output: Path) -> Run:
     folder = output / "runs" / f"{_folder_name(name)}-{seed}"
     with _one_sentence(f"variant {name}"):
+        changes = dict(changes)
+        if file := changes.pop("config", None):
+            values = _with(reader, values, yaml.safe_load(Path(_find(file)).read_text()))
         values = _with(reader, values, changes)
-        layers = [str(layer) for layer in values.predictor.feature_layers]
-        store = output / "-".join(["features", *(layers if layers != ["-1"] else [])])
+        # Variants that read other layers than those stored for all have a folder of their own.
+        layers = values.predictor.feature_layers
+        apart = set(layers) - {-1, *values.extraction.more_layers}
+        store = output / "-".join(["features", *(map(str, layers) if apart else [])])
         ours: dict[str, Any] = {"seed": seed, "output": str(folder), "measurement": {"limit": 0}}
         if values.features is None and not values.online:
             ours["features"] = str(store)
@@ -380,7 +386,8 @@ class _Counting(Drafter):
     """
 
     def __init__(self, inner: Drafter) -> None:
-        self.inner, self.name, self.flops = inner, inner.name, []  # type: ignore[var-annotated]
+        self.inner, self.name, self.layers = inner, inner.name, inner.layers
+        self.flops = []  # type: ignore[var-annotated]
 
     def bind(self, target: Target) -> None:
         self.inner.bind(target)
@@ -394,9 +401,9 @@ class _Counting(Drafter):
         self.flops.append(counter.get_total_flops())
         return tree
 
-    def update(self, hidden: Tensor, counts: Tensor) -> None:
+    def update(self, settled: Settled, hidden: Tensor, counts: Tensor) -> None:
         with FlopCounterMode(display=False) as counter:
-            self.inner.update(hidden, counts)
+            self.inner.update(settled, hidden, counts)
         self.flops[-1] += counter.get_total_flops()
 
     def select(self, rows: Tensor) -> None:

@@ -168,10 +168,10 @@ def projected_draft_cost(method: Method, target: Target) -> float | None:
     """Weights the drafter reads per step over those the target reads, at the size of Llama-3.1-8B.
 
     Assumes that both are bound by memory, so that a target forward over a tree costs what one over a token
-    does; that the predictor's parameters grow with the square of the width; that recursive predictors read
-    their own weights and the output embedding (the same share of it that is drafted from here) once per depth of
-    their tree, parallel ones once. Cache traffic and overheads
-    are left out, and the measured acceptance length is taken to hold for the large target.
+    does; that the predictor's parameters grow with the square of the width, and tables of tokens with width and
+    vocabulary (the same share of it that is drafted from here); that recursive predictors read their own weights and an
+    output embedding once per depth of their tree, parallel ones once, but for a Markov bias. Cache traffic and
+    overheads are left out, and the measured acceptance length is taken to hold for the large target.
 
     Returns:
         0 where nothing is read, None for the baselines and for drafters of unknown cost.
@@ -182,11 +182,14 @@ def projected_draft_cost(method: Method, target: Target) -> float | None:
         return 0.0
     if not isinstance(method, TrainedDrafter):
         return None
-    own = method.predictor.num_parameters() * (_LARGE_HIDDEN / target.hidden_size) ** 2
-    config = method.predictor.config
-    drafted = (config.draft_vocab_size or target.vocab_size) / target.vocab_size
+    predictor, config = method.predictor, method.predictor.config
+    drafted = (config.draft_vocab_size or target.vocab_size) / target.vocab_size * _LARGE_VOCABULARY
+    heads, bias = predictor.heads, predictor.markov
+    tables = (0 if heads is None else heads.numel()) + (0 if bias is None else bias.expand.weight.numel())
+    own = (predictor.num_parameters() - tables) * (_LARGE_HIDDEN / target.hidden_size) ** 2
+    read = own + drafted * _LARGE_HIDDEN * (1 if heads is None else len(heads))
     passes = method.tree.depth if config.step_mode == "recursive" else 1
-    return passes * (own + drafted * _LARGE_HIDDEN * _LARGE_VOCABULARY) / _LARGE_PARAMETERS
+    return (passes * read + method.tree.depth * config.markov_rank * drafted) / _LARGE_PARAMETERS
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from helpers import predictor
 from shape import bundled
 from shape import train as training
 from shape.decoder import ShapeDecoder
-from shape.drafters import OracleDrafter, ShapeDrafter, TreeShape
+from shape.drafters import OracleDrafter, TrainedDrafter, TreeShape
 from shape.errors import CheckpointError, ConfigError
 from shape.evaluation import ablate
 from shape.evaluation.ablate import examine, main, parse, plan
@@ -216,7 +216,7 @@ def test_operations_of_a_draft_are_those_of_its_matrix_products(tiny_target):
     pass_ = width * (config.window * size + size) + 2 * width**2 + size * width + 2 * size * size
     pass_ += size * tiny_target.vocab_size
     found = examine(
-        tiny_target, ShapeDrafter(network, TreeShape(depth=2, width=1)), [torch.tensor([[5, 6, 7]])], 0.0, 8
+        tiny_target, TrainedDrafter(network, TreeShape(depth=2, width=1)), [torch.tensor([[5, 6, 7]])], 0.0, 8
     )
     assert found.flops == 2 * 2 * pass_
 
