@@ -112,8 +112,8 @@ class AblationOptions:
 
     Attributes:
         title: heading of the table.
-        variants: name -> what it changes, options of shape.train, if need be after those of a file, `config`; null or {}
-            changes nothing.
+        variants: name -> what it changes, options of shape.train, after those of a file (`config`) where it names one;
+            null or {} changes nothing.
         base: files of such options to start from, names below configs/ or paths, later ones over earlier ones.
         common: options of all variants, over those of the files.
         seeds: one training of every variant with each.
