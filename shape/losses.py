@@ -19,6 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shape.errors import ConfigError
+from shape.transport import sinkhorn_divergence
+
+# Transport costs are made for so many positions at once: their embeddings, not their costs, are what takes memory.
+_POSITIONS = 256
+_ROWS_SAMPLE = 1024
 
 
 def mse(predicted: Tensor, target: Tensor) -> Tensor:
@@ -61,12 +66,47 @@ def negative_log_acceptance(predicted_logits: Tensor, target_logits: Tensor) -> 
     return _negative_log_acceptance(_log_softmax(predicted_logits), _log_softmax(target_logits))
 
 
+def sinkhorn(
+    predicted_logits: Tensor,
+    target_logits: Tensor,
+    embeddings: Tensor,
+    scale: float = 1.0,
+    epsilon: float = 0.05,
+    support: int = 16,
+    iterations: int = 10,
+) -> Tensor:
+    """Sinkhorn divergence of p and q where it costs less to mistake a token for one of similar meaning.
+
+    Mass moves from token i to token j at the cost min(1, |E_i - E_j|^2 / s), s in units of the mean squared distance
+    between tokens' output embeddings E. As s falls all mistakes cost 1, and the loss is total variation, that is the
+    chance of refusal (up to `epsilon` and the support); as it grows the loss becomes the paper's transport between
+    mu_t = sum_i p_t(i) delta_{E_i} (section 2.2), over its cost s.
+
+    The support is the target's likeliest tokens and a bucket for the rest, one unit away from each of them. Nothing
+    is renormalised: mass that q puts elsewhere is in the bucket and pulled out of it, each logit having a gradient.
+    Only what p and q have in common there is free, so that the limit lies below total variation by at most the
+    lesser of their rests. (A union of both supports would need a size for each position, and renormalised supports
+    would hide exactly the mass that is wrong.)
+
+    Args:
+        embeddings: (V, H), row i for logit i; no gradient flows to them.
+        scale: s. epsilon, iterations: of `shape.transport.sinkhorn_divergence`.
+        support: tokens kept, at most V.
+    """
+    logs = _log_softmax(predicted_logits), _log_softmax(target_logits)
+    return _sinkhorn(*logs, embeddings, scale, epsilon, support, iterations)
+
+
 @dataclass(frozen=True)
 class Losses:
     """Weights of the terms, and the factor by which each further step counts less.
 
+    Attributes:
+        sinkhorn: weight of the loss of that name; off by default.
+        sinkhorn_scale, sinkhorn_epsilon, sinkhorn_support, sinkhorn_iterations: its arguments.
+
     Raises:
-        ConfigError: a negative weight, no weight at all, or a decay outside (0, 1].
+        ConfigError: a negative weight, no weight at all, or a parameter out of range.
     """
 
     mse: float = 0.0
@@ -75,10 +115,15 @@ class Losses:
     kl: float = 0.0
     total_variation: float = 0.0
     negative_log_acceptance: float = 0.0
+    sinkhorn: float = 0.0
     step_decay: float = 0.8
+    sinkhorn_scale: float = 1.0
+    sinkhorn_epsilon: float = 0.05
+    sinkhorn_support: int = 16
+    sinkhorn_iterations: int = 10
 
     def __post_init__(self) -> None:
-        weights = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "step_decay"}
+        weights = {name: getattr(self, name) for name in (*_ON_STATES, *_ON_LOGITS, "sinkhorn")}
         for name, weight in weights.items():
             if not (math.isfinite(weight) and weight >= 0):
                 raise ConfigError(f"the weight of the loss {name} is {weight}: it has to be 0 or more")
@@ -86,18 +131,24 @@ class Losses:
             raise ConfigError(f"all losses have weight 0: give one of {', '.join(weights)} a positive weight")
         if not 0 < self.step_decay <= 1:
             raise ConfigError(f"step_decay is {self.step_decay}: it has to be greater than 0 and at most 1")
+        for name in ("sinkhorn_scale", "sinkhorn_epsilon"):
+            if not (math.isfinite(value := getattr(self, name)) and value > 0):
+                raise ConfigError(f"{name} is {value}: it has to be greater than 0")
+        for name in ("sinkhorn_support", "sinkhorn_iterations"):
+            if (count := getattr(self, name)) < 1:
+                raise ConfigError(f"{name} is {count}: it has to be 1 or more")
 
     @property
     def on_states(self) -> dict[str, float]:
         """The positive weights of losses that compare hidden states."""
-        return self._positive(_ON_STATES)
+        return self._positive(*_ON_STATES)
 
     @property
     def on_logits(self) -> dict[str, float]:
         """The positive weights of losses that compare distributions: without any, no logits are needed."""
-        return self._positive(_ON_LOGITS)
+        return self._positive(*_ON_LOGITS, "sinkhorn")
 
-    def _positive(self, names: dict[str, Callable[[Tensor, Tensor], Tensor]]) -> dict[str, float]:
+    def _positive(self, *names: str) -> dict[str, float]:
         return {name: getattr(self, name) for name in names if getattr(self, name) > 0}
 
 
@@ -108,6 +159,7 @@ def weighted_loss(
     predicted_logits: Tensor | None,
     target_logits: Tensor | None,
     mask: Tensor,
+    embeddings: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The training loss over unrolled steps, and its parts.
 
@@ -117,13 +169,14 @@ def weighted_loss(
         predicted_logits, target_logits: (..., S, V); None where `losses.on_logits` is empty.
         mask: (..., S) bool, True where a step is supervised. What stands at other positions has no influence,
             not even NaN: it is left out before anything is computed, and gets zero gradient.
+        embeddings: (V, H) rows of the output embedding that the logits are for; only `losses.sinkhorn` asks for them.
 
     Returns:
         The scalar sum_k weight_k mean_k, and every mean_k detached, by name: mean_k is the mean of term k
         over supervised positions, step n counting `step_decay ** n`. Without supervised positions all are 0.
 
     Raises:
-        ValueError: logits are None but needed.
+        ValueError: logits or embeddings are None but needed.
     """
     kept = mask.nonzero(as_tuple=True)
     weight = losses.step_decay ** kept[-1].float()
@@ -136,7 +189,18 @@ def weighted_loss(
         if predicted_logits is None or target_logits is None:
             raise ValueError(f"the losses {', '.join(losses.on_logits)} need logits")
         logs = _log_softmax(predicted_logits[kept]), _log_softmax(target_logits[kept])
-        values |= {name: _ON_LOGITS[name](*logs) for name in losses.on_logits}
+        values |= {name: _ON_LOGITS[name](*logs) for name in losses.on_logits if name in _ON_LOGITS}
+        if losses.sinkhorn > 0:
+            if embeddings is None:
+                raise ValueError("the loss sinkhorn needs the rows of the output embedding")
+            values["sinkhorn"] = _sinkhorn(
+                *logs,
+                embeddings,
+                losses.sinkhorn_scale,
+                losses.sinkhorn_epsilon,
+                losses.sinkhorn_support,
+                losses.sinkhorn_iterations,
+            )
     means = {name: (value * weight).sum() for name, value in values.items()}
     total = torch.stack([getattr(losses, name) * mean for name, mean in means.items()]).sum()
     return total, {name: mean.detach() for name, mean in means.items()}
@@ -157,6 +221,42 @@ def _negative_log_acceptance(log_q: Tensor, log_p: Tensor) -> Tensor:
 def _total_variation(log_q: Tensor, log_p: Tensor) -> Tensor:
     # min(p, q) sums to one up to rounding, hence the clamp
     return (1 - torch.minimum(log_p, log_q).exp().sum(-1)).clamp(0, 1)
+
+
+def _sinkhorn(
+    log_q: Tensor, log_p: Tensor, embeddings: Tensor, scale: float, epsilon: float, support: int, iterations: int
+) -> Tensor:
+    with torch.no_grad():
+        tokens = log_p.topk(min(support, log_p.shape[-1]), -1).indices
+        cost = _mistake_costs(embeddings, tokens, scale)
+    p, q = _with_rest(log_p, tokens), _with_rest(log_q, tokens)
+    return sinkhorn_divergence(p, q, cost[..., : p.shape[-1], : p.shape[-1]], epsilon, iterations)
+
+
+def _with_rest(logs: Tensor, tokens: Tensor) -> Tensor:
+    """(..., V) -> (..., K + 1): log-probabilities of some tokens, and of all others together if there are any."""
+    kept = logs.gather(-1, tokens)
+    if tokens.shape[-1] == logs.shape[-1]:
+        return kept
+    rest = logs.scatter(-1, tokens, -math.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([kept, rest], dim=-1)
+
+
+def _mistake_costs(embeddings: Tensor, tokens: Tensor, scale: float) -> Tensor:
+    """min(1, |E_i - E_j|^2 / s) between tokens (..., K), and 1 to a bucket behind them: (..., K + 1, K + 1)."""
+    with torch.autocast(embeddings.device.type, enabled=False):
+        sample = _widen(embeddings[:: max(1, len(embeddings) // _ROWS_SAMPLE)])
+        centre = sample.mean(0)
+        unit = 2 * (sample - centre).square().sum(-1).mean()  # the mean squared distance of two rows
+        apart = 1 - torch.eye(tokens.shape[-1] + 1, dtype=sample.dtype, device=tokens.device)
+        costs = apart.repeat(*tokens.shape[:-1], 1, 1)
+        flat = tokens.reshape(-1, tokens.shape[-1]), costs.view(-1, *apart.shape)
+        for some, into in zip(*(tensor.split(_POSITIONS) for tensor in flat), strict=True):
+            points = _widen(embeddings[some]) - centre
+            squares = points.square().sum(-1)
+            distances = squares.unsqueeze(-1) + squares.unsqueeze(-2) - 2 * points @ points.mT
+            into[:, :-1, :-1] *= (distances / (scale * unit)).clamp(0, 1)
+    return costs
 
 
 _ON_STATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mse": mse, "smooth_l1": smooth_l1}

@@ -247,12 +247,21 @@ class Target:
     @torch.no_grad()
     def head_of(self, tokens: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         """A copy of the output embedding for some tokens, (K,) int64, on their device: (..., H) -> (..., K)."""
-        weight, bias = self.head_rows(tokens.to(self.device))
+        weight, bias = self._head_rows(tokens.to(self.device))
         bias = None if bias is None else bias.to(tokens.device, dtype)
         return partial(F.linear, weight=weight.to(tokens.device, dtype), bias=bias)
 
     @torch.no_grad()
-    def head_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    def output_rows(self, tokens: Tensor | None = None) -> Tensor:
+        """Rows of the output embedding, (K, H) in their own dtype, for some tokens, (K,) int64; None stands for all."""
+        if tokens is None:
+            weight = _plain_weight(self.head)
+            if weight is not None and weight.device.type != "meta":
+                return weight  # no copy
+            tokens = torch.arange(self.vocab_size)
+        return self._head_rows(tokens.to(self.device))[0]
+
+    def _head_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """The output embedding's weight (K, H) and bias (K,) for some tokens."""
         with align_module_device(self.head):  # offloaded weights are brought in
             if (weight := _plain_weight(self.head)) is not None:

@@ -325,8 +325,7 @@ def train(options: TrainOptions) -> Path:
     if config.draft_vocab_size is not None:
         predictor.draft_vocabulary = draft_vocabulary(data.texts(), config.draft_vocab_size, target.vocab_size)
     if predictor.heads is not None:
-        drafted = predictor.draft_vocabulary
-        predictor.adopt_head(target.head_rows(torch.arange(target.vocab_size) if drafted is None else drafted)[0])
+        predictor.adopt_head(target.output_rows(predictor.draft_vocabulary))
     module = ShapeModule(
         predictor,
         target,

@@ -637,7 +637,8 @@ class ShapeModule(pl.LightningModule):
                 predicted_logits = reader(predicted, embeddings)
                 with torch.no_grad():
                     target_logits = reader.frozen(cut.states)
-        loss, parts = weighted_loss(self.losses, predicted, cut.states, predicted_logits, target_logits, cut.mask)
+        rows = self.target.output_rows(predictor.draft_vocabulary) if self.losses.sinkhorn > 0 else None
+        loss, parts = weighted_loss(self.losses, predicted, cut.states, predicted_logits, target_logits, cut.mask, rows)
         if predictor.confidence is not None and embeddings is not None:
             assert predicted_logits is not None and target_logits is not None
             agree = predicted_logits.argmax(-1) == target_logits.argmax(-1)

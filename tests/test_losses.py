@@ -14,6 +14,7 @@ from shape.losses import (
     kl,
     mse,
     negative_log_acceptance,
+    sinkhorn,
     smooth_l1,
     soft_cross_entropy,
     total_variation,
@@ -22,13 +23,14 @@ from shape.losses import (
 
 ON_STATES = [mse, smooth_l1]
 ON_LOGITS = [soft_cross_entropy, kl, total_variation, negative_log_acceptance]
+WEIGHTS = [loss.__name__ for loss in (*ON_STATES, *ON_LOGITS, sinkhorn)]
 seeds = st.integers(0, 2**31)
 sizes = st.floats(0, 50)
 
 
 def only(**weights: float) -> Losses:
     """Weights with everything off that is not named."""
-    return Losses(**{f.name: 0.0 for f in fields(Losses) if f.name != "step_decay"} | weights)
+    return Losses(**dict.fromkeys(WEIGHTS, 0.0) | weights)
 
 
 def pair(seed: int, *shape: int, size: float = 3.0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -128,6 +130,86 @@ class TestGradients:
         assert predicted.grad.any()
 
 
+class TestSinkhorn:
+    """The family between total variation (s -> 0) and transport by meaning."""
+
+    LIMIT = {"scale": 1e-9, "epsilon": 0.002, "iterations": 400}
+
+    @given(seeds, st.floats(0.5, 8))
+    @settings(deadline=None, max_examples=25)
+    def test_its_limit_is_total_variation(self, seed: int, size: float) -> None:
+        predicted, target = pair(seed, 4, 11, size=size)
+        embeddings = pair(seed + 1, 11, 5)[0]
+        value = sinkhorn(predicted, target, embeddings, support=11, **self.LIMIT)
+        torch.testing.assert_close(value, total_variation(predicted, target), atol=0.02, rtol=0)
+
+    def test_the_bucket_only_forgives_what_both_have_in_it(self) -> None:
+        predicted, target = pair(0, 50, 40)
+        embeddings, tv = pair(1, 40, 5)[0], total_variation(predicted, target)
+        top = target.topk(8, -1).indices
+        rests = [1 - x.softmax(-1).gather(-1, top).sum(-1) for x in (predicted, target)]
+        value = sinkhorn(predicted, target, embeddings, support=8, **self.LIMIT)
+        assert (value <= tv + 0.02).all()
+        assert (value >= tv - torch.minimum(*rests) - 0.02).all()
+
+    def test_zero_where_equal_and_up_to_a_constant(self) -> None:
+        predicted, target = pair(2, 4, 30)
+        embeddings = pair(3, 30, 5)[0]
+        torch.testing.assert_close(sinkhorn(target, target, embeddings), torch.zeros(4).double(), atol=1e-3, rtol=0)
+        moved = sinkhorn(predicted + 7, target - 3, embeddings)
+        torch.testing.assert_close(moved, sinkhorn(predicted, target, embeddings))
+
+    def test_a_similar_token_is_a_smaller_mistake(self) -> None:
+        """Tokens 0 and 1 lie close together, 2 far from both; only with s above their distance does it matter."""
+        embeddings = torch.tensor([[0.0, 0.0], [0.3, 0.0], [0.0, 3.0]])
+        target, near, far = (torch.nn.functional.one_hot(torch.tensor([i]), 3) * 12.0 for i in (0, 1, 2))
+        by_meaning = [float(sinkhorn(wrong, target, embeddings, scale=1.0)) for wrong in (near, far)]
+        by_chance = [float(sinkhorn(wrong, target, embeddings, scale=1e-6)) for wrong in (near, far)]
+        assert by_meaning[0] < 0.2 < 0.9 < by_meaning[1]
+        assert by_chance == pytest.approx([1.0, 1.0], abs=0.02)
+
+    def test_its_gradient_is_that_of_finite_differences(self) -> None:
+        predicted, target = pair(4, 3, 6, size=1.5)
+        embeddings = pair(5, 6, 4)[0]
+
+        def converged(x: Tensor) -> Tensor:
+            return sinkhorn(x, target, embeddings, epsilon=0.3, support=4, iterations=400)
+
+        assert torch.autograd.gradcheck(converged, predicted.requires_grad_())
+
+    @pytest.mark.parametrize("scale", [1e-9, 1.0, 4.0])
+    def test_descent_reaches_the_target(self, scale: float) -> None:
+        predicted, target = pair(6, 1, 6, size=1.5)
+        embeddings = pair(7, 6, 4)[0]
+        predicted.requires_grad_()
+        optimiser = torch.optim.Adam([predicted], lr=0.05)
+        for _ in range(400):
+            optimiser.zero_grad()
+            sinkhorn(predicted, target, embeddings, scale=scale, support=5).sum().backward()
+            optimiser.step()
+        assert total_variation(predicted, target).item() < 0.15
+
+    @pytest.mark.parametrize("size", [1.0, 300.0])
+    def test_float32_under_autocast_and_finite_gradients(self, size: float) -> None:
+        predicted, target = pair(8, 4, 40, size=size, dtype=torch.bfloat16)
+        embeddings = pair(9, 40, 8, dtype=torch.bfloat16)[0]
+        predicted.requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            value = sinkhorn(predicted, target, embeddings)
+        assert value.dtype == torch.float32 and value.isfinite().all()
+        torch.testing.assert_close(value, sinkhorn(predicted.float(), target.float(), embeddings.float()))
+        value.sum().backward()
+        assert predicted.grad.isfinite().all() and predicted.grad.any()
+
+    def test_positions_are_worked_out_by_themselves(self) -> None:
+        """More positions than are taken at once, any leading shape, and one alone."""
+        predicted, target = pair(10, 300, 2, 9)
+        embeddings = pair(11, 9, 4)[0]
+        value = sinkhorn(predicted, target, embeddings, support=4)
+        assert value.shape == (300, 2)
+        torch.testing.assert_close(value[290, 1], sinkhorn(predicted[290, 1], target[290, 1], embeddings, support=4))
+
+
 class TestWeightedLoss:
     @given(seeds, st.floats(0.1, 1))
     @settings(deadline=None)
@@ -135,11 +217,15 @@ class TestWeightedLoss:
         states, logits = pair(seed, 2, 5, 3, 4), pair(seed + 1, 2, 5, 3, 7)
         mask = torch.rand(2, 5, 3, generator=torch.Generator().manual_seed(seed)) < 0.6
         weights = {"mse": 0.3, "smooth_l1": 0.5, "soft_cross_entropy": 1.0, "kl": 0.2}
-        weights |= {"total_variation": 0.7, "negative_log_acceptance": 2.0}
-        total, parts = weighted_loss(Losses(**weights, step_decay=decay), *states, *logits, mask)
+        weights |= {"total_variation": 0.7, "negative_log_acceptance": 2.0, "sinkhorn": 0.4}
+        embeddings = pair(seed + 2, 7, 5)[0]
+        losses = Losses(**weights, step_decay=decay, sinkhorn_scale=2.0, sinkhorn_support=3)
+        total, parts = weighted_loss(losses, *states, *logits, mask, embeddings)
         expected = 0.0
         for name, weight in weights.items():
-            values = getattr(module, name)(*(states if name in ("mse", "smooth_l1") else logits))
+            arguments = states if name in ("mse", "smooth_l1") else logits
+            more = (embeddings, 2.0, 0.05, 3, 10) if name == "sinkhorn" else ()
+            values = getattr(module, name)(*arguments, *more)
             summed, mass = 0.0, 0.0
             for b in range(2):
                 for i in range(5):
@@ -164,11 +250,12 @@ class TestWeightedLoss:
     def test_masked_rows_have_no_influence(self, poison: float) -> None:
         states, logits = pair(1, 2, 3, 4), pair(2, 2, 3, 7)
         mask = torch.tensor([[True, False, True], [False, False, True]])
-        every = Losses(*(1.0 for f in fields(Losses) if f.name != "step_decay"))
+        every = Losses(**dict.fromkeys(WEIGHTS, 1.0), sinkhorn_support=3)
+        embeddings = pair(3, 7, 5)[0]
 
         def run(value: float) -> tuple[Tensor, list[Tensor]]:
             tensors = [x.masked_fill(~mask.unsqueeze(-1), value).requires_grad_() for x in (*states, *logits)]
-            total, _ = weighted_loss(every, *tensors, mask)
+            total, _ = weighted_loss(every, *tensors, mask, embeddings)
             total.backward()
             return total, [x.grad for x in tensors]
 
@@ -209,6 +296,11 @@ class TestWeightedLoss:
         with pytest.raises(ValueError, match="soft_cross_entropy need logits"):
             weighted_loss(Losses(), *states, None, None, torch.ones(2, 3, dtype=torch.bool))
 
+    def test_missing_embeddings(self) -> None:
+        states, logits = pair(4, 2, 3, 4), pair(5, 2, 3, 7)
+        with pytest.raises(ValueError, match="sinkhorn needs the rows"):
+            weighted_loss(only(sinkhorn=1.0), *states, *logits, torch.ones(2, 3, dtype=torch.bool))
+
     def test_paper(self) -> None:
         """MSE + soft cross-entropy (3.2.2), all steps alike."""
         states, logits = pair(5, 4, 3, 6), pair(6, 4, 3, 9)
@@ -227,6 +319,8 @@ class TestWeights:
             ({"kl": math.nan}, "loss kl is nan"),
             ({"step_decay": 0.0}, "step_decay is 0.0"),
             ({"step_decay": 1.1}, "step_decay is 1.1"),
+            ({"sinkhorn_scale": 0.0}, "sinkhorn_scale is 0.0"),
+            ({"sinkhorn_support": 0}, "sinkhorn_support is 0"),
             ({"smooth_l1": 0.0, "soft_cross_entropy": 0.0}, "all losses have weight 0"),
         ],
     )
@@ -239,3 +333,8 @@ class TestWeights:
         assert Losses().on_logits == {"soft_cross_entropy": 1.0}
         assert not only(mse=1.0).on_logits
         assert not only(negative_log_acceptance=1.0).on_states
+        assert only(sinkhorn=0.5).on_logits == {"sinkhorn": 0.5}
+
+    def test_every_weight_is_a_field(self) -> None:
+        parameters = {"step_decay"} | {f"sinkhorn_{name}" for name in ("scale", "epsilon", "support", "iterations")}
+        assert {f.name for f in fields(Losses)} - parameters == set(WEIGHTS)

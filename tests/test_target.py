@@ -18,6 +18,14 @@ def test_features_are_the_states_behind_the_logits(tiny_target):
     assert torch.equal(features[..., :32], states[1])
 
 
+def test_output_rows_are_what_logits_are_made_of(tiny_target):
+    states, tokens = torch.randn(3, 32), torch.tensor([5, 200, 7])
+    every = tiny_target.output_rows()
+    assert every.data_ptr() == tiny_target.head.weight.data_ptr()  # not a copy
+    assert torch.allclose(states @ every.T, tiny_target.logits(states), atol=1e-5)
+    assert torch.equal(tiny_target.output_rows(tokens), every[tokens])
+
+
 def test_right_padding_changes_no_feature(tiny_target):
     ids = torch.randint(3, 200, (1, 6), generator=torch.Generator().manual_seed(0))
     padded = torch.cat([ids, torch.zeros(1, 3, dtype=torch.long)], dim=1)

@@ -101,7 +101,7 @@ def fit(
     if predictor.draft_vocabulary is not None:
         predictor.draft_vocabulary = draft_vocabulary(data.texts(), len(predictor.draft_vocabulary), target.vocab_size)
     if predictor.heads is not None:
-        predictor.adopt_head(target.head_rows(predictor.draft_vocabulary)[0])
+        predictor.adopt_head(target.output_rows(predictor.draft_vocabulary))
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
@@ -231,6 +231,15 @@ def test_teacher_forced_acceptance_equals_decoded(store, tiny_target, axes):
         assert forced == (out.stats.emitted, out.stats.forwards)
         accepted_any |= out.stats.emitted > out.stats.forwards
     assert accepted_any
+
+
+def test_the_transport_loss_trains(store, tiny_target):
+    options = TrainingOptions(steps=40, batch_size=32)
+    losses = Losses(smooth_l1=0.0, soft_cross_entropy=0.0, sinkhorn=1.0, sinkhorn_support=8)
+    module = fit(tiny_target, store, losses=losses, options=options)
+    before = network(tiny_target)
+    assert any(not torch.equal(a, b) for a, b in zip(module.predictor.parameters(), before.parameters(), strict=True))
+    assert all(parameter.isfinite().all() for parameter in module.predictor.parameters())
 
 
 # ------------------------------------------------------------------------------------------------- order

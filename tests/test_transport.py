@@ -1,3 +1,5 @@
+import itertools
+from math import prod
 from typing import get_args
 
 import numpy as np
@@ -9,7 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from shape.transport import MAX_EXPONENT, LastUpdate, Plan, sinkhorn, squared_distances
+from shape.transport import (
+    MAX_EXPONENT,
+    LastUpdate,
+    Plan,
+    optimal_acceptance,
+    sinkhorn,
+    sinkhorn_divergence,
+    squared_distances,
+)
 
 ORDERS: tuple[LastUpdate, ...] = get_args(LastUpdate)
 CONVERGED = 3000
@@ -139,6 +149,20 @@ class TestReadOuts:
         torch.testing.assert_close(plan.cost(cost), (plan.matrix() * cost).sum((-1, -2)))
 
 
+def test_pairs_on_supports_of_their_own() -> None:
+    """Kernels of their own give what each pair gives by itself."""
+    problems = [problem(seed, batch=()) for seed in range(3)]
+    p, q, cost = (torch.stack(tensors) for tensors in zip(*problems, strict=True))
+    together = sinkhorn(p, q, cost, 0.3, 4)
+    points = torch.randn(7, 2, dtype=torch.float64)
+    for i, one in enumerate(problems):
+        alone = sinkhorn(*one, 0.3, 4)
+        torch.testing.assert_close(together.matrix()[i], alone.matrix())
+        torch.testing.assert_close(together.push(p)[i], alone.push(p[i]))
+        torch.testing.assert_close(together.barycentre(points)[i], alone.barycentre(points))
+        torch.testing.assert_close(together.cost(cost)[i], alone.cost(cost[i]))
+
+
 class TestGradients:
     @pytest.mark.parametrize("last_update", ORDERS)
     def test_finite_differences(self, last_update: LastUpdate) -> None:
@@ -221,3 +245,92 @@ class TestNumericalSafety:
             plan = sinkhorn(p, q, cost, 0.1, 3)
             plan.column_marginal(), plan.row_marginal(), plan.cost(cost), plan.push(p)
         assert largest == max(p.numel(), cost.numel())
+
+
+class TestDivergence:
+    def test_against_pot(self) -> None:
+        p, q, cost = problem(0, d=6)
+        value = sinkhorn_divergence(p.log(), q.log(), cost, 0.3, 300)
+        for i in range(len(p)):
+            # POT's entropy is that of the plan alone: with it relative to p q^T the marginals' own are added.
+            def regularised(a: Tensor, b: Tensor) -> float:
+                plan = ot.sinkhorn(a.numpy(), b.numpy(), cost.numpy(), 0.3, numItermax=100_000, stopThr=1e-13)
+                relative = (plan * np.log(plan / np.outer(a, b))).sum()
+                return float((plan * cost.numpy()).sum() + 0.3 * relative)
+
+            expected = regularised(p[i], q[i]) - (regularised(p[i], p[i]) + regularised(q[i], q[i])) / 2
+            assert value[i].item() == pytest.approx(expected, abs=1e-8)
+
+    def test_it_approaches_the_unregularised_optimum(self) -> None:
+        p, q, cost = problem(1)
+        cost = cost / cost.max()
+        exact = torch.tensor([ot.emd2(p[i].numpy(), q[i].numpy(), cost.numpy()) for i in range(len(p))])
+        gaps = [(sinkhorn_divergence(p.log(), q.log(), cost, e, 2000) - exact).abs().max() for e in (0.3, 0.1, 0.01)]
+        assert gaps[0] > gaps[1] > gaps[2]
+        assert gaps[2] < 0.02
+
+    @given(seeds, st.floats(0, 6), st.integers(1, 30))
+    @settings(deadline=None, max_examples=20)
+    def test_zero_between_equals_and_symmetric(self, seed: int, sharpness: float, iterations: int) -> None:
+        p, q, cost = problem(seed, sharpness=sharpness)
+        same = sinkhorn_divergence(p.log(), p.log(), cost, 0.2, 200)
+        torch.testing.assert_close(same, torch.zeros(3, dtype=torch.float64), atol=1e-5, rtol=0)
+        there, back = (sinkhorn_divergence(a.log(), b.log(), cost, 0.2, 500) for a, b in ((p, q), (q, p)))
+        torch.testing.assert_close(there, back, atol=1e-5, rtol=0)
+        assert sinkhorn_divergence(p.log(), q.log(), cost, 0.2, iterations).isfinite().all()
+
+    def test_its_gradient_is_bounded_by_the_cost(self) -> None:
+        p, q, cost = problem(2, sharpness=4.0)
+        log_q = q.log().requires_grad_()
+        (gradient,) = torch.autograd.grad(sinkhorn_divergence(p.log(), log_q, cost, 0.01, 20).sum(), log_q)
+        potential = gradient / q
+        assert (potential.amax(-1) - potential.amin(-1) <= 2 * cost.max() + 1e-6).all()
+
+    def test_tokens_without_mass(self) -> None:
+        p, q = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.0, 0.5, 0.5]])
+        value = sinkhorn_divergence(p.log(), q.log(), 1 - torch.eye(3), 0.01, 100)
+        assert value.item() == pytest.approx(0.5, abs=0.02)
+
+
+def drawings(q: list[float], drafts: int, replacement: bool) -> dict[tuple[int, ...], float]:
+    """Every tuple of drafts and its probability."""
+    found = {}
+    for drawn in itertools.product(range(len(q)), repeat=drafts):
+        if replacement:
+            found[drawn] = prod(q[i] for i in drawn)
+        elif len(set(drawn)) == drafts:
+            rests = [1 - sum(q[i] for i in drawn[:k]) for k in range(drafts)]
+            found[drawn] = prod(q[i] / rest for i, rest in zip(drawn, rests, strict=True))
+    return found
+
+
+class TestOptimalAcceptance:
+    @given(seeds, st.integers(3, 5), st.integers(1, 3), st.booleans(), st.floats(0, 5))
+    @settings(deadline=None, max_examples=60)
+    def test_against_the_linear_programme(
+        self, seed: int, d: int, drafts: int, replacement: bool, sharpness: float
+    ) -> None:
+        """The whole transport problem between tuples of drafts and tokens, by POT."""
+        p, q, _ = problem(seed, batch=(), d=d, sharpness=sharpness)
+        drawn = drawings(q.tolist(), drafts, replacement)
+        mass = np.array(list(drawn.values()))
+        cost = np.array([[float(token not in one) for token in range(d)] for one in drawn])
+        refused = ot.emd2(mass / mass.sum(), p.numpy(), cost)
+        assert optimal_acceptance(p, q, drafts, replacement).item() == pytest.approx(1 - refused, abs=1e-6)
+
+    @given(seeds, st.booleans(), st.floats(0, 8))
+    @settings(deadline=None)
+    def test_one_draft_is_total_variation_and_more_are_no_worse(
+        self, seed: int, replacement: bool, size: float
+    ) -> None:
+        p, q, _ = problem(seed, d=9, sharpness=size)
+        values = [optimal_acceptance(p, q, drafts, replacement) for drafts in (1, 2, 4)]
+        torch.testing.assert_close(values[0], torch.minimum(p, q).sum(-1))
+        assert (values[1] >= values[0] - 1e-9).all() and (values[2] >= values[1] - 1e-9).all()
+        assert (values[2] <= 1).all()
+
+    def test_tokens_that_are_never_drafted(self) -> None:
+        p, q = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.5, 0.5, 0.0])
+        assert optimal_acceptance(p, q, 1).item() == pytest.approx(0.75)
+        assert optimal_acceptance(p, q, 2, replacement=False).item() == pytest.approx(0.75)
+        assert optimal_acceptance(p, q, 2).item() == pytest.approx(0.75)
