@@ -12,7 +12,7 @@ once for all terms, and only for positions that count.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F

@@ -23,6 +23,7 @@ from shape.losses import (
 
 ON_STATES = [mse, smooth_l1]
 ON_LOGITS = [soft_cross_entropy, kl, total_variation, negative_log_acceptance]
+LIMIT = {"scale": 1e-9, "epsilon": 0.002, "iterations": 400}  # of the loss sinkhorn: total variation
 WEIGHTS = [loss.__name__ for loss in (*ON_STATES, *ON_LOGITS, sinkhorn)]
 seeds = st.integers(0, 2**31)
 sizes = st.floats(0, 50)
@@ -133,14 +134,12 @@ class TestGradients:
 class TestSinkhorn:
     """The family between total variation (s -> 0) and transport by meaning."""
 
-    LIMIT = {"scale": 1e-9, "epsilon": 0.002, "iterations": 400}
-
     @given(seeds, st.floats(0.5, 8))
     @settings(deadline=None, max_examples=25)
     def test_its_limit_is_total_variation(self, seed: int, size: float) -> None:
         predicted, target = pair(seed, 4, 11, size=size)
         embeddings = pair(seed + 1, 11, 5)[0]
-        value = sinkhorn(predicted, target, embeddings, support=11, **self.LIMIT)
+        value = sinkhorn(predicted, target, embeddings, support=11, **LIMIT)
         torch.testing.assert_close(value, total_variation(predicted, target), atol=0.02, rtol=0)
 
     def test_the_bucket_only_forgives_what_both_have_in_it(self) -> None:
@@ -148,7 +147,7 @@ class TestSinkhorn:
         embeddings, tv = pair(1, 40, 5)[0], total_variation(predicted, target)
         top = target.topk(8, -1).indices
         rests = [1 - x.softmax(-1).gather(-1, top).sum(-1) for x in (predicted, target)]
-        value = sinkhorn(predicted, target, embeddings, support=8, **self.LIMIT)
+        value = sinkhorn(predicted, target, embeddings, support=8, **LIMIT)
         assert (value <= tv + 0.02).all()
         assert (value >= tv - torch.minimum(*rests) - 0.02).all()
 
