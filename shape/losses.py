@@ -228,7 +228,7 @@ def _sinkhorn(
 ) -> Tensor:
     with torch.no_grad():
         tokens = log_p.topk(min(support, log_p.shape[-1]), -1).indices
-        cost = _mistake_costs(embeddings, tokens, scale)
+        cost = mistake_costs(embeddings, tokens, scale)
     p, q = _with_rest(log_p, tokens), _with_rest(log_q, tokens)
     return sinkhorn_divergence(p, q, cost[..., : p.shape[-1], : p.shape[-1]], epsilon, iterations)
 
@@ -242,8 +242,11 @@ def _with_rest(logs: Tensor, tokens: Tensor) -> Tensor:
     return torch.cat([kept, rest], dim=-1)
 
 
-def _mistake_costs(embeddings: Tensor, tokens: Tensor, scale: float) -> Tensor:
-    """min(1, |E_i - E_j|^2 / s) between tokens (..., K), and 1 to a bucket behind them: (..., K + 1, K + 1)."""
+def mistake_costs(embeddings: Tensor, tokens: Tensor, scale: float) -> Tensor:
+    """min(1, |E_i - E_j|^2 / s) between tokens (..., K), and 1 to a bucket behind them: (..., K + 1, K + 1).
+
+    s is `scale` times the mean squared distance between rows of `embeddings`, (V, H), evenly sampled.
+    """
     with torch.autocast(embeddings.device.type, enabled=False):
         sample = _widen(embeddings[:: max(1, len(embeddings) // _ROWS_SAMPLE)])
         centre = sample.mean(0)
