@@ -71,7 +71,7 @@ def sinkhorn(
     target_logits: Tensor,
     embeddings: Tensor,
     scale: float = 1.0,
-    epsilon: float = 0.05,
+    epsilon: float = 0.1,
     support: int = 16,
     iterations: int = 10,
 ) -> Tensor:
@@ -118,7 +118,7 @@ class Losses:
     sinkhorn: float = 0.0
     step_decay: float = 0.8
     sinkhorn_scale: float = 1.0
-    sinkhorn_epsilon: float = 0.05
+    sinkhorn_epsilon: float = 0.1
     sinkhorn_support: int = 16
     sinkhorn_iterations: int = 10
 

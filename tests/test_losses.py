@@ -223,7 +223,7 @@ class TestWeightedLoss:
         expected = 0.0
         for name, weight in weights.items():
             arguments = states if name in ("mse", "smooth_l1") else logits
-            more = (embeddings, 2.0, 0.05, 3, 10) if name == "sinkhorn" else ()
+            more = (embeddings, 2.0, 0.1, 3, 10) if name == "sinkhorn" else ()
             values = getattr(module, name)(*arguments, *more)
             summed, mass = 0.0, 0.0
             for b in range(2):

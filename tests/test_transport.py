@@ -274,9 +274,9 @@ class TestDivergence:
     def test_zero_between_equals_and_symmetric(self, seed: int, sharpness: float, iterations: int) -> None:
         p, q, cost = problem(seed, sharpness=sharpness)
         same = sinkhorn_divergence(p.log(), p.log(), cost, 0.2, 200)
-        torch.testing.assert_close(same, torch.zeros(3, dtype=torch.float64), atol=1e-5, rtol=0)
+        torch.testing.assert_close(same, torch.zeros(3, dtype=torch.float64), atol=1e-3, rtol=0)
         there, back = (sinkhorn_divergence(a.log(), b.log(), cost, 0.2, 500) for a, b in ((p, q), (q, p)))
-        torch.testing.assert_close(there, back, atol=1e-5, rtol=0)
+        torch.testing.assert_close(there, back, atol=1e-3, rtol=0)
         assert sinkhorn_divergence(p.log(), q.log(), cost, 0.2, iterations).isfinite().all()
 
     def test_its_gradient_is_bounded_by_the_cost(self) -> None:

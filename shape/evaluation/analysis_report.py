@@ -11,7 +11,7 @@ import matplotlib
 import numpy as np
 from torch import Tensor
 
-from shape.evaluation.tables import markdown, show
+from shape.evaluation.tables import DASH, markdown, show
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # a display must not be looked for
@@ -158,11 +158,11 @@ def _refinement(record: Record) -> str:
                 _roughly(row["changed"]),
                 _percent(row["drafts"]),
                 _percent(row["agreement"]),
-                f"{100 * row['agreement_gain'][0]:+.2f} ± {100 * row['agreement_gain'][1]:.2f}",
+                f"{100 * row['agreement_gain'][0]:+.2f} ± {100 * row['agreement_gain'][1]:.2f}" if number else DASH,
                 show(row["acceptance"], ".3f"),
-                f"{row['acceptance_gain'][0]:+.4f} ± {row['acceptance_gain'][1]:.4f}",
+                f"{row['acceptance_gain'][0]:+.4f} ± {row['acceptance_gain'][1]:.4f}" if number else DASH,
             ]
-            for row in rows
+            for number, row in enumerate(rows)
         ],
     )
     _own, many, column, none = rows
@@ -350,10 +350,9 @@ def draw(record: Record, cosines: Mapping[str, Tensor], pairs: Mapping[str, Tens
         places = np.arange(len(rows)) + 0.16 * (number - 2)
         name = kind.replace("_", " ") if kind in ("match", "rejection") else "optimum, " + kind.replace("_", " ")
         panels[4].bar(places, [row[kind] for row in rows], 0.15, label=name)
-    low = min(row[kind] for row in rows for kind in kinds)
-    panels[4].set(
-        ylim=(max(0.0, low - 0.1), 1.0), xticks=range(len(rows)), xticklabels=[str(r["drafts"]) for r in rows]
-    )
+    low = max(0.0, min(row[kind] for row in rows for kind in kinds) - 0.1)
+    panels[4].set_ylim(low, 1 + 0.6 * (1 - low))  # with room for the legend
+    panels[4].set_xticks(range(len(rows)), [str(row["drafts"]) for row in rows])
     _label(panels[4], "5. acceptance at depth 1, temperature 1", "drafts", "chance that one is emitted")
 
     names = [row["name"] for row in record["losses"]["rows"]]

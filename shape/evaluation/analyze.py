@@ -514,7 +514,7 @@ def loss_family(
     The latter are percentiles of |E_i - E_j|^2 between the target's likeliest tokens at each position, in units of the
     mean squared distance of all tokens: what a scale has to be compared with.
     """
-    transport = partial(sinkhorn, embeddings=embeddings, support=support, iterations=40)
+    transport = partial(sinkhorn, embeddings=embeddings, support=support)
     family: dict[str, Callable[..., Tensor]] = {"KL": kl, "total variation": total_variation}
     family |= {f"transport, s = {scale:g}": partial(transport, scale=scale) for scale in SCALES}
     values, gradients = {}, {}
