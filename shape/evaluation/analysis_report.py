@@ -176,8 +176,8 @@ def _refinement(record: Record) -> str:
     note = (
         f"{rows[0]['positions']:,} predicted states, all steps together, same weights throughout. Agreement: the "
         "best draft is the target's best token; differences in percentage points and in 1 − TV, ± one standard "
-        "error. With the column update last the read-out is P2 softmax(P1 h), a softmax bottleneck in which the "
-        "plan has no part."
+        "error, positions taken as independent. With the column update last the read-out is P2 softmax(P1 h), a "
+        "softmax bottleneck in which the plan has no part."
     )
     return _section(title, note, table, meaning)
 
