@@ -38,15 +38,15 @@ from tqdm import tqdm
 from shape import bundled
 from shape.conversations import Encoded, encode_all, evenly, load_conversations, load_prompts, prompt_ids
 from shape.decoder import ShapeDecoder, load_predictor
-from shape.drafters import ShapeDrafter
+from shape.drafters import TrainedDrafter
 from shape.errors import ConfigError, DataError, exit_on_error
 from shape.evaluation.analysis_report import draw, report
 from shape.evaluation.environment import Environment
 from shape.features import Stored, compute_features, eligible
 from shape.losses import kl, mistake_costs, sinkhorn, total_variation
-from shape.predictor import ShapePredictor
+from shape.network import Known, Predictor
 from shape.target import Target
-from shape.training import examples
+from shape.training import Reader, Texts, examples, known_in
 from shape.transport import Plan, optimal_acceptance, squared_distances
 from shape.transport import sinkhorn as entropic_plan
 from shape.verification.acceptance import match_on_device, reject_in_turn
@@ -126,45 +126,44 @@ class Predictions:
 
     Attributes:
         predicted, true: (P, S, H) steps n = 0..S-1. mask: (P, S) bool, steps within the answer.
-        window, embeddings: what the predictor read.
+        read: what the predictor read, text by text: what is known, and embeddings (1, P', S, H).
     """
 
     predicted: Tensor
     true: Tensor
     mask: Tensor
-    window: Tensor
-    embeddings: Tensor
+    read: list[tuple[Known, Tensor]]
+
+    @property
+    def embeddings(self) -> Tensor:
+        """(P, S, H), of the tokens along each path."""
+        return torch.cat([embeddings[0] for _, embeddings in self.read])
 
 
 @torch.no_grad()
 def predictions(
-    predictor: ShapePredictor, target: Target, texts: Sequence[Stored], positions: int, seed: int
+    predictor: Predictor, target: Target, texts: Sequence[Stored], positions: int, seed: int
 ) -> Predictions:
     config = predictor.config
     roots = [eligible(text.loss_mask, torch.tensor([0, len(text.input_ids)])).nonzero()[:, 0] for text in texts]
-    cuts = []
+    true, masks, read = [], [], []
     for text, places, kept in zip(texts, roots, chosen([len(r) for r in roots], positions, seed), strict=True):
-        ids, mask, hidden = text
-        if len(kept):
-            cut = examples(
-                hidden[None], ids[None], mask[None], places[kept][None], config.window, config.num_steps,
-                target.hidden_size,
-            )  # fmt: skip
-            cuts.append([part[0] for part in cut])
-    if not cuts:
+        if not len(kept):
+            continue
+        ids, mask, hidden = (part[None].to(target.device) for part in text)
+        whole = Texts(hidden, ids, mask, places[kept][None].to(target.device))
+        cut = examples(whole, config.window, config.num_steps, target.hidden_size)
+        read.append((known_in(predictor, target, whole, cut.window), target.embed(cut.tokens)))
+        true.append(cut.states[0])
+        masks.append(cut.mask[0])
+    if not read:
         raise DataError("no answer has two tokens in a row; give longer answers")
-    window, tokens, true, mask = (torch.cat(parts) for parts in zip(*cuts, strict=True))
-    window, embeddings = window.to(target.device), target.embed(tokens.to(target.device))
-    predicted = predictor(window, embeddings).float()
-    return Predictions(predicted, true.to(target.device), mask, window, embeddings)
+    return Predictions(unrolled(predictor, read), torch.cat(true), torch.cat(masks), read)
 
 
-def drafting_logits(predictor: ShapePredictor, target: Target, states: Tensor) -> Tensor:
-    """(..., K) float32, over what can be drafted."""
-    vocabulary = predictor.draft_vocabulary
-    if vocabulary is None:
-        return target.logits(states.to(target.dtype)).float()
-    return target.logits(states, target.head_of(vocabulary, states.dtype)).float()
+def unrolled(predictor: Predictor, read: Sequence[tuple[Known, Tensor]]) -> Tensor:
+    """(P, S, H) float32."""
+    return torch.cat([predictor.unroll(known, embeddings)[0] for known, embeddings in read]).float()
 
 
 # ------------------------------------------------------------------------------------------------- 1 similarity
@@ -317,7 +316,7 @@ class ReadOut:
 
 
 @torch.no_grad()
-def read_outs(predictor: ShapePredictor, target: Target, found: Predictions) -> list[ReadOut]:
+def read_outs(predictor: Predictor, target: Target, found: Predictions) -> list[ReadOut]:
     """The predictor's own read-out first; all steps together."""
     config = predictor.config
     own = f"{config.refinement_last_update} last, {config.refinement_iterations} iterations (its own)"
@@ -327,15 +326,15 @@ def read_outs(predictor: ShapePredictor, target: Target, found: Predictions) -> 
         "column last: P2 softmax(P1 h)": {"refinement_last_update": "column"},
         "no refinement: alpha 0": {"refinement_alpha": 0.0},
     }
-    mask = found.mask
-    true = drafting_logits(predictor, target, found.true)[mask]
+    mask, reader = found.mask, Reader(predictor, target)
+    true = reader.frozen(found.true).float()[mask]
     best = target.logits(found.true.to(target.dtype)).argmax(-1)[mask]
     vocabulary = predictor.draft_vocabulary
     rows: list[ReadOut] = []
     reference = None
     for name, changes in variants.items():
-        states = varied(predictor, changes)(found.window, found.embeddings).float()
-        logits = drafting_logits(predictor, target, states)[mask]
+        states = unrolled(varied(predictor, changes), found.read)
+        logits = reader(states, found.embeddings).float()[mask]
         drafts = logits.argmax(-1)
         drafts = drafts if vocabulary is None else vocabulary[drafts]
         agrees = (drafts == best).double()
@@ -362,12 +361,12 @@ def _with_error(values: Tensor) -> tuple[float, float]:
     return float(values.mean()), float(values.std() / len(values) ** 0.5) if len(values) > 1 else 0.0
 
 
-def varied(predictor: ShapePredictor, changes: dict[str, Any]) -> ShapePredictor:
+def varied(predictor: Predictor, changes: dict[str, Any]) -> Predictor:
     """The same weights under another configuration."""
     config = deepcopy(predictor.config)
     for name, value in changes.items():
         setattr(config, name, value)
-    other = ShapePredictor(config)
+    other = type(predictor)(config)
     other.load_state_dict(predictor.state_dict())
     return other.to(predictor.device, predictor.dtype).eval()  # type: ignore[arg-type]
 
@@ -626,7 +625,8 @@ def run(options: AnalyzeOptions) -> dict[str, Any]:
         found = predictions(predictor, target, texts, options.positions, options.seed)
         first, true = found.predicted[:, 0], found.true[:, 0]
         p = target.logits(true.to(target.dtype)).double().softmax(-1)
-        logits = drafting_logits(predictor, target, first)
+        reader = Reader(predictor, target)
+        logits = reader(first[:, None], found.embeddings[:, :1])[:, 0].float()
         vocabulary = predictor.draft_vocabulary
         q = torch.zeros_like(p) if vocabulary is not None else logits.double().softmax(-1)
         if vocabulary is not None:
@@ -635,7 +635,7 @@ def run(options: AnalyzeOptions) -> dict[str, Any]:
         accepted = acceptances(p, q, options.draws, options.seed, bar.update)
         bar.update()
         family, apart = loss_family(
-            logits, drafting_logits(predictor, target, true), target.output_rows(vocabulary), options.loss_support
+            logits, reader.frozen(true).float(), target.output_rows(vocabulary), options.loss_support
         )
         bar.update()
     environment = Environment.capture(target.device)
@@ -671,10 +671,19 @@ def _check(options: AnalyzeOptions) -> None:
         raise ConfigError("both data and prompts are given; give conversations or prompts to be answered")
 
 
-def _predictor(name: str, target: Target) -> ShapePredictor:
-    """In float32, which decoding does not insist on. Raises TargetMismatch where it is another target's."""
+def _predictor(name: str, target: Target) -> Predictor:
+    """In float32, which decoding does not insist on.
+
+    Raises:
+        ConfigError: it reads other layers than the last. TargetMismatch: it is another target's.
+    """
     predictor = load_predictor(name).float().to(target.device)
-    ShapeDrafter(predictor).bind(target)
+    TrainedDrafter(predictor).bind(target)
+    if len(predictor.config.feature_layers) > 1:
+        raise ConfigError(
+            f"predictor {name} reads layers {predictor.config.feature_layers}, and the analysis is of the last one; give "
+            "a predictor that reads that alone"
+        )
     return predictor
 
 
