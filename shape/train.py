@@ -11,11 +11,9 @@ describe the same predictor at sizes relative to the target's.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from time import monotonic
 from typing import Any, Literal
 
 import pytorch_lightning as pl
@@ -47,6 +45,7 @@ from shape.features import (
     refuse_others,
 )
 from shape.losses import Losses
+from shape.network import Predictor
 from shape.regeneration import AnswerOptions, LocalBackend, own_answers
 from shape.target import Target
 from shape.training import (
@@ -55,6 +54,7 @@ from shape.training import (
     ShapeDataModule,
     ShapeModule,
     TrainingOptions,
+    as_trained_and_decoded,
     derive_seed,
     draft_vocabulary,
     export,
@@ -63,6 +63,8 @@ from shape.training import (
 
 QUICKSTART_TARGET = "quickstart-target"
 _HELD_OUT_SHARE = 0.1
+_COMPARED = 8  # validation prompts on which decoding is compared with training
+_LEAST_OF_TRAINED = 0.9  # rounding moves single tokens, a mismatch most of them
 
 
 @dataclass
@@ -248,33 +250,6 @@ class TrainOptions:
         )
 
 
-class TimedValidation(DecodingValidation):
-    """Knows the seconds that it took, which are part of the training's, so that they can be subtracted."""
-
-    seconds = 0.0
-
-    def on_train_batch_end(self, *arguments: Any) -> None:
-        with self._timed():
-            super().on_train_batch_end(*arguments)
-
-    def on_train_end(self, *arguments: Any) -> None:
-        with self._timed():
-            super().on_train_end(*arguments)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "seconds": self.seconds}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self.seconds = state_dict["seconds"]
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        started = monotonic()
-        yield
-        self.seconds += monotonic() - started
-
-
 def train(options: TrainOptions) -> Path:
     """The whole way; returns the folder of the exported predictor. Only the first process exports and measures."""
     options.check()
@@ -297,7 +272,7 @@ def train(options: TrainOptions) -> Path:
         conversations = _own_answers(options, target, conversations, folder, prepare)
     held_out = set() if for_validation else _held_out(options, conversations)
     for_validation = for_validation or [conversations[index] for index in sorted(held_out)]
-    validation = TimedValidation(
+    validation = DecodingValidation(
         validation_prompts(for_validation, target, options),
         options.validation.every,
         options.validation.max_new_tokens,
@@ -551,7 +526,7 @@ def _finish(
     options: TrainOptions,
     output: Path,
     module: ShapeModule,
-    validation: TimedValidation,
+    validation: DecodingValidation,
     prompts: Sequence[Prompt],
     size: str,
 ) -> None:
@@ -572,6 +547,7 @@ def _finish(
     export(predictor, output, target.identity, record)
     decoder = ShapeDecoder.from_pretrained(output, target=target)
     console = Console()
+    _compare_with_training(target, predictor, validation, console)
     best = validation.best
     if best:
         console.print(
@@ -592,6 +568,22 @@ def _finish(
     console.print(f"the predictor is in {output}; try it:", highlight=False)
     text = prompts[0].turns[0] if prompts else "Hello"
     console.print(f"  python -m shape.generate --predictor {output} --prompt {text!r}", highlight=False, soft_wrap=True)
+
+
+def _compare_with_training(
+    target: Target, predictor: Predictor, validation: DecodingValidation, console: Console
+) -> None:
+    """Say loudly where decoding gets less out of the network than training knows it to be worth."""
+    forced, decoded = as_trained_and_decoded(
+        target, predictor, evenly(validation.prompts, _COMPARED), validation.max_new_tokens
+    )
+    if decoded < _LEAST_OF_TRAINED * forced:
+        console.print(
+            f"[bold red]WARNING: chains decode with acceptance length {decoded:.2f} where the same texts, read as in "
+            f"training, give {forced:.2f}[/]: what the network reads in decoding is not what it was trained on. Do not "
+            "trust this predictor; please report it, with the command and the target's architecture.",
+            highlight=False,
+        )
 
 
 def _measure(options: TrainOptions, decoder: ShapeDecoder, prompts: Sequence[Prompt]) -> SpeedResults:

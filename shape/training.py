@@ -31,7 +31,7 @@ from shape import custom_generate
 from shape.config import ShapeConfig
 from shape.conversations import Conversation, Encoded
 from shape.decoder import ShapeDecoder, ShapeOutput
-from shape.drafters import TrainedDrafter
+from shape.drafters import TrainedDrafter, TreeShape
 from shape.errors import CheckpointError, ConfigError, DataError
 from shape.features import FeatureStore, Stored, compute_features, eligible, encode_row, place
 from shape.losses import Losses, weighted_loss
@@ -864,22 +864,27 @@ class DecodingValidation(pl.Callback):
         every: steps between measurements; one more comes at the end.
         max_new_tokens: per prompt.
         best_path: where the best weights go (safetensors), written by the first process.
+
+    Attributes:
+        history: acceptance length and its interval by step.
+        seconds: that validation took, earlier sittings included.
     """
 
     def __init__(self, prompts: Sequence[Tensor], every: int, max_new_tokens: int, best_path: Path) -> None:
         self.prompts, self.every, self.max_new_tokens = list(prompts), every, max_new_tokens
         self.best_path = best_path
         self.history: list[dict[str, float]] = []
+        self.seconds = 0.0
 
     @property
     def best(self) -> dict[str, float] | None:
         return max(self.history, key=lambda entry: entry["value"], default=None)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"history": self.history}
+        return {"history": self.history, "seconds": self.seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.history = list(state_dict["history"])
+        self.history, self.seconds = list(state_dict["history"]), state_dict["seconds"]
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -897,6 +902,7 @@ class DecodingValidation(pl.Callback):
 
     def _validate(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         assert isinstance(module, ShapeModule)
+        started = monotonic()
         counts = torch.zeros(2, len(self.prompts), dtype=torch.float64, device=module.device)
         mine = range(trainer.global_rank, len(self.prompts), trainer.world_size)
         with _evaluating(module.predictor), torch.autocast(module.device.type, enabled=False):
@@ -913,6 +919,7 @@ class DecodingValidation(pl.Callback):
         values = {"val/acceptance_length": measured.value, "val/low": measured.low, "val/high": measured.high}
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.global_step)
+        self.seconds += monotonic() - started
 
 
 def decode_counts(
@@ -956,6 +963,31 @@ def _save_weights(predictor: Predictor, path: Path) -> None:
     weights = {name: value.detach().cpu().contiguous() for name, value in predictor.state_dict().items()}
     save_file(weights, temporary)
     os.replace(temporary, path)
+
+
+def as_trained_and_decoded(
+    target: Target, predictor: Predictor, prompts: Sequence[Tensor], max_new_tokens: int
+) -> tuple[float, float]:
+    """Acceptance lengths of chains on the target's own answers: by teacher forcing, and decoded.
+
+    The two are computed from the same texts on the two ways that a network is fed, so that they differ by rounding
+    alone unless these ways differ.
+    """
+    config, counts = predictor.config, torch.zeros(2, 2)
+    decoder = ShapeDecoder(target, TrainedDrafter(predictor, TreeShape(config.num_steps, width=1)), fall_back=False)
+    with _evaluating(predictor):
+        for prompt in prompts:
+            ids = prompt[None].to(target.device)
+            options: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
+            out = decoder.generate(ids, torch.ones_like(ids), return_dict_in_generate=True, **options)
+            assert isinstance(out, ShapeOutput)
+            text = out.sequences
+            mask = torch.arange(text.shape[1]) >= ids.shape[1]
+            features = target.features(text, config.feature_layers)[0]
+            forced = teacher_forced(predictor, target, [Stored(text[0].cpu(), mask, features.cpu())])
+            counts += torch.tensor([forced, (out.stats.emitted, out.stats.forwards)])
+    forced_length, decoded_length = (counts[:, 0] / counts[:, 1].clamp(min=1)).tolist()
+    return forced_length, decoded_length
 
 
 def load_weights(predictor: Predictor, path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import yaml
+from rich.console import Console
 from safetensors.torch import load_file
 
 from shape import bundled
@@ -22,7 +23,8 @@ from shape.config import ShapeConfig
 from shape.conversations import Conversation, Message
 from shape.decoder import ShapeDecoder
 from shape.features import FeatureStore, TrainerOptions
-from shape.train import PredictorOptions, TrainOptions, main, parse, validation_prompts
+from shape.train import PredictorOptions, TrainOptions, _compare_with_training, main, parse, validation_prompts
+from shape.training import DecodingValidation
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +247,7 @@ def test_printed_configuration_gives_the_same_options(capsys, tmp_path, target):
 def test_options_mirror_what_they_become():
     config = {field.name: field.type for field in fields(ShapeConfig)}
     assert {field.name for field in fields(PredictorOptions)} <= config.keys()
-    left_out = {"hidden_size", "target_identity", "draft", "training"}
+    left_out = {"hidden_size", "vocab_size", "target_identity", "draft", "training"}
     own = set(vars(ShapeConfig())) & {name for name in config if name in ShapeConfig.__annotations__}
     assert own - left_out == {field.name for field in fields(PredictorOptions)}
     trainer = pl.Trainer.__init__.__wrapped__ if hasattr(pl.Trainer.__init__, "__wrapped__") else pl.Trainer.__init__
@@ -317,3 +319,13 @@ def test_checkpoint_of_another_run(trained, tiny_target_folder, data, tmp_path, 
     with pytest.raises(SystemExit) as exit_:
         main(arguments(tiny_target_folder, data, output, "--ckpt_path=last", "--seed=1"))
     assert exit_.value.code == 2 and "seed was 0 and is 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("decoded", "warned"), [(2.9, False), (2.6, True)])
+def test_decoding_far_below_training_is_said_loudly(monkeypatch, capsys, decoded, warned):
+    monkeypatch.setattr("shape.train.as_trained_and_decoded", lambda *_: (3.0, decoded))
+    validation = DecodingValidation([torch.tensor([1, 2])], 1, 4, Path("best"))
+    _compare_with_training(None, None, validation, Console())
+    said = capsys.readouterr().out
+    assert ("WARNING: chains decode with acceptance length 2.60" in said) == warned
+    assert ("give 3.00" in said) == warned

@@ -31,6 +31,7 @@ from shape.training import (
     TrainingOptions,
     acceptance_length,
     add_noise,
+    as_trained_and_decoded,
     decode_counts,
     derive_seed,
     draft_vocabulary,
@@ -514,3 +515,35 @@ def test_windows_are_those_of_the_decoder(store):
     around = store.gather(store.offsets[1][None] + root, WINDOW, STEPS)
     decoder_window = windows(stored.hidden[None, :root], torch.tensor([[root]]), WINDOW)[0, 0]
     assert torch.equal(around.hidden[0, :WINDOW], decoder_window)
+
+
+def test_a_network_fed_otherwise_than_in_training_shows(store, tiny_target, monkeypatch):
+    """What `shape.train` warns of: decoding that cuts its windows one position off."""
+    predictor = fit(tiny_target, store, losses=Losses(smooth_l1=0.0), options=replace(OPTIONS, steps=60)).predictor
+    texts = [stored.input_ids[:20] for stored in list(store)[:4]]
+    forced, decoded = as_trained_and_decoded(tiny_target, predictor, texts, 40)
+    assert forced == decoded > 1.0
+    begin = TrainedDrafter.start
+
+    def start(self, settled, hidden):
+        begin(self, settled, hidden.roll(1, dims=1))
+
+    update = TrainedDrafter.update
+    monkeypatch.setattr(TrainedDrafter, "start", start)
+    monkeypatch.setattr(TrainedDrafter, "update", lambda self, s, hidden, n: update(self, s, 0 * hidden, n))
+    again, decoded = as_trained_and_decoded(tiny_target, predictor, texts, 40)
+    assert decoded < again == forced
+
+
+@pytest.mark.parametrize("changes", [{}, {"kind": "medusa", "own_heads": True, "draft_vocab_size": 200}])
+def test_muon_trains_matrices_and_resumes_alike(store, tiny_target, tmp_path, changes):
+    options = replace(OPTIONS, optimizer="muon", steps=6)
+    path = tmp_path / "half.ckpt"
+    whole = fit(tiny_target, store, options=options, callbacks=[SaveAt(3, path)], **changes)
+    optimizer = whole.configure_optimizers()["optimizer"]
+    muon, adam = optimizer.parts
+    taken = [p for part in (muon, adam) for group in part.param_groups for p in group["params"]]
+    assert len(taken) == len({id(p) for p in taken}) == len(list(whole.predictor.parameters()))
+    assert all(p.ndim == 2 for group in muon.param_groups for p in group["params"])
+    resumed = fit(tiny_target, store, options=options, ckpt_path=path, **changes)
+    assert torch.equal(weights(resumed), weights(whole))

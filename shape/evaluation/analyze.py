@@ -681,7 +681,7 @@ def _predictor(name: str, target: Target) -> Predictor:
     TrainedDrafter(predictor).bind(target)
     if len(predictor.config.feature_layers) > 1:
         raise ConfigError(
-            f"predictor {name} reads layers {predictor.config.feature_layers}, and the analysis is of the last one; give "
+            f"predictor {name} reads layers {predictor.config.feature_layers}, and the analysis is of the last; give "
             "a predictor that reads that alone"
         )
     return predictor
