@@ -135,7 +135,8 @@ def check(options: CheckOptions) -> dict[str, Any]:
 
 def _untrained(target: Target) -> TrainedDrafter:
     """Of the default kind and size: what a draft costs does not depend on what was learned."""
-    config = ShapeConfig(hidden_size=target.hidden_size, step_mode="recursive", token_conditioning="path")
+    axes: dict[str, Any] = {"step_mode": "recursive", "token_conditioning": "path", "attention": True}
+    config = ShapeConfig(hidden_size=target.hidden_size, **axes)
     return TrainedDrafter(ShapePredictor(config).to(target.device, target.dtype).eval())  # type: ignore[arg-type]
 
 

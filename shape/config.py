@@ -38,9 +38,9 @@ _MAY_BE_NONE = {"num_layers", "markov_rank", "coupling"}
 # What a kind leaves no choice of: whatever else is given for these is replaced.
 _FIXED: dict[str, dict[str, Any]] = {
     "shape": {},
-    "medusa": {"step_mode": "parallel", "token_conditioning": "none"},
-    "eagle": {"step_mode": "recursive", "token_conditioning": "path"},
-    "block": {"step_mode": "parallel", "token_conditioning": "root"},
+    "medusa": {"window": 1, "attention": False, "step_mode": "parallel", "token_conditioning": "none"},
+    "eagle": {"window": 1, "attention": False, "step_mode": "recursive", "token_conditioning": "path"},
+    "block": {"window": 1, "attention": False, "step_mode": "parallel", "token_conditioning": "root"},
 }
 
 # What transformers itself writes into a config.json or passes to the constructor beside its declared fields.
@@ -63,7 +63,7 @@ class ShapeConfig(PreTrainedConfig):
 
     Args:
         kind: the network: "shape" (`shape.predictor`), or a rival: "medusa", "eagle", "block" (DFlash, DSpark). A rival
-            fixes how steps are made and which tokens they read, and has a window of one state and no refinement.
+            has its own way of making steps: step_mode, token_conditioning, window and attention are set by it.
         hidden_size: width H of the target's hidden states and embeddings.
         window: number W of known states the predictor reads (the current one and W - 1 before it).
         feature_layers: layers of the target whose states make up one feature vector, concatenated in this
@@ -155,8 +155,6 @@ class ShapeConfig(PreTrainedConfig):
         if self.num_heads is None:
             heads = max(self.hidden_size // 64, 1)
             self.num_heads = heads if self.hidden_size % heads == 0 else 1
-        if self.kind != "shape":
-            self.window = 1
         for name, value in _FIXED.get(self.kind, {}).items():
             setattr(self, name, value)
         self.check()
@@ -202,10 +200,8 @@ class ShapeConfig(PreTrainedConfig):
             raise ConfigError(
                 f"num_heads is {self.num_heads}: heads divide the hidden size, {self.hidden_size}, into even parts"
             )
-        if self.kind != "shape" and (self.refinement != "none" or self.attention):
-            raise ConfigError(
-                f"refinement and attention are SHAPE's: kind {self.kind!r} has refinement none and its own"
-            )
+        if self.kind != "shape" and self.refinement != "none":
+            raise ConfigError(f"refinement is {self.refinement!r}, which is SHAPE's: use none with kind {self.kind!r}")
         if self.kind in ("shape", "block") and self.own_heads:
             raise ConfigError(
                 f"own_heads is for medusa and eagle: kind {self.kind!r} reads states with the target's head"

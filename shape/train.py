@@ -77,7 +77,7 @@ class PredictorOptions:
         window: known states that the predictor reads.
         intermediate_size: its width; null is twice the target's hidden size.
         num_layers: residual blocks at that width; decoder layers of block.
-        attention: steps also attend to all known positions.
+        attention: SHAPE's steps also attend to all known positions.
         num_heads: attention heads; null makes them 64 wide.
         num_steps: steps that training unrolls.
         step_mode: all steps from one window, or one network applied again to its own prediction.
@@ -103,7 +103,7 @@ class PredictorOptions:
     window: int = 4
     intermediate_size: int | None = None
     num_layers: int = 1
-    attention: bool = False
+    attention: bool = True
     num_heads: int | None = None
     num_steps: int = 4
     step_mode: Literal["parallel", "recursive"] = "recursive"

@@ -139,7 +139,7 @@ def test_untrained_heads_draft_what_the_target_says():
         ({"kind": "lookahead"}, "kind is 'lookahead'"),
         ({"kind": "eagle", "num_layers": 2}, "eagle has 1 decoder layer"),
         ({"kind": "block", "num_layers": 0}, "block at least 1"),
-        ({"kind": "medusa", "refinement": "affine"}, "refinement and attention are SHAPE's"),
+        ({"kind": "medusa", "refinement": "affine"}, "refinement is 'affine', which is SHAPE's"),
         ({"kind": "block", "own_heads": True, "vocab_size": 9}, "own_heads is for medusa and eagle"),
         ({"attention": True, "num_heads": 3}, "num_heads is 3"),
         ({"markov_rank": 4, "step_mode": "recursive", "token_conditioning": "path"}, "markov_rank is 4"),

@@ -209,7 +209,7 @@ def test_own_target_gets_the_same_kind_of_predictor_at_its_own_size():
     assert (options.target, options.data, options.output) == ("T", "D", "O")
     assert options.predictor == PredictorOptions(dropout=0.2)
     quickstart = parse([]).predictor
-    for axis in ("window", "step_mode", "token_conditioning", "refinement"):
+    for axis in ("window", "attention", "step_mode", "token_conditioning", "refinement"):
         assert getattr(options.predictor, axis) == getattr(quickstart, axis)
     assert options.predictor.intermediate_size is None and options.predictor.draft_vocab_size is None
 
@@ -232,7 +232,18 @@ def test_paper_configuration_is_the_papers_model(tiny_target):
     assert (config.refinement, config.refinement_dim) == ("sinkhorn", 128)
     assert (config.refinement_epsilon, config.refinement_alpha) == (0.1, 0.5)
     assert set(options.losses.on_states) == {"mse"} and set(options.losses.on_logits) == {"soft_cross_entropy"}
-    assert options.training.noise > 0 and config.dropout > 0
+    assert options.training.noise > 0 and config.dropout > 0 and not config.attention
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("medusa", 1), ("eagle", 3), ("block", 3)])
+def test_rivals_have_configurations_that_change_the_quickstarts_predictor_alone(tiny_target, kind, layers):
+    options = parse([f"--config={bundled.path('configs', f'{kind}.yaml')}"])
+    assert options.predictor.draft_vocab_size == parse([]).predictor.draft_vocab_size
+    options.predictor.draft_vocab_size = 50
+    config = options.predictor_config(tiny_target)
+    assert config.kind == kind and len(config.feature_layers) == layers
+    assert (config.window, config.attention, config.refinement) == (1, False, "none")
+    assert options.training == parse([]).training
 
 
 @pytest.mark.parametrize("target", [[], ["--target=T"]])
