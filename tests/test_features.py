@@ -128,6 +128,27 @@ def test_several_layers_and_another_dtype(tiny_target, tmp_path):
     store.verify(tiny_target)
 
 
+def test_one_folder_serves_predictors_of_several_layers(tiny_target, tmp_path):
+    """Layers stored beside those read: each reader sees what a folder of its own would hold."""
+    wide = FeatureOptions(**{**vars(OPTIONS), "more_layers": [1, 2]})
+    narrow = run(tiny_target, tmp_path / "wide", wide)
+    assert narrow.layers == (-1,) and narrow.manifest.layers == (1, 2, -1)
+    narrow.verify(tiny_target)
+    several = FeatureOptions(**{**vars(wide), "layers": [2, -1]})
+    chosen = run(tiny_target, tmp_path / "wide", several)
+    for store, layers in ((narrow, [-1]), (chosen, [2, -1])):
+        own = run(tiny_target, tmp_path / str(layers), FeatureOptions(**{**vars(OPTIONS), "layers": layers}))
+        assert torch.equal(store[3].hidden, own[3].hidden)
+        rows = store.roots()[:7]
+        assert torch.equal(store.gather(rows, 2, 3).hidden, own.gather(rows, 2, 3).hidden)
+    with pytest.raises(FeatureStoreError, match=r"without \[0\]"):
+        FeatureStore(tmp_path / "wide", layers=[0, -1])
+    with pytest.raises(FeatureStoreError, match="layers"):
+        run(tiny_target, tmp_path / "wide", FeatureOptions(**{**vars(OPTIONS), "layers": [0, -1]}))
+    with pytest.raises(ConfigError, match="name one twice"):
+        run(tiny_target, tmp_path / "twice", FeatureOptions(**{**vars(OPTIONS), "layers": [1, 1, -1]}))
+
+
 @pytest.mark.parametrize("damage", ["missing", "truncated", "foreign"])
 def test_interrupted_extraction_ends_in_the_same_bytes(copy, folder, tiny_target, damage):
     shard = copy / "shard-00001.safetensors"

@@ -17,7 +17,7 @@ from shape.evaluation import ablate
 from shape.evaluation.ablate import examine, main, parse, plan
 from shape.evaluation.speed import _Bench
 
-SHIPPED = ["default", "lookahead", "losses", "refinement", "rivals"]
+SHIPPED = ["default", "lookahead", "losses", "refinement", "rivals", "tokens"]
 
 
 @pytest.fixture(scope="module")
