@@ -1,11 +1,12 @@
-"""Measures the default predictor and the paper's on chat-12m, an internal target that does not ship.
+"""Measures the default predictor, the paper's and the rivals on chat-12m, an internal target that does not ship.
 
     SHAPE_SHARED=/path/to/shared python eval/chat_12m.py WORK_FOLDER
 
 Every 24th training dialogue of Schema-Guided Dialogue is answered by the target; both predictors learn from the same
 stored features for the same minutes; then they are measured on dialogues of the development part, which were left
-out, and on public prompts that the target is weak at. Each step is a command of the package, and what is finished
-is not done again. The tables go to `eval/results/chat-12m`.
+out, and on public prompts that the target is weak at. Then SHAPE and its rivals are trained alike
+(`configs/ablations/rivals.yaml`) and measured on the dialogues. Each step is a command of the package, and what is
+finished is not done again. The tables go to `eval/results/chat-12m` and `eval/results/ablations/rivals-chat-12m`.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     prepare(shared, work)
     data = ["--target", "chat-12m", "--data", "train.jsonl", "--features", "features", "--seed", 0]
-    answers = ["--regeneration.max_new_tokens", 128, "--regeneration.batch_size", 32]
+    answers: list[str | int] = ["--regeneration.max_new_tokens", 128, "--regeneration.batch_size", 32]
     # More steps than the minutes hold: these end it, and the learning rate's schedule with them.
     time = ["--training.steps", 5000, "--training.max_minutes", MINUTES, "--validation.every", 100]
     for name, config in PREDICTORS.items():
@@ -118,6 +119,26 @@ def main() -> None:
             work=work,
         )  # fmt: skip
         shutil.move(work / folder, output)
+    rivals(work, answers)
+
+
+def rivals(work: Path, answers: list[str | int]) -> None:
+    """SHAPE against its rivals; one seed after the other, so that it can be stopped and continued."""
+    output = REPOSITORY / "eval/results/ablations/rivals-chat-12m"
+    if output.exists():
+        return
+    common = ",".join(
+        f"{name.removeprefix('--')}={value}" for name, value in zip(answers[::2], answers[1::2], strict=True)
+    )
+    shape(
+        "evaluation.ablate", "rivals", "--target", "chat-12m", "--data", "train.jsonl",
+        "--measure.prompts", "sgd-dev.jsonl", "--override", f"[{common}]", "--output", "rivals",
+        "--title", "SHAPE and its rivals on chat-12m, which does not ship: the same time, the same features",
+        work=work,
+    )  # fmt: skip
+    output.mkdir(parents=True)
+    for name in ("ablation.json", "ablation.md"):
+        shutil.copy(work / "rivals" / name, output)
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ class TrainedDrafter(Drafter):
         self.arena.set_lengths([start + count for start, count in zip(starts, counts, strict=True)])
 
     def _known(self) -> Known:
-        """What the networks sees of each row's root: (B, 1) roots."""
+        """What the network sees of each row's root: (B, 1) roots."""
         arena = self.arena
         if arena is None:
             return Known(self.window[:, None], [], None, self.window.new_zeros(1, 1, dtype=torch.long))
