@@ -285,7 +285,9 @@ def roots_of(loss_masks: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Split:
-    """Which part of every step's batch a process works on, and in how many portions. The batch divides evenly."""
+    """Which part of every step's batch a process works on, and in how many portions. Positions divide evenly, texts as
+    evenly as they can.
+    """
 
     rank: int = 0
     world: int = 1
@@ -361,7 +363,7 @@ class _Batches(Dataset[Batch]):
             raise IndexError(index)
         step, portion = divmod(index, self.split.accumulate)
         part = portion * self.split.world + self.split.rank
-        samples = self._arrange(self.order.step(step)).view(self.split.parts, -1)[part]
+        samples = self._arrange(self.order.step(step)).tensor_split(self.split.parts)[part]
         return self._load(step, part, samples)
 
     def _arrange(self, samples: Tensor) -> Tensor:
@@ -545,9 +547,9 @@ class ShapeDataModule(pl.LightningDataModule):
         if self.store is not None and self.window is not None:
             order = StepOrder(self.seed, len(self.roots), options.batch_size)
             return StoredBatches(self.store, self.roots, self.window, self.ahead, order, split, options.steps)
-        per_part = max(1, round(options.batch_size / self.roots_each / split.parts))
+        texts = max(split.parts, round(options.batch_size / self.roots_each))
         count = len(self.conversations) if self.store is None else len(self.texts_with_roots)
-        order = StepOrder(self.seed, count, per_part * split.parts)
+        order = StepOrder(self.seed, count, texts)
         if self.store is not None:
             return TextBatches(self.store, self.texts_with_roots, order, split, options.steps)
         return ConversationBatches(self.conversations, self.encode, order, split, options.steps)
