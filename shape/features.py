@@ -147,10 +147,10 @@ class FeatureOptions(StorageOptions):
                 f"max_length is {self.max_length}, but target {target.name} has {target.max_positions} positions; "
                 f"give max_length {target.max_positions} or less"
             )
-        if -1 in self.layers[:-1] or len(set(self.layers)) < len(self.layers):
-            raise ConfigError(f"layers {self.layers} name one twice; give each once")
         if not self.layers or self.layers[-1] != -1:
             raise ConfigError(f"layers are {self.layers}; end them in -1, the state that predictors predict")
+        if len(set(self.layers)) < len(self.layers):
+            raise ConfigError(f"layers {self.layers} name one twice; give each once")
         depth = target.config.num_hidden_layers
         if wrong := [layer for layer in self.stored if not -1 <= layer <= depth]:
             raise ConfigError(f"layers {wrong} do not exist in target {target.name}; its blocks are 0 to {depth}")

@@ -166,7 +166,9 @@ def decode(
                 drafter.select(index)
 
         drafting = perf_counter()
-        sampler.settle(settled.lengths, settled.texts)
+        # The trace looks at the step's own texts when these have grown already.
+        texts = settled.texts if trace is None else [text.copy() for text in settled.texts]
+        sampler.settle(settled.lengths, texts)
         active = drafter if pace is None or pace.draft_next() else None
         tree = root_only(settled.root) if active is None else active.draft(settled, sampler)
         if support.mode == "chain":

@@ -243,12 +243,42 @@ class TestRefinement:
         refinement = model.refinement
         assert isinstance(refinement, SinkhornRefinement)
         raw, current = torch.randn(2, 5, H)
-        p, q = refinement._distribution(current), refinement._distribution(raw)
+        p, q = (refinement._distribution(refinement._reduced(state)) for state in (current, raw))
         size = current.square().mean(-1, keepdim=True).sqrt()
         for iterations in (1, 3, 30):
             plan = sinkhorn(p, q, squared_distances(refinement.expand.weight.T), 0.1, iterations, "column")
             paper = 0.5 * raw + 0.5 * size * refinement.expand(plan.column_marginal())
             torch.testing.assert_close(refinement(raw, current), paper)
+
+    def test_barycentric_read_out_moves_what_the_current_state_has(self) -> None:
+        """Each point gets the mean of the coordinates that arrive there; in either order the plan matters."""
+        raw, current = torch.randn(2, 5, H).double()
+        for last_update in ("row", "column"):
+            options = {"refinement": "sinkhorn", "refinement_last_update": last_update}
+            model = predictor(**options, refinement_readout="barycentric", refinement_iterations=3).double()
+            refinement = model.refinement
+            assert isinstance(refinement, SinkhornRefinement)
+            here, there = refinement._reduced(current), refinement._reduced(raw)
+            cost = squared_distances(refinement.expand.weight.T)
+            plan = sinkhorn(here.softmax(-1), there.softmax(-1), cost, 0.1, 3, last_update).matrix()
+            arriving = torch.einsum("bij,bi->bj", plan, here) / plan.sum(-2)
+            size = current.square().mean(-1, keepdim=True).sqrt()
+            expected = 0.5 * raw + 0.5 * size * refinement.expand(arriving)
+            torch.testing.assert_close(refinement(raw, current), expected, rtol=1e-5, atol=1e-6)
+
+    def test_the_share_can_be_learned(self) -> None:
+        model = predictor(refinement="affine", refinement_alpha=0.25, refinement_alpha_learned=True)
+        fixed = predictor(refinement="affine", refinement_alpha=0.25)
+        refinement = model.refinement
+        assert refinement is not None and fixed.refinement is not None
+        with torch.no_grad():
+            refinement.share.logit.fill_(torch.tensor(0.25).logit())
+            fixed.load_state_dict({k: v for k, v in model.state_dict().items() if "share" not in k})
+        raw, current = torch.randn(2, 5, H)
+        refined = refinement(raw, current)
+        torch.testing.assert_close(refined, fixed.refinement(raw, current))
+        refined.sum().backward()
+        assert refinement.share.logit.grad.abs() > 0
 
     def test_row_order_depends_on_the_plan(self) -> None:
         column, row = (
