@@ -221,7 +221,7 @@ class Grown(Proposer):
 
     def update(self, state: Tensor, hidden: Tensor, counts: Tensor) -> Tensor:
         self._drafter.window = state
-        self._drafter.update(Settled([], counts, counts), hidden, counts)  # the text is read by attention alone
+        self._drafter.update(counts[:, None], hidden, counts)  # tokens are read by attention alone: see `why_not`
         return self._drafter.window
 
 

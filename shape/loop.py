@@ -166,9 +166,7 @@ def decode(
                 drafter.select(index)
 
         drafting = perf_counter()
-        # The trace looks at the step's own texts when these have grown already.
-        texts = settled.texts if trace is None else [text.copy() for text in settled.texts]
-        sampler.settle(settled.lengths, texts)
+        sampler.settle(settled.lengths, settled.texts)
         active = drafter if pace is None or pace.draft_next() else None
         tree = root_only(settled.root) if active is None else active.draft(settled, sampler)
         if support.mode == "chain":
@@ -191,9 +189,9 @@ def decode(
         arena.commit(paths)
         if drafter is not None or memory is not None:
             states = states.gather(1, accepted.path[:, : max(counts), None].expand(-1, -1, states.shape[-1]))
-        settled.advance(new, accepted.counts)
         if drafter is not None:
-            drafter.update(settled, states, accepted.counts)
+            tokens = torch.cat([settled.root[:, None], accepted.tokens[:, : max(counts)]], dim=1)
+            drafter.update(tokens, states, accepted.counts)
         if memory is not None:
             states_so_far.append(states)
         finishing = perf_counter()
@@ -209,6 +207,7 @@ def decode(
         stats.steps.append(step)
         if trace is not None:
             trace.step(step, tree, logits, sampler, paths, new, drafted, emitted)
+        settled.advance(new, accepted.counts)
         if pace is not None:
             pace.observe(tree.size > 1, sum(counts) / len(counts), step.seconds)
             stats.plain_steps += active is None

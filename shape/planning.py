@@ -271,8 +271,8 @@ class _Shadow(Drafter):
             self.seen.append((row, len(settled.texts[at]), *lists))
         return root_only(settled.root)
 
-    def update(self, settled: Settled, hidden: Tensor, counts: Tensor) -> None:
-        self.inner.update(settled, hidden, counts)
+    def update(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
+        self.inner.update(tokens, hidden, counts)
 
     def select(self, rows: Tensor) -> None:
         self.inner.select(rows)

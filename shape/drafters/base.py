@@ -100,10 +100,13 @@ class Drafter(ABC):
     def rehearse(self, rows: int, passes: int) -> None:
         """Run the network forwards of such a draft and nothing else, for measuring; nothing without a network."""
 
-    def update(self, settled: Settled, hidden: Tensor, counts: Tensor) -> None:
-        """States that verification made known: (B, D, F), of which row b's first ``counts[b]`` count.
+    def update(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
+        """What verification made known.
 
-        ``settled`` has the tokens already that were accepted with them.
+        Args:
+            tokens: (B, D + 1) int64, the root that was verified and what was settled behind it.
+            hidden: (B, D, F), states of all but the last of these.
+            counts: (B,) int64, how many of row b's states count; the others, and tokens behind them, are padding.
         """
 
     def select(self, rows: Tensor) -> None:

@@ -87,14 +87,15 @@ class TrainedDrafter(Drafter):
             rows, longest = hidden.shape[:2]
             layers = [LayerShape(shape, shape) for shape in shapes]
             self.arena = KVArena(layers, rows, longest + _SLOTS, self.predictor.dtype, self._device)
-            self._remember(settled, F.pad(hidden, (0, 0, 1, 0)), [len(text) - 1 for text in settled.texts])
+            ids = [text + [0] * (longest + 1 - len(text)) for text in settled.texts]
+            tokens = torch.tensor(ids, device=self._device)
+            self._remember(tokens, F.pad(hidden, (0, 0, 1, 0)), [len(text) - 1 for text in settled.texts])
 
-    def update(self, settled: Settled, hidden: Tensor, counts: Tensor) -> None:
+    def update(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
         known = torch.cat([self.window, hidden.to(self._device)], dim=1)
         size = self.predictor.config.window
         if self.arena is not None:
-            new = [len(text) - 1 - length for text, length in zip(settled.texts, self.arena.host_lengths, strict=True)]
-            self._remember(settled, known[:, size - 1 :], new)
+            self._remember(tokens.to(self._device), known[:, size - 1 :], counts.tolist())
         self.window = windows(known, counts[:, None].to(self._device) + size, size)[:, 0]
 
     def select(self, rows: Tensor) -> None:
@@ -104,14 +105,14 @@ class TrainedDrafter(Drafter):
             self.arena.select(rows)
 
     @torch.no_grad()
-    def _remember(self, settled: Settled, features: Tensor, counts: list[int]) -> None:
-        """Keep what the next positions leave: features (B, D + 1, F), of row b's position before and counts[b] more."""
+    def _remember(self, tokens: Tensor, features: Tensor, counts: list[int]) -> None:
+        """Keep what the next positions leave, counts[b] of them: tokens (B, D + 1), theirs and the one behind them;
+        features (B, D + 1, F), of the position before and theirs.
+        """
         assert self.arena is not None
-        starts, size = self.arena.host_lengths, max(counts)
-        tokens = [text[start : start + size + 1] for text, start in zip(settled.texts, starts, strict=True)]
-        ids = torch.tensor([row + [0] * (size + 1 - len(row)) for row in tokens], device=self._device)
+        starts, size = self.arena.host_lengths, tokens.shape[1] - 1
         positions = self.arena.lengths[:, None] + torch.arange(size, device=self._device)
-        found = self.predictor.remember(features[:, : size + 1], self._target.embed(ids), positions)
+        found = self.predictor.remember(features, self._target.embed(tokens), positions)
         self.arena.reserve(size)
         for layer, (keys, values) in zip(self.arena.views, found, strict=True):
             layer.update(keys, values)

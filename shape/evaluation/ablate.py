@@ -401,9 +401,9 @@ class _Counting(Drafter):
         self.flops.append(counter.get_total_flops())
         return tree
 
-    def update(self, settled: Settled, hidden: Tensor, counts: Tensor) -> None:
+    def update(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
         with FlopCounterMode(display=False) as counter:
-            self.inner.update(settled, hidden, counts)
+            self.inner.update(tokens, hidden, counts)
         self.flops[-1] += counter.get_total_flops()
 
     def select(self, rows: Tensor) -> None:
