@@ -131,6 +131,7 @@ class Predictor(PreTrainedModel):
     def own_head(self, states: Tensor) -> Tensor:
         """Where there are heads: (..., S', H) -> (..., S', K); with several of them S' counts steps from the first."""
         assert self.heads is not None
+        states = states.to(self.heads.dtype)  # autocast may have made them smaller
         if len(self.heads) == 1:
             return F.linear(states, self.heads[0])
         return torch.einsum("...sh,skh->...sk", states, self.heads[: states.shape[-2]])
@@ -306,6 +307,13 @@ def rotate(states: Tensor, positions: Tensor) -> Tensor:
     cos, sin = angles.cos().to(states.dtype), angles.sin().to(states.dtype)
     first, second = states[..., :half], states[..., half:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class RMSNorm(nn.RMSNorm):
+    """In the dtype of its weights: what autocast has made smaller has no fused kernel with these."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
 
 
 class GatedMLP(nn.Module):

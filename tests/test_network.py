@@ -158,3 +158,28 @@ def test_tables_need_a_vocabulary_and_classes_their_kind():
         PREDICTORS["medusa"](ShapeConfig(hidden_size=32, kind="medusa", own_heads=True))
     with pytest.raises(ConfigError, match="of kind 'eagle', and MedusaPredictor is 'medusa'"):
         PREDICTORS["medusa"](ShapeConfig(hidden_size=32, kind="eagle"))
+
+
+@pytest.mark.filterwarnings("error:.*dtype")
+@pytest.mark.parametrize("rival", RIVALS)
+def test_every_kind_computes_in_mixed_precision_and_in_bfloat16(rival):
+    """As training under autocast does with bfloat16 features, and decoding with bfloat16 weights."""
+    network = predictor(torch.float32, **RIVALS[rival], loud=True)
+    config, small = network.config, torch.bfloat16
+    features = torch.randn(2, 9, 32 * len(config.feature_layers), dtype=small)
+    embeddings, roots = torch.randn(2, 10, 32, dtype=small), torch.tensor([[1, 4, 8], [2, 3, 0]])
+    window, along = windows(features, roots, config.window), torch.randn(2, 3, config.num_steps, 32, dtype=small)
+    head, tokens = torch.randn(64, 32), torch.randn(64, 32, dtype=small)
+
+    def logits(weights: torch.Tensor) -> torch.Tensor:
+        states = network.unroll(known_at(network, features, embeddings, roots, window), along)
+        with torch.autocast("cpu", enabled=False):
+            own = network.own_head(states) if network.heads is not None else F.linear(states.to(weights.dtype), weights)
+            return network.bias(network.couple(own, tokens), along)
+
+    with torch.autocast("cpu", small):
+        mixed = logits(head)
+    assert mixed.dtype == torch.float32
+    mixed.square().mean().backward()
+    network.to(small)
+    assert logits(head.to(small)).dtype == small

@@ -12,6 +12,7 @@ from shape.network import (
     Known,
     Predictor,
     Remembered,
+    RMSNorm,
     normalise,
     scale,
 )
@@ -34,10 +35,10 @@ class BlockPredictor(Predictor):
     def __init__(self, config: ShapeConfig) -> None:
         super().__init__(config)
         size = config.hidden_size
-        self.fuse, self.norm_features = Fusion(config), nn.RMSNorm(size)
+        self.fuse, self.norm_features = Fusion(config), RMSNorm(size)
         self.mask = nn.Parameter(torch.randn(size))
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(size)
+        self.norm = RMSNorm(size)
         self._add_read_out(own_heads=1 if config.own_heads else 0)
 
     @property
@@ -73,7 +74,7 @@ class BlockLayer(nn.Module):
         super().__init__()
         size = config.hidden_size
         assert config.intermediate_size is not None  # the configuration fills it in
-        self.norm_attention, self.norm_mlp = nn.RMSNorm(size), nn.RMSNorm(size)
+        self.norm_attention, self.norm_mlp = RMSNorm(size), RMSNorm(size)
         self.attention = ContextAttention(size, size, config)
         self.mlp = GatedMLP(size, config.intermediate_size)
 

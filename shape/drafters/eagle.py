@@ -1,10 +1,10 @@
 """EAGLE: one decoder layer that continues the target's features (Li et al., arXiv 2401.15077, 2503.01840)."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shape.config import ShapeConfig
-from shape.network import Carried, ContextAttention, Fusion, GatedMLP, Known, Predictor, Remembered, scale
+from shape.network import Carried, ContextAttention, Fusion, GatedMLP, Known, Predictor, Remembered, RMSNorm, scale
 
 
 class EaglePredictor(Predictor):
@@ -27,10 +27,10 @@ class EaglePredictor(Predictor):
         size = config.hidden_size
         assert config.intermediate_size is not None  # the configuration fills it in
         self.fuse = Fusion(config)
-        self.norm_token, self.norm_feature = nn.RMSNorm(size), nn.RMSNorm(size)
+        self.norm_token, self.norm_feature = RMSNorm(size), RMSNorm(size)
         self.attention = ContextAttention(2 * size, size, config)
-        self.norm_mlp, self.mlp = nn.RMSNorm(size), GatedMLP(size, config.intermediate_size)
-        self.norm = nn.RMSNorm(size)
+        self.norm_mlp, self.mlp = RMSNorm(size), GatedMLP(size, config.intermediate_size)
+        self.norm = RMSNorm(size)
         self._add_read_out(own_heads=1 if config.own_heads else 0)
 
     @property
