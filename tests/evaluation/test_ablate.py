@@ -17,7 +17,7 @@ from shape.evaluation import ablate
 from shape.evaluation.ablate import examine, main, parse, plan
 from shape.evaluation.speed import _Bench
 
-SHIPPED = ["default", "lookahead", "losses", "refinement", "rivals", "tokens"]
+SHIPPED = ["default", "lookahead", "losses", "refinement", "rivals", "tokens", "training"]
 
 
 @pytest.fixture(scope="module")
