@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
 from shape.config import ShapeConfig
-from shape.network import Carried, ContextAttention, Known, Predictor, Remembered, normalise, scale
+from shape.network import Carried, ContextAttention, Known, Predictor, Remembered, normalise, scale, turns
 from shape.transport import LastUpdate, sinkhorn, squared_distances
 
 
@@ -185,7 +185,8 @@ class ShapePredictor(Predictor):
         states = normalise(features[..., -self.config.hidden_size :].to(self.delta.weight.dtype))
         places = torch.cat([states, normalise(embeddings.to(states.dtype))], dim=-1)
         following = torch.cat([states[:, 1:], places[:, 1:, self.config.hidden_size :]], dim=-1)
-        return [self.attention.remember(places[:, :-1], following, positions)]
+        turned = turns(positions, self.attention.head_size, states.dtype)
+        return [self.attention.remember(places[:, :-1], following, turned)]
 
     def begin(self, known: Known, root: Tensor | None) -> Carried:
         if self.config.step_mode == "recursive":
@@ -262,10 +263,10 @@ class ShapePredictor(Predictor):
             token = normalise(embedding.to(dtype))
             x = x + self.token_projection(token)
         if self.attention is not None:
-            if known is None:
+            if known is None or known.turns is None:
                 raise ValueError("this predictor attends to known positions: give them beside the window")
             place = torch.cat([current, token], dim=-1)
-            x = x + self.attention(place, known.positions + n, known.memory[0], known.visible)
+            x = x + self.attention(place, known.turns[:, :, n + 1], known.memory[0], known.visible)
         x = F.dropout(F.silu(x), self.config.dropout, self.training)
         for block in self.blocks:
             x = block(x)

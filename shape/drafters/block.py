@@ -15,6 +15,7 @@ from shape.network import (
     RMSNorm,
     normalise,
     scale,
+    turns,
 )
 
 
@@ -47,16 +48,16 @@ class BlockPredictor(Predictor):
 
     def remember(self, features: Tensor, embeddings: Tensor, positions: Tensor) -> Remembered:
         seen = self.norm_features(self.fuse(features[:, 1:].to(self.mask.dtype)))
-        return [layer.attention.remember(seen, seen, positions) for layer in self._layers()]
+        turned = turns(positions, self._layers()[0].attention.head_size, seen.dtype)
+        return [layer.attention.remember(seen, seen, turned) for layer in self._layers()]
 
     def begin(self, known: Known, root: Tensor | None) -> Carried:
-        assert root is not None
+        assert root is not None and known.turns is not None
         steps = self.config.num_steps
         masks = self.mask.expand(*root.shape[:-1], steps - 1, -1)
         x = torch.cat([normalise(root.to(self.mask.dtype)).unsqueeze(-2), masks], dim=-2)
-        positions = known.positions[..., None] + torch.arange(steps, device=root.device)
         for layer, memory in zip(self._layers(), known.memory, strict=True):
-            x = layer(x, positions, memory, known.visible)
+            x = layer(x, known.turns[:, :, 1 : steps + 1], memory, known.visible)
         size = scale(known.window[..., -1, -self.config.hidden_size :].to(x.dtype))
         return (size.unsqueeze(-2) * self.norm(x),)
 
@@ -78,16 +79,16 @@ class BlockLayer(nn.Module):
         self.attention = ContextAttention(size, size, config)
         self.mlp = GatedMLP(size, config.intermediate_size)
 
-    def forward(self, x: Tensor, positions: Tensor, memory: tuple[Tensor, Tensor], visible: Tensor | None) -> Tensor:
-        """(B, P, S, H), (B, P, S), known keys and values (B, G, T, D), (B, P, T) -> (B, P, S, H)."""
+    def forward(self, x: Tensor, turned: Tensor, memory: tuple[Tensor, Tensor], visible: Tensor | None) -> Tensor:
+        """(B, P, S, H), turns (B, P, S, 2, D / 2), known keys and values (B, G, T, D), (B, P, T) -> (B, P, S, H)."""
         steps = x.shape[2]
-        seen, positions = self.norm_attention(x).flatten(1, 2), positions.flatten(1)
+        seen, turned = self.norm_attention(x).flatten(1, 2), turned.flatten(1, 2)
         if visible is not None:
             visible = visible.repeat_interleave(steps, dim=1)
         own = [
             states.unflatten(2, (-1, 1, steps)).expand(-1, -1, -1, steps, -1, -1).flatten(2, 3)
-            for states in self.attention.remember(seen, seen, positions)
+            for states in self.attention.remember(seen, seen, turned)
         ]
-        found = self.attention(seen, positions, memory, visible, (own[0], own[1]))
+        found = self.attention(seen, turned, memory, visible, (own[0], own[1]))
         x = x + found.unflatten(1, (-1, steps))
         return x + self.mlp(self.norm_mlp(x))

@@ -4,7 +4,18 @@ import torch
 from torch import Tensor
 
 from shape.config import ShapeConfig
-from shape.network import Carried, ContextAttention, Fusion, GatedMLP, Known, Predictor, Remembered, RMSNorm, scale
+from shape.network import (
+    Carried,
+    ContextAttention,
+    Fusion,
+    GatedMLP,
+    Known,
+    Predictor,
+    Remembered,
+    RMSNorm,
+    scale,
+    turns,
+)
 
 
 class EaglePredictor(Predictor):
@@ -39,7 +50,7 @@ class EaglePredictor(Predictor):
 
     def remember(self, features: Tensor, embeddings: Tensor, positions: Tensor) -> Remembered:
         seen = self._inputs(self._fused(features[:, 1:]), embeddings[:, 1:])
-        return [self.attention.remember(seen, seen, positions)]
+        return [self.attention.remember(seen, seen, turns(positions, self.attention.head_size, seen.dtype))]
 
     def begin(self, known: Known, root: Tensor | None) -> Carried:
         feature = self._fused(known.window[..., -1, :])
@@ -47,17 +58,16 @@ class EaglePredictor(Predictor):
         return feature, nothing, nothing
 
     def advance(self, known: Known, carried: Carried, embedding: Tensor | None, n: int) -> tuple[Tensor, Carried]:
-        assert embedding is not None
+        assert embedding is not None and known.turns is not None
         feature, keys, values = carried
         seen = self._inputs(feature, embedding)
-        positions = known.positions - 1 + n
-        own = None
+        turned, own = known.turns[:, :, n], None
         if n > 0:  # at the first step the node is position t - 1 itself, which is remembered
-            key, value = self.attention.remember(seen, seen, positions)
+            key, value = self.attention.remember(seen, seen, turned)
             keys = torch.cat([keys, key.transpose(1, 2).unsqueeze(2)], dim=2)
             values = torch.cat([values, value.transpose(1, 2).unsqueeze(2)], dim=2)
             own = keys.permute(0, 3, 1, 2, 4), values.permute(0, 3, 1, 2, 4)
-        x = feature + self.attention(seen, positions, known.memory[0], known.visible, own)
+        x = feature + self.attention(seen, turned, known.memory[0], known.visible, own)
         x = x + self.mlp(self.norm_mlp(x))
         size = scale(known.window[..., -1, -self.config.hidden_size :].to(x.dtype))
         return size * self.norm(x), (x, keys, values)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shape.drafters.base import Drafter, Settled, TreeShape
 from shape.errors import TargetMismatch
-from shape.network import Head, Known, Predictor, Remembered
+from shape.network import Head, Known, Predictor, Remembered, turns_ahead
 from shape.predictor import windows
 from shape.target import Target, TargetIdentity
 from shape.verification.cache import KVArena, LayerShape
@@ -118,18 +118,20 @@ class TrainedDrafter(Drafter):
             layer.update(keys, values)
         self.arena.set_lengths([start + count for start, count in zip(starts, counts, strict=True)])
 
-    def _known(self) -> Known:
-        """What the network sees of each row's root: (B, 1) roots."""
+    def _known(self, steps: int) -> Known:
+        """What the network sees of each row's root, (B, 1) roots, for so many steps."""
         arena = self.arena
         if arena is None:
-            return Known(self.window[:, None], [], None, self.window.new_zeros(1, 1, dtype=torch.long))
+            return Known(self.window[:, None], [], None, None)
         memory: Remembered = [
             (layer.keys[:, :, : arena.longest], layer.values[:, :, : arena.longest]) for layer in arena.views
         ]
         slots, visible = torch.arange(arena.longest, device=self._device), None
         if not arena.uniform:
             visible = slots < arena.lengths[:, None, None]
-        return Known(self.window[:, None], memory, visible, arena.lengths[:, None])
+        config = self.predictor.config
+        ahead = turns_ahead(arena.lengths[:, None], config, self.predictor.dtype, max(steps, config.num_steps))
+        return Known(self.window[:, None], memory, visible, ahead)
 
     def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
         return self._draft(settled.to(self._device), sampler.to(self._device)).to(settled.root.device)
@@ -152,7 +154,7 @@ class TrainedDrafter(Drafter):
         # The frontier: nodes expanded next, with numbers, joint log-probabilities, embeddings and what they carry.
         number = torch.zeros_like(root)
         joint = torch.zeros(root.shape, device=root.device)
-        embedding, known, nodes = self._target.embed(root), self._known(), 1
+        embedding, known, nodes = self._target.embed(root), self._known(depth), 1
         carried = network.begin(known, embedding)
         shared = None if by_path else self._logits_of_all_depths(known, carried, embedding, depth)
         # Of every depth: what was expanded, its best children, and their joint log-probabilities.
@@ -231,8 +233,9 @@ class TrainedDrafter(Drafter):
         network, config = self.predictor, self.predictor.config
         zeros = next(network.parameters()).new_zeros
         memory = [(zeros(rows, heads, _REHEARSED, size),) * 2 for heads, size in network.memory_shapes]
-        positions = torch.full((rows, 1), _REHEARSED, device=self._device)
-        known = Known(zeros(rows, 1, config.window, config.feature_size), memory, None, positions)
+        roots = torch.full((rows, 1), _REHEARSED, device=self._device)
+        ahead = turns_ahead(roots, config, network.dtype, max(passes, config.num_steps)) if memory else None
+        known = Known(zeros(rows, 1, config.window, config.feature_size), memory, None, ahead)
         embedding = zeros(rows, 1, config.hidden_size)
         carried = network.begin(known, embedding)
         if not network.by_path:
