@@ -161,6 +161,7 @@ class Proposer(ABC):
     nodes: int = 1
     passes: int = 0
     contiguous: bool = True
+    memory: KVArena | None = None  # keys and values of its own for settled positions, behind ``start``
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -172,11 +173,15 @@ class Proposer(ABC):
         """What changes from step to step beside text and cache, (B, ...), behind a prefill (see ``Drafter.start``)."""
 
     @abstractmethod
-    def draft(self, state: Tensor, lengths: Tensor, root: Tensor, sampler: Sampler) -> TokenTree:
+    def draft(
+        self, state: Tensor, memory: FixedArena | None, lengths: Tensor, root: Tensor, sampler: Sampler
+    ) -> TokenTree:
         """Trees of one size behind the roots (B,), texts being ``lengths`` (B,) long with them."""
 
-    def update(self, state: Tensor, hidden: Tensor, counts: Tensor) -> Tensor:
-        """The state behind a step, see ``Drafter.update``."""
+    def update(
+        self, state: Tensor, memory: FixedArena | None, tokens: Tensor, hidden: Tensor, counts: Tensor
+    ) -> Tensor:
+        """The state behind a step, see ``Drafter.update``; what it remembers is written behind the memory's lengths."""
         return state
 
 
@@ -186,12 +191,14 @@ class Nothing(Proposer):
     def start(self, settled: Settled, hidden: Tensor) -> Tensor:
         return hidden.new_zeros(len(hidden), 0)
 
-    def draft(self, state: Tensor, lengths: Tensor, root: Tensor, sampler: Sampler) -> TokenTree:
+    def draft(
+        self, state: Tensor, memory: FixedArena | None, lengths: Tensor, root: Tensor, sampler: Sampler
+    ) -> TokenTree:
         return root_only(root)
 
 
 class Grown(Proposer):
-    """Trees of a SHAPE predictor; the state is its window, (B, W, F)."""
+    """Trees of a trained predictor; the state is its window, (B, W, F)."""
 
     def __init__(self, drafter: TrainedDrafter) -> None:
         self._drafter = copy(drafter)
@@ -213,15 +220,24 @@ class Grown(Proposer):
 
     def start(self, settled: Settled, hidden: Tensor) -> Tensor:
         self._drafter.start(settled, hidden)
+        self.memory = self._drafter.arena
         return self._drafter.window
 
-    def draft(self, state: Tensor, lengths: Tensor, root: Tensor, sampler: Sampler) -> TokenTree:
-        self._drafter.window = state
+    def draft(
+        self, state: Tensor, memory: FixedArena | None, lengths: Tensor, root: Tensor, sampler: Sampler
+    ) -> TokenTree:
+        self._drafter.window, self._drafter.arena = state, memory
+        if memory is not None:
+            memory.expect(0)
         return self._drafter.draft(Settled([], lengths, root), sampler)
 
-    def update(self, state: Tensor, hidden: Tensor, counts: Tensor) -> Tensor:
-        self._drafter.window = state
-        self._drafter.update(counts[:, None], hidden, counts)  # tokens are read by attention alone: see `why_not`
+    def update(
+        self, state: Tensor, memory: FixedArena | None, tokens: Tensor, hidden: Tensor, counts: Tensor
+    ) -> Tensor:
+        self._drafter.window, self._drafter.arena = state, memory
+        if memory is not None:
+            memory.expect(hidden.shape[1])
+        self._drafter.take_in(tokens, hidden, counts)
         return self._drafter.window
 
 
@@ -241,7 +257,9 @@ class Foretold(Proposer):
         width = -(-(max(map(len, drafts)) + 1) // _TABLE) * _TABLE  # the last is always -1
         return torch.tensor([[*row, *[-1] * (width - len(row))] for row in drafts], device=hidden.device)
 
-    def draft(self, state: Tensor, lengths: Tensor, root: Tensor, sampler: Sampler) -> TokenTree:
+    def draft(
+        self, state: Tensor, memory: FixedArena | None, lengths: Tensor, root: Tensor, sampler: Sampler
+    ) -> TokenTree:
         positions = lengths[:, None] + torch.arange(self.depth, device=root.device)
         drafts = state.gather(1, positions.clamp(max=state.shape[1] - 1))
         tree = chain(root, drafts.clamp(min=0))
@@ -254,6 +272,7 @@ class Content:
     """Where the rows of a call are between two steps; each tensor has a row for each."""
 
     arena: KVArena
+    memory: KVArena | None
     root: Tensor
     state: Tensor
     keys: Tensor | None
@@ -300,6 +319,9 @@ class Stage:
         self.target, self.support, self.proposer = target, plan.support, plan.proposer
         self.rows, self.capacity, self.compiled, self._pool = rows, capacity, compiled, pool
         self.arena = FixedArena(plan.support.layers, rows, capacity, target.dtype, device)
+        self.memory = None
+        if plan.proposer.memory is not None:
+            self.memory = FixedArena(plan.proposer.memory.shapes, rows, capacity, plan.proposer.memory.dtype, device)
         self.root = torch.zeros(rows, dtype=torch.long, device=device)
         self.state = plan.state.new_zeros(rows, *plan.state.shape[1:])
         self.sampler = FixedSampler(
@@ -343,18 +365,22 @@ class Stage:
         arena, sampler, proposer = self.arena, self.sampler, self.proposer
         lengths = arena.lengths + 1
         sampler.settle(lengths)
-        tree = LaidOut.of(proposer.draft(self.state, lengths, self.root, sampler) if drafts else root_only(self.root))
+        drafted = proposer.draft(self.state, self.memory, lengths, self.root, sampler) if drafts else None
+        tree = LaidOut.of(root_only(self.root) if drafted is None else drafted)
         states = self.forward(tree)
         accepted = match_on_device(tree, sampler.choose(self.target.logits(states), tree))
         deepest = proposer.depth + 1 if drafts else 1
         path, tokens, counts = accepted.path[:, :deepest], accepted.tokens[:, :deepest], accepted.counts
         proposed = (tree.parent >= 0).sum(1)
         hidden = states.gather(1, path[:, :, None].expand(-1, -1, states.shape[-1]))
-        self.state.copy_(proposer.update(self.state, hidden, counts))
+        settled = torch.cat([self.root[:, None], tokens], dim=1)
+        self.state.copy_(proposer.update(self.state, self.memory, settled, hidden, counts))
         if drafts and not proposer.contiguous:
             arena.move(path)
         # Rows that have ended may go on for nothing, but not past the last slot.
         arena.lengths.copy_((arena.lengths + counts).clamp(max=self.capacity - proposer.nodes))
+        if self.memory is not None:  # it holds the positions that the target's cache holds
+            self.memory.lengths.copy_(arena.lengths)
         self.root.copy_(tokens.gather(1, counts[:, None] - 1)[:, 0])
         self.out[:, : 2 + deepest] = torch.cat([counts[:, None], proposed[:, None], tokens], dim=1)
 
@@ -371,6 +397,8 @@ class Stage:
         """Take these rows, (R,) int64, of a call; what the rows behind them compute is not read."""
         count = len(rows)
         self.arena.fill(content.arena, rows)
+        if self.memory is not None and content.memory is not None:
+            self.memory.fill(content.memory, rows)
         self.root.zero_()
         self.root[:count] = content.root[rows]
         self.state[:count] = content.state[rows]
@@ -380,7 +408,7 @@ class Stage:
 
     @property
     def content(self) -> Content:
-        return Content(self.arena, self.root, self.state, self.sampler.keys, self.sampler.prompt_lengths)
+        return Content(self.arena, self.memory, self.root, self.state, self.sampler.keys, self.sampler.prompt_lengths)
 
     def launch(self, drafts: bool, rows: list[Row]) -> "Flight":
         """Enqueue a step, and the copy of what it emits. No more than ``_AHEAD`` may be under way."""
@@ -501,8 +529,8 @@ def why_not(target: Target, support: Support, drafter: Drafter | None, sampler: 
     if sampler.processors is not None or not all(isinstance(one, _WARPERS) for one in sampler.warpers):
         return "logits processors wait for the host"
     if isinstance(drafter, TrainedDrafter):
-        if drafter.predictor.memory_shapes or len(drafter.layers) > 1:
-            return f"drafter {drafter.name} attends to a memory that grows, or reads several layers"
+        if len(drafter.layers) > 1:
+            return f"drafter {drafter.name} reads several layers"
         return None if drafter.predictor.device == target.device else "drafts are made on another device"
     return None if drafter is None or isinstance(drafter, OracleDrafter) else f"drafter {drafter.name} waits for it"
 
@@ -543,7 +571,7 @@ def decode(
     proposer = proposer_of(drafter)
     state = proposer.start(settled, hidden)
     plan = Plan(target, support, proposer, sampler, state)
-    content = Content(arena, settled.root, state, sampler.keys, sampler.prompt_lengths)
+    content = Content(arena, proposer.memory, settled.root, state, sampler.keys, sampler.prompt_lengths)
     del arena, hidden, settled
     prefilled = perf_counter()
     stats.prefill_seconds += prefilled - started

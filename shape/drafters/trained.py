@@ -85,18 +85,25 @@ class TrainedDrafter(Drafter):
         self.window = windows(hidden, ends, config.window)[:, 0]
         if shapes:
             rows, longest = hidden.shape[:2]
-            layers = [LayerShape(shape, shape) for shape in shapes]
-            self.arena = KVArena(layers, rows, longest + _SLOTS, self.predictor.dtype, self._device)
+            self.arena = KVArena(self.memory_layers, rows, longest + _SLOTS, self.predictor.dtype, self._device)
             ids = [text + [0] * (longest + 1 - len(text)) for text in settled.texts]
             tokens = torch.tensor(ids, device=self._device)
-            self._remember(tokens, F.pad(hidden, (0, 0, 1, 0)), [len(text) - 1 for text in settled.texts])
+            self._remember(tokens, F.pad(hidden, (0, 0, 1, 0)))
+            self.arena.set_lengths([len(text) - 1 for text in settled.texts])
 
     def update(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
-        known = torch.cat([self.window, hidden.to(self._device)], dim=1)
+        self.take_in(tokens.to(self._device), hidden.to(self._device), counts.to(self._device))
+        if self.arena is not None:
+            pairs = zip(self.arena.host_lengths, counts.tolist(), strict=True)
+            self.arena.set_lengths([length + count for length, count in pairs])
+
+    def take_in(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
+        """``update`` without a word to the host: the memory's lengths are left for the caller to move on."""
+        known = torch.cat([self.window, hidden], dim=1)
         size = self.predictor.config.window
         if self.arena is not None:
-            self._remember(tokens.to(self._device), known[:, size - 1 :], counts.tolist())
-        self.window = windows(known, counts[:, None].to(self._device) + size, size)[:, 0]
+            self._remember(tokens, known[:, size - 1 :])
+        self.window = windows(known, counts[:, None] + size, size)[:, 0]
 
     def select(self, rows: Tensor) -> None:
         rows = rows.to(self._device)
@@ -105,18 +112,21 @@ class TrainedDrafter(Drafter):
             self.arena.select(rows)
 
     @torch.no_grad()
-    def _remember(self, tokens: Tensor, features: Tensor, counts: list[int]) -> None:
-        """Keep what the next positions leave, counts[b] of them: tokens (B, D + 1), theirs and the one behind them;
+    def _remember(self, tokens: Tensor, features: Tensor) -> None:
+        """Write what the next positions leave behind the settled ones: tokens (B, D + 1), theirs and the one after;
         features (B, D + 1, F), of the position before and theirs.
         """
         assert self.arena is not None
-        starts, size = self.arena.host_lengths, tokens.shape[1] - 1
+        size = tokens.shape[1] - 1
         positions = self.arena.lengths[:, None] + torch.arange(size, device=self._device)
         found = self.predictor.remember(features, self._target.embed(tokens), positions)
         self.arena.reserve(size)
         for layer, (keys, values) in zip(self.arena.views, found, strict=True):
             layer.update(keys, values)
-        self.arena.set_lengths([start + count for start, count in zip(starts, counts, strict=True)])
+
+    @property
+    def memory_layers(self) -> list[LayerShape]:
+        return [LayerShape(shape, shape) for shape in self.predictor.memory_shapes]
 
     def _known(self, steps: int) -> Known:
         """What the network sees of each row's root, (B, 1) roots, for so many steps."""

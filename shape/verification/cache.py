@@ -96,7 +96,7 @@ class KVArena(Cache):
     def __init__(
         self, shapes: list[LayerShape], batch: int, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.capacity = capacity
+        self.shapes, self.capacity = shapes, capacity
         self.device = device
         self._groups = grouped(shapes, dtype, device)
         self.dtype = self._groups[0][0].dtype
