@@ -135,8 +135,7 @@ def check(options: CheckOptions) -> dict[str, Any]:
 
 def _untrained(target: Target) -> TrainedDrafter:
     """Of the default kind and size: what a draft costs does not depend on what was learned."""
-    axes: dict[str, Any] = {"step_mode": "recursive", "token_conditioning": "path", "attention": True}
-    config = ShapeConfig(hidden_size=target.hidden_size, **axes)
+    config = ShapeConfig(hidden_size=target.hidden_size, step_mode="recursive", token_conditioning="path")
     return TrainedDrafter(ShapePredictor(config).to(target.device, target.dtype).eval())  # type: ignore[arg-type]
 
 

@@ -103,7 +103,7 @@ class PredictorOptions:
     window: int = 4
     intermediate_size: int | None = None
     num_layers: int = 1
-    attention: bool = True
+    attention: bool = False
     num_heads: int | None = None
     num_steps: int = 4
     step_mode: Literal["parallel", "recursive"] = "recursive"
