@@ -105,9 +105,9 @@ class PredictorOptions:
     num_layers: int = 1
     attention: bool = False
     num_heads: int | None = None
-    num_steps: int = 4
-    step_mode: Literal["parallel", "recursive"] = "recursive"
-    token_conditioning: Literal["none", "root", "path"] = "path"
+    num_steps: int = 6
+    step_mode: Literal["parallel", "recursive"] = "parallel"
+    token_conditioning: Literal["none", "root", "path"] = "root"
     refinement: Literal["none", "affine", "sinkhorn"] = "none"
     refinement_dim: int = 128
     refinement_epsilon: float = 0.1
@@ -119,7 +119,7 @@ class PredictorOptions:
     dropout: float = 0.0
     feature_layers: list[int] = field(default_factory=lambda: [-1])
     draft_vocab_size: int | None = None
-    markov_rank: int = 0
+    markov_rank: int = 64
     coupling: int = 0
     confidence: bool = False
     own_heads: bool = False

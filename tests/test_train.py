@@ -98,7 +98,7 @@ def test_the_whole_way(trained, tiny_target):
     decoder = ShapeDecoder.from_pretrained(trained)
     assert decoder.target.identity.differences(tiny_target.identity) == []
     config = decoder.drafter.predictor.config
-    assert config.token_conditioning == "path" and config.draft["depth"] == 4
+    assert config.token_conditioning == "root" and config.markov_rank == 64 and config.draft["depth"] == 4
     record = config.training
     assert record["steps"] == 60 and "| acceptance length |" in (trained / "README.md").read_text()
     assert record["validation"]["low"] <= record["validation"]["value"] <= record["validation"]["high"]
@@ -201,7 +201,7 @@ def test_the_default_is_the_quickstart_configuration():
     options = parse([])
     given = yaml.safe_load(bundled.path("configs", "quickstart.yaml").read_text())
     assert options.output == given["output"] and options.training.steps == given["training"]["steps"]
-    assert options.predictor.token_conditioning == "path" and options.predictor.step_mode == "recursive"
+    assert options.predictor.token_conditioning == "root" and options.predictor.step_mode == "parallel"
 
 
 def test_own_target_gets_the_same_kind_of_predictor_at_its_own_size():
@@ -209,7 +209,7 @@ def test_own_target_gets_the_same_kind_of_predictor_at_its_own_size():
     assert (options.target, options.data, options.output) == ("T", "D", "O")
     assert options.predictor == PredictorOptions(dropout=0.2)
     quickstart = parse([]).predictor
-    for axis in ("window", "attention", "step_mode", "token_conditioning", "refinement"):
+    for axis in ("window", "attention", "step_mode", "token_conditioning", "markov_rank", "num_steps", "refinement"):
         assert getattr(options.predictor, axis) == getattr(quickstart, axis)
     assert options.predictor.intermediate_size is None and options.predictor.draft_vocab_size is None
 
@@ -232,7 +232,7 @@ def test_paper_configuration_is_the_papers_model(tiny_target):
     assert (config.refinement, config.refinement_dim) == ("sinkhorn", 128)
     assert (config.refinement_epsilon, config.refinement_alpha) == (0.1, 0.5)
     assert set(options.losses.on_states) == {"mse"} and set(options.losses.on_logits) == {"soft_cross_entropy"}
-    assert options.training.noise > 0 and config.dropout > 0 and not config.attention
+    assert options.training.noise > 0 and config.dropout > 0 and config.markov_rank == 0
 
 
 @pytest.mark.parametrize(("kind", "layers"), [("medusa", 1), ("eagle", 3), ("block", 3)])
@@ -291,7 +291,7 @@ def test_validation_prompts_end_where_answers_begin(tiny_target):
         (["--measurement.prompts=missing.jsonl"], "missing.jsonl"),
         (["--training.steps=0"], "training.steps"),
         (["--validation.every=0"], "validation.every"),
-        (["--predictor.step_mode=parallel"], "recursive"),
+        (["--predictor.token_conditioning=path", "--predictor.markov_rank=0"], "recursive"),
         (["--limit=1"], "one conversation"),
         (["--predictor.draft_vocab_size=1000"], "259 tokens"),
         (["--trainer.accumulate_grad_batches=3"], "multiple of 3"),

@@ -252,7 +252,10 @@ def test_acceptance_by_depth_counts_drafts_that_came_so_far(tiny_target, tempera
         (["--variants={a: {predictor: {window: x}}}"], 'variant a: Parser key "predictor.window"'),
         (["--variants={a: {predictor: 3}}"], "variant a: predictor is 3, and it stands for several options"),
         (["--variants={a: {losses: {mse: -1}}}"], "variant a: the weight of the loss mse is -1"),
-        (["--variants={a: {predictor: {step_mode: parallel}}}"], 'variant a: token_conditioning "path" needs'),
+        (
+            ["--variants={a: {predictor: {token_conditioning: path, markov_rank: 0}}}"],
+            'variant a: token_conditioning "path" needs',
+        ),
         (["--variants={a: {predictor: {draft_vocab_size: 1000}}}"], "variant a: predictor.draft_vocab_size is 1000"),
         (["--variants={a: {seed: 3}}"], "variant a sets seed"),
         (["--variants={a: {data: D}}"], "variant a sets data, which all variants have to share"),
