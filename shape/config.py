@@ -33,7 +33,7 @@ _COUNTS = (
     "markov_rank",
     "coupling",
 )
-_MAY_BE_NONE = {"num_layers", "markov_rank", "coupling"}
+_MAY_BE_ZERO = {"num_layers", "markov_rank", "coupling"}
 
 # What a kind leaves no choice of: whatever else is given for these is replaced.
 _FIXED: dict[str, dict[str, Any]] = {
@@ -59,7 +59,7 @@ _TRANSFORMERS_KEYS = frozenset({f.name for f in fields(PreTrainedConfig)}) | {
 
 
 class ShapeConfig(PreTrainedConfig):
-    """Configuration of a `ShapePredictor`.
+    """Configuration of a predictor of any kind; what "shape" alone reads is named as such or fixed for the others.
 
     Args:
         kind: the network: "shape" (`shape.predictor`), or a rival: "medusa", "eagle", "block" (DFlash, DSpark). A rival
@@ -177,7 +177,7 @@ class ShapeConfig(PreTrainedConfig):
     def check(self) -> None:
         """Raise `ConfigError` for the first value that is out of range or contradicts another one."""
         for name in _COUNTS:
-            _require_int(name, getattr(self, name), 0 if name in _MAY_BE_NONE else 1)
+            _require_int(name, getattr(self, name), 0 if name in _MAY_BE_ZERO else 1)
         if self.draft_vocab_size is not None:
             _require_int("draft_vocab_size", self.draft_vocab_size, 1)
         _require_choice("kind", self.kind, Kind)

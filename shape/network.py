@@ -116,9 +116,15 @@ class Predictor(PreTrainedModel):
 
     # -- what is made of it
 
+    def current(self, known: Known) -> Tensor:
+        """The last known state h_{t-1}, (B, P, H), in the weights' dtype."""
+        return known.window[..., -1, -self.config.hidden_size :].to(self.dtype)
+
     def unroll(self, known: Known, embeddings: Tensor | None, steps: int | None = None) -> Tensor:
         """States h_t..h_{t+S-1} along given tokens x_t..x_{t+S-1}: (B, P, S, H) -> (B, P, S, H)."""
-        at = [None] * (steps or self.config.num_steps) if embeddings is None else list(embeddings.unbind(-2))[:steps]
+        steps = steps or self.config.num_steps
+        given = [] if embeddings is None else list(embeddings.unbind(-2))
+        at = [*given, *[None] * (steps - len(given))][:steps]  # the root's alone, where no other is read
         carried, states = self.begin(known, at[0]), []
         for n, embedding in enumerate(at):
             state, carried = self.advance(known, carried, embedding, n)
@@ -137,15 +143,15 @@ class Predictor(PreTrainedModel):
             return F.linear(states, self.heads[0])
         return torch.einsum("...sh,skh->...sk", states, self.heads[: states.shape[-2]])
 
-    def couple(self, logits: Tensor, embeddings: Tensor) -> Tensor:
-        """Logits (..., S, K) that keep their marginals under the bias, where the configuration asks for that.
+    def reduced(self, embeddings: Tensor) -> Tensor | None:
+        """What `couple` needs of the tokens that can be drafted: (K, H) -> (K, rank)."""
+        return self.markov.reduced(embeddings) if self.markov is not None and self.config.coupling else None
 
-        Args:
-            embeddings: (K, H), of the tokens that can be drafted.
-        """
-        if self.markov is None or not self.config.coupling or logits.shape[-2] == 1:
+    def couple(self, logits: Tensor, reduced: Tensor | None) -> Tensor:
+        """Logits (..., S, K) that keep their marginals under the bias, where the configuration asks for that."""
+        if self.markov is None or reduced is None or logits.shape[-2] == 1:
             return logits
-        return self.markov.couple(logits, embeddings, self.config.coupling)
+        return self.markov.couple(logits, reduced, self.config.coupling)
 
     def bias(self, logits: Tensor, embedding: Tensor | None) -> Tensor:
         """Logits (..., K) given the token before, (..., H): as they are without a Markov bias."""
@@ -213,7 +219,7 @@ class MarkovBias(nn.Module):
     def reduced(self, embedding: Tensor) -> Tensor:
         return self.reduce(normalise(embedding.to(self.reduce.weight.dtype)))
 
-    def couple(self, logits: Tensor, embeddings: Tensor, candidates: int, iterations: int = 4) -> Tensor:
+    def couple(self, logits: Tensor, reduced: Tensor, candidates: int, iterations: int = 4) -> Tensor:
         """Marginals, corrected so that with the bias they are the marginals still: (..., S, K) -> (..., S, K).
 
         Between neighbouring steps the conditional q(j | i) = softmax_j(l_j + B_ij + g_j) is the row-normalised entropic
@@ -221,12 +227,12 @@ class MarkovBias(nn.Module):
         Sinkhorn iterations over the likeliest candidates of both; without it a bias shifts what the steps have learned.
 
         Args:
-            embeddings: (K, H), of the tokens that can be drafted.
+            reduced: (K, rank), of the tokens that can be drafted (`reduced`).
         """
         best, chosen = logits.float().topk(min(candidates, logits.shape[-1]), dim=-1)
         log_p = best.log_softmax(-1)
         before, wanted = log_p[..., :-1, :], log_p[..., 1:, :]
-        rows, columns = self.reduced(embeddings)[chosen[..., :-1, :]], self.expand.weight[chosen[..., 1:, :]]
+        rows, columns = reduced[chosen[..., :-1, :]], self.expand.weight[chosen[..., 1:, :]]
         bias = (rows @ columns.transpose(-1, -2)).float()
         scaling = torch.zeros_like(wanted)
         for _ in range(iterations):

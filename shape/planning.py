@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shape.decoder import ShapeDecoder
 from shape.drafters import Drafter, TrainedDrafter, TreeShape
-from shape.drafters.base import Settled
+from shape.drafters.base import Settled, Wrapped
 from shape.rules import Match
 from shape.verification.forward import new_arena, prefill, tree_forward
 from shape.verification.sampling import Sampler
@@ -249,18 +249,15 @@ class Sketch:
         return cls(depth, children, joint, stands)
 
 
-class _Shadow(Drafter):
+class _Shadow(Wrapped):
     """Lets another drafter propose at every position, and offers none of it."""
 
     def __init__(self, drafter: Drafter) -> None:
-        self.inner, self.seen = drafter, []  # type: ignore[var-annotated]
-        self.name, self.layers = drafter.name, drafter.layers
-
-    def bind(self, target) -> None:
-        self.inner.bind(target)
+        super().__init__(drafter)
+        self.seen = []  # type: ignore[var-annotated]
 
     def start(self, settled: Settled, hidden: Tensor) -> None:
-        self.inner.start(settled, hidden)
+        super().start(settled, hidden)
         self._rows = list(range(len(settled.texts)))
 
     def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
@@ -271,11 +268,8 @@ class _Shadow(Drafter):
             self.seen.append((row, len(settled.texts[at]), *lists))
         return root_only(settled.root)
 
-    def update(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
-        self.inner.update(tokens, hidden, counts)
-
     def select(self, rows: Tensor) -> None:
-        self.inner.select(rows)
+        super().select(rows)
         self._rows = [self._rows[row] for row in rows.tolist()]
 
 

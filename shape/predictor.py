@@ -239,13 +239,7 @@ class ShapePredictor(Predictor):
             x, current, normalised = self._trunk(window, root, 0, known)
             x = torch.stack([adapter(x) for adapter in list(self.adapters)[:steps]], dim=-2)
             return self._read_out(x, current.unsqueeze(-2), normalised.unsqueeze(-2))
-        window = window.to(self.delta.weight.dtype)
-        predicted = []
-        for n in range(steps):
-            token = embeddings[..., n, :] if embeddings is not None and self._reads_token(n) else None
-            predicted.append(self.step(window, token, n, known))
-            window = roll(window, predicted[-1])
-        return torch.stack(predicted, dim=-2)
+        return self.unroll(known or Known(window, [], None, None), embeddings, steps)
 
     def _trunk(
         self, window: Tensor, embedding: Tensor | None, n: int, known: Known | None

@@ -213,7 +213,7 @@ class Reader:
         own = self.predictor.heads is not None
         logits = self.target.logits(states, self.predictor.own_head) if own else self.frozen(states)
         if self.predictor.config.coupling:
-            logits = self.predictor.couple(logits, self._drafted)
+            logits = self.predictor.couple(logits, self.predictor.reduced(self._drafted))
         return self.predictor.bias(logits, embeddings)
 
     @cached_property
@@ -624,12 +624,12 @@ class ShapeModule(pl.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         predictor, texts = self.predictor, batch.texts or self._texts(batch)
         cut = examples(texts, predictor.config.window, predictor.config.num_steps, predictor.config.hidden_size)
-        known = texts
+        known, window = texts, cut.window
         if self.options.noise:
             keys = mix(batch.samples + derive_seed(self.seed, batch.step, "noise"))
             known = texts._replace(hidden=add_noise(texts.hidden, keys, self.options.noise, cut.states.shape[-1]))
+            window = windows(known.hidden, known.roots, predictor.config.window)
         embeddings = self.target.embed(cut.tokens) if predictor.reads_tokens else None
-        window = windows(known.hidden, known.roots, predictor.config.window)
         predicted = predictor.unroll(known_in(predictor, self.target, known, window), embeddings)
         predicted_logits = target_logits = None
         measuring = (self.global_step + 1) % self.log_every == 0
@@ -975,7 +975,7 @@ def as_trained_and_decoded(
     The two are computed from the same texts on the two ways that a network is fed, so that they differ by rounding
     alone unless these ways differ.
     """
-    config, counts = predictor.config, torch.zeros(2, 2)
+    config, texts, emitted, forwards = predictor.config, [], 0, 0
     decoder = ShapeDecoder(target, TrainedDrafter(predictor, TreeShape(config.num_steps, width=1)), fall_back=False)
     with _evaluating(predictor):
         for prompt in prompts:
@@ -986,10 +986,10 @@ def as_trained_and_decoded(
             text = out.sequences
             mask = torch.arange(text.shape[1]) >= ids.shape[1]
             features = target.features(text, config.feature_layers)[0]
-            forced = teacher_forced(predictor, target, [Stored(text[0].cpu(), mask, features.cpu())])
-            counts += torch.tensor([forced, (out.stats.emitted, out.stats.forwards)])
-    forced_length, decoded_length = (counts[:, 0] / counts[:, 1].clamp(min=1)).tolist()
-    return forced_length, decoded_length
+            texts.append(Stored(text[0].cpu(), mask, features.cpu()))
+            emitted, forwards = emitted + out.stats.emitted, forwards + out.stats.forwards
+        tokens, steps = teacher_forced(predictor, target, texts)
+    return tokens / max(steps, 1), emitted / max(forwards, 1)
 
 
 def load_weights(predictor: Predictor, path: Path) -> None:

@@ -83,7 +83,7 @@ def test_coupled_steps_keep_their_marginals(seed, size):
     torch.nn.init.normal_(bias.expand.weight, std=0.5, generator=generator)
     logits = torch.randn(2, 4, size, generator=generator).double()
     tokens = torch.randn(size, 5, generator=generator).double()
-    coupled = bias.couple(logits, tokens, candidates=size, iterations=400)
+    coupled = bias.couple(logits, bias.reduced(tokens), candidates=size, iterations=400)
     assert torch.equal(coupled[:, 0], logits[:, 0])
     pushed = logits[:, 0].softmax(-1)
     for n in range(1, 4):
@@ -105,7 +105,7 @@ def test_every_kind_trains_all_of_its_weights(rival):
     states = network.unroll(known, along)
     assert states.shape == (2, 3, steps, size)
     head = network.own_head if network.heads is not None else torch.nn.Linear(size, 64)
-    logits = network.bias(network.couple(head(states), torch.randn(64, size)), along)
+    logits = network.bias(network.couple(head(states), network.reduced(torch.randn(64, size))), along)
     total = logits.square().mean()
     if network.confidence is not None:
         total = total + network.estimate(states, along).square().mean()
@@ -177,7 +177,7 @@ def test_every_kind_computes_in_mixed_precision_and_in_bfloat16(rival):
         states = network.unroll(known_at(network, features, embeddings, roots, window), along)
         with torch.autocast("cpu", enabled=False):
             own = network.own_head(states) if network.heads is not None else F.linear(states.to(weights.dtype), weights)
-            return network.bias(network.couple(own, tokens), along)
+            return network.bias(network.couple(own, network.reduced(tokens)), along)
 
     with torch.autocast("cpu", small):
         mixed = logits(head)

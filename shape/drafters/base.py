@@ -111,3 +111,25 @@ class Drafter(ABC):
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows, (B',) int64."""
+
+
+class Wrapped(Drafter):
+    """Another drafter, as it is: for those that look at what it does."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner, self.name, self.layers = inner, inner.name, inner.layers
+
+    def bind(self, target: Target) -> None:
+        self.inner.bind(target)
+
+    def start(self, settled: Settled, hidden: Tensor) -> None:
+        self.inner.start(settled, hidden)
+
+    def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
+        return self.inner.draft(settled, sampler)
+
+    def update(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
+        self.inner.update(tokens, hidden, counts)
+
+    def select(self, rows: Tensor) -> None:
+        self.inner.select(rows)

@@ -58,8 +58,7 @@ class BlockPredictor(Predictor):
         x = torch.cat([normalise(root.to(self.mask.dtype)).unsqueeze(-2), masks], dim=-2)
         for layer, memory in zip(self._layers(), known.memory, strict=True):
             x = layer(x, known.turns[:, :, 1 : steps + 1], memory, known.visible)
-        size = scale(known.window[..., -1, -self.config.hidden_size :].to(x.dtype))
-        return (size.unsqueeze(-2) * self.norm(x),)
+        return (scale(self.current(known)).unsqueeze(-2) * self.norm(x),)
 
     def advance(self, known: Known, carried: Carried, embedding: Tensor | None, n: int) -> tuple[Tensor, Carried]:
         return carried[0][..., n, :], carried

@@ -69,8 +69,7 @@ class EaglePredictor(Predictor):
             own = keys.permute(0, 3, 1, 2, 4), values.permute(0, 3, 1, 2, 4)
         x = feature + self.attention(seen, turned, known.memory[0], known.visible, own)
         x = x + self.mlp(self.norm_mlp(x))
-        size = scale(known.window[..., -1, -self.config.hidden_size :].to(x.dtype))
-        return size * self.norm(x), (x, keys, values)
+        return scale(self.current(known)) * self.norm(x), (x, keys, values)
 
     def _fused(self, features: Tensor) -> Tensor:
         return self.fuse(features.to(self.fuse.mix.weight.dtype))

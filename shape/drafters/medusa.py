@@ -28,7 +28,7 @@ class MedusaPredictor(Predictor):
         self._add_read_out(own_heads=config.num_steps if config.own_heads else 0)
 
     def begin(self, known: Known, root: Tensor | None) -> Carried:
-        current = known.window[..., -1, -self.config.hidden_size :].to(self.dtype)
+        current = self.current(known)
         size, seen = scale(current), normalise(current)
         states = [current + size * nn.functional.silu(residual(seen)) for residual in self.residuals]
         return (torch.stack(states, dim=-2),)

@@ -77,6 +77,9 @@ class TrainedDrafter(Drafter):
         if self.predictor.heads is not None:
             self._head = self.predictor.own_head
         self._embeddings = None if vocabulary is None else target.embed(vocabulary).to(dtype)
+        with torch.no_grad():
+            coupled = self.predictor.config.coupling
+            self._reduced = self.predictor.reduced(target.embed(tokens)) if coupled else None
 
     def start(self, settled: Settled, hidden: Tensor) -> None:
         hidden = hidden.to(self._device)
@@ -269,9 +272,7 @@ class TrainedDrafter(Drafter):
             states.append(state)
         found = torch.cat(states, dim=1)
         logits = self._logits(found)
-        if self.predictor.config.coupling:
-            logits = self.predictor.couple(logits, self._embed(torch.arange(logits.shape[-1], device=self._device)))
-        return found, logits
+        return found, self.predictor.couple(logits, self._reduced)
 
     def _logits(self, states: Tensor) -> Tensor:
         """(..., H) -> (..., K), over the draft vocabulary."""

@@ -39,7 +39,7 @@ from shape import train as training
 from shape.conversations import Prompt, evenly, load_prompts
 from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.drafters import Drafter, TreeShape, make_drafter
-from shape.drafters.base import Settled
+from shape.drafters.base import Settled, Wrapped
 from shape.errors import CheckpointError, ConfigError, ShapeError, exit_on_error
 from shape.evaluation.ablation import Ablation, Anatomy, Figures, Line, Trained
 from shape.evaluation.environment import Environment
@@ -380,20 +380,14 @@ def _parameters(weights: Path) -> int:
 # ------------------------------------------------------------------------------------------------- measuring
 
 
-class _Counting(Drafter):
+class _Counting(Wrapped):
     """Another drafter, whose operations are counted: of drafts, and of taking in what verification made known, where
     some drafters run their network too. One per draft; shared by the copies that the decoder makes.
     """
 
     def __init__(self, inner: Drafter) -> None:
-        self.inner, self.name, self.layers = inner, inner.name, inner.layers
+        super().__init__(inner)
         self.flops = []  # type: ignore[var-annotated]
-
-    def bind(self, target: Target) -> None:
-        self.inner.bind(target)
-
-    def start(self, settled: Settled, hidden: Tensor) -> None:
-        self.inner.start(settled, hidden)
 
     def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
         with FlopCounterMode(display=False) as counter:
@@ -405,9 +399,6 @@ class _Counting(Drafter):
         with FlopCounterMode(display=False) as counter:
             self.inner.update(tokens, hidden, counts)
         self.flops[-1] += counter.get_total_flops()
-
-    def select(self, rows: Tensor) -> None:
-        self.inner.select(rows)
 
 
 def examine(
