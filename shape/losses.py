@@ -7,7 +7,7 @@ tensors ask.
 
 Memory: a vocabulary-sized float32 tensor is the unit that matters (4,096 positions of 128k tokens are 2 GB).
 Each function makes two of them (log p, log q) and at most two more; `weighted_loss` makes log p and log q
-once for all terms, and only for positions that count.
+once for all terms.
 """
 
 import math
@@ -152,43 +152,47 @@ class Losses:
         return {name: getattr(self, name) for name in names if getattr(self, name) > 0}
 
 
+def supervised(mask: Tensor) -> tuple[Tensor, ...]:
+    """Where a mask (..., S) is True, step by step, as an index into (..., S): the last of its parts is each one's step.
+
+    What stands elsewhere never enters a loss, not even as NaN, and costs no logits.
+    """
+    step, *places = mask.movedim(-1, 0).nonzero(as_tuple=True)
+    return (*places, step)
+
+
 def weighted_loss(
     losses: Losses,
     predicted: Tensor,
     target: Tensor,
     predicted_logits: Tensor | None,
     target_logits: Tensor | None,
-    mask: Tensor,
+    steps: Tensor,
     embeddings: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The training loss over unrolled steps, and its parts.
 
     Args:
         losses: the weights.
-        predicted, target: states (..., S, H) of steps n = 0..S-1.
-        predicted_logits, target_logits: (..., S, V); None where `losses.on_logits` is empty.
-        mask: (..., S) bool, True where a step is supervised. What stands at other positions has no influence,
-            not even NaN: it is left out before anything is computed, and gets zero gradient.
+        predicted, target: (N, H) states of supervised steps (`supervised`).
+        predicted_logits, target_logits: (N, V); None where `losses.on_logits` is empty.
+        steps: (N,) int64, the step n = 0..S-1 that each one is.
         embeddings: (V, H) rows of the output embedding that the logits are for; only `losses.sinkhorn` asks for them.
 
     Returns:
-        The scalar sum_k weight_k mean_k, and every mean_k detached, by name: mean_k is the mean of term k
-        over supervised positions, step n counting `step_decay ** n`. Without supervised positions all are 0.
+        The scalar sum_k weight_k mean_k, and every mean_k detached, by name: mean_k is the mean of term k, step n
+        counting `step_decay ** n`. With N = 0 all are 0.
 
     Raises:
         ValueError: logits or embeddings are None but needed.
     """
-    kept = mask.nonzero(as_tuple=True)
-    weight = losses.step_decay ** kept[-1].float()
+    weight = losses.step_decay ** steps.float()
     weight = weight / weight.sum().clamp(min=torch.finfo(weight.dtype).tiny)
-    values: dict[str, Tensor] = {}
-    if losses.on_states:
-        states = predicted[kept], target[kept]
-        values |= {name: _ON_STATES[name](*states) for name in losses.on_states}
+    values = {name: _ON_STATES[name](predicted, target) for name in losses.on_states}
     if losses.on_logits:
         if predicted_logits is None or target_logits is None:
             raise ValueError(f"the losses {', '.join(losses.on_logits)} need logits")
-        logs = _log_softmax(predicted_logits[kept]), _log_softmax(target_logits[kept])
+        logs = _log_softmax(predicted_logits), _log_softmax(target_logits)
         values |= {name: _ON_LOGITS[name](*logs) for name in losses.on_logits if name in _ON_LOGITS}
         if losses.sinkhorn > 0:
             if embeddings is None:

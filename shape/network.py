@@ -143,6 +143,15 @@ class Predictor(PreTrainedModel):
             return F.linear(states, self.heads[0])
         return torch.einsum("...sh,skh->...sk", states, self.heads[: states.shape[-2]])
 
+    def own_head_at(self, states: Tensor, steps: Tensor) -> Tensor:
+        """The same for single states, (N, H) -> (N, K), and their steps in rising order, (N,) int64."""
+        assert self.heads is not None
+        if len(self.heads) == 1:
+            return self.own_head(states)
+        counts = steps.bincount(minlength=len(self.heads)).tolist()
+        parts = zip(states.to(self.heads.dtype).split(counts), self.heads, strict=True)
+        return torch.cat([F.linear(part, head) for part, head in parts])
+
     def reduced(self, embeddings: Tensor) -> Tensor | None:
         """What `couple` needs of the tokens that can be drafted: (K, H) -> (K, rank)."""
         return self.markov.reduced(embeddings) if self.markov is not None and self.config.coupling else None

@@ -34,7 +34,7 @@ from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.drafters import TrainedDrafter, TreeShape
 from shape.errors import CheckpointError, ConfigError, DataError
 from shape.features import FeatureStore, Stored, compute_features, eligible, encode_row, place
-from shape.losses import Losses, weighted_loss
+from shape.losses import Losses, supervised, weighted_loss
 from shape.network import Known, Predictor, known_at
 from shape.predictor import windows
 from shape.target import Target, TargetIdentity
@@ -43,6 +43,7 @@ from shape.verification.sampling import mix
 _ADAM_BETAS = (0.9, 0.95)
 _ROOTS_SAMPLE = 256
 _VALIDATION_BATCH = 8
+_STEPS_POOLED = 8  # whose texts are sorted together
 # May change between a run and its resumption; everything else would make it another run.
 _FREE_TO_CHANGE = {"steps", "max_minutes", "checkpoint_every", "workers"}
 
@@ -216,6 +217,17 @@ class Reader:
             logits = self.predictor.couple(logits, self.predictor.reduced(self._drafted))
         return self.predictor.bias(logits, embeddings)
 
+    def at(self, chosen: tuple[Tensor, ...], states: Tensor, embeddings: Tensor | None) -> Tensor:
+        """The same of some steps alone, (N, K), chosen out of (B, P, S) step by step (`shape.losses.supervised`)."""
+        predictor = self.predictor
+        if predictor.config.coupling:  # which needs a step's neighbour
+            return self(states, embeddings)[chosen]
+        if predictor.heads is None:
+            logits = self.frozen(states[chosen])
+        else:
+            logits = self.target.logits(states[chosen], partial(predictor.own_head_at, steps=chosen[-1]))
+        return predictor.bias(logits, None if embeddings is None else embeddings[chosen])
+
     @cached_property
     def _drafted(self) -> Tensor:
         """(K, H) embeddings of what can be drafted."""
@@ -363,12 +375,11 @@ class _Batches(Dataset[Batch]):
             raise IndexError(index)
         step, portion = divmod(index, self.split.accumulate)
         part = portion * self.split.world + self.split.rank
-        samples = self._arrange(self.order.step(step)).tensor_split(self.split.parts)[part]
-        return self._load(step, part, samples)
+        return self._load(step, part, self._samples(step, part))
 
-    def _arrange(self, samples: Tensor) -> Tensor:
-        """The order in which a step's samples are dealt to its portions."""
-        return samples
+    def _samples(self, step: int, part: int) -> Tensor:
+        """Those of a step that one of its portions has."""
+        return self.order.step(step).tensor_split(self.split.parts)[part]
 
     def _load(self, step: int, part: int, samples: Tensor) -> Batch:
         raise NotImplementedError
@@ -399,18 +410,27 @@ class StoredBatches(_Batches):
 class TextBatches(_Batches):
     """Whole conversations of a feature store, for networks that attend to everything before a root.
 
-    Texts of a portion stand in rows of their own: no document sees another. A step's texts are dealt to its portions by
-    length, so that little is padding.
+    Texts of a portion stand in rows of their own: no document sees another. Those of several steps are dealt to
+    portions by their number of roots, so that little is padding, and every step gets short ones and long ones.
+
+    Args:
+        numbers: (N,) int64, the texts in the store. roots: (N,) int64, how many each has.
     """
 
-    def __init__(self, store: FeatureStore, numbers: Tensor, order: StepOrder, split: Split, steps: int) -> None:
+    def __init__(
+        self, store: FeatureStore, numbers: Tensor, roots: Tensor, order: StepOrder, split: Split, steps: int
+    ) -> None:
         super().__init__(order, split, steps)
-        self.store, self.numbers = store, numbers
+        self.store, self.numbers, self.roots = store, numbers, roots
 
-    def _arrange(self, samples: Tensor) -> Tensor:
-        rows = self.numbers[samples]
-        lengths = self.store.offsets[rows + 1] - self.store.offsets[rows]
-        return samples[lengths.sort(stable=True).indices]
+    def _samples(self, step: int, part: int) -> Tensor:
+        pool, turn = divmod(step, _STEPS_POOLED)
+        samples = torch.cat([self.order.step(pool * _STEPS_POOLED + each) for each in range(_STEPS_POOLED)])
+        portions = samples[self.roots[samples].sort(stable=True).indices].tensor_split(_STEPS_POOLED * self.split.parts)
+        generator = torch.Generator().manual_seed(derive_seed(self.order.seed, "pool", pool))
+        turn = int(torch.randperm(_STEPS_POOLED, generator=generator)[turn])
+        # There and back, so that steps are about equally large.
+        return portions[part * _STEPS_POOLED + (turn if part % 2 == 0 else _STEPS_POOLED - 1 - turn)]
 
     def _load(self, step: int, part: int, samples: Tensor) -> Batch:
         stored = [self.store[int(self.numbers[sample])] for sample in samples]
@@ -498,9 +518,9 @@ class ShapeDataModule(pl.LightningDataModule):
         self.roots = source.roots(exclude) if isinstance(source, FeatureStore) else torch.empty(0)
         self.conversations: list[Conversation] = []
         self.roots_each = 0.0
-        self.texts_with_roots = torch.empty(0, dtype=torch.int64)
+        self.texts_with_roots = self.roots_of_texts = torch.empty(0, dtype=torch.int64)
         if self.store is not None and window is None:
-            self.texts_with_roots = self.store.owner(self.roots).unique()
+            self.texts_with_roots, self.roots_of_texts = self.store.owner(self.roots).unique(return_counts=True)
             self.roots_each = len(self.roots) / max(len(self.texts_with_roots), 1)
         if not isinstance(source, FeatureStore):
             self.conversations = [each for index, each in enumerate(source) if index not in exclude]
@@ -551,7 +571,7 @@ class ShapeDataModule(pl.LightningDataModule):
         count = len(self.conversations) if self.store is None else len(self.texts_with_roots)
         order = StepOrder(self.seed, count, texts)
         if self.store is not None:
-            return TextBatches(self.store, self.texts_with_roots, order, split, options.steps)
+            return TextBatches(self.store, self.texts_with_roots, self.roots_of_texts, order, split, options.steps)
         return ConversationBatches(self.conversations, self.encode, order, split, options.steps)
 
     def _mean_roots(self) -> float:
@@ -631,24 +651,27 @@ class ShapeModule(pl.LightningModule):
             window = windows(known.hidden, known.roots, predictor.config.window)
         embeddings = self.target.embed(cut.tokens) if predictor.reads_tokens else None
         predicted = predictor.unroll(known_in(predictor, self.target, known, window), embeddings)
+        kept = supervised(cut.mask)
+        states, true = predicted[kept], cut.states[kept]
         predicted_logits = target_logits = None
         measuring = (self.global_step + 1) % self.log_every == 0
         if self.losses.on_logits or predictor.confidence is not None or measuring:
             reader = self._reader()
-            with torch.autocast(self.device.type, enabled=False):
-                predicted_logits = reader(predicted, embeddings)
-                with torch.no_grad():
-                    target_logits = reader.frozen(cut.states)
+            predicted_logits = reader.at(kept, predicted, embeddings)
+            with torch.no_grad():
+                target_logits = reader.frozen(true)
         rows = self.target.output_rows(predictor.draft_vocabulary) if self.losses.sinkhorn > 0 else None
-        loss, parts = weighted_loss(self.losses, predicted, cut.states, predicted_logits, target_logits, cut.mask, rows)
+        loss, parts = weighted_loss(self.losses, states, true, predicted_logits, target_logits, kept[-1], rows)
         if predictor.confidence is not None and embeddings is not None:
             assert predicted_logits is not None and target_logits is not None
             agree = predicted_logits.argmax(-1) == target_logits.argmax(-1)
-            estimate = predictor.estimate(predicted.detach(), embeddings).float()
-            parts["confidence"] = F.binary_cross_entropy_with_logits(estimate[cut.mask], agree[cut.mask].float())
+            estimate = predictor.estimate(states.detach(), embeddings[kept]).float()
+            parts["confidence"] = F.binary_cross_entropy_with_logits(estimate, agree.float())
             loss = loss + parts["confidence"]
         if measuring and predicted_logits is not None:
-            self._log_agreement(predicted_logits.argmax(-1), cut)
+            drafts = torch.full_like(cut.tokens, -1)
+            drafts[kept] = predicted_logits.argmax(-1)
+            self._log_agreement(drafts, cut)
         self.log("train/loss", loss, prog_bar=True, batch_size=len(cut.mask))
         self.log_dict({f"train/{name}": value for name, value in parts.items()}, batch_size=len(cut.mask))
         return loss

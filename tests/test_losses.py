@@ -17,6 +17,7 @@ from shape.losses import (
     sinkhorn,
     smooth_l1,
     soft_cross_entropy,
+    supervised,
     total_variation,
     weighted_loss,
 )
@@ -37,6 +38,21 @@ def only(**weights: float) -> Losses:
 def pair(seed: int, *shape: int, size: float = 3.0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return tuple((size * torch.randn(2, *shape, generator=generator, dtype=torch.float64)).to(dtype))
+
+
+def masked_loss(
+    losses: Losses,
+    predicted: Tensor,
+    target: Tensor,
+    predicted_logits: Tensor | None,
+    target_logits: Tensor | None,
+    mask: Tensor,
+    embeddings: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`weighted_loss` of what a mask keeps."""
+    kept = supervised(mask)
+    logits = (None if each is None else each[kept] for each in (predicted_logits, target_logits))
+    return weighted_loss(losses, predicted[kept], target[kept], *logits, kept[-1], embeddings)
 
 
 class TestValues:
@@ -209,6 +225,15 @@ class TestSinkhorn:
         torch.testing.assert_close(value[290, 1], sinkhorn(predicted[290, 1], target[290, 1], embeddings, support=4))
 
 
+class TestSupervised:
+    @given(seeds)
+    def test_in_order_of_steps_and_nothing_else(self, seed: int) -> None:
+        mask = torch.rand(2, 5, 3, generator=torch.Generator().manual_seed(seed)) < 0.5
+        kept = supervised(mask)
+        assert mask[kept].all() and len(kept[-1]) == mask.sum()
+        assert kept[-1].tolist() == sorted(kept[-1].tolist())
+
+
 class TestWeightedLoss:
     @given(seeds, st.floats(0.1, 1))
     @settings(deadline=None)
@@ -219,7 +244,7 @@ class TestWeightedLoss:
         weights |= {"total_variation": 0.7, "negative_log_acceptance": 2.0, "sinkhorn": 0.4}
         embeddings = pair(seed + 2, 7, 5)[0]
         losses = Losses(**weights, step_decay=decay, sinkhorn_scale=2.0, sinkhorn_support=3)
-        total, parts = weighted_loss(losses, *states, *logits, mask, embeddings)
+        total, parts = masked_loss(losses, *states, *logits, mask, embeddings)
         expected = 0.0
         for name, weight in weights.items():
             arguments = states if name in ("mse", "smooth_l1") else logits
@@ -240,7 +265,7 @@ class TestWeightedLoss:
     def test_parts_are_detached_and_only_those_asked_for(self) -> None:
         predicted, target = pair(0, 2, 3, 4)
         predicted.requires_grad_()
-        total, parts = weighted_loss(only(mse=2.0), predicted, target, None, None, torch.ones(2, 3, dtype=torch.bool))
+        total, parts = masked_loss(only(mse=2.0), predicted, target, None, None, torch.ones(2, 3, dtype=torch.bool))
         assert list(parts) == ["mse"]
         assert total.requires_grad and not parts["mse"].requires_grad
         torch.testing.assert_close(total.detach(), 2 * parts["mse"])
@@ -254,7 +279,7 @@ class TestWeightedLoss:
 
         def run(value: float) -> tuple[Tensor, list[Tensor]]:
             tensors = [x.masked_fill(~mask.unsqueeze(-1), value).requires_grad_() for x in (*states, *logits)]
-            total, _ = weighted_loss(every, *tensors, mask, embeddings)
+            total, _ = masked_loss(every, *tensors, mask, embeddings)
             total.backward()
             return total, [x.grad for x in tensors]
 
@@ -267,9 +292,7 @@ class TestWeightedLoss:
     def test_nothing_supervised_is_zero_with_a_gradient(self) -> None:
         predicted, target = pair(3, 2, 3, 4)
         predicted.requires_grad_()
-        total, parts = weighted_loss(
-            Losses(), predicted, target, predicted, target, torch.zeros(2, 3, dtype=torch.bool)
-        )
+        total, parts = masked_loss(Losses(), predicted, target, predicted, target, torch.zeros(2, 3, dtype=torch.bool))
         total.backward()
         assert total.item() == 0
         assert all(part == 0 for part in parts.values())
@@ -278,7 +301,7 @@ class TestWeightedLoss:
     def test_later_steps_count_less(self) -> None:
         predicted, target = torch.zeros(1, 3, 2), torch.zeros(1, 3, 2)
         predicted.requires_grad_()
-        total, _ = weighted_loss(
+        total, _ = masked_loss(
             only(mse=1.0, step_decay=0.5),
             predicted,
             target + 1,
@@ -293,18 +316,18 @@ class TestWeightedLoss:
     def test_missing_logits(self) -> None:
         states = pair(4, 2, 3, 4)
         with pytest.raises(ValueError, match="soft_cross_entropy need logits"):
-            weighted_loss(Losses(), *states, None, None, torch.ones(2, 3, dtype=torch.bool))
+            masked_loss(Losses(), *states, None, None, torch.ones(2, 3, dtype=torch.bool))
 
     def test_missing_embeddings(self) -> None:
         states, logits = pair(4, 2, 3, 4), pair(5, 2, 3, 7)
         with pytest.raises(ValueError, match="sinkhorn needs the rows"):
-            weighted_loss(only(sinkhorn=1.0), *states, *logits, torch.ones(2, 3, dtype=torch.bool))
+            masked_loss(only(sinkhorn=1.0), *states, *logits, torch.ones(2, 3, dtype=torch.bool))
 
     def test_paper(self) -> None:
         """MSE + soft cross-entropy (3.2.2), all steps alike."""
         states, logits = pair(5, 4, 3, 6), pair(6, 4, 3, 9)
         paper = only(mse=1.0, soft_cross_entropy=1.0, step_decay=1.0)
-        total, _ = weighted_loss(paper, *states, *logits, torch.ones(4, 3, dtype=torch.bool))
+        total, _ = masked_loss(paper, *states, *logits, torch.ones(4, 3, dtype=torch.bool))
         torch.testing.assert_close(
             total, mse(*states).mean() + soft_cross_entropy(*logits).mean(), rtol=1e-6, atol=1e-6
         )

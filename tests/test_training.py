@@ -3,6 +3,7 @@
 import logging
 import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,13 @@ from shape.decoder import ShapeDecoder
 from shape.drafters import PREDICTORS, TrainedDrafter, TreeShape
 from shape.errors import CheckpointError, ConfigError, DataError
 from shape.features import FeatureOptions, FeatureStore, Stored, TrainerOptions, eligible, extract
-from shape.losses import Losses
+from shape.losses import Losses, supervised
 from shape.network import Predictor
 from shape.predictor import windows
 from shape.training import (
     AtomicCheckpointIO,
     DecodingValidation,
+    Reader,
     ShapeDataModule,
     ShapeModule,
     Split,
@@ -178,11 +180,14 @@ def test_stored_batches_equal_examples_of_whole_conversations(store, tiny_target
             assert torch.equal(cut.states[index, 0][counts], expected.states[0, 0][counts])
 
 
-def test_whole_texts_are_dealt_by_length_and_hold_every_root(store, tiny_target):
+def test_whole_texts_are_dealt_by_roots_and_hold_every_root(store, tiny_target):
     options = replace(OPTIONS, batch_size=64)
     data = ShapeDataModule(store, tiny_target, options, window=None, ahead=STEPS, exclude=[0])
     assert 0 not in data.texts_with_roots.tolist()
-    parts = [data.batches(Split(0, 1, 2))[portion] for portion in range(2)]
+    order, parts = data.batches(Split(0, 1, 2)).order, list(data.batches(Split(0, 1, 2)))
+    assert len(parts) == 2 * OPTIONS.steps == 2 * 8, "one pool"
+    drawn = torch.cat([order.step(step) for step in range(8)])
+    assert torch.cat([batch.samples for batch in parts]).sort().values.tolist() == drawn.sort().values.tolist()
     for batch in parts:
         for row, sample in enumerate(batch.samples.tolist()):
             stored = store[int(data.texts_with_roots[sample])]
@@ -192,9 +197,10 @@ def test_whole_texts_are_dealt_by_length_and_hold_every_root(store, tiny_target)
             roots = batch.texts.roots[row]
             ready = eligible(stored.loss_mask, torch.tensor([0, length])).nonzero()[:, 0]
             assert torch.equal(roots[roots > 0], ready)
-    lengths = [int(store.offsets[n + 1] - store.offsets[n]) for n in data.texts_with_roots]
-    short, long = ([lengths[sample] for sample in batch.samples.tolist()] for batch in parts)
-    assert max(short) <= min(long)
+    counts = [data.roots_of_texts[batch.samples] for batch in parts]
+    by_size = sorted(counts, key=lambda each: each.sum())
+    for fewer, more in pairwise(by_size):
+        assert fewer.max() <= more.min()
 
 
 @pytest.mark.parametrize(
@@ -232,6 +238,29 @@ def test_teacher_forced_acceptance_equals_decoded(store, tiny_target, axes):
         assert forced == (out.stats.emitted, out.stats.forwards)
         accepted_any |= out.stats.emitted > out.stats.forwards
     assert accepted_any
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"draft_vocab_size": 200},
+        {"step_mode": "parallel", "token_conditioning": "root", "markov_rank": 8},
+        {"step_mode": "parallel", "token_conditioning": "root", "markov_rank": 8, "coupling": 4},
+        {"kind": "medusa", "own_heads": True},
+        {"kind": "eagle", "own_heads": True},
+    ],
+)
+def test_logits_of_supervised_steps_are_those_of_all_steps(tiny_target, axes):
+    predictor = network(tiny_target, **axes)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in predictor.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    if predictor.draft_vocabulary is not None:
+        predictor.draft_vocabulary = torch.arange(len(predictor.draft_vocabulary))
+    states, embeddings = torch.randn(2, 2, 5, STEPS, tiny_target.hidden_size, generator=generator)
+    kept = supervised(torch.rand(2, 5, STEPS, generator=generator) < 0.6)
+    reader = Reader(predictor, tiny_target)
+    torch.testing.assert_close(reader.at(kept, states, embeddings), reader(states, embeddings)[kept])
 
 
 def test_the_transport_loss_trains(store, tiny_target):
