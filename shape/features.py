@@ -18,13 +18,14 @@ import os
 import shutil
 import warnings
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
 import torch
+from filelock import FileLock
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -486,7 +487,8 @@ def extract(
     """Compute the features of conversations into a folder, or what is missing of them.
 
     The Trainer decides about devices, processes and nodes; each process takes every world-size-th shard.
-    Interrupt it and call it again: complete shards are kept.
+    Interrupt it and call it again: complete shards are kept. Where another command of one process is at it, this one
+    waits and takes what that one made.
 
     Raises:
         ConfigError, DataError: options or conversations that cannot be used.
@@ -498,11 +500,15 @@ def extract(
     if not conversations:
         raise DataError("there are no conversations to compute features of; give data with at least one")
     manifest = _claim(directory, Manifest.plan(target, conversations, options))
-    missing = missing_shards(directory, manifest)
-    if missing:
-        _check_space(directory, manifest, missing, *_estimate(target, conversations, options, manifest, missing))
-        work = _Extraction(target, conversations, directory, manifest, options)
-        trainer.predict(work, return_predictions=False)
+    if missing_shards(directory, manifest):
+        # Processes of one command share the shards; another command would compute all of them again.
+        with FileLock(directory / ".lock") if trainer.world_size == 1 else nullcontext():
+            if missing := missing_shards(directory, manifest):
+                _check_space(
+                    directory, manifest, missing, *_estimate(target, conversations, options, manifest, missing)
+                )
+                work = _Extraction(target, conversations, directory, manifest, options)
+                trainer.predict(work, return_predictions=False)
         trainer.strategy.barrier("features are complete")
     return FeatureStore(directory, target.identity, options.layers)
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from filelock import FileLock
 from jsonargparse import ArgumentParser
 from tqdm import tqdm
 
@@ -341,15 +342,18 @@ def own_answers(
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     output = folder / f"answers-{digest[:12]}.jsonl"
     if leader and not output.exists():
-        regenerate(
-            chats,
-            backend,
-            output,
-            sampled_share=options.sampled_share,
-            seed=options.seed,
-            batch_size=options.batch_size,
-            progress=progress,
-        )
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(output.with_suffix(".lock")):  # another command may be writing them
+            if not output.exists():
+                regenerate(
+                    chats,
+                    backend,
+                    output,
+                    sampled_share=options.sampled_share,
+                    seed=options.seed,
+                    batch_size=options.batch_size,
+                    progress=progress,
+                )
     while not output.exists():
         time.sleep(1.0)
     return load_conversations(output) + texts

@@ -3,11 +3,13 @@
 import itertools
 import json
 import shutil
+import threading
 from collections import namedtuple
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -55,7 +57,7 @@ def copy(folder, tmp_path) -> Path:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.name != ".lock"}
 
 
 def test_store_holds_what_the_target_computes(folder, tiny_target):
@@ -167,6 +169,24 @@ def test_interrupted_extraction_ends_in_the_same_bytes(copy, folder, tiny_target
 def test_complete_store_is_not_computed_again(copy, tiny_target, monkeypatch):
     monkeypatch.setattr(Target, "features", lambda *args, **kwargs: pytest.fail("recomputed"))
     run(tiny_target, copy)
+
+
+def test_a_second_command_waits_for_the_first(folder, tiny_target, tmp_path, monkeypatch):
+    """What another command is writing is not computed again."""
+    computed = []
+    monkeypatch.setattr(Target, "features", lambda *args, **kwargs: computed.append(args))
+    mine = tmp_path / "shared"
+    mine.mkdir()
+    shutil.copy(folder / "manifest.json", mine)
+    with FileLock(mine / ".lock"):
+        waiting = threading.Thread(target=run, args=(tiny_target, mine))
+        waiting.start()
+        waiting.join(0.5)
+        assert waiting.is_alive()
+        for shard in folder.glob("shard-*"):
+            shutil.copy(shard, mine)
+    waiting.join(60)
+    assert not waiting.is_alive() and not computed and len(FeatureStore(mine)) == len(CONVERSATIONS)
 
 
 def test_other_target_is_refused(folder, tiny_model, tiny_tokenizer):

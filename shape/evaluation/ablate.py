@@ -6,9 +6,9 @@
 
 A file names configurations of `shape.train` to start from, options common to all variants, and what each variant
 changes. Variants share target, data, order of examples and stored features; a seed is one training of each. Trainings
-are processes of `python -m shape.train`, one after the other, variant by variant within a seed, so that a slow hour
-falls on all of them. Then all of them decode the same prompts in one interleaved run per temperature, as in
-`shape.bench`, always drafting.
+are processes of `python -m shape.train`, variant by variant within a seed, so that a slow hour falls on all of them:
+one after the other, or several at once that share the processor's threads (`--jobs 2`). Then all of them decode the
+same prompts in one interleaved run per temperature, as in `shape.bench`, always drafting.
 
 Everything is checked before anything is trained. What is finished is not done again: the same command continues after
 an interruption. It writes `ablation.json` (all figures) and `ablation.md` (the table) to the output folder, which also
@@ -16,15 +16,19 @@ keeps each training (`runs/`) and each measurement prompt by prompt (`measured-t
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
 from argparse import ArgumentError
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from statistics import mean
+from threading import Event
 from typing import Any, cast, get_args
 
 import torch
@@ -125,6 +129,8 @@ class AblationOptions:
         target: see shape.train; goes before the file's.
         data: see shape.train; goes before the file's.
         features: folder of stored features; default: in the output folder.
+        jobs: trainings at once, each with its part of the threads. Small networks use two cores better by two trainings
+            than by one. A time budget is a training's own, so compare only what was trained with as many.
         override: more common options, on the command line, for instance '[training.steps=20,limit=200]'.
     """
 
@@ -140,6 +146,7 @@ class AblationOptions:
     target: str | None = None
     data: str | None = None
     features: str | None = None
+    jobs: int = 1
     override: list[str] = field(default_factory=list)
 
     def chosen(self) -> dict[str, dict[str, Any]]:
@@ -156,6 +163,8 @@ class AblationOptions:
             raise ConfigError("the ablation has no variant; name at least one under variants")
         if len({_folder_name(name) for name in found}) < len(found):
             raise ConfigError("two variants differ in punctuation alone, and their folders would be one; rename one")
+        if self.jobs < 1:
+            raise ConfigError(f"jobs is {self.jobs}; give a positive number")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ConfigError(f"seeds are {self.seeds}; give at least one, and each once")
         return found
@@ -319,7 +328,34 @@ def _find(name: str, *below: str) -> Path:
 # ------------------------------------------------------------------------------------------------- training
 
 
-def train(run: Run) -> Trained:
+def train_all(runs: Sequence[Run], jobs: int) -> dict[str, dict[int, Trained]]:
+    """Train what is missing, `jobs` at once: by variant and seed.
+
+    Raises:
+        CheckpointError: a training failed; those that have not begun by then never do.
+    """
+    threads = max(1, torch.get_num_threads() // jobs)
+    numbers, failed = count(1), Event()
+
+    def one(run: Run) -> Trained | None:
+        if failed.is_set():
+            return None
+        print(f"training {next(numbers)} of {len(runs)}: {run.name}; output in {run.folder / 'train.log'}", flush=True)
+        try:
+            return train(run, threads)
+        except BaseException:
+            failed.set()
+            raise
+
+    found: dict[str, dict[int, Trained]] = {}
+    with ThreadPoolExecutor(jobs) as pool:
+        for run, trained in zip(runs, pool.map(one, runs), strict=True):
+            if trained is not None:
+                found.setdefault(run.variant, {})[run.seed] = trained
+    return found
+
+
+def train(run: Run, threads: int) -> Trained:
     """Train unless that is done; an interrupted run goes on from its last checkpoint.
 
     In a process of its own: the next run starts with a clean memory, a crash costs one run, and several devices are
@@ -334,28 +370,29 @@ def train(run: Run) -> Trained:
         options, log = run.folder / "options.yaml", run.folder / "train.log"
         options.write_text(yaml.safe_dump(run.values, sort_keys=False))
         resume = ["--ckpt_path=last"] if (run.folder / "checkpoints/last.ckpt").exists() else []
-        status = _launch([f"--config={options}", *resume], log)
+        status = _launch([f"--config={options}", *resume], log, threads)
         if status:
             last = next((line for line in reversed(log.read_text().splitlines()) if line.strip()), "it said nothing")
             raise CheckpointError(
                 f"the training of {run.name} ended with status {status} ({last.strip()}); see {log}, and run the same "
                 "command again to go on"
             )
-        found = asdict(_trained(run))
+        found = asdict(_trained(run, threads))
         part = done.with_suffix(".part")
         part.write_text(json.dumps(found, indent=1))
         part.replace(done)
     return Trained(**json.loads(done.read_text()))
 
 
-def _launch(arguments: list[str], log: Path) -> int:
+def _launch(arguments: list[str], log: Path, threads: int) -> int:
     """`python -m shape.train` as a process, its exit status; what it says goes to the end of a file."""
     with log.open("a") as file:
         command = [sys.executable, "-m", "shape.train", *arguments]
-        return subprocess.run(command, stdout=file, stderr=subprocess.STDOUT).returncode
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        return subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment).returncode
 
 
-def _trained(run: Run) -> Trained:
+def _trained(run: Run, threads: int) -> Trained:
     record = json.loads((run.folder / "config.json").read_text())["training"]
     seconds = max(record["seconds"] - record["validation_seconds"], 0.0)
     positions = record["steps"] * run.options.training.batch_size
@@ -366,7 +403,7 @@ def _trained(run: Run) -> Trained:
         seconds=seconds,
         positions_per_second=positions / seconds if seconds else None,
         record=record,
-        environment=asdict(Environment.capture(torch.device("cuda" if on_gpu else "cpu"))),
+        environment={**asdict(Environment.capture(torch.device("cuda" if on_gpu else "cpu"))), "threads": threads},
     )
 
 
@@ -583,10 +620,7 @@ def ablate(options: AblationOptions) -> Ablation:
     if taken:
         raise ConfigError(f"the name {min(taken)} is a method's and a variant's; rename the variant")
     _others(options.measure.methods)  # unknown names are said before the work
-    trained: dict[str, dict[int, Trained]] = {}
-    for number, run in enumerate(runs, start=1):
-        print(f"training {number} of {len(runs)}: {run.name}; output in {run.folder / 'train.log'}", flush=True)
-        trained.setdefault(run.variant, {})[run.seed] = train(run)
+    trained = train_all(runs, options.jobs)
     with quiet():
         found = _measure(options, runs, trained, prompts, source)
     output = Path(options.output)

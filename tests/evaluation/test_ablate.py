@@ -1,6 +1,7 @@
 """Ablations: what is trained and what it is told, resuming, what is counted, the table, and mistakes said early."""
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,7 @@ def launched(monkeypatch) -> list[list[str]]:
     """Trainings run in this process, for speed; the list of what each was told."""
     seen: list[list[str]] = []
 
-    def launch(arguments: list[str], log: Path) -> int:
+    def launch(arguments: list[str], log: Path, threads: int) -> int:
         seen.append(arguments)
         log.touch()
         training.main(arguments)
@@ -120,7 +121,7 @@ def test_interrupted_work_goes_on(file, tmp_path, launched, monkeypatch):
     arguments = [str(file), f"--output={tmp_path}", "--only=[path 1.0,affine]", "--seeds=[3]"]
     launch, record, done = ablate._launch, _Bench.record, []
 
-    def interrupted(told: list[str], log: Path) -> int:
+    def interrupted(told: list[str], log: Path, threads: int) -> int:
         if "affine" in told[0] and not done:
             done.append("stopped")
             checkpoint = log.parent / "checkpoints/last.ckpt"
@@ -131,7 +132,7 @@ def test_interrupted_work_goes_on(file, tmp_path, launched, monkeypatch):
             assert told[1:] == ["--ckpt_path=last"]
             (log.parent / "checkpoints/last.ckpt").unlink()
             told = told[:1]
-        return launch(told, log)
+        return launch(told, log, threads)
 
     def stumbling(self, prompt, *rest, **options):
         if self.options["do_sample"] and len(done) == 4:
@@ -151,6 +152,35 @@ def test_interrupted_work_goes_on(file, tmp_path, launched, monkeypatch):
     assert (tmp_path / "ablation.md").exists() and "One seed (3)" in (tmp_path / "ablation.md").read_text()
 
 
+def test_trainings_at_once_share_the_threads(file, tmp_path, monkeypatch):
+    runs = plan(parse([str(file), f"--output={tmp_path}"]))[:4]
+    together, threads = threading.Barrier(2, timeout=60), []
+
+    def train(run: ablate.Run, given: int) -> str:
+        together.wait()  # never passed by one training alone
+        threads.append(given)
+        return run.name
+
+    monkeypatch.setattr(ablate, "train", train)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    found = ablate.train_all(runs, jobs=2)
+    assert threads == [2] * 4
+    assert [found[run.variant][run.seed] for run in runs] == [run.name for run in runs]
+
+
+def test_after_a_failed_training_none_begins(file, tmp_path, monkeypatch):
+    runs, begun = plan(parse([str(file), f"--output={tmp_path}"])), []
+
+    def train(run: ablate.Run, threads: int) -> None:
+        begun.append(run.name)
+        raise CheckpointError("it failed")
+
+    monkeypatch.setattr(ablate, "train", train)
+    with pytest.raises(CheckpointError, match="it failed"):
+        ablate.train_all(runs, jobs=1)
+    assert begun == [runs[0].name]
+
+
 def test_one_training_is_measured_with_many_trees(file, tmp_path, launched):
     trees = "{chain: {depth: 2, width: 1}, 'k = 2, N = 2': {depth: 2, width: 2, branching: 2}}"
     arguments = ["--only=[path 1.0]", "--seeds=[0]", f"--trees={trees}", "--measure.temperatures=[0]"]
@@ -168,7 +198,7 @@ def test_a_training_that_fails_says_where_to_look(file, tmp_path):
     (run.folder / "checkpoints").mkdir(parents=True)
     (run.folder / "checkpoints/last.ckpt").write_bytes(b"not a checkpoint")
     with pytest.raises(CheckpointError, match=r"affine, seed 0 ended with status 1 .*train\.log"):
-        ablate.train(run)
+        ablate.train(run, threads=1)
     assert not (run.folder / "run.json").exists() and "weights_only" in (run.folder / "train.log").read_text()
 
 
