@@ -28,6 +28,7 @@ from rich.console import Console
 from torch import Tensor
 
 from shape import bundled
+from shape.batches import ShapeDataModule, derive_seed
 from shape.config import ShapeConfig
 from shape.conversations import Conversation, Prompt, evenly, fingerprint, load_conversations, load_prompts
 from shape.decoder import ShapeDecoder, ShapeOutput
@@ -35,6 +36,8 @@ from shape.drafters import PREDICTORS, TreeShape
 from shape.errors import CheckpointError, ConfigError, DataError, exit_on_error
 from shape.evaluation.environment import Environment
 from shape.evaluation.speed import SpeedResults, measure
+from shape.examples import draft_vocabulary
+from shape.export import export
 from shape.features import (
     FeatureOptions,
     FeatureStore,
@@ -53,13 +56,9 @@ from shape.target import Target
 from shape.training import (
     AtomicCheckpointIO,
     DecodingValidation,
-    ShapeDataModule,
     ShapeModule,
     TrainingOptions,
     as_trained_and_decoded,
-    derive_seed,
-    draft_vocabulary,
-    export,
     load_weights,
 )
 
@@ -292,7 +291,9 @@ def train(options: TrainOptions) -> Path:
     data = ShapeDataModule(
         source,
         target,
-        options.training,
+        steps=options.training.steps,
+        batch_size=options.training.batch_size,
+        workers=options.training.workers,
         window=None if predictor.memory_shapes else config.window,
         ahead=config.num_steps,
         exclude=held_out,

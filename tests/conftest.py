@@ -1,5 +1,6 @@
 """Real tiny models and a real tiny tokenizer, so that tests need neither mocks nor downloads."""
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from training_runs import extracted
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -21,6 +23,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from shape.features import FeatureStore
 from shape.target import Target
 
 # A busy machine must not fail a test for being slow.
@@ -124,3 +127,10 @@ def shared() -> Path:
     if not folder or not Path(folder).is_dir():
         pytest.skip("SHAPE_SHARED does not name a folder with the extra data and targets")
     return Path(folder).resolve()
+
+
+@pytest.fixture(scope="session")
+def store(tiny_target, tmp_path_factory) -> FeatureStore:
+    """Features of a few conversations."""
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    return extracted(tiny_target, tmp_path_factory.mktemp("features"))

@@ -7,8 +7,8 @@ import torch
 from helpers import predictor
 
 from shape.check import main
+from shape.export import export
 from shape.predictor import ShapePredictor
-from shape.training import export
 
 
 @pytest.fixture(autouse=True)

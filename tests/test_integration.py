@@ -30,10 +30,10 @@ from shape.config import ShapeConfig
 from shape.decoder import ShapeDecoder
 from shape.drafters import AdversaryDrafter, TrainedDrafter
 from shape.errors import CheckpointError, ConfigError, DataError, TargetMismatch, UnsupportedGeneration
+from shape.export import export
 from shape.loop import Memory
 from shape.predictor import ShapePredictor
 from shape.target import Target
-from shape.training import export
 
 CHAT = [{"role": "user", "content": "Say something."}]
 BOOKING = [{"role": "user", "content": "Book a table for two."}]

@@ -7,10 +7,10 @@ from shape import bundled
 from shape.conversations import Conversation, Message, encode, load_prompts
 from shape.decoder import ShapeDecoder
 from shape.drafters import AdversaryDrafter, NgramDrafter, TrainedDrafter, TreeShape
+from shape.examples import teacher_forced
 from shape.features import FeatureOptions, TrainerOptions, extract
 from shape.predictor import ShapePredictor
 from shape.target import Target
-from shape.training import teacher_forced
 
 PROMPTS = 56
 NEW_TOKENS = 64

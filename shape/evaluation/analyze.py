@@ -42,11 +42,11 @@ from shape.drafters import TrainedDrafter
 from shape.errors import ConfigError, DataError, exit_on_error
 from shape.evaluation.analysis_report import draw, report
 from shape.evaluation.environment import Environment
+from shape.examples import Reader, Texts, examples, known_in
 from shape.features import Stored, compute_features, eligible
 from shape.losses import kl, mistake_costs, sinkhorn, total_variation
 from shape.network import Known, Predictor
 from shape.target import Target
-from shape.training import Reader, Texts, examples, known_in
 from shape.transport import Plan, optimal_acceptance, squared_distances
 from shape.transport import sinkhorn as entropic_plan
 from shape.verification.acceptance import match_on_device, reject_in_turn

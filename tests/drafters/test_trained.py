@@ -9,9 +9,9 @@ from helpers import predictor as build
 from shape.config import ShapeConfig
 from shape.drafters import Settled, TrainedDrafter, TreeShape
 from shape.errors import TargetMismatch
+from shape.examples import Reader, Texts, known_in
 from shape.predictor import ShapePredictor, roll, windows
 from shape.target import Target
-from shape.training import Reader, Texts, known_in
 from shape.verification.sampling import Sampler, row_keys, token_words
 
 MODES = [

@@ -1,0 +1,322 @@
+"""The order in which training sees its data: a pure function of (seed, step), whatever was before and beside it.
+
+So a resumed run goes on exactly where it stopped, and several processes see the batches that one would see.
+"""
+
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from shape.conversations import Conversation, Encoded
+from shape.errors import DataError
+from shape.examples import Texts, roots_of
+from shape.features import FeatureStore, eligible, encode_row
+from shape.target import Target
+
+_ROOTS_SAMPLE = 256
+_STEPS_POOLED = 8  # whose texts are sorted together
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which part of every step's batch a process works on, and in how many portions. Positions divide evenly, texts as
+    evenly as they can.
+    """
+
+    rank: int = 0
+    world: int = 1
+    accumulate: int = 1
+
+    @property
+    def parts(self) -> int:
+        return self.world * self.accumulate
+
+
+@dataclass
+class Batch:
+    """One portion of one step's examples, or the conversations to compute them from.
+
+    Attributes:
+        step: the optimiser step it belongs to.
+        part: its number among the step's portions, over all processes.
+        samples: (B,) int64 numbers of the texts in the data: of roots where each text is one root's surroundings, of
+            conversations otherwise.
+    """
+
+    step: int
+    part: int
+    samples: Tensor
+    texts: Texts | None = None
+    conversations: list[Encoded] | None = None
+
+    def to(self, device: torch.device) -> "Batch":
+        moved = self.texts and Texts(*(tensor.to(device, non_blocking=True) for tensor in self.texts))
+        return Batch(self.step, self.part, self.samples.to(device), moved, self.conversations)
+
+    def pin_memory(self) -> "Batch":
+        pinned = self.texts and Texts(*(tensor.pin_memory() for tensor in self.texts))
+        return Batch(self.step, self.part, self.samples, pinned, self.conversations)
+
+
+class StepOrder:
+    """The order of samples: a permutation per epoch from (seed, epoch), cut into steps across epoch ends."""
+
+    def __init__(self, seed: int, count: int, batch_size: int) -> None:
+        self.seed, self.count, self.batch_size = seed, count, batch_size
+        self._epoch, self._permutation = -1, torch.empty(0, dtype=torch.int64)
+
+    def step(self, step: int) -> Tensor:
+        """Sample numbers of one step's whole batch, (batch_size,) int64."""
+        start, stop = step * self.batch_size, (step + 1) * self.batch_size
+        parts = []
+        while start < stop:
+            epoch, offset = divmod(start, self.count)
+            taken = min(stop - start, self.count - offset)
+            parts.append(self._of(epoch)[offset : offset + taken])
+            start += taken
+        return torch.cat(parts)
+
+    def _of(self, epoch: int) -> Tensor:
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
+            self._epoch, self._permutation = epoch, torch.randperm(self.count, generator=generator)
+        return self._permutation
+
+
+class _Batches(Dataset[Batch]):
+    """Item k is this process's k-th portion since step 0: a pure function of k, wherever a run starts."""
+
+    def __init__(self, order: StepOrder, split: Split, steps: int) -> None:
+        self.order, self.split, self.steps = order, split, steps
+
+    def __len__(self) -> int:
+        return self.steps * self.split.accumulate
+
+    def __getitem__(self, index: int) -> Batch:
+        if index >= len(self):
+            raise IndexError(index)
+        step, portion = divmod(index, self.split.accumulate)
+        part = portion * self.split.world + self.split.rank
+        return self._load(step, part, self._samples(step, part))
+
+    def _samples(self, step: int, part: int) -> Tensor:
+        """Those of a step that one of its portions has."""
+        return self.order.step(step).tensor_split(self.split.parts)[part]
+
+    def _load(self, step: int, part: int, samples: Tensor) -> Batch:
+        raise NotImplementedError
+
+
+class StoredBatches(_Batches):
+    """Examples around random roots of a feature store."""
+
+    def __init__(
+        self,
+        store: FeatureStore,
+        roots: Tensor,
+        window: int,
+        ahead: int,
+        order: StepOrder,
+        split: Split,
+        steps: int,
+    ) -> None:
+        super().__init__(order, split, steps)
+        self.store, self.roots, self.window, self.ahead = store, roots, window, ahead
+
+    def _load(self, step: int, part: int, samples: Tensor) -> Batch:
+        around = self.store.gather(self.roots[samples], self.window, self.ahead)
+        roots = torch.full((len(samples), 1), self.window)
+        return Batch(step, part, samples, Texts(around.hidden, around.input_ids, around.loss_mask, roots))
+
+
+class TextBatches(_Batches):
+    """Whole conversations of a feature store, for networks that attend to everything before a root.
+
+    Texts of a portion stand in rows of their own: no document sees another. Those of several steps are dealt to
+    portions by their number of roots, so that little is padding, and every step gets short ones and long ones.
+
+    Args:
+        numbers: (N,) int64, the texts in the store. roots: (N,) int64, how many each has.
+    """
+
+    def __init__(
+        self, store: FeatureStore, numbers: Tensor, roots: Tensor, order: StepOrder, split: Split, steps: int
+    ) -> None:
+        super().__init__(order, split, steps)
+        self.store, self.numbers, self.roots = store, numbers, roots
+
+    def _samples(self, step: int, part: int) -> Tensor:
+        pool, turn = divmod(step, _STEPS_POOLED)
+        samples = torch.cat([self.order.step(pool * _STEPS_POOLED + each) for each in range(_STEPS_POOLED)])
+        portions = samples[self.roots[samples].sort(stable=True).indices].tensor_split(_STEPS_POOLED * self.split.parts)
+        generator = torch.Generator().manual_seed(derive_seed(self.order.seed, "pool", pool))
+        turn = int(torch.randperm(_STEPS_POOLED, generator=generator)[turn])
+        # There and back, so that steps are about equally large.
+        return portions[part * _STEPS_POOLED + (turn if part % 2 == 0 else _STEPS_POOLED - 1 - turn)]
+
+    def _load(self, step: int, part: int, samples: Tensor) -> Batch:
+        stored = [self.store[int(self.numbers[sample])] for sample in samples]
+        hidden = pad_sequence([each.hidden for each in stored], batch_first=True)
+        ids = pad_sequence([each.input_ids for each in stored], batch_first=True)
+        masks = pad_sequence([each.loss_mask for each in stored], batch_first=True)
+        return Batch(step, part, samples, Texts(hidden, ids, masks, roots_of([each.loss_mask for each in stored])))
+
+
+class ConversationBatches(_Batches):
+    """Whole conversations, of which the target computes the states inside the training step (online mode)."""
+
+    def __init__(
+        self,
+        conversations: Sequence[Conversation],
+        encode: Callable[[Conversation], Encoded],
+        order: StepOrder,
+        split: Split,
+        steps: int,
+    ) -> None:
+        super().__init__(order, split, steps)
+        self.conversations, self.encode = conversations, encode
+
+    def _load(self, step: int, part: int, samples: Tensor) -> Batch:
+        chosen = [self.encode(self.conversations[index]) for index in samples.tolist()]
+        return Batch(step, part, samples, conversations=chosen)
+
+
+class _FromStep(Sampler[int]):
+    """Portions from the resumed step on. Its length counts those before as well, as Lightning's progress does."""
+
+    def __init__(self, start: int, total: int) -> None:
+        self.start, self.total = start, total
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.total))
+
+
+class _ResumableLoader(DataLoader[Batch]):
+    """Says to Lightning that it resumes mid-epoch; its position is the trainer's step, so it stores nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        del state
+
+
+class ShapeDataModule(pl.LightningDataModule):
+    """Training batches, from a feature store or, without one, from conversations (online mode).
+
+    Args:
+        source: a feature store, or conversations.
+        target: needed for its tokenizer in online mode.
+        steps, batch_size: optimiser steps, and positions (roots) in each.
+        window, ahead: states before the root, and steps after it, that examples hold; a window of None holds all.
+        exclude: numbers of conversations that are kept for validation.
+        workers: processes that read ahead; 0 reads in the training process.
+
+    Raises:
+        DataError: nothing in the data can be learned from.
+    """
+
+    def __init__(
+        self,
+        source: FeatureStore | Sequence[Conversation],
+        target: Target,
+        *,
+        steps: int,
+        batch_size: int,
+        window: int | None,
+        ahead: int,
+        workers: int = 0,
+        exclude: Collection[int] = (),
+        max_length: int = 1024,
+        skip_bad_rows: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.target, self.seed = target, seed
+        self.steps, self.batch_size, self.workers = steps, batch_size, workers
+        self.window, self.ahead = window, ahead
+        self.encode = partial(
+            encode_row, tokenizer=target.tokenizer, max_length=max_length, skip_bad_rows=skip_bad_rows
+        )
+        self.store = source if isinstance(source, FeatureStore) else None
+        self.roots = source.roots(exclude) if isinstance(source, FeatureStore) else torch.empty(0)
+        self.conversations: list[Conversation] = []
+        self.roots_each = 0.0
+        self.texts_with_roots = self.roots_of_texts = torch.empty(0, dtype=torch.int64)
+        if self.store is not None and window is None:
+            self.texts_with_roots, self.roots_of_texts = self.store.owner(self.roots).unique(return_counts=True)
+            self.roots_each = len(self.roots) / max(len(self.texts_with_roots), 1)
+        if not isinstance(source, FeatureStore):
+            self.conversations = [each for index, each in enumerate(source) if index not in exclude]
+            self.roots_each = self._mean_roots()
+        if not len(self.roots) and not self.roots_each:
+            raise DataError(
+                "the data has no two supervised tokens in a row within max_length, so there is nothing to learn; "
+                "raise max_length, or give conversations with longer assistant turns"
+            )
+
+    def texts(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(input_ids, loss_mask) of every conversation."""
+        if self.store is not None:
+            yield from ((stored.input_ids, stored.loss_mask) for stored in self.store)
+        for conversation in self.conversations:
+            encoded = self.encode(conversation)
+            yield encoded.input_ids, encoded.loss_mask
+
+    @property
+    def size(self) -> str:
+        """How much there is to learn from, for people."""
+        if self.store is not None:
+            return f"{len(self.roots):,} positions of {len(self.store):,} conversations"
+        return f"{len(self.conversations):,} conversations of about {self.roots_each:.0f} positions"
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        trainer = self.trainer
+        assert trainer is not None
+        split = Split(trainer.global_rank, trainer.world_size, trainer.accumulate_grad_batches)
+        data = self.batches(split)
+        return _ResumableLoader(
+            data,
+            batch_size=None,
+            sampler=_FromStep(trainer.global_step * split.accumulate, len(data)),
+            num_workers=self.workers,
+            pin_memory=trainer.strategy.root_device.type == "cuda",
+            persistent_workers=self.workers > 0,
+            generator=torch.Generator(),  # the loader draws a worker seed, and not from the global generator
+        )
+
+    def batches(self, split: Split) -> _Batches:
+        """All portions of one process."""
+        if self.store is not None and self.window is not None:
+            order = StepOrder(self.seed, len(self.roots), self.batch_size)
+            return StoredBatches(self.store, self.roots, self.window, self.ahead, order, split, self.steps)
+        texts = max(split.parts, round(self.batch_size / self.roots_each))
+        count = len(self.conversations) if self.store is None else len(self.texts_with_roots)
+        order = StepOrder(self.seed, count, texts)
+        if self.store is not None:
+            return TextBatches(self.store, self.texts_with_roots, self.roots_of_texts, order, split, self.steps)
+        return ConversationBatches(self.conversations, self.encode, order, split, self.steps)
+
+    def _mean_roots(self) -> float:
+        sample = self.conversations[:: max(1, len(self.conversations) // _ROOTS_SAMPLE)]
+        counts = []
+        for conversation in sample:
+            mask = self.encode(conversation).loss_mask
+            counts.append(int(eligible(mask, torch.tensor([0, len(mask)])).sum()))
+        return sum(counts) / max(len(counts), 1)
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed from any parts, unrelated for unlike parts."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1

@@ -1,0 +1,103 @@
+"""Small trainings, which the tests of examples, batches, training and export share."""
+
+from pathlib import Path
+
+import pytorch_lightning as pl
+import torch
+
+from shape.batches import ShapeDataModule
+from shape.config import ShapeConfig
+from shape.conversations import Conversation, Message
+from shape.drafters import PREDICTORS
+from shape.examples import draft_vocabulary
+from shape.features import FeatureOptions, FeatureStore, TrainerOptions, extract
+from shape.losses import Losses
+from shape.network import Predictor
+from shape.training import (
+    AtomicCheckpointIO,
+    ShapeModule,
+    TrainingOptions,
+)
+
+WINDOW, STEPS = 3, 3
+OPTIONS = TrainingOptions(steps=8, batch_size=16, learning_rate=3e-3, warmup_steps=2)
+
+
+def talk(number: int) -> Conversation:
+    messages = []
+    for turn in range(1 + number % 2):
+        messages += [
+            Message("user", f"{turn}? " + "hm " * (number % 4)),
+            Message("assistant", f"yes, {number}!"),
+        ]
+    return Conversation(f"c{number}", tuple(messages))
+
+
+CONVERSATIONS = [talk(number) for number in range(9)]
+
+
+def extracted(target, folder: Path) -> FeatureStore:
+    """The last layer of a store that holds several."""
+    trainer = TrainerOptions(accelerator="cpu", devices=1, enable_progress_bar=False).for_extraction()
+    options = FeatureOptions(max_length=128, shard_size=4, layers=[0, 1, 2, -1])
+    extract(target, CONVERSATIONS, folder, options, trainer)
+    return FeatureStore(folder, layers=[-1])
+
+
+def data_of(source, target, options=OPTIONS, window: int | None = WINDOW, **others) -> ShapeDataModule:
+    sizes = {"steps": options.steps, "batch_size": options.batch_size}
+    return ShapeDataModule(source, target, **sizes, window=window, ahead=STEPS, **others)
+
+
+def network(target, seed: int = 0, **changes) -> Predictor:
+    values = {"step_mode": "recursive", "token_conditioning": "path", **changes}
+    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+    config = ShapeConfig(window=WINDOW, num_steps=STEPS, **sizes, **values)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return PREDICTORS[config.kind](config)
+
+
+def fit(
+    target,
+    source,
+    *,
+    options=OPTIONS,
+    seed=0,
+    losses=None,
+    accumulate=1,
+    callbacks=(),
+    ckpt_path=None,
+    **changes,
+) -> ShapeModule:
+    predictor = network(target, **changes)
+    if isinstance(source, FeatureStore):
+        source = FeatureStore(source.directory, layers=predictor.config.feature_layers)
+    window = None if predictor.memory_shapes else predictor.config.window
+    module = ShapeModule(predictor, target, losses or Losses(), options, seed=seed, log_every=2)
+    data = data_of(source, target, options, window=window, max_length=128, seed=seed)
+    if predictor.draft_vocabulary is not None:
+        predictor.draft_vocabulary = draft_vocabulary(data.texts(), len(predictor.draft_vocabulary), target.vocab_size)
+    if predictor.heads is not None:
+        predictor.adopt_head(target.output_rows(predictor.draft_vocabulary))
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=options.steps,
+        max_epochs=1,
+        accumulate_grad_batches=accumulate,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        log_every_n_steps=2,
+        callbacks=list(callbacks),
+        plugins=[AtomicCheckpointIO()],
+    )
+    trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
+    return module
+
+
+def weights(module: ShapeModule) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in module.predictor.parameters()])
