@@ -34,7 +34,7 @@ from shape.conversations import Conversation, Prompt, evenly, fingerprint, load_
 from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.drafters import PREDICTORS, TreeShape
 from shape.errors import CheckpointError, ConfigError, DataError, exit_on_error
-from shape.evaluation.environment import Environment
+from shape.evaluation.environment import Environment, matrix_product_peak
 from shape.evaluation.speed import SpeedResults, measure
 from shape.examples import draft_vocabulary
 from shape.export import export
@@ -56,6 +56,7 @@ from shape.target import Target
 from shape.training import (
     AtomicCheckpointIO,
     DecodingValidation,
+    Operations,
     ShapeModule,
     TrainingOptions,
     as_trained_and_decoded,
@@ -280,7 +281,8 @@ def train(options: TrainOptions) -> Path:
         options.validation.max_new_tokens,
         output / "checkpoints/best.safetensors",
     )
-    trainer = _trainer(options, output, validation)
+    operations = Operations()
+    trainer = _trainer(options, output, validation, operations)
     if checkpoint is None:
         _set_aside(output / "checkpoints")
 
@@ -320,7 +322,8 @@ def train(options: TrainOptions) -> Path:
     )
     trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
     if trainer.is_global_zero:
-        _finish(options, output, module, validation, measured_prompts or _as_prompts(for_validation), data.size)
+        prompts = measured_prompts or _as_prompts(for_validation)
+        _finish(options, output, module, validation, operations, prompts, data.size)
     return output
 
 
@@ -500,7 +503,7 @@ def _recipe(options: TrainOptions, target: Target, conversations: Sequence[Conve
     }
 
 
-def _trainer(options: TrainOptions, output: Path, validation: DecodingValidation) -> pl.Trainer:
+def _trainer(options: TrainOptions, output: Path, validation: DecodingValidation, operations: Operations) -> pl.Trainer:
     csv = CSVLogger(output, name="logs")
     return pl.Trainer(
         **{**asdict(options.trainer), "precision": options.trainer.chosen_precision()},
@@ -509,6 +512,7 @@ def _trainer(options: TrainOptions, output: Path, validation: DecodingValidation
         logger=[csv, TensorBoardLogger(output, name="logs", version=csv.version)],
         callbacks=[
             validation,
+            operations,
             ModelCheckpoint(
                 output / "checkpoints",
                 save_last=True,
@@ -531,6 +535,7 @@ def _finish(
     output: Path,
     module: ShapeModule,
     validation: DecodingValidation,
+    operations: Operations,
     prompts: Sequence[Prompt],
     size: str,
 ) -> None:
@@ -547,11 +552,17 @@ def _finish(
         "seconds": round(module.seconds, 1),
         "validation_seconds": round(validation.seconds, 1),
         "validation": {"prompts": len(validation.prompts), **(validation.best or {})},
+        **_throughput(options, module, validation, operations),
     }
     export(predictor, output, target.identity, record)
     decoder = ShapeDecoder.from_pretrained(output, target=target)
     console = Console()
     _compare_with_training(target, predictor, validation, console)
+    if "positions_per_second" in record:
+        console.print(
+            f"training: {record['positions_per_second']:,.0f} positions/s, {record['gflop_per_second']:,.0f} GFLOP/s, "
+            f"{record['share_of_peak']:.0%} of what a large matrix product reaches here"
+        )
     best = validation.best
     if best:
         console.print(
@@ -572,6 +583,24 @@ def _finish(
     console.print(f"the predictor is in {output}; try it:", highlight=False)
     text = prompts[0].turns[0] if prompts else "Hello"
     console.print(f"  python -m shape.generate --predictor {output} --prompt {text!r}", highlight=False, soft_wrap=True)
+
+
+def _throughput(
+    options: TrainOptions, module: ShapeModule, validation: DecodingValidation, operations: Operations
+) -> dict[str, float]:
+    """How fast it trained: model-FLOPs use is against a large product in the precision of the training's own."""
+    seconds, steps = module.seconds - validation.seconds, module.trainer.global_step
+    if seconds <= 0 or not operations.flops:
+        return {}
+    mixed = "bf16" in options.trainer.chosen_precision()
+    device = module.trainer.strategy.root_device
+    peak = module.trainer.world_size * matrix_product_peak(device, torch.bfloat16 if mixed else torch.float32)
+    rate = operations.flops * steps / seconds
+    return {
+        "positions_per_second": round(options.training.batch_size * steps / seconds, 1),
+        "gflop_per_second": round(rate / 1e9, 1),
+        "share_of_peak": round(rate / peak, 3),
+    }
 
 
 def _compare_with_training(

@@ -21,6 +21,7 @@ from pytorch_lightning.utilities.types import OptimizerLRScheduler
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics import MeanMetric
 
 from shape.batches import Batch, derive_seed
@@ -319,6 +320,43 @@ class Together(torch.optim.Optimizer):
         for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
         self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+
+class Operations(pl.Callback):
+    """Counts the operations of the first step's matrix products, forwards and backwards, two per multiply-add.
+
+    Attributes:
+        flops: of one optimiser step, all processes taken to be alike; 0 before there was one.
+    """
+
+    def __init__(self) -> None:
+        self.flops = 0
+        self._step: int | None = None
+        self._counter: FlopCounterMode | None = None
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._step = trainer.global_step if self._step is None else self._step
+        if trainer.global_step == self._step:
+            self._counter = FlopCounterMode(display=False)
+            self._counter.__enter__()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._counter is not None:
+            self._stop()
+            self.flops += self._counter.get_total_flops() * trainer.world_size
+            self._counter = None
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if self._counter is not None:
+            self._stop()
+
+    def _stop(self) -> None:
+        assert self._counter is not None
+        self._counter.__exit__(None, None, None)
 
 
 def add_noise(hidden: Tensor, keys: Tensor, amount: float, hidden_size: int) -> Tensor:

@@ -17,6 +17,7 @@ from shape.losses import Losses
 from shape.training import (
     AtomicCheckpointIO,
     DecodingValidation,
+    Operations,
     ShapeModule,
     TrainingOptions,
     acceptance_length,
@@ -79,6 +80,23 @@ def test_training_learns(store, tiny_target, online):
     metrics = module.trainer.callback_metrics
     assert metrics["train/agreement_1"] > 0.3 and metrics["train/chain_AL"] > 1.3
     assert {"train/loss", "train/soft_cross_entropy", "train/smooth_l1"} <= metrics.keys()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_operations_of_a_step_are_counted_once(store, tiny_target, accumulate):
+    """By hand, for a predictor of one matrix of each kind: two per multiply-add, and twice as many backwards."""
+    counted = Operations()
+    module = fit(
+        tiny_target, store, options=replace(OPTIONS, steps=3), losses=Losses(soft_cross_entropy=0.0),
+        accumulate=accumulate, callbacks=[counted], token_conditioning="none", num_layers=0,
+    )  # fmt: skip
+    config, roots = module.predictor.config, OPTIONS.batch_size
+    steps, size, width = config.num_steps, config.hidden_size, config.intermediate_size
+    first, others = config.window * size * width, size * width + 2 * size * size
+    # Forwards and twice backwards; nothing flows back into the known states of the first step's window.
+    forwards = steps * (first + others)
+    backwards = 2 * steps * others + steps * first + (steps - 1) * first
+    assert counted.flops == 2 * roots * (forwards + backwards)
 
 
 def test_target_stays_outside(store, tiny_target):

@@ -1,7 +1,7 @@
 """What an ablation found, and its tables: see `shape.evaluation.ablate`, which makes it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean
 from typing import Any
@@ -111,7 +111,7 @@ class Ablation:
 
     def _main(self) -> tuple[list[str], list[list[str]]]:
         several = len(self.seeds) > 1
-        header = ["variant", "parameters", "MFLOP per draft", "trained s", "positions/s"]
+        header = ["variant", "parameters", "MFLOP per draft", "trained s", "positions/s", "GFLOP/s (of peak)"]
         for temperature in self.others:
             at = f"T = {temperature:g}"
             for figure in (f"acceptance length, {at}", f"speed-up, {at}"):
@@ -119,7 +119,7 @@ class Ablation:
             header.append(f"for 8B*, {at}")
         rows = []
         for name in next(iter(self.others.values())):
-            cells = [name, *[DASH] * 4]
+            cells = [name, *[DASH] * 5]
             for found in self.others.values():
                 cells += _cells(found[name], {} if several else None, {} if several else None)
             rows.append(cells)
@@ -133,6 +133,7 @@ class Ablation:
                 show(None if flops is None else flops / 1e6, ".1f"),
                 f"{mean(one.seconds for one in trained):.0f}",
                 show(mean(speeds) if speeds else None, ",.0f"),
+                _throughput([one.record for one in trained]),
             ]
             for figures in line.at.values():
                 by_seed = (figures.acceptance_lengths, figures.speed_ups) if several else (None, None)
@@ -169,7 +170,7 @@ class Ablation:
         settings = next(iter(self.settings.values()))
         baselines = ", ".join(f"{self.settings[t]['baseline']} at {t:g}" for t in self.settings)
         first = next(one for by_seed in self.trained.values() for one in by_seed.values())
-        seeds = self.seeds
+        threads, seeds = first.environment.get("threads", "?"), self.seeds
         over = (
             f'Seeds {", ".join(map(str, seeds))}: counts are summed over them and intervals are over prompts; "over '
             'seeds" is the least and the greatest of their own figures. '
@@ -181,8 +182,10 @@ class Ablation:
             f"measuring), learned from {first.record.get('examples', 'online data')}; {settings['count']} prompts of "
             f"{settings['prompts']}, at most {self.max_new_tokens} new tokens, batch 1, interleaved, always "
             f"drafting; speed-ups leave prefill out and are over {baselines}.",
-            f"{over}Trained s are seconds of optimisation alone. FLOP are those of a draft's matrix products, two per "
-            f"multiply-add, mean over the real drafts of {min(self.examined, settings['count'])} prompts; so is "
+            f"{over}Trained s are seconds of optimisation alone, {threads} thread(s) each; GFLOP/s are those of its "
+            "matrix products, and peak is what a large one of the same precision reaches. MFLOP per draft are those of "
+            "the real drafts' matrix products, two per multiply-add, a mean over "
+            f"{min(self.examined, settings['count'])} prompts; so is "
             '"stands at": of drafts that reached a depth, the share of which a token stood there.',
             self.environment.line(),
             "*A projection, not a measurement: acceptance length / (1 + c), where c is what the drafter would read of "
@@ -201,6 +204,14 @@ def _cells(
         *([] if speed_ups is None else [_range(speed_ups)]),
         show(summary.projected_speed_up_8b, unit="x"),
     ]
+
+
+def _throughput(records: Sequence[Mapping[str, Any]]) -> str:
+    known = [one for one in records if "gflop_per_second" in one]
+    if not known:
+        return DASH
+    rate, share = (mean(one[name] for one in known) for name in ("gflop_per_second", "share_of_peak"))
+    return f"{rate:.0f} ({share:.0%})"
 
 
 def _range(values: Mapping[int, float | None]) -> str:

@@ -5,6 +5,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -66,6 +67,19 @@ class Environment:
             f"{self.device}, {self.cpu}, {self.threads} threads of {self.cores} cores, {versions}; "
             f"{self.date}, commit {self.commit or 'unknown'}; `{self.command}`."
         )
+
+
+def matrix_product_peak(device: torch.device, dtype: torch.dtype, size: int = 1024, seconds: float = 0.5) -> float:
+    """Operations per second of a large square matrix product, two per multiply-add: the best of some runs."""
+    size = size if device.type == "cpu" else 8 * size
+    left, right = torch.randn(2, size, size, device=device).to(dtype)
+    best, until = 0.0, time.perf_counter() + seconds
+    while best == 0.0 or time.perf_counter() < until:
+        started = time.perf_counter()
+        product = left @ right
+        float(product[0, 0])  # waits for the device
+        best = max(best, 2 * size**3 / (time.perf_counter() - started))
+    return best
 
 
 def _command() -> str:

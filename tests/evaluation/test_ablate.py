@@ -101,7 +101,7 @@ def test_trains_every_variant_with_every_seed_and_measures_them_together(file, t
             assert figures["anatomy"]["flops"] > 0 and figures["step_ms"]["verify"] > 0
         for trained in found["trained"][line["variant"]].values():
             assert trained["steps"] == 3 and 0 <= trained["seconds"] <= trained["record"]["seconds"]
-            assert trained["parameters"] > 1000
+            assert trained["parameters"] > 1000 and 0 < trained["record"]["share_of_peak"] < 1
     assert list(found["others"]["1.0"]) == ["transformers", "plain", "transformers-lookup"]
     text = (tmp_path / "ablation.md").read_text()
     assert text.startswith("### Tiny") and "acceptance length, T = 1, over seeds" in text and "| root |" in text
