@@ -43,8 +43,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a Markdown file to append the table to")
     args = parser.parse_args()
     decoder = ShapeDecoder.from_pretrained(args.predictor, target=args.target, dtype=args.dtype)
-    target, recursive = decoder.target, decoder.drafter.predictor.config.step_mode == "recursive"
-    shapes = [*CHAINS, *TREES, *WIDE] if recursive else [TreeShape(width=1, depth=4), *WIDE]
+    target, config = decoder.target, decoder.drafter.predictor.config
+    deepest = config.num_steps if config.step_mode == "parallel" else max(shape.depth for shape in CHAINS)
+    shapes = [shape for shape in (*CHAINS, *TREES, *WIDE) if shape.depth <= deepest]
     methods: dict[str, Method] = {"transformers": "transformers", "plain": None}
     for shape in shapes:
         methods[name(shape)] = ShapeDecoder.from_pretrained(args.predictor, target=target, tree=shape).drafter

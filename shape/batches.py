@@ -220,7 +220,7 @@ class ShapeDataModule(pl.LightningDataModule):
         target: needed for its tokenizer in online mode.
         steps, batch_size: optimiser steps, and positions (roots) in each.
         window, ahead: states before the root, and steps after it, that examples hold; a window of None holds all.
-        exclude: numbers of conversations that are kept for validation.
+        exclude: numbers of conversations that are not learned from, such as those kept for validation.
         workers: processes that read ahead; 0 reads in the training process.
 
     Raises:
@@ -251,6 +251,7 @@ class ShapeDataModule(pl.LightningDataModule):
         )
         self.store = source if isinstance(source, FeatureStore) else None
         self.roots = source.roots(exclude) if isinstance(source, FeatureStore) else torch.empty(0)
+        self.numbers = [number for number in range(len(source)) if number not in exclude]
         self.conversations: list[Conversation] = []
         self.roots_each = 0.0
         self.texts_with_roots = self.roots_of_texts = torch.empty(0, dtype=torch.int64)
@@ -258,7 +259,7 @@ class ShapeDataModule(pl.LightningDataModule):
             self.texts_with_roots, self.roots_of_texts = self.store.owner(self.roots).unique(return_counts=True)
             self.roots_each = len(self.roots) / max(len(self.texts_with_roots), 1)
         if not isinstance(source, FeatureStore):
-            self.conversations = [each for index, each in enumerate(source) if index not in exclude]
+            self.conversations = [source[number] for number in self.numbers]
             self.roots_each = self._mean_roots()
         if not len(self.roots) and not self.roots_each:
             raise DataError(
@@ -267,9 +268,11 @@ class ShapeDataModule(pl.LightningDataModule):
             )
 
     def texts(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(input_ids, loss_mask) of every conversation."""
+        """(input_ids, loss_mask) of every conversation that is learned from."""
         if self.store is not None:
-            yield from ((stored.input_ids, stored.loss_mask) for stored in self.store)
+            for number in self.numbers:
+                stored = self.store[number]
+                yield stored.input_ids, stored.loss_mask
         for conversation in self.conversations:
             encoded = self.encode(conversation)
             yield encoded.input_ids, encoded.loss_mask
@@ -278,7 +281,7 @@ class ShapeDataModule(pl.LightningDataModule):
     def size(self) -> str:
         """How much there is to learn from, for people."""
         if self.store is not None:
-            return f"{len(self.roots):,} positions of {len(self.store):,} conversations"
+            return f"{len(self.roots):,} positions of {len(self.numbers):,} conversations"
         return f"{len(self.conversations):,} conversations of about {self.roots_each:.0f} positions"
 
     def train_dataloader(self) -> DataLoader[Batch]:

@@ -298,7 +298,7 @@ def train(options: TrainOptions) -> Path:
         workers=options.training.workers,
         window=None if predictor.memory_shapes else config.window,
         ahead=config.num_steps,
-        exclude=held_out,
+        exclude=held_out | _left_out(range(len(conversations)), held_out, options.training.conversations),
         max_length=options.max_length,
         skip_bad_rows=options.skip_bad_rows,
         seed=options.seed,
@@ -428,6 +428,12 @@ def _held_out(options: TrainOptions, conversations: list[Conversation]) -> set[i
         )
     count = max(1, min(options.validation.prompts, int(len(conversations) * _HELD_OUT_SHARE)))
     return set(range(0, len(conversations), len(conversations) // count)[:count])
+
+
+def _left_out(numbers: Sequence[int], held_out: set[int], count: int | None) -> set[int]:
+    """The conversations that are not learned from where only so many are."""
+    rest = [number for number in numbers if number not in held_out]
+    return set(rest) - set(evenly(rest, len(rest) if count is None else count))
 
 
 def validation_prompts(conversations: Sequence[Conversation], target: Target, options: TrainOptions) -> list[Tensor]:

@@ -58,6 +58,8 @@ class TrainingOptions:
             Off by default: `python -m shape.train --training.noise 0.2` was no better within its interval.
         max_minutes: stop after so long and shrink the learning rate's schedule to fit; such a run depends on
             the machine's speed and cannot be reproduced bit by bit.
+        conversations: learn from so many of the conversations alone, evenly chosen; null is all. For learning curves,
+            which say whether more data would help.
         checkpoint_every: steps between resumable checkpoints.
         workers: processes that read features ahead; 0 reads in the training process.
     """
@@ -71,6 +73,7 @@ class TrainingOptions:
     weight_decay: float = 0.01
     noise: float = 0.0
     max_minutes: float | None = None
+    conversations: int | None = None
     checkpoint_every: int = 100
     workers: int = 0
 
@@ -82,6 +85,8 @@ class TrainingOptions:
         for name in ("warmup_steps", "weight_decay", "noise", "workers"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"training.{name} is {getattr(self, name)}; give 0 or more")
+        if self.conversations is not None and self.conversations < 1:
+            raise ConfigError(f"training.conversations is {self.conversations}; give a positive number or null")
         if not 0 < self.learning_rate < 1:
             raise ConfigError(f"training.learning_rate is {self.learning_rate}; give a value between 0 and 1")
         if self.max_minutes is not None and self.max_minutes <= 0:

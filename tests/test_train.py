@@ -116,6 +116,18 @@ def test_the_whole_way(trained, tiny_target):
     assert list((trained / "logs/version_0").glob("events.out.tfevents*"))
 
 
+def test_a_part_of_the_conversations_can_be_learned_from(trained, tiny_target_folder, data, tmp_path, capsys):
+    """With all of them stored, and others kept for validation."""
+    more = ["--training.steps=2", "--training.conversations=7", f"--features={trained / 'features'}"]
+    main(arguments(tiny_target_folder, data, tmp_path, *more))
+    record = json.loads((tmp_path / "config.json").read_text())["training"]
+    whole = json.loads((trained / "config.json").read_text())["training"]
+    assert record["examples"].endswith("of 7 conversations") and whole["examples"].endswith("of 57 conversations")
+    with pytest.raises(SystemExit):
+        main(arguments(tiny_target_folder, data, tmp_path, "--training.conversations=0"))
+    assert "training.conversations is 0" in capsys.readouterr().err
+
+
 def test_checkpoint_holds_the_predictor_alone_and_no_pickled_objects(trained):
     saved = torch.load(trained / "checkpoints/last.ckpt", weights_only=True)
     assert saved["global_step"] == 56
