@@ -103,12 +103,12 @@ class PredictorOptions:
     """
 
     kind: Literal["shape", "medusa", "eagle", "block"] = "shape"
-    window: int = 4
+    window: int = 8
     intermediate_size: int | None = None
     num_layers: int = 1
     attention: bool = False
     num_heads: int | None = None
-    num_steps: int = 6
+    num_steps: int = 8
     step_mode: Literal["parallel", "recursive"] = "parallel"
     token_conditioning: Literal["none", "root", "path"] = "root"
     refinement: Literal["none", "affine", "sinkhorn"] = "none"
@@ -209,7 +209,7 @@ class TrainOptions:
     trust_remote_code: bool = False
     ckpt_path: str | None = None
     predictor: PredictorOptions = field(default_factory=PredictorOptions)
-    tree: TreeShape = field(default_factory=TreeShape)
+    tree: TreeShape = field(default_factory=lambda: TreeShape(depth=8, width=2, nodes=12))
     losses: Losses = field(default_factory=Losses)
     training: TrainingOptions = field(default_factory=TrainingOptions)
     validation: ValidationOptions = field(default_factory=ValidationOptions)

@@ -98,7 +98,7 @@ def test_the_whole_way(trained, tiny_target):
     decoder = ShapeDecoder.from_pretrained(trained)
     assert decoder.target.identity.differences(tiny_target.identity) == []
     config = decoder.drafter.predictor.config
-    assert config.token_conditioning == "root" and config.markov_rank == 64 and config.draft["depth"] == 4
+    assert config.token_conditioning == "root" and config.markov_rank == 64 and config.draft["depth"] == 8
     record = config.training
     assert record["steps"] == 60 and "| acceptance length |" in (trained / "README.md").read_text()
     assert record["validation"]["low"] <= record["validation"]["value"] <= record["validation"]["high"]
@@ -223,6 +223,7 @@ def test_own_target_gets_the_same_kind_of_predictor_at_its_own_size():
     quickstart = parse([]).predictor
     for axis in ("window", "attention", "step_mode", "token_conditioning", "markov_rank", "num_steps", "refinement"):
         assert getattr(options.predictor, axis) == getattr(quickstart, axis)
+    assert options.tree == parse([]).tree
     assert options.predictor.intermediate_size is None and options.predictor.draft_vocab_size is None
 
 
