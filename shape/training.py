@@ -330,20 +330,26 @@ class Together(torch.optim.Optimizer):
 class Operations(pl.Callback):
     """Counts the operations of the first step's matrix products, forwards and backwards, two per multiply-add.
 
+    Of the run's first, and never again when it is resumed: counting may round otherwise.
+
     Attributes:
         flops: of one optimiser step, all processes taken to be alike; 0 before there was one.
     """
 
     def __init__(self) -> None:
         self.flops = 0
-        self._step: int | None = None
         self._counter: FlopCounterMode | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"flops": self.flops}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.flops = state_dict["flops"]
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._step = trainer.global_step if self._step is None else self._step
-        if trainer.global_step == self._step:
+        if trainer.global_step == 0:
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
 
