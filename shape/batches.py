@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from shape.conversations import Conversation, Encoded
 from shape.errors import DataError
-from shape.examples import Texts, roots_of
+from shape.examples import Texts, whole_texts
 from shape.features import FeatureStore, eligible, encode_row
 from shape.target import Target
 
@@ -165,9 +165,8 @@ class TextBatches(_Batches):
     def _load(self, step: int, part: int, samples: Tensor) -> Batch:
         stored = [self.store[int(self.numbers[sample])] for sample in samples]
         hidden = pad_sequence([each.hidden for each in stored], batch_first=True)
-        ids = pad_sequence([each.input_ids for each in stored], batch_first=True)
-        masks = pad_sequence([each.loss_mask for each in stored], batch_first=True)
-        return Batch(step, part, samples, Texts(hidden, ids, masks, roots_of([each.loss_mask for each in stored])))
+        texts = whole_texts(hidden, [each.input_ids for each in stored], [each.loss_mask for each in stored])
+        return Batch(step, part, samples, texts)
 
 
 class ConversationBatches(_Batches):

@@ -134,7 +134,9 @@ def check(options: CheckOptions) -> dict[str, Any]:
 
 
 def _untrained(target: Target) -> TrainedDrafter:
-    """Of the default kind and size: what a draft costs does not depend on what was learned."""
+    """Of recursive steps, a pass per depth, so that no depth is out of its reach; the default's one pass costs less.
+    What a draft costs does not depend on what was learned.
+    """
     config = ShapeConfig(hidden_size=target.hidden_size, step_mode="recursive", token_conditioning="path")
     return TrainedDrafter(ShapePredictor(config).to(target.device, target.dtype).eval())  # type: ignore[arg-type]
 

@@ -198,7 +198,8 @@ def draft_vocabulary(texts: Iterable[tuple[Tensor, Tensor]], size: int, vocab_si
     return counts.sort(descending=True, stable=True).indices[:size].sort().values
 
 
-def roots_of(loss_masks: Sequence[Tensor]) -> Tensor:
-    """The eligible roots of texts, (B, P) int64, padded with 0."""
+def whole_texts(hidden: Tensor, input_ids: Sequence[Tensor], loss_masks: Sequence[Tensor]) -> Texts:
+    """Texts of unequal length, each with all of its eligible roots; `hidden` is padded already."""
+    ids, masks = (pad_sequence(list(rows), batch_first=True) for rows in (input_ids, loss_masks))
     starts = [eligible(mask, torch.tensor([0, len(mask)])).nonzero()[:, 0] for mask in loss_masks]
-    return pad_sequence(starts, batch_first=True)
+    return Texts(hidden, ids, masks, pad_sequence(starts, batch_first=True))

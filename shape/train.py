@@ -66,8 +66,8 @@ from shape.training import (
 QUICKSTART_TARGET = "quickstart-target"
 _HELD_OUT_SHARE = 0.1
 _COMPARED = 8  # validation prompts on which decoding is compared with training
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's mallopt
 _LEAST_OF_TRAINED = 0.9  # rounding moves single tokens, a mismatch most of them
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's mallopt
 
 
 @dataclass

@@ -28,7 +28,7 @@ from shape.batches import Batch, derive_seed
 from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.drafters import TrainedDrafter, TreeShape
 from shape.errors import CheckpointError, ConfigError
-from shape.examples import Examples, Reader, Texts, examples, known_in, roots_of, teacher_forced
+from shape.examples import Examples, Reader, Texts, examples, known_in, teacher_forced, whole_texts
 from shape.features import Stored, compute_features, place
 from shape.losses import Losses, supervised, weighted_loss
 from shape.network import Predictor
@@ -210,10 +210,8 @@ class ShapeModule(pl.LightningModule):
         assert batch.conversations is not None
         encoded = batch.conversations
         hidden = compute_features(self.target, encoded, self.predictor.config.feature_layers)
-        ids = pad_sequence([sample.input_ids for sample in encoded], batch_first=True)
-        masks = pad_sequence([sample.loss_mask for sample in encoded], batch_first=True)
-        roots = roots_of([sample.loss_mask for sample in encoded])
-        return Texts(hidden, *(each.to(self.device) for each in (ids, masks, roots)))
+        texts = whole_texts(hidden, [each.input_ids for each in encoded], [each.loss_mask for each in encoded])
+        return Texts(hidden, *(each.to(self.device) for each in texts[1:]))
 
     def _reader(self) -> Reader:
         """With a draft vocabulary both distributions are restricted to it, as in EAGLE-3, which also saves most of a

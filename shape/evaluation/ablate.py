@@ -394,14 +394,12 @@ def _launch(arguments: list[str], log: Path, threads: int) -> int:
 
 def _trained(run: Run, threads: int) -> Trained:
     record = json.loads((run.folder / "config.json").read_text())["training"]
-    seconds = max(record["seconds"] - record["validation_seconds"], 0.0)
-    positions = record["steps"] * run.options.training.batch_size
     on_gpu = run.options.trainer.accelerator != "cpu" and torch.cuda.is_available()
     return Trained(
         parameters=_parameters(run.folder / "model.safetensors"),
         steps=record["steps"],
-        seconds=seconds,
-        positions_per_second=positions / seconds if seconds else None,
+        seconds=max(record["seconds"] - record["validation_seconds"], 0.0),
+        positions_per_second=record.get("positions_per_second"),
         record=record,
         environment={**asdict(Environment.capture(torch.device("cuda" if on_gpu else "cpu"))), "threads": threads},
     )
