@@ -424,15 +424,22 @@ def load_predictor(source: str | Path, **hub: Any) -> Predictor:
     """An exported predictor of any kind in eval mode; `hub` as in ``ShapeDecoder.from_pretrained``.
 
     Raises:
-        CheckpointError: nothing that can be read there.
+        CheckpointError: nothing that can be read there, or weights that are not those of its configuration.
     """
     where = bundled.resolve(str(source))
     try:
         config = ShapeConfig.from_pretrained(where, **hub)
-        predictor = PREDICTORS[config.kind].from_pretrained(where, config=config, **hub)
+        found: Any = PREDICTORS[config.kind].from_pretrained(where, config=config, output_loading_info=True, **hub)
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
             f"predictor {source} cannot be read; give a folder written by shape.train or a hub id ({reason})"
         ) from error
+    predictor, info = found
+    # transformers would fill in what is missing at random, and every draft would be refused.
+    if wrong := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
+        raise CheckpointError(
+            f"the weights of predictor {source} are not those of its configuration ({', '.join(wrong[:3])} missing or "
+            "too many); it may be of another version of this package: train it anew"
+        )
     return predictor.eval().requires_grad_(False)

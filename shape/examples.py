@@ -127,7 +127,7 @@ class Reader:
         logits = self.target.logits(states, self.predictor.own_head) if own else self.frozen(states)
         if self.predictor.config.coupling:
             logits = self.predictor.couple(logits, self.predictor.reduced(self._drafted))
-        return self.predictor.bias(logits, embeddings)
+        return self.predictor.bias(logits, self.predictor.reduced(embeddings))
 
     def at(self, chosen: tuple[Tensor, ...], states: Tensor, embeddings: Tensor | None) -> Tensor:
         """The same of some steps alone, (N, K), chosen out of (B, P, S) step by step (`shape.losses.supervised`)."""
@@ -138,7 +138,7 @@ class Reader:
             logits = self.frozen(states[chosen])
         else:
             logits = self.target.logits(states[chosen], partial(predictor.own_head_at, steps=chosen[-1]))
-        return predictor.bias(logits, None if embeddings is None else embeddings[chosen])
+        return predictor.bias(logits, None if embeddings is None else predictor.reduced(embeddings[chosen]))
 
     @cached_property
     def _drafted(self) -> Tensor:

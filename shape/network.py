@@ -152,19 +152,23 @@ class Predictor(PreTrainedModel):
         parts = zip(states.to(self.heads.dtype).split(counts), self.heads, strict=True)
         return torch.cat([F.linear(part, head) for part, head in parts])
 
-    def reduced(self, embeddings: Tensor) -> Tensor | None:
-        """What `couple` needs of the tokens that can be drafted: (K, H) -> (K, rank)."""
-        return self.markov.reduced(embeddings) if self.markov is not None and self.config.coupling else None
+    def reduced(self, embeddings: Tensor | None) -> Tensor | None:
+        """What a Markov bias reads of tokens, (..., H) -> (..., rank); None without one."""
+        return None if self.markov is None or embeddings is None else self.markov.reduced(embeddings)
 
     def couple(self, logits: Tensor, reduced: Tensor | None) -> Tensor:
-        """Logits (..., S, K) that keep their marginals under the bias, where the configuration asks for that."""
-        if self.markov is None or reduced is None or logits.shape[-2] == 1:
+        """Logits (..., S, K) that keep their marginals under the bias, where the configuration asks for that.
+
+        Args:
+            reduced: (K, rank), of the tokens that can be drafted.
+        """
+        if self.markov is None or reduced is None or not self.config.coupling or logits.shape[-2] == 1:
             return logits
         return self.markov.couple(logits, reduced, self.config.coupling)
 
-    def bias(self, logits: Tensor, embedding: Tensor | None) -> Tensor:
-        """Logits (..., K) given the token before, (..., H): as they are without a Markov bias."""
-        return logits if self.markov is None or embedding is None else logits + self.markov(embedding)
+    def bias(self, logits: Tensor, reduced: Tensor | None) -> Tensor:
+        """Logits (..., K) given the token before, (..., rank): as they are without a Markov bias."""
+        return logits if self.markov is None or reduced is None else logits + self.markov(reduced)
 
     def estimate(self, states: Tensor, embeddings: Tensor) -> Tensor:
         """Logit of the probability that the target agrees with a node's best draft, (..., H), (..., H) -> (...)."""
@@ -222,10 +226,11 @@ class MarkovBias(nn.Module):
         self.reduce = nn.Linear(size, rank, bias=False)
         self.expand = nn.Linear(rank, vocabulary, bias=False)
 
-    def forward(self, embedding: Tensor) -> Tensor:
-        return self.expand(self.reduced(embedding))
+    def forward(self, reduced: Tensor) -> Tensor:
+        return self.expand(reduced)
 
     def reduced(self, embedding: Tensor) -> Tensor:
+        """W_1 e, (..., H) -> (..., rank)."""
         return self.reduce(normalise(embedding.to(self.reduce.weight.dtype)))
 
     def couple(self, logits: Tensor, reduced: Tensor, candidates: int, iterations: int = 4) -> Tensor:

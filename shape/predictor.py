@@ -54,6 +54,29 @@ class ResidualBlock(nn.Module):
         return x + self.down(F.dropout(inner, self.dropout, self.training))
 
 
+class Adapters(nn.Module):
+    """A residual block for each of several steps, which all read the same x.
+
+    As one matrix up and one batch of matrices down: a product for each step would take several times as long where x is
+    a single row, as in decoding.
+    """
+
+    def __init__(self, steps: int, size: int, inner: int, dropout: float) -> None:
+        super().__init__()
+        self.up = nn.Linear(size, steps * inner)
+        self.down = nn.Linear(inner, steps * size)  # its rows are those of the steps' matrices, one after the other
+        self.inner, self.size, self.dropout = inner, size, dropout
+
+    def forward(self, x: Tensor, first: int, last: int) -> Tensor:
+        """Steps first..last - 1: (..., M) -> (..., S', M)."""
+        rows, columns = slice(first * self.inner, last * self.inner), slice(first * self.size, last * self.size)
+        inner = F.silu(F.linear(normalise(x), self.up.weight[rows], self.up.bias[rows]))
+        inner = F.dropout(inner, self.dropout, self.training).unflatten(-1, (-1, self.inner))
+        down = self.down.weight[columns].unflatten(0, (-1, self.size))
+        added = torch.einsum("...si,soi->...so", inner, down) + self.down.bias[columns].unflatten(0, (-1, self.size))
+        return x.unsqueeze(-2) + added
+
+
 class Share(nn.Module):
     """(1 - alpha) raw + alpha refined, alpha fixed (the paper) or learned through a sigmoid."""
 
@@ -162,9 +185,9 @@ class ShapePredictor(Predictor):
         self.window_projection = nn.Linear(config.window * config.feature_size, width)
         self.attention = ContextAttention(2 * size, width, config) if config.attention else None
         self.token_projection = None if config.token_conditioning == "none" else nn.Linear(size, width, bias=False)
-        self.blocks = _blocks(config.num_layers, width, width, config.dropout)
-        steps = config.num_steps if config.step_mode == "parallel" else 0
-        self.adapters = _blocks(steps, width, max(width // 4, 1), config.dropout)
+        self.blocks = nn.ModuleList(ResidualBlock(width, width, config.dropout) for _ in range(config.num_layers))
+        parallel = config.step_mode == "parallel"
+        self.adapters = Adapters(config.num_steps, width, max(width // 4, 1), config.dropout) if parallel else None
         self.delta = nn.Linear(width, size)
         self.gate = nn.Linear(2 * size, size)
         self.refinement = _refinement(config)
@@ -213,9 +236,9 @@ class ShapePredictor(Predictor):
             ValueError: n is beyond a parallel predictor's steps, or the embedding is missing.
         """
         x, current, normalised = self._trunk(window, embedding, n, known)
-        if self.config.step_mode == "parallel":
+        if self.adapters is not None:
             self._require_steps(n + 1)
-            x = self.adapters[n](x)
+            x = self.adapters(x, n, n + 1).squeeze(-2)
         return self._read_out(x, current, normalised)
 
     def forward(
@@ -233,12 +256,11 @@ class ShapePredictor(Predictor):
         configuration's `num_steps`.
         """
         steps = self.config.num_steps if steps is None else steps
-        if self.config.step_mode == "parallel":
+        if self.adapters is not None:
             self._require_steps(steps)
             root = None if embeddings is None else embeddings[..., 0, :]
             x, current, normalised = self._trunk(window, root, 0, known)
-            x = torch.stack([adapter(x) for adapter in list(self.adapters)[:steps]], dim=-2)
-            return self._read_out(x, current.unsqueeze(-2), normalised.unsqueeze(-2))
+            return self._read_out(self.adapters(x, 0, steps), current.unsqueeze(-2), normalised.unsqueeze(-2))
         return self.unroll(known or Known(window, [], None, None), embeddings, steps)
 
     def _trunk(
@@ -279,9 +301,9 @@ class ShapePredictor(Predictor):
         return conditioning == "path" or (conditioning == "root" and (every_step or n == 0))
 
     def _require_steps(self, steps: int) -> None:
-        if steps > len(self.adapters):
+        if steps > self.config.num_steps:
             raise ValueError(
-                f"a parallel predictor with {len(self.adapters)} steps cannot predict {steps}: draft no "
+                f"a parallel predictor with {self.config.num_steps} steps cannot predict {steps}: draft no "
                 "deeper, or train one with more num_steps"
             )
 
@@ -291,10 +313,6 @@ class ShapePredictor(Predictor):
         if self.refinement is not None and module is self.refinement.expand:
             return self.refinement.expand_std
         return super()._std(module)
-
-
-def _blocks(count: int, size: int, inner: int, dropout: float) -> nn.ModuleList:
-    return nn.ModuleList(ResidualBlock(size, inner, dropout) for _ in range(count))
 
 
 def _refinement(config: ShapeConfig) -> AffineRefinement | SinkhornRefinement | None:

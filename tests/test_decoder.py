@@ -623,6 +623,11 @@ def test_from_pretrained_mistakes(tiny_target, tiny_target_folder, tiny_model, t
         ShapeDecoder.from_pretrained(None, target=tiny_target, drafter="medusa")
     with pytest.raises(CheckpointError, match="cannot be read"):
         ShapeDecoder.from_pretrained(tmp_path, target=tiny_target)
+    broken = predictor(torch.float32)
+    del broken.delta.bias
+    broken.save_pretrained(tmp_path / "broken")
+    with pytest.raises(CheckpointError, match=r"not those of its configuration \(delta\.bias"):
+        ShapeDecoder.from_pretrained(tmp_path / "broken", target=tiny_target)
     predictor(torch.float32).save_pretrained(tmp_path / "anonymous")
     with pytest.raises(TargetMismatch, match="does not say which target"):
         ShapeDecoder.from_pretrained(tmp_path / "anonymous")

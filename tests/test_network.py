@@ -87,10 +87,12 @@ def test_coupled_steps_keep_their_marginals(seed, size):
     assert torch.equal(coupled[:, 0], logits[:, 0])
     pushed = logits[:, 0].softmax(-1)
     for n in range(1, 4):
-        conditional = (coupled[:, n, None] + bias(tokens)).softmax(-1)  # (B, before, after)
+        conditional = (coupled[:, n, None] + bias(bias.reduced(tokens))).softmax(-1)  # (B, before, after)
         pushed = (pushed[:, :, None] * conditional).sum(1)
         torch.testing.assert_close(pushed, logits[:, n].softmax(-1), rtol=1e-3, atol=1e-4)
-    biased = (logits[:, 0].softmax(-1)[:, :, None] * (logits[:, 1, None] + bias(tokens)).softmax(-1)).sum(1)
+    biased = (logits[:, 0].softmax(-1)[:, :, None] * (logits[:, 1, None] + bias(bias.reduced(tokens))).softmax(-1)).sum(
+        1
+    )
     assert (biased - logits[:, 1].softmax(-1)).abs().max() > 1e-6  # without the coupling they are not kept
 
 
@@ -105,7 +107,7 @@ def test_every_kind_trains_all_of_its_weights(rival):
     states = network.unroll(known, along)
     assert states.shape == (2, 3, steps, size)
     head = network.own_head if network.heads is not None else torch.nn.Linear(size, 64)
-    logits = network.bias(network.couple(head(states), network.reduced(torch.randn(64, size))), along)
+    logits = network.bias(network.couple(head(states), network.reduced(torch.randn(64, size))), network.reduced(along))
     total = logits.square().mean()
     if network.confidence is not None:
         total = total + network.estimate(states, along).square().mean()
@@ -177,7 +179,7 @@ def test_every_kind_computes_in_mixed_precision_and_in_bfloat16(rival):
         states = network.unroll(known_at(network, features, embeddings, roots, window), along)
         with torch.autocast("cpu", enabled=False):
             own = network.own_head(states) if network.heads is not None else F.linear(states.to(weights.dtype), weights)
-            return network.bias(network.couple(own, network.reduced(tokens)), along)
+            return network.bias(network.couple(own, network.reduced(tokens)), network.reduced(along))
 
     with torch.autocast("cpu", small):
         mixed = logits(head)

@@ -9,7 +9,7 @@ from transformers import AutoModel
 
 from shape.config import ShapeConfig
 from shape.errors import ConfigError
-from shape.predictor import ShapePredictor, SinkhornRefinement, roll, windows
+from shape.predictor import Adapters, ResidualBlock, ShapePredictor, SinkhornRefinement, roll, windows
 from shape.transport import sinkhorn, squared_distances
 
 H, W, S = 16, 4, 3
@@ -44,6 +44,19 @@ def inputs(*batch: int, layers: int = 1, dtype: torch.dtype = torch.float32, see
     generator = torch.Generator().manual_seed(seed)
     window = 5 * torch.randn(*batch, W, layers * H, generator=generator)
     return window.to(dtype), torch.randn(*batch, S, H, generator=generator).to(dtype)
+
+
+def test_adapters_are_a_residual_block_for_each_step() -> None:
+    torch.manual_seed(0)
+    adapters, x = Adapters(steps=3, size=8, inner=2, dropout=0.0), torch.randn(5, 4, 8)
+    found = adapters(x, 1, 3)
+    assert found.shape == (5, 4, 2, 8)
+    for n in (1, 2):
+        block = ResidualBlock(8, 2, 0.0)
+        parts = {"up": slice(2 * n, 2 * n + 2), "down": slice(8 * n, 8 * n + 8)}
+        named = adapters.state_dict()
+        block.load_state_dict({name: value[parts[name.split(".")[0]]] for name, value in named.items()})
+        torch.testing.assert_close(found[..., n - 1, :], block(x))
 
 
 class TestWindows:

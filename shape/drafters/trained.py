@@ -17,6 +17,7 @@ from shape.verification.tree import TokenTree, keep_best, root_only
 
 _SLOTS = 256  # of the memory, at first
 _REHEARSED = 256  # known positions that a rehearsal attends to
+_EMBEDDED = 4096  # tokens whose embeddings are held at once
 
 
 class TrainedDrafter(Drafter):
@@ -77,9 +78,11 @@ class TrainedDrafter(Drafter):
         if self.predictor.heads is not None:
             self._head = self.predictor.own_head
         self._embeddings = None if vocabulary is None else target.embed(vocabulary).to(dtype)
-        with torch.no_grad():
-            coupled = self.predictor.config.coupling
-            self._reduced = self.predictor.reduced(target.embed(tokens)) if coupled else None
+        self._reduced = None
+        if (markov := self.predictor.markov) is not None:
+            with torch.no_grad():
+                parts = [markov.reduced(target.embed(some)) for some in tokens.split(_EMBEDDED)]
+            self._reduced = torch.cat(parts)
 
     def start(self, settled: Settled, hidden: Tensor) -> None:
         hidden = hidden.to(self._device)
@@ -168,6 +171,7 @@ class TrainedDrafter(Drafter):
         number = torch.zeros_like(root)
         joint = torch.zeros(root.shape, device=root.device)
         embedding, known, nodes = self._target.embed(root), self._known(depth), 1
+        reduced = network.reduced(embedding)
         carried = network.begin(known, embedding)
         shared = None if by_path else self._logits_of_all_depths(known, carried, embedding, depth)
         # Of every depth: what was expanded, its best children, and their joint log-probabilities.
@@ -179,7 +183,7 @@ class TrainedDrafter(Drafter):
                 logits = self._logits(states)
             else:
                 states, logits = shared[0][:, n : n + 1], shared[1][:, n : n + 1].expand(-1, number.shape[1], -1)
-            logits = network.bias(logits, embedding)
+            logits = network.bias(logits, reduced)
             self.passes = n + 1
             drafts = sampler.draft_scores(logits, n, noise[n], self._vocabulary)
             # When sampling, scores contain the noise, and their softmax is the estimate given the noise. None is above
@@ -203,8 +207,11 @@ class TrainedDrafter(Drafter):
                 break
             number = nodes + chosen
             nodes += candidates.shape[1]
-            if network.reads_tokens:
-                embedding = self._embed(candidates.gather(1, chosen))
+            tokens = candidates.gather(1, chosen)
+            if by_path or network.confidence is not None:
+                embedding = self._embed(tokens)
+            if self._reduced is not None:
+                reduced = F.embedding(tokens, self._reduced)
             if by_path and width > 1:  # a child inherits what its parent carries
                 parents = chosen // branching
                 carried = tuple(part[rows, parents] for part in carried)
