@@ -24,7 +24,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -472,11 +472,15 @@ def run(recipe: Recipe, output: Path, data: list[Path] | None = None, resume: bo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("checkpoints/quickstart-target"))
-    parser.add_argument("--data", type=Path, nargs="+", help="ShareGPT files of the three sets; default: by name")
-    parser.add_argument("--steps", type=int, default=Recipe.steps)
+    parser.add_argument(
+        "--data", type=Path, nargs="*", help="ShareGPT files; default: the three sets by name; nothing behind it: none"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the last saved state")
+    for each in fields(Recipe):
+        parser.add_argument(f"--{each.name}", type=type(each.default), default=each.default, help="of the recipe")
     args = parser.parse_args()
-    losses = run(Recipe(steps=args.steps), args.output, args.data, args.resume)
+    recipe = Recipe(**{each.name: getattr(args, each.name) for each in fields(Recipe)})
+    losses = run(recipe, args.output, args.data, args.resume)
     for name, loss in losses.items():
         print(f"{name}: {loss:.3f} nats per token")
 

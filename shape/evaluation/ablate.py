@@ -40,6 +40,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shape import bundled
 from shape import train as training
+from shape.config import ShapeConfig
 from shape.conversations import Prompt, evenly, load_prompts
 from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.drafters import Drafter, TreeShape, make_drafter
@@ -48,6 +49,7 @@ from shape.errors import CheckpointError, ConfigError, ShapeError, exit_on_error
 from shape.evaluation.ablation import Ablation, Anatomy, Figures, Line, Trained
 from shape.evaluation.environment import Environment
 from shape.evaluation.results import SpeedResults, Tally
+from shape.evaluation.sizes import as_large_as, parameters
 from shape.evaluation.speed import Method, Outside, measure
 from shape.features import quiet
 from shape.target import Target
@@ -125,6 +127,8 @@ class AblationOptions:
             Without any, each variant drafts with its own `tree`.
         measure: how.
         output: folder of ablation.json, ablation.md, and of the trainings.
+        same_size_as: the variant that gives all others its number of parameters, by their inner width, or for Medusa by
+            the tokens that it drafts from; null leaves every size as it is given.
         only: these variants alone.
         target: see shape.train; goes before the file's.
         data: see shape.train; goes before the file's.
@@ -142,6 +146,7 @@ class AblationOptions:
     trees: dict[str, TreeShape] = field(default_factory=dict)
     measure: MeasureOptions = field(default_factory=MeasureOptions)
     output: str = "ablation-results"
+    same_size_as: str | None = None
     only: list[str] | None = None
     target: str | None = None
     data: str | None = None
@@ -155,7 +160,7 @@ class AblationOptions:
         Raises:
             ConfigError: there is none, an unknown name is asked for, or two would lie in one folder.
         """
-        unknown = [name for name in self.only or () if name not in self.variants]
+        unknown = [name for name in (*(self.only or ()), self.same_size_as) if name and name not in self.variants]
         if unknown:
             raise ConfigError(f"variant {unknown[0]} is not in the file, which has {', '.join(self.variants)}")
         found = {name: what or {} for name, what in self.variants.items() if self.only is None or name in self.only}
@@ -213,24 +218,43 @@ def plan(options: AblationOptions) -> list[Run]:
         places = {name: place for name, place in given.items() if place is not None}
         for changes in (options.common, *map(_nested, options.override), places):
             values = _with(reader, values, changes)
+    output = Path(options.output)
+    runs = [_run(reader, values, name, changes, 0, output) for name, changes in chosen.items()]
+    # What only the target can tell is checked with it. It is not kept, since the trainings have it to themselves.
+    first = runs[0].options
+    target = Target.load(first.target, dtype=first.target_dtype, trust_remote_code=first.trust_remote_code)
+    sizes: dict[str, dict[str, int]] = {}
+    if (like := options.same_size_as) is not None:
+        model = _run(reader, values, like, options.variants[like] or {}, 0, output)
+        wanted = parameters(_checked(model, target))
+        sizes = {run.variant: as_large_as(wanted, _checked(run, target)) for run in runs if run.variant != like}
     runs = [
-        _run(reader, values, name, changes, seed, Path(options.output))
+        _run(reader, values, name, changes, seed, output, sizes.get(name))
         for seed in options.seeds
         for name, changes in chosen.items()
     ]
-    _require_target(runs)
     for run in runs:
+        _checked(run, target)
         _require_unchanged(run)
     return runs
 
 
-def _run(reader: ArgumentParser, values: Namespace, name: str, changes: dict[str, Any], seed: int, output: Path) -> Run:
+def _run(
+    reader: ArgumentParser,
+    values: Namespace,
+    name: str,
+    changes: dict[str, Any],
+    seed: int,
+    output: Path,
+    size: Mapping[str, int] | None = None,
+) -> Run:
     folder = output / "runs" / f"{_folder_name(name)}-{seed}"
     with _one_sentence(f"variant {name}"):
         changes = dict(changes)
         if file := changes.pop("config", None):
             values = _with(reader, values, yaml.safe_load(Path(_find(file)).read_text()))
         values = _with(reader, values, changes)
+        values = _with(reader, values, {"predictor": size or {}})
         # Variants that read other layers than those stored for all have a folder of their own.
         layers = values.predictor.feature_layers
         apart = set(layers) - {-1, *values.extraction.more_layers}
@@ -275,14 +299,11 @@ def _one_sentence(what: str) -> Iterator[None]:
         raise ConfigError(f"{what}: {' '.join(str(error).split())}") from error
 
 
-def _require_target(runs: Sequence[Run]) -> None:
-    """What only the target can tell: its sizes. It is not kept, since the trainings have it to themselves."""
-    given = runs[0].options
-    target = Target.load(given.target, dtype=given.target_dtype, trust_remote_code=given.trust_remote_code)
-    for run in runs:
-        with _one_sentence(f"variant {run.variant}"):
-            run.options.feature_options().check(target)
-            run.options.predictor_config(target)
+def _checked(run: Run, target: Target) -> ShapeConfig:
+    """The network's configuration for this target."""
+    with _one_sentence(f"variant {run.variant}"):
+        run.options.feature_options().check(target)
+        return run.options.predictor_config(target)
 
 
 def _require_unchanged(run: Run) -> None:

@@ -84,6 +84,25 @@ def launched(monkeypatch) -> list[list[str]]:
     return seen
 
 
+def test_variants_of_one_size(file, tmp_path):
+    """By the width inside, whatever else a variant changes."""
+    values = yaml.safe_load(file.read_text())
+    values["common"]["predictor"]["intermediate_size"] = 256
+    values |= {"same_size_as": "given", "seeds": [0]}
+    values["variants"] = {"given": None, "deep": {"predictor": {"num_layers": 3}}}
+    path = tmp_path / "sizes.yaml"
+    path.write_text(yaml.safe_dump(values))
+
+    def widths(*more: str) -> dict[str, int | None]:
+        runs = plan(parse([str(path), f"--output={tmp_path}", *more]))
+        return {run.variant: run.options.predictor.intermediate_size for run in runs}
+
+    assert widths() == {"given": 256, "deep": 208}
+    assert widths("--only=[deep]") == {"deep": 208}
+    with pytest.raises(ConfigError, match="variant nothing is not in the file"):
+        widths("--same_size_as=nothing")
+
+
 def test_trains_every_variant_with_every_seed_and_measures_them_together(file, tmp_path, launched, capsys):
     arguments = [str(file), f"--output={tmp_path}", "--only=[path 1.0,root]"]
     main(arguments)
