@@ -7,6 +7,7 @@ from shape.drafters.block import BlockPredictor
 from shape.drafters.eagle import EaglePredictor
 from shape.drafters.medusa import MedusaPredictor
 from shape.drafters.ngram import NgramDrafter
+from shape.drafters.suffix import SuffixDrafter
 from shape.drafters.testing import AdversaryDrafter, OracleDrafter
 from shape.drafters.trained import TrainedDrafter
 from shape.errors import ConfigError
@@ -18,7 +19,7 @@ PREDICTORS: dict[str, type[Predictor]] = {
     network.kind: network for network in (ShapePredictor, MedusaPredictor, EaglePredictor, BlockPredictor)
 }
 # Drafters that need nothing but the target.
-DRAFTERS: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter}
+DRAFTERS: dict[str, Callable[[], Drafter]] = {drafter.name: drafter for drafter in (NgramDrafter, SuffixDrafter)}
 
 
 def make_drafter(name: str) -> Drafter | None:
@@ -42,6 +43,7 @@ __all__ = [
     "NgramDrafter",
     "OracleDrafter",
     "Settled",
+    "SuffixDrafter",
     "TrainedDrafter",
     "TreeShape",
     "make_drafter",

@@ -1,10 +1,14 @@
 """Token trees: proposed tokens with parents, and what attention needs to know of them. Pure functions of tensors."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 
 import torch
 from torch import Tensor
+
+Drafted = list[tuple[int, int, float]]
 
 
 @dataclass(frozen=True)
@@ -82,14 +86,33 @@ def chain(root: Tensor, drafts: Tensor) -> TokenTree:
 
 
 def ragged_chain(root: Tensor, drafts: list[list[int]]) -> TokenTree:
-    """Chains of unequal length, padded to the longest with nodes that nothing can accept."""
-    longest = max(map(len, drafts), default=0)
-    tokens = torch.tensor([row + [0] * (longest - len(row)) for row in drafts], dtype=torch.long)
-    tokens = tokens.reshape(len(drafts), longest).to(root.device)
-    tree = chain(root, tokens)
-    lengths = torch.tensor([len(row) for row in drafts], device=root.device)
-    index = torch.arange(longest + 1, device=root.device)
-    return TokenTree(tree.tokens, tree.parent.masked_fill(index > lengths[:, None], -1))
+    """Chains of unequal length, (B,) roots and each row's draft tokens."""
+    chains: list[Drafted] = [[(token, place, 0.0) for place, token in enumerate(row)] for row in drafts]
+    return replace(ragged_tree(root, chains), joint=None)
+
+
+def ragged_tree(root: Tensor, drafts: Sequence[Drafted]) -> TokenTree:
+    """Trees of unequal size, made on the host: smaller ones are padded with nodes that nothing can accept.
+
+    Args:
+        root: (B,) int64.
+        drafts: per row its nodes, parents first: token, number of the parent, where 0 is the root and 1 the first of
+            these, and joint log-probability.
+    """
+    most = max(map(len, drafts), default=0)
+    padded = [[*row, *[(0, -1, -inf)] * (most - len(row))] for row in drafts]
+    parts = ([[node[part] for node in row] for row in padded] for part in range(3))
+    kinds = (torch.long, torch.long, torch.float)
+    tokens, parent, joint = (
+        torch.tensor(part, dtype=kind).reshape(len(drafts), most).to(root.device)
+        for part, kind in zip(parts, kinds, strict=True)
+    )
+    start = root[:, None]
+    return TokenTree(
+        torch.cat([start, tokens], dim=1),
+        torch.cat([torch.full_like(start, -1), parent], dim=1),
+        joint=torch.cat([torch.zeros_like(start, dtype=torch.float), joint], dim=1),
+    )
 
 
 def root_only(root: Tensor) -> TokenTree:

@@ -1,0 +1,189 @@
+"""Trees of what followed earlier occurrences of the text's last tokens, found by a suffix automaton."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heappop, heappush, merge
+from math import log
+
+from torch import Tensor
+
+from shape.drafters.base import Drafter, Settled
+from shape.verification.sampling import Sampler
+from shape.verification.tree import Drafted, TokenTree, ragged_tree
+
+_COUNTED = 16  # contexts of a new token, the longest first, whose occurrences are counted
+_BLENDED = 4  # contexts that a prediction looks at
+_BREAK = -1  # no token: between texts of a corpus
+
+Place = tuple[int, int]  # a state and how many tokens back it matches
+
+
+class SuffixDrafter(Drafter):
+    """Continues the text as it went on where its last tokens stood before: in the row itself, or in a corpus.
+
+    All earlier occurrences of the longest matching suffix are known at once (a suffix automaton: Blumer et al. 1985;
+    for drafting: SAM-Decoding, arXiv 2411.10666; SuffixDecoding, arXiv 2411.04975, keeps a tree). Continuations are
+    ranked by how often they followed, with shorter matches blended in where longer ones leave doubt, as in prediction
+    by partial matching (Cleary and Witten 1984), and grown into a tree, the likeliest path first. A step costs time in
+    the number of new tokens and of drafted nodes, whatever the length of the text.
+
+    Args:
+        depth: longest path proposed.
+        nodes: drafted nodes at most.
+        shortest: tokens that have to match.
+        threshold: paths less likely than this, by the drafter's own estimate, are not proposed.
+        corpus: texts, as token ids, in which to look too: answers to similar prompts, documents that are quoted.
+    """
+
+    name = "suffix"
+
+    def __init__(
+        self,
+        depth: int = 12,
+        nodes: int = 12,
+        shortest: int = 2,
+        threshold: float = 0.1,
+        corpus: Iterable[Sequence[int]] = (),
+    ) -> None:
+        self.depth, self.nodes, self.shortest = depth, nodes, shortest
+        self.least = log(threshold) if threshold > 0 else float("-inf")
+        self.corpus = SuffixAutomaton()
+        for text in corpus:
+            for token in (*text, _BREAK):
+                self.corpus.extend(token)
+
+    def start(self, settled: Settled, hidden: Tensor) -> None:
+        self._rows = [_Row(SuffixAutomaton()) for _ in settled.texts]
+
+    def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
+        drafts = []
+        for row, text in zip(self._rows, settled.texts, strict=True):
+            for token in text[len(row.own) :]:
+                row.own.extend(token)
+                row.abroad = self.corpus.follow(row.abroad, token)
+            drafts.append(self._grow(row))
+        return ragged_tree(settled.root, drafts)
+
+    def select(self, rows: Tensor) -> None:
+        self._rows = [self._rows[row] for row in rows.tolist()]
+
+    def _grow(self, row: "_Row") -> Drafted:
+        """The likeliest nodes, each behind its parent: token, parent's number, joint log-probability."""
+        grown: Drafted = []
+        found: list[tuple[float, int, int, int, int, Place, Place]] = []
+        numbers = iter(range(1 << 62))  # breaks ties: what was found first goes first
+
+        def look(parent: int, depth: int, joint: float, here: Place, abroad: Place) -> None:
+            for token, probability in self._continuations(row.own, here, abroad).items():
+                path = joint + log(probability)
+                if path >= self.least:
+                    heappush(found, (-path, next(numbers), token, parent, depth + 1, here, abroad))
+
+        look(0, 0, 0.0, row.own.before, row.abroad)
+        while found and len(grown) < self.nodes:
+            negative, _, token, parent, depth, here, abroad = heappop(found)
+            grown.append((token, parent, -negative))
+            if depth < self.depth:
+                places = row.own.follow(here, token), self.corpus.follow(abroad, token)
+                look(len(grown), depth, -negative, *places)
+        return grown
+
+    def _continuations(self, own: "SuffixAutomaton", here: Place, abroad: Place) -> dict[int, float]:
+        """Probabilities of next tokens. A context of n tokens, followed m times by one of d tokens, leaves
+        d / (m + d + n - s) to shorter ones, s the shortest: what has matched for long will go on matching.
+        """
+        found: dict[int, float] = {}
+        left, looked = 1.0, 0
+        contexts = (each.contexts(place, self.shortest) for each, place in ((own, here), (self.corpus, abroad)))
+        for matched, followed in merge(*contexts, key=lambda context: -context[0]):
+            new = {token: count for token, count in followed.items() if token not in found and token != _BREAK}
+            if new:
+                total = sum(new.values())
+                escape = len(new) / (total + len(new) + matched - self.shortest)
+                for token, count in new.items():
+                    found[token] = left * (1 - escape) * count / total
+                left *= escape
+            looked += 1
+            if looked == _BLENDED:
+                break
+        return found
+
+
+class _Row:
+    """A row's own text, and where in the corpus its last tokens stand."""
+
+    def __init__(self, own: "SuffixAutomaton") -> None:
+        self.own = own
+        self.abroad: Place = (0, 0)
+
+
+class SuffixAutomaton:
+    """All substrings of a growing text: a state stands for those that end at the same places, state 0 for the empty one.
+
+    `length` is that of a state's longest substring, `link` leads to the longest suffix of it that occurs elsewhere too,
+    `count` says how often it has occurred; of contexts beyond the `_COUNTED` longest of a token it counts less.
+    """
+
+    def __init__(self) -> None:
+        self.length, self.link, self.count = [0], [-1], [0]
+        self.following: list[dict[int, int]] = [{}]
+        self._last = 0
+
+    def __len__(self) -> int:
+        """Tokens of the text."""
+        return self.length[self._last]
+
+    @property
+    def before(self) -> Place:
+        """The longest suffix of the text that occurred before."""
+        state = max(self.link[self._last], 0)
+        return state, self.length[state]
+
+    def extend(self, token: int) -> None:
+        """One more token; amortised constant time."""
+        new, state = self._add(self.length[self._last] + 1, {}, 1), self._last
+        while state >= 0 and token not in self.following[state]:
+            self.following[state][token] = new
+            state = self.link[state]
+        if state < 0:
+            self.link[new] = 0
+        else:
+            old = self.following[state][token]
+            if self.length[old] == self.length[state] + 1:
+                self.link[new] = old
+            else:  # the shorter ones of its substrings end here too, and get a state of their own
+                copy = self._add(self.length[state] + 1, dict(self.following[old]), self.count[old])
+                self.link[copy], self.link[old], self.link[new] = self.link[old], copy, copy
+                while state >= 0 and self.following[state].get(token) == old:
+                    self.following[state][token] = copy
+                    state = self.link[state]
+        self._last = new
+        state = self.link[new]
+        for _ in range(_COUNTED):
+            if state <= 0:
+                break
+            self.count[state] += 1
+            state = self.link[state]
+
+    def follow(self, place: Place, token: int) -> Place:
+        """Where one goes from a place by a token: to the longest suffix that occurs; amortised constant time."""
+        state, matched = place
+        while state > 0 and token not in self.following[state]:
+            state = self.link[state]
+            matched = self.length[state]
+        reached = self.following[state].get(token, 0)
+        return (reached, matched + 1) if reached else (0, 0)
+
+    def contexts(self, place: Place, shortest: int) -> Iterator[tuple[int, dict[int, int]]]:
+        """Matching suffixes, the longest first: tokens matched, and how often each token followed."""
+        state, matched = place
+        while state > 0 and matched >= shortest:
+            yield matched, {token: self.count[to] for token, to in self.following[state].items()}
+            state = self.link[state]
+            matched = self.length[state]
+
+    def _add(self, length: int, following: dict[int, int], count: int) -> int:
+        self.length.append(length)
+        self.link.append(-1)
+        self.count.append(count)
+        self.following.append(following)
+        return len(self.length) - 1
