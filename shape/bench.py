@@ -39,8 +39,8 @@ class BenchOptions:
         target: path or hub id of the target; default: the one the first predictor was trained for.
         prompts: JSON lines with turns, messages or prompt; default: the bundled bench split.
         methods: what to measure: transformers, transformers-lookup (its own prompt lookup), plain, shape (every
-            predictor) and names of other drafters; behind a name @rejection, @traversal, @typical-lossy or @trs-lossy
-            is the acceptance rule, which else is match.
+            predictor), names of other drafters, and several joined by + for a hybrid; behind a name @rejection,
+            @traversal, @typical-lossy or @trs-lossy is the acceptance rule, which else is match.
         typical_lossy: parameters of the rule typical-lossy.
         trs_lossy: parameters of the rule trs-lossy.
         limit: measure the first so many prompts only.
@@ -53,6 +53,7 @@ class BenchOptions:
         device_map: where the target is put, for example cpu, cuda or auto; in YAML also a device for each part.
         draft_device: where the predictors draft, for example cuda:1 or cpu; default: beside the target.
         tree: shape of the predictors' token trees; default: each predictor's own.
+        lookahead: of smaller models that draft: adaptive, cost, or a number of tokens.
         label: heading of the table.
         fall_back: whether to decode plainly for a while where drafting does not pay; false always drafts, a number is
             the acceptance length below which drafting pauses.
@@ -75,6 +76,7 @@ class BenchOptions:
     device_map: str | dict[str, str | int] | None = None
     draft_device: str | None = None
     tree: TreeShape | None = None
+    lookahead: str = "adaptive"
     label: str = ""
     fall_back: bool | float = True
 
@@ -136,11 +138,17 @@ def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
 def _drafters(
     name: str, predictors: Mapping[str, str], target: Target, options: BenchOptions
 ) -> dict[str, Drafter | Outside | None]:
-    """What a method's name stands for: every predictor, one drafter, or a baseline."""
-    if name == "shape":
+    """What a method's name stands for: every predictor, one drafter, a hybrid with every predictor, or a baseline."""
+    parts = name.split("+")
+    if "shape" in parts:
         return {
-            label: ShapeDecoder.from_pretrained(
-                folder, target=target, tree=options.tree, draft_device=options.draft_device
+            "+".join(label if part == "shape" else part for part in parts): ShapeDecoder.from_pretrained(
+                folder,
+                target=target,
+                tree=options.tree,
+                draft_device=options.draft_device,
+                drafter=name,
+                lookahead=options.lookahead,
             ).drafter
             for label, folder in predictors.items()
         }

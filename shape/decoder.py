@@ -10,12 +10,13 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import AutoConfig, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from shape import bundled, streams
 from shape.config import ShapeConfig
-from shape.drafters import PREDICTORS, Drafter, TrainedDrafter, TreeShape, make_drafter
+from shape.drafters import PREDICTORS, Drafter, ModelDrafter, TrainedDrafter, TreeShape, make_drafter
+from shape.drafters.model import Lookahead, make_lookahead
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, UnsupportedGeneration
 from shape.fixed import FixedSteps, why_not
 from shape.fixed import decode as decode_fixed
@@ -100,24 +101,29 @@ class ShapeDecoder:
         tokenizer: Any = None,
         dtype: str | torch.dtype | None = None,
         device_map: Any = None,
-        drafter: str | None = None,
+        drafter: str | Sequence[str] | None = None,
         tree: TreeShape | None = None,
         fall_back: bool | float = True,
         draft_device: str | torch.device | None = None,
         graphs: bool | FixedSteps = False,
+        lookahead: str | int | Lookahead = "adaptive",
         **hub: Any,
     ) -> "ShapeDecoder":
         """A decoder from an exported predictor, from a target and the name of a drafter, or both.
 
         Args:
-            predictor: folder, hub id or bundled name of an exported predictor; None for other drafters.
+            predictor: folder, hub id or bundled name of an exported predictor, or of a smaller causal LM with the
+                target's tokens, which then drafts; None for other drafters.
             target: the target; None takes the one that the predictor was trained for.
             dtype: of the target; None keeps the checkpoint's own.
             device_map: see ``Target.load``.
-            drafter: "shape" (the default with a predictor), "ngram", or "none".
+            drafter: "shape" (the default with a predictor), a name among ``shape.drafters.DRAFTERS``, "none", or
+                several, as a list or joined by "+", whose drafts are merged ("suffix+shape").
             tree: shape of the predictor's draft tree; None takes its own default.
             fall_back, graphs: see the class.
             draft_device: where the predictor drafts; None is beside the target.
+            lookahead: of a smaller LM: "adaptive", "cost", a number of tokens, or one's own (see
+                ``shape.drafters.model``).
             hub: revision, token, cache_dir and the like, for a predictor from the hub.
 
         Raises:
@@ -129,13 +135,27 @@ class ShapeDecoder:
         if unknown := sorted(hub.keys() - HUB_OPTIONS):
             raise ConfigError(f"option {unknown[0]} is not one of from_pretrained's; see ShapeDecoder.from_pretrained")
         device = None if draft_device is None else resolve_device(draft_device)
+        name = drafter if drafter is None or isinstance(drafter, str) else "+".join(drafter)
+        trained = name is None or not {"shape", "model"}.isdisjoint(name.split("+"))
         if predictor is None:
             if target is None:
                 raise ConfigError("neither a predictor nor a target is given; give at least one of them")
-            if drafter == "shape":
-                raise ConfigError("drafter 'shape' needs a predictor; give the folder of an exported one")
+            if name is not None and trained:
+                raise ConfigError(f"drafter {name!r} needs a predictor; give the folder of an exported one")
             loaded = Target.load(target, tokenizer=tokenizer, dtype=dtype, device_map=device_map)
-            return cls(loaded, drafter, fall_back=fall_back, graphs=graphs)
+            return cls(loaded, name, fall_back=fall_back, graphs=graphs)
+        if _is_language_model(predictor, **hub):
+            if target is None:
+                raise ConfigError(
+                    f"{predictor} is a language model, which drafts for any with its tokens: give a target"
+                )
+            loaded = Target.load(target, tokenizer=tokenizer, dtype=dtype, device_map=device_map)
+            if not trained:
+                return cls(loaded, name, fall_back=fall_back, graphs=graphs)
+            device = device or loaded.device
+            model = Target.load(predictor, dtype=_draft_dtype(loaded, device), device_map=device)
+            chosen = make_drafter(name or "model", ModelDrafter(model, make_lookahead(lookahead)))
+            return cls(loaded, chosen, fall_back=fall_back, graphs=graphs)
         network = load_predictor(predictor, **hub)
         if target is None:
             known = network.config.target_identity
@@ -143,11 +163,12 @@ class ShapeDecoder:
                 raise TargetMismatch(f"predictor {predictor} does not say which target it was trained for; give it")
             target = known["name"]
         loaded = Target.load(target, tokenizer=tokenizer, dtype=dtype, device_map=device_map)
-        if drafter not in (None, "shape"):
-            return cls(loaded, drafter, fall_back=fall_back, graphs=graphs)
+        if not trained:
+            return cls(loaded, name, fall_back=fall_back, graphs=graphs)
         device = device or loaded.device
         network = network.to(device, _draft_dtype(loaded, device))  # type: ignore[arg-type]
-        return cls(loaded, TrainedDrafter(network, tree), fall_back=fall_back, graphs=graphs)
+        chosen = make_drafter(name or "shape", TrainedDrafter(network, tree))
+        return cls(loaded, chosen, fall_back=fall_back, graphs=graphs)
 
     @property
     def tokenizer(self) -> Any:
@@ -418,6 +439,14 @@ def _draft_dtype(target: Target, device: torch.device) -> torch.dtype:
         device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()  # type: ignore[attr-defined]
     )
     return torch.bfloat16 if fast else torch.float32
+
+
+def _is_language_model(source: str | Path, **hub: Any) -> bool:
+    """Whether a predictor is a causal LM. What cannot be read is left to whoever reads it."""
+    try:
+        return AutoConfig.from_pretrained(bundled.resolve(str(source)), **hub).model_type != ShapeConfig.model_type
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 def load_predictor(source: str | Path, **hub: Any) -> Predictor:

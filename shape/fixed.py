@@ -146,7 +146,7 @@ class LaidOut(TokenTree):
     @classmethod
     def of(cls, tree: TokenTree) -> "LaidOut":
         above = ancestors(tree.parent)
-        return cls(tree.tokens, tree.parent, None, None, above, above.sum(-1) - 1)
+        return cls(tree.tokens, tree.parent, ancestors=above, depth=above.sum(-1) - 1)
 
 
 class Proposer(ABC):

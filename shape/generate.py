@@ -30,9 +30,9 @@ class GenerateOptions:
 
     Args:
         prompt: the user's message; without one, a chat in a terminal, or the message from standard input.
-        predictor: folder, hub id or bundled name of a trained predictor.
+        predictor: folder, hub id or bundled name of a trained predictor, or of a smaller model of the target's tokens.
         target: path or hub id; default: the target that the predictor was trained for.
-        drafter: another drafter (for example ngram), or none for plain decoding.
+        drafter: another drafter (for example suffix), several in one (suffix+shape), or none for plain decoding.
         system: a system message before the first one.
         max_new_tokens: longest answer.
         temperature: 0 decodes greedily.
@@ -47,6 +47,7 @@ class GenerateOptions:
         device_map: where the target is put, for example cpu, cuda or auto; in YAML also a device for each part.
         draft_device: where the predictor drafts, for example cuda:1 or cpu; default: beside the target.
         tree: shape of the predictor's token tree; default: the predictor's own.
+        lookahead: of a smaller model that drafts: adaptive, cost, or a number of tokens.
         trace: write what became of every drafted and emitted token to this file, as JSON lines (of a chat: the last
             answer's).
         show_draft: colour the answer by what became of each token (shown when the answer is finished).
@@ -71,6 +72,7 @@ class GenerateOptions:
     device_map: str | dict[str, str | int] | None = None
     draft_device: str | None = None
     tree: TreeShape | None = None
+    lookahead: str = "adaptive"
     trace: str | None = None
     show_draft: bool = False
     show_trace: bool = False
@@ -186,7 +188,8 @@ def _system(options: GenerateOptions) -> list[dict[str, str]]:
 
 def load(options: GenerateOptions) -> ShapeDecoder:
     """The decoder of these options. With another drafter the predictor only names the target, if need be."""
-    predictor = None if options.drafter not in (None, "shape") and options.target else options.predictor
+    trained = options.drafter is None or "shape" in options.drafter.split("+")
+    predictor = options.predictor if trained or not options.target else None
     return ShapeDecoder.from_pretrained(
         predictor,
         target=options.target,
@@ -195,6 +198,7 @@ def load(options: GenerateOptions) -> ShapeDecoder:
         drafter=options.drafter,
         tree=options.tree,
         draft_device=options.draft_device,
+        lookahead=options.lookahead,
     )
 
 

@@ -185,6 +185,8 @@ def decode(
         proposed = [0] * len(live) if tree.size == 1 else (tree.parent[:, 1:] >= 0).sum(1).tolist()
         for i, row in enumerate(live):
             stats.count(row.index, proposed[i], min(drafted[i], emitted[i]), emitted[i])
+            if tree.source is not None:
+                stats.count_sources(tree.source[i], paths[i][1 : 1 + min(drafted[i], emitted[i])])
         lengths = arena.host_lengths
         arena.commit(paths)
         if drafter is not None or memory is not None:

@@ -60,6 +60,8 @@ class DecodeStats:
         forwards: target forwards after the prefill times the rows they served.
         histogram: how often a row emitted n tokens in a step.
         drafted: draft tokens proposed; accepted: of these, the ones emitted.
+        sources: by the names of those who proposed them, where several drafters do, how many tokens were proposed and
+            how many of them accepted; what two proposed counts for both.
         draft_steps: row-steps in which at least one token was proposed.
         row_emitted, row_forwards: the same two numbers per row of the batch.
         plain_steps: steps that did not draft because drafting had not paid; pauses: how often that was found.
@@ -80,6 +82,7 @@ class DecodeStats:
     pauses: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
+    sources: dict[str, list[int]] = field(default_factory=dict)
     histogram: Counter[int] = field(default_factory=Counter)
     row_emitted: list[int] = field(default_factory=list)
     row_forwards: list[int] = field(default_factory=list)
@@ -97,6 +100,14 @@ class DecodeStats:
         self.histogram[emitted] += 1
         self.row_emitted[row] += emitted
         self.row_forwards[row] += 1
+
+    def count_sources(self, names: Sequence[str | None], accepted: Sequence[int]) -> None:
+        """One row's share of one step: who proposed each node, and the nodes that were accepted."""
+        for node, joined in enumerate(names):
+            for name in joined.split("+") if joined else ():
+                counts = self.sources.setdefault(name, [0, 0])
+                counts[0] += 1
+                counts[1] += node in accepted
 
     @property
     def draft_seconds(self) -> float:

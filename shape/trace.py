@@ -14,6 +14,7 @@ is one token:
     token         its id; `position` its place in the row's text, without padding
     emitted       whether it went out; accepted tokens behind a stop do not
     node, parent, depth   in the step's token tree; None for the target's own choices
+    source        who proposed it, where several drafters did: names joined by "+"; otherwise None
     slot          where its keys and values were written in the cache; `kept_slot` where they stayed, if they did
     p             probability under the target, after all options, given that its parents stand
     q             probability with which it was drawn, or the drafter's estimate that the target would choose it
@@ -87,6 +88,7 @@ class Trace:
         self.records.append({"type": "step", "step": self._steps, **asdict(step)})
         for at, (row, length) in enumerate(zip(step.rows, step.lengths, strict=True)):
             parents, proposed = tree.parent[at].tolist(), tree.tokens[at].tolist()
+            sources = [None] * tree.size if tree.source is None else tree.source[at]
             depths = tree.depth[at].tolist()
             place = {"row": row, "length": length}
             for depth, (node, token) in enumerate(zip(path[at], tokens[at], strict=True)):
@@ -100,7 +102,7 @@ class Trace:
                     event = "accepted" if child == accepted else "rejected"
                     kept = event == "accepted" and child in path[at]
                     self._drafted(place, event, proposed, parents, depths, child, kept, out and event == "accepted")
-                    self.records[-1] |= odds.of(proposed[child], child)
+                    self.records[-1] |= {**odds.of(proposed[child], child), "source": sources[child]}
                 if depth >= drafted[at]:
                     event = "plain" if tree.size == 1 else "corrected" if children else "bonus"
                     self._token(row=row, event=event, token=token, position=length + depth + 1, emitted=out)
@@ -109,6 +111,7 @@ class Trace:
             for node in range(1, tree.size):
                 if parents[node] >= 0 and parents[node] not in visited:
                     self._drafted(place, "unreached", proposed, parents, depths, node, False, False)
+                    self.records[-1]["source"] = sources[node]
         self._steps += 1
 
     def emitted(self, row: int = 0) -> list[tuple[int, str]]:
@@ -149,7 +152,9 @@ class Trace:
         )
 
     def _token(self, **values: Any) -> None:
-        empty = dict.fromkeys(("node", "parent", "depth", "slot", "kept_slot", "p", "q", "noise", "margin", "draw"))
+        empty = dict.fromkeys(
+            ("node", "parent", "depth", "source", "slot", "kept_slot", "p", "q", "noise", "margin", "draw")
+        )
         self.records.append({"type": "token", "step": self._steps, **empty, **values})
 
 

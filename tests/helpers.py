@@ -1,6 +1,8 @@
 """What several tests decode with: random prompts of unequal length and an untrained predictor."""
 
 import torch
+from conftest import tiny_config
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shape.config import ShapeConfig
 from shape.drafters import PREDICTORS
@@ -32,6 +34,17 @@ def predictor(dtype=torch.float64, **options) -> Predictor:
     for parameter in network.parameters() if loud else ():
         torch.nn.init.normal_(parameter, std=0.3)
     return network
+
+
+def weaker_model(arch: str = "llama", noise: float = 0.02) -> PreTrainedModel:
+    """The tiny model, a little wrong: what a smaller one of its family would be."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(tiny_config(arch)).double().eval()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(noise * torch.randn_like(weight))
+    return model
 
 
 # Of every kind and way of reading: what they are by name, for tests that draft with them.

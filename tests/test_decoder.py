@@ -4,7 +4,7 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from helpers import FAMILIES, LENGTHS, RIVALS, predictor, prompts
+from helpers import FAMILIES, LENGTHS, RIVALS, predictor, prompts, weaker_model
 from transformers import (
     GenerationConfig,
     GPTNeoConfig,
@@ -16,7 +16,18 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from shape.decoder import ShapeDecoder
-from shape.drafters import AdversaryDrafter, Drafter, NgramDrafter, OracleDrafter, TrainedDrafter, TreeShape
+from shape.drafters import (
+    AdversaryDrafter,
+    Drafter,
+    HybridDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    OracleDrafter,
+    SuffixDrafter,
+    TrainedDrafter,
+    TreeShape,
+)
+from shape.drafters.model import Adaptive
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, UnsupportedGeneration
 from shape.rules import RULES, TrsLossy, TypicalLossy
 from shape.target import Target
@@ -45,6 +56,17 @@ def drafters() -> dict:
             predictor(**RIVALS["shape of three layers"], loud=True), TreeShape(depth=3, width=2, nodes=5)
         ),
         "ngram": NgramDrafter,
+        "model": lambda: ModelDrafter(Target(weaker_model()), Adaptive(length=3)),
+        "suffix": lambda: SuffixDrafter(shortest=1, threshold=0.0),
+        "hybrid": lambda: HybridDrafter(
+            [
+                SuffixDrafter(shortest=1, threshold=0.0),
+                AdversaryDrafter(seed=1),
+                TrainedDrafter(predictor(**RIVALS["shape of three layers"], loud=True), TreeShape(depth=3, width=2)),
+                TrainedDrafter(predictor(), TreeShape(depth=4, width=3, nodes=7)),
+            ],
+            nodes=9,
+        ),
         "adversary": lambda: AdversaryDrafter(seed=1),
         "adversary chain": lambda: AdversaryDrafter(seed=1, chains_only=True, nodes=5),
     }
@@ -125,7 +147,7 @@ def test_an_unset_seed_follows_torchs_global_generator(tiny_model):
 LIMIT = 330.0
 
 
-@pytest.mark.parametrize("name", ["plain", "shape tree", "adversary"])
+@pytest.mark.parametrize("name", ["plain", "shape tree", "adversary", "hybrid"])
 def test_three_tokens_follow_the_exact_joint_distribution(tiny_model, name):
     """Chi-square of the joint; false-alarm rate 1e-6, here and below."""
     model = tiny_model("llama", vocab_size=6)
@@ -229,7 +251,8 @@ def ruled(*names: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "rule"), ruled("shape chain", "shape wide tree", "shape drawn parallel", "ngram", "adversary")
+    ("name", "rule"),
+    ruled("shape chain", "shape wide tree", "shape drawn parallel", "ngram", "model", "hybrid", "adversary"),
 )
 def test_every_rule_gives_the_greedy_text_where_nothing_else_is_possible(tiny_model, name, rule):
     """Sampling from the likeliest token alone: every other draft has probability 0, and no residual has any mass.

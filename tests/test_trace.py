@@ -8,13 +8,22 @@ from helpers import predictor, prompts
 from rich.console import Console
 
 from shape.decoder import ShapeDecoder
-from shape.drafters import AdversaryDrafter, NgramDrafter, OracleDrafter, TrainedDrafter, TreeShape
+from shape.drafters import (
+    AdversaryDrafter,
+    HybridDrafter,
+    NgramDrafter,
+    OracleDrafter,
+    SuffixDrafter,
+    TrainedDrafter,
+    TreeShape,
+)
 from shape.trace import Trace, view
 
 DRAFTERS = {
     "plain": lambda: None,
     "tree": lambda: TrainedDrafter(predictor(), TreeShape(depth=4, width=3, nodes=7)),
     "ngram": NgramDrafter,
+    "hybrid": lambda: HybridDrafter([SuffixDrafter(shortest=1), DRAFTERS["tree"]()]),
     "adversary": lambda: AdversaryDrafter(seed=1),
 }
 

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from shape.drafters.base import Drafter, Settled, TreeShape
 from shape.drafters.block import BlockPredictor
 from shape.drafters.eagle import EaglePredictor
+from shape.drafters.hybrid import HybridDrafter
 from shape.drafters.medusa import MedusaPredictor
+from shape.drafters.model import ModelDrafter
 from shape.drafters.ngram import NgramDrafter
 from shape.drafters.suffix import SuffixDrafter
 from shape.drafters.testing import AdversaryDrafter, OracleDrafter
@@ -22,16 +24,27 @@ PREDICTORS: dict[str, type[Predictor]] = {
 DRAFTERS: dict[str, Callable[[], Drafter]] = {drafter.name: drafter for drafter in (NgramDrafter, SuffixDrafter)}
 
 
-def make_drafter(name: str) -> Drafter | None:
-    """A drafter by name; "none" is plain decoding.
+def make_drafter(name: str, trained: Drafter | None = None) -> Drafter | None:
+    """A drafter by name; "none" is plain decoding, names joined by "+" are a hybrid of these, cheap ones first.
+
+    Args:
+        trained: what "shape" stands for, and its own name.
 
     Raises:
-        ConfigError: no drafter of that name.
+        ConfigError: no drafter of that name, or one named twice.
     """
     if name == "none":
         return None
+    names = name.split("+")
+    if len(names) > 1:
+        if len(set(names)) < len(names):
+            raise ConfigError(f"drafter {name!r} names one twice; give each once")
+        return HybridDrafter([each for part in names if (each := make_drafter(part, trained)) is not None])
+    if trained is not None and name in ("shape", trained.name):
+        return trained
     if name not in DRAFTERS:
-        raise ConfigError(f"drafter {name!r} is unknown; use one of {', '.join(['none', *DRAFTERS])}")
+        known = ["none", *DRAFTERS, *([] if trained is None else ["shape"])]
+        raise ConfigError(f"drafter {name!r} is unknown; use one of {', '.join(known)}, or several joined by +")
     return DRAFTERS[name]()
 
 
@@ -40,6 +53,8 @@ __all__ = [
     "PREDICTORS",
     "AdversaryDrafter",
     "Drafter",
+    "HybridDrafter",
+    "ModelDrafter",
     "NgramDrafter",
     "OracleDrafter",
     "Settled",

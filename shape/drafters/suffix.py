@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush, merge
+from itertools import islice
 from math import log
 
 from torch import Tensor
@@ -92,9 +93,9 @@ class SuffixDrafter(Drafter):
         d / (m + d + n - s) to shorter ones, s the shortest: what has matched for long will go on matching.
         """
         found: dict[int, float] = {}
-        left, looked = 1.0, 0
+        left = 1.0
         contexts = (each.contexts(place, self.shortest) for each, place in ((own, here), (self.corpus, abroad)))
-        for matched, followed in merge(*contexts, key=lambda context: -context[0]):
+        for matched, followed in islice(merge(*contexts, key=lambda context: -context[0]), _BLENDED):
             new = {token: count for token, count in followed.items() if token not in found and token != _BREAK}
             if new:
                 total = sum(new.values())
@@ -102,9 +103,6 @@ class SuffixDrafter(Drafter):
                 for token, count in new.items():
                     found[token] = left * (1 - escape) * count / total
                 left *= escape
-            looked += 1
-            if looked == _BLENDED:
-                break
         return found
 
 
@@ -117,7 +115,7 @@ class _Row:
 
 
 class SuffixAutomaton:
-    """All substrings of a growing text: a state stands for those that end at the same places, state 0 for the empty one.
+    """All substrings of a growing text: a state is those that end at the same places, state 0 the empty one.
 
     `length` is that of a state's longest substring, `link` leads to the longest suffix of it that occurs elsewhere too,
     `count` says how often it has occurred; of contexts beyond the `_COUNTED` longest of a token it counts less.

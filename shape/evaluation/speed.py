@@ -30,7 +30,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from shape.conversations import Prompt
 from shape.decoder import ShapeDecoder, ShapeOutput
-from shape.drafters import Drafter, NgramDrafter, TrainedDrafter
+from shape.drafters import Drafter, HybridDrafter, ModelDrafter, NgramDrafter, SuffixDrafter, TrainedDrafter
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
 from shape.evaluation.results import PromptRecord, SpeedResults, Tally
@@ -157,6 +157,10 @@ def describe(method: Method, beside: torch.device | None = None) -> str:
         return f"{describe(method.drafter, beside)}, acceptance {method.acceptance}"
     if method is None or isinstance(method, str):
         return method or "plain"
+    if isinstance(method, HybridDrafter):
+        return f"{method.nodes} nodes of {' + '.join(describe(each, beside) for each in method.drafters)}"
+    if isinstance(method, ModelDrafter):
+        return f"{method.model!r}, lookahead {type(method.lookahead).__name__}"
     if not isinstance(method, TrainedDrafter):
         return method.name
     sums = [parameter.double().sum().item() for parameter in method.predictor.parameters()]
@@ -178,8 +182,11 @@ def projected_draft_cost(method: Method, target: Target) -> float | None:
     """
     if isinstance(method, Ruled):
         method = method.drafter
-    if isinstance(method, NgramDrafter):
+    if isinstance(method, NgramDrafter | SuffixDrafter):
         return 0.0
+    if isinstance(method, HybridDrafter):
+        parts = [projected_draft_cost(each, target) for each in method.drafters]
+        return None if None in parts else sum(part for part in parts if part is not None)
     if not isinstance(method, TrainedDrafter):
         return None
     predictor, config = method.predictor, method.predictor.config

@@ -24,12 +24,14 @@ class TokenTree:
             drawn. Only the rules "rejection" and "traversal" look at it.
         joint: (B, N) log of the drafter's estimate that the target will choose the whole path to a node; None where the
             drafter makes none. Verification does not look at it.
+        source: per row and node who proposed it, where there are several; None for root and padding.
     """
 
     tokens: Tensor
     parent: Tensor
     log_q: Tensor | None = None
     joint: Tensor | None = None
+    source: list[list[str | None]] | None = None
 
     @cached_property
     def ancestors(self) -> Tensor:
@@ -50,7 +52,7 @@ class TokenTree:
             return self
         log_q = None if self.log_q is None else self.log_q.to(device)
         joint = None if self.joint is None else self.joint.to(device)
-        return TokenTree(self.tokens.to(device), self.parent.to(device), log_q, joint)
+        return TokenTree(self.tokens.to(device), self.parent.to(device), log_q, joint, self.source)
 
 
 def ancestors(parent: Tensor) -> Tensor:
@@ -128,7 +130,8 @@ def first_path(tree: TokenTree) -> TokenTree:
         node = parents.index(node, 1)
         path.append(node)
     drawn = None if tree.log_q is None else tree.log_q[:, path]
-    return replace(chain(tree.tokens[:, 0], tree.tokens[:, path[1:]]), log_q=drawn)
+    source = None if tree.source is None else [[tree.source[0][node] for node in path]]
+    return replace(chain(tree.tokens[:, 0], tree.tokens[:, path[1:]]), log_q=drawn, source=source)
 
 
 def keep_best(tree: TokenTree, nodes: int) -> TokenTree:

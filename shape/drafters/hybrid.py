@@ -1,0 +1,263 @@
+"""Several drafters in one: their candidates merged into one tree, by what each has proved to be worth on this text."""
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from math import exp, log
+from time import perf_counter
+
+from torch import Tensor
+
+from shape.drafters.base import Drafter, Settled
+from shape.target import Target
+from shape.verification.sampling import Sampler
+from shape.verification.tree import Drafted, TokenTree, ragged_tree
+
+_CERTAIN = 0.999  # no estimate is above it, so that no node is likelier than its parent
+
+
+class HybridDrafter(Drafter):
+    """Drafts of several sources in one tree under one budget.
+
+    Paths that several propose are one path. What a source says of the odds of its tokens is corrected by what became
+    of such tokens before (`Calibration`), so that the likeliest nodes can be kept of all. Sources are asked in their
+    order, cheap ones first: a later one is asked only where its accepted tokens, as it has had them so far, are worth
+    its time beside what the others offer already, by the times measured on the way. So a predictor need not run while a
+    text is being copied.
+
+    Args:
+        drafters: the sources, at least one; their names, joined by "+", are its name.
+        nodes: drafted nodes kept of all.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter], nodes: int = 16) -> None:
+        self.drafters, self.nodes = list(drafters), nodes
+        self.name = "+".join(drafter.name for drafter in drafters)
+        self.layers = (*sorted({layer for each in drafters for layer in each.layers} - {-1}), -1)
+        # Kept over the calls of a decoder, whose copies share them.
+        self._odds = [Calibration() for _ in drafters]
+        self._worth = [Worth() for _ in drafters]
+        self._verify = Average()
+        self._remembers = True
+
+    def __copy__(self) -> "HybridDrafter":
+        other = object.__new__(type(self))
+        other.__dict__ |= self.__dict__
+        other.drafters = [copy(drafter) for drafter in self.drafters]
+        return other
+
+    def bind(self, target: Target) -> None:
+        for drafter in self.drafters:
+            drafter.bind(target)
+
+    def start(self, settled: Settled, hidden: Tensor) -> None:
+        self._pending: list[_Proposal | None] = [None] * len(settled.texts)
+        self._drafted_at: float | None = None
+        for drafter in self.drafters:
+            drafter.start(settled, self._columns(drafter, hidden))
+
+    def update(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
+        if self._drafted_at is not None:
+            self._verify.add(perf_counter() - self._drafted_at)
+            self._drafted_at = None
+        for drafter in self.drafters:
+            drafter.update(tokens, self._columns(drafter, hidden), counts)
+
+    def select(self, rows: Tensor) -> None:
+        self._pending = [self._pending[row] for row in rows.tolist()]
+        for drafter in self.drafters:
+            drafter.select(rows)
+
+    def rehearse(self, rows: int, passes: int) -> None:
+        for drafter in self.drafters:
+            drafter.rehearse(rows, passes)
+
+    def _columns(self, drafter: Drafter, hidden: Tensor) -> Tensor:
+        """The states of the layers that a source reads."""
+        if drafter.layers == self.layers:
+            return hidden
+        layers = hidden.unflatten(-1, (len(self.layers), -1))
+        return layers[..., [self.layers.index(layer) for layer in drafter.layers], :].flatten(-2)
+
+    def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
+        if sampler.draws and self._remembers:
+            # Samples depend on these drafts, which must not depend on earlier calls, nor on the machine's times.
+            self._odds, self._remembers = [Calibration() for _ in self.drafters], False
+        self._learn(settled)
+        self.passes, spent = 0, 0.0
+        proposals = [_Proposal(len(text)) for text in settled.texts]
+        for number, drafter in enumerate(self.drafters):
+            expected = sum(each.expected for each in proposals) / len(proposals)
+            if number and self._remembers and not self._worth[number].pays(expected, spent, self._verify.value):
+                continue
+            started = perf_counter()
+            tree = drafter.draft(settled, sampler)
+            parents, tokens = tree.parent.tolist(), tree.tokens.tolist()
+            joints = [None] * len(tokens) if tree.joint is None else tree.joint.tolist()
+            for row in zip(proposals, tokens, parents, joints, strict=True):
+                row[0].add(number, self._odds[number], *row[1:])
+            seconds = perf_counter() - started
+            self._worth[number].seconds.add(seconds)
+            spent += seconds
+            self.passes += drafter.passes
+        self._pending = list(proposals)
+        best = [each.best(self.nodes) for each in proposals]
+        tree = ragged_tree(settled.root, [drafted for drafted, _ in best])
+        names = [[self._named(sources) for sources in row] for _, row in best]
+        padded = [[None, *row, *[None] * (tree.size - 1 - len(row))] for row in names]
+        self._drafted_at = perf_counter()
+        return replace(tree, source=padded)
+
+    def _named(self, sources: Sequence[int]) -> str:
+        return "+".join(self.drafters[number].name for number in sources)
+
+    def _learn(self, settled: Settled) -> None:
+        """What became of the last proposals, by the text that has been settled since."""
+        for proposal, text in zip(self._pending, settled.texts, strict=True):
+            if proposal is None:
+                continue
+            node, stood = 0, dict.fromkeys(proposal.asked, 0)
+            for token in text[proposal.length :]:
+                for child in proposal.children[node]:
+                    for number, raw in child.claims.items():
+                        self._odds[number].add(raw, child.token == token)
+                following = proposal.number.get((node, token))
+                if following is None:
+                    break
+                node = following
+                for number in proposal.nodes[node - 1].claims:
+                    stood[number] += 1
+            for number, accepted in stood.items():
+                self._worth[number].accepted.add(accepted)
+        self._pending = [None] * len(self._pending)
+
+
+@dataclass
+class _Node:
+    """A drafted token, its parent's number, its odds where the parent stands, and what each source said of them."""
+
+    token: int
+    parent: int
+    joint: float
+    odds: float
+    claims: dict[int, float]
+
+
+class _Proposal:
+    """What the sources propose for one row: nodes numbered from 1, 0 being the root.
+
+    Attributes:
+        length: of the settled text.
+        asked: the sources that were asked.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.asked: list[int] = []
+        self.nodes: list[_Node] = []
+        self.number: dict[tuple[int, int], int] = {}
+        self.children: list[list[_Node]] = [[]]
+
+    @property
+    def expected(self) -> float:
+        """Drafted tokens that will stand: the sum of every node's odds, if these are right."""
+        return sum(exp(node.joint) for node in self.nodes)
+
+    def add(
+        self, source: int, odds: "Calibration", tokens: list[int], parents: list[int], joint: list[float] | None
+    ) -> None:
+        """One source's tree, whose paths may be known already."""
+        self.asked.append(source)
+        here = {0: 0}
+        for node in range(1, len(tokens)):
+            if parents[node] not in here:  # padding, and what hangs on it
+                continue
+            parent = here[parents[node]]
+            above = 0.0 if joint is None or parents[node] == 0 else joint[parents[node]]
+            raw = 0.5 if joint is None else min(exp(joint[node] - above), 1.0)
+            here[node] = self._merge(source, tokens[node], parent, raw, min(odds(raw), _CERTAIN))
+        for each in self.nodes:  # parents come first
+            each.joint = log(each.odds) + (self.nodes[each.parent - 1].joint if each.parent else 0.0)
+
+    def _merge(self, source: int, token: int, parent: int, raw: float, odds: float) -> int:
+        """The node's number; of several sources' odds the best counts."""
+        known = self.number.get((parent, token))
+        if known is None:
+            node = _Node(token, parent, 0.0, 0.0, {})
+            self.nodes.append(node)
+            self.children.append([])
+            self.children[parent].append(node)
+            known = self.number[parent, token] = len(self.nodes)
+        node = self.nodes[known - 1]
+        node.claims[source] = raw
+        node.odds = max(node.odds, odds)
+        return known
+
+    def best(self, count: int) -> tuple[Drafted, list[list[int]]]:
+        """The likeliest nodes, parents first, and each one's sources."""
+        order = sorted(range(1, len(self.nodes) + 1), key=lambda number: -self.nodes[number - 1].joint)[:count]
+        place = {0: 0} | {number: new for new, number in enumerate(sorted(order), 1)}
+        kept = [self.nodes[number - 1] for number in sorted(order)]
+        return [(node.token, place[node.parent], node.joint) for node in kept], [sorted(node.claims) for node in kept]
+
+
+@dataclass
+class Calibration:
+    """How often a source's tokens stood, by what it said of their odds; at first it is taken at its word.
+
+    Attributes:
+        prior: tokens that its word counts for. memory: after so many of a kind, old ones count half.
+    """
+
+    prior: float = 4.0
+    memory: float = 256.0
+    bins: int = 10
+    _asked: list[float] = field(default_factory=list)
+    _stood: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._asked, self._stood = [0.0] * self.bins, [0.0] * self.bins
+
+    def __call__(self, claim: float) -> float:
+        kind = self._kind(claim)
+        return (self._stood[kind] + self.prior * max(claim, 1e-6)) / (self._asked[kind] + self.prior)
+
+    def add(self, claim: float, stood: bool) -> None:
+        kind = self._kind(claim)
+        if self._asked[kind] >= self.memory:
+            self._asked[kind] /= 2
+            self._stood[kind] /= 2
+        self._asked[kind] += 1
+        self._stood[kind] += stood
+
+    def _kind(self, claim: float) -> int:
+        return min(int(claim * self.bins), self.bins - 1)
+
+
+class Average:
+    """A running mean in which what is old fades; None before anything came."""
+
+    _SHARE = 0.1
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+
+    def add(self, value: float) -> None:
+        self.value = value if self.value is None else self.value + self._SHARE * (value - self.value)
+
+
+@dataclass
+class Worth:
+    """What a source costs, seconds per draft, and brings, tokens of its own that stand per draft."""
+
+    seconds: Average = field(default_factory=Average)
+    accepted: Average = field(default_factory=Average)
+
+    def pays(self, expected: float, spent: float, verify: float | None) -> bool:
+        """Whether asking it makes more tokens per second than going on with the `expected` ones that are drafted
+        already; yes as long as that is not known.
+        """
+        own, seconds = self.accepted.value, self.seconds.value
+        if own is None or seconds is None or verify is None:
+            return True
+        return (1 + max(own, expected)) * (verify + spent) > (1 + expected) * (verify + spent + seconds)

@@ -1,0 +1,172 @@
+"""Merging trees, learning what sources are worth, and when a source is asked at all."""
+
+import math
+from copy import copy
+
+import pytest
+import torch
+
+from shape.decoder import ShapeDecoder
+from shape.drafters import HybridDrafter, NgramDrafter, Settled, SuffixDrafter, make_drafter
+from shape.drafters.base import Drafter
+from shape.drafters.hybrid import Average, Calibration, Worth
+from shape.errors import ConfigError
+from shape.verification.sampling import Sampler
+from shape.verification.tree import Drafted, TokenTree, ragged_tree
+
+GREEDY = Sampler(prompt_lengths=torch.tensor([1]))
+
+
+class Fixed(Drafter):
+    """Proposes what it is told, (token, parent, probability where the parent stands), to every row."""
+
+    def __init__(self, name: str, *nodes: tuple[int, int, float], layers: tuple[int, ...] = (-1,)) -> None:
+        self.name, self.layers, self.asked, self.seen = name, layers, 0, []
+        joint = [0.0]
+        self.drafted: Drafted = []
+        for token, parent, probability in nodes:
+            joint.append(joint[parent] + math.log(probability))
+            self.drafted.append((token, parent, joint[-1]))
+
+    def start(self, settled: Settled, hidden: torch.Tensor) -> None:
+        self.seen.append(hidden)
+
+    def update(self, tokens: torch.Tensor, hidden: torch.Tensor, counts: torch.Tensor) -> None:
+        self.seen.append(hidden)
+
+    def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
+        self.asked += 1
+        return ragged_tree(settled.root, [self.drafted] * len(settled.texts))
+
+
+def settled(*rows: list[int]) -> Settled:
+    lengths = torch.tensor([len(text) for text in rows])
+    return Settled(list(rows), lengths, torch.tensor([text[-1] for text in rows]))
+
+
+def draft(hybrid: HybridDrafter, *rows: list[int]) -> TokenTree:
+    return hybrid.draft(settled(*rows), GREEDY)
+
+
+def started(hybrid: HybridDrafter, rows: int = 1, width: int = 4) -> HybridDrafter:
+    hybrid.start(settled(*[[1]] * rows), torch.zeros(rows, 1, width))
+    return hybrid
+
+
+def test_shared_paths_are_one_and_the_best_of_all_are_kept():
+    first = Fixed("a", (5, 0, 0.9), (6, 1, 0.8), (7, 2, 0.1))
+    second = Fixed("b", (4, 0, 0.2), (5, 0, 0.6), (6, 2, 0.9), (9, 2, 0.4))
+    tree = draft(started(HybridDrafter([first, second], nodes=4)), [1, 2])
+    assert tree.tokens[0].tolist() == [2, 5, 6, 4, 9] and tree.parent[0].tolist() == [-1, 0, 1, 0, 1]
+    assert tree.source == [[None, "a+b", "a+b", "b", "b"]]
+    odds = [0.9, 0.9 * 0.9, 0.2, 0.9 * 0.4]  # of two opinions the better
+    torch.testing.assert_close(tree.joint[0, 1:].exp(), torch.tensor(odds))
+
+
+def test_rows_of_unequal_size():
+    hybrid = started(HybridDrafter([SuffixDrafter(depth=2), NgramDrafter(depth=1)]), rows=2)
+    tree = draft(hybrid, [1, 2, 3, 1, 2], [4, 5, 6, 7])
+    assert tree.tokens[0].tolist() == [2, 3, 1] and tree.source[0] == [None, "suffix+ngram", "suffix"]
+    assert tree.parent[1].tolist() == [-1, -1, -1] and tree.source[1] == [None] * 3
+    hybrid.select(torch.tensor([1]))
+    assert draft(hybrid, [4, 5, 6, 7, 4, 5]).tokens[0].tolist() == [5, 6, 7]
+
+
+def test_sources_are_believed_as_far_as_they_were_right():
+    boasting, modest = Fixed("boasting", (5, 0, 0.9)), Fixed("modest", (6, 0, 0.5))
+    hybrid = started(HybridDrafter([boasting, modest], nodes=1))
+    text = [1, 2]
+    for _ in range(20):
+        last = draft(hybrid, text).tokens[0, 1]
+        text = [*text, 6]
+    assert last == 6
+    for _ in range(200):
+        text = [*text, 5]
+        last = draft(hybrid, text).tokens[0, 1]
+    assert last == 5
+
+
+def test_calibration_begins_with_the_claim_and_forgets():
+    odds = Calibration(memory=16)
+    assert odds(0.37) == pytest.approx(0.37)
+    for _ in range(100):
+        odds.add(0.35, True)
+    assert odds(0.35) > 0.8 and odds(0.75) == pytest.approx(0.75)
+    for _ in range(16):
+        odds.add(0.35, False)
+    assert odds(0.35) < 0.6
+
+
+def test_a_costly_source_is_asked_where_it_brings_more_than_it_costs():
+    worth, verify = Worth(), 1.0
+    assert worth.pays(expected=5.0, spent=0.0, verify=verify)  # not known yet
+    worth.seconds.add(0.5)
+    worth.accepted.add(2.0)
+    assert worth.pays(0.5, 0.0, verify) and not worth.pays(1.5, 0.0, verify)  # 3 / 1.5 against 1.5 / 1 and 2.5 / 1
+    assert not worth.pays(5.0, 0.0, verify)
+
+
+def test_nobody_is_asked_while_a_cheap_source_is_sure(monkeypatch):
+    cheap, dear = Fixed("cheap", (5, 0, 0.9), (5, 1, 0.9), (5, 2, 0.9)), Fixed("dear", (5, 0, 0.6))
+    hybrid = started(HybridDrafter([cheap, dear]))
+    text = [1]
+    for _ in range(8):
+        draft(hybrid, text)
+        hybrid._worth[1].seconds = Average()
+        hybrid._worth[1].seconds.add(1.0)
+        hybrid._verify.add(1.0)
+        text = [*text, 5, 5, 5, 5]
+    assert cheap.asked == 8 and dear.asked == 1
+
+
+def test_each_source_gets_the_layers_that_it_reads():
+    plain, deep = Fixed("plain", (3, 0, 0.5)), Fixed("deep", (4, 0, 0.5), layers=(2, 5, -1))
+    other = Fixed("other", (5, 0, 0.5), layers=(3, -1))
+    hybrid = HybridDrafter([plain, deep, other])
+    assert hybrid.layers == (2, 3, 5, -1)
+    hidden = torch.arange(8.0).expand(1, 3, 8)  # four layers of width 2
+    hybrid.start(settled([1]), hidden)
+    hybrid.update(torch.tensor([[1, 2]]), hidden[:, :1], torch.tensor([1]))
+    for source, columns in ((plain, [6, 7]), (deep, [0, 1, 4, 5, 6, 7]), (other, [2, 3, 6, 7])):
+        assert [seen[0, 0].tolist() for seen in source.seen] == [columns, columns]
+
+
+def test_copies_for_calls_share_what_was_learned_and_nothing_else():
+    hybrid = HybridDrafter([SuffixDrafter(), NgramDrafter()])
+    one, other = copy(hybrid), copy(hybrid)
+    started(one)
+    started(other, rows=2)
+    assert one._odds is other._odds and one.drafters[0] is not other.drafters[0]
+    assert draft(one, [1, 2, 3, 1, 2]).size > 1  # the other call's rows are not in its way
+
+
+def test_names(tiny_target, tmp_path):
+    assert make_drafter("suffix+ngram").name == "suffix+ngram"
+    with pytest.raises(ConfigError, match="names one twice"):
+        make_drafter("suffix+suffix")
+    with pytest.raises(ConfigError, match=r"'nothing' is unknown; use one of none, ngram, suffix, or several"):
+        make_drafter("suffix+nothing")
+    with pytest.raises(ConfigError, match="needs a predictor"):
+        ShapeDecoder.from_pretrained(None, target=tiny_target, drafter=["suffix", "shape"])
+
+
+def test_statistics_by_source(tiny_model):
+    model = tiny_model("llama")
+    ids = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
+    right = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
+
+    class Knowing(Fixed):
+        def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
+            done = len(settled.texts[0]) - ids.shape[1]
+            self.drafted = [(token, place, -0.1 * place) for place, token in enumerate(right[done : done + 3])]
+            return super().draft(settled, sampler)
+
+    hybrid = HybridDrafter([Knowing("knowing"), SuffixDrafter(shortest=1)])
+    decoder = ShapeDecoder(model, hybrid, fall_back=False)
+    out = decoder.generate(ids, max_new_tokens=12, return_dict_in_generate=True, trace=True)
+    proposed, accepted = out.stats.sources["knowing"]
+    assert proposed >= accepted > 0 and out.stats.to_dict()["sources"]["knowing"] == [proposed, accepted]
+    events = [record for record in out.trace.records if record["type"] == "token"]
+    told = [record for record in events if record["source"] and "knowing" in record["source"].split("+")]
+    assert len(told) == proposed and sum(record["emitted"] for record in told) == accepted
+    assert {record["source"] for record in events if record["event"] in ("corrected", "bonus", "prefill")} == {None}

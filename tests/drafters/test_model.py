@@ -1,0 +1,187 @@
+"""A smaller model drafts its own continuation, feeds no token twice, and adapts how far it looks."""
+
+import pytest
+import torch
+from helpers import prompts, weaker_model
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shape.decoder import ShapeDecoder
+from shape.drafters import HybridDrafter, ModelDrafter, Settled, make_drafter
+from shape.drafters.model import Adaptive, ByCost, Fixed, make_lookahead
+from shape.errors import ConfigError, TargetMismatch
+from shape.target import Target
+from shape.verification.sampling import Sampler, row_keys
+
+
+def settled(*rows: list[int]) -> Settled:
+    lengths = torch.tensor([len(text) for text in rows])
+    return Settled([list(text) for text in rows], lengths, torch.tensor([text[-1] for text in rows]))
+
+
+@pytest.fixture(scope="module")
+def small() -> Target:
+    return Target(weaker_model())
+
+
+def bound(small: Target, target: Target, length: int = 4) -> ModelDrafter:
+    drafter = ModelDrafter(small, Fixed(length))
+    drafter.bind(target)
+    return drafter
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=5), st.integers(1, 5), st.booleans(), st.integers(0, 99))
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_drafts_its_own_continuation_whatever_became_of_the_last(tiny_model, small, accepted, length, sampling, seed):
+    """Rows accept unequal parts of each draft; one row leaves on the way."""
+    drafter = bound(small, Target(tiny_model()), length)
+    texts = [[7, 8, 9, 10], [11, 12], [13, 14, 15, 16, 17, 18, 19]]
+    keys = row_keys(seed, 3) if sampling else None
+    sampler = Sampler(torch.tensor([1, 1, 1]), temperature=0.8 if sampling else 0.0, keys=keys)
+    drafter.start(settled(*texts), torch.empty(0))
+    alone = ShapeDecoder(small)
+    for step, count in enumerate(accepted):
+        if step == 2:
+            texts, sampler = texts[:2], sampler.select(torch.tensor([0, 1]))
+            drafter.select(torch.tensor([0, 1]))
+        now = settled(*texts)
+        sampler.settle(now.lengths, now.texts)
+        drafted = drafter.draft(now, sampler).tokens[:, 1:].tolist()
+        for row, text in enumerate(texts):
+            if not sampling:
+                ids = torch.tensor([text])
+                own = alone.generate(ids, torch.ones_like(ids), max_new_tokens=length, eos_token_id=[])
+                assert drafted[row] == own[0, len(text) :].tolist()
+            else:
+                assert drafted[row] == sampled(small, text, length, sampler, row)
+        drafter.update(torch.empty(0), torch.empty(0), torch.empty(0))
+        texts = [
+            [*text, *drafts[: (count + row) % (length + 1)], (drafts[-1] + 31 + row) % 64]
+            for row, (text, drafts) in enumerate(zip(texts, drafted, strict=True))
+        ]
+
+
+def sampled(small: Target, text: list[int], length: int, sampler: Sampler, row: int) -> list[int]:
+    """Token by token, argmax(log q + g)."""
+    found: list[int] = []
+    with torch.no_grad():
+        for offset in range(length):
+            logits = small.model(torch.tensor([[*text, *found]])).logits[:, -1]
+            noise = sampler.noise(offset, logits.shape[-1])[row]
+            found.append(int((logits[0].float() / 0.8 + noise).argmax()))
+    return found
+
+
+def test_no_token_is_fed_twice(tiny_model, small, monkeypatch):
+    target, fed = Target(tiny_model()), []
+    hidden = Target.hidden
+
+    def counting(self: Target, input_ids: torch.Tensor, **options: object) -> torch.Tensor:
+        if self is small:
+            fed.append(input_ids.shape[1])
+        return hidden(self, input_ids, **options)
+
+    small.support = None
+    drafter = bound(small, target)
+    monkeypatch.setattr(Target, "hidden", counting)
+    out = ShapeDecoder(target, drafter, fall_back=False).generate(
+        prompts([9])["input_ids"], max_new_tokens=40, eos_token_id=[], return_dict_in_generate=True
+    )
+    assert out.stats.acceptance_length > 1.2
+    rejected = out.stats.drafted - out.stats.accepted
+    # All that went out but the last token, and of rejected drafts what had been fed: at most all of them.
+    assert 9 + out.stats.emitted <= sum(fed) <= 9 + out.stats.emitted + rejected + 4
+
+
+def test_another_tokenizer_is_refused(tiny_target, tiny_model, tiny_tokenizer):
+    with pytest.raises(TargetMismatch, match="has 64 tokens and target tiny has 259"):
+        ModelDrafter(Target(tiny_model())).bind(Target(tiny_target.model, None, name="tiny"))
+    other = Target(tiny_model(vocab_size=len(tiny_tokenizer)), Swapped(tiny_tokenizer), name="other")
+    with pytest.raises(TargetMismatch, match="draft model other has another tokenizer than target tiny"):
+        ModelDrafter(other).bind(tiny_target)
+
+
+class Swapped:
+    """A tokenizer of the same size in which two tokens have changed places."""
+
+    chat_template = ""
+
+    def __init__(self, tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def get_vocab(self) -> dict[str, int]:
+        vocabulary = self.tokenizer.get_vocab()
+        first, second = list(vocabulary)[:2]
+        return vocabulary | {first: vocabulary[second], second: vocabulary[first]}
+
+    def __call__(self, text: str):
+        return self.tokenizer(text)
+
+
+def test_tables_of_tokens_may_be_padded(tiny_model, tiny_tokenizer, tiny_target):
+    """As in families whose small members have larger tables than tokens; the rest is never drafted."""
+    larger = tiny_model("llama", torch.float32, seed=1, vocab_size=len(tiny_tokenizer) + 29)
+    decoder = ShapeDecoder(tiny_target, ModelDrafter(Target(larger, tiny_tokenizer)), fall_back=False)
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.equal(
+        decoder.generate(ids, max_new_tokens=20), ShapeDecoder(tiny_target).generate(ids, max_new_tokens=20)
+    )
+
+
+def test_adaptive_lookahead_follows_acceptance_and_entropy():
+    lookahead = Adaptive()
+    for _ in range(10):
+        lookahead.observe(lookahead.length, lookahead.length, entropy=3.0, cost=None)
+    assert lookahead.length == 8
+    for _ in range(20):
+        lookahead.observe(0, lookahead.length, entropy=3.0, cost=None)
+    assert lookahead.length == 1
+    lookahead = Adaptive()
+    for _ in range(10):
+        lookahead.observe(0.6 * lookahead.length, lookahead.length, entropy=3.0, cost=None)
+    assert lookahead.length == 4
+    for _ in range(10):
+        lookahead.observe(0.6 * lookahead.length, lookahead.length, entropy=1.0, cost=None)
+    assert lookahead.length == 8
+    with pytest.raises(ConfigError, match="not within 1 to 8"):
+        Adaptive(length=9)
+
+
+@pytest.mark.parametrize(("share", "cost"), [(0.5, 0.3), (0.9, 0.1), (0.8, 0.05), (0.3, 0.5)])
+def test_lookahead_by_cost_is_the_best_of_the_closed_form(share, cost):
+    """Against the expected tokens and times of each length, with geometric acceptance."""
+    generator, lookahead = torch.Generator().manual_seed(0), ByCost()
+    for _ in range(4000):
+        coins = torch.rand(lookahead.length, generator=generator) < share
+        lookahead.observe(float(coins.long().cumprod(0).sum()), lookahead.length, 0.0, cost)
+
+    def rate(length: int) -> float:
+        return sum(share**n for n in range(length + 1)) / (1 + cost * length)
+
+    best = max(range(1, 13), key=rate)
+    assert rate(lookahead.length) > 0.95 * rate(best)
+
+
+def test_lookahead_by_name():
+    assert make_lookahead(5) == Fixed(5) == make_lookahead("5") and make_lookahead("adaptive") == Adaptive()
+    assert isinstance(make_lookahead("cost"), ByCost) and make_lookahead(chosen := ByCost()) is chosen
+    for wrong in ("0", "fast"):
+        with pytest.raises(ConfigError, match="is unknown; use adaptive, cost, or a number"):
+            make_lookahead(wrong)
+
+
+def test_from_pretrained(tiny_target, tiny_target_folder, tmp_path, tiny_model, tiny_tokenizer):
+    tiny_model("llama", torch.float32, seed=4, vocab_size=len(tiny_tokenizer)).save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    ids = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
+    expected = ShapeDecoder(tiny_target).generate(**ids, max_new_tokens=10)
+    for name in (None, "model", "suffix+model", "none"):
+        decoder = ShapeDecoder.from_pretrained(tmp_path, target=tiny_target, drafter=name, lookahead=3)
+        assert torch.equal(decoder.generate(**ids, max_new_tokens=10), expected), name
+    assert isinstance(decoder.drafter, type(None))
+    hybrid = ShapeDecoder.from_pretrained(tmp_path, target=tiny_target_folder, drafter=["suffix", "model"]).drafter
+    assert isinstance(hybrid, HybridDrafter) and hybrid.name == "suffix+model"
+    with pytest.raises(ConfigError, match="is a language model, which drafts for any with its tokens"):
+        ShapeDecoder.from_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="'model' is unknown"):
+        make_drafter("model")
