@@ -19,8 +19,8 @@ from rich.console import Console
 
 from shape import bundled
 from shape.conversations import load_prompts
-from shape.decoder import ShapeDecoder
-from shape.drafters import DRAFTERS, Drafter, TreeShape, make_drafter
+from shape.decoder import ShapeDecoder, is_language_model
+from shape.drafters import DRAFTERS, Drafter, TreeShape
 from shape.errors import ConfigError, DataError, exit_on_error
 from shape.evaluation.speed import Method, Outside, Ruled, SpeedResults, measure
 from shape.rules import Match, TrsLossy, TypicalLossy, make_rule
@@ -54,6 +54,7 @@ class BenchOptions:
         draft_device: where the predictors draft, for example cuda:1 or cpu; default: beside the target.
         tree: shape of the predictors' token trees; default: each predictor's own.
         lookahead: of smaller models that draft: adaptive, cost, or a number of tokens.
+        pack: recipes that the method recipes looks up.
         label: heading of the table.
         fall_back: whether to decode plainly for a while where drafting does not pay; false always drafts, a number is
             the acceptance length below which drafting pauses.
@@ -77,6 +78,7 @@ class BenchOptions:
     draft_device: str | None = None
     tree: TreeShape | None = None
     lookahead: str = "adaptive"
+    pack: str | None = None
     label: str = ""
     fall_back: bool | float = True
 
@@ -139,22 +141,25 @@ def _drafters(
     name: str, predictors: Mapping[str, str], target: Target, options: BenchOptions
 ) -> dict[str, Drafter | Outside | None]:
     """What a method's name stands for: every predictor, one drafter, a hybrid with every predictor, or a baseline."""
-    parts = name.split("+")
-    if "shape" in parts:
-        return {
-            "+".join(label if part == "shape" else part for part in parts): ShapeDecoder.from_pretrained(
-                folder,
-                target=target,
-                tree=options.tree,
-                draft_device=options.draft_device,
-                drafter=name,
-                lookahead=options.lookahead,
-            ).drafter
-            for label, folder in predictors.items()
-        }
     if name in get_args(Outside):
         return {name: cast(Outside, name)}
-    return {name: None if name == "plain" else make_drafter(name)}
+    if name == "plain":
+        return {name: None}
+    parts = name.split("+")
+    found: dict[str, Drafter | Outside | None] = {}
+    for label, folder in predictors.items() if "shape" in parts else [(name, None)]:
+        own = "model" if folder is not None and is_language_model(folder) else "shape"
+        decoder = ShapeDecoder.from_pretrained(
+            folder,
+            target=target,
+            tree=options.tree,
+            draft_device=options.draft_device,
+            drafter=[own if part == "shape" else part for part in parts],
+            lookahead=options.lookahead,
+            pack=options.pack,
+        )
+        found["+".join(label if part == "shape" else part for part in parts)] = decoder.drafter
+    return found
 
 
 def named_predictors(predictors: Sequence[str]) -> dict[str, str]:

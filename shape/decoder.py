@@ -17,6 +17,7 @@ from shape import bundled, streams
 from shape.config import ShapeConfig
 from shape.drafters import PREDICTORS, Drafter, ModelDrafter, TrainedDrafter, TreeShape, make_drafter
 from shape.drafters.model import Lookahead, make_lookahead
+from shape.drafters.recipes import Pack, RecipeDrafter
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, UnsupportedGeneration
 from shape.fixed import FixedSteps, why_not
 from shape.fixed import decode as decode_fixed
@@ -107,6 +108,7 @@ class ShapeDecoder:
         draft_device: str | torch.device | None = None,
         graphs: bool | FixedSteps = False,
         lookahead: str | int | Lookahead = "adaptive",
+        pack: str | Path | None = None,
         **hub: Any,
     ) -> "ShapeDecoder":
         """A decoder from an exported predictor, from a target and the name of a drafter, or both.
@@ -117,11 +119,14 @@ class ShapeDecoder:
             target: the target; None takes the one that the predictor was trained for.
             dtype: of the target; None keeps the checkpoint's own.
             device_map: see ``Target.load``.
-            drafter: "shape" (the default with a predictor), a name among ``shape.drafters.DRAFTERS``, "none", or
-                several, as a list or joined by "+", whose drafts are merged ("suffix+shape").
+            drafter: "shape" (the default with a predictor), "model" (with a smaller LM), a name among
+                ``shape.drafters.DRAFTERS``, "none", or several, as a list or joined by "+", whose drafts are merged
+                ("suffix+shape").
             tree: shape of the predictor's draft tree; None takes its own default.
             fall_back, graphs: see the class.
             draft_device: where the predictor drafts; None is beside the target.
+            pack: file of recipes (see ``shape.drafters.recipes``), which by themselves are the drafter "recipes", and
+                beside a predictor come before it.
             lookahead: of a smaller LM: "adaptive", "cost", a number of tokens, or one's own (see
                 ``shape.drafters.model``).
             hub: revision, token, cache_dir and the like, for a predictor from the hub.
@@ -136,38 +141,34 @@ class ShapeDecoder:
             raise ConfigError(f"option {unknown[0]} is not one of from_pretrained's; see ShapeDecoder.from_pretrained")
         device = None if draft_device is None else resolve_device(draft_device)
         name = drafter if drafter is None or isinstance(drafter, str) else "+".join(drafter)
-        trained = name is None or not {"shape", "model"}.isdisjoint(name.split("+"))
-        if predictor is None:
-            if target is None:
-                raise ConfigError("neither a predictor nor a target is given; give at least one of them")
-            if name is not None and trained:
-                raise ConfigError(f"drafter {name!r} needs a predictor; give the folder of an exported one")
-            loaded = Target.load(target, tokenizer=tokenizer, dtype=dtype, device_map=device_map)
-            return cls(loaded, name, fall_back=fall_back, graphs=graphs)
-        if _is_language_model(predictor, **hub):
-            if target is None:
-                raise ConfigError(
-                    f"{predictor} is a language model, which drafts for any with its tokens: give a target"
-                )
-            loaded = Target.load(target, tokenizer=tokenizer, dtype=dtype, device_map=device_map)
-            if not trained:
-                return cls(loaded, name, fall_back=fall_back, graphs=graphs)
-            device = device or loaded.device
-            model = Target.load(predictor, dtype=_draft_dtype(loaded, device), device_map=device)
-            chosen = make_drafter(name or "model", ModelDrafter(model, make_lookahead(lookahead)))
-            return cls(loaded, chosen, fall_back=fall_back, graphs=graphs)
-        network = load_predictor(predictor, **hub)
+        parts = [] if name is None else name.split("+")
+        trained = name is None or not {"shape", "model"}.isdisjoint(parts)
+        if predictor is None and target is None:
+            raise ConfigError("neither a predictor nor a target is given; give at least one of them")
+        if predictor is None and name is not None and trained:
+            raise ConfigError(f"drafter {name!r} needs a predictor; give the folder of an exported one")
+        if pack is None and "recipes" in parts:
+            raise ConfigError(
+                f"drafter {name!r} needs a pack; give a file of `python -m shape.drafters.recipes compile`"
+            )
+        given: dict[str, Drafter] = {}
+        if pack is not None:
+            given["recipes"] = RecipeDrafter(Pack.load(pack))
+        network, model = None, predictor is not None and is_language_model(predictor, **hub)
+        if predictor is not None and not model:
+            network = load_predictor(predictor, **hub)
+            target = target or _target_of(network, predictor)
         if target is None:
-            known = network.config.target_identity
-            if known is None:
-                raise TargetMismatch(f"predictor {predictor} does not say which target it was trained for; give it")
-            target = known["name"]
+            raise ConfigError(f"{predictor} is a language model, which drafts for any with its tokens: give a target")
         loaded = Target.load(target, tokenizer=tokenizer, dtype=dtype, device_map=device_map)
-        if not trained:
-            return cls(loaded, name, fall_back=fall_back, graphs=graphs)
-        device = device or loaded.device
-        network = network.to(device, _draft_dtype(loaded, device))  # type: ignore[arg-type]
-        chosen = make_drafter(name or "shape", TrainedDrafter(network, tree))
+        where = device or loaded.device
+        if network is not None and trained:
+            network = network.to(where, _draft_dtype(loaded, where))  # type: ignore[arg-type]
+            given["shape"] = TrainedDrafter(network, tree)
+        elif predictor is not None and trained:
+            small = Target.load(predictor, dtype=_draft_dtype(loaded, where), device_map=where)
+            given["model"] = ModelDrafter(small, make_lookahead(lookahead))
+        chosen = make_drafter(name or "+".join(given) or "none", given)
         return cls(loaded, chosen, fall_back=fall_back, graphs=graphs)
 
     @property
@@ -441,12 +442,19 @@ def _draft_dtype(target: Target, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def _is_language_model(source: str | Path, **hub: Any) -> bool:
+def is_language_model(source: str | Path, **hub: Any) -> bool:
     """Whether a predictor is a causal LM. What cannot be read is left to whoever reads it."""
     try:
         return AutoConfig.from_pretrained(bundled.resolve(str(source)), **hub).model_type != ShapeConfig.model_type
     except (OSError, ValueError, KeyError):
         return False
+
+
+def _target_of(network: Predictor, source: str | Path) -> str:
+    """Name of the target that a predictor was trained for."""
+    if (known := network.config.target_identity) is None:
+        raise TargetMismatch(f"predictor {source} does not say which target it was trained for; give it")
+    return known["name"]
 
 
 def load_predictor(source: str | Path, **hub: Any) -> Predictor:

@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from shape import custom_generate
 from shape.config import ShapeConfig
 from shape.network import Predictor
-from shape.target import TargetIdentity
+from shape.target import Target, TargetIdentity
 
 
 def export(predictor: Predictor, directory: str | Path, identity: TargetIdentity, training: Mapping[str, Any]) -> None:
@@ -26,13 +28,47 @@ def export(predictor: Predictor, directory: str | Path, identity: TargetIdentity
     custom_generate.write(directory)
 
 
+def export_model(model: PreTrainedModel, directory: str | Path, target: Target, training: Mapping[str, Any]) -> None:
+    """A draft model as transformers loads it, with the target's tokenizer and a card."""
+    directory = Path(directory)
+    model.config.training = dict(training)
+    model.save_pretrained(directory)
+    if target.tokenizer is not None:
+        target.tokenizer.save_pretrained(directory)
+    millions = model.num_parameters() / 1e6
+    (directory / "README.md").write_text(f"""---
+library_name: transformers
+base_model: {target.name}
+tags: [speculative-decoding]
+---
+# Draft model for {target.name}
+
+Drafts tokens for lossless speculative decoding of `{target.name}`, whose tokenizer it has: a causal LM of
+{millions:.1f}M parameters that learned the target's distributions on the target's own answers. It is of little use by
+itself.
+
+```python
+from shape import ShapeDecoder
+
+decoder = ShapeDecoder.from_pretrained("path/or/id/of/this", target="{target.name}")
+```
+
+| | |
+|---|---|
+{_table(training)}
+""")
+
+
+def _table(training: Mapping[str, Any]) -> str:
+    return "\n".join(f"| {name.replace('_', ' ')} | {_cell(value)} |" for name, value in training.items())
+
+
 def model_card(predictor: Predictor, identity: TargetIdentity, training: Mapping[str, Any]) -> str:
     """Markdown: what the predictor is for, how it came about, what was measured."""
     config = predictor.config
     millions = sum(parameter.numel() for parameter in predictor.parameters()) / 1e6
     revision = f" (revision {identity.revision})" if identity.revision else ""
     title = {"shape": "SHAPE", "medusa": "Medusa", "eagle": "EAGLE", "block": "Block-parallel"}[config.kind]
-    rows = "\n".join(f"| {name.replace('_', ' ')} | {_cell(value)} |" for name, value in training.items())
     return f"""---
 library_name: shape
 base_model: {identity.name}
@@ -60,7 +96,7 @@ model.generate(**inputs, custom_generate="path/or/id/of/this", trust_remote_code
 
 | | |
 |---|---|
-{rows}
+{_table(training)}
 """
 
 

@@ -48,6 +48,7 @@ class GenerateOptions:
         draft_device: where the predictor drafts, for example cuda:1 or cpu; default: beside the target.
         tree: shape of the predictor's token tree; default: the predictor's own.
         lookahead: of a smaller model that drafts: adaptive, cost, or a number of tokens.
+        pack: recipes to look up, by themselves (--drafter recipes) or before the predictor.
         trace: write what became of every drafted and emitted token to this file, as JSON lines (of a chat: the last
             answer's).
         show_draft: colour the answer by what became of each token (shown when the answer is finished).
@@ -73,6 +74,7 @@ class GenerateOptions:
     draft_device: str | None = None
     tree: TreeShape | None = None
     lookahead: str = "adaptive"
+    pack: str | None = None
     trace: str | None = None
     show_draft: bool = False
     show_trace: bool = False
@@ -199,6 +201,7 @@ def load(options: GenerateOptions) -> ShapeDecoder:
         tree=options.tree,
         draft_device=options.draft_device,
         lookahead=options.lookahead,
+        pack=options.pack,
     )
 
 

@@ -295,7 +295,7 @@ class ContextAttention(nn.Module):
             turned: (B, M or 1, 2, D / 2), turns of the queries' positions.
             memory: keys and values (B, G, T, D).
             visible: (B, M, T) or (B, 1, T) bool; None where all of the memory is.
-            own: keys and values (B, G, M, N, D) that only the node itself sees.
+            own: keys and values (B, G, P, N, D) that only a node itself sees, or the M / P nodes of a block.
         """
         keys, values = memory
         asked = rotate(self._split(self.query(query)), turned)
@@ -311,10 +311,13 @@ class ContextAttention(nn.Module):
             scores = asked @ keys.transpose(-1, -2)
             if hidden is not None:
                 scores = scores + hidden[:, None]
-            scores = torch.cat([scores, (asked.unsqueeze(-2) * own[0]).sum(-1)], dim=-1)
+            blocks = own[0].shape[2]
+            among = asked.unflatten(2, (blocks, -1)) @ own[0].transpose(-1, -2)
+            scores = torch.cat([scores, among.flatten(2, 3)], dim=-1)
             weights = (scores.float() * self.head_size**-0.5).softmax(-1).to(values.dtype)
             count = keys.shape[-2]
-            found = weights[..., :count] @ values + (weights[..., count:, None] * own[1]).sum(-2)
+            among = weights[..., count:].unflatten(2, (blocks, -1)) @ own[1]
+            found = weights[..., :count] @ values + among.flatten(2, 3)
         return self.out(found.transpose(1, 2).flatten(-2))
 
     def _split(self, states: Tensor) -> Tensor:

@@ -26,18 +26,20 @@ from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from shape import bundled
 from shape.batches import ShapeDataModule, derive_seed
 from shape.config import ShapeConfig
 from shape.conversations import Conversation, Prompt, evenly, fingerprint, load_conversations, load_prompts
 from shape.decoder import ShapeDecoder, ShapeOutput
+from shape.distillation import DistillModule, draft_model
 from shape.drafters import PREDICTORS, TreeShape
 from shape.errors import CheckpointError, ConfigError, DataError, exit_on_error
 from shape.evaluation.environment import Environment, matrix_product_peak
 from shape.evaluation.speed import SpeedResults, measure
 from shape.examples import draft_vocabulary
-from shape.export import export
+from shape.export import export, export_model
 from shape.features import (
     FeatureOptions,
     FeatureStore,
@@ -56,6 +58,7 @@ from shape.target import Target
 from shape.training import (
     AtomicCheckpointIO,
     DecodingValidation,
+    Learner,
     Operations,
     ShapeModule,
     TrainingOptions,
@@ -76,7 +79,8 @@ class PredictorOptions:
 
     Attributes:
         kind: shape, or a rival: medusa, eagle, block (DFlash, DSpark). A rival has a window of one state and fixes
-            step_mode and token_conditioning.
+            step_mode and token_conditioning. Or model, a small language model of the target's tokens, which reads no
+            states and of these options num_layers, num_heads and intermediate_size alone: the width of its states.
         window: known states that the predictor reads.
         intermediate_size: its width; null is twice the target's hidden size.
         num_layers: residual blocks at that width; decoder layers of block.
@@ -102,7 +106,7 @@ class PredictorOptions:
         own_heads: output embeddings of medusa's and eagle's own, started from the target's.
     """
 
-    kind: Literal["shape", "medusa", "eagle", "block"] = "shape"
+    kind: Literal["shape", "medusa", "eagle", "block", "model"] = "shape"
     window: int = 8
     intermediate_size: int | None = None
     num_layers: int = 1
@@ -238,7 +242,14 @@ class TrainOptions:
             **asdict(self.extraction),
         )
 
-    def predictor_config(self, target: Target) -> ShapeConfig:
+    def predictor_config(self, target: Target) -> ShapeConfig | None:
+        """What the network is for this target; None for a language model.
+
+        Raises:
+            ConfigError: it cannot be for this target.
+        """
+        if self.predictor.kind == "model":
+            return None
         if (self.predictor.draft_vocab_size or 0) > target.vocab_size:
             raise ConfigError(
                 f"predictor.draft_vocab_size is {self.predictor.draft_vocab_size}, and target {target.name} has "
@@ -289,25 +300,28 @@ def train(options: TrainOptions) -> Path:
     source = conversations if options.online else _features(options, folder, target, conversations, wanted, prepare)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(options.seed, "weights"))
-        predictor = PREDICTORS[config.kind](config)
+        predictor = _network(options.predictor, config, target)
+    reads_window = isinstance(predictor, Predictor) and not predictor.memory_shapes
     data = ShapeDataModule(
         source,
         target,
         steps=options.training.steps,
         batch_size=options.training.batch_size,
         workers=options.training.workers,
-        window=None if predictor.memory_shapes else config.window,
-        ahead=config.num_steps,
+        window=predictor.config.window if reads_window else None,
+        ahead=1 if config is None else config.num_steps,
         exclude=held_out | _left_out(range(len(conversations)), held_out, options.training.conversations),
         max_length=options.max_length,
         skip_bad_rows=options.skip_bad_rows,
         seed=options.seed,
     )
-    if config.draft_vocab_size is not None:
-        predictor.draft_vocabulary = draft_vocabulary(data.texts(), config.draft_vocab_size, target.vocab_size)
-    if predictor.heads is not None:
-        predictor.adopt_head(target.output_rows(predictor.draft_vocabulary))
-    module = ShapeModule(
+    if isinstance(predictor, Predictor):
+        if (size := predictor.config.draft_vocab_size) is not None:
+            predictor.draft_vocabulary = draft_vocabulary(data.texts(), size, target.vocab_size)
+        if predictor.heads is not None:
+            predictor.adopt_head(target.output_rows(predictor.draft_vocabulary))
+    kind: type[Learner] = DistillModule if config is None else ShapeModule
+    module = kind(
         predictor,
         target,
         options.losses,
@@ -325,6 +339,13 @@ def train(options: TrainOptions) -> Path:
         prompts = measured_prompts or _as_prompts(for_validation)
         _finish(options, output, module, validation, operations, prompts, data.size)
     return output
+
+
+def _network(options: PredictorOptions, config: ShapeConfig | None, target: Target) -> PreTrainedModel:
+    """Untrained."""
+    if config is None:
+        return draft_model(target, options.intermediate_size, options.num_layers, options.num_heads)
+    return PREDICTORS[config.kind](config)
 
 
 # ------------------------------------------------------------------------------------------------- before
@@ -539,7 +560,7 @@ def _trainer(options: TrainOptions, output: Path, validation: DecodingValidation
 def _finish(
     options: TrainOptions,
     output: Path,
-    module: ShapeModule,
+    module: Learner,
     validation: DecodingValidation,
     operations: Operations,
     prompts: Sequence[Prompt],
@@ -560,10 +581,11 @@ def _finish(
         "validation": {"prompts": len(validation.prompts), **(validation.best or {})},
         **_throughput(options, module, validation, operations),
     }
-    export(predictor, output, target.identity, record)
+    _export(predictor, output, target, record)
     decoder = ShapeDecoder.from_pretrained(output, target=target)
     console = Console()
-    _compare_with_training(target, predictor, validation, console)
+    if isinstance(predictor, Predictor):
+        _compare_with_training(target, predictor, validation, console)
     if "positions_per_second" in record:
         console.print(
             f"training: {record['positions_per_second']:,.0f} positions/s, {record['gflop_per_second']:,.0f} GFLOP/s, "
@@ -578,21 +600,30 @@ def _finish(
     if prompts and options.measurement.limit:
         results = _measure(options, decoder, prompts)
         console.print(results.table())
-        line = results.summary["shape"]
+        line = results.summary["shape"]  # whatever drafts
         record["acceptance_length"] = asdict(line.acceptance_length)
         record["speed_up"] = asdict(line.speed_up)
         place = results.environment
         record["measured_on"] = f"{place.device}, {place.cpu}, {place.threads} threads, {place.date}"
-        export(predictor, output, target.identity, record)
+        _export(predictor, output, target, record)
         (output / "measurement.json").write_text(results.to_json())
     _show_sample(decoder, prompts, options, console)
     console.print(f"the predictor is in {output}; try it:", highlight=False)
     text = prompts[0].turns[0] if prompts else "Hello"
-    console.print(f"  python -m shape.generate --predictor {output} --prompt {text!r}", highlight=False, soft_wrap=True)
+    whom = "" if isinstance(predictor, Predictor) else f"--target {options.target} "
+    command = f"  python -m shape.generate {whom}--predictor {output} --prompt {text!r}"
+    console.print(command, highlight=False, soft_wrap=True)
+
+
+def _export(predictor: PreTrainedModel, output: Path, target: Target, record: dict[str, Any]) -> None:
+    if isinstance(predictor, Predictor):
+        export(predictor, output, target.identity, record)
+    else:
+        export_model(predictor, output, target, record)
 
 
 def _throughput(
-    options: TrainOptions, module: ShapeModule, validation: DecodingValidation, operations: Operations
+    options: TrainOptions, module: Learner, validation: DecodingValidation, operations: Operations
 ) -> dict[str, float]:
     """How fast it trained: model-FLOPs use is against a large product in the precision of the training's own."""
     seconds, steps = module.seconds - validation.seconds, module.trainer.global_step

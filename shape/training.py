@@ -18,15 +18,16 @@ import torch
 import torch.nn.functional as F
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.utilities.types import OptimizerLRScheduler
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics import MeanMetric
+from transformers import PreTrainedModel
 
 from shape.batches import Batch, derive_seed
 from shape.decoder import ShapeDecoder, ShapeOutput
-from shape.drafters import TrainedDrafter, TreeShape
+from shape.drafters import Drafter, TrainedDrafter, TreeShape
 from shape.errors import CheckpointError, ConfigError
 from shape.examples import Examples, Reader, Texts, examples, known_in, teacher_forced, whole_texts
 from shape.features import Stored, compute_features, place
@@ -106,12 +107,14 @@ class TrainingOptions:
 # ------------------------------------------------------------------------------------------------- the module
 
 
-class ShapeModule(pl.LightningModule):
-    """A predictor in training. The target is beside it, not inside: no checkpoint and no process group sees it.
+class Learner(pl.LightningModule):
+    """A drafter's network in training: how it is optimised, timed and resumed; what it is trained for is a subclass's.
+
+    The target is beside it, not inside: no checkpoint and no process group sees it.
 
     Args:
         predictor: the network, in float32 unless the Trainer says otherwise.
-        target: the frozen model whose states are predicted; its own logit function scores them.
+        target: the frozen model that is drafted for.
         losses: weights of the terms.
         options: optimisation.
         seed: of noise and dropout.
@@ -120,9 +123,11 @@ class ShapeModule(pl.LightningModule):
             refused.
     """
 
+    predictor: PreTrainedModel
+
     def __init__(
         self,
-        predictor: Predictor,
+        predictor: PreTrainedModel,
         target: Target,
         losses: Losses,
         options: TrainingOptions,
@@ -139,15 +144,20 @@ class ShapeModule(pl.LightningModule):
         self.seed = seed
         self.log_every = log_every
         self.recipe = {"seed": seed, "losses": asdict(losses), "training": asdict(options), **(recipe or {})}
-        steps = predictor.config.num_steps
-        self.agreement = nn.ModuleList(MeanMetric() for _ in range(steps))
-        self.acceptance_length = MeanMetric()
-        self._made_reader: Reader | None = None
         self._seconds_before = 0.0
         self._started = monotonic()
         self._elapsed = 0.0
 
-    # -- the step
+    @property
+    def layers(self) -> Sequence[int]:
+        """Of the target, whose features are read."""
+        return (-1,)
+
+    def drafter(self) -> Drafter:
+        """What decodes with the present weights."""
+        raise NotImplementedError
+
+    # -- around the steps
 
     def on_fit_start(self) -> None:
         place(self.target, self.device)
@@ -160,41 +170,6 @@ class ShapeModule(pl.LightningModule):
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         torch.manual_seed(derive_seed(self.seed, batch.step, batch.part))  # for dropout
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        predictor, texts = self.predictor, batch.texts or self._texts(batch)
-        cut = examples(texts, predictor.config.window, predictor.config.num_steps, predictor.config.hidden_size)
-        known, window = texts, cut.window
-        if self.options.noise:
-            keys = mix(batch.samples + derive_seed(self.seed, batch.step, "noise"))
-            known = texts._replace(hidden=add_noise(texts.hidden, keys, self.options.noise, cut.states.shape[-1]))
-            window = windows(known.hidden, known.roots, predictor.config.window)
-        embeddings = self.target.embed(cut.tokens) if predictor.reads_tokens else None
-        predicted = predictor.unroll(known_in(predictor, self.target, known, window), embeddings)
-        kept = supervised(cut.mask)
-        states, true = predicted[kept], cut.states[kept]
-        predicted_logits = target_logits = None
-        measuring = (self.global_step + 1) % self.log_every == 0
-        if self.losses.on_logits or predictor.confidence is not None or measuring:
-            reader = self._reader()
-            predicted_logits = reader.at(kept, predicted, embeddings)
-            with torch.no_grad():
-                target_logits = reader.frozen(true)
-        rows = self.target.output_rows(predictor.draft_vocabulary) if self.losses.sinkhorn > 0 else None
-        loss, parts = weighted_loss(self.losses, states, true, predicted_logits, target_logits, kept[-1], rows)
-        if predictor.confidence is not None and embeddings is not None:
-            assert predicted_logits is not None and target_logits is not None
-            agree = predicted_logits.argmax(-1) == target_logits.argmax(-1)
-            estimate = predictor.estimate(states.detach(), embeddings[kept]).float()
-            parts["confidence"] = F.binary_cross_entropy_with_logits(estimate, agree.float())
-            loss = loss + parts["confidence"]
-        if measuring and predicted_logits is not None:
-            drafts = torch.full_like(cut.tokens, -1)
-            drafts[kept] = predicted_logits.argmax(-1)
-            self._log_agreement(drafts, cut)
-        self.log("train/loss", loss, prog_bar=True, batch_size=len(cut.mask))
-        self.log_dict({f"train/{name}": value for name, value in parts.items()}, batch_size=len(cut.mask))
-        return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         if self.options.max_minutes is None:
@@ -209,37 +184,9 @@ class ShapeModule(pl.LightningModule):
         """Texts of conversations, with features computed now (online mode)."""
         assert batch.conversations is not None
         encoded = batch.conversations
-        hidden = compute_features(self.target, encoded, self.predictor.config.feature_layers)
+        hidden = compute_features(self.target, encoded, self.layers)
         texts = whole_texts(hidden, [each.input_ids for each in encoded], [each.loss_mask for each in encoded])
         return Texts(hidden, *(each.to(self.device) for each in texts[1:]))
-
-    def _reader(self) -> Reader:
-        """With a draft vocabulary both distributions are restricted to it, as in EAGLE-3, which also saves most of a
-        step's time.
-        """
-        if self._made_reader is None:
-            self._made_reader = Reader(self.predictor, self.target, self.target.dtype)
-        return self._made_reader
-
-    @torch.no_grad()
-    def _log_agreement(self, drafts: Tensor, cut: Examples) -> None:
-        """Share of steps whose best draft is the target's best token, and the acceptance length that chains would
-        have.
-        """
-        if self.predictor.draft_vocabulary is not None:
-            drafts = self.predictor.draft_vocabulary[drafts]
-        mask = cut.mask
-        agree = drafts == self.target.logits(cut.states.to(self.target.dtype)).argmax(-1)
-        for n, metric in enumerate(self.agreement):
-            assert isinstance(metric, MeanMetric)
-            metric(agree[..., n][mask[..., n]].float())
-            self.log(f"train/agreement_{n + 1}", metric, on_step=True, on_epoch=False, batch_size=len(mask))
-        in_a_row = (agree & mask).cumprod(-1).sum(-1)
-        self.acceptance_length(1.0 + in_a_row[mask[..., 0]])
-        self.log(
-            "train/chain_AL", self.acceptance_length, on_step=True, on_epoch=False, prog_bar=True,
-            batch_size=len(mask),
-        )  # fmt: skip
 
     # -- optimisation
 
@@ -295,7 +242,8 @@ class ShapeModule(pl.LightningModule):
 
 def _is_inner(name: str, parameter: nn.Parameter) -> bool:
     """Matrices between states: Muon is not for tables of tokens, nor for vectors."""
-    return parameter.ndim == 2 and not name.startswith("heads") and "markov.expand" not in name and len(parameter) > 1
+    table = any(part in name for part in ("heads", "markov.expand", "embed_tokens", "lm_head"))
+    return parameter.ndim == 2 and not table and len(parameter) > 1
 
 
 class Together(torch.optim.Optimizer):
@@ -323,6 +271,89 @@ class Together(torch.optim.Optimizer):
         for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
         self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+
+class ShapeModule(Learner):
+    """A predictor in training: the target's own logit function scores the states that it predicts."""
+
+    predictor: Predictor
+
+    def __init__(self, predictor: Predictor, *arguments: Any, **options: Any) -> None:
+        super().__init__(predictor, *arguments, **options)
+        steps = predictor.config.num_steps
+        self.agreement = nn.ModuleList(MeanMetric() for _ in range(steps))
+        self.acceptance_length = MeanMetric()
+        self._made_reader: Reader | None = None
+
+    @property
+    def layers(self) -> Sequence[int]:
+        return self.predictor.config.feature_layers
+
+    def drafter(self) -> Drafter:
+        return TrainedDrafter(self.predictor)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        predictor, texts = self.predictor, batch.texts or self._texts(batch)
+        cut = examples(texts, predictor.config.window, predictor.config.num_steps, predictor.config.hidden_size)
+        known, window = texts, cut.window
+        if self.options.noise:
+            keys = mix(batch.samples + derive_seed(self.seed, batch.step, "noise"))
+            known = texts._replace(hidden=add_noise(texts.hidden, keys, self.options.noise, cut.states.shape[-1]))
+            window = windows(known.hidden, known.roots, predictor.config.window)
+        embeddings = self.target.embed(cut.tokens) if predictor.reads_tokens else None
+        predicted = predictor.unroll(known_in(predictor, self.target, known, window), embeddings)
+        kept = supervised(cut.mask)
+        states, true = predicted[kept], cut.states[kept]
+        predicted_logits = target_logits = None
+        measuring = (self.global_step + 1) % self.log_every == 0
+        if self.losses.on_logits or predictor.confidence is not None or measuring:
+            reader = self._reader()
+            predicted_logits = reader.at(kept, predicted, embeddings)
+            with torch.no_grad():
+                target_logits = reader.frozen(true)
+        rows = self.target.output_rows(predictor.draft_vocabulary) if self.losses.sinkhorn > 0 else None
+        loss, parts = weighted_loss(self.losses, states, true, predicted_logits, target_logits, kept[-1], rows)
+        if predictor.confidence is not None and embeddings is not None:
+            assert predicted_logits is not None and target_logits is not None
+            agree = predicted_logits.argmax(-1) == target_logits.argmax(-1)
+            estimate = predictor.estimate(states.detach(), embeddings[kept]).float()
+            parts["confidence"] = F.binary_cross_entropy_with_logits(estimate, agree.float())
+            loss = loss + parts["confidence"]
+        if measuring and predicted_logits is not None:
+            drafts = torch.full_like(cut.tokens, -1)
+            drafts[kept] = predicted_logits.argmax(-1)
+            self._log_agreement(drafts, cut)
+        self.log("train/loss", loss, prog_bar=True, batch_size=len(cut.mask))
+        self.log_dict({f"train/{name}": value for name, value in parts.items()}, batch_size=len(cut.mask))
+        return loss
+
+    def _reader(self) -> Reader:
+        """With a draft vocabulary both distributions are restricted to it, as in EAGLE-3, which also saves most of a
+        step's time.
+        """
+        if self._made_reader is None:
+            self._made_reader = Reader(self.predictor, self.target, self.target.dtype)
+        return self._made_reader
+
+    @torch.no_grad()
+    def _log_agreement(self, drafts: Tensor, cut: Examples) -> None:
+        """Share of steps whose best draft is the target's best token, and the acceptance length that chains would
+        have.
+        """
+        if self.predictor.draft_vocabulary is not None:
+            drafts = self.predictor.draft_vocabulary[drafts]
+        mask = cut.mask
+        agree = drafts == self.target.logits(cut.states.to(self.target.dtype)).argmax(-1)
+        for n, metric in enumerate(self.agreement):
+            assert isinstance(metric, MeanMetric)
+            metric(agree[..., n][mask[..., n]].float())
+            self.log(f"train/agreement_{n + 1}", metric, on_step=True, on_epoch=False, batch_size=len(mask))
+        in_a_row = (agree & mask).cumprod(-1).sum(-1)
+        self.acceptance_length(1.0 + in_a_row[mask[..., 0]])
+        self.log(
+            "train/chain_AL", self.acceptance_length, on_step=True, on_epoch=False, prog_bar=True,
+            batch_size=len(mask),
+        )  # fmt: skip
 
 
 class Operations(pl.Callback):
@@ -482,13 +513,14 @@ class DecodingValidation(pl.Callback):
         return bool(self.history) and self.history[-1]["step"] == step
 
     def _validate(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        assert isinstance(module, ShapeModule)
+        assert isinstance(module, Learner)
         started = monotonic()
         counts = torch.zeros(2, len(self.prompts), dtype=torch.float64, device=module.device)
         mine = range(trainer.global_rank, len(self.prompts), trainer.world_size)
         with _evaluating(module.predictor), torch.autocast(module.device.type, enabled=False):
+            drafter = module.drafter()
             emitted, forwards = decode_counts(
-                module.target, module.predictor, [self.prompts[i] for i in mine], self.max_new_tokens
+                module.target, drafter, [self.prompts[i] for i in mine], self.max_new_tokens
             )
         counts[:, list(mine)] = torch.tensor([emitted, forwards], dtype=torch.float64, device=counts.device)
         counts = trainer.strategy.reduce(counts, reduce_op="sum")
@@ -504,10 +536,10 @@ class DecodingValidation(pl.Callback):
 
 
 def decode_counts(
-    target: Target, predictor: Predictor, prompts: Sequence[Tensor], max_new_tokens: int
+    target: Target, drafter: Drafter, prompts: Sequence[Tensor], max_new_tokens: int
 ) -> tuple[list[int], list[int]]:
-    """Tokens emitted and target forwards, for each prompt, of greedy decoding with the predictor."""
-    decoder = ShapeDecoder(target, TrainedDrafter(predictor), fall_back=False)
+    """Tokens emitted and target forwards, for each prompt, of greedy decoding with the drafter."""
+    decoder = ShapeDecoder(target, drafter, fall_back=False)
     emitted: list[int] = []
     forwards: list[int] = []
     for start in range(0, len(prompts), _VALIDATION_BATCH):
@@ -538,11 +570,10 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
         module.train(training)
 
 
-def _save_weights(predictor: Predictor, path: Path) -> None:
+def _save_weights(predictor: nn.Module, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    weights = {name: value.detach().cpu().contiguous() for name, value in predictor.state_dict().items()}
-    save_file(weights, temporary)
+    save_model(predictor, str(temporary))  # which knows of weights that are one
     os.replace(temporary, path)
 
 
@@ -571,6 +602,6 @@ def as_trained_and_decoded(
     return tokens / max(steps, 1), emitted / max(forwards, 1)
 
 
-def load_weights(predictor: Predictor, path: Path) -> None:
+def load_weights(predictor: nn.Module, path: Path) -> None:
     """Put weights kept by `DecodingValidation` into a predictor of the same configuration."""
-    predictor.load_state_dict(load_file(path))
+    load_model(predictor, path)

@@ -1,6 +1,7 @@
 """What proposes tokens: one file per drafter, one protocol (``base.Drafter``), one registry of names."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
 
 from shape.drafters.base import Drafter, Settled, TreeShape
 from shape.drafters.block import BlockPredictor
@@ -16,6 +17,7 @@ from shape.errors import ConfigError
 from shape.network import Predictor
 from shape.predictor import ShapePredictor
 
+_GROUP = "shape.drafters"
 # Networks by ``ShapeConfig.kind``; trained, each is drafted with by a ``TrainedDrafter``.
 PREDICTORS: dict[str, type[Predictor]] = {
     network.kind: network for network in (ShapePredictor, MedusaPredictor, EaglePredictor, BlockPredictor)
@@ -24,28 +26,39 @@ PREDICTORS: dict[str, type[Predictor]] = {
 DRAFTERS: dict[str, Callable[[], Drafter]] = {drafter.name: drafter for drafter in (NgramDrafter, SuffixDrafter)}
 
 
-def make_drafter(name: str, trained: Drafter | None = None) -> Drafter | None:
+def make_drafter(name: str, given: Mapping[str, Drafter] | None = None) -> Drafter | None:
     """A drafter by name; "none" is plain decoding, names joined by "+" are a hybrid of these, cheap ones first.
 
+    Other packages add theirs by an entry point of the group "shape.drafters", whose name is the drafter's and whose
+    object makes one without arguments; a name that ships goes before theirs.
+
     Args:
-        trained: what "shape" stands for, and its own name.
+        given: drafters at hand, by names that go before all others: predictors, packs, models.
 
     Raises:
         ConfigError: no drafter of that name, or one named twice.
     """
     if name == "none":
         return None
-    names = name.split("+")
+    given, names = given or {}, name.split("+")
     if len(names) > 1:
         if len(set(names)) < len(names):
             raise ConfigError(f"drafter {name!r} names one twice; give each once")
-        return HybridDrafter([each for part in names if (each := make_drafter(part, trained)) is not None])
-    if trained is not None and name in ("shape", trained.name):
-        return trained
-    if name not in DRAFTERS:
-        known = ["none", *DRAFTERS, *([] if trained is None else ["shape"])]
+        return HybridDrafter([each for part in names if (each := make_drafter(part, given)) is not None])
+    if name in given:
+        return given[name]
+    if name in DRAFTERS:
+        return DRAFTERS[name]()
+    others = entry_points(group=_GROUP)
+    if name not in others.names:
+        known = ["none", *DRAFTERS, *sorted(others.names - DRAFTERS.keys()), *given]
         raise ConfigError(f"drafter {name!r} is unknown; use one of {', '.join(known)}, or several joined by +")
-    return DRAFTERS[name]()
+    try:
+        return others[name].load()()
+    except Exception as error:  # whatever another package does wrong
+        raise ConfigError(
+            f"drafter {name!r} of {others[name].value} cannot be made ({error}); see its package"
+        ) from error
 
 
 __all__ = [

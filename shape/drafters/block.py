@@ -84,10 +84,8 @@ class BlockLayer(nn.Module):
         seen, turned = self.norm_attention(x).flatten(1, 2), turned.flatten(1, 2)
         if visible is not None:
             visible = visible.repeat_interleave(steps, dim=1)
-        own = [
-            states.unflatten(2, (-1, 1, steps)).expand(-1, -1, -1, steps, -1, -1).flatten(2, 3)
-            for states in self.attention.remember(seen, seen, turned)
-        ]
-        found = self.attention(seen, turned, memory, visible, (own[0], own[1]))
+        keys, values = self.attention.remember(seen, seen, turned)
+        own = keys.unflatten(2, (-1, steps)), values.unflatten(2, (-1, steps))
+        found = self.attention(seen, turned, memory, visible, own)
         x = x + found.unflatten(1, (-1, steps))
         return x + self.mlp(self.norm_mlp(x))

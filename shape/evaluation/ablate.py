@@ -226,8 +226,9 @@ def plan(options: AblationOptions) -> list[Run]:
     sizes: dict[str, dict[str, int]] = {}
     if (like := options.same_size_as) is not None:
         model = _run(reader, values, like, options.variants[like] or {}, 0, output)
-        wanted = parameters(_checked(model, target))
-        sizes = {run.variant: as_large_as(wanted, _checked(run, target)) for run in runs if run.variant != like}
+        wanted = _size_of(model, target)
+        others = {run.variant: _checked(run, target) for run in runs if run.variant != like}
+        sizes = {name: as_large_as(wanted, config) for name, config in others.items() if config is not None}
     runs = [
         _run(reader, values, name, changes, seed, output, sizes.get(name))
         for seed in options.seeds
@@ -299,8 +300,8 @@ def _one_sentence(what: str) -> Iterator[None]:
         raise ConfigError(f"{what}: {' '.join(str(error).split())}") from error
 
 
-def _checked(run: Run, target: Target) -> ShapeConfig:
-    """The network's configuration for this target."""
+def _checked(run: Run, target: Target) -> ShapeConfig | None:
+    """The network's configuration for this target; None for a language model."""
     with _one_sentence(f"variant {run.variant}"):
         run.options.feature_options().check(target)
         return run.options.predictor_config(target)
@@ -321,6 +322,13 @@ def _require_unchanged(run: Run) -> None:
             f"{run.folder} holds a training of {run.name} with other options ({', '.join(differences)}); give another "
             "output folder, or delete it"
         )
+
+
+def _size_of(run: Run, target: Target) -> int:
+    config = _checked(run, target)
+    if config is None:
+        raise ConfigError(f"same_size_as is {run.variant}, a language model; name a predictor")
+    return parameters(config)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

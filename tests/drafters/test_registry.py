@@ -1,0 +1,38 @@
+"""Drafters by name, those of other packages among them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import prompts
+
+from shape.decoder import ShapeDecoder
+from shape.drafters import DRAFTERS, NgramDrafter, make_drafter
+from shape.errors import ConfigError
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "example_package"
+
+
+def test_every_name_makes_its_drafter():
+    for name in DRAFTERS:
+        assert make_drafter(name).name == name
+
+
+def test_another_package_adds_a_drafter(tiny_model, monkeypatch):
+    with pytest.raises(ConfigError, match="'parrot' is unknown"):
+        make_drafter("parrot")
+    monkeypatch.syspath_prepend(EXAMPLE)
+    model, batch = tiny_model("llama"), prompts()
+    expected = model.generate(**batch, max_new_tokens=20, do_sample=False)
+    for name in ("parrot", "suffix+parrot"):
+        out = ShapeDecoder(model, name, fall_back=False).generate(
+            **batch, max_new_tokens=20, return_dict_in_generate=True
+        )
+        assert torch.equal(out.sequences, expected) and out.stats.drafter == name and out.stats.drafted > 0
+    assert type(make_drafter("ngram")) is NgramDrafter
+    with pytest.raises(
+        ConfigError, match=r"'broken' of example_drafter:NothingThere cannot be made .*; see its package"
+    ):
+        make_drafter("broken")
+    with pytest.raises(ConfigError, match="'nothing' is unknown; use one of none, ngram, suffix, broken, parrot, or"):
+        make_drafter("nothing")
