@@ -1,9 +1,11 @@
 """Several drafters in one: their candidates merged into one tree, by what each has proved to be worth on this text."""
 
+from collections import deque
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from math import exp, log
+from statistics import median
 from time import perf_counter
 
 from torch import Tensor
@@ -13,6 +15,7 @@ from shape.target import Target
 from shape.verification.sampling import Sampler
 from shape.verification.tree import Drafted, TokenTree, ragged_tree
 
+_STEPS = 9  # whose time of verification is known
 _CERTAIN = 0.999  # no estimate is above it, so that no node is likelier than its parent
 
 
@@ -37,7 +40,7 @@ class HybridDrafter(Drafter):
         # Kept over the calls of a decoder, whose copies share them.
         self._odds = [Calibration() for _ in drafters]
         self._worth = [Worth() for _ in drafters]
-        self._verify = Average()
+        self._verify: deque[float] = deque(maxlen=_STEPS)
         self._remembers = True
 
     def __copy__(self) -> "HybridDrafter":
@@ -58,7 +61,7 @@ class HybridDrafter(Drafter):
 
     def update(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
         if self._drafted_at is not None:
-            self._verify.add(perf_counter() - self._drafted_at)
+            self._verify.append(perf_counter() - self._drafted_at)
             self._drafted_at = None
         for drafter in self.drafters:
             drafter.update(tokens, self._columns(drafter, hidden), counts)
@@ -85,10 +88,11 @@ class HybridDrafter(Drafter):
             self._odds, self._remembers = [Calibration() for _ in self.drafters], False
         self._learn(settled)
         self.passes, spent = 0, 0.0
+        verify = median(self._verify) if self._verify else None
         proposals = [_Proposal(len(text)) for text in settled.texts]
         for number, drafter in enumerate(self.drafters):
             expected = sum(each.expected for each in proposals) / len(proposals)
-            if number and self._remembers and not self._worth[number].pays(expected, spent, self._verify.value):
+            if number and self._remembers and not self._worth[number].pays(expected, spent, verify):
                 continue
             started = perf_counter()
             tree = drafter.draft(settled, sampler)
@@ -97,7 +101,7 @@ class HybridDrafter(Drafter):
             for row in zip(proposals, tokens, parents, joints, strict=True):
                 row[0].add(number, self._odds[number], *row[1:])
             seconds = perf_counter() - started
-            self._worth[number].seconds.add(seconds)
+            self._worth[number].seconds.append(seconds)
             spent += seconds
             self.passes += drafter.passes
         self._pending = list(proposals)
@@ -128,7 +132,7 @@ class HybridDrafter(Drafter):
                 for number in proposal.nodes[node - 1].claims:
                     stood[number] += 1
             for number, accepted in stood.items():
-                self._worth[number].accepted.add(accepted)
+                self._worth[number].add(accepted)
         self._pending = [None] * len(self._pending)
 
 
@@ -234,30 +238,37 @@ class Calibration:
         return min(int(claim * self.bins), self.bins - 1)
 
 
-class Average:
-    """A running mean in which what is old fades; None before anything came."""
+class Worth:
+    """What a source costs and brings: seconds per draft, the median of the last ones, since machines have hiccups; and
+    tokens of its own that stand per draft, a mean in which what is old fades.
+    """
 
-    _SHARE = 0.1
+    _KEPT, _SHARE = 9, 0.1
+    _PAUSE, _LONGEST_PAUSE = 16, 256  # drafts without a source, until it is asked in spite of what is known
 
     def __init__(self) -> None:
-        self.value: float | None = None
+        self.seconds: deque[float] = deque(maxlen=self._KEPT)
+        self.accepted: float | None = None
+        self._skipped, self._pause = 0, self._PAUSE
 
-    def add(self, value: float) -> None:
-        self.value = value if self.value is None else self.value + self._SHARE * (value - self.value)
-
-
-@dataclass
-class Worth:
-    """What a source costs, seconds per draft, and brings, tokens of its own that stand per draft."""
-
-    seconds: Average = field(default_factory=Average)
-    accepted: Average = field(default_factory=Average)
+    def add(self, accepted: float) -> None:
+        """Drafted tokens of its own that stood in one draft."""
+        before = accepted if self.accepted is None else self.accepted
+        self.accepted = before + self._SHARE * (accepted - before)
 
     def pays(self, expected: float, spent: float, verify: float | None) -> bool:
         """Whether asking it makes more tokens per second than going on with the `expected` ones that are drafted
-        already; yes as long as that is not known.
+        already, for `spent` seconds; yes as long as that is not known. Texts change, so that it is asked again after a
+        while, which gets longer from one time to the next in vain.
         """
-        own, seconds = self.accepted.value, self.seconds.value
-        if own is None or seconds is None or verify is None:
+        if self.accepted is None or not self.seconds or verify is None:
             return True
-        return (1 + max(own, expected)) * (verify + spent) > (1 + expected) * (verify + spent + seconds)
+        cost, own = median(self.seconds), max(self.accepted, expected)
+        if (1 + own) * (verify + spent) > (1 + expected) * (verify + spent + cost):
+            self._skipped, self._pause = 0, self._PAUSE
+            return True
+        self._skipped += 1
+        if self._skipped <= self._pause:
+            return False
+        self._skipped, self._pause = 0, min(2 * self._pause, self._LONGEST_PAUSE)
+        return True

@@ -9,7 +9,7 @@ import torch
 from shape.decoder import ShapeDecoder
 from shape.drafters import HybridDrafter, NgramDrafter, Settled, SuffixDrafter, make_drafter
 from shape.drafters.base import Drafter
-from shape.drafters.hybrid import Average, Calibration, Worth
+from shape.drafters.hybrid import Calibration, Worth
 from shape.errors import ConfigError
 from shape.verification.sampling import Sampler
 from shape.verification.tree import Drafted, TokenTree, ragged_tree
@@ -100,10 +100,21 @@ def test_calibration_begins_with_the_claim_and_forgets():
 def test_a_costly_source_is_asked_where_it_brings_more_than_it_costs():
     worth, verify = Worth(), 1.0
     assert worth.pays(expected=5.0, spent=0.0, verify=verify)  # not known yet
-    worth.seconds.add(0.5)
-    worth.accepted.add(2.0)
+    worth.seconds += [0.5, 9.0, 0.5]  # with a hiccup
+    worth.add(2.0)
     assert worth.pays(0.5, 0.0, verify) and not worth.pays(1.5, 0.0, verify)  # 3 / 1.5 against 1.5 / 1 and 2.5 / 1
     assert not worth.pays(5.0, 0.0, verify)
+
+
+def test_a_source_that_did_not_pay_is_asked_again_ever_more_rarely():
+    worth = Worth()
+    worth.seconds.append(1.0)
+    worth.add(0.1)
+    asked = [at for at in range(200) if worth.pays(0.0, 0.0, 1.0)]
+    assert asked == [16, 49, 114]  # after 16, 32 and 64 drafts without
+    for _ in range(50):
+        worth.add(3.0)
+    assert worth.pays(0.0, 0.0, 1.0)
 
 
 def test_nobody_is_asked_while_a_cheap_source_is_sure(monkeypatch):
@@ -112,9 +123,8 @@ def test_nobody_is_asked_while_a_cheap_source_is_sure(monkeypatch):
     text = [1]
     for _ in range(8):
         draft(hybrid, text)
-        hybrid._worth[1].seconds = Average()
-        hybrid._worth[1].seconds.add(1.0)
-        hybrid._verify.add(1.0)
+        hybrid._worth[1].seconds.extend([1.0] * 9)
+        hybrid._verify.extend([1.0] * 9)
         text = [*text, 5, 5, 5, 5]
     assert cheap.asked == 8 and dear.asked == 1
 
