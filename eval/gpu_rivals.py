@@ -64,16 +64,13 @@ def run(deadline: float, work: Path, *command: str | Path) -> None:
 
 def conversations(count: int) -> list[dict[str, Any]]:
     """What our generator taught the target, of which the drafters learn the target's own answers."""
-    spec = importlib.util.spec_from_file_location("make_conversations", REPOSITORY / "data/make_conversations.py")
+    spec = importlib.util.spec_from_file_location("quickstart_target", REPOSITORY / "train/quickstart_target.py")
     assert spec and spec.loader
-    generator = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = generator  # dataclasses look their module up by name
-    spec.loader.exec_module(generator)
-    splits = generator.make_splits()
-    taken = {generator.first_prompt(row) for rows in splits.values() for row in rows}
-    train: list[dict[str, Any]] = splits["train"][:count]
-    more: list[dict[str, Any]] = generator.make_rows(count - len(train), generator.SEED + 1, "extra", taken)
-    return [*train, *more]
+    recipe = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = recipe  # dataclasses look their module up by name
+    spec.loader.exec_module(recipe)
+    train, _ = recipe.generated_rows(count)
+    return train
 
 
 def finish(arguments: argparse.Namespace, more: list[str], deadline: float) -> None:

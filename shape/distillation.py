@@ -61,8 +61,6 @@ class DistillModule(Learner):
         ConfigError: a loss on states, which the two do not share.
     """
 
-    predictor: PreTrainedModel
-
     def __init__(self, predictor: PreTrainedModel, *arguments: Any, **options: Any) -> None:
         super().__init__(predictor, *arguments, **options)
         if self.losses.on_states:
@@ -90,7 +88,6 @@ class DistillModule(Learner):
         rows_of_head = self.target.output_rows() if self.losses.sinkhorn > 0 else None
         loss, parts = weighted_loss(self.losses, own, own, logits, wanted, kept[-1], rows_of_head)
         agreement = (logits.argmax(-1) == wanted.argmax(-1)).float().mean()
-        self.log("train/loss", loss, prog_bar=True, batch_size=len(cut.mask))
+        self._log_losses(loss, parts, len(cut.mask))
         self.log("train/agreement", agreement, prog_bar=True, batch_size=len(cut.mask))
-        self.log_dict({f"train/{name}": value for name, value in parts.items()}, batch_size=len(cut.mask))
         return loss

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from shape.drafters.base import Drafter, Settled
+from shape.drafters.base import Drafter, Settled, common_length
 from shape.pace import Pace
 from shape.stats import DecodeStats, Step
 from shape.target import Target
@@ -89,8 +89,7 @@ class Memory:
         arena, hidden, tokens = self.arena, self.hidden, self.tokens
         self.keep([], None, None)
         # The prompt's last token always goes through the target: its state says what comes next.
-        pairs = zip(tokens, prompt[:-1], strict=False)
-        common = next((i for i, (old, new) in enumerate(pairs) if old != new), min(len(tokens), len(prompt) - 1))
+        common = common_length(tokens, prompt[:-1])
         if arena is None or hidden is None or common == 0:
             return None
         arena.set_lengths([common])

@@ -188,6 +188,10 @@ class Learner(pl.LightningModule):
         texts = whole_texts(hidden, [each.input_ids for each in encoded], [each.loss_mask for each in encoded])
         return Texts(hidden, *(each.to(self.device) for each in texts[1:]))
 
+    def _log_losses(self, loss: Tensor, parts: Mapping[str, Tensor], texts: int) -> None:
+        self.log("train/loss", loss, prog_bar=True, batch_size=texts)
+        self.log_dict({f"train/{name}": value for name, value in parts.items()}, batch_size=texts)
+
     # -- optimisation
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -323,8 +327,7 @@ class ShapeModule(Learner):
             drafts = torch.full_like(cut.tokens, -1)
             drafts[kept] = predicted_logits.argmax(-1)
             self._log_agreement(drafts, cut)
-        self.log("train/loss", loss, prog_bar=True, batch_size=len(cut.mask))
-        self.log_dict({f"train/{name}": value for name, value in parts.items()}, batch_size=len(cut.mask))
+        self._log_losses(loss, parts, len(cut.mask))
         return loss
 
     def _reader(self) -> Reader:

@@ -145,15 +145,22 @@ def load_generator() -> ModuleType:
     return module
 
 
-def generated_sources(count: int) -> tuple[Texts, Texts]:
-    """The shipped train split and more from another seed; no validation or bench prompt is among them."""
+def generated_rows(count: int) -> tuple[list[Row], list[Row]]:
+    """The shipped train split and more from another seed, of which none has a validation or bench prompt; and the
+    validation split.
+    """
     generator = load_generator()
     splits = generator.make_splits()
     taken = {generator.first_prompt(row) for rows in splits.values() for row in rows}
     shipped = splits["train"][:count]
     more = generator.make_rows(count - len(shipped), generator.SEED + 1, "extra", taken)
-    train = {"generated": [render(row) for row in [*shipped, *more]]}
-    return train, {"generated-validation": [render(row) for row in splits["validation"]]}
+    return [*shipped, *more], splits["validation"]
+
+
+def generated_sources(count: int) -> tuple[Texts, Texts]:
+    train, validation = generated_rows(count)
+    texts = {"generated": [render(row) for row in train]}
+    return texts, {"generated-validation": [render(row) for row in validation]}
 
 
 # ------------------------------------------------------------------------------------------------- tokenizer

@@ -1,6 +1,7 @@
 """What every drafter is: something that proposes a token tree for each row, given the settled text."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -38,6 +39,12 @@ class Settled:
 
     def to(self, device: torch.device) -> "Settled":
         return replace(self, lengths=self.lengths.to(device), root=self.root.to(device))
+
+
+def common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
 @dataclass(frozen=True)

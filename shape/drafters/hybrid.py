@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import exp, log
 from statistics import median
 from time import perf_counter
@@ -96,10 +96,10 @@ class HybridDrafter(Drafter):
                 continue
             started = perf_counter()
             tree = drafter.draft(settled, sampler)
-            parents, tokens = tree.parent.tolist(), tree.tokens.tolist()
-            joints = [None] * len(tokens) if tree.joint is None else tree.joint.tolist()
-            for row in zip(proposals, tokens, parents, joints, strict=True):
-                row[0].add(number, self._odds[number], *row[1:])
+            joints = [None] * len(proposals) if tree.joint is None else tree.joint.tolist()
+            rows = zip(proposals, tree.tokens.tolist(), tree.parent.tolist(), joints, strict=True)
+            for proposal, tokens, parents, joint in rows:
+                proposal.add(number, self._odds[number], tokens, parents, joint)
             seconds = perf_counter() - started
             self._worth[number].seconds.append(seconds)
             spent += seconds
@@ -205,22 +205,18 @@ class _Proposal:
         return [(node.token, place[node.parent], node.joint) for node in kept], [sorted(node.claims) for node in kept]
 
 
-@dataclass
 class Calibration:
     """How often a source's tokens stood, by what it said of their odds; at first it is taken at its word.
 
-    Attributes:
-        prior: tokens that its word counts for. memory: after so many of a kind, old ones count half.
+    Args:
+        prior: tokens that its word counts for.
+        memory: after so many of a kind, old ones count half.
+        bins: kinds of odds that are told apart.
     """
 
-    prior: float = 4.0
-    memory: float = 256.0
-    bins: int = 10
-    _asked: list[float] = field(default_factory=list)
-    _stood: list[float] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._asked, self._stood = [0.0] * self.bins, [0.0] * self.bins
+    def __init__(self, prior: float = 4.0, memory: float = 256.0, bins: int = 10) -> None:
+        self.prior, self.memory, self.bins = prior, memory, bins
+        self._asked, self._stood = [0.0] * bins, [0.0] * bins
 
     def __call__(self, claim: float) -> float:
         kind = self._kind(claim)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shape.drafters.base import Drafter, Settled
+from shape.drafters.base import Drafter, Settled, common_length
 from shape.errors import ConfigError, TargetMismatch, UnsupportedGeneration
 from shape.target import Target
 from shape.verification.cache import KVArena
@@ -103,12 +103,12 @@ class ByCost:
         self._stood = _MEMORY * self._stood + accepted
         if cost is not None:
             self._cost = cost if self._cost is None else 0.8 * self._cost + 0.2 * cost
-        if self._cost is None:
+        if (relative := self._cost) is None:
             return
         share = min(self._stood / self._reached, 0.99)
 
         def rate(length: int) -> float:
-            return (1 - share ** (length + 1)) / (1 - share) / (length * self._cost + 1) if self._cost else 0.0
+            return (1 - share ** (length + 1)) / (1 - share) / (length * relative + 1)
 
         self.length = max(range(1, self.most + 1), key=rate)
 
@@ -239,7 +239,9 @@ class ModelDrafter(Drafter):
     def _roll_back(self, texts: Sequence[Sequence[int]]) -> None:
         """Settle what the cache has of the text, drafted tokens that stood included, and learn how many these were."""
         lengths, count = self.arena.host_lengths, len(self._drafted[0])
-        stood = [_common(drafted, text[at:]) for drafted, text, at in zip(self._drafted, texts, lengths, strict=True)]
+        stood = [
+            common_length(drafted, text[at:]) for drafted, text, at in zip(self._drafted, texts, lengths, strict=True)
+        ]
         if count:
             cost = None if self._verified is None else self._seconds / max(self._verified, 1e-9)
             self.lookahead.observe(sum(stood) / len(stood), count, self._entropy, cost)
@@ -269,9 +271,3 @@ class ModelDrafter(Drafter):
         tree = root_only(torch.zeros(rows, dtype=torch.long, device=self.model.device))
         for _ in range(passes):
             self.model.logits(self._forward(tree))
-
-
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the common beginning."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((at for at, (one, other) in pairs if one != other), min(len(first), len(second)))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush, merge
-from itertools import islice
+from itertools import count, islice
 from math import log
 
 from torch import Tensor
@@ -71,7 +71,7 @@ class SuffixDrafter(Drafter):
         """The likeliest nodes, each behind its parent: token, parent's number, joint log-probability."""
         grown: Drafted = []
         found: list[tuple[float, int, int, int, int, Place, Place]] = []
-        numbers = iter(range(1 << 62))  # breaks ties: what was found first goes first
+        numbers = count()  # breaks ties: what was found first goes first
 
         def look(parent: int, depth: int, joint: float, here: Place, abroad: Place) -> None:
             for token, probability in self._continuations(row.own, here, abroad).items():
@@ -96,12 +96,12 @@ class SuffixDrafter(Drafter):
         left = 1.0
         contexts = (each.contexts(place, self.shortest) for each, place in ((own, here), (self.corpus, abroad)))
         for matched, followed in islice(merge(*contexts, key=lambda context: -context[0]), _BLENDED):
-            new = {token: count for token, count in followed.items() if token not in found and token != _BREAK}
+            new = {token: times for token, times in followed.items() if token not in found and token != _BREAK}
             if new:
                 total = sum(new.values())
                 escape = len(new) / (total + len(new) + matched - self.shortest)
-                for token, count in new.items():
-                    found[token] = left * (1 - escape) * count / total
+                for token, times in new.items():
+                    found[token] = left * (1 - escape) * times / total
                 left *= escape
         return found
 
