@@ -190,6 +190,8 @@ def decode(
         arena.commit(paths)
         if drafter is not None or memory is not None:
             states = states.gather(1, accepted.path[:, : max(counts), None].expand(-1, -1, states.shape[-1]))
+        if active is not None:
+            active.inspect(tree, logits)
         if drafter is not None:
             tokens = torch.cat([settled.root[:, None], accepted.tokens[:, : max(counts)]], dim=1)
             drafter.update(tokens, states, accepted.counts)

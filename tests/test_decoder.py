@@ -17,11 +17,16 @@ from transformers.generation.streamers import BaseStreamer
 
 from shape.decoder import ShapeDecoder
 from shape.drafters import (
+    DRAFTERS,
     AdversaryDrafter,
+    CompressedDrafter,
+    Compression,
     Drafter,
+    GeodesicDrafter,
     HybridDrafter,
+    LookaheadDrafter,
     ModelDrafter,
-    NgramDrafter,
+    OneDecodeDrafter,
     OracleDrafter,
     SuffixDrafter,
     TrainedDrafter,
@@ -37,6 +42,7 @@ from shape.verification.tree import TokenTree
 
 def drafters() -> dict:
     return {
+        **DRAFTERS,
         "shape tree": lambda: TrainedDrafter(predictor(), TreeShape(depth=4, width=3, nodes=7)),
         "shape chain": lambda: TrainedDrafter(predictor(), TreeShape(depth=5, width=1)),
         "shape stopping chain": lambda: TrainedDrafter(predictor(), TreeShape(depth=6, width=1, threshold=0.03)),
@@ -55,7 +61,6 @@ def drafters() -> dict:
         "attending tree": lambda: TrainedDrafter(
             predictor(**RIVALS["shape of three layers"], loud=True), TreeShape(depth=3, width=2, nodes=5)
         ),
-        "ngram": NgramDrafter,
         "model": lambda: ModelDrafter(Target(weaker_model()), Adaptive(length=3)),
         "suffix": lambda: SuffixDrafter(shortest=1, threshold=0.0),
         "hybrid": lambda: HybridDrafter(
@@ -67,6 +72,12 @@ def drafters() -> dict:
             ],
             nodes=9,
         ),
+        "onedecode of many": lambda: OneDecodeDrafter(threshold=0.0, candidates=8, nodes=10),
+        "geodesic of its own": lambda: GeodesicDrafter("geodesic", TreeShape(depth=2)),
+        "compressed in every way": lambda: CompressedDrafter(
+            Compression(attention=0.3, mlp=0.5, int8=True, cache=0.5, residuals=0.35), lookahead=Adaptive(length=2)
+        ),
+        "lookahead hybrid": lambda: HybridDrafter([LookaheadDrafter(window=2), GeodesicDrafter()], nodes=9),
         "adversary": lambda: AdversaryDrafter(seed=1),
         "adversary chain": lambda: AdversaryDrafter(seed=1, chains_only=True, nodes=5),
     }
@@ -155,6 +166,7 @@ def test_three_tokens_follow_the_exact_joint_distribution(tiny_model, name):
 
 
 DRAWN = ["shape chain", "shape stopping chain", "shape wide tree", "shape drawn parallel"]
+DRAWN += ["geodesic", "compressed in every way"]
 
 
 @pytest.mark.parametrize("name", ["plain", *DRAWN, "ngram", "adversary"])

@@ -5,11 +5,15 @@ from importlib.metadata import entry_points
 
 from shape.drafters.base import Drafter, Settled, TreeShape
 from shape.drafters.block import BlockPredictor
+from shape.drafters.compressed import CompressedDrafter, Compression
 from shape.drafters.eagle import EaglePredictor
+from shape.drafters.geodesic import GeodesicDrafter
 from shape.drafters.hybrid import HybridDrafter
+from shape.drafters.lookahead import LookaheadDrafter
 from shape.drafters.medusa import MedusaPredictor
 from shape.drafters.model import ModelDrafter
 from shape.drafters.ngram import NgramDrafter
+from shape.drafters.onedecode import OneDecodeDrafter
 from shape.drafters.suffix import SuffixDrafter
 from shape.drafters.testing import AdversaryDrafter, OracleDrafter
 from shape.drafters.trained import TrainedDrafter
@@ -23,7 +27,10 @@ PREDICTORS: dict[str, type[Predictor]] = {
     network.kind: network for network in (ShapePredictor, MedusaPredictor, EaglePredictor, BlockPredictor)
 }
 # Drafters that need nothing but the target.
-DRAFTERS: dict[str, Callable[[], Drafter]] = {drafter.name: drafter for drafter in (NgramDrafter, SuffixDrafter)}
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    drafter.name: drafter
+    for drafter in (NgramDrafter, SuffixDrafter, LookaheadDrafter, OneDecodeDrafter, GeodesicDrafter, CompressedDrafter)
+}
 
 
 def make_drafter(name: str, given: Mapping[str, Drafter] | None = None) -> Drafter | None:
@@ -65,10 +72,15 @@ __all__ = [
     "DRAFTERS",
     "PREDICTORS",
     "AdversaryDrafter",
+    "CompressedDrafter",
+    "Compression",
     "Drafter",
+    "GeodesicDrafter",
     "HybridDrafter",
+    "LookaheadDrafter",
     "ModelDrafter",
     "NgramDrafter",
+    "OneDecodeDrafter",
     "OracleDrafter",
     "Settled",
     "SuffixDrafter",

@@ -86,6 +86,10 @@ class Drafter(ABC):
     layers: tuple[int, ...] = (-1,)  # of the target, whose states it reads: see ``Target.features``; h, -1, comes last
     passes: int = 0  # forwards of a network in the last draft, one after the other
 
+    def __str__(self) -> str:
+        """For reports, and to tell settings apart."""
+        return self.name
+
     def bind(self, target: Target) -> None:
         """Learn the target, before anything is computed. Raise here when the two do not fit."""
 
@@ -116,6 +120,15 @@ class Drafter(ABC):
             counts: (B,) int64, how many of row b's states count; the others, and tokens behind them, are padding.
         """
 
+    def inspect(self, tree: TokenTree, logits: Tensor) -> None:
+        """What the target says behind every node of the tree that was verified, accepted or not: for those that ask it
+        more than what to accept. Comes before ``update``, after steps with a draft.
+
+        Args:
+            tree: as it was verified, which may be less than what was drafted.
+            logits: (B, N, V), the target's.
+        """
+
     def select(self, rows: Tensor) -> None:
         """Keep only these rows, (B',) int64."""
 
@@ -137,6 +150,9 @@ class Wrapped(Drafter):
 
     def update(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
         self.inner.update(tokens, hidden, counts)
+
+    def inspect(self, tree: TokenTree, logits: Tensor) -> None:
+        self.inner.inspect(tree, logits)
 
     def select(self, rows: Tensor) -> None:
         self.inner.select(rows)

@@ -66,6 +66,10 @@ class HybridDrafter(Drafter):
         for drafter in self.drafters:
             drafter.update(tokens, self._columns(drafter, hidden), counts)
 
+    def inspect(self, tree: TokenTree, logits: Tensor) -> None:
+        for drafter in self.drafters:
+            drafter.inspect(tree, logits)
+
     def select(self, rows: Tensor) -> None:
         self._pending = [self._pending[row] for row in rows.tolist()]
         for drafter in self.drafters:

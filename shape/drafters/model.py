@@ -149,6 +149,9 @@ class ModelDrafter(Drafter):
         self.model = model
         self.lookahead: Lookahead = Adaptive() if lookahead is None else lookahead
 
+    def __str__(self) -> str:
+        return f"{self.model!r}, {self.lookahead}"
+
     def bind(self, target: Target) -> None:
         mine, theirs = self.model.identity, target.identity
         if mine.tokenizer_hash and theirs.tokenizer_hash:
@@ -177,7 +180,7 @@ class ModelDrafter(Drafter):
                 "were asked for; decode them one by one"
             )
         longest = max(map(len, known))
-        self.arena: KVArena = new_arena(self.model, self.model.support, len(known), longest + _SLOTS)
+        self.arena = self._new_arena(len(known), longest + _SLOTS)
         padded = torch.tensor([text + [0] * (longest - len(text)) for text in known], device=self.model.device)
         prefill(self.model, self.arena, padded, [len(text) for text in known])
         # The last draft, of which all but the last token lie in the slots behind the arena's lengths.
@@ -185,6 +188,9 @@ class ModelDrafter(Drafter):
         self._entropy, self._seconds = 0.0, 0.0
         self._ended: float | None = None
         self._verified: float | None = None
+
+    def _new_arena(self, rows: int, capacity: int) -> KVArena:
+        return new_arena(self.model, self.model.support, rows, capacity)
 
     def update(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
         if self._ended is not None:
@@ -266,7 +272,7 @@ class ModelDrafter(Drafter):
 
     @torch.no_grad()
     def rehearse(self, rows: int, passes: int) -> None:
-        self.arena = new_arena(self.model, self.model.support, rows, _REHEARSED + passes)
+        self.arena = self._new_arena(rows, _REHEARSED + passes)
         self.arena.set_lengths([_REHEARSED] * rows)
         tree = root_only(torch.zeros(rows, dtype=torch.long, device=self.model.device))
         for _ in range(passes):

@@ -25,6 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from shape.drafters.base import Drafter, Settled
+from shape.drafters.growing import Paths
 from shape.drafters.suffix import SuffixAutomaton
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, exit_on_error
 from shape.target import Target, TargetIdentity
@@ -212,7 +213,6 @@ class RecipeDrafter(Drafter):
     def __init__(self, pack: Pack, nodes: int = 12, misses: str | Path | None = None) -> None:
         self.pack, self.nodes = pack, nodes
         self.misses = None if misses is None else Path(misses)
-        self.hits = self.lookups = 0
 
     def bind(self, target: Target) -> None:
         self.pack.require(target)
@@ -236,8 +236,6 @@ class RecipeDrafter(Drafter):
             self._log(settled.texts)
         found = [self.lookup(text[-self._prefix :]) for text in settled.texts]
         self._missed = [len(text) if not rows else None for text, rows in zip(settled.texts, found, strict=True)]
-        self.lookups += len(found)
-        self.hits += sum(map(bool, found))
         return ragged_tree(settled.root, [self._grown(recipes) for recipes in found])
 
     def lookup(self, prefix: Sequence[int]) -> list[Recipe]:
@@ -253,19 +251,10 @@ class RecipeDrafter(Drafter):
     def _grown(self, recipes: Sequence[Recipe]) -> Drafted:
         """Their tokens as one tree, each likely by the share of what followed here."""
         total = sum(recipe.times for recipe in recipes) + 1
-        grown: Drafted = []
-        number: dict[tuple[int, int], int] = {}
+        paths = Paths(self.nodes)
         for recipe in recipes:
-            parent, joint = 0, log(recipe.times / total)
-            for token in recipe.tokens:
-                if len(grown) == self.nodes:
-                    return grown
-                if (parent, token) not in number:
-                    above = grown[parent - 1][2] if parent else 0.0
-                    grown.append((token, parent, min(joint, above)))
-                    number[parent, token] = len(grown)
-                parent = number[parent, token]
-        return grown
+            paths.add(recipe.tokens, log(recipe.times / total))
+        return paths.grown
 
     def _log(self, texts: Sequence[Sequence[int]]) -> None:
         lines = [

@@ -1,13 +1,14 @@
 """Trees of what followed earlier occurrences of the text's last tokens, found by a suffix automaton."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from heapq import heappop, heappush, merge
-from itertools import count, islice
+from heapq import merge
+from itertools import islice
 from math import log
 
 from torch import Tensor
 
 from shape.drafters.base import Drafter, Settled
+from shape.drafters.growing import grow
 from shape.verification.sampling import Sampler
 from shape.verification.tree import Drafted, TokenTree, ragged_tree
 
@@ -68,25 +69,17 @@ class SuffixDrafter(Drafter):
         self._rows = [self._rows[row] for row in rows.tolist()]
 
     def _grow(self, row: "_Row") -> Drafted:
-        """The likeliest nodes, each behind its parent: token, parent's number, joint log-probability."""
-        grown: Drafted = []
-        found: list[tuple[float, int, int, int, int, Place, Place]] = []
-        numbers = count()  # breaks ties: what was found first goes first
+        def follow(places: tuple[Place, Place], token: int) -> tuple[Place, Place]:
+            return row.own.follow(places[0], token), self.corpus.follow(places[1], token)
 
-        def look(parent: int, depth: int, joint: float, here: Place, abroad: Place) -> None:
-            for token, probability in self._continuations(row.own, here, abroad).items():
-                path = joint + log(probability)
-                if path >= self.least:
-                    heappush(found, (-path, next(numbers), token, parent, depth + 1, here, abroad))
-
-        look(0, 0, 0.0, row.own.before, row.abroad)
-        while found and len(grown) < self.nodes:
-            negative, _, token, parent, depth, here, abroad = heappop(found)
-            grown.append((token, parent, -negative))
-            if depth < self.depth:
-                places = row.own.follow(here, token), self.corpus.follow(abroad, token)
-                look(len(grown), depth, -negative, *places)
-        return grown
+        return grow(
+            (row.own.before, row.abroad),
+            lambda places: self._continuations(row.own, *places),
+            follow,
+            nodes=self.nodes,
+            depth=self.depth,
+            least=self.least,
+        )
 
     def _continuations(self, own: "SuffixAutomaton", here: Place, abroad: Place) -> dict[int, float]:
         """Probabilities of next tokens. A context of n tokens, followed m times by one of d tokens, leaves

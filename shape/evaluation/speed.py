@@ -30,7 +30,16 @@ from transformers.generation.streamers import BaseStreamer
 
 from shape.conversations import Prompt
 from shape.decoder import ShapeDecoder, ShapeOutput
-from shape.drafters import Drafter, HybridDrafter, ModelDrafter, NgramDrafter, SuffixDrafter, TrainedDrafter
+from shape.drafters import (
+    Drafter,
+    GeodesicDrafter,
+    HybridDrafter,
+    LookaheadDrafter,
+    NgramDrafter,
+    OneDecodeDrafter,
+    SuffixDrafter,
+    TrainedDrafter,
+)
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
 from shape.evaluation.results import PromptRecord, SpeedResults, Tally
@@ -159,10 +168,8 @@ def describe(method: Method, beside: torch.device | None = None) -> str:
         return method or "plain"
     if isinstance(method, HybridDrafter):
         return f"{method.nodes} nodes of {' + '.join(describe(each, beside) for each in method.drafters)}"
-    if isinstance(method, ModelDrafter):
-        return f"{method.model!r}, lookahead {type(method.lookahead).__name__}"
     if not isinstance(method, TrainedDrafter):
-        return method.name
+        return str(method)
     sums = [parameter.double().sum().item() for parameter in method.predictor.parameters()]
     where = "" if beside in (None, method.predictor.device) else f", on {method.predictor.device}"
     return f"{method.name}, {method.tree}, weights {hashlib.sha256(repr(sums).encode()).hexdigest()[:8]}{where}"
@@ -182,8 +189,10 @@ def projected_draft_cost(method: Method, target: Target) -> float | None:
     """
     if isinstance(method, Ruled):
         method = method.drafter
-    if isinstance(method, NgramDrafter | SuffixDrafter):
+    if isinstance(method, NgramDrafter | SuffixDrafter | LookaheadDrafter | OneDecodeDrafter):
         return 0.0
+    if isinstance(method, GeodesicDrafter):
+        return _LARGE_VOCABULARY * _LARGE_HIDDEN / _LARGE_PARAMETERS  # the output embedding, once for all depths
     if isinstance(method, HybridDrafter):
         parts = [projected_draft_cost(each, target) for each in method.drafters]
         return None if None in parts else sum(part for part in parts if part is not None)

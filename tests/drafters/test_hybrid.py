@@ -154,7 +154,7 @@ def test_names(tiny_target, tmp_path):
     assert make_drafter("suffix+ngram").name == "suffix+ngram"
     with pytest.raises(ConfigError, match="names one twice"):
         make_drafter("suffix+suffix")
-    with pytest.raises(ConfigError, match=r"'nothing' is unknown; use one of none, ngram, suffix, or several"):
+    with pytest.raises(ConfigError, match=r"'nothing' is unknown; use one of none, ngram, suffix, .*, or several"):
         make_drafter("suffix+nothing")
     with pytest.raises(ConfigError, match="needs a predictor"):
         ShapeDecoder.from_pretrained(None, target=tiny_target, drafter=["suffix", "shape"])

@@ -1,0 +1,409 @@
+"""The target as its own drafter: its weights at lower rank or in 8 bits, its cache at lower rank. Needs no training."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from math import ceil
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
+from transformers.pytorch_utils import Conv1D
+
+from shape.drafters.model import Adaptive, Lookahead, ModelDrafter
+from shape.errors import ConfigError
+from shape.target import Target
+from shape.verification.cache import ArenaLayer, KVArena, LayerShape
+from shape.verification.forward import new_arena, prefill, probe
+
+_LEVELS = 127  # of 8 bits, on either side of zero
+_LEAST_ROWS, _MULTIPLE = 17, 8  # what CUDA's 8-bit product asks of sizes
+_OWN_TEXTS, _OWN_LENGTH = 16, 128  # of the target's own text, where none is given to calibrate with
+
+
+@dataclass(frozen=True)
+class Compression:
+    """What is left of the target.
+
+    Args:
+        attention: rank of the attention's matrices, as a share of the hidden size; None leaves them.
+        mlp: likewise, of the other matrices of its blocks.
+        calibrated: choose the directions that outputs have in texts (PCA of activations), rather than those of the
+            matrix itself (SVD).
+        int8: matrices and output embedding in 8 bits, a scale per output; activations in 8 bits, a scale per token.
+        cache: rank of the cached keys and values of a head, as a share of its size, in the directions that they have in
+            texts; None keeps them whole.
+        residuals: strength of block attention residuals (0.35 in OTT-Decode): see ``BlockResiduals``.
+    """
+
+    attention: float | None = None
+    mlp: float | None = None
+    calibrated: bool = True
+    int8: bool = False
+    cache: float | None = None
+    residuals: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("attention", "mlp", "cache"):
+            share = getattr(self, name)
+            if share is not None and not 0 < share <= 1:
+                raise ConfigError(f"{name} {share:g} is not a share of the full rank; give a number above 0, up to 1")
+        if not 0 <= self.residuals <= 1:
+            raise ConfigError(f"residuals {self.residuals:g} is not a strength; give a number from 0 to 1")
+        if self.attention is None and self.mlp is None and self.cache is None and not self.int8 and not self.residuals:
+            raise ConfigError("this compression changes nothing; set at least one of its parts")
+
+    @property
+    def needs_texts(self) -> bool:
+        low = self.attention is not None or self.mlp is not None
+        return self.cache is not None or (low and self.calibrated)
+
+
+class CompressedDrafter(ModelDrafter):
+    """Drafts with a compressed copy of the target, which shares with it whatever is not compressed.
+
+    The default is the one that measured best: 8 bits and full rank.
+
+    Args:
+        compression: what is left.
+        texts: token ids of texts to calibrate with; without any the target writes some, where the compression needs
+            them.
+        lookahead: see ``ModelDrafter``.
+    """
+
+    name = "compressed"
+
+    def __init__(
+        self,
+        compression: Compression | None = None,
+        texts: Iterable[Sequence[int]] = (),
+        lookahead: Lookahead | None = None,
+    ) -> None:
+        self.compression = Compression(int8=True) if compression is None else compression
+        self.texts, self._given = [list(text) for text in texts], lookahead
+
+    def __str__(self) -> str:
+        texts = f", calibrated with {len(self.texts)} texts" if self.texts else ""
+        return f"{self.compression}{texts}, {self._given or Adaptive()}"
+
+    def bind(self, target: Target) -> None:
+        if target.support is None:
+            target.support = probe(target)
+        texts = self.texts or (own_texts(target) if self.compression.needs_texts else [])
+        small, self.energy = compress(target, self.compression, texts)
+        self._bases = None if self.compression.cache is None else cache_bases(small, self.compression.cache, texts)
+        super().__init__(small, self._given)
+        super().bind(target)
+
+    def _new_arena(self, rows: int, capacity: int) -> KVArena:
+        if self._bases is None:
+            return super()._new_arena(rows, capacity)
+        layers = self.model.support.layers
+        return LowRankArena(self._bases, layers, rows, capacity, self.model.dtype, self.model.device)
+
+
+@torch.no_grad()
+def compress(
+    target: Target, compression: Compression, texts: Sequence[Sequence[int]] = ()
+) -> tuple[Target, float | None]:
+    """A compressed copy of a target, whose other weights are the target's own.
+
+    Decoding with it by itself is lossy.
+
+    Args:
+        texts: needed where ``compression.needs_texts``.
+
+    Returns:
+        The copy, and the mean share of energy (of outputs if calibrated, of weights else) that matrices of lower rank
+        keep; None where there are none.
+
+    Raises:
+        ConfigError: nothing in the target can be compressed so.
+    """
+    own: dict[int, Any] = {id(tensor): tensor for tensor in (*target.model.parameters(), *target.model.buffers())}
+    model = deepcopy(target.model, own)
+    blocks = _blocks(model, target.config.num_hidden_layers)
+    kept: list[float] = []
+    shares = {
+        name: share
+        for name, _ in _matrices(blocks)
+        if (share := compression.attention if _is_attention(name) else compression.mlp) is not None
+    }
+    if shares:
+        moments = _output_moments(model, blocks, shares, texts, target.device) if compression.calibrated else {}
+        for name, module in _matrices(blocks):
+            if name in shares:
+                rank = max(round(shares[name] * target.hidden_size), 1)
+                smaller, energy = lower_rank(module, rank, moments.get(name))
+                _replace(blocks, name, smaller)
+                kept.append(energy)
+    if compression.int8:
+        for name, module in _matrices(blocks):
+            _replace(blocks, name, Int8Linear(module))
+        head = model.get_output_embeddings()
+        if isinstance(head, nn.Linear) and _is_plain(head):
+            model.set_output_embeddings(Int8Linear(head))
+    if compression.residuals:
+        BlockResiduals(compression.residuals).attach(blocks)
+    if (shares or compression.int8) and not any(True for _ in _matrices(_blocks(target.model, len(blocks)))):
+        raise ConfigError(f"target {target.name} has no matrices of plain floats to compress; use another drafter")
+    small = Target(model, target.tokenizer, name=f"{target.name}, compressed")
+    small.support = target.support
+    return small, sum(kept) / len(kept) if kept else None
+
+
+def own_texts(target: Target, rows: int = _OWN_TEXTS, length: int = _OWN_LENGTH) -> list[list[int]]:
+    """Texts that the target writes from nothing but a first token, (rows, length) token ids."""
+    device = target.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        first = torch.randint(target.vocab_size, (rows, 1), device=device)
+        begin = getattr(target.tokenizer, "bos_token_id", None)
+        if begin is not None:
+            first.fill_(begin)
+        written = target.model.generate(
+            first, attention_mask=torch.ones_like(first), do_sample=True, max_new_tokens=length - 1,
+            min_new_tokens=length - 1, top_k=0, top_p=1.0,
+        )  # fmt: skip
+    return cast(Tensor, written).tolist()
+
+
+def lower_rank(module: nn.Module, rank: int, moment: Tensor | None) -> tuple[nn.Module, float]:
+    """A matrix at lower rank, U U^T W, with the directions U that matter most, as two factors where these are smaller.
+
+    Args:
+        moment: (out, out), sum of y y^T of its outputs y without bias; None takes W W^T, as the SVD of W does.
+
+    Returns:
+        The new module, and the share of ``moment``'s trace that U keeps.
+    """
+    weight, bias = _matrix(module)
+    outputs, inputs = weight.shape
+    full = weight.float()
+    values, vectors = torch.linalg.eigh(full @ full.T if moment is None else moment)  # ascending
+    energy = float(values[-rank:].clamp(min=0).sum() / values.clamp(min=0).sum().clamp(min=1e-30))
+    basis = vectors[:, -rank:]
+    down = basis.T @ full
+    if basis.shape[1] * (outputs + inputs) >= outputs * inputs:
+        return _linear(basis @ down, bias, weight.dtype), energy
+    return nn.Sequential(_linear(down, None, weight.dtype), _linear(basis, bias, weight.dtype)), energy
+
+
+class Int8Linear(nn.Module):
+    """A linear map in 8 bits: a scale per output for weights, a scale per token for activations, sums in 32 bits.
+
+    A token's result does not depend on other tokens.
+    """
+
+    weight_int8: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        weight, bias = _matrix(module)
+        scale = weight.float().abs().amax(1).clamp(min=1e-12) / _LEVELS
+        self.register_buffer("weight_int8", (weight.float() / scale[:, None]).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+        self.register_buffer("bias", None if bias is None else bias.float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).float()
+        step = rows.abs().amax(1, keepdim=True).clamp_(min=1e-12).div_(_LEVELS)
+        found = (
+            int8_product((rows / step).round_().to(torch.int8), self.weight_int8).float().mul_(step).mul_(self.scale)
+        )
+        if self.bias is not None:
+            found += self.bias
+        return found.to(x.dtype).reshape(*x.shape[:-1], -1)
+
+
+def int8_product(rows: Tensor, weight: Tensor) -> Tensor:
+    """(M, K) int8 times (N, K) int8 -> (M, N) int32, exactly."""
+    (count, inputs), outputs = rows.shape, len(weight)
+    if rows.device.type == "cuda" and (inputs % _MULTIPLE or outputs % _MULTIPLE):
+        return (rows.double() @ weight.T.double()).to(torch.int32)
+    if rows.device.type == "cuda" and count < _LEAST_ROWS:
+        rows = F.pad(rows, (0, 0, 0, _LEAST_ROWS - count))
+    return torch._int_mm(rows, weight.T)[:count]
+
+
+class BlockResiduals:
+    """Attention over what earlier blocks added to the residual stream, mixed into it (after "Attention Residuals", Kimi
+    Team 2026, whose queries are learned).
+
+    Where a block of layers begins, the stream h is the sum of n parts: embeddings, and what each block before added.
+    With weights a = softmax(<norm h, norm v_i> sqrt(H)), n sum a_i v_i would be h if all parts counted alike; the
+    stream becomes h + strength (n sum a_i v_i - h).
+
+    Args:
+        strength: 0 changes nothing.
+        blocks: about so many, of equal numbers of layers.
+    """
+
+    def __init__(self, strength: float, blocks: int = 8) -> None:
+        self.strength, self.blocks = strength, blocks
+        self._parts: list[Tensor] = []
+        self._stream: Tensor | None = None
+
+    def attach(self, layers: nn.ModuleList) -> None:
+        for number in range(0, len(layers), ceil(len(layers) / self.blocks)):
+            hook = self._begin if number == 0 else self._mix
+            layers[number].register_forward_pre_hook(hook, with_kwargs=True)
+
+    def _begin(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._stream = given[0] if given else named["hidden_states"]
+        self._parts = [self._stream]
+
+    def _mix(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+        stream = given[0] if given else named["hidden_states"]
+        assert self._stream is not None
+        self._parts.append(stream - self._stream)
+        mixed = stream + self.strength * (attend(stream, self._parts) - stream)
+        self._stream = mixed
+        return ((mixed, *given[1:]), named) if given else (given, {**named, "hidden_states": mixed})
+
+
+def attend(stream: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """n sum a_i v_i of ``BlockResiduals``, (..., H), for parts v_i of the same shape."""
+    values = torch.stack(list(parts))
+    query, keys = F.normalize(stream, dim=-1), F.normalize(values, dim=-1)
+    weights = ((query * keys).sum(-1) * stream.shape[-1] ** 0.5).softmax(0)
+    return len(parts) * (weights[..., None] * values).sum(0)
+
+
+Bases = list[tuple[Tensor, Tensor]]  # per layer, for keys and for values: (heads, size, rank), orthonormal
+
+
+@torch.no_grad()
+def cache_bases(target: Target, share: float, texts: Sequence[Sequence[int]]) -> Bases:
+    """The directions that cached keys and values of every head have in texts, the strongest first."""
+    sums = [
+        [torch.zeros(heads, size, size, device=one.device or target.device) for heads, size in (one.keys, one.values)]
+        for one in target.support.layers
+    ]
+    for text in texts:
+        arena = new_arena(target, target.support, 1, len(text))
+        prefill(target, arena, torch.tensor([list(text)], device=target.device), [len(text)])
+        for moments, layer in zip(sums, arena.views, strict=True):
+            for moment, states in zip(moments, (layer.keys, layer.values), strict=True):
+                moment += _moment(states[0].to(moment))
+
+    def basis(moment: Tensor) -> Tensor:
+        rank = max(round(share * moment.shape[-1]), 1)
+        return torch.linalg.eigh(moment).eigenvectors.flip(-1)[..., :rank].to(target.dtype).contiguous()
+
+    return [(basis(keys), basis(values)) for keys, values in sums]
+
+
+class LowRankArena(KVArena):
+    """A KV arena that keeps the coordinates of keys and values in given bases, and gives them back in full.
+
+    Args:
+        bases: of every layer.
+        others: those of ``KVArena``, for full ranks.
+    """
+
+    def __init__(self, bases: Bases, shapes: list[LayerShape], *others: Any) -> None:
+        self._bases = bases
+        low = [
+            LayerShape((one.keys[0], keys.shape[-1]), (one.values[0], values.shape[-1]), one.dtype, one.device)
+            for one, (keys, values) in zip(shapes, bases, strict=True)
+        ]
+        super().__init__(low, *others)
+
+    def _views(self) -> Iterator[CacheLayerMixin]:
+        for layer, bases in zip(super()._views(), self._bases, strict=True):
+            assert isinstance(layer, ArenaLayer)
+            yield LowRankLayer(self, layer.keys, layer.values, bases)
+
+
+class LowRankLayer(ArenaLayer):
+    def __init__(self, arena: KVArena, keys: Tensor, values: Tensor, bases: tuple[Tensor, Tensor]) -> None:
+        super().__init__(arena, keys, values)
+        self.bases = bases
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        keys, values = self.bases
+        low_keys, low_values = super().update(key_states @ keys, value_states @ values)
+        return low_keys @ keys.mT, low_values @ values.mT
+
+
+def _moment(states: Tensor) -> Tensor:
+    """(..., T, D) -> (..., D, D), the sum of y y^T."""
+    return states.mT @ states
+
+
+def _blocks(model: nn.Module, count: int) -> nn.ModuleList:
+    """The model's layers, which architectures name differently."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ConfigError(f"a {type(model).__name__} has no list of its {count} layers; use another drafter")
+
+
+def _matrices(blocks: nn.ModuleList) -> list[tuple[str, nn.Module]]:
+    return [(name, module) for name, module in blocks.named_modules() if _is_plain(module)]
+
+
+def _is_plain(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return type(module) in (nn.Linear, Conv1D) and type(weight) is nn.Parameter and weight.is_floating_point()
+
+
+def _is_attention(name: str) -> bool:
+    return "attn" in name or "attention" in name
+
+
+def _matrix(module: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Weight (out, in) and bias."""
+    weight = cast(Tensor, module.weight).detach()
+    return weight.T if isinstance(module, Conv1D) else weight, cast("Tensor | None", module.bias)
+
+
+def _linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> nn.Linear:
+    outputs, inputs = weight.shape
+    made = nn.Linear(inputs, outputs, bias=bias is not None, dtype=dtype, device=weight.device).requires_grad_(False)
+    made.weight.copy_(weight)
+    if bias is not None:
+        made.bias.copy_(bias)
+    return made
+
+
+def _replace(blocks: nn.ModuleList, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(blocks.get_submodule(parent), leaf, module)
+
+
+def _output_moments(
+    model: nn.Module, blocks: nn.ModuleList, names: Iterable[str], texts: Sequence[Sequence[int]], device: torch.device
+) -> dict[str, Tensor]:
+    """Sums of y y^T over texts, (out, out) per matrix, y being its outputs without bias."""
+    moments: dict[str, Tensor] = {}
+    body = cast(nn.Module, model.base_model)
+
+    def gather(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
+        def hook(module: nn.Module, given: Any, found: Tensor) -> None:
+            bias = cast("Tensor | None", module.bias)
+            outputs = (found if bias is None else found - bias).float().flatten(0, -2)
+            moments[name] = moments.get(name, 0) + _moment(outputs)
+
+        return hook
+
+    with _hooked((blocks.get_submodule(name), gather(name)) for name in names):
+        for text in texts:
+            body(input_ids=torch.tensor([list(text)], device=device), use_cache=False)
+    return moments
+
+
+@contextmanager
+def _hooked(hooks: Iterable[tuple[nn.Module, Callable]]) -> Iterator[None]:
+    handles = [module.register_forward_hook(hook) for module, hook in hooks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
