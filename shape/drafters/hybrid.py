@@ -15,7 +15,7 @@ from shape.target import Target
 from shape.verification.sampling import Sampler
 from shape.verification.tree import Drafted, TokenTree, ragged_tree
 
-_STEPS = 9  # whose time of verification is known
+_NODE = 0.02  # what a node adds to a verification, as a share of its time, until that is known
 _CERTAIN = 0.999  # no estimate is above it, so that no node is likelier than its parent
 
 
@@ -23,24 +23,24 @@ class HybridDrafter(Drafter):
     """Drafts of several sources in one tree under one budget.
 
     Paths that several propose are one path. What a source says of the odds of its tokens is corrected by what became
-    of such tokens before (`Calibration`), so that the likeliest nodes can be kept of all. Sources are asked in their
-    order, cheap ones first: a later one is asked only where its accepted tokens, as it has had them so far, are worth
-    its time beside what the others offer already, by the times measured on the way. So a predictor need not run while a
-    text is being copied.
+    of such tokens before (`Calibration`), so that the likeliest nodes can be kept of all: so many as make the most
+    tokens per second, by what a node has been seen to cost (`Times`). Sources are asked in their order, cheap ones
+    first: a later one is asked only where its accepted tokens, as it has had them so far, are worth its time beside
+    what the others offer already (`Worth`). So a predictor need not run while a text is being copied.
 
     Args:
         drafters: the sources, at least one; their names, joined by "+", are its name.
-        nodes: drafted nodes kept of all.
+        nodes: drafted nodes kept at most.
     """
 
-    def __init__(self, drafters: Sequence[Drafter], nodes: int = 16) -> None:
+    def __init__(self, drafters: Sequence[Drafter], nodes: int = 24) -> None:
         self.drafters, self.nodes = list(drafters), nodes
         self.name = "+".join(drafter.name for drafter in drafters)
         self.layers = (*sorted({layer for each in drafters for layer in each.layers} - {-1}), -1)
         # Kept over the calls of a decoder, whose copies share them.
         self._odds = [Calibration() for _ in drafters]
         self._worth = [Worth() for _ in drafters]
-        self._verify: deque[float] = deque(maxlen=_STEPS)
+        self._times = Times()
         self._remembers = True
 
     def __copy__(self) -> "HybridDrafter":
@@ -61,7 +61,7 @@ class HybridDrafter(Drafter):
 
     def update(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
         if self._drafted_at is not None:
-            self._verify.append(perf_counter() - self._drafted_at)
+            self._times.add(self._size, perf_counter() - self._drafted_at)
             self._drafted_at = None
         for drafter in self.drafters:
             drafter.update(tokens, self._columns(drafter, hidden), counts)
@@ -92,11 +92,10 @@ class HybridDrafter(Drafter):
             self._odds, self._remembers = [Calibration() for _ in self.drafters], False
         self._learn(settled)
         self.passes, spent = 0, 0.0
-        verify = median(self._verify) if self._verify else None
         proposals = [_Proposal(len(text)) for text in settled.texts]
         for number, drafter in enumerate(self.drafters):
             expected = sum(each.expected for each in proposals) / len(proposals)
-            if number and self._remembers and not self._worth[number].pays(expected, spent, verify):
+            if number and self._remembers and not self._worth[number].pays(expected, spent, self._times.usual):
                 continue
             started = perf_counter()
             tree = drafter.draft(settled, sampler)
@@ -109,12 +108,26 @@ class HybridDrafter(Drafter):
             spent += seconds
             self.passes += drafter.passes
         self._pending = list(proposals)
-        best = [each.best(self.nodes) for each in proposals]
+        count = self._worthwhile(proposals, spent)
+        best = [each.best(count) for each in proposals]
         tree = ragged_tree(settled.root, [drafted for drafted, _ in best])
         names = [[self._named(sources) for sources in row] for _, row in best]
         padded = [[None, *row, *[None] * (tree.size - 1 - len(row))] for row in names]
-        self._drafted_at = perf_counter()
+        self._drafted_at, self._size = perf_counter(), tree.size
         return replace(tree, source=padded)
+
+    def _worthwhile(self, proposals: "Sequence[_Proposal]", spent: float) -> int:
+        """How many nodes of each row, the likeliest first, make the most tokens per second."""
+        odds = [sorted((exp(node.joint) for node in each.nodes), reverse=True)[: self.nodes] for each in proposals]
+        known = self._times.line if self._remembers else None
+        start, slope = (1.0, _NODE) if known is None else (known[0] + spent, known[1])
+        tokens, best, worthwhile = float(len(odds)), 0.0, 0
+        for count in range(max(map(len, odds)) + 1):
+            tokens += sum(row[count - 1] for row in odds if 0 < count <= len(row))
+            rate = tokens / (start + slope * (count + 1))
+            if rate > best:
+                best, worthwhile = rate, count
+        return worthwhile
 
     def _named(self, sources: Sequence[int]) -> str:
         return "+".join(self.drafters[number].name for number in sources)
@@ -124,7 +137,8 @@ class HybridDrafter(Drafter):
         for proposal, text in zip(self._pending, settled.texts, strict=True):
             if proposal is None:
                 continue
-            node, stood = 0, dict.fromkeys(proposal.asked, 0)
+            node = stood = 0
+            alone = dict.fromkeys(proposal.asked, 0)  # tokens that would have stood without a source
             for token in text[proposal.length :]:
                 for child in proposal.children[node]:
                     for number, raw in child.claims.items():
@@ -132,11 +146,13 @@ class HybridDrafter(Drafter):
                 following = proposal.number.get((node, token))
                 if following is None:
                     break
-                node = following
-                for number in proposal.nodes[node - 1].claims:
-                    stood[number] += 1
-            for number, accepted in stood.items():
-                self._worth[number].add(accepted)
+                node, stood = following, stood + 1
+                claims = proposal.nodes[node - 1].claims
+                for number, reached in alone.items():
+                    if reached == stood - 1 and (len(claims) > 1 or number not in claims):
+                        alone[number] = stood
+            for number, before in proposal.asked.items():
+                self._worth[number].add(before, stood - alone[number])
         self._pending = [None] * len(self._pending)
 
 
@@ -156,12 +172,12 @@ class _Proposal:
 
     Attributes:
         length: of the settled text.
-        asked: the sources that were asked.
+        asked: the sources that were asked, and what was expected of the ones before.
     """
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self.asked: list[int] = []
+        self.asked: dict[int, float] = {}
         self.nodes: list[_Node] = []
         self.number: dict[tuple[int, int], int] = {}
         self.children: list[list[_Node]] = [[]]
@@ -175,7 +191,7 @@ class _Proposal:
         self, source: int, odds: "Calibration", tokens: list[int], parents: list[int], joint: list[float] | None
     ) -> None:
         """One source's tree, whose paths may be known already."""
-        self.asked.append(source)
+        self.asked[source] = self.expected
         here = {0: 0}
         for node in range(1, len(tokens)):
             if parents[node] not in here:  # padding, and what hangs on it
@@ -238,33 +254,78 @@ class Calibration:
         return min(int(claim * self.bins), self.bins - 1)
 
 
+class Times:
+    """Seconds of a verification by its nodes: a straight line through medians, since machines have hiccups.
+
+    Attributes:
+        line: (seconds without nodes, seconds of a node); None until something has been seen.
+        usual: median of the last verifications, whatever their size.
+    """
+
+    _KEPT, _FITTED = 9, 8  # times of a size; verifications between one line and the next
+
+    def __init__(self) -> None:
+        self.line: tuple[float, float] | None = None
+        self._count = 0
+        self._last: deque[float] = deque(maxlen=self._KEPT)
+        self._seen: dict[int, deque[float]] = {}
+
+    @property
+    def usual(self) -> float | None:
+        return median(self._last) if self._last else None
+
+    def add(self, nodes: int, seconds: float) -> None:
+        self._last.append(seconds)
+        self._seen.setdefault(nodes, deque(maxlen=self._KEPT)).append(seconds)
+        self._count += 1
+        if self._count % self._FITTED == 1:
+            self.line = self._fitted()
+
+    def _fitted(self) -> tuple[float, float]:
+        points = [(size, median(times), len(times)) for size, times in self._seen.items()]
+        total = sum(weight for _, _, weight in points)
+        size = sum(weight * at for at, _, weight in points) / total
+        mean = sum(weight * time for _, time, weight in points) / total
+        spread = sum(weight * (at - size) ** 2 for at, _, weight in points)
+        if spread < 1:  # all of one size
+            start = mean / (1 + _NODE * size)
+            return start, _NODE * start
+        slope = sum(weight * (at - size) * (time - mean) for at, time, weight in points) / spread
+        slope = min(max(slope, 0.0), mean / size)
+        return mean - slope * size, slope
+
+
 class Worth:
     """What a source costs and brings: seconds per draft, the median of the last ones, since machines have hiccups; and
-    tokens of its own that stand per draft, a mean in which what is old fades.
+    tokens that stand because it was asked too, by how many are expected without it, a mean in which what is old fades.
     """
 
     _KEPT, _SHARE = 9, 0.1
+    _MOST = 8  # tokens expected, from which on there is no difference
+    _DOUBT = 1.15  # so much better has it to be without, since what is expected is a guess
     _PAUSE, _LONGEST_PAUSE = 16, 256  # drafts without a source, until it is asked in spite of what is known
 
     def __init__(self) -> None:
         self.seconds: deque[float] = deque(maxlen=self._KEPT)
-        self.accepted: float | None = None
+        self._gained: list[float | None] = [None] * (self._MOST + 1)
         self._skipped, self._pause = 0, self._PAUSE
 
-    def add(self, accepted: float) -> None:
-        """Drafted tokens of its own that stood in one draft."""
-        before = accepted if self.accepted is None else self.accepted
-        self.accepted = before + self._SHARE * (accepted - before)
+    def add(self, expected: float, gained: float) -> None:
+        """What one draft of it brought where so many tokens were expected without."""
+        kind = self._kind(expected)
+        before = self._gained[kind]
+        self._gained[kind] = gained if before is None else before + self._SHARE * (gained - before)
 
     def pays(self, expected: float, spent: float, verify: float | None) -> bool:
         """Whether asking it makes more tokens per second than going on with the `expected` ones that are drafted
         already, for `spent` seconds; yes as long as that is not known. Texts change, so that it is asked again after a
         while, which gets longer from one time to the next in vain.
         """
-        if self.accepted is None or not self.seconds or verify is None:
+        gained = self._gained[self._kind(expected)]
+        if gained is None or not self.seconds or verify is None:
             return True
-        cost, own = median(self.seconds), max(self.accepted, expected)
-        if (1 + own) * (verify + spent) > (1 + expected) * (verify + spent + cost):
+        cost = median(self.seconds)
+        if self._DOUBT * (1 + expected + gained) * (verify + spent) > (1 + expected) * (verify + spent + cost):
             self._skipped, self._pause = 0, self._PAUSE
             return True
         self._skipped += 1
@@ -272,3 +333,6 @@ class Worth:
             return False
         self._skipped, self._pause = 0, min(2 * self._pause, self._LONGEST_PAUSE)
         return True
+
+    def _kind(self, expected: float) -> int:
+        return min(int(expected), self._MOST)

@@ -2,6 +2,7 @@
 
 import math
 from copy import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from shape.decoder import ShapeDecoder
 from shape.drafters import HybridDrafter, NgramDrafter, Settled, SuffixDrafter, make_drafter
 from shape.drafters.base import Drafter
-from shape.drafters.hybrid import Calibration, Worth
+from shape.drafters.hybrid import Calibration, Times, Worth
 from shape.errors import ConfigError
 from shape.verification.sampling import Sampler
 from shape.verification.tree import Drafted, TokenTree, ragged_tree
@@ -101,20 +102,64 @@ def test_a_costly_source_is_asked_where_it_brings_more_than_it_costs():
     worth, verify = Worth(), 1.0
     assert worth.pays(expected=5.0, spent=0.0, verify=verify)  # not known yet
     worth.seconds += [0.5, 9.0, 0.5]  # with a hiccup
-    worth.add(2.0)
-    assert worth.pays(0.5, 0.0, verify) and not worth.pays(1.5, 0.0, verify)  # 3 / 1.5 against 1.5 / 1 and 2.5 / 1
-    assert not worth.pays(5.0, 0.0, verify)
+    worth.add(0.6, 2.0)
+    worth.add(2.5, 0.2)
+    assert worth.pays(0.9, 0.0, verify)  # 3.9 tokens in 1.5 seconds, 1.9 in one
+    assert not worth.pays(2.1, 0.0, verify)  # 3.3 in 1.5, 3.1 in one
+    assert worth.pays(2.1, 2.0, verify)  # 3.3 in 3.5, 3.1 in 3: too close to know
+    assert worth.pays(5.0, 0.0, verify)  # not known where so many are expected
 
 
 def test_a_source_that_did_not_pay_is_asked_again_ever_more_rarely():
     worth = Worth()
     worth.seconds.append(1.0)
-    worth.add(0.1)
+    worth.add(0.0, 0.1)
     asked = [at for at in range(200) if worth.pays(0.0, 0.0, 1.0)]
     assert asked == [16, 49, 114]  # after 16, 32 and 64 drafts without
     for _ in range(50):
-        worth.add(3.0)
+        worth.add(0.0, 3.0)
     assert worth.pays(0.0, 0.0, 1.0)
+
+
+def test_what_a_source_adds_is_what_would_not_have_stood_without_it():
+    """Of 5 6 7 8 the first source has 5 6, the second 5 6 7 and the third 8, behind the others' 7."""
+    sources = [
+        Fixed("first", (5, 0, 0.9), (6, 1, 0.9)),
+        Fixed("second", (5, 0, 0.9), (6, 1, 0.9), (7, 2, 0.9)),
+        Fixed("third", (5, 0, 0.5), (6, 1, 0.5), (7, 2, 0.5), (8, 3, 0.5)),
+    ]
+    hybrid = started(HybridDrafter(sources))
+    draft(hybrid, [1])
+    draft(hybrid, [1, 5, 6, 7, 8, 9])
+    expected = [0.0, 0.9 + 0.9**2, 0.9 + 0.9**2 + 0.9**3]
+    for worth, before, gained in zip(hybrid._worth, expected, [0, 0, 1], strict=True):
+        assert worth._gained[int(before)] == gained
+
+
+def test_times_are_a_line_through_medians():
+    times = Times()
+    assert times.line is None and times.usual is None
+    times.add(10, 1.2)
+    start, slope = times.line
+    assert start + 10 * slope == pytest.approx(1.2) and slope > 0
+    for _ in range(9):
+        for nodes in (1, 5, 20):
+            times.add(nodes, 1.0 + 0.05 * nodes)
+    times.add(5, 60.0)
+    for _ in range(8):
+        times.add(10, 1.5)
+    assert times.line == pytest.approx((1.0, 0.05), rel=1e-3) and times.usual == 1.5
+
+
+@pytest.mark.parametrize(("node", "kept"), [(0.0, 4), (0.2, 2), (10.0, 0)])
+def test_nodes_are_kept_while_they_pay(node, kept):
+    hybrid = started(HybridDrafter([Fixed("a", (5, 0, 0.9), (6, 1, 0.8), (7, 0, 0.05), (8, 2, 0.1))]))
+    for _ in range(9):
+        for nodes in (1, 11):
+            hybrid._times.add(nodes, 1.0 + node * nodes)
+    assert draft(hybrid, [1, 2]).size == 1 + kept
+    drawn = replace(GREEDY, temperature=1.0, coupled=False)  # samples do not depend on times
+    assert hybrid.draft(settled([1, 2]), drawn).size == draft(started(HybridDrafter(hybrid.drafters)), [1, 2]).size
 
 
 def test_nobody_is_asked_while_a_cheap_source_is_sure(monkeypatch):
@@ -124,7 +169,8 @@ def test_nobody_is_asked_while_a_cheap_source_is_sure(monkeypatch):
     for _ in range(8):
         draft(hybrid, text)
         hybrid._worth[1].seconds.extend([1.0] * 9)
-        hybrid._verify.extend([1.0] * 9)
+        for _ in range(9):
+            hybrid._times.add(4, 1.0)
         text = [*text, 5, 5, 5, 5]
     assert cheap.asked == 8 and dear.asked == 1
 
