@@ -22,10 +22,12 @@ from shape.conversations import load_prompts
 from shape.decoder import ShapeDecoder, is_language_model
 from shape.drafters import DRAFTERS, Drafter, TreeShape
 from shape.errors import ConfigError, DataError, exit_on_error
-from shape.evaluation.speed import Method, Outside, Ruled, SpeedResults, measure
+from shape.evaluation.speed import Assisted, Method, Outside, Ruled, SpeedResults, measure
 from shape.rules import Match, TrsLossy, TypicalLossy, make_rule
 from shape.target import Target
 
+_ASSISTED = "transformers-assisted"
+SUITES = ("bench", "kinds")
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
 
@@ -37,13 +39,15 @@ class BenchOptions:
         output: folder for results.json and results.md.
         predictor: trained predictors, each DIR or NAME=DIR; the name stands in the table.
         target: path or hub id of the target; default: the one the first predictor was trained for.
-        prompts: JSON lines with turns, messages or prompt; default: the bundled bench split.
-        methods: what to measure: transformers, transformers-lookup (its own prompt lookup), plain, shape (every
-            predictor), names of other drafters, and several joined by + for a hybrid; behind a name @rejection,
-            @traversal, @typical-lossy or @trs-lossy is the acceptance rule, which else is match.
+        prompts: JSON lines with turns, messages or prompt, or a bundled suite: bench (the default) or kinds; or
+            several, as a list.
+        methods: what to measure: transformers, transformers-lookup (its own prompt lookup), transformers-assisted (its
+            assisted generation, with every predictor that is a smaller model), plain, shape (every predictor), names of
+            other drafters, and several joined by + for a hybrid; behind a name @rejection, @traversal, @typical-lossy
+            or @trs-lossy is the acceptance rule, which else is match.
         typical_lossy: parameters of the rule typical-lossy.
         trs_lossy: parameters of the rule trs-lossy.
-        limit: measure the first so many prompts only.
+        limit: measure the first so many prompts of each file only.
         max_new_tokens: longest answer.
         temperature: 0 decodes greedily; above, every method samples with the same seed per prompt.
         repeats: timed runs per answer, of which the median counts.
@@ -63,7 +67,7 @@ class BenchOptions:
     output: str = "bench-results"
     predictor: list[str] = field(default_factory=lambda: ["quickstart-shape"])
     target: str | None = None
-    prompts: str | None = None
+    prompts: list[str] | str | None = None
     methods: list[str] = field(default_factory=lambda: ["transformers", "plain", "ngram", "shape"])
     typical_lossy: TypicalLossy = field(default_factory=TypicalLossy)
     trs_lossy: TrsLossy = field(default_factory=TrsLossy)
@@ -87,8 +91,9 @@ def bench(options: BenchOptions) -> SpeedResults:
     """Measures, and writes results.json and results.md into `options.output`."""
     if options.limit is not None and options.limit < 1:
         raise ConfigError(f"limit {options.limit} leaves no prompt; give at least 1")
-    source = Path(options.prompts) if options.prompts else bundled.path("data", "bench.jsonl")
-    prompts = load_prompts(source)[: options.limit]
+    named = [options.prompts] if isinstance(options.prompts, str) else options.prompts or ["bench"]
+    suites = [_suite(name) for name in named]
+    prompts = [prompt for suite in suites for prompt in load_prompts(suite)[: options.limit]]
     target, methods = load_methods(options)
     output = Path(options.output)
     output.mkdir(parents=True, exist_ok=True)
@@ -102,8 +107,9 @@ def bench(options: BenchOptions) -> SpeedResults:
         repeats=options.repeats,
         warmup=options.warmup,
         seed=options.seed,
-        label=options.label or f"{Path(target.name).name}, {source.stem}, temperature {options.temperature:g}",
-        source=source.name,
+        label=options.label
+        or f"{Path(target.name).name}, {'+'.join(suite.stem for suite in suites)}, temperature {options.temperature:g}",
+        source="+".join(suite.name for suite in suites),
         journal=journal,
         fall_back=options.fall_back,
     )
@@ -111,6 +117,13 @@ def bench(options: BenchOptions) -> SpeedResults:
     (output / "results.md").write_text(results.to_markdown())
     journal.unlink()
     return results
+
+
+def _suite(name: str) -> Path:
+    """A file of prompts, by its path or by the name of one that ships."""
+    if name in SUITES and not Path(name).exists():
+        return bundled.path("data", f"{name}.jsonl")
+    return Path(name)
 
 
 def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
@@ -139,14 +152,20 @@ def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
 
 def _drafters(
     name: str, predictors: Mapping[str, str], target: Target, options: BenchOptions
-) -> dict[str, Drafter | Outside | None]:
+) -> dict[str, Drafter | Assisted | Outside | None]:
     """What a method's name stands for: every predictor, one drafter, a hybrid with every predictor, or a baseline."""
     if name in get_args(Outside):
         return {name: cast(Outside, name)}
+    if name == _ASSISTED:
+        smaller = {label: folder for label, folder in predictors.items() if is_language_model(folder)}
+        if not smaller:
+            raise ConfigError(f"method {name} needs a smaller language model; give one with --predictor NAME=DIR")
+        place: dict[str, Any] = {"dtype": options.dtype, "device_map": options.draft_device or options.device_map}
+        return {f"{name} by {label}": Assisted(Target.load(folder, **place)) for label, folder in smaller.items()}
     if name == "plain":
         return {name: None}
     parts = name.split("+")
-    found: dict[str, Drafter | Outside | None] = {}
+    found: dict[str, Drafter | Assisted | Outside | None] = {}
     for label, folder in predictors.items() if "shape" in parts else [(name, None)]:
         own = "model" if folder is not None and is_language_model(folder) else "shape"
         decoder = ShapeDecoder.from_pretrained(
@@ -168,7 +187,7 @@ def named_predictors(predictors: Sequence[str]) -> dict[str, str]:
     for entry in predictors:
         name, separator, folder = entry.partition("=")
         name, folder = (name, folder) if separator else ("shape", entry)
-        if name in {*named, *DRAFTERS, "plain", *get_args(Outside)}:
+        if name in {*named, *DRAFTERS, "plain", "recipes", _ASSISTED, *get_args(Outside)}:
             raise ConfigError(f"predictor name {name} is taken; give each its own with --predictor NAME=DIR")
         named[name] = folder
     return named

@@ -94,6 +94,20 @@ def test_the_tree_is_the_one_asked_for(arguments, tmp_path):
     assert "depth=2, width=1" in results["settings"]["methods"]["shape"]
 
 
+def test_suites_and_the_assisted_generation_of_transformers(arguments, prompts, tiny_target_folder, tmp_path, capsys):
+    arguments += ["--limit", "1", "--methods", "[transformers,plain,transformers-assisted]"]
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2 and "transformers-assisted needs a smaller language model" in capsys.readouterr().err
+    both = ["--prompts", f"[{prompts},kinds]"]
+    main([*arguments, *both, "--predictor", f"same={tiny_target_folder}"])
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [record["id"] for record in results["records"]] == ["a", "factual-0"]
+    assisted = results["summary"]["transformers-assisted by same"]
+    assert assisted["equal_transformers"] == assisted["answers"] == 2
+    assert results["settings"]["prompts"] == "few.jsonl+kinds.jsonl"
+
+
 def test_an_interrupted_measurement_continues(arguments, tmp_path, monkeypatch):
     """The finished prompt is not measured again, and no other measurement may take the folder meanwhile."""
     arguments = [*arguments, "--methods", "[plain,ngram]"]

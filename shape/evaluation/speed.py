@@ -2,9 +2,10 @@
 
 Every prompt is answered by every method in turn (interleaved, in rotating order, after a discarded warm-up),
 so that a slow minute of the machine falls on all of them. A method is a drafter, `None` for our loop without
-one, `"transformers"` for `model.generate` on the same loaded weights, or `"transformers-lookup"` for the same
-with transformers' own prompt lookup. Speed-up is against the *stronger* of plain loop and plain `generate`,
-as time per decoded token; prefill is left out of it and reported beside it.
+one, `"transformers"` for `model.generate` on the same loaded weights, `"transformers-lookup"` for the same
+with transformers' own prompt lookup, or `Assisted` for the same with its assisted generation. Speed-up is
+against the *stronger* of plain loop and plain `generate`, as time per decoded token; prefill is left out of
+it and reported beside it.
 
 Terms: *acceptance length* is tokens emitted per target forward after the prefill, bonus included. *Tokens per
 draft step* is 1 + accepted / drafts, over the steps that had a draft. The token that the prefill itself
@@ -56,8 +57,15 @@ class Ruled:
     acceptance: Rule
 
 
+@dataclass(frozen=True)
+class Assisted:
+    """transformers' own assisted generation, with a smaller model."""
+
+    model: Target
+
+
 Outside = Literal["transformers", "transformers-lookup"]
-Method = Drafter | Ruled | Outside | None
+Method = Drafter | Ruled | Assisted | Outside | None
 
 # The 8B target of the projection: parameters, width and vocabulary of Llama-3.1-8B.
 _LARGE_PARAMETERS, _LARGE_HIDDEN, _LARGE_VOCABULARY = 8.03e9, 4096, 128_256
@@ -89,8 +97,8 @@ def measure(
     methods sample with the same seed per prompt, top_k = 0 and top_p = 1.
 
     Args:
-        methods: name -> drafter, None (our loop without one), "transformers" or "transformers-lookup"; None or
-            "transformers" has to be among them.
+        methods: name -> drafter, None (our loop without one), "transformers", "transformers-lookup" or Assisted; None
+            or "transformers" has to be among them.
         repeats: timed runs per answer, of which the median counts.
         warmup: prompts whose first turn every method answers, untimed, before the measurement.
         label: heading of the table.
@@ -166,6 +174,8 @@ def describe(method: Method, beside: torch.device | None = None) -> str:
         return f"{describe(method.drafter, beside)}, acceptance {method.acceptance}"
     if method is None or isinstance(method, str):
         return method or "plain"
+    if isinstance(method, Assisted):
+        return f"transformers, assisted by {method.model!r}"
     if isinstance(method, HybridDrafter):
         return f"{method.nodes} nodes of {' + '.join(describe(each, beside) for each in method.drafters)}"
     if not isinstance(method, TrainedDrafter):
@@ -271,6 +281,8 @@ class _Bench:
             return self._run_transformers
         if method == "transformers-lookup":
             return partial(self._run_transformers, prompt_lookup_num_tokens=_LOOKUP_TOKENS)
+        if isinstance(method, Assisted):
+            return partial(self._run_transformers, assistant_model=method.model.model)
         drafter, rule = (method.drafter, method.acceptance) if isinstance(method, Ruled) else (method, Match())
         decoder = ShapeDecoder(self.target, drafter, fall_back=self.fall_back)
         rule.fit(decoder.drafter, decoder.target)  # what cannot be served is said before anything is measured
