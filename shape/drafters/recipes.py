@@ -199,8 +199,8 @@ class RecipeDrafter(Drafter):
     """Looks up what follows the last tokens: as they are, or else by their shape.
 
     The shape of a prefix is the kinds of its tokens (word, number, space, and each mark by itself) but for the last
-    one, which is taken literally: what follows a price in one record follows it in the next. Where a pack knows
-    nothing, the place is written to a log, with what the target wrote there, for the next `compile`.
+    one, which is taken literally: what follows a price in one record follows it in the next, if it did so more than
+    once. Where a pack knows nothing, the place is written to a log, with what the target wrote there, for the next `compile`.
 
     Args:
         pack: the recipes.
@@ -219,11 +219,14 @@ class RecipeDrafter(Drafter):
         self._prefix = max((len(recipe.prefix) for recipe in self.pack.recipes), default=1)
         self._kinds = kinds_of_tokens(target)
         self._literal: dict[tuple[int, ...], list[Recipe]] = defaultdict(list)
-        self._shaped: dict[tuple[int, ...], list[Recipe]] = defaultdict(list)
+        shaped: Counter[tuple[tuple[int, ...], ...]] = Counter()
         for recipe in self.pack.recipes:  # the most frequent first
             self._literal[recipe.prefix].append(recipe)
-            if len(shaped := self._shaped[self._shape(recipe.prefix)]) < _KINDS:
-                shaped.append(recipe)
+            shaped[self._shape(recipe.prefix), recipe.tokens] += recipe.times
+        self._shaped: dict[tuple[int, ...], list[Recipe]] = defaultdict(list)
+        for (shape, tokens), times in shaped.most_common():
+            if times > 1 and len(known := self._shaped[shape]) < _KINDS:
+                known.append(Recipe(shape, tokens, times))
 
     def start(self, settled: Settled, hidden: Tensor) -> None:
         self._missed: list[int | None] = [None] * len(settled.texts)

@@ -1,0 +1,245 @@
+"""What the drafters beside the predictor are worth: draft lengths, recipe packs, and the target compressed.
+
+    python eval/drafters.py lookahead --output lookahead      # adaptive against fixed draft lengths, by kind of prompt
+    python eval/drafters.py recipes --output recipes          # packs of four tasks against plain and a draft model
+    python eval/drafters.py compressed --output compressed    # acceptance against rank, 8 bits, cache and residuals
+
+Each is one interleaved run of `shape.bench`'s measurement (`results.json`, `results.md`), always drafting; the last two
+write what belongs beside it into a table of their own. `--model` is a draft model, for instance of
+`python -m shape.train --config configs/draft-model.yaml`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jsonargparse import auto_cli
+
+from shape import bundled
+from shape.conversations import Prompt, evenly, load_conversations, load_prompts
+from shape.decoder import ShapeDecoder, ShapeOutput
+from shape.drafters import CompressedDrafter, Compression, HybridDrafter, ModelDrafter, SuffixDrafter
+from shape.drafters.compressed import compress, own_texts
+from shape.drafters.model import Fixed, make_lookahead
+from shape.drafters.recipes import CompileOptions, Pack, RecipeDrafter, compile_pack
+from shape.evaluation.results import SpeedResults
+from shape.evaluation.speed import Method, measure
+from shape.evaluation.tables import markdown, show
+from shape.target import Target
+
+METHODS = ("recipes", "recipes+suffix", "draft model")
+
+
+@dataclass
+class Setting:
+    """Where and on what to measure.
+
+    Args:
+        output: folder for the results.
+        target: path, hub id or bundled name.
+        dtype: of the target.
+        max_new_tokens: longest answer.
+    """
+
+    output: str
+    target: str = "quickstart-target"
+    dtype: str = "bfloat16"
+    max_new_tokens: int = 96
+
+    def load(self) -> Target:
+        return Target.load(self.target, dtype=self.dtype)
+
+    def measure(
+        self, target: Target, methods: Mapping[str, Method], prompts: Sequence[Prompt], source: str, **more: object
+    ) -> SpeedResults:
+        output = Path(self.output) / str(more.pop("folder", ""))
+        output.mkdir(parents=True, exist_ok=True)
+        journal = output / "records.jsonl"
+        results = measure(
+            target,
+            {"transformers": "transformers", "plain": None, **methods},
+            prompts,
+            max_new_tokens=self.max_new_tokens,
+            source=source,
+            journal=journal,
+            fall_back=False,
+            **more,  # type: ignore[arg-type]
+        )
+        (output / "results.json").write_text(results.to_json())
+        (output / "results.md").write_text(results.to_markdown())
+        journal.unlink()
+        return results
+
+
+def lookahead(setting: Setting, model: str = "checkpoints/draft-model", temperature: float = 0.0) -> None:
+    """Fixed draft lengths against the two that adapt, on the six kinds of prompt that the source names."""
+    target = setting.load()
+    small = Target.load(model, dtype=setting.dtype)
+    prompts = load_prompts(bundled.path("data", "kinds.jsonl"))
+    methods = {f"{length} tokens": ModelDrafter(small, Fixed(length)) for length in (1, 2, 4, 6, 8)}
+    methods |= {name: ModelDrafter(small, make_lookahead(name)) for name in ("adaptive", "cost")}
+    label = f"Fixed and adaptive draft lengths, temperature {temperature:g}"
+    setting.measure(target, methods, prompts, "kinds.jsonl", temperature=temperature, label=label)
+
+
+def recipes(
+    setting: Setting, model: str = "checkpoints/draft-model", compiled_from: int = 64, measured: int = 16
+) -> None:
+    """A pack per task, compiled from other prompts of the task."""
+    target = setting.load()
+    small = ModelDrafter(Target.load(model, dtype=setting.dtype), make_lookahead("cost"))
+    rows = []
+    for task, (training, held_out) in _tasks(compiled_from, measured).items():
+        folder = Path(setting.output) / task
+        folder.mkdir(parents=True, exist_ok=True)
+        asked, file = folder / "prompts.jsonl", folder / "task.pack"
+        asked.write_text("".join(json.dumps({"messages": prompt.opening}) + "\n" for prompt in training))
+        if not file.exists():
+            compile_pack(
+                CompileOptions(
+                    target=setting.target, prompts=str(asked), output=str(file), dtype=setting.dtype,
+                    max_new_tokens=setting.max_new_tokens,
+                )
+            )  # fmt: skip
+        pack = Pack.load(file)
+        methods: dict[str, Method] = {"recipes": RecipeDrafter(pack), "draft model": small}
+        methods["recipes+suffix"] = HybridDrafter([RecipeDrafter(pack), SuffixDrafter()])
+        label = f"Recipe packs: {task}"
+        results = setting.measure(target, methods, held_out, f"{task} prompts", folder=task, label=label)
+        summary, total = results.summary, results.total["recipes"]
+        hit, right = _first_tokens(target, RecipeDrafter(pack), held_out, setting.max_new_tokens)
+        rows.append(
+            [
+                task,
+                f"{len(training)}",
+                f"{len(pack.recipes):,}",
+                f"{file.stat().st_size / 1024:.0f}",
+                show(total.accepted / total.timed_tokens, ".0%"),
+                show(hit, ".0%"),
+                show(right, ".1%"),
+                *(
+                    show(summary[name].speed_up.value, unit="x")
+                    for name in ("recipes", "recipes+suffix", "draft model")
+                ),
+            ]
+        )
+    header = ["task", "prompts", "recipes", "KB", "tokens covered", "lookups that hit", "first token right", "recipes"]
+    table = markdown([*header, *METHODS[1:]], rows)
+    _write(setting, "recipes.md", table, results)
+
+
+def _tasks(compiled_from: int, measured: int) -> dict[str, tuple[list[Prompt], list[Prompt]]]:
+    """Prompts to compile from and others to measure on."""
+    bench = load_prompts(bundled.path("data", "bench.jsonl"))
+    known = load_prompts(bundled.path("data", "train.jsonl.gz"))
+    tasks = {
+        kind: (
+            evenly([prompt for prompt in known if prompt.category == kind], compiled_from),
+            [prompt for prompt in bench if prompt.category == kind][:measured],
+        )
+        for kind in ("json", "code", "sums")
+    }
+    prose = [prompt for prompt in load_prompts(bundled.path("data", "kinds.jsonl")) if prompt.category == "creative"]
+    return {**tasks, "free prose": (prose[: len(prose) // 2], prose[len(prose) // 2 :])}
+
+
+def _first_tokens(target: Target, drafter: RecipeDrafter, prompts: Sequence[Prompt], most: int) -> tuple[float, float]:
+    """Share of steps with a draft, and of these the share of which a first token stood."""
+    decoder = ShapeDecoder(target, drafter, fall_back=False)
+    steps = hits = right = 0
+    for prompt in prompts:
+        ids = target.encode(prompt.opening)
+        out = decoder.generate(ids, max_new_tokens=most, return_dict_in_generate=True, trace=True)
+        assert isinstance(out, ShapeOutput) and out.trace is not None
+        steps += out.stats.forwards
+        hits += out.stats.draft_steps
+        right += sum(one.get("event") == "accepted" and one["depth"] == 1 for one in out.trace.records)
+    return hits / max(steps, 1), right / max(hits, 1)
+
+
+def compressed(setting: Setting, prompts: int = 24, tokens: int = 3) -> None:
+    """The target as its own drafter, `tokens` at a time, and what it says by itself (lossy)."""
+    target = setting.load()
+    texts = _texts(target)
+    chosen = load_prompts(bundled.path("data", "bench.jsonl"))[:prompts]
+    kinds = {
+        "8 bits": Compression(int8=True),
+        **{
+            f"attention at {share:g} d, {'calibrated' if calibrated else 'SVD'}": Compression(
+                attention=share, calibrated=calibrated
+            )
+            for calibrated in (True, False)
+            for share in (0.5, 0.35, 0.25, 0.15, 0.08)
+        },
+        "attention and MLP at 0.5 d": Compression(attention=0.5, mlp=0.5),
+        "attention and MLP at 0.25 d": Compression(attention=0.25, mlp=0.25),
+        **{f"cache at {share:g} of a head": Compression(cache=share) for share in (0.65, 0.5, 0.35, 0.25)},
+        "block residuals 0.35": Compression(residuals=0.35),
+        "block residuals 0.1": Compression(residuals=0.1),
+        "8 bits, attention at 0.5 d": Compression(int8=True, attention=0.5),
+        "8 bits, cache at 0.65": Compression(int8=True, cache=0.65),
+        "8 bits, attention at 0.5 d, cache at 0.65, residuals 0.1": Compression(
+            int8=True, attention=0.5, cache=0.65, residuals=0.1
+        ),
+    }
+    drafters = {name: CompressedDrafter(kind, texts, Fixed(tokens)) for name, kind in kinds.items()}
+    hybrid = HybridDrafter([SuffixDrafter(), CompressedDrafter(kinds["8 bits"], texts, Fixed(tokens))])
+    label = f"The target compressed, drafting {tokens} tokens, temperature 0"
+    methods: dict[str, Method] = {**drafters, "suffix + 8 bits": hybrid}
+    results = setting.measure(target, methods, chosen, "bench.jsonl", label=label)
+    rows = []
+    for name, line in results.summary.items():
+        if name in ("transformers", "plain"):
+            continue
+        tally = results.total[name]
+        drafter = drafters.get(name)
+        energy = None if drafter is None else drafter.energy
+        alone = None if name not in kinds or kinds[name].cache is not None else _alone(target, kinds[name], texts)
+        rows.append(
+            [
+                name,
+                show(energy, ".1%"),
+                show(alone, ".1%"),
+                show(tally.accepted / (tokens * tally.draft_steps), ".1%") if drafter else "–",
+                show(line.acceptance_length.value),
+                show(line.speed_up.value, unit="x"),
+            ]
+        )
+    header = ["left of the target", "energy kept", "agrees alone (lossy)", "accepted", "acceptance length", "speed-up"]
+    _write(setting, "compressed.md", markdown(header, rows), results)
+
+
+def _texts(target: Target, count: int = 32) -> list[list[int]]:
+    """Texts of the validation split to calibrate with, or the target's own where they are not its language."""
+    if target.tokenizer is None or not target.tokenizer.chat_template:
+        return own_texts(target)
+    conversations = evenly(load_conversations(bundled.path("data", "validation.jsonl.gz")), count)
+    rendered = [target.render([{"role": m.role, "content": m.content} for m in one.messages]) for one in conversations]
+    return [target.tokenizer(text, add_special_tokens=False).input_ids[:256] for text in rendered]
+
+
+@torch.no_grad()
+def _alone(target: Target, compression: Compression, texts: Sequence[Sequence[int]]) -> float:
+    """Share of positions in texts at which the compressed target's likeliest token is the target's."""
+    small, _ = compress(target, compression, texts)
+    same = count = 0
+    for text in random.Random(0).sample(list(texts), min(16, len(texts))):
+        ids = torch.tensor([text], device=target.device)
+        best, other = (each.logits(each.features(ids)).argmax(-1) for each in (target, small))
+        same, count = same + int((best == other).sum()), count + len(text)
+    return same / count
+
+
+def _write(setting: Setting, name: str, table: str, results: SpeedResults) -> None:
+    output = Path(setting.output) / name
+    output.write_text(f"{table}\n\n{results.environment.line()}\n")
+    print(output.read_text())
+
+
+if __name__ == "__main__":
+    auto_cli([lookahead, recipes, compressed], as_positional=False)
