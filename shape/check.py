@@ -1,7 +1,7 @@
-"""`python -m shape.check`: what speculation can bring for a target on this machine, before anyone trains.
+"""`python -m shape.check`: what speculation can bring for a target on this machine, before anyone trains, and after.
 
 python -m shape.check --target Qwen/Qwen3-0.6B                  # can it be verified, what forwards cost, what would pay
-python -m shape.check --predictor checkpoints/mine --prompts prompts.jsonl      # the best draft shape of a predictor
+python -m shape.check --predictor checkpoints/mine --prompts prompts.jsonl    # the best draft shape, the best drafter
 """
 
 import json
@@ -17,11 +17,13 @@ from rich.table import Table
 
 from shape import bundled
 from shape.config import ShapeConfig
-from shape.conversations import evenly, load_prompts
+from shape.conversations import Prompt, evenly, load_prompts
 from shape.decoder import ShapeDecoder
-from shape.drafters import NgramDrafter, TrainedDrafter, TreeShape
+from shape.drafters import Drafter, NgramDrafter, TrainedDrafter, TreeShape, make_drafter
+from shape.drafters.recipes import Pack, RecipeDrafter
 from shape.errors import ConfigError, DataError, exit_on_error
-from shape.evaluation.tables import show
+from shape.evaluation.speed import measure
+from shape.evaluation.tables import show, show_interval
 from shape.planning import (
     CANDIDATES,
     Costs,
@@ -46,10 +48,13 @@ class CheckOptions:
 
     Args:
         target: path, hub id or bundled name; default: the predictor's own, or the bundled target.
-        predictor: folder, hub id or bundled name of a trained predictor; default: an untrained one of the default size,
-            which costs as much per draft, and n-gram drafts, which need no training.
-        prompts: JSON-lines file; default: the bundled validation prompts.
-        limit: prompts, evenly chosen, on which acceptance is estimated.
+        predictor: folder, hub id or bundled name of a trained predictor, or of a smaller model with the target's
+            tokens; default: an untrained predictor of the default size, which costs as much per draft.
+        pack: recipes of `shape.drafters.recipes`.
+        drafters: measured on the prompts, interleaved: names as in `shape.bench`; default: those without training, the
+            predictor, the recipes, and hybrids of these; [] measures none.
+        prompts: JSON-lines file, of the task in question; default: the bundled validation prompts.
+        limit: prompts, evenly chosen, on which acceptance is estimated and drafters are measured.
         max_new_tokens: of each answer.
         rows: prompts decoded together.
         temperature: 0 decodes greedily.
@@ -61,6 +66,8 @@ class CheckOptions:
 
     target: str | None = None
     predictor: str | None = None
+    pack: str | None = None
+    drafters: list[str] | None = None
     prompts: str | None = None
     limit: int = 12
     max_new_tokens: int = 64
@@ -93,6 +100,7 @@ def check(options: CheckOptions) -> dict[str, Any]:
         target = Target.load(options.target or "quickstart-target", **place)
         decoder = ShapeDecoder(target, _untrained(target))
     target = decoder.target
+    methods = _methods(options, target, decoder.drafter)
     encoded = [target.encode(prompt.opening)[0].tolist() for prompt in prompts]
     room = (target.max_positions or sys.maxsize) - options.max_new_tokens
     contexts = [ids for ids in encoded if len(ids) <= room]
@@ -101,6 +109,7 @@ def check(options: CheckOptions) -> dict[str, Any]:
             f"no prompt of {source} and {options.max_new_tokens} new tokens fit into the {target.max_positions} "
             f"positions of target {target.name}; give shorter ones or a smaller max_new_tokens"
         )
+    fitting = [prompt for prompt, ids in zip(prompts, encoded, strict=True) if len(ids) <= room]
     costs = calibrate(decoder, options.rows, max(map(len, contexts)) + options.max_new_tokens)
     report: dict[str, Any] = {
         "target": {
@@ -111,7 +120,9 @@ def check(options: CheckOptions) -> dict[str, Any]:
             "positions": target.max_positions,
             "verified_as": decoder.support.mode,
             "reason": decoder.support.reason,
+            "identity": target.identity.to_dict(),
         },
+        "predictor": options.predictor,
         "costs": asdict(costs),
         "chains": [_chain(costs, rate) for rate in _RATES] if costs.draft else [],
         "break_even": {depth: _break_even(costs, depth) for depth in (1, 2, 4, 8)} if costs.draft else {},
@@ -130,7 +141,55 @@ def check(options: CheckOptions) -> dict[str, Any]:
         report["acceptance"] = acceptance(answers)
         report["plans"] = [asdict(one) for one in plans]
         report["own"] = next(asdict(one) for one in plans if one.shape == own)
+    report["measured"] = _measured(options, target, methods, fitting) if len(methods) > 1 else []
     return report
+
+
+def _methods(options: CheckOptions, target: Target, own: Drafter | None) -> dict[str, Drafter | None]:
+    """The drafters to measure, bound to the target: what does not fit it is said before anything is measured."""
+    given: dict[str, Drafter] = {}
+    if options.predictor is not None and own is not None:
+        given[own.name] = own
+    if options.pack is not None:
+        given["recipes"] = RecipeDrafter(Pack.load(options.pack))
+    names = options.drafters
+    if names is None:
+        names = ["ngram", "suffix", "lookahead", *given]
+        names += [f"suffix+{one}" for one in given]
+    methods: dict[str, Drafter | None] = {"none": None}
+    for each in names:
+        methods[each] = ShapeDecoder(target, make_drafter(each, given)).drafter
+    return methods
+
+
+def _measured(
+    options: CheckOptions, target: Target, methods: dict[str, Drafter | None], prompts: Sequence[Prompt]
+) -> list[dict[str, Any]]:
+    """What each drafter brings, the fastest first: tokens per second, acceptance length, and speed-up against plain
+    decoding with its interval.
+    """
+    results = measure(
+        target,
+        methods,
+        prompts,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        warmup=1,
+        seed=options.seed,
+        label="check",
+    )
+    lines = [
+        {
+            "drafter": name,
+            "tokens_per_second": line.tokens_per_second,
+            "acceptance_length": line.acceptance_length.value,
+            "speed_up": line.speed_up.value,
+            "speed_up_low": line.speed_up.low,
+            "speed_up_high": line.speed_up.high,
+        }
+        for name, line in results.summary.items()
+    ]
+    return sorted(lines, key=lambda line: -(line["tokens_per_second"] or 0.0))
 
 
 def _untrained(target: Target) -> TrainedDrafter:
@@ -202,6 +261,14 @@ def show_report(report: dict[str, Any], console: Console) -> None:
         console.print("how often the text goes on with a node's child of each rank, where it came as far as the node:")
         console.print(table)
     console.print(_plans(report))
+    if report["measured"]:
+        table = Table("measured on these prompts", "tokens/s", "tokens/step", "speed-up (95 %)", box=None)
+        for one in report["measured"]:
+            gain = show_interval(one["speed_up"], one["speed_up_low"], one["speed_up_high"], "x")
+            speed = show(one["tokens_per_second"], ".0f")
+            table.add_row(one["drafter"], speed, show(one["acceptance_length"]), gain)
+        console.print(table)
+        console.print(f"for such prompts: --drafter {report['measured'][0]['drafter']}")
 
 
 def _plans(report: dict[str, Any]) -> Table:
