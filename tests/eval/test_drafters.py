@@ -1,0 +1,57 @@
+"""The program that measures draft lengths, packs and the compressed target, with tiny sizes."""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FILE = Path(__file__).resolve().parents[2] / "eval" / "drafters.py"
+
+
+@pytest.fixture(scope="module")
+def program() -> Iterator[ModuleType]:
+    spec = importlib.util.spec_from_file_location("drafters_program", FILE)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.fixture
+def setting(program, tiny_target_folder, tmp_path):
+    return program.Setting(str(tmp_path / "out"), str(tiny_target_folder), "float32", max_new_tokens=6)
+
+
+def summary(folder: Path) -> dict:
+    found = json.loads((folder / "results.json").read_text())["summary"]
+    assert all(line["equal_plain"] == line["answers"] for name, line in found.items() if name != "transformers")
+    return found
+
+
+def test_draft_lengths(program, setting, tiny_target_folder, tmp_path):
+    program.lookahead(setting, model=str(tiny_target_folder))
+    found = summary(tmp_path / "out")
+    assert found.keys() == {"transformers", "plain", *(f"{n} tokens" for n in (1, 2, 4, 6, 8)), "adaptive", "cost"}
+    assert found["4 tokens"]["acceptance_length"]["value"] > found["1 tokens"]["acceptance_length"]["value"] > 1.5
+
+
+def test_packs(program, setting, tiny_target_folder, tmp_path):
+    program.recipes(setting, model=str(tiny_target_folder), compiled_from=2, measured=3)
+    table = (tmp_path / "out" / "recipes.md").read_text().splitlines()
+    assert [line.split(" | ")[0] for line in table[2:6]] == ["| json", "| code", "| sums", "| free prose"]
+    assert summary(tmp_path / "out" / "json")["draft model"]["acceptance_length"]["value"] > 1.5
+
+
+def test_compressed(program, setting, tmp_path):
+    program.compressed(setting, prompts=8, tokens=2)
+    rows = [line.strip("| ").split(" | ") for line in (tmp_path / "out" / "compressed.md").read_text().splitlines()]
+    found = {row[0]: row for row in rows if len(row) == 6}
+    assert found.keys() - {"left of the target", "---"} == summary(tmp_path / "out").keys() - {"transformers", "plain"}
+    energy = [float(found[f"attention at {share:g} d, SVD"][1].rstrip("%")) for share in (0.5, 0.25, 0.08)]
+    assert energy == sorted(energy, reverse=True)
+    assert float(found["8 bits"][2].rstrip("%")) > 90
