@@ -24,7 +24,8 @@ class HybridDrafter(Drafter):
 
     Paths that several propose are one path. What a source says of the odds of its tokens is corrected by what became
     of such tokens before (`Calibration`), so that the likeliest nodes can be kept of all: so many as make the most
-    tokens per second, by what a node has been seen to cost (`Times`). Sources are asked in their order, cheap ones
+    tokens per second, by what a node has been seen to cost (`Times`). Where one source alone has something to say, its
+    tree is taken as it is. Sources are asked in their order, cheap ones
     first: a later one is asked only where its accepted tokens, as it has had them so far, are worth its time beside
     what the others offer already (`Worth`). So a predictor need not run while a text is being copied.
 
@@ -41,6 +42,7 @@ class HybridDrafter(Drafter):
         self._odds = [Calibration() for _ in drafters]
         self._worth = [Worth() for _ in drafters]
         self._times = Times()
+        self._passes = [0] * len(self.drafters)
         self._remembers = True
 
     def __copy__(self) -> "HybridDrafter":
@@ -76,8 +78,10 @@ class HybridDrafter(Drafter):
             drafter.select(rows)
 
     def rehearse(self, rows: int, passes: int) -> None:
-        for drafter in self.drafters:
-            drafter.rehearse(rows, passes)
+        """The passes are the sources', in the proportion that they have had them so far."""
+        total = sum(self._passes) or 1
+        for drafter, own in zip(self.drafters, self._passes, strict=True):
+            drafter.rehearse(rows, round(passes * own / total))
 
     def _columns(self, drafter: Drafter, hidden: Tensor) -> Tensor:
         """The states of the layers that a source reads."""
@@ -93,28 +97,55 @@ class HybridDrafter(Drafter):
         self._learn(settled)
         self.passes, spent = 0, 0.0
         proposals = [_Proposal(len(text)) for text in settled.texts]
+        found: list[tuple[int, TokenTree]] = []  # that the proposals do not have yet
         for number, drafter in enumerate(self.drafters):
+            self._take_in(proposals, found)
             expected = sum(each.expected for each in proposals) / len(proposals)
             if number and self._remembers and not self._worth[number].pays(expected, spent, self._times.usual):
                 continue
+            for proposal in proposals:
+                proposal.asked[number] = proposal.expected
             started = perf_counter()
             tree = drafter.draft(settled, sampler)
+            seconds = perf_counter() - started
+            if tree.size > 1:
+                found.append((number, tree))
+            self._worth[number].seconds.append(seconds)
+            spent += seconds
+            self.passes += drafter.passes
+            self._passes[number] += drafter.passes
+        self._pending = list(proposals)
+        if len(found) == 1 and found[0][1].size - 1 <= self.nodes and not any(each.nodes for each in proposals):
+            tree = self._as_it_is(proposals, *found[0])
+        else:
+            self._take_in(proposals, found)
+            tree = self._merged(settled, proposals, self._worthwhile(proposals, spent))
+        self._drafted_at, self._size = perf_counter(), tree.size
+        return tree
+
+    def _take_in(self, proposals: "Sequence[_Proposal]", found: list[tuple[int, TokenTree]]) -> None:
+        """Move trees into the proposals."""
+        for number, tree in found:
             joints = [None] * len(proposals) if tree.joint is None else tree.joint.tolist()
             rows = zip(proposals, tree.tokens.tolist(), tree.parent.tolist(), joints, strict=True)
             for proposal, tokens, parents, joint in rows:
                 proposal.add(number, self._odds[number], tokens, parents, joint)
-            seconds = perf_counter() - started
-            self._worth[number].seconds.append(seconds)
-            spent += seconds
-            self.passes += drafter.passes
-        self._pending = list(proposals)
-        count = self._worthwhile(proposals, spent)
+        found.clear()
+
+    def _as_it_is(self, proposals: "Sequence[_Proposal]", number: int, tree: TokenTree) -> TokenTree:
+        """The tree of the only source that has one."""
+        name = self.drafters[number].name
+        rows = list(zip(proposals, tree.tokens.tolist(), tree.parent.tolist(), strict=True))
+        for proposal, tokens, parents in rows:
+            proposal.alone = _Alone(number, tokens, parents)
+        return replace(tree, source=[[name if parent >= 0 else None for parent in parents] for _, _, parents in rows])
+
+    def _merged(self, settled: Settled, proposals: "Sequence[_Proposal]", count: int) -> TokenTree:
+        """The likeliest nodes of all."""
         best = [each.best(count) for each in proposals]
         tree = ragged_tree(settled.root, [drafted for drafted, _ in best])
         names = [[self._named(sources) for sources in row] for _, row in best]
-        padded = [[None, *row, *[None] * (tree.size - 1 - len(row))] for row in names]
-        self._drafted_at, self._size = perf_counter(), tree.size
-        return replace(tree, source=padded)
+        return replace(tree, source=[[None, *row, *[None] * (tree.size - 1 - len(row))] for row in names])
 
     def _worthwhile(self, proposals: "Sequence[_Proposal]", spent: float) -> int:
         """How many nodes of each row, the likeliest first, make the most tokens per second."""
@@ -137,12 +168,17 @@ class HybridDrafter(Drafter):
         for proposal, text in zip(self._pending, settled.texts, strict=True):
             if proposal is None:
                 continue
+            if proposal.alone is not None:
+                stood = proposal.alone.stood(text[proposal.length :])
+                for number, before in proposal.asked.items():
+                    self._worth[number].add(before, stood if number == proposal.alone.source else 0)
+                continue
             node = stood = 0
             alone = dict.fromkeys(proposal.asked, 0)  # tokens that would have stood without a source
             for token in text[proposal.length :]:
                 for child in proposal.children[node]:
                     for number, raw in child.claims.items():
-                        self._odds[number].add(raw, child.token == token)
+                        self._odds[number].add(raw, node == 0, child.token == token)
                 following = proposal.number.get((node, token))
                 if following is None:
                     break
@@ -167,17 +203,38 @@ class _Node:
     claims: dict[int, float]
 
 
+@dataclass
+class _Alone:
+    """A tree that was taken as it is, and whose."""
+
+    source: int
+    tokens: list[int]
+    parents: list[int]
+
+    def stood(self, text: Sequence[int]) -> int:
+        """How many of its tokens the text went on with."""
+        node, depth = 0, 0
+        for token in text:
+            below = (i for i, parent in enumerate(self.parents) if parent == node and self.tokens[i] == token)
+            if (following := next(below, None)) is None:
+                break
+            node, depth = following, depth + 1
+        return depth
+
+
 class _Proposal:
     """What the sources propose for one row: nodes numbered from 1, 0 being the root.
 
     Attributes:
         length: of the settled text.
         asked: the sources that were asked, and what was expected of the ones before.
+        alone: the tree of the only source that had one, if it was taken as it is.
     """
 
     def __init__(self, length: int) -> None:
         self.length = length
         self.asked: dict[int, float] = {}
+        self.alone: _Alone | None = None
         self.nodes: list[_Node] = []
         self.number: dict[tuple[int, int], int] = {}
         self.children: list[list[_Node]] = [[]]
@@ -191,7 +248,6 @@ class _Proposal:
         self, source: int, odds: "Calibration", tokens: list[int], parents: list[int], joint: list[float] | None
     ) -> None:
         """One source's tree, whose paths may be known already."""
-        self.asked[source] = self.expected
         here = {0: 0}
         for node in range(1, len(tokens)):
             if parents[node] not in here:  # padding, and what hangs on it
@@ -199,7 +255,7 @@ class _Proposal:
             parent = here[parents[node]]
             above = 0.0 if joint is None or parents[node] == 0 else joint[parents[node]]
             raw = 0.5 if joint is None else min(exp(joint[node] - above), 1.0)
-            here[node] = self._merge(source, tokens[node], parent, raw, min(odds(raw), _CERTAIN))
+            here[node] = self._merge(source, tokens[node], parent, raw, min(odds(raw, parent == 0), _CERTAIN))
         for each in self.nodes:  # parents come first
             each.joint = log(each.odds) + (self.nodes[each.parent - 1].joint if each.parent else 0.0)
 
@@ -226,7 +282,8 @@ class _Proposal:
 
 
 class Calibration:
-    """How often a source's tokens stood, by what it said of their odds; at first it is taken at its word.
+    """How often a source's tokens stood, by what it said of their odds and by whether they were its first, which decide
+    whether it is on the right path at all; before anything is known it is taken at its word.
 
     Args:
         prior: tokens that its word counts for.
@@ -236,22 +293,22 @@ class Calibration:
 
     def __init__(self, prior: float = 4.0, memory: float = 256.0, bins: int = 10) -> None:
         self.prior, self.memory, self.bins = prior, memory, bins
-        self._asked, self._stood = [0.0] * bins, [0.0] * bins
+        self._asked, self._stood = [0.0] * 2 * bins, [0.0] * 2 * bins
 
-    def __call__(self, claim: float) -> float:
-        kind = self._kind(claim)
+    def __call__(self, claim: float, first: bool) -> float:
+        kind = self._kind(claim, first)
         return (self._stood[kind] + self.prior * max(claim, 1e-6)) / (self._asked[kind] + self.prior)
 
-    def add(self, claim: float, stood: bool) -> None:
-        kind = self._kind(claim)
+    def add(self, claim: float, first: bool, stood: bool) -> None:
+        kind = self._kind(claim, first)
         if self._asked[kind] >= self.memory:
             self._asked[kind] /= 2
             self._stood[kind] /= 2
         self._asked[kind] += 1
         self._stood[kind] += stood
 
-    def _kind(self, claim: float) -> int:
-        return min(int(claim * self.bins), self.bins - 1)
+    def _kind(self, claim: float, first: bool) -> int:
+        return min(int(claim * self.bins), self.bins - 1) + first * self.bins
 
 
 class Times:

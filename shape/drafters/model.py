@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,13 @@ _REHEARSED = 256  # known positions that a rehearsal attends to
 
 
 class Lookahead(Protocol):
-    """How many tokens the next draft has."""
+    """How many tokens the next draft has.
+
+    Attributes:
+        reads_entropy: whether it looks at the drafter's entropy, which costs a pass over its logits.
+    """
+
+    reads_entropy: ClassVar[bool]
 
     @property
     def length(self) -> int: ...
@@ -33,7 +39,7 @@ class Lookahead(Protocol):
 
         Args:
             accepted: drafted tokens that stood. drafted: how many there were.
-            entropy: of the drafter's distributions, nats.
+            entropy: of the drafter's distributions, nats; 0 where it is not read.
             cost: seconds of one draft token over seconds of a verification; None where that is not known yet.
         """
 
@@ -42,6 +48,7 @@ class Lookahead(Protocol):
 class Fixed:
     """Always the same."""
 
+    reads_entropy: ClassVar[bool] = False
     length: int = 4
 
     def observe(self, accepted: float, drafted: int, entropy: float, cost: float | None) -> None:
@@ -60,6 +67,7 @@ class Adaptive:
         sure, fair: nats of entropy below which, and acceptance from which on, it grows too.
     """
 
+    reads_entropy: ClassVar[bool] = True
     length: int = 4
     least: int = 1
     most: int = 8
@@ -92,6 +100,7 @@ class ByCost:
         length: until both are known. most: its bound.
     """
 
+    reads_entropy: ClassVar[bool] = False
     length: int = 4
     most: int = 12
     _reached: float = field(default=2.0, repr=False)  # a mild prior: one of two stands
@@ -227,7 +236,8 @@ class ModelDrafter(Drafter):
             best, token = scores.log_softmax(-1).max(-1)
             joint.append(joint[-1] + best)
             tokens.append(token)
-            entropy = entropy + torch.special.entr(logits.float().softmax(-1)).sum(-1).mean()
+            if self.lookahead.reads_entropy:
+                entropy = entropy + torch.special.entr(logits.float().softmax(-1)).sum(-1).mean()
             if sampler.draws:
                 log_p = sampler.draft_log_probs(logits, n, self._size)
                 drawn.append(F.pad(log_p, (0, self._target_size - self._size), value=float("-inf")))

@@ -102,6 +102,8 @@ def ragged_tree(root: Tensor, drafts: Sequence[Drafted]) -> TokenTree:
             these, and joint log-probability.
     """
     most = max(map(len, drafts), default=0)
+    if most == 0:
+        return replace(root_only(root), joint=torch.zeros_like(root[:, None], dtype=torch.float))
     padded = [[*row, *[(0, -1, -inf)] * (most - len(row))] for row in drafts]
     parts = ([[node[part] for node in row] for row in padded] for part in range(3))
     kinds = (torch.long, torch.long, torch.float)

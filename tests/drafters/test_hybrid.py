@@ -89,13 +89,14 @@ def test_sources_are_believed_as_far_as_they_were_right():
 
 def test_calibration_begins_with_the_claim_and_forgets():
     odds = Calibration(memory=16)
-    assert odds(0.37) == pytest.approx(0.37)
+    assert odds(0.37, True) == pytest.approx(0.37)
     for _ in range(100):
-        odds.add(0.35, True)
-    assert odds(0.35) > 0.8 and odds(0.75) == pytest.approx(0.75)
+        odds.add(0.35, True, True)
+    assert odds(0.35, True) > 0.8 and odds(0.35, False) == pytest.approx(0.35)
+    assert odds(0.75, True) == pytest.approx(0.75)
     for _ in range(16):
-        odds.add(0.35, False)
-    assert odds(0.35) < 0.6
+        odds.add(0.35, True, False)
+    assert odds(0.35, True) < 0.6
 
 
 def test_a_costly_source_is_asked_where_it_brings_more_than_it_costs():
@@ -153,7 +154,8 @@ def test_times_are_a_line_through_medians():
 
 @pytest.mark.parametrize(("node", "kept"), [(0.0, 4), (0.2, 2), (10.0, 0)])
 def test_nodes_are_kept_while_they_pay(node, kept):
-    hybrid = started(HybridDrafter([Fixed("a", (5, 0, 0.9), (6, 1, 0.8), (7, 0, 0.05), (8, 2, 0.1))]))
+    sources = [Fixed("a", (5, 0, 0.9), (6, 1, 0.8), (7, 0, 0.05)), Fixed("b", (5, 0, 0.9), (6, 1, 0.8), (8, 2, 0.1))]
+    hybrid = started(HybridDrafter(sources))
     for _ in range(9):
         for nodes in (1, 11):
             hybrid._times.add(nodes, 1.0 + node * nodes)
@@ -194,6 +196,31 @@ def test_copies_for_calls_share_what_was_learned_and_nothing_else():
     started(other, rows=2)
     assert one._odds is other._odds and one.drafters[0] is not other.drafters[0]
     assert draft(one, [1, 2, 3, 1, 2]).size > 1  # the other call's rows are not in its way
+
+
+def test_the_tree_of_the_only_source_that_has_one_is_taken_as_it_is():
+    silent, telling = Fixed("silent"), Fixed("telling", (5, 0, 0.9), (6, 1, 1e-9), (5, 2, 0.5))
+    hybrid = started(HybridDrafter([silent, telling], nodes=3), rows=2)
+    tree = draft(hybrid, [1, 2], [3, 4])
+    assert tree.tokens.tolist() == [[2, 5, 6, 5], [4, 5, 6, 5]]
+    assert tree.source == [[None, "telling", "telling", "telling"]] * 2
+    draft(hybrid, [1, 2, 5, 6, 7], [3, 4, 8])
+    assert hybrid._worth[1]._gained[0] == pytest.approx(2 + 0.1 * (0 - 2))  # two of one row, none of the other
+    assert hybrid._worth[0]._gained[0] == 0
+    small = started(HybridDrafter([silent, telling], nodes=2))
+    assert draft(small, [1, 2]).size <= 3  # too large to be taken as it is
+
+
+def test_a_rehearsal_has_the_passes_that_each_source_had(monkeypatch):
+    light, heavy = Fixed("light", (5, 0, 0.5)), Fixed("heavy", (6, 0, 0.5))
+    light.passes, heavy.passes, asked = 1, 3, []
+    for drafter in (light, heavy):
+        drafter.rehearse = lambda rows, passes, name=drafter.name: asked.append((name, rows, passes))
+    hybrid = started(HybridDrafter([light, heavy]))
+    draft(hybrid, [1, 2])
+    assert hybrid.passes == 4
+    hybrid.rehearse(2, 8)
+    assert asked == [("light", 2, 2), ("heavy", 2, 6)]
 
 
 def test_names(tiny_target, tmp_path):
