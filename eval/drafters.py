@@ -76,15 +76,17 @@ class Setting:
         return results
 
 
-def lookahead(setting: Setting, model: str = "checkpoints/draft-model", temperature: float = 0.0) -> None:
+def lookahead(
+    setting: Setting, model: str = "checkpoints/draft-model", prompts: int = 56, temperature: float = 0.0
+) -> None:
     """Fixed draft lengths against the two that adapt, on the six kinds of prompt that the source names."""
     target = setting.load()
     small = Target.load(model, dtype=setting.dtype)
-    prompts = load_prompts(bundled.path("data", "kinds.jsonl"))
+    chosen = load_prompts(bundled.path("data", "kinds.jsonl"))[:prompts]
     methods = {f"{length} tokens": ModelDrafter(small, Fixed(length)) for length in (1, 2, 4, 6, 8)}
     methods |= {name: ModelDrafter(small, make_lookahead(name)) for name in ("adaptive", "cost")}
     label = f"Fixed and adaptive draft lengths, temperature {temperature:g}"
-    setting.measure(target, methods, prompts, "kinds.jsonl", temperature=temperature, label=label)
+    setting.measure(target, methods, chosen, "kinds.jsonl", temperature=temperature, label=label)
 
 
 def recipes(

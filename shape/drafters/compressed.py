@@ -126,30 +126,25 @@ def compress(
     own: dict[int, Any] = {id(tensor): tensor for tensor in (*target.model.parameters(), *target.model.buffers())}
     model = deepcopy(target.model, own)
     blocks = _blocks(model, target.config.num_hidden_layers)
-    kept: list[float] = []
-    shares = {
-        name: share
-        for name, _ in _matrices(blocks)
-        if (share := compression.attention if _is_attention(name) else compression.mlp) is not None
-    }
-    if shares:
-        moments = _output_moments(model, blocks, shares, texts, target.device) if compression.calibrated else {}
-        for name, module in _matrices(blocks):
-            if name in shares:
-                rank = max(round(shares[name] * target.hidden_size), 1)
-                smaller, energy = lower_rank(module, rank, moments.get(name))
-                _replace(blocks, name, smaller)
-                kept.append(energy)
+    shares = {name: compression.attention if _is_attention(name) else compression.mlp for name, _ in _matrices(blocks)}
+    if not shares and (compression.int8 or compression.attention or compression.mlp):
+        raise ConfigError(f"target {target.name} has no matrices of plain floats to compress; use another drafter")
+    chosen = {name: share for name, share in shares.items() if share is not None}
+    moments = _output_moments(model, blocks, chosen, texts, target.device) if compression.calibrated and chosen else {}
+    kept = []
+    for name, share in chosen.items():
+        rank = max(round(share * target.hidden_size), 1)
+        smaller, energy = lower_rank(blocks.get_submodule(name), rank, moments.get(name))
+        _replace(blocks, name, smaller)
+        kept.append(energy)
     if compression.int8:
         for name, module in _matrices(blocks):
             _replace(blocks, name, Int8Linear(module))
         head = model.get_output_embeddings()
-        if isinstance(head, nn.Linear) and _is_plain(head):
+        if _is_plain(head):
             model.set_output_embeddings(Int8Linear(head))
     if compression.residuals:
         BlockResiduals(compression.residuals).attach(blocks)
-    if (shares or compression.int8) and not any(True for _ in _matrices(_blocks(target.model, len(blocks)))):
-        raise ConfigError(f"target {target.name} has no matrices of plain floats to compress; use another drafter")
     small = Target(model, target.tokenizer, name=f"{target.name}, compressed")
     small.support = target.support
     return small, sum(kept) / len(kept) if kept else None

@@ -34,7 +34,7 @@ def summary(folder: Path) -> dict:
 
 
 def test_draft_lengths(program, setting, tiny_target_folder, tmp_path):
-    program.lookahead(setting, model=str(tiny_target_folder))
+    program.lookahead(setting, model=str(tiny_target_folder), prompts=6)
     found = summary(tmp_path / "out")
     assert found.keys() == {"transformers", "plain", *(f"{n} tokens" for n in (1, 2, 4, 6, 8)), "adaptive", "cost"}
     assert found["4 tokens"]["acceptance_length"]["value"] > found["1 tokens"]["acceptance_length"]["value"] > 1.5
@@ -48,7 +48,7 @@ def test_packs(program, setting, tiny_target_folder, tmp_path):
 
 
 def test_compressed(program, setting, tmp_path):
-    program.compressed(setting, prompts=8, tokens=2)
+    program.compressed(setting, prompts=2, tokens=2)
     rows = [line.strip("| ").split(" | ") for line in (tmp_path / "out" / "compressed.md").read_text().splitlines()]
     found = {row[0]: row for row in rows if len(row) == 6}
     assert found.keys() - {"left of the target", "---"} == summary(tmp_path / "out").keys() - {"transformers", "plain"}
