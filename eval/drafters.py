@@ -1,11 +1,12 @@
 """What the drafters beside the predictor are worth: draft lengths, recipe packs, and the target compressed.
 
-    python eval/drafters.py lookahead --output lookahead      # adaptive against fixed draft lengths, by kind of prompt
-    python eval/drafters.py recipes --output recipes          # packs of four tasks against plain and a draft model
-    python eval/drafters.py compressed --output compressed    # acceptance against rank, 8 bits, cache and residuals
+    python eval/drafters.py lookahead --setting.output lookahead  # fixed and adaptive draft lengths, by kind of prompt
+    python eval/drafters.py recipes --setting.output recipes      # packs of four tasks against plain and a draft model
+    python eval/drafters.py compressed --setting.output compressed  # acceptance against rank, 8 bits, cache, residuals
+    python eval/drafters.py geodesic --setting.output geodesic    # paths of hidden states, tables of single tokens
 
-Each is one interleaved run of `shape.bench`'s measurement (`results.json`, `results.md`), always drafting; the last two
-write what belongs beside it into a table of their own. `--model` is a draft model, for instance of
+Each is one interleaved run of `shape.bench`'s measurement (`results.json`, `results.md`), always drafting; recipes and
+compressed write what belongs beside it into a table of their own. `--model` is a draft model, for instance of
 `python -m shape.train --config configs/draft-model.yaml`.
 """
 
@@ -23,8 +24,17 @@ from jsonargparse import auto_cli
 from shape import bundled
 from shape.conversations import Prompt, evenly, load_conversations, load_prompts
 from shape.decoder import ShapeDecoder, ShapeOutput
-from shape.drafters import CompressedDrafter, Compression, HybridDrafter, ModelDrafter, SuffixDrafter
+from shape.drafters import (
+    CompressedDrafter,
+    Compression,
+    GeodesicDrafter,
+    HybridDrafter,
+    ModelDrafter,
+    OneDecodeDrafter,
+    SuffixDrafter,
+)
 from shape.drafters.compressed import compress, own_texts
+from shape.drafters.geodesic import PATHS
 from shape.drafters.model import Fixed, make_lookahead
 from shape.drafters.recipes import CompileOptions, Pack, RecipeDrafter, compile_pack
 from shape.evaluation.results import SpeedResults
@@ -216,6 +226,22 @@ def compressed(setting: Setting, prompts: int = 24, tokens: int = 3) -> None:
     _write(setting, "compressed.md", markdown(header, rows), results)
 
 
+def geodesic(setting: Setting, prompts: int = 24) -> None:
+    """Paths along which hidden states are extrapolated, and the table of single tokens, with and without texts."""
+    target = setting.load()
+    texts = _texts(target)
+    methods: dict[str, Method] = {f"geodesic: {path}": GeodesicDrafter(path) for path in PATHS}
+    methods |= {
+        "onedecode, 1 candidate": OneDecodeDrafter(),
+        "onedecode, 4 candidates": OneDecodeDrafter(candidates=4),
+        "onedecode, from texts": OneDecodeDrafter(texts=texts),
+        "onedecode, from texts, 4 candidates": OneDecodeDrafter(texts=texts, candidates=4),
+        "onedecode+geodesic": HybridDrafter([OneDecodeDrafter(), GeodesicDrafter()]),
+    }
+    chosen = load_prompts(bundled.path("data", "bench.jsonl"))[:prompts]
+    setting.measure(target, methods, chosen, "bench.jsonl", label="Geodesic drafts and OneDecode tables, temperature 0")
+
+
 def _texts(target: Target, count: int = 32) -> list[list[int]]:
     """Texts of the validation split to calibrate with, or the target's own where they are not its language."""
     if target.tokenizer is None or not target.tokenizer.chat_template:
@@ -244,4 +270,4 @@ def _write(setting: Setting, name: str, table: str, results: SpeedResults) -> No
 
 
 if __name__ == "__main__":
-    auto_cli([lookahead, recipes, compressed], as_positional=False)
+    auto_cli([lookahead, recipes, compressed, geodesic], as_positional=False)

@@ -55,3 +55,9 @@ def test_compressed(program, setting, tmp_path):
     energy = [float(found[f"attention at {share:g} d, SVD"][1].rstrip("%")) for share in (0.5, 0.25, 0.08)]
     assert energy == sorted(energy, reverse=True)
     assert float(found["8 bits"][2].rstrip("%")) > 90
+
+
+def test_paths_and_tables(program, setting, tmp_path):
+    program.geodesic(setting, prompts=2)
+    found = summary(tmp_path / "out")
+    assert {"geodesic: line", "onedecode, from texts", "onedecode+geodesic"} < found.keys()
