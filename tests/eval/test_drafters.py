@@ -47,7 +47,8 @@ def test_packs(program, setting, tiny_target_folder, tmp_path):
     assert summary(tmp_path / "out" / "json")["draft model"]["acceptance_length"]["value"] > 1.5
 
 
-def test_compressed(program, setting, tmp_path):
+def test_compressed(program, setting, tmp_path, monkeypatch):
+    monkeypatch.setattr(program, "_texts", lambda target: [list(range(60, 100)), list(range(40, 80))])
     program.compressed(setting, prompts=2, tokens=2)
     rows = [line.strip("| ").split(" | ") for line in (tmp_path / "out" / "compressed.md").read_text().splitlines()]
     found = {row[0]: row for row in rows if len(row) == 6}
