@@ -48,7 +48,7 @@ def test_packs(program, setting, tiny_target_folder, tmp_path):
 
 
 def test_compressed(program, setting, tmp_path, monkeypatch):
-    monkeypatch.setattr(program, "_texts", lambda target: [list(range(60, 100)), list(range(40, 80))])
+    monkeypatch.setattr(program, "_texts", lambda target: [list(range(at, at + 120)) for at in (3, 60, 120)])
     program.compressed(setting, prompts=2, tokens=2)
     rows = [line.strip("| ").split(" | ") for line in (tmp_path / "out" / "compressed.md").read_text().splitlines()]
     found = {row[0]: row for row in rows if len(row) == 6}
