@@ -17,6 +17,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from jsonargparse import auto_cli
@@ -38,7 +39,7 @@ from shape.drafters.geodesic import PATHS
 from shape.drafters.model import Fixed, make_lookahead
 from shape.drafters.recipes import CompileOptions, Pack, RecipeDrafter, compile_pack
 from shape.evaluation.results import SpeedResults
-from shape.evaluation.speed import Method, measure
+from shape.evaluation.speed import Method, measure_in
 from shape.evaluation.tables import markdown, show
 from shape.target import Target
 
@@ -65,25 +66,17 @@ class Setting:
         return Target.load(self.target, dtype=self.dtype)
 
     def measure(
-        self, target: Target, methods: Mapping[str, Method], prompts: Sequence[Prompt], source: str, **more: object
+        self, target: Target, methods: Mapping[str, Method], prompts: Sequence[Prompt], folder: str = "", **more: Any
     ) -> SpeedResults:
-        output = Path(self.output) / str(more.pop("folder", ""))
-        output.mkdir(parents=True, exist_ok=True)
-        journal = output / "records.jsonl"
-        results = measure(
+        return measure_in(
+            Path(self.output) / folder,
             target,
             {"transformers": "transformers", "plain": None, **methods},
             prompts,
             max_new_tokens=self.max_new_tokens,
-            source=source,
-            journal=journal,
             fall_back=False,
-            **more,  # type: ignore[arg-type]
+            **more,
         )
-        (output / "results.json").write_text(results.to_json())
-        (output / "results.md").write_text(results.to_markdown())
-        journal.unlink()
-        return results
 
 
 def lookahead(
@@ -96,7 +89,7 @@ def lookahead(
     methods = {f"{length} tokens": ModelDrafter(small, Fixed(length)) for length in (1, 2, 4, 6, 8)}
     methods |= {name: ModelDrafter(small, make_lookahead(name)) for name in ("adaptive", "cost")}
     label = f"Fixed and adaptive draft lengths, temperature {temperature:g}"
-    setting.measure(target, methods, chosen, "kinds.jsonl", temperature=temperature, label=label)
+    setting.measure(target, methods, chosen, source="kinds.jsonl", temperature=temperature, label=label)
 
 
 def recipes(
@@ -122,7 +115,7 @@ def recipes(
         methods: dict[str, Method] = {"recipes": RecipeDrafter(pack), "draft model": small}
         methods["recipes+suffix"] = HybridDrafter([RecipeDrafter(pack), SuffixDrafter()])
         label = f"Recipe packs: {task}"
-        results = setting.measure(target, methods, held_out, f"{task} prompts", folder=task, label=label)
+        results = setting.measure(target, methods, held_out, task, source=f"{task} prompts", label=label)
         summary, total = results.summary, results.total["recipes"]
         hit, right = _first_tokens(target, RecipeDrafter(pack), held_out, setting.max_new_tokens)
         rows.append(
@@ -134,14 +127,11 @@ def recipes(
                 show(total.accepted / total.timed_tokens, ".0%"),
                 show(hit, ".0%"),
                 show(right, ".1%"),
-                *(
-                    show(summary[name].speed_up.value, unit="x")
-                    for name in ("recipes", "recipes+suffix", "draft model")
-                ),
+                *(show(summary[name].speed_up.value, unit="x") for name in METHODS),
             ]
         )
-    header = ["task", "prompts", "recipes", "KB", "tokens covered", "lookups that hit", "first token right", "recipes"]
-    table = markdown([*header, *METHODS[1:]], rows)
+    header = ["task", "prompts", "recipes", "KB", "tokens covered", "lookups that hit", "first token right"]
+    table = markdown([*header, *METHODS], rows)
     _write(setting, "recipes.md", table, results)
 
 
@@ -203,7 +193,7 @@ def compressed(setting: Setting, prompts: int = 24, tokens: int = 3) -> None:
     hybrid = HybridDrafter([SuffixDrafter(), CompressedDrafter(kinds["8 bits"], texts, Fixed(tokens))])
     label = f"The target compressed, drafting {tokens} tokens, temperature 0"
     methods: dict[str, Method] = {**drafters, "suffix + 8 bits": hybrid}
-    results = setting.measure(target, methods, chosen, "bench.jsonl", label=label)
+    results = setting.measure(target, methods, chosen, source="bench.jsonl", label=label)
     rows = []
     for name, line in results.summary.items():
         if name in ("transformers", "plain"):
@@ -239,7 +229,9 @@ def geodesic(setting: Setting, prompts: int = 24) -> None:
         "onedecode+geodesic": HybridDrafter([OneDecodeDrafter(), GeodesicDrafter()]),
     }
     chosen = load_prompts(bundled.path("data", "bench.jsonl"))[:prompts]
-    setting.measure(target, methods, chosen, "bench.jsonl", label="Geodesic drafts and OneDecode tables, temperature 0")
+    setting.measure(
+        target, methods, chosen, source="bench.jsonl", label="Geodesic drafts and OneDecode tables, temperature 0"
+    )
 
 
 def _texts(target: Target, count: int = 32) -> list[list[int]]:

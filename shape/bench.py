@@ -22,7 +22,7 @@ from shape.conversations import load_prompts
 from shape.decoder import ShapeDecoder, is_language_model
 from shape.drafters import DRAFTERS, Drafter, TreeShape
 from shape.errors import ConfigError, DataError, exit_on_error
-from shape.evaluation.speed import Assisted, Method, Outside, Ruled, SpeedResults, measure
+from shape.evaluation.speed import Assisted, Method, Outside, Ruled, SpeedResults, measure_in
 from shape.rules import Match, TrsLossy, TypicalLossy, make_rule
 from shape.target import Target
 
@@ -95,10 +95,9 @@ def bench(options: BenchOptions) -> SpeedResults:
     suites = [_suite(name) for name in named]
     prompts = [prompt for suite in suites for prompt in load_prompts(suite)[: options.limit]]
     target, methods = load_methods(options)
-    output = Path(options.output)
-    output.mkdir(parents=True, exist_ok=True)
-    journal = output / "records.jsonl"
-    results = measure(
+    where = "+".join(suite.stem for suite in suites)
+    return measure_in(
+        Path(options.output),
         target,
         methods,
         prompts,
@@ -107,16 +106,10 @@ def bench(options: BenchOptions) -> SpeedResults:
         repeats=options.repeats,
         warmup=options.warmup,
         seed=options.seed,
-        label=options.label
-        or f"{Path(target.name).name}, {'+'.join(suite.stem for suite in suites)}, temperature {options.temperature:g}",
+        label=options.label or f"{Path(target.name).name}, {where}, temperature {options.temperature:g}",
         source="+".join(suite.name for suite in suites),
-        journal=journal,
         fall_back=options.fall_back,
     )
-    (output / "results.json").write_text(results.to_json())
-    (output / "results.md").write_text(results.to_markdown())
-    journal.unlink()
-    return results
 
 
 def _suite(name: str) -> Path:

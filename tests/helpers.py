@@ -1,5 +1,12 @@
 """What several tests decode with: random prompts of unequal length and an untrained predictor."""
 
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
 import torch
 from conftest import tiny_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -8,6 +15,7 @@ from shape.config import ShapeConfig
 from shape.drafters import PREDICTORS
 from shape.network import Predictor
 
+ROOT = Path(__file__).resolve().parents[1]
 FAMILIES = ["llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "mistral"]
 LENGTHS = [3, 17, 9, 1, 12]
 
@@ -34,6 +42,20 @@ def predictor(dtype=torch.float64, **options) -> Predictor:
     for parameter in network.parameters() if loud else ():
         torch.nn.init.normal_(parameter, std=0.3)
     return network
+
+
+@contextmanager
+def program(name: str) -> Iterator[ModuleType]:
+    """A program of `eval/` as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "eval" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        del sys.modules[name]
 
 
 def weaker_model(arch: str = "llama", noise: float = 0.02) -> PreTrainedModel:

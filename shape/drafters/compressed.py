@@ -1,9 +1,10 @@
 """The target as its own drafter: its weights at lower rank or in 8 bits, its cache at lower rank. Needs no training."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from typing import Any, cast
 
@@ -121,7 +122,7 @@ def compress(
         keep; None where there are none.
 
     Raises:
-        ConfigError: nothing in the target can be compressed so.
+        ConfigError: nothing in the target can be compressed so, or there is no text to calibrate with.
     """
     own: dict[int, Any] = {id(tensor): tensor for tensor in (*target.model.parameters(), *target.model.buffers())}
     model = deepcopy(target.model, own)
@@ -130,6 +131,8 @@ def compress(
     if not shares and (compression.int8 or compression.attention or compression.mlp):
         raise ConfigError(f"target {target.name} has no matrices of plain floats to compress; use another drafter")
     chosen = {name: share for name, share in shares.items() if share is not None}
+    if chosen and compression.calibrated and not texts:
+        raise ConfigError("no text to calibrate with is given; give some, for instance own_texts(target)")
     moments = _output_moments(model, blocks, chosen, texts, target.device) if compression.calibrated and chosen else {}
     kept = []
     for name, share in chosen.items():
@@ -380,25 +383,14 @@ def _output_moments(
     moments: dict[str, Tensor] = {}
     body = cast(nn.Module, model.base_model)
 
-    def gather(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
-        def hook(module: nn.Module, given: Any, found: Tensor) -> None:
-            bias = cast("Tensor | None", module.bias)
-            outputs = (found if bias is None else found - bias).float().flatten(0, -2)
-            moments[name] = moments.get(name, 0) + _moment(outputs)
+    def gather(name: str, module: nn.Module, given: Any, found: Tensor) -> None:
+        bias = cast("Tensor | None", module.bias)
+        outputs = (found if bias is None else found - bias).float().flatten(0, -2)
+        moments[name] = moments.get(name, 0) + _moment(outputs)
 
-        return hook
-
-    with _hooked((blocks.get_submodule(name), gather(name)) for name in names):
+    with ExitStack() as hooks:
+        for name in names:
+            hooks.enter_context(blocks.get_submodule(name).register_forward_hook(partial(gather, name)))
         for text in texts:
             body(input_ids=torch.tensor([list(text)], device=device), use_cache=False)
     return moments
-
-
-@contextmanager
-def _hooked(hooks: Iterable[tuple[nn.Module, Callable]]) -> Iterator[None]:
-    handles = [module.register_forward_hook(hook) for module, hook in hooks]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

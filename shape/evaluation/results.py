@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -323,10 +323,12 @@ class SpeedResults:
         parts = [markdown(*self.rows()), *self.notes()]
         if detail and len(self.categories) > 1:
             names = list(self.methods)
-            cells = [
-                [category, *(_by_category(self.summarise(name, category)) for name in names)]
-                for category in self.categories
+            lines = {one: [self.summarise(name, one) for name in names] for one in self.categories}
+            cells = [[category, *map(_by_category, found)] for category, found in lines.items()]
+            means = [
+                fmean(line.speed_up.value or 0.0 for line in column) for column in zip(*lines.values(), strict=True)
             ]
+            cells.append(["mean of these", *(show(mean, unit="x") for mean in means)])
             parts += [
                 "Speed-up (acceptance length) by category:",
                 markdown(["category", *names], cells),

@@ -168,6 +168,19 @@ def measure(
     )
 
 
+def measure_in(
+    folder: Path, target: Target, methods: Mapping[str, Method], prompts: Sequence[Prompt], **settings: Any
+) -> SpeedResults:
+    """`measure`, with results.json and results.md in a folder, and its journal, records.jsonl, there until then."""
+    folder.mkdir(parents=True, exist_ok=True)
+    journal = folder / "records.jsonl"
+    results = measure(target, methods, prompts, journal=journal, **settings)
+    (folder / "results.json").write_text(results.to_json())
+    (folder / "results.md").write_text(results.to_markdown())
+    journal.unlink()
+    return results
+
+
 def describe(method: Method, beside: torch.device | None = None) -> str:
     """What a method is, in words that change when its settings or weights do, or its device is not the given one."""
     if isinstance(method, Ruled):

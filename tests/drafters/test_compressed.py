@@ -51,6 +51,11 @@ def test_full_rank_is_the_target_and_less_is_further_away(tiny_model, arch, cali
     assert off(only, target) < 1e-4 or (wide and calibrated)
 
 
+def test_calibrating_needs_texts(tiny_model):
+    with pytest.raises(ConfigError, match="no text to calibrate with is given"):
+        compress(Target(tiny_model("llama")), Compression(attention=0.5))
+
+
 def test_calibrated_directions_are_the_best_for_outputs():
     torch.manual_seed(0)
     matrix, inputs = nn.Linear(12, 10), torch.randn(400, 12) * torch.linspace(0.1, 3, 12)

@@ -1,25 +1,18 @@
 """The program that measures draft lengths, packs and the compressed target, with tiny sizes."""
 
-import importlib.util
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from helpers import program
 
-FILE = Path(__file__).resolve().parents[2] / "eval" / "drafters.py"
 
-
-@pytest.fixture(scope="module")
-def program() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("drafters_program", FILE)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+@pytest.fixture(name="program", scope="module")
+def _program() -> Iterator[ModuleType]:
+    with program("drafters") as module:
+        yield module
 
 
 @pytest.fixture

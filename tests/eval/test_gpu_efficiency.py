@@ -1,23 +1,16 @@
 """The GPU program, with a tiny model on a CPU."""
 
-import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import pytest
+from helpers import program
 
-PROGRAM = Path(__file__).resolve().parents[2] / "eval/gpu_efficiency.py"
 
-
-@pytest.fixture
-def program():
-    spec = importlib.util.spec_from_file_location("gpu_efficiency", PROGRAM)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+@pytest.fixture(name="program")
+def _program():
+    with program("gpu_efficiency") as module:
+        yield module
 
 
 def test_tiny(program, tmp_path, monkeypatch, capsys):

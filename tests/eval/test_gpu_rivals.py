@@ -1,13 +1,11 @@
 """The GPU program, with sizes for a CPU."""
 
-import importlib.util
 import json
-from pathlib import Path
 from time import monotonic
 
 import pytest
+from helpers import program
 
-PROGRAM = Path(__file__).resolve().parents[2] / "eval/gpu_rivals.py"
 TARGET = {
     "hidden_size": 32, "layers": 4, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate_size": 64,
     "vocabulary": 512, "batch": 2, "portion": 2, "steps": 4, "generated": 60, "save_every": 2, "held_out_blocks": 2,
@@ -24,14 +22,12 @@ VARIANTS = {
 MEASURED = ["--measure.limit=2", "--measure.max_new_tokens=8", "--measure.examined=1", "--measure.warmup=0"]
 
 
-@pytest.fixture
-def program(monkeypatch):
-    spec = importlib.util.spec_from_file_location("gpu_rivals", PROGRAM)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    for name, value in {"TARGET": TARGET, "VARIANTS": VARIANTS, "CONVERSATIONS": 40}.items():
-        monkeypatch.setattr(module, name, value)
-    return module
+@pytest.fixture(name="program")
+def _program(monkeypatch):
+    with program("gpu_rivals") as module:
+        for name, value in {"TARGET": TARGET, "VARIANTS": VARIANTS, "CONVERSATIONS": 40}.items():
+            monkeypatch.setattr(module, name, value)
+        yield module
 
 
 def test_a_call_ends_in_time(program, tmp_path):
