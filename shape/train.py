@@ -635,8 +635,8 @@ def _throughput(
     rate = operations.flops * steps / seconds
     return {
         "positions_per_second": round(options.training.batch_size * steps / seconds, 1),
-        "gflop_per_second": round(rate / 1e9, 1),
-        "share_of_peak": round(rate / peak, 3),
+        "gflop_per_second": float(f"{rate / 1e9:.3g}"),
+        "share_of_peak": float(f"{rate / peak:.2g}"),  # of a tiny predictor far below a thousandth
     }
 
 
