@@ -38,9 +38,9 @@ from shape.drafters.compressed import compress, own_texts
 from shape.drafters.geodesic import PATHS
 from shape.drafters.model import Fixed, make_lookahead
 from shape.drafters.recipes import CompileOptions, Pack, RecipeDrafter, compile_pack
+from shape.evaluation.cells import markdown, show
 from shape.evaluation.results import SpeedResults
 from shape.evaluation.speed import Method, measure_in
-from shape.evaluation.tables import markdown, show
 from shape.target import Target
 
 METHODS = ("recipes", "recipes+suffix", "draft model")

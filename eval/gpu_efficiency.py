@@ -42,8 +42,8 @@ from shape import bundled
 from shape.conversations import evenly, load_prompts, prompt_ids
 from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.drafters import Drafter, OracleDrafter, TrainedDrafter
+from shape.evaluation.cells import markdown, show
 from shape.evaluation.environment import Environment
-from shape.evaluation.tables import markdown, show
 from shape.fixed import FixedArena, FixedSteps, LaidOut, captured
 from shape.streams import Arrivals
 from shape.target import Target

@@ -22,8 +22,8 @@ from shape.decoder import ShapeDecoder
 from shape.drafters import Drafter, NgramDrafter, TrainedDrafter, TreeShape, make_drafter
 from shape.drafters.recipes import Pack, RecipeDrafter
 from shape.errors import ConfigError, DataError, exit_on_error
+from shape.evaluation.cells import show, show_interval
 from shape.evaluation.speed import measure
-from shape.evaluation.tables import show, show_interval
 from shape.planning import (
     CANDIDATES,
     Costs,

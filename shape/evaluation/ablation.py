@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from statistics import mean
 from typing import Any
 
+from shape.evaluation.cells import DASH, markdown, show, show_interval
 from shape.evaluation.environment import Environment
 from shape.evaluation.results import Summary
-from shape.evaluation.tables import DASH, markdown, show, show_interval
 
 SCHEMA_VERSION = 1
 

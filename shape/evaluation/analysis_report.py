@@ -11,7 +11,7 @@ import matplotlib
 import numpy as np
 from torch import Tensor
 
-from shape.evaluation.tables import DASH, markdown, show
+from shape.evaluation.cells import DASH, markdown, show
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # a display must not be looked for

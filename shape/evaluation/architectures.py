@@ -22,7 +22,7 @@ from transformers.utils import logging
 from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.drafters import AdversaryDrafter, OracleDrafter
 from shape.errors import UnsupportedTarget
-from shape.evaluation.tables import DASH, markdown, share
+from shape.evaluation.cells import DASH, markdown, share
 
 _HEADING = """\
 # Which architectures can be verified, and how

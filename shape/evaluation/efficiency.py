@@ -31,8 +31,8 @@ from shape.conversations import Prompt, evenly, load_prompts, prompt_ids
 from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.drafters import Drafter, OracleDrafter, make_drafter
 from shape.errors import ConfigError, exit_on_error
+from shape.evaluation.cells import markdown, show
 from shape.evaluation.environment import Environment
-from shape.evaluation.tables import markdown, show
 from shape.stats import Step, quantile
 from shape.streams import Arrivals
 from shape.target import Target

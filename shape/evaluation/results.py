@@ -15,8 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from shape.errors import DataError
+from shape.evaluation.cells import markdown, share, show, show_interval
 from shape.evaluation.environment import Environment
-from shape.evaluation.tables import markdown, share, show, show_interval
 
 SCHEMA_VERSION = 1
 _BOOTSTRAP_SAMPLES = 2000
