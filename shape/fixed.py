@@ -50,7 +50,7 @@ from shape.verification.attention import grouped_queries
 from shape.verification.cache import KVArena
 from shape.verification.forward import Support, tree_masks
 from shape.verification.sampling import Sampler, gumbel, token_words
-from shape.verification.tree import TokenTree, ancestors, chain, root_only
+from shape.verification.tree import TokenTree, ancestors_on_device, chain, root_only
 
 # These compute on the scores' device alone; others may ask the host.
 _WARPERS = (
@@ -145,7 +145,7 @@ class LaidOut(TokenTree):
 
     @classmethod
     def of(cls, tree: TokenTree) -> "LaidOut":
-        above = ancestors(tree.parent)
+        above = ancestors_on_device(tree.parent)
         return cls(tree.tokens, tree.parent, ancestors=above, depth=above.sum(-1) - 1)
 
 

@@ -203,7 +203,7 @@ class Draws(Drafter):
             elif self.way == "pruned":
                 scores = logits.masked_fill(scores < scores.topk(3).values[..., 2:], -100.0)
             tokens.append(scores.topk(2).indices.flatten(1))
-        log_q = sampler.draft_log_probs(self.logits.expand(batch, 7, -1), 0, 6)
+        log_q = sampler.draft_log_probs(sampler.draft_logits(self.logits.expand(batch, 7, -1), 0), 6)
         return TokenTree(torch.cat(tokens, dim=1), torch.tensor([-1, 0, 0, 1, 1, 2, 2]).expand(batch, -1), log_q)
 
 

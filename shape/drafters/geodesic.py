@@ -9,7 +9,7 @@ from torch import Tensor
 from shape.drafters.base import Drafter, Settled, TreeShape
 from shape.errors import ConfigError
 from shape.target import Target
-from shape.verification.sampling import Sampler, token_words
+from shape.verification.sampling import Sampler, perturbed, token_words
 from shape.verification.tree import TokenTree, chain
 
 _NEIGHBOURS = 8
@@ -68,17 +68,18 @@ class GeodesicDrafter(Drafter):
                 for states, text in zip(self._states, settled.texts, strict=True)
             ]
         )
-        logits = self._target.logits(points.to(self._target.dtype))
+        offsets = torch.arange(depth, device=points.device)
+        logits = sampler.draft_logits(self._target.logits(points.to(self._target.dtype)), offsets)
         tokens, joint, drawn = [], [torch.zeros_like(settled.root, dtype=torch.float)], []
         for n in range(depth):
-            best, token = sampler.draft_scores(logits[:, n : n + 1], n, noise[n]).log_softmax(-1).max(-1)
+            best, token = perturbed(logits[:, n : n + 1], noise[n]).log_softmax(-1).max(-1)
             unlikely = self.tree.threshold > 0 and float((joint[-1] + best[:, 0]).max().exp()) < self.tree.threshold
             if unlikely and not sampler.draws:  # what was drawn has to stay
                 break
             joint.append(joint[-1] + best[:, 0])
             tokens.append(token)
             if sampler.draws:
-                drawn.append(sampler.draft_log_probs(logits[:, n : n + 1], n, self._target.vocab_size))
+                drawn.append(sampler.draft_log_probs(logits[:, n : n + 1], self._target.vocab_size))
             if unlikely:
                 break
         tree = chain(settled.root, torch.cat([settled.root[:, None][:, :0], *tokens], dim=1))

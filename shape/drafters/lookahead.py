@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shape.drafters.base import Drafter, Settled
 from shape.drafters.growing import Paths
-from shape.verification.sampling import Sampler
+from shape.verification.sampling import Sampler, best
 from shape.verification.tree import Drafted, TokenTree, ragged_tree
 
 # First estimates of a guess's tokens, and of tokens that are there to be asked about.
@@ -51,7 +51,7 @@ class LookaheadDrafter(Drafter):
         return ragged_tree(settled.root, drafts)
 
     def inspect(self, tree: TokenTree, logits: Tensor) -> None:
-        parts = (part.tolist() for part in (tree.tokens, tree.parent, logits.argmax(-1)))
+        parts = (part.tolist() for part in (tree.tokens, tree.parent, best(logits.float())))
         for row, tokens, parents, said in zip(self._rows, *parts, strict=True):
             row.learn(tokens, parents, said)
 

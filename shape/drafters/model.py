@@ -14,7 +14,7 @@ from shape.errors import ConfigError, TargetMismatch, UnsupportedGeneration
 from shape.target import Target
 from shape.verification.cache import KVArena
 from shape.verification.forward import new_arena, prefill, probe, tree_forward
-from shape.verification.sampling import Sampler, token_words
+from shape.verification.sampling import Sampler, perturbed, token_words
 from shape.verification.tree import TokenTree, chain, ragged_chain, root_only
 
 _SLOTS = 256  # of the model's cache, at first, behind the prompt
@@ -231,15 +231,15 @@ class ModelDrafter(Drafter):
         tokens, drawn, entropy = [], [], state.new_zeros((), dtype=torch.float32)
         joint = [torch.zeros(state.shape[0], 1, device=state.device)]
         for n in range(length):
-            logits = self.model.logits(state)[..., : self._size]
-            scores = sampler.draft_scores(logits, n, noise[n])
-            best, token = scores.log_softmax(-1).max(-1)
+            own = self.model.logits(state)[..., : self._size]
+            logits = sampler.draft_logits(own, n)
+            best, token = perturbed(logits, noise[n]).log_softmax(-1).max(-1)
             joint.append(joint[-1] + best)
             tokens.append(token)
             if self.lookahead.reads_entropy:
-                entropy = entropy + torch.special.entr(logits.float().softmax(-1)).sum(-1).mean()
+                entropy = entropy + torch.special.entr(own.float().softmax(-1)).sum(-1).mean()
             if sampler.draws:
-                log_p = sampler.draft_log_probs(logits, n, self._size)
+                log_p = sampler.draft_log_probs(logits, self._size)
                 drawn.append(F.pad(log_p, (0, self._target_size - self._size), value=float("-inf")))
             if n + 1 < length:
                 state = self._forward(root_only(token[:, 0]))

@@ -8,16 +8,17 @@ from torch import Tensor
 
 from shape.drafters.base import Drafter, Settled, TreeShape
 from shape.errors import TargetMismatch
-from shape.network import Head, Known, Predictor, Remembered, turns_ahead
+from shape.network import Head, Known, MarkovBias, Predictor, Remembered, turns_ahead
 from shape.predictor import windows
 from shape.target import Target, TargetIdentity
 from shape.verification.cache import KVArena, LayerShape
-from shape.verification.sampling import Sampler, token_words
+from shape.verification.sampling import Sampler, perturbed, token_words
 from shape.verification.tree import TokenTree, keep_best, root_only
 
 _SLOTS = 256  # of the memory, at first
 _REHEARSED = 256  # known positions that a rehearsal attends to
 _EMBEDDED = 4096  # tokens whose embeddings are held at once
+_TABLED = 2**24  # biases of tokens by tokens before them that are kept as a table
 
 
 class TrainedDrafter(Drafter):
@@ -78,11 +79,24 @@ class TrainedDrafter(Drafter):
         if self.predictor.heads is not None:
             self._head = self.predictor.own_head
         self._embeddings = None if vocabulary is None else target.embed(vocabulary).to(dtype)
-        self._reduced = None
-        if (markov := self.predictor.markov) is not None:
-            with torch.no_grad():
-                parts = [markov.reduced(target.embed(some)) for some in tokens.split(_EMBEDDED)]
-            self._reduced = torch.cat(parts)
+        self._reduced: Tensor | None = None
+        self._biases: Tensor | None = None
+        if self.predictor.markov is not None:
+            self._tabulate(self.predictor.markov, tokens)
+
+    @torch.no_grad()
+    def _tabulate(self, markov: MarkovBias, tokens: Tensor) -> None:
+        """What the bias reads of every token, (K, rank), and where there are few tokens the biases, (K, K)."""
+        self._reduced = torch.cat([markov.reduced(self._target.embed(some)) for some in tokens.split(_EMBEDDED)])
+        self._biases = markov(self._reduced) if len(tokens) ** 2 <= _TABLED else None
+
+    def _bias_after(self, candidates: Tensor) -> Tensor | None:
+        """(B, M) numbers in the draft vocabulary -> (B, M, K); None without a Markov bias."""
+        if self._reduced is None or self.predictor.markov is None:
+            return None
+        if self._biases is not None:
+            return F.embedding(candidates, self._biases)
+        return self.predictor.markov(F.embedding(candidates, self._reduced))
 
     def start(self, settled: Settled, hidden: Tensor) -> None:
         hidden = hidden.to(self._device)
@@ -109,7 +123,8 @@ class TrainedDrafter(Drafter):
         size = self.predictor.config.window
         if self.arena is not None:
             self._remember(tokens, known[:, size - 1 :])
-        self.window = windows(known, counts[:, None] + size, size)[:, 0]
+        rows = torch.arange(len(known), device=self._device)[:, None]
+        self.window = known[rows, counts[:, None] + torch.arange(size, device=self._device)]
 
     def select(self, rows: Tensor) -> None:
         rows = rows.to(self._device)
@@ -171,24 +186,28 @@ class TrainedDrafter(Drafter):
         number = torch.zeros_like(root)
         joint = torch.zeros(root.shape, device=root.device)
         embedding, known, nodes = self._target.embed(root), self._known(depth), 1
-        reduced = network.reduced(embedding)
+        bias = None if network.markov is None else network.markov(network.markov.reduced(embedding))
         carried = network.begin(known, embedding)
-        shared = None if by_path else self._logits_of_all_depths(known, carried, embedding, depth)
+        if not by_path:
+            all_states, found = self._logits_of_all_depths(known, carried, embedding, depth)
+            offsets = torch.arange(depth, device=root.device)
+            all_logits = sampler.draft_logits(found, offsets, self._vocabulary)
         # Of every depth: what was expanded, its best children, and their joint log-probabilities.
         numbers, children, scores = [], [], []
         drawn: list[Tensor] = []
         for n in range(depth):
-            if shared is None:
+            if by_path:
                 states, carried = network.advance(known, carried, embedding, n)
-                logits = self._logits(states)
-            else:
-                states, logits = shared[0][:, n : n + 1], shared[1][:, n : n + 1].expand(-1, number.shape[1], -1)
-            logits = network.bias(logits, reduced)
+                logits = sampler.draft_logits(self._logits(states), n, self._vocabulary)
+            else:  # one for all nodes of a depth, but for the bias
+                states, logits = all_states[:, n : n + 1], all_logits[:, n : n + 1]
+            if bias is not None:
+                logits = logits + sampler.temper(bias)
             self.passes = n + 1
-            drafts = sampler.draft_scores(logits, n, noise[n], self._vocabulary)
             # When sampling, scores contain the noise, and their softmax is the estimate given the noise. None is above
             # 0, so that no child is likelier than its parent.
-            log_probs, candidates = drafts.log_softmax(-1).topk(branching, dim=-1)
+            ranked = perturbed(logits.expand(-1, number.shape[1], -1), noise[n]).log_softmax(-1)
+            log_probs, candidates = ranked.topk(branching, dim=-1)
             if network.confidence is not None and sampler.greedy:
                 # What the target thinks of the best child is known better than by its probability; the others follow.
                 log_probs = log_probs + (
@@ -199,7 +218,8 @@ class TrainedDrafter(Drafter):
             children.append(candidates)
             scores.append(log_probs)
             if sampler.draws:
-                drawn.append(sampler.draft_log_probs(logits, n, self._target.vocab_size, self._vocabulary))
+                own = logits.expand(-1, number.shape[1], -1)
+                drawn.append(sampler.draft_log_probs(own, self._target.vocab_size, self._vocabulary))
             if n + 1 == depth:
                 break
             joint, chosen = log_probs.topk(min(width, log_probs.shape[1]), dim=1)
@@ -210,8 +230,7 @@ class TrainedDrafter(Drafter):
             tokens = candidates.gather(1, chosen)
             if by_path or network.confidence is not None:
                 embedding = self._embed(tokens)
-            if self._reduced is not None:
-                reduced = F.embedding(tokens, self._reduced)
+            bias = self._bias_after(tokens)
             if by_path and width > 1:  # a child inherits what its parent carries
                 parents = chosen // branching
                 carried = tuple(part[rows, parents] for part in carried)
@@ -258,10 +277,16 @@ class TrainedDrafter(Drafter):
         known = Known(zeros(rows, 1, config.window, config.feature_size), memory, None, ahead)
         embedding = zeros(rows, 1, config.hidden_size)
         carried = network.begin(known, embedding)
+        if network.markov is not None:
+            network.markov(network.markov.reduced(embedding))
         if not network.by_path:
             self._logits_of_all_depths(known, carried, embedding, passes)
-            return
+        frontier = torch.zeros(rows, self.tree.width, dtype=torch.long, device=self._device)
         for n in range(passes):
+            if n > 0:
+                self._bias_after(frontier)
+            if not network.by_path:
+                continue
             states, carried = network.advance(known, carried, embedding, n)
             self._logits(states)
             if n == 0 and self.tree.width > 1:

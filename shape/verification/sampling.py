@@ -99,6 +99,28 @@ def _all_words(vocab_size: int, device: torch.device) -> Tensor:
     return token_words(torch.arange(vocab_size, device=device))
 
 
+def perturbed(logits: Tensor, noise: Tensor | None) -> Tensor:
+    """Scores whose largest are a drafter's candidates: log q + g, log q alone when greedy.
+
+    With the target's own noise a drafter that ranks by these proposes what the target will choose wherever q is near p;
+    with other noise the largest are draws without replacement.
+
+    Args:
+        logits: (B, M, K) of ``Sampler.draft_logits``. noise: (B, 1 or at least M, K), of ``Sampler.foresee``.
+    """
+    return logits if noise is None else logits + noise[:, : logits.shape[1]]
+
+
+def best(scores: Tensor) -> Tensor:
+    """(..., V) -> (...) int64: where the largest is, the first of equal ones. Takes no gradient.
+
+    On a CPU by numpy, whose search takes a tenth of the time of torch's.
+    """
+    if scores.device.type != "cpu":
+        return scores.argmax(-1)
+    return torch.as_tensor(scores.detach().numpy().argmax(-1))
+
+
 def _at_least_single(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -191,7 +213,7 @@ class Sampler:
         return gumbel(self.keys[:, None].expand_as(positions), positions, words)
 
     def foresee(self, depth: int, words: Tensor, nodes: int = 1) -> list[Tensor | None]:
-        """What ``draft_scores`` adds at offsets 0 to ``depth`` - 1: noise for tokens of given words each.
+        """What ``perturbed`` adds at offsets 0 to ``depth`` - 1: noise for tokens of given words each.
 
         It is the target's own, (B, 1, K), where drafts are coupled to its choices, and None when greedy. If not
         coupled, each of ``nodes`` nodes of a depth has its own, (B, nodes, K): draws must not depend on one another.
@@ -204,27 +226,34 @@ class Sampler:
         return list(gumbel(self._step_words(_DRAFTS)[:, None], counters, words).split(nodes, dim=1))
 
     def draft_scores(
-        self, logits: Tensor, offset: int, noise: Tensor | None, vocabulary: Tensor | None = None
+        self, logits: Tensor, offset: Tensor | int, noise: Tensor | None, vocabulary: Tensor | None = None
     ) -> Tensor:
-        """Scores whose largest are a drafter's candidates at ``offset``: log q + g.
+        """``perturbed`` of ``draft_logits``: what a drafter at ``offset`` ranks its candidates by."""
+        return perturbed(self.draft_logits(logits, offset, vocabulary), noise)
 
-        With the target's own noise a drafter that ranks by these proposes what the target will choose wherever q is
-        near p; with other noise the largest are draws without replacement. Processors other than temperature and the
-        minimum length are left to the target's choice.
+    def draft_logits(self, logits: Tensor, offset: Tensor | int, vocabulary: Tensor | None = None) -> Tensor:
+        """(B, M, K) float32, whose softmax is q: a drafter's logits under the request's temperature and minimum length.
+
+        Other processors are left to the target's choice.
 
         Args:
-            logits: (B, M, K), the drafter's logits for M nodes at one depth.
-            noise: of ``foresee``.
+            logits: (B, M, K), the drafter's for M nodes.
+            offset: of all nodes, or (M,) of each.
             vocabulary: (K,) int64, the tokens that the logits are for; None stands for all of them in order.
         """
-        logits = self._forbid_early_eos(logits.float(), offset, vocabulary)
-        if noise is None:
-            return logits
-        return (logits if self.temperature == 1.0 else logits / self.temperature) + noise[:, : logits.shape[1]]
+        return self.temper(self._forbid_early_eos(logits.float(), offset, vocabulary))
 
-    def draft_log_probs(self, logits: Tensor, offset: int, vocab_size: int, vocabulary: Tensor | None = None) -> Tensor:
-        """(B, M, V) log q, the distribution that the best of ``draft_scores`` are draws from if not coupled."""
-        log_q = (self._forbid_early_eos(logits.float(), offset, vocabulary) / self.temperature).log_softmax(-1)
+    def temper(self, logits: Tensor) -> Tensor:
+        """Logits, or what is added to them, over the temperature, where there is one."""
+        return logits if self.temperature in (0.0, 1.0) else logits / self.temperature
+
+    def draft_log_probs(self, logits: Tensor, vocab_size: int, vocabulary: Tensor | None = None) -> Tensor:
+        """(B, M, V) log q, the distribution that the best of ``perturbed`` are draws from if not coupled.
+
+        Args:
+            logits: (B, M, K) of ``draft_logits``.
+        """
+        log_q = logits.log_softmax(-1)
         if vocabulary is None:
             return log_q
         full = log_q.new_full((*log_q.shape[:-1], vocab_size), float("-inf"))
@@ -243,20 +272,19 @@ class Sampler:
         if self._visits:
             return self._choose_on_the_way(logits, tree)
         if self.greedy and not self.warpers:
-            # Not in half precision, in which a CPU takes three times as long for the same.
-            return _at_least_single(self._forbid_early_eos(logits, tree.depth)).argmax(-1)
+            return best(_at_least_single(self._forbid_early_eos(logits, tree.depth)))
         return self.pick(self.tree_scores(logits, tree), tree)
 
     def pick(self, scores: Tensor, tree: TokenTree) -> Tensor:
         """(B, N) int64: argmax(log p + g) at every node, of its ``tree_scores``."""
         if self.greedy:
-            return scores.argmax(-1)
+            return best(scores)
         if tree.size == 1:
-            return (scores + self.noise(0, scores.shape[-1])[:, None]).argmax(-1)
+            return best(scores + self.noise(0, scores.shape[-1])[:, None])
         words = _all_words(scores.shape[-1], scores.device)
         noise = self._noise_at(range(int(tree.depth.max()) + 1), words)
         rows = torch.arange(tree.tokens.shape[0], device=scores.device)[:, None]
-        return (scores + noise[rows, tree.depth]).argmax(-1)
+        return best(scores + noise[rows, tree.depth])
 
     def tree_scores(self, logits: Tensor, tree: TokenTree) -> Tensor:
         """Scores (B, N, V) at every node after all processors; their softmax is p.
@@ -293,12 +321,12 @@ class Sampler:
             here = torch.tensor([rows, nodes], device=logits.device)
             scores = self.scores(logits[here[0], here[1]], here[0], offset, [paths[row] for row in rows])
             if self.greedy:
-                chosen = scores.argmax(-1)
+                chosen = best(scores)
             elif self.coupled:
                 if offset == len(noise):  # several depths at once, but not all: most paths end before
                     ahead = range(offset, min(offset + _AHEAD, tree.size))
                     noise += self._noise_at(ahead, _all_words(logits.shape[-1], logits.device)).unbind(1)
-                chosen = (scores + noise[offset][here[0]]).argmax(-1)
+                chosen = best(scores + noise[offset][here[0]])
             else:
                 chosen = self._reject(scores, tree, here[0], here[1], offset)
             choices[here[0], here[1]] = chosen

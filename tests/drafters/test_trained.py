@@ -7,7 +7,7 @@ from helpers import RIVALS
 from helpers import predictor as build
 
 from shape.config import ShapeConfig
-from shape.drafters import Settled, TrainedDrafter, TreeShape
+from shape.drafters import Settled, TrainedDrafter, TreeShape, trained
 from shape.errors import TargetMismatch
 from shape.examples import Reader, Texts, known_in
 from shape.predictor import ShapePredictor, roll, windows
@@ -75,6 +75,24 @@ def test_children_are_the_best_of_each_nodes_own_path(target, mode, temperature)
             noise = sampler.foresee(len(path), token_words(torch.arange(64)))[-1]
             scores = sampler.draft_scores(logits, len(path) - 1, noise)[row, 0]
             assert tree.tokens[row, children].tolist() == scores.topk(2).indices.tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("kind", [{"kind": "block", "markov_rank": 4}, RIVALS["shape with Markov bias"]])
+def test_biases_from_a_table_are_those_that_are_computed(target, monkeypatch, kind, temperature):
+    network = build(**kind, loud=True)
+    sampler = Sampler(torch.tensor([5, 2]), temperature, keys=row_keys(0, 2) if temperature else None)
+    trees = []
+    for entries in (trained._TABLED, 0):
+        monkeypatch.setattr(trained, "_TABLED", entries)
+        drafter, settled, _ = begin(network, target, TreeShape(depth=3, width=2))
+        assert (drafter._biases is None) == (entries == 0)
+        sampler.settle(settled.lengths)
+        trees.append(drafter.draft(settled, sampler))
+    assert torch.equal(trees[0].tokens, trees[1].tokens) and torch.equal(trees[0].parent, trees[1].parent)
+    network.markov.expand.weight.data.zero_()  # and they matter
+    drafter, settled, _ = begin(network, target, TreeShape(depth=3, width=2))
+    assert not torch.equal(drafter.draft(settled, sampler).tokens, trees[0].tokens)
 
 
 def test_pruned_trees_keep_the_likeliest_nodes(target):

@@ -17,7 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from shape.verification.sampling import Sampler, gumbel, mix, row_keys, to_gumbel, token_words
+from shape.verification.sampling import Sampler, best, gumbel, mix, row_keys, to_gumbel, token_words
 from shape.verification.tree import TokenTree, root_only
 
 # Every statistical check below rejects a correct implementation with a probability of about 1e-6 (|z| < 4.9);
@@ -34,6 +34,14 @@ def test_mix_is_splitmix64(x):
         return z ^ (z >> 31)
 
     assert int(mix(torch.tensor(x))) % (1 << 64) == reference(x)
+
+
+@given(st.lists(st.lists(st.integers(-2, 2), min_size=5, max_size=5), min_size=1, max_size=4))
+def test_the_best_is_the_first_of_equal_ones(scores):
+    given = torch.tensor(scores, dtype=torch.float32)
+    assert best(given).tolist() == [row.index(max(row)) for row in scores] == given.argmax(-1).tolist()
+    given[0, 3] = float("nan")
+    assert best(given)[0] == given[0].argmax() == 3
 
 
 def words(count: int) -> torch.Tensor:

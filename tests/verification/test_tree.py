@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 from shape.verification.tree import (
     TokenTree,
     ancestors,
+    ancestors_on_device,
     attention_mask,
     chain,
     first_path,
     keep_best,
     ragged_chain,
     root_only,
+    uniform_mask,
 )
 
 
@@ -40,11 +42,13 @@ def test_ancestors_and_depth_equal_a_walk(parent):
         expected = walk(parent, node)
         assert set(tree.ancestors[0, node].nonzero()[:, 0].tolist()) == expected
         assert tree.depth[0, node] == len(expected) - 1
+    assert torch.equal(ancestors_on_device(tree.parent), tree.ancestors)
 
 
 def test_ancestors_of_a_long_chain():
     parent = torch.arange(-1, 40)[None]
-    assert torch.equal(ancestors(parent)[0], torch.ones(41, 41, dtype=torch.bool).tril())
+    for found in (ancestors(parent), ancestors_on_device(parent)):
+        assert torch.equal(found[0], torch.ones(41, 41, dtype=torch.bool).tril())
 
 
 def test_ragged_chain_pads_with_unreachable_nodes():
@@ -99,6 +103,8 @@ def test_mask_shows_settled_tokens_and_ancestors_within_the_window(parent, lengt
         visible |= {(length + a, length + len(walk(parent, a)) - 1) for a in walk(parent, node)}
         expected = {slot for slot, at in visible if window is None or position - at < window}
         assert set((mask[0, 0, node] == 0).nonzero()[:, 0].tolist()) == expected
+    if window is None and slack == 0:
+        assert torch.equal(uniform_mask(tree.ancestors, length, torch.float32), mask)
 
 
 def test_chain_is_its_own_first_path():
