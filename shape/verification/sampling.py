@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 
@@ -283,8 +284,8 @@ class Sampler:
             return best(scores + self.noise(0, scores.shape[-1])[:, None])
         words = _all_words(scores.shape[-1], scores.device)
         noise = self._noise_at(range(int(tree.depth.max()) + 1), words)
-        rows = torch.arange(tree.tokens.shape[0], device=scores.device)[:, None]
-        return best(scores + noise[rows, tree.depth])
+        depths = torch.arange(tree.tokens.shape[0], device=scores.device)[:, None] * noise.shape[1] + tree.depth
+        return best(scores + F.embedding(depths, noise.flatten(0, 1)))
 
     def tree_scores(self, logits: Tensor, tree: TokenTree) -> Tensor:
         """Scores (B, N, V) at every node after all processors; their softmax is p.
