@@ -26,6 +26,12 @@ from transformers import (
 from shape.features import FeatureStore
 from shape.target import Target
 
+# Of tests that run side by side, each process gets its share of the threads; so do the processes that they start.
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
+    share = max(1, torch.get_num_threads() // workers)
+    torch.set_num_threads(share)
+    os.environ["OMP_NUM_THREADS"] = str(share)
+
 # A busy machine must not fail a test for being slow.
 settings.register_profile("shape", deadline=None)
 settings.load_profile("shape")
