@@ -1,7 +1,8 @@
 """The options of every command as Markdown, read from the parser that the command itself makes.
 
-A command is a module of `shape` that can be run, so a new one has its page without being named anywhere. Nothing is
-written down twice: names, types and defaults are the parser's, explanations are the docstrings of the dataclasses.
+A command is a module of `shape` that can be run and has a parser, so a new one has its page without being named
+anywhere. Nothing is written down twice: names, types and defaults are the parser's, explanations are the docstrings of
+the dataclasses.
 """
 
 import ast
@@ -11,7 +12,7 @@ import runpy
 import sys
 import warnings
 from argparse import SUPPRESS, Action, ArgumentParser
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -25,20 +26,25 @@ _NOT_OPTIONS = ("help", "print_config", "subcommand")  # they are every parser's
 
 
 def modules() -> list[str]:
-    """Every module of `shape` that can be run, by name."""
-    sources = sorted((ROOT / "shape").rglob("*.py"))
+    """Every command, by the name of its module."""
+    sources = {path: path.read_text() for path in sorted((ROOT / "shape").rglob("*.py"))}
     return [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for path in sources
-        if '\nif __name__ == "__main__":\n' in path.read_text()
+        for path, source in sources.items()
+        if '\nif __name__ == "__main__":\n' in source and "jsonargparse" in source
     ]
 
 
+def run(module: str, arguments: Sequence[str] = ()) -> None:
+    """`python -m MODULE ARGUMENTS` in this process."""
+    with patch.object(sys, "argv", [module, *arguments]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "'shape.* found in sys.modules")  # imported before, which harms nothing
+        runpy.run_module(module, run_name="__main__")
+
+
 def parser_of(module: str) -> ArgumentParser:
-    """The parser of `python -m MODULE`, at the point where it would parse: the module is run up to there."""
-    with patch.object(sys, "argv", [module]), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "'shape.* found in sys.modules")  # run a second time, which harms nothing
-        return capture_parser(runpy.run_module, module, run_name="__main__")
+    """The parser of a command, which is run up to the point where it would parse."""
+    return capture_parser(run, module)
 
 
 def subcommands(parser: ArgumentParser) -> dict[str, ArgumentParser]:

@@ -5,16 +5,16 @@ files. That pages link to pages is for `mkdocs build --strict` to see, which CI 
 import ast
 import re
 import shlex
-from argparse import ArgumentParser
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_type_hints
+from unittest.mock import patch
 
 import pytest
 from helpers import ROOT, program
+from jsonargparse import ArgumentParser
 from transformers import dynamic_module_utils
 
 from shape.train import TrainOptions
@@ -27,7 +27,7 @@ READMES = [ROOT / "README.md", *sorted(ROOT.glob("*/README.md"))]
 BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>[^>]+) -->\n)?```python\n(?P<code>.*?)```", re.DOTALL)
 SNIPPET = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
 SPAN = re.compile(r"(?<!`)`[^`]+`(?!`)")  # code within a sentence, which may be broken into lines
-COMMAND = re.compile(r"python3? -m (shape[\w.]*)([^\n`|>&#]*)")
+COMMAND = re.compile(r" -m (shape[\w.]*\w)([^\n`|>&#]*)")
 RECORDED = re.compile(r"<!-- results:begin -->.*<!-- results:end -->", re.DOTALL)  # what was run, not what to run
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
@@ -74,35 +74,49 @@ def written_commands() -> Iterator[tuple[str, str, str]]:
             yield place, module, arguments.strip()
 
 
-@cache
-def parser_of(module: str) -> ArgumentParser:
-    assert module in commands.modules(), f"{module} is no command"
-    parser = commands.parser_of(module)
-    parser.allow_abbrev, parser.exit_on_error = False, True
-    return parser
+class Parsed(BaseException):
+    """Ends a command that has parsed its arguments."""
 
 
 def check(module: str, arguments: str) -> None:
     """Raises AssertionError where a command would refuse its arguments; files of the reader's own are left out."""
-    parser, given = parser_of(module), shlex.split(arguments)
+    given = shlex.split(arguments)
     if given[:1] == ["..."]:  # and whatever else there was
         del given[0]
-    if module == "shape.evaluation.ablate" and given and not given[0].startswith("-"):
-        known = ROOT / f"configs/ablations/{given[0]}.yaml"
-        given[0] = f"--config={known if known.exists() else known.with_stem('default')}"
+    if module == "shape.evaluation.ablate" and given and given[0].isupper():
+        given[0] = "default"
     for at, (option, value) in enumerate(pairwise(given)):
         if option == "--config" and not (ROOT / value).exists():
             del given[at : at + 2]
             break
-    if any(each.startswith("-") for each in given):  # else it is a command's name
+    assert module in commands.modules(), f"{module} is no command"
+    if not any(each.startswith("-") for each in given):
+        return  # a command's name, or a subcommand's
+    parse, within = ArgumentParser.parse_args, False
+
+    def parse_and_stop(parser: ArgumentParser, *options: Any, **named: Any) -> Any:
+        nonlocal within
+        parser.allow_abbrev = False
+        if within:  # the parser of a subcommand parses within that of the command
+            return parse(parser, *options, **named)
+        within = True
+        parse(parser, *options, **named)
+        raise Parsed
+
+    with patch.object(ArgumentParser, "parse_args", parse_and_stop):
         try:
-            parser.parse_args(given)
+            commands.run(module, given)
+        except Parsed:
+            pass
         except SystemExit as end:
             assert not end.code, f"python -m {module} {arguments} is refused"  # --help and --print_config end well
 
 
-@pytest.mark.parametrize(("place", "module", "arguments"), sorted(set(written_commands())))
-def test_commands_parse(place, module, arguments, monkeypatch):
+WRITTEN = {(module, " ".join(arguments.split())): place for place, module, arguments in written_commands()}
+
+
+@pytest.mark.parametrize(("module", "arguments", "place"), [(*command, place) for command, place in WRITTEN.items()])
+def test_commands_parse(module, arguments, place, monkeypatch):
     monkeypatch.chdir(ROOT)
     check(module, arguments)
 
@@ -128,7 +142,7 @@ def test_wrong_commands_are_noticed(module, arguments, monkeypatch):
 @pytest.mark.parametrize("module", commands.modules())
 def test_every_option_is_described(module):
     """Docstrings that explain two options in one line explain neither to `--help`."""
-    parser = parser_of(module)
+    parser = commands.parser_of(module)
     for each in [parser, *commands.subcommands(parser).values()]:
         nameless = [action.dest for _, found in commands.options(each) for action in found if not action.help]
         assert not nameless, f"options without a text: {nameless}"
