@@ -22,17 +22,19 @@ from unittest.mock import patch
 from jsonargparse import capture_parser
 
 ROOT = Path(__file__).resolve().parents[1]
+_RUNS = '\nif __name__ == "__main__":\n'
 _NOT_OPTIONS = ("help", "print_config", "subcommand")  # they are every parser's, or no option
 
 
 def modules() -> list[str]:
     """Every command, by the name of its module."""
-    sources = {path: path.read_text() for path in sorted((ROOT / "shape").rglob("*.py"))}
-    return [
-        ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for path, source in sources.items()
-        if '\nif __name__ == "__main__":\n' in source and "jsonargparse" in source
-    ]
+    found = (path.relative_to(ROOT).with_suffix("").parts for path in sorted((ROOT / "shape").rglob("*.py")))
+    return [module for module in map(".".join, found) if can_be_run(module) and "jsonargparse" in _source(module)]
+
+
+def can_be_run(module: str) -> bool:
+    """Whether `python -m MODULE` does anything; what has no parser of ours then has no page."""
+    return _RUNS in _source(module)
 
 
 def run(module: str, arguments: Sequence[str] = ()) -> None:
@@ -77,10 +79,14 @@ def summary(module: str) -> str:
     return " ".join(_docstring(module).split("\n\n")[0].split()).removeprefix(f"`python -m {module}`: ")
 
 
+def _source(module: str) -> str:
+    path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+    return path.read_text() if path.exists() else ""
+
+
 def _docstring(module: str) -> str:
     """What a module says of itself; lines that are commands become code, whether it indents them or not."""
-    source = ROOT.joinpath(*module.split(".")).with_suffix(".py")
-    told = ast.get_docstring(ast.parse(source.read_text())) or ""
+    told = ast.get_docstring(ast.parse(_source(module))) or ""
     return re.sub(r"^(?=python -m )", "    ", told, flags=re.MULTILINE)
 
 

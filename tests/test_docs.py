@@ -89,9 +89,9 @@ def check(module: str, arguments: str) -> None:
         if option == "--config" and not (ROOT / value).exists():
             del given[at : at + 2]
             break
-    assert module in commands.modules(), f"{module} is no command"
-    if not any(each.startswith("-") for each in given):
-        return  # a command's name, or a subcommand's
+    assert commands.can_be_run(module), f"{module} is no command"
+    if module not in commands.modules() or not any(each.startswith("-") for each in given):
+        return  # another package's options, or none
     parse, within = ArgumentParser.parse_args, False
 
     def parse_and_stop(parser: ArgumentParser, *options: Any, **named: Any) -> Any:
