@@ -133,16 +133,20 @@ def load_conversations(
 ) -> list[Conversation]:
     """Read conversations, in the order of the source.
 
-    source: a .jsonl, .json (list) or .txt file (one text per block of lines; blank lines separate), any of
-    them gzipped, a folder of these, a dataset on the hub (`name`, `name:split` or `name:config:split`), or
-    a list of sources. The format is recognised row by row: ShareGPT (`conversations`), OpenAI (`messages`),
-    Alpaca (`instruction`, `input`, `output`), `prompt` + `completion`, `text`, and user-only `turns` or
-    `prompt`.
-    skip_bad_rows: count malformed rows, warn once and go on, instead of raising at the first.
-    limit: at most this many conversations. exclude_ids: leave out ids that begin with one of these.
-    require_answers: raise if no row has an assistant turn (regeneration does not need any).
+    The format is recognised row by row: ShareGPT (`conversations`), OpenAI (`messages`), Alpaca (`instruction`,
+    `input`, `output`), `prompt` + `completion`, `text`, and user-only `turns` or `prompt`.
 
-    Raises DataError, naming file and line, for anything that cannot be read.
+    Args:
+        source: a .jsonl, .json (list) or .txt file (one text per block of lines; blank lines separate), any of
+            them gzipped, a folder of these, a dataset on the hub (`name`, `name:split` or `name:config:split`), or
+            a list of sources.
+        skip_bad_rows: count malformed rows, warn once and go on, instead of raising at the first.
+        limit: at most this many conversations.
+        exclude_ids: leave out ids that begin with one of these.
+        require_answers: raise if no row has an assistant turn (regeneration does not need any).
+
+    Raises:
+        DataError: naming file and line, for anything that cannot be read.
     """
     sources = [source] if isinstance(source, str | Path) else list(source)
     label = ", ".join(str(one) for one in sources)

@@ -123,7 +123,8 @@ class ShapeDecoder:
                 ``shape.drafters.DRAFTERS``, "none", or several, as a list or joined by "+", whose drafts are merged
                 ("suffix+shape").
             tree: shape of the predictor's draft tree; None takes its own default.
-            fall_back, graphs: see the class.
+            fall_back: see the class.
+            graphs: see the class.
             draft_device: where the predictor drafts; None is beside the target.
             pack: file of recipes (see ``shape.drafters.recipes``), which by themselves are the drafter "recipes", and
                 beside a predictor come before it.

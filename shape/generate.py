@@ -190,7 +190,7 @@ def _system(options: GenerateOptions) -> list[dict[str, str]]:
 
 def load(options: GenerateOptions) -> ShapeDecoder:
     """The decoder of these options. With another drafter the predictor only names the target, if need be."""
-    trained = options.drafter is None or "shape" in options.drafter.split("+")
+    trained = options.drafter is None or not {"shape", "model"}.isdisjoint(options.drafter.split("+"))
     predictor = options.predictor if trained or not options.target else None
     return ShapeDecoder.from_pretrained(
         predictor,

@@ -102,8 +102,18 @@ class Losses:
     """Weights of the terms, and the factor by which each further step counts less.
 
     Attributes:
-        sinkhorn: weight of the loss of that name; off by default.
-        sinkhorn_scale, sinkhorn_epsilon, sinkhorn_support, sinkhorn_iterations: its arguments.
+        mse: weight of the mean squared error of states (the paper's).
+        smooth_l1: weight of the Huber loss of states (EAGLE's).
+        soft_cross_entropy: weight of the cross-entropy of the target's distribution (the paper's).
+        kl: weight of the Kullback-Leibler divergence, which has the same gradient.
+        total_variation: weight of the distance that one minus acceptance is.
+        negative_log_acceptance: weight of the logarithm of acceptance.
+        sinkhorn: weight of the transport loss; off by default.
+        step_decay: factor by which each further step counts less; 1 counts all alike.
+        sinkhorn_scale: squared distance at which a mistake costs all, in units of the mean one.
+        sinkhorn_epsilon: entropic regularisation of the transport loss.
+        sinkhorn_support: the target's likeliest tokens, between which mass is moved.
+        sinkhorn_iterations: of the transport loss.
 
     Raises:
         ConfigError: a negative weight, no weight at all, or a parameter out of range.

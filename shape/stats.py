@@ -26,10 +26,13 @@ class Step:
     """One step of a batch.
 
     Attributes:
-        rows: numbers of the rows that took part; lengths: tokens of each that were in the cache before.
+        rows: numbers of the rows that took part.
+        lengths: tokens of each that were in the cache before.
         nodes: size of the verified tree, its root included.
         passes: forwards of the drafter's network, one after the other.
-        draft, verify, commit: seconds of its parts.
+        draft: seconds of drafting.
+        verify: seconds of verification: the target's forward, its choice, acceptance.
+        commit: seconds of keeping what was accepted.
     """
 
     rows: list[int]
@@ -59,14 +62,20 @@ class DecodeStats:
         emitted: tokens emitted after the prefill, all rows.
         forwards: target forwards after the prefill times the rows they served.
         histogram: how often a row emitted n tokens in a step.
-        drafted: draft tokens proposed; accepted: of these, the ones emitted.
+        drafted: draft tokens proposed.
+        accepted: of these, the ones emitted.
         sources: by the names of those who proposed them, where several drafters do, how many tokens were proposed and
             how many of them accepted; what two proposed counts for both.
         draft_steps: row-steps in which at least one token was proposed.
-        row_emitted, row_forwards: the same two numbers per row of the batch.
-        plain_steps: steps that did not draft because drafting had not paid; pauses: how often that was found.
+        row_emitted: tokens emitted after the prefill, per row of the batch.
+        row_forwards: target forwards after the prefill, per row of the batch.
+        plain_steps: steps that did not draft because drafting had not paid.
+        pauses: how often that was found.
         steps: what each step did, in order.
-        prompt_tokens: of distinct prompts; reused_tokens: of these, the ones that a session had in its cache.
+        prompt_tokens: of distinct prompts.
+        reused_tokens: of these, the ones that a session had in its cache.
+        prefill_seconds: until the first token of every row.
+        decode_seconds: from there to the end.
     """
 
     drafter: str = "none"

@@ -53,6 +53,7 @@ class TrainingOptions:
         optimizer: "adamw", or "muon" for the network's matrices (its updates scaled to AdamW's size, so that the
             learning rate means the same) and AdamW for all else.
         learning_rate: its peak, reached after `warmup_steps`.
+        warmup_steps: steps over which the learning rate rises to its peak.
         decay: how the learning rate falls to zero over the remaining steps.
         weight_decay: on matrices only; biases, gates and norms are left alone.
         noise: standard deviation of uniform noise on the input states, in units of each state's root mean square.

@@ -45,9 +45,9 @@ def predictor(dtype=torch.float64, **options) -> Predictor:
 
 
 @contextmanager
-def program(name: str) -> Iterator[ModuleType]:
-    """A program of `eval/` as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "eval" / f"{name}.py")
+def program(name: str, folder: str = "eval") -> Iterator[ModuleType]:
+    """A program of a folder that is no package as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up

@@ -47,6 +47,12 @@ def test_the_seed_fixes_the_answer_for_every_drafter(capsys, predictor_folder, d
     assert run(capsys, *sampled)[:-1] == run(capsys, *sampled, "--drafter", drafter)[:-1]
 
 
+def test_a_smaller_model_in_a_hybrid(capsys, tiny_target_folder):
+    """Its name in the hybrid is enough for the model given as predictor to be loaded."""
+    model = ["--target", str(tiny_target_folder), "--predictor", str(tiny_target_folder), "--prompt", "Hello"]
+    assert "(suffix+model)" in run(capsys, *model, "--drafter", "suffix+model")[-1]
+
+
 def test_acceptance_rules_and_their_parameters(capsys, predictor_folder):
     """At this epsilon and delta everything drafted is typical; another rule is asked for by name."""
     sampled = ["--predictor", predictor_folder, "--prompt", "Hello", "--temperature", "1", "--tree.depth", "2"]

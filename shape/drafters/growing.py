@@ -26,7 +26,8 @@ def grow(
         start: where the root stands.
         following: tokens that may follow at a place, with their probabilities, above 0.
         step: where a token leads from a place.
-        nodes, depth: bounds of the tree.
+        nodes: at most.
+        depth: of the longest path, at most.
         least: joint log-probability below which a path is not proposed.
     """
     grown: Drafted = []

@@ -38,7 +38,8 @@ class Lookahead(Protocol):
         """What became of a draft, as means over the rows.
 
         Args:
-            accepted: drafted tokens that stood. drafted: how many there were.
+            accepted: drafted tokens that stood.
+            drafted: how many there were.
             entropy: of the drafter's distributions, nats; 0 where it is not read.
             cost: seconds of one draft token over seconds of a verification; None where that is not known yet.
         """
@@ -62,9 +63,13 @@ class Adaptive:
     As in "Torch-Velocity", whose thresholds are the defaults.
 
     Args:
-        length: at first. least, most: its bounds.
-        up, down: shares of drafted tokens accepted, in the mean over some drafts, beyond which it changes.
-        sure, fair: nats of entropy below which, and acceptance from which on, it grows too.
+        length: at first.
+        least: its lower bound.
+        most: its upper bound.
+        up: share of drafted tokens accepted, in the mean over some drafts, above which it grows.
+        down: share below which it shrinks.
+        sure: nats of entropy below which it grows too,
+        fair: where this share is accepted.
     """
 
     reads_entropy: ClassVar[bool] = True
@@ -97,7 +102,8 @@ class ByCost:
     2211.17192, theorem 3.8).
 
     Args:
-        length: until both are known. most: its bound.
+        length: until both are known.
+        most: its bound.
     """
 
     reads_entropy: ClassVar[bool] = False

@@ -14,7 +14,8 @@ class NgramDrafter(Drafter):
 
     Args:
         depth: longest chain proposed.
-        longest, shortest: suffix lengths tried, the longest first.
+        longest: tokens of the first suffix tried.
+        shortest: tokens of the last one.
     """
 
     name = "ngram"

@@ -50,7 +50,8 @@ class Pack:
 
     Attributes:
         target: identity of the target whose text they are.
-        samples: answers per prompt that had to agree. prompts: how many there were.
+        samples: answers per prompt that had to agree.
+        prompts: how many there were.
     """
 
     target: TargetIdentity

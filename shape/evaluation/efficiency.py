@@ -258,7 +258,7 @@ class EfficiencyOptions:
     """What to measure.
 
     Args:
-        output: folder for results.json and results.md.
+        output: folder for efficiency.json and efficiency.md.
         predictor: folder, hub id or bundled name of a trained predictor; "none" measures without one.
         target: path or hub id; default: the predictor's own.
         prompts: JSON-lines file of prompts; default: the bundled bench split.
@@ -287,7 +287,7 @@ class EfficiencyOptions:
 
 
 def run(options: EfficiencyOptions) -> list[Case]:
-    """Measures, prints, and writes results.json and results.md."""
+    """Measures, and writes efficiency.json and efficiency.md."""
     if max(options.batches, default=0) > options.limit or min(options.batches, default=0) < 1:
         raise ConfigError(f"batches {options.batches} have to lie between 1 and limit {options.limit}; raise the limit")
     source = Path(options.prompts) if options.prompts else bundled.path("data", "bench.jsonl")

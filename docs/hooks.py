@@ -1,0 +1,66 @@
+"""What the documentation includes and does not copy: options of the commands, measured tables, READMEs of folders."""
+
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from commands import ROOT, modules, page, summary
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+_RESULTS = ROOT / "eval" / "results"
+_SHOWN = (".md", ".png", ".svg")
+# Pages that lie beside what they describe, by their place in the site.
+_ELSEWHERE = {
+    "reference/configurations.md": ROOT / "configs/README.md",
+    "results/protocols.md": ROOT / "eval/README.md",
+}
+_COMMANDS = """# Commands
+
+Every command lists its options with `--help`, takes them from a YAML file with `--config FILE`, and prints such a file
+with `--print_config`; what is given by name goes before what is in the file. A mistake in the input ends with one
+sentence and exit status 2.
+"""
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Fill the two places of the navigation whose pages are found, not named."""
+    sections = {title: entries for section in config.nav or () for title, entries in section.items()}
+    commands = [{module.removeprefix("shape."): _place(module)} for module in modules()]
+    sections["Reference"].insert(0, {"Commands": ["reference/commands/index.md", *commands]})
+    sections["Results"] += _tables()
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are made here or lie elsewhere."""
+    listed = "\n".join(f"- [`python -m {module}`]({module}.md): {summary(module)}" for module in modules())
+    made = {
+        "reference/commands/index.md": f"{_COMMANDS}\n{listed}\n",
+        **{_place(each): page(each) for each in modules()},
+    }
+    for place, content in made.items():
+        files.append(File.generated(config, place, content=content))
+    tables = {f"results/{path.relative_to(_RESULTS)}": path for path in _RESULTS.rglob("*") if path.suffix in _SHOWN}
+    for place, source in {**_ELSEWHERE, **tables}.items():
+        files.append(File.generated(config, place, abs_src_path=str(source)))
+    return files
+
+
+def _place(module: str) -> str:
+    return f"reference/commands/{module}.md"
+
+
+def _tables() -> list[Any]:
+    """Navigation of the measured tables, by the folder or file that they lie in."""
+    found = sorted(path.relative_to(_RESULTS) for path in _RESULTS.rglob("*.md") if path.name != "README.md")
+    entries: list[Any] = []
+    for name, group in groupby(found, key=lambda path: path.parts[0]):
+        pages = [{_label(path, name): f"results/{path}"} for path in group]
+        entries.append({name: pages} if len(pages) > 1 else {Path(name).stem: next(iter(pages[0].values()))})
+    return entries
+
+
+def _label(path: Path, folder: str) -> str:
+    """A table's name below its folder: that of its own folder where it has one."""
+    return path.parent.name if path.parent.name != folder else path.stem

@@ -1,0 +1,177 @@
+"""The documentation says what is so: its Python runs, its commands parse, its options are described, its links lead to
+files. That pages link to pages is for `mkdocs build --strict` to see, which CI runs.
+"""
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, get_type_hints
+from unittest.mock import patch
+
+import pytest
+from helpers import ROOT, program
+from jsonargparse import ArgumentParser
+from transformers import dynamic_module_utils
+
+from shape.train import TrainOptions
+
+with program("commands", "docs") as commands:
+    pass
+
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+READMES = [ROOT / "README.md", *sorted(ROOT.glob("*/README.md"))]
+BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>[^>]+) -->\n)?```python\n(?P<code>.*?)```", re.DOTALL)
+SNIPPET = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
+SPAN = re.compile(r"(?<!`)`[^`]+`(?!`)")  # code within a sentence, which may be broken into lines
+COMMAND = re.compile(r" -m (shape[\w.]*\w)([^\n`|>&#]*)")
+RECORDED = re.compile(r"<!-- results:begin -->.*<!-- results:end -->", re.DOTALL)  # what was run, not what to run
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def blocks(page: Path) -> Iterator[tuple[str, bool]]:
+    """The Python of a page, block by block, and whether it can run here."""
+    for found in BLOCK.finditer(page.read_text()):
+        code = SNIPPET.sub(lambda name: (ROOT / name[1]).read_text(), found["code"])
+        yield code, found["reason"] is None
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(blocks(page))], ids=named)
+def test_python_runs(page, monkeypatch, tmp_path):
+    """Block after block in one namespace, as a reader would; what cannot run here has to be Python at least."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
+    namespace: dict[str, Any] = {"__name__": page.stem}
+    for number, (code, runs) in enumerate(blocks(page), 1):
+        compiled = compile(code, f"{page.name}, block {number}", "exec")
+        if runs:
+            exec(compiled, namespace)
+
+
+def test_python_of_the_readme_compiles():
+    found = list(blocks(ROOT / "README.md"))
+    assert found
+    for code, _ in found:
+        compile(code, "README.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+def written_commands() -> Iterator[tuple[str, str, str]]:
+    """(where it stands, module, arguments) of every command that someone may copy."""
+    texts = {named(path): path.read_text() for path in [*PAGES, *READMES, *sorted((ROOT / "configs").rglob("*.yaml"))]}
+    for module in commands.modules():
+        path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+        texts[named(path)] = ast.get_docstring(ast.parse(path.read_text())) or ""
+    for place, text in texts.items():
+        text = SPAN.sub(lambda code: code[0].replace("\n", " "), RECORDED.sub("", text))
+        for module, arguments in COMMAND.findall(text.replace("\\\n", " ")):
+            yield place, module, arguments.strip()
+
+
+class Parsed(BaseException):
+    """Ends a command that has parsed its arguments."""
+
+
+def check(module: str, arguments: str) -> None:
+    """Raises AssertionError where a command would refuse its arguments; files of the reader's own are left out."""
+    given = shlex.split(arguments)
+    if given[:1] == ["..."]:  # and whatever else there was
+        del given[0]
+    if module == "shape.evaluation.ablate" and given and given[0].isupper():
+        given[0] = "default"
+    for at, (option, value) in enumerate(pairwise(given)):
+        if option == "--config" and not (ROOT / value).exists():
+            del given[at : at + 2]
+            break
+    assert commands.can_be_run(module), f"{module} is no command"
+    if module not in commands.modules() or not any(each.startswith("-") for each in given):
+        return  # another package's options, or none
+    parse, within = ArgumentParser.parse_args, False
+
+    def parse_and_stop(parser: ArgumentParser, *options: Any, **named: Any) -> Any:
+        nonlocal within
+        parser.allow_abbrev = False
+        if within:  # the parser of a subcommand parses within that of the command
+            return parse(parser, *options, **named)
+        within = True
+        parse(parser, *options, **named)
+        raise Parsed
+
+    with patch.object(ArgumentParser, "parse_args", parse_and_stop):
+        try:
+            commands.run(module, given)
+        except Parsed:
+            pass
+        except SystemExit as end:
+            assert not end.code, f"python -m {module} {arguments} is refused"  # --help and --print_config end well
+
+
+WRITTEN = {(module, " ".join(arguments.split())): place for place, module, arguments in written_commands()}
+
+
+@pytest.mark.parametrize(("module", "arguments", "place"), [(*command, place) for command, place in WRITTEN.items()])
+def test_commands_parse(module, arguments, place, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    check(module, arguments)
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("shape.train", "--steps 5"),
+        ("shape.train", "--training.steps many"),
+        ("shape.bench", "--tree.breadth 2"),
+        ("shape.extract", "--output features"),
+        ("shape.drafters.recipes", "compile --target T"),
+        ("shape.evaluation.ablate", "rivals --variant eagle"),
+        ("shape.learn", "--steps 5"),
+    ],
+)
+def test_wrong_commands_are_noticed(module, arguments, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(AssertionError, match=r"refused|no command"):
+        check(module, arguments)
+
+
+@pytest.mark.parametrize("module", commands.modules())
+def test_every_option_is_described(module):
+    """Docstrings that explain two options in one line explain neither to `--help`."""
+    parser = commands.parser_of(module)
+    for each in [parser, *commands.subcommands(parser).values()]:
+        nameless = [action.dest for _, found in commands.options(each) for action in found if not action.help]
+        assert not nameless, f"options without a text: {nameless}"
+
+
+def option_names(options: type, stem: str = "--") -> Iterator[str]:
+    hints = get_type_hints(options)
+    for field in fields(options):
+        if is_dataclass(hint := hints[field.name]):
+            yield from option_names(hint, f"{stem}{field.name}.")
+        else:
+            yield f"{stem}{field.name}"
+
+
+def test_pages_of_commands():
+    page = commands.page("shape.train")
+    for name in option_names(TrainOptions):
+        assert f"\n`{name}` " in page, name
+    assert "`--predictor.step_mode` `parallel` or `recursive`, default `parallel`\n:   all steps from" in page
+    assert "## The network: `--predictor.*`" in page
+    assert "`--extraction.more_layers` list of int, default `[]`" in page and "print_config`\n:" not in page
+    assert "`--target` str, required" in commands.page("shape.extract")
+    recipes = commands.page("shape.drafters.recipes")
+    assert all(f"\n## {name}\n" in recipes for name in ("compile", "inspect", "merge"))
+    assert "`--tree.nodes`" in commands.page("shape.generate")
+    assert commands.summary("shape.bench").startswith("how fast a predictor decodes")
+
+
+@pytest.mark.parametrize("readme", READMES, ids=named)
+def test_links_of_readmes_lead_to_files(readme):
+    for target in LINK.findall(readme.read_text()):
+        assert (readme.parent / target).exists(), target
