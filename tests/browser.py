@@ -5,11 +5,21 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+# The protocol's ends have to be the browser's descriptors 3 and 4, whatever numbers they have here.
+_LAUNCH = """
+import os, sys
+ends = [os.dup(int(end)) for end in sys.argv[1:3]]
+for number, end in enumerate(ends, start=3):
+    os.dup2(end, number)
+    os.set_inheritable(number, True)
+os.execvp(sys.argv[3], sys.argv[3:])
+"""
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
@@ -95,10 +105,11 @@ def opened(program: str, profile: Path) -> Iterator[Page]:
         "--disable-background-networking", "--no-first-run", f"--user-data-dir={profile}",
     ]  # fmt: skip
 
-    # The protocol's ends are the browser's descriptors 3 and 4, whatever numbers they have here.
-    shell = ["sh", "-c", f'exec 3<&{to_browser} 4>&{from_browser} && exec "$@"', "sh", *command]
     process = subprocess.Popen(
-        shell, pass_fds=(to_browser, from_browser), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [sys.executable, "-S", "-c", _LAUNCH, str(to_browser), str(from_browser), *command],
+        pass_fds=(to_browser, from_browser),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     os.close(to_browser)
     os.close(from_browser)

@@ -8,6 +8,7 @@ Looks below RESULTS for results of `shape.bench`, `shape.evaluation.efficiency`,
 there. Where a section has no data, the page ends with the command that makes it.
 """
 
+import html
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from typing import Any
 
 import jinja2
 from jsonargparse import auto_cli
-from markupsafe import Markup, escape
 from tqdm import tqdm
 
 from shape.errors import DataError, exit_on_error
@@ -172,7 +172,7 @@ def page(found: Found, title: str = "Speculative decoding, measured", progress: 
     shown = sections(found)
     plots_shown = [one for section in shown for one in section.content if isinstance(one, Plot)]
     drawings = {
-        id(plot): Markup(plots.inline(plot.figure, f"f{number}", str(escape(plot.label))))
+        id(plot): plots.inline(plot.draw(), f"f{number}", html.escape(plot.label))
         for number, plot in enumerate(tqdm(plots_shown, desc="drawing", unit="plot", disable=not progress))
     }
     loader = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
@@ -198,7 +198,7 @@ def write_images(shown: Sequence[Section], folder: Path, progress: bool = False)
         if isinstance(one, Plot)
     ]
     for name, plot in tqdm(named, desc="images", unit="plot", disable=not progress):
-        plots.write_images(plot.figure, folder, name)
+        plots.write_images(plot.draw(), folder, name)
 
 
 def report(results: str, output: str = "report.html", images: str | None = None) -> None:

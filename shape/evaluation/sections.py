@@ -3,8 +3,9 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from matplotlib.figure import Figure
@@ -61,6 +62,7 @@ class Plot:
     """A drawing with what has to stand beside it.
 
     Attributes:
+        draw: makes it; not before it is wanted.
         table: the same figures, header and rows.
         caution: what a reader must not overlook: simulated, projected, lossy.
         told: what is to be seen.
@@ -68,7 +70,7 @@ class Plot:
 
     title: str
     source: Source[Any]
-    figure: Figure
+    draw: Callable[[], Figure]
     table: Table
     caution: str = ""
     told: str = ""
@@ -276,8 +278,12 @@ def _speed(found: Found) -> Iterator[Plot]:
         header = [*header[:-1], "projected for 8B (not measured)"]
         shown = {name: line.speed_up for name, line in results.summary.items() if line.speed_up.value is not None}
         ranked = sorted(shown, key=lambda name: -(shown[name].value or 0.0))
-        drawing = plots.intervals(
-            {_name(results, name): _triple(shown[name]) for name in ranked}, "speed-up", at=1.0, unit="x"
+        drawing = partial(
+            plots.intervals,
+            {_name(results, name): _triple(shown[name]) for name in ranked},
+            "speed-up",
+            at=1.0,
+            unit="x",
         )
         yield Plot("Speed-up by method", source, drawing, (header, rows), _caution(results))
         if len(results.categories) > 1:
@@ -308,7 +314,7 @@ def _by_task(source: Source[SpeedResults], ranked: Sequence[str]) -> Plot:
     ]
     left_out = len(drafted) - plots.MOST_SERIES
     told = f"Drawn are the {plots.MOST_SERIES} fastest; the table has all." if left_out > 0 else ""
-    drawing = plots.grouped(groups, "speed-up", at=1.0)
+    drawing = partial(plots.grouped, groups, "speed-up", at=1.0)
     return Plot(
         "Speed-up by task", source, drawing, (["task", "method", "speed-up (95 %)", "acceptance length (95 %)"], rows),
         told=told,
@@ -338,7 +344,9 @@ def _lengths(found: Found) -> Iterator[Plot]:
                 ]
                 for name, of in values.items()
             ]
-            drawing = plots.strips({_name(results, name): of for name, of in values.items()}, "acceptance length")
+            drawing = partial(
+                plots.strips, {_name(results, name): of for name, of in values.items()}, "acceptance length"
+            )
             table = (["method", "median", "least", "25 %", "75 %", "greatest"], rows)
             yield Plot("Acceptance length of each prompt", source, drawing, table, _caution(results))
         histograms = _histograms(results)
@@ -347,7 +355,9 @@ def _lengths(found: Found) -> Iterator[Plot]:
             series = {
                 name: [(size, counts[size] / counts.total()) for size in sizes] for name, counts in histograms.items()
             }
-            drawing = plots.curves(series, "tokens settled in a step", "share of steps", share=True, whole=True)
+            drawing = partial(
+                plots.curves, series, "tokens settled in a step", "share of steps", share=True, whole=True
+            )
             rows = [[name, *(f"{counts[size]:,}" for size in sizes)] for name, counts in histograms.items()]
             yield Plot("Tokens settled in a step", source, drawing, (["method", *map(str, sizes)], rows))
 
@@ -363,7 +373,9 @@ def _depths(found: Found) -> Iterator[Plot]:
     for source in found.traces:
         counts = source.data.by_depth
         if counts:
-            yield _stands("Drafts that stood, by depth", source, {source.data.call.get("drafter", "draft"): counts})
+            told = f"One answer: the target was asked {sum(asked for asked, _ in counts)} times, as the table counts."
+            named = {source.data.call.get("drafter", "draft"): counts}
+            yield replace(_stands("Drafts that stood, by depth", source, named), told=told)
     for ablation in found.ablations:
         for temperature in ablation.data["others"]:
             lines = [(one["label"], one["at"][temperature]["anatomy"]) for one in ablation.data["lines"]]
@@ -382,7 +394,7 @@ def _depths(found: Found) -> Iterator[Plot]:
                 for name, counts in histograms.items()
             }
             if last > 1:
-                drawing = plots.curves(series, "tokens", "steps that settled more", share=True, whole=True)
+                drawing = partial(plots.curves, series, "tokens", "steps that settled more", share=True, whole=True)
                 rows = [[name, *(f"{y:.0%}" for _, y in points)] for name, points in series.items()]
                 table = (["method", *(f"more than {size}" for size in range(1, last))], rows)
                 yield Plot("Steps that settled more than so many tokens", measured, drawing, table)
@@ -395,7 +407,7 @@ def _stands(title: str, source: Source[Any], counts: Mapping[str, Sequence[tuple
         for name, found in counts.items()
     }
     drawn = dict(list({name: line for name, line in points.items() if line}.items())[: plots.MOST_SERIES])
-    drawing = plots.curves(drawn, "depth", "stood, of the drafts that got there", share=True, whole=True)
+    drawing = partial(plots.curves, drawn, "depth", "stood, of the drafts that got there", share=True, whole=True)
     deepest = max(map(len, counts.values()))
     rows = [
         [name, *(f"{stood} / {asked}" for asked, stood in found), *[DASH] * (deepest - len(found))]
@@ -424,7 +436,7 @@ def _latency(found: Found) -> Iterator[Plot]:
             for name, parts in rows.items()
         ]
         table = (["method", "ms per token", *order], cells)
-        yield Plot("Milliseconds per token", source, plots.stacks(drawn, "ms per token"), table)
+        yield Plot("Milliseconds per token", source, partial(plots.stacks, drawn, "ms per token"), table)
     for measured in found.efficiency:
         for setting, cases in _settings(measured.data):
             split = {
@@ -445,7 +457,7 @@ def _latency(found: Found) -> Iterator[Plot]:
                 cells = [[name, *(show(value) for value in parts.values())] for name, parts in split.items()]
                 table = (["method", *next(iter(split.values()))], cells)
                 title = f"A step against bare forwards, {_setting(setting)}"
-                drawing = plots.stacks(split, "ms per step")
+                drawing = partial(plots.stacks, split, "ms per step")
                 yield Plot(title, measured, drawing, table, _simulated(split))
     for trace in found.traces:
         if trace.data.steps:
@@ -454,7 +466,9 @@ def _latency(found: Found) -> Iterator[Plot]:
                 [str(number), *(show(ms) for ms in step)]
                 for number, step in enumerate(zip(*parts.values(), strict=True), start=1)
             ]
-            yield Plot("Every step of one answer", trace, plots.timeline(parts, "ms"), (["step", *parts], cells))
+            yield Plot(
+                "Every step of one answer", trace, partial(plots.timeline, parts, "ms"), (["step", *parts], cells)
+            )
 
 
 def _tail(found: Found) -> Iterator[Plot]:
@@ -478,7 +492,7 @@ def _tail(found: Found) -> Iterator[Plot]:
 
 def _gaps(title: str, source: Source[Any], gaps: dict[str, tuple[float, float]], ends: tuple[str, str]) -> Plot:
     rows = [[name, show(low), show(high)] for name, (low, high) in gaps.items()]
-    return Plot(title, source, plots.spans(gaps, "ms", ends), (["method", *ends], rows), _simulated(gaps))
+    return Plot(title, source, partial(plots.spans, gaps, "ms", ends), (["method", *ends], rows), _simulated(gaps))
 
 
 # ------------------------------------------------------------------------------------------- traces
@@ -530,7 +544,7 @@ def _drafts(found: Found) -> Iterator[Plot]:
         if any(drafted for drafted, _ in lengths):
             rows = [[str(at), str(drafted), str(stood)] for at, (drafted, stood) in enumerate(lengths, start=1)]
             table = (["step", "drafted, tokens deep", "stood"], rows)
-            yield Plot("Draft length by step", source, plots.lengths(lengths), table)
+            yield Plot("Draft length by step", source, partial(plots.lengths, lengths), table)
 
 
 def _cache(found: Found) -> Iterator[Plot]:
@@ -552,7 +566,7 @@ def _cache(found: Found) -> Iterator[Plot]:
         ]
         table = (["step", "slots filled before", "written", "kept", "rolled back", "moved"], rows)
         cut = f"The first {_SHOWN_STEPS} steps." if len(source.data.steps) > _SHOWN_STEPS else ""
-        yield Plot("Slots of the cache", source, plots.waterfall(slots), table, told=cut)
+        yield Plot("Slots of the cache", source, partial(plots.waterfall, slots), table, told=cut)
 
 
 def _rejection(found: Found) -> Iterator[Plot]:
@@ -613,14 +627,15 @@ def _choice(source: Source[Traced], choice: Mapping[str, Any]) -> Plot:
         ),
     )
     shown = sorted(matters[:_SHOWN_TOKENS])
-    drawing = plots.choice(
+    drawing = partial(
+        plots.choice,
         [labels[at] for at in shown],
         [choice["p"][at] for at in shown],
         [choice["q"][at] for at in shown],
         None if scores is None else [scores[at] for at in shown],
     )
     return Plot(
-        f"Step {choice['step']}, position {choice['position']}", source, drawing, (header, rows), " ".join(told)
+        f"Step {choice['step']}, position {choice['position']}", source, drawing, (header, rows), told=" ".join(told)
     )
 
 
@@ -645,7 +660,9 @@ def _odds(found: Found) -> Iterator[Plot]:
             for t in judged
         ]
         table = (["token", "p / q", "p", "q", "became", "draw"], rows)
-        yield Plot("p against q", source, plots.odds({event: found for event, found in pairs.items() if found}), table)
+        yield Plot(
+            "p against q", source, partial(plots.odds, {event: found for event, found in pairs.items() if found}), table
+        )
 
 
 def _entropy(found: Found) -> Iterator[Plot]:
@@ -669,7 +686,7 @@ def _entropy(found: Found) -> Iterator[Plot]:
             for token, stood in asked
         ]
         table = (["position", "entropy of the target, nats", "of the drafter", "a draft stood"], rows)
-        yield Plot("Whether a draft stood, by entropy", source, plots.by_entropy(cases), table)
+        yield Plot("Whether a draft stood, by entropy", source, partial(plots.by_entropy, cases), table)
 
 
 def _sources(found: Found) -> Iterator[Plot]:
@@ -692,7 +709,7 @@ def _shares(title: str, source: Source[Any], counts: Mapping[str, tuple[int, int
         [name, str(proposed), str(accepted), show(accepted / proposed if proposed else None, ".0%")]
         for name, (proposed, accepted) in counts.items()
     ]
-    drawing = plots.stacks(drawn, "tokens proposed", spec=".0f")
+    drawing = partial(plots.stacks, drawn, "tokens proposed", spec=".0f")
     return Plot(title, source, drawing, (["drafter", "proposed", "accepted", "share"], rows))
 
 
@@ -742,7 +759,7 @@ def _batches(found: Found) -> Iterator[Plot]:
                     rows.append([str(batch), _oracle(method), f"{rate:.0f}", show(rate / rates["plain"], unit="x")])
                     if method != "plain":
                         series.setdefault(_oracle(method), []).append((batch, rate / rates["plain"]))
-            drawing = plots.curves(series, "rows decoded together", "speed-up", log=True, at=1.0)
+            drawing = partial(plots.curves, series, "rows decoded together", "speed-up", log=True, at=1.0)
             table = (["rows", "method", "tokens/s", "against plain"], rows)
             title = f"Speed-up by batch size, {dtype}, T = {temperature:g}"
             yield Plot(title, source, drawing, table, _simulated(series))
@@ -760,7 +777,7 @@ def _ablations(found: Found) -> Iterator[Plot]:
                 beside = {name: _triple(Estimate(**other[key])) for name, other in others.items()}
                 rows = [[label, show_interval(*triple, unit)] for label, triple in {**estimates, **beside}.items()]
                 if known:
-                    drawing = plots.intervals(known, f"{title.lower()}, {at}", reference, unit)
+                    drawing = partial(plots.intervals, known, f"{title.lower()}, {at}", reference, unit)
                     table = (["variant", f"{title.lower()} (95 %)"], rows)
                     yield Plot(f"{title} by variant, {at}", source, drawing, table)
 
@@ -780,7 +797,7 @@ def _analysis(found: Found) -> Iterator[Plot]:
             for name, row in names.items()
         ]
         table = (["lag", "mean", "0.5 or more", *(f"{at} %" for at in rows[0]["percentiles"])], cells)
-        drawing = plots.intervals(spread, "cosine of h_t and h_{t+n}: median, 5 % to 95 %", at=0.5)
+        drawing = partial(plots.intervals, spread, "cosine of h_t and h_{t+n}: median, 5 % to 95 %", at=0.5)
         yield Plot("Are successive states similar?", source, drawing, table)
         rules = {
             "optimum, independent drafts": "independent",
@@ -791,8 +808,8 @@ def _analysis(found: Found) -> Iterator[Plot]:
         }
         found_rows = source.data["acceptance"]["rows"]
         series = {name: [(row["drafts"], row[key]) for row in found_rows] for name, key in rules.items()}
-        drawing = plots.curves(
-            series, "drafts at depth 1", "one is accepted, T = 1", share=True, whole=True, zero=False
+        drawing = partial(
+            plots.curves, series, "drafts at depth 1", "one is accepted, T = 1", share=True, whole=True, zero=False
         )
         cells = [[name, *(show(y, ".3f") for _, y in points)] for name, points in series.items()]
         table = (["rule", *(f"{row['drafts']} drafts" for row in found_rows)], cells)
@@ -807,7 +824,7 @@ def _check(found: Found) -> Iterator[Plot]:
         report = source.data
         costs = [(int(size), 1e3 * seconds) for size, seconds in report["costs"]["verify"].items()]
         rows = [[str(size), show(ms), show(ms / costs[0][1])] for size, ms in costs]
-        drawing = plots.curves({"target": costs}, "tokens in a forward", "ms", log=True)
+        drawing = partial(plots.curves, {"target": costs}, "tokens in a forward", "ms", log=True)
         yield Plot("What a forward costs", source, drawing, (["tokens", "ms", "of one"], rows))
         if report.get("acceptance"):
             ranks = range(len(report["acceptance"][0]))
@@ -819,7 +836,7 @@ def _check(found: Found) -> Iterator[Plot]:
             cells = [
                 [str(depth), *(f"{rate:.2f}" for rate in row)] for depth, row in enumerate(report["acceptance"], 1)
             ]
-            drawing = plots.curves(series, "depth", "the text goes on so", share=True, whole=True)
+            drawing = partial(plots.curves, series, "depth", "the text goes on so", share=True, whole=True)
             table = (["depth", *(f"rank {rank + 1}" for rank in ranks)], cells)
             yield Plot("How the text goes on, by rank of the draft", source, drawing, table)
         measured = {
@@ -834,7 +851,7 @@ def _check(found: Found) -> Iterator[Plot]:
                 for one in report["measured"]
             ]  # fmt: skip
             table = (["drafter", "speed-up (95 %)", "acceptance length", "tokens/s"], cells)
-            drawing = plots.intervals(measured, "speed-up over the plain loop", at=1.0, unit="x")
+            drawing = partial(plots.intervals, measured, "speed-up over the plain loop", at=1.0, unit="x")
             yield Plot("Drafters on these prompts", source, drawing, table)
 
 
