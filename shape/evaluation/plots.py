@@ -185,7 +185,10 @@ def curves(
         across, up = zip(*points, strict=True)
         axes.plot(across, up, color=colour, marker=marker, linestyle=dash, markersize=4.5, label=_short(name))
     if log:
-        ticks = sorted({across for points in series.values() for across, _ in points})
+        ticks: list[float] = []
+        for place in sorted({place for points in series.values() for place, _ in points}):
+            if not ticks or place >= 1.4 * ticks[-1]:  # labels need room
+                ticks.append(place)
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()

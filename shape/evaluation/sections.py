@@ -187,8 +187,8 @@ _TAIL = (
     "exceeds. Speculation makes the sum smaller and may make the longest gap longer."
 )
 _TEXT = (
-    "Colour and underline say how a token came about. Point at one, tap it, or walk with the arrow keys, to read its "
-    "probabilities."
+    "Colour and underline say how a token came about; of hybrids a small name says which drafter proposed what "
+    "follows. Point at a token, tap it, or walk with the arrow keys, to read its probabilities."
 )
 _DRAFTS = "How deep each step's draft went, and how many of its tokens stood."
 _CACHE = (
@@ -240,9 +240,7 @@ def _summary(found: Found) -> Iterator[Headline]:
             source,
             best,
             show(line.speed_up.value, unit="x"),
-            show_interval(line.speed_up.value, line.speed_up.low, line.speed_up.high, "x")
-            .partition(" ")[2]
-            .strip("()"),
+            show_interval(*_triple(line.speed_up), unit="x"),
             show_interval(*_triple(line.acceptance_length)),
             _identical(line),
             f"Faster, but lossy: {', '.join(faster)}." if faster else "",
@@ -424,7 +422,10 @@ def _latency(found: Found) -> Iterator[Plot]:
         for name, total in results.total.items():
             parts = {part: getattr(total, f"{part}_seconds") for part in ("draft", "verify", "commit")}
             split = parts if sum(parts.values()) else {}
-            parts = {**split, "the rest" if split else "not split": total.decode_seconds - sum(parts.values())}
+            parts = {
+                **split,
+                "the rest" if split else "not split": max(total.decode_seconds - sum(parts.values()), 0.0),
+            }
             if total.timed_tokens:
                 rows[name] = {part: 1e3 * seconds / total.timed_tokens for part, seconds in parts.items()}
         order = ["draft", "verify", "commit", "the rest", "not split"]
