@@ -395,6 +395,7 @@ def odds(drafts: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
     axes.plot([1e-6, 1], [1e-6, 1], color=_MUTED, linewidth=1)
     axes.annotate("p = q", (0.012, 0.012), (-4, 4), textcoords="offset points", ha="right", color=_MUTED)
     axes.set(xscale="log", yscale="log", xlim=(8e-4, 1.4), ylim=(8e-7, 1.8))
+    axes.minorticks_off()
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
     axes.set(xlabel="q, the drafter's", ylabel="p, the target's")

@@ -5,6 +5,7 @@ from collections import Counter
 from xml.etree import ElementTree
 
 import matplotlib
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
@@ -70,7 +71,7 @@ def test_figures_are_what_was_given():
     # Kept in 5 and 6; 7 was moved away and 8 rejected, so both are rolled back, while 6 was written over.
     assert {(1, 5, 1), (1, 6, 1), (1, 7, 1), (1, 8, 1), (2, 5, 2), (2, 7, 1)} <= bars
     (axes,) = plots.by_entropy({"a": [(0.1, True)] * 8 + [(0.9, False)] * 8}).axes
-    assert axes.lines[1].get_xydata() == pytest.approx([[0.1, 1.0], [0.9, 0.0]])
+    assert axes.lines[1].get_xydata() == pytest.approx(np.array([[0.1, 1.0], [0.9, 0.0]]))
 
 
 def test_legends_tell_series_apart_without_colour():
