@@ -23,6 +23,7 @@ from shape.drafters import Drafter, NgramDrafter, TrainedDrafter, TreeShape, mak
 from shape.drafters.recipes import Pack, RecipeDrafter
 from shape.errors import ConfigError, DataError, exit_on_error
 from shape.evaluation.cells import show, show_interval
+from shape.evaluation.environment import Environment
 from shape.evaluation.speed import measure
 from shape.planning import (
     CANDIDATES,
@@ -112,6 +113,14 @@ def check(options: CheckOptions) -> dict[str, Any]:
     fitting = [prompt for prompt, ids in zip(prompts, encoded, strict=True) if len(ids) <= room]
     costs = calibrate(decoder, options.rows, max(map(len, contexts)) + options.max_new_tokens)
     report: dict[str, Any] = {
+        "environment": asdict(Environment.capture(target.device)),
+        "settings": {
+            "prompts": source.name,
+            "limit": len(contexts),
+            "max_new_tokens": options.max_new_tokens,
+            "temperature": options.temperature,
+            "rows": options.rows,
+        },
         "target": {
             "name": target.name,
             "parameters": target.model.num_parameters(),

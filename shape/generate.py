@@ -6,8 +6,9 @@ python -m shape.generate                                      # a chat, in a ter
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from transformers import TextStreamer
 from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.drafters import TreeShape
 from shape.errors import ConfigError, DataError, exit_on_error
+from shape.evaluation.environment import Environment
 from shape.rules import Rule, TrsLossy, TypicalLossy, make_rule
 from shape.stats import DecodeStats
-from shape.trace import STYLES, view
+from shape.trace import STYLES, pieces, view
 
 
 @dataclass
@@ -122,16 +124,6 @@ def answer(
     return output
 
 
-def pieces(tokenizer: Any, tokens: Sequence[int]) -> Iterator[str]:
-    """The text that each token adds; a character spread over several tokens comes with its last one."""
-    shown = ""
-    for end in range(1, len(tokens) + 1):
-        text = tokenizer.decode(tokens[:end], skip_special_tokens=True)
-        unfinished = text.endswith("\ufffd") and end < len(tokens)
-        yield "" if unfinished else text[len(shown) :]
-        shown = shown if unfinished else text
-
-
 def coloured(tokenizer: Any, tokens: list[tuple[int, str]]) -> Text:
     """An answer in the colours of what became of its tokens, `Trace.emitted`."""
     parts = pieces(tokenizer, [token for token, _ in tokens])
@@ -145,6 +137,24 @@ def report(stats: DecodeStats) -> str:
         f"{stats.emitted + 1} tokens, acceptance length {stats.acceptance_length:.2f} ({stats.drafter}), "
         f"{rate:.0f} tokens/s after a prefill of {1e3 * stats.prefill_seconds:.0f} ms"
     )
+
+
+def about(
+    decoder: ShapeDecoder, messages: list[dict[str, str]], options: GenerateOptions, stats: DecodeStats
+) -> dict[str, Any]:
+    """What a trace has to say about its call: question, target, drafter, rule, sampling, and the environment."""
+    name = decoder.target.name
+    return {
+        "prompt": messages[-1]["content"],
+        "target": Path(name).name if Path(name).exists() else name,  # not where it lies
+        "dtype": decoder.target.precision,
+        "drafter": stats.drafter,
+        "acceptance": stats.acceptance,
+        "lossless": stats.lossless,
+        "temperature": options.temperature,
+        "seed": options.seed,
+        "environment": asdict(Environment.capture(decoder.target.device)),
+    }
 
 
 def chat(decoder: ShapeDecoder, options: GenerateOptions, console: Console) -> None:
@@ -173,7 +183,7 @@ def _show(
     output, tokenizer = answer(decoder, messages, options, say), decoder.tokenizer
     tokens = output.sequences[0, -output.stats.emitted - 1 :]
     if options.trace is not None and output.trace is not None:
-        output.trace.write(options.trace)
+        output.trace.write(options.trace, about(decoder, messages, options, output.stats), tokenizer)
     if options.show_trace and output.trace is not None:
         console.print(view(output.trace.records, tokenizer.decode))
     if options.show_draft and output.trace is not None:

@@ -22,10 +22,24 @@ is one token:
                   lost); greedy decoding has no noise, and its margin is of log p
     draw          of drawn drafts: the uniform number that "rejection" compared with p / q, "traversal" with the chance
                   that the text ends there
+    entropy       of the target's distribution that decided, in nats; `draft_entropy` of the drafter's, where all of it
+                  is known
+    text          in a file that a tokenizer spelt: what it adds to the answer, or by itself where it did not go out
+
+"choice" is how the target chose at a node whose drafts it rejected, over the tokens that matter there:
+
+    step, row, node, position   as above; `token` is what it chose and `drafted` what was proposed
+    tokens        ids, the likeliest under target or drafter, the drafted and the chosen ones, by falling p
+    p, q, noise   of each; q is None where it is not known, noise all None where there was none
+    overlap       sum of min(p, q) over the whole vocabulary, the chance that "rejection" accepts one draft; None where
+                  the drafter's distribution is not known
+    texts         of `tokens`, in a file that a tokenizer spelt
+
+"call" opens a file: whose trace it is, as far as who wrote it said so.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,7 +62,8 @@ STYLES = {
     "bonus": "cyan",
     "plain": "default",
 }
-_OWN = ("prefill", "corrected", "bonus", "plain")
+OWN = ("prefill", "corrected", "bonus", "plain")
+_LIKELIEST = 8  # tokens of each distribution that a choice keeps
 
 
 @dataclass
@@ -107,6 +122,10 @@ class Trace:
                     event = "plain" if tree.size == 1 else "corrected" if children else "bonus"
                     self._token(row=row, event=event, token=token, position=length + depth + 1, emitted=out)
                     self.records[-1] |= odds.of(token, None)
+                    if event == "corrected":
+                        drafts = {proposed[child]: child for child in children}
+                        where = {"row": row, "node": node, "position": length + depth + 1}
+                        self.records.append({"type": "choice", "step": self._steps, **where, **odds.all(token, drafts)})
             visited = set(path[at])
             for node in range(1, tree.size):
                 if parents[node] >= 0 and parents[node] not in visited:
@@ -122,9 +141,31 @@ class Trace:
             if record["type"] == "token" and record["row"] == row and record["emitted"]
         ]
 
-    def write(self, path: str | Path) -> None:
-        """JSON lines, one record each."""
-        Path(path).write_text("".join(json.dumps(record) + "\n" for record in self.records))
+    def write(self, path: str | Path, about: Mapping[str, Any] | None = None, tokenizer: Any = None) -> None:
+        """JSON lines, one record each.
+
+        Args:
+            about: of the call, for the first line.
+            tokenizer: spells the tokens; without one there are ids alone.
+        """
+        records = self.records if tokenizer is None else self._spelt(tokenizer)
+        opening = [] if about is None else [{"type": "call", **about}]
+        Path(path).write_text("".join(json.dumps(record) + "\n" for record in [*opening, *records]))
+
+    def _spelt(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
+        """The records with the text of each token."""
+        rows = {record["row"] for record in self.records if record["type"] == "token"}
+        answers = {row: pieces(tokenizer, [token for token, _ in self.emitted(row)]) for row in rows}
+        for record in self.records:
+            if record["type"] == "token":
+                text = next(answers[record["row"]]) if record["emitted"] else tokenizer.decode([record["token"]])
+                if record["token"] in tokenizer.all_special_ids:
+                    text = tokenizer.decode([record["token"]])
+                yield {**record, "text": text}
+            elif record["type"] == "choice":
+                yield {**record, "texts": [tokenizer.decode([token]) for token in record["tokens"]]}
+            else:
+                yield record
 
     def _drafted(
         self,
@@ -153,8 +194,9 @@ class Trace:
 
     def _token(self, **values: Any) -> None:
         empty = dict.fromkeys(
-            ("node", "parent", "depth", "source", "slot", "kept_slot", "p", "q", "noise", "margin", "draw")
-        )
+            ("node", "parent", "depth", "source", "slot", "kept_slot", "p", "q", "noise", "margin", "draw", "entropy",
+             "draft_entropy")
+        )  # fmt: skip
         self.records.append({"type": "token", "step": self._steps, **empty, **values})
 
 
@@ -194,24 +236,64 @@ class _Odds:
         total = self.log_p if self.noise is None else self.log_p + self.noise
         others = total.clone()
         others[token] = -torch.inf
-        q = None
-        if node is not None and self.log_q is not None:
-            q = float(self.log_q[token].exp())
-        elif node is not None and self.joint is not None:
-            q = float((self.joint[node] - self.parent_joint).exp())
         return {
             "p": float(self.log_p[token].exp()),
-            "q": q,
+            "q": None if node is None else self._q(token, node),
             "noise": None if self.noise is None else float(self.noise[token]),
             # Under rejection sampling nothing is compared with the other tokens.
             "margin": _finite(total[token] - others.max()) if self.draws is None else None,
             "draw": None if self.draws is None or node is None else float(self.draws[node]),
+            "entropy": _entropy(self.log_p),
+            "draft_entropy": None if self.log_q is None else _entropy(self.log_q),
         }
+
+    def all(self, chosen: int, drafts: Mapping[int, int]) -> dict[str, Any]:
+        """The distributions side by side where they matter, and what was `chosen`.
+
+        Args:
+            drafts: token -> node of the drafted ones.
+        """
+        total = self.log_p if self.noise is None else self.log_p + self.noise
+        ranked = [self.log_p, total, *([] if self.log_q is None else [self.log_q])]
+        likeliest = {token for one in ranked for token in one.topk(min(_LIKELIEST, len(one))).indices.tolist()}
+        tokens = sorted(likeliest | {chosen, *drafts}, key=lambda token: (-float(self.log_p[token]), token))
+        return {
+            "token": chosen,
+            "drafted": list(drafts),
+            "tokens": tokens,
+            "p": [float(self.log_p[token].exp()) for token in tokens],
+            "q": [self._q(token, drafts.get(token)) for token in tokens],
+            "noise": [None if self.noise is None else float(self.noise[token]) for token in tokens],
+            "overlap": None if self.log_q is None else float(torch.minimum(self.log_p, self.log_q).exp().sum()),
+        }
+
+    def _q(self, token: int, node: int | None) -> float | None:
+        """What the drafter thought of a token: all of it where its distribution is known, else of its drafts."""
+        if self.log_q is not None:
+            return float(self.log_q[token].exp())
+        if node is not None and self.joint is not None:
+            return float((self.joint[node] - self.parent_joint).exp())
+        return None
+
+
+def _entropy(log_p: Tensor) -> float:
+    """In nats."""
+    return float(torch.special.entr(log_p.exp()).sum())
 
 
 def _finite(value: Tensor) -> float | None:
     """JSON knows no infinity: a token that was out of reach, or had no rival, has no margin."""
     return float(value) if torch.isfinite(value) else None
+
+
+def pieces(tokenizer: Any, tokens: Sequence[int]) -> Iterator[str]:
+    """The text that each token adds; a character spread over several tokens comes with its last one."""
+    shown = ""
+    for end in range(1, len(tokens) + 1):
+        text = tokenizer.decode(tokens[:end], skip_special_tokens=True)
+        unfinished = text.endswith("\ufffd") and end < len(tokens)
+        yield "" if unfinished else text[len(shown) :]
+        shown = shown if unfinished else text
 
 
 def view(records: Sequence[dict[str, Any]], text_of: Callable[[int], str], row: int = 0) -> Table:
@@ -228,9 +310,9 @@ def view(records: Sequence[dict[str, Any]], text_of: Callable[[int], str], row: 
         drafts = Text(" ").join(
             _shown(record, text_of)
             for record in sorted(tokens, key=lambda record: (record["depth"] or 0, record["node"] or 0))
-            if record["event"] not in _OWN
+            if record["event"] not in OWN
         )
-        own = Text(" ").join(_shown(record, text_of) for record in tokens if record["event"] in _OWN)
+        own = Text(" ").join(_shown(record, text_of) for record in tokens if record["event"] in OWN)
         settled = sum(record["emitted"] for record in tokens)
         milliseconds = 1e3 * sum(step.get(part, 0.0) for part in ("prefill", "draft", "verify", "commit"))
         table.add_row(str(number), drafts, own, str(settled), f"{milliseconds:.1f}")

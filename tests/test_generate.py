@@ -8,9 +8,9 @@ import torch
 
 from shape.config import ShapeConfig
 from shape.decoder import ShapeDecoder
-from shape.generate import GenerateOptions, answer, coloured, main, pieces, report
+from shape.generate import GenerateOptions, answer, coloured, main, report
 from shape.predictor import ShapePredictor
-from shape.trace import STYLES
+from shape.trace import STYLES, pieces
 
 FAST = ["--max_new_tokens", "12"]
 

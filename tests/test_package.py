@@ -70,7 +70,8 @@ def test_the_wheel_holds_the_package_and_the_embedded_default(wheel):
         "checkpoints/quickstart-target/config.json",
         "checkpoints/quickstart-shape/custom_generate/generate.py",
     } <= inside
-    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "shape").rglob("*.py")}
+    sources = (path for path in (ROOT / "shape").rglob("*") if path.suffix in (".py", ".html", ".typed"))
+    modules = {str(path.relative_to(ROOT)) for path in sources}
     assert modules <= set(names)
     assert {name.split("/")[0] for name in names} == {
         "shape",

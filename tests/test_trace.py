@@ -1,6 +1,7 @@
 """The trace tells what happened: it is checked against the tokens, and its odds against the target itself."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -113,6 +114,55 @@ def test_rejection_shows_p_q_and_the_draw(tiny_model):
     assert {record["event"] for record in judged} == {"accepted", "rejected"}
     for record in judged:
         assert (record["draw"] * record["q"] < record["p"]) == (record["event"] == "accepted")
+
+
+@pytest.mark.parametrize("rule", ["greedy", "match", "rejection"])
+def test_a_choice_shows_both_distributions(tiny_model, rule):
+    """What the target chose where a draft was rejected: its own odds there, and what decided between them."""
+    model = tiny_model("llama")
+    decoder = ShapeDecoder(model, TrainedDrafter(predictor(), TreeShape(depth=4, width=1)), fall_back=False)
+    options = {"do_sample": True, "top_k": 0, "acceptance": rule} if rule != "greedy" else {}
+    batch = prompts([6])
+    out = decoder.generate(
+        **batch, max_new_tokens=20, eos_token_id=[], seed=0, return_dict_in_generate=True, trace=True, **options
+    )
+    corrected = [record for record in tokens_of(out.trace) if record["event"] == "corrected"]
+    choices = [record for record in out.trace.records if record["type"] == "choice"]
+    assert choices and [one["token"] for one in choices] == [record["token"] for record in corrected]
+    for choice, record in zip(choices, corrected, strict=True):
+        p = model(out.sequences[:, : choice["position"]]).logits[0, -1].softmax(-1)
+        assert choice["p"] == pytest.approx(p[choice["tokens"]].tolist(), rel=1e-4)
+        assert choice["p"] == sorted(choice["p"], reverse=True)
+        assert {choice["token"], *choice["drafted"], int(p.argmax())} <= set(choice["tokens"])
+        assert record["entropy"] == pytest.approx(float(torch.special.entr(p).sum()), rel=1e-4)
+        known = {token: q for token, q in zip(choice["tokens"], choice["q"], strict=True) if q is not None}
+        if rule == "rejection":
+            assert len(known) == len(choice["tokens"]) and record["draft_entropy"] > 0
+            shown = sum(min(pair) for pair in zip(choice["p"], choice["q"], strict=True))
+            assert shown <= choice["overlap"] * (1 + 1e-6) <= shown + 1 - sum(choice["p"]) + 1e-6
+        else:
+            assert set(known) == set(choice["drafted"]) and choice["overlap"] is record["draft_entropy"] is None
+        if rule == "match":
+            scores = [math.log(p) + g for p, g in zip(choice["p"], choice["noise"], strict=True)]
+            assert choice["tokens"][scores.index(max(scores))] == choice["token"]
+        else:
+            assert choice["noise"] == [None] * len(choice["tokens"])
+
+
+def test_a_file_names_its_call_and_spells_its_tokens(tiny_target, tmp_path):
+    decoder = ShapeDecoder(tiny_target, AdversaryDrafter(), fall_back=False)
+    inputs = tiny_target.tokenizer("naïve", return_tensors="pt")
+    out = decoder.generate(**inputs, max_new_tokens=12, return_dict_in_generate=True, trace=True)
+    out.trace.write(tmp_path / "trace.jsonl", {"prompt": "naïve"}, tiny_target.tokenizer)
+    call, *records = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+    assert call == {"type": "call", "prompt": "naïve"} and len(records) == len(out.trace.records)
+    new = out.sequences[0, inputs.input_ids.shape[1] :]
+    spelt = "".join(record["text"] for record in records if record["type"] == "token" and record["emitted"])
+    assert spelt == tiny_target.tokenizer.decode(new)
+    for record in records:
+        if record["type"] == "choice":
+            assert record["texts"] == [tiny_target.tokenizer.decode([token]) for token in record["tokens"]]
+    assert "text" not in out.trace.records[1]
 
 
 def test_files_and_view(tiny_model, tmp_path):

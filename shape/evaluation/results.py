@@ -4,8 +4,9 @@ Every figure is a ratio of sums over prompts, so that any subset and any bootstr
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from statistics import fmean, median
 from typing import Any
@@ -71,17 +72,54 @@ class Tally:
 
 
 @dataclass(frozen=True)
+class Detail:
+    """How steps went, one by one rather than summed; additive as well.
+
+    Attributes:
+        histogram: tokens settled in a step -> number of such steps.
+        gaps: milliseconds between arrivals of tokens, of one or of several settled together, to three digits.
+        sources: name of a drafter in a hybrid -> [proposed, accepted]; what two proposed counts for both.
+    """
+
+    histogram: dict[int, int] = field(default_factory=dict)
+    gaps: list[float] = field(default_factory=list)
+    sources: dict[str, list[int]] = field(default_factory=dict)
+
+    def __add__(self, other: "Detail") -> "Detail":
+        names = dict.fromkeys([*self.sources, *other.sources])
+        none = [0, 0]
+        return Detail(
+            dict(sorted((Counter(self.histogram) + Counter(other.histogram)).items())),
+            self.gaps + other.gaps,
+            {
+                name: [a + b for a, b in zip(self.sources.get(name, none), other.sources.get(name, none), strict=True)]
+                for name in names
+            },
+        )
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Detail":
+        return cls(**{**values, "histogram": {int(size): count for size, count in values["histogram"].items()}})
+
+
+@dataclass(frozen=True)
 class PromptRecord:
-    """What every method did on one prompt, summed over its turns; `cut` says why turns were left out."""
+    """What every method did on one prompt, summed over its turns; `cut` says why turns were left out.
+
+    `details` is empty in results of before it was kept.
+    """
 
     id: str
     category: str
     tallies: dict[str, Tally]
     cut: str | None = None
+    details: dict[str, Detail] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "PromptRecord":
-        return cls(**{**values, "tallies": {name: Tally(**sums) for name, sums in values["tallies"].items()}})
+        tallies = {name: Tally(**sums) for name, sums in values["tallies"].items()}
+        details = {name: Detail.from_dict(steps) for name, steps in values.get("details", {}).items()}
+        return cls(**{**values, "tallies": tallies, "details": details})
 
 
 @dataclass(frozen=True)
@@ -134,6 +172,12 @@ class SpeedResults:
     @cached_property
     def total(self) -> dict[str, Tally]:
         return {name: sum((r.tallies[name] for r in self.records), Tally()) for name in self.methods}
+
+    @cached_property
+    def details(self) -> dict[str, Detail]:
+        """Of the methods of which steps were looked at; empty in older results."""
+        names = [name for name in self.methods if any(name in record.details for record in self.records)]
+        return {name: sum((r.details.get(name, Detail()) for r in self.records), Detail()) for name in names}
 
     @property
     def methods(self) -> dict[str, str]:
@@ -205,6 +249,11 @@ class SpeedResults:
                 record,
                 tallies={
                     group: sum((record.tallies[name] for name in names), Tally()) for group, names in groups.items()
+                },
+                details={
+                    group: sum((record.details[name] for name in names), Detail())
+                    for group, names in groups.items()
+                    if record.details
                 },
             )
             for record in self.records

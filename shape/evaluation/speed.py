@@ -43,7 +43,7 @@ from shape.drafters import (
 )
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
-from shape.evaluation.results import PromptRecord, SpeedResults, Tally
+from shape.evaluation.results import Detail, PromptRecord, SpeedResults, Tally
 from shape.rules import Match, Rule
 from shape.stats import DecodeStats
 from shape.target import Target
@@ -239,7 +239,15 @@ class _Run:
     prefilled: int
     decode_seconds: float
     prefill_seconds: float
+    gaps: Sequence[float]  # seconds between arrivals behind the prefill
     stats: DecodeStats | None = None
+
+    @property
+    def detail(self) -> Detail:
+        gaps = [float(f"{1e3 * gap:.3g}") for gap in self.gaps]
+        if self.stats is None:
+            return Detail(gaps=gaps)
+        return Detail(dict(self.stats.histogram), gaps, self.stats.sources)
 
 
 class _Clock(BaseStreamer):
@@ -248,18 +256,23 @@ class _Clock(BaseStreamer):
     def __init__(self) -> None:
         self.calls = self.prefilled = 0
         self.start = self.first = time.perf_counter()
+        self.times: list[float] = []
 
     def put(self, value: Tensor) -> None:
         self.calls += 1
+        self.times.append(time.perf_counter())
         if self.calls == 2:
-            self.first, self.prefilled = time.perf_counter(), value.numel()
+            self.first, self.prefilled = self.times[-1], value.numel()
 
     def end(self) -> None: ...
 
     def run(self, output: Tensor, prompt: int, stats: DecodeStats | None = None) -> _Run:
         """The finished call: its output (1, L) is read to the host before the watch stops."""
         tokens = output[0, prompt:].tolist()
-        return _Run(tokens, self.prefilled, time.perf_counter() - self.first, self.first - self.start, stats)
+        seconds = time.perf_counter() - self.first
+        # Our loop streams what a step settled token by token; to whoever reads it arrives at once.
+        gaps = [step.seconds for step in stats.steps] if stats else [b - a for a, b in pairwise(self.times[1:])]
+        return _Run(tokens, self.prefilled, seconds, self.first - self.start, gaps, stats)
 
 
 class _Bench:
@@ -331,7 +344,7 @@ class _Bench:
 
     def record(self, prompt: Prompt, seed: int, rotation: int) -> PromptRecord:
         """Every method's answers to every turn of a prompt."""
-        tallies = dict.fromkeys(self.runners, Tally())
+        tallies, details = dict.fromkeys(self.runners, Tally()), dict.fromkeys(self.runners, Detail())
         messages, cut = prompt.opening, None
         for turn in range(len(prompt.turns)):
             if turn > 0:
@@ -343,9 +356,10 @@ class _Bench:
             runs = self._answers(context, seed, rotation + turn)
             for name in self.runners:
                 tallies[name] += self._tally(runs, name)
+                details[name] += runs[name].detail
             reply = self.target.tokenizer.decode(runs[self.reference].tokens, skip_special_tokens=True)
             messages = [*messages, {"role": "assistant", "content": reply}]
-        return PromptRecord(prompt.id, prompt.category, tallies, cut)
+        return PromptRecord(prompt.id, prompt.category, tallies, cut, details)
 
     def _answers(self, context: Tensor, seed: int, rotation: int) -> dict[str, _Run]:
         """One run per method: the interleaved repeats with their median times."""

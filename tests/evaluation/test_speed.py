@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shape.config import ShapeConfig
 from shape.conversations import Message, Prompt
-from shape.drafters import AdversaryDrafter, NgramDrafter, TrainedDrafter, TreeShape
+from shape.drafters import AdversaryDrafter, HybridDrafter, NgramDrafter, TrainedDrafter, TreeShape
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
 from shape.evaluation.results import PromptRecord, SpeedResults, Tally
@@ -49,6 +49,23 @@ def test_counts_every_answer_and_token(results):
     assert results.summary["plain"].acceptance_length.value == 1.0
     assert results.total["transformers"].forwards == 0
     assert results.summary["transformers"].acceptance_length.value is None
+
+
+def test_steps_are_kept_one_by_one(results, tiny_target):
+    for name, detail in results.details.items():
+        total = results.total[name]
+        assert sum(detail.histogram.values()) == total.forwards
+        assert sum(size * count for size, count in detail.histogram.items()) == (
+            total.timed_tokens if detail.histogram else 0
+        )
+        assert len(detail.gaps) == (total.forwards or total.timed_tokens) and min(detail.gaps) > 0
+    older = json.loads(results.to_json())
+    for record in older["records"]:
+        del record["details"]
+    assert SpeedResults.from_json(json.dumps(older)).details == {}
+    hybrid = HybridDrafter([NgramDrafter(), AdversaryDrafter()])
+    sources = run(tiny_target, {"plain": None, "both": hybrid}, PROMPTS[2:]).details["both"].sources
+    assert sources and all(0 <= accepted <= proposed for proposed, accepted in sources.values())
 
 
 def test_every_method_gives_the_same_greedy_tokens(results):

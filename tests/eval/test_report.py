@@ -1,0 +1,131 @@
+"""The one command that makes the report from nothing: what it runs, what it keeps, and that it works."""
+
+import json
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import yaml
+from helpers import program
+
+from shape.config import ShapeConfig
+from shape.errors import ConfigError
+from shape.predictor import ShapePredictor
+
+SECTIONS = ("summary", "speed", "text", "rejection", "sources", "batches", "analysis", "check")
+
+
+@pytest.fixture(name="program", scope="module")
+def _program() -> Iterator[ModuleType]:
+    with program("report") as module:
+        yield module
+
+
+@pytest.fixture
+def options(program, tiny_target, tiny_target_folder, tmp_path, monkeypatch):
+    """Seconds of work on the tiny target, an untrained predictor of which is exported."""
+    monkeypatch.setenv("SHAPE_CACHE", str(tmp_path / "cache"))
+    identity = tiny_target.identity.to_dict() | {"name": str(tiny_target_folder)}
+    config = ShapeConfig(hidden_size=tiny_target.hidden_size, num_steps=2, target_identity=identity)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        ShapePredictor(config).save_pretrained(tmp_path / "predictor")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(
+        "".join(json.dumps({"id": text, "prompt": text}) + "\n" for text in ("Hello", "one two one two"))
+    )
+    return program.Options(
+        output=str(tmp_path / "report"), predictor=str(tmp_path / "predictor"), prompts=str(prompts), ablation="none",
+        dtype="float32", limit=2, max_new_tokens=6, batches=[1, 2], positions=4,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def launched(program, monkeypatch) -> list[str]:
+    """Commands run in this process, for speed; the names of those that ran."""
+    seen: list[str] = []
+
+    def launch(module: str, arguments: list[str]) -> int:
+        seen.append(module)
+        monkeypatch.setattr(sys, "argv", [module, *arguments])
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        return 0
+
+    monkeypatch.setattr(program, "launch", launch)
+    return seen
+
+
+@pytest.mark.slow
+def test_everything_is_measured_once_and_shown(program, options, launched, tmp_path, capsys):
+    program.make(options)
+    everything = ["shape.generate"] * 4 + ["shape.check"] + ["shape.bench"] * 3
+    everything += ["shape.evaluation.efficiency"] * 2 + ["shape.evaluation.analyze"]
+    assert launched == everything
+    written = tmp_path / "report" / "report.html"
+    first = written.read_text()
+    assert all(f'<h2 id="{name}">' in first for name in SECTIONS) and '<h2 id="ablations">' not in first
+    assert "python -m shape.evaluation.ablate" in first  # what is missing is said
+    (tmp_path / "report" / "results" / "bench-t1" / "results.json").unlink()
+    launched.clear()
+    program.make(options)
+    assert launched == ["shape.bench"] and written.exists()
+    assert capsys.readouterr().out.count("kept: ") == len(everything) - 1
+    options.limit = 1
+    with pytest.raises(ConfigError, match=r"holds results of other options \(limit\)"):
+        program.make(options)
+
+
+def test_a_part_that_fails_ends_it(program, options, monkeypatch):
+    monkeypatch.setattr(program, "launch", lambda module, arguments: 2)
+    with pytest.raises(ConfigError, match=r"shape\.generate failed with status 2"):
+        program.make(options)
+    monkeypatch.setattr(program, "launch", lambda module, arguments: 130)
+    with pytest.raises(KeyboardInterrupt):
+        program.make(options)
+    assert not (Path(options.output) / "report.html").exists()
+
+
+def test_commands_are_those_of_the_package(program, options):
+    """The default has an ablation, which is trained beside the results and of which only the figures are kept."""
+    found = program.parts(program.Options())
+    assert [part.module for part in found][-1] == "shape.evaluation.ablate"
+    assert "work" in found[-1].made.parts and all("results" in part.made.parts for part in found[:-1])
+    assert not {"--data", "--prompts"} & {argument for part in found for argument in part.arguments}
+    assert len({part.made for part in found}) == len(found)
+    # Of other prompts the answers that ship are not the target's own: nothing can be learnt from them.
+    options.ablation = "default"
+    assert "shape.evaluation.ablate" not in [part.module for part in program.parts(options)]
+
+
+@pytest.mark.slow
+def test_with_an_ablation_in_processes_of_their_own(program, options, tiny_target_folder, tmp_path):
+    talks, file = tmp_path / "talks.jsonl", tmp_path / "tiny.yaml"
+    rows = (
+        {
+            "conversations": [
+                {"from": "human", "value": f"say {'a b ' * i}"},
+                {"from": "gpt", "value": f"there: {i}, done"},
+            ]
+        }
+        for i in range(24)
+    )
+    talks.write_text("".join(json.dumps({"id": f"c{i}", **row}) + "\n" for i, row in enumerate(rows)))
+    common = {
+        "target": str(tiny_target_folder), "regenerate": False, "max_length": 128,
+        "predictor": {"intermediate_size": 16}, "training": {"steps": 3, "batch_size": 16},
+        "validation": {"every": 100, "prompts": 2, "max_new_tokens": 4},
+        "trainer": {"accelerator": "cpu", "devices": 1, "log_every_n_steps": 2, "enable_progress_bar": False},
+    }  # fmt: skip
+    ablation = {"title": "Tiny", "base": [], "common": common, "variants": {"default": None}}
+    file.write_text(yaml.safe_dump(ablation | {"measure": {"max_new_tokens": 6, "warmup": 0, "examined": 1}}))
+    options.data, options.ablation, options.variants, options.images = str(talks), str(file), ["default"], True
+    program.make(options)
+    output = Path(options.output)
+    assert '<h2 id="ablations">' in (output / "report.html").read_text()
+    assert (output / "results" / "ablation" / "ablation.json").exists()
+    images = [path.name for path in (output / "images").iterdir()]
+    assert sum(name.endswith(".svg") for name in images) == sum(name.endswith(".png") for name in images) > 30

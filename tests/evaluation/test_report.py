@@ -1,0 +1,290 @@
+"""The page: what is found, that it is whole, safe and the same every time, and what a browser makes of it."""
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from browser import find as find_browser
+from browser import opened
+from helpers import ROOT, predictor
+
+from shape.check import CheckOptions, check
+from shape.conversations import Message, Prompt
+from shape.decoder import ShapeDecoder
+from shape.drafters import HybridDrafter, NgramDrafter, SuffixDrafter, TrainedDrafter, TreeShape
+from shape.errors import DataError
+from shape.evaluation.efficiency import EfficiencyOptions
+from shape.evaluation.efficiency import run as measure_efficiency
+from shape.evaluation.report import find, page, report
+from shape.evaluation.sections import sections
+from shape.evaluation.speed import Ruled, measure_in
+from shape.generate import GenerateOptions, about
+from shape.rules import TypicalLossy
+
+RESULTS = ROOT / "eval" / "results"
+HOSTILE = "</span><script>alert('1')</script>\"&amp;"
+EVERYTHING = {
+    "summary", "speed", "lengths", "depths", "latency", "tail", "text", "drafts", "cache", "rejection", "odds",
+    "entropy", "sources", "batches", "ablations", "analysis", "check",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results(tiny_target, tiny_target_folder, tmp_path_factory) -> Path:
+    """One of each kind: measured on the tiny target, but for trainings, of which there are committed ones."""
+    folder = tmp_path_factory.mktemp("results")
+    own = TrainedDrafter(predictor(torch.float32), TreeShape(depth=3, width=2, nodes=5))
+    hybrid = HybridDrafter([SuffixDrafter(shortest=1), own])
+    prompts = [
+        Prompt(kind, kind, (text,), (Message("user", text),))
+        for kind, text in (("talk", "Hi"), ("sums", "1+1 1+1 1+1"))
+    ]
+    methods = {
+        "transformers": "transformers", "plain": None, "shape": own, "suffix+shape": hybrid,
+        "shape@typical-lossy": Ruled(own, TypicalLossy()), HOSTILE: NgramDrafter(),
+    }  # fmt: skip
+    measure_in(folder / "bench", tiny_target, methods, prompts, max_new_tokens=10, temperature=1.0, warmup=0,
+               progress=False, label=HOSTILE)  # fmt: skip
+    asked = folder / "questions.jsonl"
+    asked.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Hello", "Good day")))
+    measure_efficiency(
+        EfficiencyOptions(
+            output=str(folder / "efficiency"), predictor="none", target=str(tiny_target_folder), prompts=str(asked),
+            limit=2, max_new_tokens=4, dtypes=["float32"], temperatures=[0.0], batches=[1, 2],
+        )
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHAPE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        found = check(
+            CheckOptions(
+                target=str(tiny_target_folder), prompts=str(asked), limit=2, max_new_tokens=4, drafters=["ngram"]
+            )
+        )
+    (folder / "whatever.json").write_text(json.dumps(found))
+    for name in ("ablations/losses", "analysis/shipped"):
+        shutil.copytree(RESULTS / name, folder / name)
+    chain = TrainedDrafter(predictor(torch.float32), TreeShape(depth=3, width=1))
+    for name, drafter, rule in (("match", own, "match"), ("rejection", chain, "rejection"), ("both", hybrid, "match")):
+        traced(tiny_target, drafter, rule, folder / "traces" / f"{name}.jsonl")
+    return folder
+
+
+def traced(target, drafter, rule: str, path: Path) -> None:
+    """An answer's trace as shape.generate writes it."""
+    options = GenerateOptions(temperature=1.0, seed=2, acceptance=rule)
+    decoder, messages = ShapeDecoder(target, drafter, fall_back=False), [{"role": "user", "content": HOSTILE}]
+    out = decoder.generate(
+        target.encode(messages), max_new_tokens=30, do_sample=True, top_k=0, seed=2, acceptance=rule, eos_token_id=[],
+        return_dict_in_generate=True, trace=True,
+    )  # fmt: skip
+    path.parent.mkdir(exist_ok=True)
+    out.trace.write(path, about(decoder, messages, options, out.stats), target.tokenizer)
+
+
+@pytest.fixture(scope="module")
+def document(results) -> str:
+    return page(find(results))
+
+
+class Outline(HTMLParser):
+    """What a page consists of; fails where tags do not match."""
+
+    VOID = ("meta", "link")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        assert len(dict(attributes)) == len(attributes)
+        self.elements.append((tag, dict(attributes)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag, f"</{tag}> in line {self.getpos()[0]}"
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+    def of(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def test_the_page_is_whole(results, document):
+    outline = Outline(document)
+    headings = {attributes.get("id") for attributes in outline.of("h2")}
+    assert headings == EVERYTHING  # so nothing is missing
+    ids = [attributes["id"] for _, attributes in outline.elements if attributes.get("id")]
+    assert len(set(ids)) == len(ids)
+    for _, attributes in outline.elements:
+        for name in ("href", "xlink:href", "aria-labelledby"):
+            if (value := attributes.get(name)) and value != "data:,":
+                assert value.removeprefix("#") in ids
+        assert not {"src", "srcset", "action", "onclick", "onerror"} & attributes.keys()
+    drawings = outline.of("svg")
+    assert len(drawings) == len(outline.of("figure")) > 20
+    assert all(one["role"] == "img" and len(one["aria-label"]) > 20 for one in drawings)
+    assert len(outline.of("table")) == len(outline.of("figure"))
+    addresses = set(re.findall(r"https?://[^\s\"'<)]+", document))
+    assert addresses <= {"http://www.w3.org/1999/xlink"}  # a name, not a place
+    assert "@import" not in document and len(document) < 3e6
+
+
+def test_every_figure_says_what_it_is_of(results, document):
+    for source in find(results).all:
+        assert source.about and source.environment is not None
+        assert source.environment.versions["torch"] in document and source.name in document
+    outline = " ".join(Outline(document).text)
+    assert "oracle (simulated)" in outline and "projected for 8B (not measured)" in outline
+    assert "Lossy, not the target's own distribution: shape@typical-lossy" in outline
+
+
+def test_the_summary_is_of_the_fastest_lossless_method(results):
+    found = find(results)
+    (headline,) = next(section for section in sections(found) if section.key == "summary").content
+    summary = found.speed[0].data.summary
+    rivals = ("shape", "suffix+shape", HOSTILE)
+    assert headline.method == max(rivals, key=lambda name: summary[name].speed_up.value)
+    assert headline.speed_up == f"{summary[headline.method].speed_up.value:.2f}x"
+    assert headline.identical == "2 / 2 as plain decoding"
+
+
+def test_hostile_texts_stay_texts(document):
+    outline = Outline(document)
+    assert len(outline.of("script")) == 1 and "alert(" not in document.split("<script>")[1]
+    assert HOSTILE in "".join(outline.text)
+    assert sum(one.get("class", "").startswith("t ") for one in outline.of("span")) > 60
+
+
+def test_what_a_token_says(results, tmp_path):
+    """Its event, its odds, and its own characters, whatever they are."""
+    lines = (results / "traces" / "match.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    for record in records:
+        if record["type"] == "token":
+            record["text"] = HOSTILE + "\n"
+    (tmp_path / "edited.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    outline = Outline(page(find(tmp_path)))
+    emitted = [record for record in records if record["type"] == "token" and record["emitted"]]
+    spans = [one for one in outline.of("span") if one.get("role") == "option"]
+    assert [one["class"].split()[1] for one in spans] == [record["event"] for record in emitted]
+    assert [one["tabindex"] for one in spans] == ["0"] + ["-1"] * (len(spans) - 1)
+    last = next(record for record in reversed(emitted) if record["event"] == "accepted")
+    told = spans[emitted.index(last)]["aria-label"]
+    assert told.startswith(f"‘{repr(HOSTILE + chr(10))[1:-1]}’ accepted, step {last['step']}, depth {last['depth']}")
+    assert f"p {last['p']:.3f}" in told and f"noise {last['noise']:.2f}" in told
+
+
+def test_the_same_results_give_the_same_page(tmp_path):
+    """Whatever was drawn before; and traces of before they said whose they are and spelt their tokens are read."""
+    trace = tmp_path / "old.jsonl"
+    step = {
+        "type": "step",
+        "step": 1,
+        "rows": [0],
+        "lengths": [3],
+        "nodes": 1,
+        "draft": 0.0,
+        "verify": 0.1,
+        "commit": 0.0,
+    }
+    token = dict.fromkeys(
+        ("node", "parent", "depth", "source", "slot", "kept_slot", "p", "q", "noise", "margin", "draw")
+    )
+    token |= {
+        "type": "token",
+        "step": 1,
+        "row": 0,
+        "event": "plain",
+        "token": 7,
+        "position": 4,
+        "emitted": True,
+        "p": 0.5,
+    }
+    trace.write_text(json.dumps(step) + "\n" + json.dumps(token) + "\n")
+    first = page(find(tmp_path))
+    assert page(find(tmp_path)) == first and "⟨7⟩" in first and "Environment not recorded" in first
+
+
+def test_sections_without_data_are_named_with_their_commands():
+    shown = {section.key: section for section in sections(find(RESULTS / "efficiency"))}
+    assert {key for key, section in shown.items() if section.content} == {"latency", "tail"}
+    missing = [section for section in shown.values() if not section.content]
+    assert len(missing) == len(EVERYTHING) - 2
+    assert all(section.command.startswith("python -m shape.") and "RESULTS" in section.command for section in missing)
+
+
+def test_committed_results_of_before_are_shown():
+    found = find(RESULTS / "shipped")
+    shown = {section.key for section in sections(found) if section.content}
+    assert {"summary", "speed", "lengths", "latency"} <= shown
+
+
+def test_the_command_writes_page_and_images(results, tmp_path, capsys):
+    few = tmp_path / "few"
+    shutil.copytree(results / "analysis", few / "analysis")
+    report(str(few), str(tmp_path / "out" / "report.html"), str(tmp_path / "images"))
+    assert "1 files of results" in capsys.readouterr().out
+    Outline((tmp_path / "out" / "report.html").read_text())
+    names = sorted(path.name for path in (tmp_path / "images").iterdir())
+    drawn = sum(len(section.content) for section in sections(find(few)))
+    assert len(names) == 2 * drawn and "analysis-analysis-shipped-analysis-acceptance-and-its-limits.svg" in names
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("results.json", '{"schema_version": 7}', "schema version 7"),
+        ("efficiency.json", "{", "is damaged or of another version"),
+        ("ablation.json", "{}", "is damaged or of another version"),
+        ("trace.jsonl", '{"type": "call"}\n{', "line 2 of trace"),
+        ("other.json", '{"id": 1}', "holds no results that the report knows"),
+        ("other.jsonl", '{"id": 1}\n', "holds no results that the report knows"),
+    ],
+)
+def test_what_cannot_be_shown_is_one_sentence(name, text, sentence, tmp_path, capsys):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=sentence):
+        find(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        report(str(tmp_path), str(tmp_path / "report.html"))
+    assert stopped.value.code == 2 and not (tmp_path / "report.html").exists()
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    with pytest.raises(DataError, match="is no folder"):
+        find(tmp_path / "absent")
+
+
+@pytest.mark.skipif(find_browser() is None, reason="no Chromium on PATH to open the page in")
+def test_in_a_browser(document, tmp_path):
+    """No request, no complaint, no sideways scrolling on a phone, both themes, and tokens that can be asked."""
+    file = tmp_path / "report.html"
+    file.write_text(document)
+    with opened(find_browser(), tmp_path / "profile") as tab:
+        papers = set()
+        for width, dark in ((390, False), (390, True), (1280, False)):
+            tab.open(file, width, dark=dark)
+            assert tab.requests == [file.resolve().as_uri()] and tab.complaints == []
+            assert tab.value("document.documentElement.scrollWidth") <= width
+            assert set(tab.value("[...document.querySelectorAll('h2')].map(one => one.id)")) == EVERYTHING
+            papers.add(tab.value("getComputedStyle(document.querySelector('.card')).backgroundColor"))
+            letters = "[...document.querySelectorAll('svg text')].map(one => one.getBoundingClientRect().height)"
+            assert tab.value(f"Math.min(...{letters})") > 9
+        assert len(papers) == 2
+        tab.value("document.querySelector('.answer .t').focus()")
+        told = "getComputedStyle(document.activeElement, '::after').content"
+        assert "prefill" in tab.value(told)
+        tab.call("Input.dispatchKeyEvent", type="keyDown", key="ArrowRight")
+        assert "step 1" in tab.value(told) and tab.value("document.activeElement.tabIndex") == 0
