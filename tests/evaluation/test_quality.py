@@ -7,7 +7,6 @@ import pytest
 import torch
 from helpers import tiny_bert
 
-from shape.config import ShapeConfig
 from shape.conversations import load_prompts
 from shape.decoder import ShapeDecoder
 from shape.drafters import TrainedDrafter
@@ -16,28 +15,11 @@ from shape.evaluation.journal import Journal
 from shape.evaluation.quality import QualityOptions, main, run
 from shape.evaluation.quality_results import Ahead, QualityResults, added
 from shape.examples import Reader, forced_drafts
-from shape.export import export
 from shape.features import Stored
-from shape.predictor import ShapePredictor
-
-
-@pytest.fixture(scope="module")
-def predictor_folder(tiny_target, tmp_path_factory):
-    """Untrained, of two parallel steps, and loud enough to draft something."""
-    config = ShapeConfig(hidden_size=32, intermediate_size=48, vocab_size=tiny_target.vocab_size, num_steps=2)
-    config.target_identity = tiny_target.identity.to_dict()
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        network = ShapePredictor(config)
-        for parameter in network.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
-    folder = tmp_path_factory.mktemp("predictor")
-    export(network, folder, tiny_target.identity, {})
-    return folder
 
 
 @pytest.fixture
-def options(predictor_folder, tiny_target_folder, tmp_path):
+def options(tiny_predictor_folder, tiny_target_folder, tmp_path):
     """Two prompts, one of them of two turns and with a number for an answer."""
     prompts = tmp_path / "prompts.jsonl"
     rows = [
@@ -48,7 +30,9 @@ def options(predictor_folder, tiny_target_folder, tmp_path):
 
     def make(**more) -> QualityOptions:
         values = {"output": str(tmp_path / "out"), "prompts": str(prompts), "max_new_tokens": 10, "dtype": "float32"}
-        return QualityOptions(predictor=str(predictor_folder), target=str(tiny_target_folder), **{**values, **more})
+        return QualityOptions(
+            predictor=str(tiny_predictor_folder), target=str(tiny_target_folder), **{**values, **more}
+        )
 
     return make
 
@@ -90,10 +74,10 @@ def test_perplexity_is_the_models_own(options, tiny_target, tmp_path):
     assert "BERTScore P" not in results.to_markdown() and "tokens/s" not in results.to_markdown()
 
 
-def test_accuracy_by_lookahead_is_that_of_real_drafts(options, tiny_target, predictor_folder):
+def test_accuracy_by_lookahead_is_that_of_real_drafts(options, tiny_target, tiny_predictor_folder):
     """What teacher forcing says of a parallel predictor that reads no token is what chains draft from each position."""
     results = run(options(modes=["plain"], temperatures=[0.0]))
-    decoder = ShapeDecoder.from_pretrained(predictor_folder, target=tiny_target)
+    decoder = ShapeDecoder.from_pretrained(tiny_predictor_folder, target=tiny_target)
     assert isinstance(decoder.drafter, TrainedDrafter)
     reader = Reader(decoder.drafter.predictor, tiny_target)
     ids = tiny_target.encode("Good day")
