@@ -257,6 +257,13 @@ class QualityResults:
         return self.settings["encoder"] is not None
 
     @property
+    def encoder(self) -> str:
+        """What compares texts."""
+        given = self.settings
+        partial = ", which is the target itself, and so no independent judge"
+        return f"the last layer of {given['encoder']}{partial if given['encoder'] == given['target'] else ''}"
+
+    @property
     def timed(self) -> bool:
         return bool(self.settings["timed"])
 
@@ -277,7 +284,7 @@ class QualityResults:
         if self.compared:
             found.append(
                 "BERTScore (greedy matching, no weights, no rescaling) and sentence similarity are to the target's own "
-                f"text of the same temperature and seed, by encoder {given['encoder']}, last layer."
+                f"text of the same temperature and seed, by {self.encoder}."
             )
         else:
             found.append("BERTScore and sentence similarity are absent, because no encoder was named (`--encoder`).")

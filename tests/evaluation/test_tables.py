@@ -8,7 +8,8 @@ from helpers import ROOT
 
 from shape.errors import ConfigError
 from shape.evaluation import tables
-from shape.evaluation.tables import NUMBERS, RUNS, Found, Table, TablesOptions, is_missing, made, render, run
+from shape.evaluation.paper_tables import NUMBERS, Found, Table, is_missing, made, render
+from shape.evaluation.tables import RUNS, TablesOptions, run
 
 COMMITTED = ROOT / "eval" / "results"
 
