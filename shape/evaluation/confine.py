@@ -10,15 +10,17 @@ import os
 import resource
 import sys
 
-# Landlock (Linux 5.13): by system call, since the C library has no functions for it. Numbers are the same on every
-# architecture. Rights as in linux/landlock.h: 1 executes, 4 and 8 read files and folders; all 13 of its first version.
+# Landlock: by system call, since the C library has no functions for it. Numbers are the same on every architecture.
+# Rights as in linux/landlock.h: 1 executes, 4 and 8 read files and folders, and the third version (Linux 6.2), the first
+# that keeps files from being cut short, has 15 in all.
 _CREATE, _ADD, _RESTRICT = 444, 445, 446
-_READ, _ALL = 1 | 4 | 8, (1 << 13) - 1
+_READ, _ALL, _VERSION = 1 | 4 | 8, (1 << 15) - 1, 3
 _NO_NEW_PRIVILEGES = 38
 _FILE_BYTES, _FILES = 1 << 20, 64
 # Python's own audit events: the one way that also holds for root, whom no number of processes stops.
 _FORBIDDEN = (
-    "os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "os.kill", "os.killpg",
+    "os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "os.kill", "os.killpg", "os.chmod",
+    "os.chown", "os.truncate",
     "subprocess.Popen", "pty.spawn", "resource.setrlimit", "resource.prlimit", "socket.connect", "socket.bind",
     "socket.sendto", "socket.getaddrinfo",
 )  # fmt: skip
@@ -50,7 +52,7 @@ def limit(seconds: int, memory: int) -> None:
 def confine_files(writable: str, readable: list[str]) -> None:
     """Let this process write below one folder alone, and read there and below others.
 
-    Raises OSError where the system has no Landlock.
+    Raises OSError where the system has no Landlock, or an old one.
     """
     system = ctypes.CDLL(None, use_errno=True)
 
@@ -60,6 +62,8 @@ def confine_files(writable: str, readable: list[str]) -> None:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         return found
 
+    if call(_CREATE, None, 0, 1) < _VERSION:
+        raise OSError("Landlock is too old")
     rules = call(_CREATE, ctypes.byref(_Ruleset(_ALL)), ctypes.sizeof(_Ruleset), 0)
     for folder, allowed in [(writable, _ALL), *((folder, _READ) for folder in readable)]:
         place = os.open(folder, os.O_PATH | os.O_CLOEXEC)

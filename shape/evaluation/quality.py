@@ -283,12 +283,16 @@ class _Measurement:
                 written[name][-1] = replace(written[name][-1], **_pair(like))
 
 
+def _chosen(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
+    return prompts if limit is None else evenly(prompts, limit)
+
+
 def run(options: QualityOptions) -> QualityResults:
     """Measures, and writes quality.json, quality.md and answers.jsonl."""
     _check(options)
     named = [options.prompts] if isinstance(options.prompts, str) else options.prompts
     sources = [Path(name) for name in named] if named else [bundled.path("data", "bench.jsonl")]
-    prompts = [one for source in sources for one in evenly(load_prompts(source), options.limit or 10**9)]
+    prompts = [prompt for source in sources for prompt in _chosen(load_prompts(source), options.limit)]
     if len({prompt.id for prompt in prompts}) < len(prompts):
         raise DataError("two prompts share an id; give every prompt its own")
     coded = any(prompt.checks for prompt in prompts)
