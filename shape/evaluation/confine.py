@@ -11,8 +11,8 @@ import resource
 import sys
 
 # Landlock: by system call, since the C library has no functions for it. Numbers are the same on every architecture.
-# Rights as in linux/landlock.h: 1 executes, 4 and 8 read files and folders, and the third version (Linux 6.2), the first
-# that keeps files from being cut short, has 15 in all.
+# Rights as in linux/landlock.h: 1 executes, 4 and 8 read files and folders, and the third version (Linux 6.2), the
+# first that keeps files from being cut short, has 15 in all.
 _CREATE, _ADD, _RESTRICT = 444, 445, 446
 _READ, _ALL, _VERSION = 1 | 4 | 8, (1 << 15) - 1, 3
 _NO_NEW_PRIVILEGES = 38
