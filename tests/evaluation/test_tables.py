@@ -170,6 +170,11 @@ def test_what_lm_evaluation_harness_found_is_shown(tmp_path):
     assert not any("MMLU" in reason for reason in table.absent)
 
 
+def test_committed_tables_are_what_their_json_says():
+    folder = COMMITTED / "tables"
+    assert (folder / "tables.md").read_text() == render(json.loads((folder / "tables.json").read_text()))
+
+
 def test_numbers_on_the_command_line(monkeypatch, tmp_path, capsys):
     from jsonargparse import CLI
 
