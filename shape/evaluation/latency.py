@@ -142,7 +142,8 @@ def run(options: LatencyOptions) -> list[Latency]:
         raise ConfigError("targets and contexts need one entry at least, new_tokens, repeats and contexts at least 1")
     folder = Path(options.output)
     folder.mkdir(parents=True, exist_ok=True)
-    environment = Environment.capture(torch.device("cpu" if options.device_map in (None, "cpu") else "cuda"))
+    on_gpu = options.device_map not in (None, "cpu") and torch.cuda.is_available()
+    environment = Environment.capture(torch.device("cuda" if on_gpu else "cpu"))
     journal = Journal(folder / "records.jsonl", {**asdict(options), **environment.machine()})
     finished: dict[str, list[Latency]] = {
         record["target"]: [Latency(**one) for one in record["found"]] for record in journal.records

@@ -17,7 +17,6 @@ exact match on prompts whose `reference` is a number (GSM8K), pass@1 on prompts 
 folder. Until then finished prompts are kept there in `records.jsonl`, by which the same command goes on.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -44,7 +43,7 @@ from shape.evaluation.environment import Environment
 from shape.evaluation.journal import Journal
 from shape.evaluation.quality_results import Ahead, QualityRecord, QualityResults, Written, added
 from shape.evaluation.similarity import Encoder, Likeness
-from shape.evaluation.speed import describe
+from shape.evaluation.speed import describe, prompts_hash, target_settings
 from shape.examples import Reader, forced_drafts
 from shape.features import Stored
 from shape.rules import RULES, Match, Rule, TrsLossy, TypicalLossy, make_rule
@@ -317,14 +316,11 @@ def run(options: QualityOptions) -> QualityResults:
     settings = {
         **asdict(options),
         "output": None,
-        "target": Path(target.name).name if Path(target.name).exists() else target.name,
-        "target_identity": replace(target.identity, name="").to_dict(),
-        "parameters": target.model.num_parameters(),
-        "dtype": target.precision,
+        **target_settings(target),
         "predictor": Path(options.predictor).name,
         "encoder": None if options.encoder is None else Path(options.encoder).name,
         "prompts": "+".join(source.name for source in sources),
-        "prompts_hash": hashlib.sha256(repr(prompts).encode()).hexdigest()[:16],
+        "prompts_hash": prompts_hash(prompts),
         "modes": {name: writer.describe(mode) for name, (mode, _) in writer.labels.items()},
         "isolation": isolation,
     }

@@ -123,14 +123,10 @@ def measure(
     if target.tokenizer is None:
         raise DataError(f"target {target.name} has no tokenizer to encode prompts with; give a folder that has one")
     settings = {
-        # Not where it lies: a moved folder is the same target.
-        "target": Path(target.name).name if Path(target.name).exists() else target.name,
-        "target_identity": replace(target.identity, name="").to_dict(),
-        "parameters": target.model.num_parameters(),
-        "dtype": target.precision,
+        **target_settings(target),
         "methods": {name: describe(method, target.device) for name, method in methods.items()},
         "prompts": source or "the given prompts",
-        "prompts_hash": hashlib.sha256(repr(list(prompts)).encode()).hexdigest()[:16],
+        "prompts_hash": prompts_hash(prompts),
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "repeats": repeats,
@@ -180,6 +176,22 @@ def measure_in(
     (folder / "results.md").write_text(results.to_markdown())
     journal.unlink()
     return results
+
+
+def target_settings(target: Target) -> dict[str, Any]:
+    """What a record of a measurement says of its target."""
+    return {
+        # Not where it lies: a moved folder is the same target.
+        "target": Path(target.name).name if Path(target.name).exists() else target.name,
+        "target_identity": replace(target.identity, name="").to_dict(),
+        "parameters": target.model.num_parameters(),
+        "dtype": target.precision,
+    }
+
+
+def prompts_hash(prompts: Sequence[Prompt]) -> str:
+    """By which two measurements know that they asked the same."""
+    return hashlib.sha256(repr(list(prompts)).encode()).hexdigest()[:16]
 
 
 def describe(method: Method, beside: torch.device | None = None) -> str:

@@ -161,7 +161,10 @@ def _ablation(options: TablesOptions, folder: Path, name: str) -> object:
 
 
 def _latency(options: TablesOptions, folder: Path) -> object:
-    target = ShapeDecoder.from_pretrained(_first(options), target=options.target).target.name
+    known = load_predictor(_first(options)).config.target_identity
+    target: str | None = options.target or (known["name"] if known else None)
+    if target is None:
+        raise ConfigError(f"predictor {_first(options)} does not say which target it was trained for; give it")
     return latency.run(
         latency.LatencyOptions(
             output=str(folder),

@@ -1,6 +1,7 @@
 """`ShapeDecoder` as lm-evaluation-harness's model: local tasks, against that library's own class for the model."""
 
 import json
+import runpy
 import sys
 from pathlib import Path
 
@@ -107,3 +108,12 @@ def test_the_command_is_that_of_the_library(tiny_predictor_folder, tiny_target_f
 def test_a_predictor_of_another_target_is_refused(tiny_predictor_folder):
     with pytest.raises(TargetMismatch, match="was trained for target tiny"):
         ShapeLM(predictor=str(tiny_predictor_folder), target="quickstart-target")
+
+
+def test_without_the_library_it_is_said_what_to_install(monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(harness.__file__, run_name="__main__")
+    assert ended.value.code == 2
+    assert "install it with pip install 'shape-decoding[eval]'" in capsys.readouterr().err
