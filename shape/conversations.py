@@ -11,7 +11,7 @@ import re
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -83,17 +83,29 @@ class Conversation:
 
 
 @dataclass(frozen=True)
+class Checks:
+    """Tests of code as in HumanEval (arXiv 2107.03374): `test` defines check(candidate) for a function's name."""
+
+    test: str
+    entry_point: str
+
+
+@dataclass(frozen=True)
 class Prompt:
     """A benchmark prompt.
 
     messages: what the first answer follows; it ends with a user message. turns: the user's strings, of
     which turns[0] is the last of `messages`; turns[1:] are asked one after the other, each after an answer.
+    references: known answers to the turns, in their order, as far as there are any. checks: for code, what tests it.
     """
 
     id: str
     category: str
     turns: tuple[str, ...]
     messages: tuple[Message, ...]
+    # Nothing that is asked, so that prompts with and without them are the same ones to a measurement of speed.
+    references: tuple[str, ...] = field(default=(), repr=False)
+    checks: Checks | None = field(default=None, repr=False)
 
     @property
     def opening(self) -> list[dict[str, str]]:
@@ -181,7 +193,8 @@ def load_conversations(
 def load_prompts(path: Source) -> list[Prompt]:
     """Read a prompts file: JSON lines (or a .json list, gzipped or not) with `turns`, `messages` or `prompt`.
 
-    `id` and `category` are optional. Of `messages`, what follows the last user message is left out.
+    `id` and `category` are optional, as are `reference` (a text, or one for each turn) and, as in HumanEval, `test`
+    with `entry_point`. Of `messages`, what follows the last user message is left out.
     Raises DataError with file and line.
     """
     prompts = []
@@ -394,8 +407,18 @@ def _prompt(conversation: Conversation, row: object) -> Prompt:
     answered = any(message.role == "assistant" for message in messages)
     first = users[-1] if answered or not (isinstance(row, dict) and "turns" in row) else users[0]
     turns = tuple(messages[index].content for index in users if index >= first)
-    category = str(row.get("category", "")) if isinstance(row, dict) else ""
-    return Prompt(conversation.id, category, turns, messages[: first + 1])
+    more = row if isinstance(row, dict) else {}
+    known, test, entry_point = (more.get(name) for name in ("reference", "test", "entry_point"))
+    known = known if isinstance(known, list) else [] if known is None else [known]
+    return Prompt(
+        conversation.id,
+        str(more.get("category", "")),
+        turns,
+        messages[: first + 1],
+        # Whatever stands there: one turn may have a number for a reference, another none.
+        references=tuple("" if one is None else str(one) for one in known),
+        checks=Checks(test, entry_point) if isinstance(test, str) and isinstance(entry_point, str) else None,
+    )
 
 
 def _sharegpt_turn(message: Message) -> dict[str, Any]:

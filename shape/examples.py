@@ -82,22 +82,48 @@ def teacher_forced(predictor: Predictor, target: Target, texts: Iterable[Stored]
     Right for answers that the target itself wrote greedily, and for chains as deep as the predictor's steps. The
     first token of an answer comes from the prefill and counts on neither side; the ratio is the acceptance length.
     """
-    config, vocabulary = predictor.config, predictor.draft_vocabulary
     reader = Reader(predictor, target)
     tokens = forwards = 0
-    for ids, mask, hidden in texts:
-        roots = eligible(mask, torch.tensor([0, len(ids)])).nonzero()[:, 0]
-        text = Texts(*(each[None].to(target.device) for each in (hidden, ids, mask, roots)))
-        cut = examples(text, config.window, config.num_steps, target.hidden_size)
-        best = reader.greedy(known_in(predictor, target, text, cut.window), cut.tokens)[0]
-        drafts = (best if vocabulary is None else vocabulary[best]).cpu()
-        ahead = (roots[:, None] + torch.arange(1, config.num_steps + 1)).clamp(max=len(ids) - 1)
-        accepted = torch.zeros_like(ids)
-        accepted[roots] = ((drafts == ids[ahead]) & cut.mask[0].cpu()).cumprod(-1).sum(-1)
-        for first, last in _answers(mask):
+    for text in texts:
+        found = forced_drafts(reader, text)
+        accepted = torch.zeros_like(text.input_ids)
+        accepted[found.roots] = (found.right & found.mask).cumprod(-1).sum(-1)
+        for first, last in _answers(text.loss_mask):
             emitted, steps = accepted_walk(accepted.tolist(), first, last)
             tokens, forwards = tokens + emitted, forwards + steps
     return tokens, forwards
+
+
+class Forced(NamedTuple):
+    """The best drafts at every root of a text, each step along the text's own tokens.
+
+    Attributes:
+        roots: (P,) int64. drafts, true: (P, S) int64, for x_{t+1}..x_{t+S}. mask: (P, S) bool, within the answer.
+    """
+
+    roots: Tensor
+    drafts: Tensor
+    true: Tensor
+    mask: Tensor
+
+    @property
+    def right(self) -> Tensor:
+        """(P, S) bool."""
+        return self.drafts == self.true
+
+
+@torch.no_grad()
+def forced_drafts(reader: "Reader", text: Stored) -> Forced:
+    """What a predictor drafts by teacher forcing on one text."""
+    predictor, target = reader.predictor, reader.target
+    config, vocabulary = predictor.config, predictor.draft_vocabulary
+    ids, mask, hidden = text
+    roots = eligible(mask, torch.tensor([0, len(ids)])).nonzero()[:, 0]
+    whole = Texts(*(each[None].to(target.device) for each in (hidden, ids, mask, roots)))
+    cut = examples(whole, config.window, config.num_steps, target.hidden_size)
+    best = reader.greedy(known_in(predictor, target, whole, cut.window), cut.tokens)[0]
+    ahead = (roots[:, None] + torch.arange(1, config.num_steps + 1)).clamp(max=len(ids) - 1)
+    return Forced(roots, (best if vocabulary is None else vocabulary[best]).cpu(), ids[ahead], cut.mask[0].cpu())
 
 
 def known_in(predictor: Predictor, target: Target, texts: Texts, window: Tensor) -> Known:

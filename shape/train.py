@@ -36,7 +36,7 @@ from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.distillation import DistillModule, draft_model
 from shape.drafters import PREDICTORS, TreeShape
 from shape.errors import CheckpointError, ConfigError, DataError, exit_on_error
-from shape.evaluation.environment import Environment, matrix_product_peak
+from shape.evaluation.environment import Environment, matrix_product_peak, peak_memory
 from shape.evaluation.speed import SpeedResults, measure
 from shape.examples import draft_vocabulary
 from shape.export import export, export_model
@@ -579,6 +579,7 @@ def _finish(
         "seconds": round(module.seconds, 1),
         "validation_seconds": round(validation.seconds, 1),
         "validation": {"prompts": len(validation.prompts), **(validation.best or {})},
+        "peak_memory_gb": round(peak_memory(module.trainer.strategy.root_device), 2),
         **_throughput(options, module, validation, operations),
     }
     _export(predictor, output, target, record)

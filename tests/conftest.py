@@ -23,7 +23,10 @@ from transformers import (
     Qwen3Config,
 )
 
+from shape.config import ShapeConfig
+from shape.export import export
 from shape.features import FeatureStore
+from shape.predictor import ShapePredictor
 from shape.target import Target
 
 # Of tests that run side by side, each process gets its share of the threads; so do the processes that they start.
@@ -123,6 +126,21 @@ def tiny_target_folder(tiny_target, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tiny-target")
     tiny_target.model.save_pretrained(folder)
     tiny_target.tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_predictor_folder(tiny_target, tmp_path_factory) -> Path:
+    """An exported predictor of that target: untrained, with two parallel steps, and loud enough to draft something."""
+    config = ShapeConfig(hidden_size=32, intermediate_size=48, vocab_size=tiny_target.vocab_size, num_steps=2)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = ShapePredictor(config)
+        for parameter in network.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+    folder = tmp_path_factory.mktemp("tiny-predictor")
+    training = {"command": "none", "seconds": 90.0, "steps": 3, "peak_memory_gb": 0.25, "positions_per_second": 7.0}
+    export(network, folder, tiny_target.identity, training)
     return folder
 
 

@@ -9,7 +9,8 @@ from types import ModuleType
 
 import torch
 from conftest import tiny_config
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, PreTrainedModel, PreTrainedTokenizerFast
 
 from shape.config import ShapeConfig
 from shape.drafters import PREDICTORS
@@ -83,3 +84,24 @@ RIVALS: dict[str, dict] = {
         "kind": "block", "feature_layers": [0, -1], "markov_rank": 4, "confidence": True
     },
 }  # fmt: skip
+
+
+def tiny_bert(folder: Path) -> Path:
+    """A random encoder of a few thousand parameters, saved with a tokenizer of single letters."""
+    letters = [*"abcdefghijklmnopqrstuvwxyz", *"ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,?!:'"]
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *letters]
+    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = BertConfig(
+            vocab_size=len(words), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+            max_position_embeddings=64, initializer_range=0.5,
+        )  # fmt: skip
+        BertModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

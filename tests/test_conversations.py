@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from shape.conversations import (
+    Checks,
     Conversation,
     Message,
     encode,
@@ -510,3 +511,18 @@ def test_preview_of_bad_input_exits_with_status_2(tmp_path, capsys):
     assert caught.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and "none.jsonl does not exist" in error and error.count("\n") == 1
+
+
+def test_known_answers_and_tests_of_prompts(tmp_path):
+    rows = [
+        {"prompt": "One?", "reference": "#### 1"},
+        {"turns": ["Two?", "And three?"], "reference": [2, None]},
+        {"prompt": "def four():\n", "test": "def check(f): ...", "entry_point": "four"},
+        {"prompt": "Five?", "test": "no function to test"},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    one, two, four, five = load_prompts(path)
+    assert (one.references, two.references) == (("#### 1",), ("2", ""))
+    assert five.references == ()
+    assert one.checks is None and four.checks == Checks("def check(f): ...", "four") and five.checks is None

@@ -101,6 +101,7 @@ def test_the_whole_way(trained, tiny_target):
     assert config.token_conditioning == "root" and config.markov_rank == 64 and config.draft["depth"] == 8
     record = config.training
     assert record["steps"] == 60 and "| acceptance length |" in (trained / "README.md").read_text()
+    assert record["peak_memory_gb"] > 0
     assert record["validation"]["low"] <= record["validation"]["value"] <= record["validation"]["high"]
     assert record["acceptance_length"]["value"] >= 1 and record["speed_up"]["value"] > 0
     assert record["validation"]["step"] in (25, 50, 60)

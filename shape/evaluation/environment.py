@@ -69,6 +69,16 @@ class Environment:
         )
 
 
+def peak_memory(device: torch.device) -> float:
+    """GB that this process has used at most so far: of the accelerator's memory, or on a CPU of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    import resource  # absent on Windows, where no more than this function misses it
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
 def matrix_product_peak(device: torch.device, dtype: torch.dtype, size: int = 1024, seconds: float = 0.5) -> float:
     """Operations per second of a large square matrix product, two per multiply-add: the best of some runs."""
     size = size if device.type == "cpu" else 8 * size

@@ -52,23 +52,23 @@ class Tally:
 
     @property
     def seconds_per_token(self) -> Any:
-        return _ratio(self.decode_seconds, self.timed_tokens)
+        return ratio(self.decode_seconds, self.timed_tokens)
 
     @property
     def acceptance_length(self) -> Any:
-        return _ratio(self.timed_tokens, self.forwards)
+        return ratio(self.timed_tokens, self.forwards)
 
     @property
     def tokens_per_draft_step(self) -> Any:
-        return 1 + _ratio(self.accepted, self.draft_steps)
+        return 1 + ratio(self.accepted, self.draft_steps)
 
     @property
     def distinct_2(self) -> Any:
-        return _ratio(self.distinct_bigrams, self.bigrams)
+        return ratio(self.distinct_bigrams, self.bigrams)
 
     @property
     def eos_share(self) -> Any:
-        return _ratio(self.ended, self.answers)
+        return ratio(self.ended, self.answers)
 
 
 @dataclass(frozen=True)
@@ -207,31 +207,31 @@ class SpeedResults:
         total, what = _weighted(mine, np.ones(len(records))), self.methods[name]
         ours = not what.startswith("transformers")
         is_drafted = ours and what != "plain"
-        length = _estimate(lambda w: _weighted(mine, w).acceptance_length, len(records)) if ours else None
+        length = estimate(lambda w: _weighted(mine, w).acceptance_length, len(records)) if ours else None
         rates = [t.timed_tokens / t.decode_seconds for t in tallies if t.timed_tokens and t.decode_seconds]
         cost = self.projected_cost[name]
         greedy = self.settings["temperature"] == 0
         return Summary(
             answers=int(total.answers),
             tokens=int(total.tokens),
-            tokens_per_second=_number(1 / total.seconds_per_token),
+            tokens_per_second=number(1 / total.seconds_per_token),
             tokens_per_second_median=median(rates) if rates else None,
-            prefill_ms=_number(1e3 * total.prefill_seconds / total.answers),
-            speed_up=_estimate(
+            prefill_ms=number(1e3 * total.prefill_seconds / total.answers),
+            speed_up=estimate(
                 lambda w: _weighted(base, w).seconds_per_token / _weighted(mine, w).seconds_per_token,
                 len(records),
             ),
             acceptance_length=length or Estimate(None),
-            tokens_per_draft_step=_number(total.tokens_per_draft_step) if is_drafted else None,
-            draft_share=_number(_ratio(total.draft_seconds, total.decode_seconds)) if is_drafted else None,
-            distinct_2=_number(total.distinct_2),
-            eos_share=_number(total.eos_share),
+            tokens_per_draft_step=number(total.tokens_per_draft_step) if is_drafted else None,
+            draft_share=number(ratio(total.draft_seconds, total.decode_seconds)) if is_drafted else None,
+            distinct_2=number(total.distinct_2),
+            eos_share=number(total.eos_share),
             equal_plain=int(total.equal_plain) if ours and "plain" in self.methods.values() else None,
             equal_transformers=(
                 int(total.equal_transformers) if greedy and "transformers" in self.methods.values() else None
             ),
             projected_speed_up_8b=(
-                None if cost is None or length is None else _number(total.acceptance_length / (1 + cost))
+                None if cost is None or length is None else number(total.acceptance_length / (1 + cost))
             ),
         )
 
@@ -397,7 +397,7 @@ class SpeedResults:
         return table
 
 
-def _ratio(numerator: Any, denominator: Any) -> Any:
+def ratio(numerator: Any, denominator: Any) -> Any:
     """Elementwise quotient, nan where nothing was counted."""
     top, bottom = np.asarray(numerator, dtype=float), np.asarray(denominator, dtype=float)
     return np.divide(top, bottom, out=np.full(np.broadcast(top, bottom).shape, np.nan), where=bottom != 0)
@@ -413,9 +413,9 @@ def _weighted(columns: np.ndarray, weights: np.ndarray) -> Tally:
     return Tally(*np.moveaxis(weights @ columns, -1, 0))
 
 
-def _estimate(figure: Callable[[np.ndarray], Any], prompts: int) -> Estimate:
+def estimate(figure: Callable[[np.ndarray], Any], prompts: int) -> Estimate:
     """A figure of prompt weights with the 95 % percentile bootstrap over prompts (Efron 1979)."""
-    value = _number(figure(np.ones(prompts)))
+    value = number(figure(np.ones(prompts)))
     if value is None or prompts < 2:
         return Estimate(value)
     rng = np.random.default_rng(0)
@@ -424,7 +424,7 @@ def _estimate(figure: Callable[[np.ndarray], Any], prompts: int) -> Estimate:
     return Estimate(value) if low == high else Estimate(value, low, high)
 
 
-def _number(value: Any) -> float | None:
+def number(value: Any) -> float | None:
     return float(value) if np.isfinite(value) else None
 
 

@@ -14,7 +14,6 @@ come with it are left out).
 """
 
 import hashlib
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -43,6 +42,7 @@ from shape.drafters import (
 )
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
+from shape.evaluation.journal import Journal
 from shape.evaluation.results import Detail, PromptRecord, SpeedResults, Tally
 from shape.rules import Match, Rule
 from shape.stats import DecodeStats
@@ -123,14 +123,10 @@ def measure(
     if target.tokenizer is None:
         raise DataError(f"target {target.name} has no tokenizer to encode prompts with; give a folder that has one")
     settings = {
-        # Not where it lies: a moved folder is the same target.
-        "target": Path(target.name).name if Path(target.name).exists() else target.name,
-        "target_identity": replace(target.identity, name="").to_dict(),
-        "parameters": target.model.num_parameters(),
-        "dtype": target.precision,
+        **target_settings(target),
         "methods": {name: describe(method, target.device) for name, method in methods.items()},
         "prompts": source or "the given prompts",
-        "prompts_hash": hashlib.sha256(repr(list(prompts)).encode()).hexdigest()[:16],
+        "prompts_hash": prompts_hash(prompts),
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "repeats": repeats,
@@ -145,7 +141,8 @@ def measure(
         reason = bench.too_long if prompts else "none was given"
         raise DataError(f"no prompt can be measured: {reason}; give other prompts or a smaller max_new_tokens")
     environment = Environment.capture(target.device)
-    finished = _open_journal(journal, settings | environment.machine())
+    written = Journal(journal, settings | environment.machine())
+    finished = {record.id: record for record in map(PromptRecord.from_dict, written.records)}
     for prompt in measured[:warmup]:
         context = target.encode(prompt.opening)
         for runner in bench.runners.values():
@@ -153,7 +150,7 @@ def measure(
     for index, prompt in enumerate(tqdm(measured, desc="bench", unit="prompt", disable=not progress)):
         if prompt.id not in finished:
             finished[prompt.id] = bench.record(prompt, seed + index, rotation=index)
-            _append(journal, asdict(finished[prompt.id]))
+            written.append(asdict(finished[prompt.id]))
     records = tuple(finished[prompt.id] for prompt in measured)
     return SpeedResults(
         label=label or f"{settings['target']}, temperature {temperature:g}",
@@ -179,6 +176,22 @@ def measure_in(
     (folder / "results.md").write_text(results.to_markdown())
     journal.unlink()
     return results
+
+
+def target_settings(target: Target) -> dict[str, Any]:
+    """What a record of a measurement says of its target."""
+    return {
+        # Not where it lies: a moved folder is the same target.
+        "target": Path(target.name).name if Path(target.name).exists() else target.name,
+        "target_identity": replace(target.identity, name="").to_dict(),
+        "parameters": target.model.num_parameters(),
+        "dtype": target.precision,
+    }
+
+
+def prompts_hash(prompts: Sequence[Prompt]) -> str:
+    """By which two measurements know that they asked the same."""
+    return hashlib.sha256(repr(list(prompts)).encode()).hexdigest()[:16]
 
 
 def describe(method: Method, beside: torch.device | None = None) -> str:
@@ -400,31 +413,3 @@ class _Bench:
             equal_plain=int(self.plain is not None and tokens == runs[self.plain].tokens),
             equal_transformers=int(self.transformers is not None and tokens == runs[self.transformers].tokens),
         )
-
-
-def _open_journal(journal: Path | None, header: dict[str, Any]) -> dict[str, PromptRecord]:
-    """Records that an earlier run with the same header finished, by prompt id; starts a new file otherwise.
-
-    A last line cut short by a crash is dropped.
-    """
-    if journal is None:
-        return {}
-    lines = journal.read_text().splitlines(keepends=True) if journal.exists() else []
-    whole = [line for line in lines if line.endswith("\n")]
-    if whole and json.loads(whole[0]) != header:
-        theirs = json.loads(whole[0])
-        names = ", ".join(key for key in header if theirs.get(key) != header[key])
-        raise ConfigError(
-            f"{journal} holds a measurement with other settings ({names}); give another output folder, or delete it"
-        )
-    whole = whole or [json.dumps(header) + "\n"]
-    journal.parent.mkdir(parents=True, exist_ok=True)
-    journal.write_text("".join(whole))
-    records = [PromptRecord.from_dict(json.loads(line)) for line in whole[1:]]
-    return {record.id: record for record in records}
-
-
-def _append(journal: Path | None, record: dict[str, Any]) -> None:
-    if journal is not None:
-        with journal.open("a") as file:
-            file.write(json.dumps(record) + "\n")

@@ -1,0 +1,116 @@
+"""lm-evaluation-harness with a `ShapeDecoder` as its model, for MMLU and every other suite that it has.
+
+    pip install 'shape-decoding[eval]'
+    python -m shape.evaluation.harness --model shape --model_args predictor=DIR --tasks gsm8k,mmlu --output_path RESULTS
+
+Everything behind the module's name is lm-evaluation-harness's own command line, where releases after 0.4.13 know the
+model "shape" by themselves (`lm_eval --model shape ...`). It takes what `ShapeDecoder.from_pretrained` does (predictor,
+target, drafter, dtype, device_map, lookahead) and `acceptance`.
+
+What a task generates is decoded with drafts. What it asks the probability of, as tasks of multiple choice do, is one
+forward of the target, in which nothing is generated and speculation has no part: those results are the target's own,
+computed by lm-evaluation-harness's class for Hugging Face models, from which this one differs in generation alone.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shape.decoder import ShapeDecoder, ShapeOutput
+from shape.errors import ConfigError, exit_on_error
+
+try:
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM
+except ImportError as error:
+    with exit_on_error() if __name__ == "__main__" else nullcontext():
+        raise ConfigError(
+            f"lm-evaluation-harness is not installed ({error}); install it with pip install 'shape-decoding[eval]'"
+        ) from error
+
+
+@register_model("shape")
+class ShapeLM(HFLM):
+    """A decoder as lm-evaluation-harness sees it.
+
+    Args:
+        predictor, target, drafter, dtype, device_map, lookahead: see `ShapeDecoder.from_pretrained`.
+        acceptance: a rule's name; the lossy ones change results, which is what they can be compared by.
+        device: where the target is put, unless device_map says so.
+        options: those of `lm_eval.models.huggingface.HFLM`: batch_size, max_length, add_bos_token, ...
+
+    Raises:
+        ShapeError: as `ShapeDecoder.from_pretrained` does.
+    """
+
+    def __init__(
+        self,
+        predictor: str | None = None,
+        target: str | None = None,
+        drafter: str | None = None,
+        acceptance: str = "match",
+        dtype: str | None = None,
+        device: str | None = None,
+        device_map: str | None = None,
+        lookahead: str | int = "adaptive",
+        **options: Any,
+    ) -> None:
+        if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
+            device = None  # what the library asks for where nobody has
+        place = device_map or device
+        self.decoder = ShapeDecoder.from_pretrained(
+            predictor, target=target, drafter=drafter, dtype=dtype, device_map=place, lookahead=lookahead
+        )
+        if self.decoder.tokenizer is None:
+            raise ConfigError(f"target {self.decoder.target.name} has no tokenizer; give a folder that has one")
+        self.acceptance, self.emitted, self.forwards = acceptance, 0, 0
+        super().__init__(pretrained=self.decoder.target.model, tokenizer=self.decoder.tokenizer, **options)
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
+        """(B, L) ids padded on the left -> (B, L') with what follows, cut short by the caller at the stop strings.
+
+        Greedy unless a task says `do_sample`; samples depend on torch's global seed, which lm-evaluation-harness sets.
+        """
+        sampled = bool(generation_kwargs.pop("do_sample", generation_kwargs.get("temperature", 0.0) > 0))
+        if not sampled:
+            for name in ("temperature", "top_k", "top_p", "min_p"):
+                generation_kwargs.pop(name, None)
+        out = self.decoder.generate(
+            context,
+            max_new_tokens=max_length - context.shape[1],
+            do_sample=sampled,
+            stop_strings=stop or None,
+            acceptance=self.acceptance,
+            return_dict_in_generate=True,
+            **generation_kwargs,
+        )
+        assert isinstance(out, ShapeOutput)
+        self.emitted += out.stats.emitted
+        self.forwards += out.stats.forwards
+        return out.sequences
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What stands in the results beside the task's figures: with the acceptance length of all that was written."""
+        length = self.emitted / self.forwards if self.forwards else None
+        drafter = self.decoder.drafter
+        return {
+            "model_num_parameters": self.decoder.target.model.num_parameters(),
+            "model_dtype": self.decoder.target.precision,
+            "model_revision": self.decoder.target.identity.revision,
+            "model_sha": "",
+            "drafter": "none" if drafter is None else str(drafter.name),
+            "acceptance": self.acceptance,
+            "acceptance_length": length,
+        }
+
+
+def main() -> None:
+    with exit_on_error():
+        cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""What of a long measurement is finished, a JSON line each, so that the same command goes on after an interruption."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from shape.errors import ConfigError
+
+
+class Journal:
+    """A file whose first line says what the measurement depends on; a last line cut short by a crash is dropped.
+
+    Args:
+        path: None keeps nothing.
+        header: settings, machine and code, of plain types.
+
+    Attributes:
+        records: of an earlier run with the same header.
+
+    Raises:
+        ConfigError: the file is another measurement's.
+    """
+
+    def __init__(self, path: Path | None, header: dict[str, Any]) -> None:
+        self.path = path
+        self.records: list[dict[str, Any]] = []
+        if path is None:
+            return
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        whole = [line for line in lines if line.endswith("\n")]
+        header = json.loads(json.dumps(header))  # as it will be read
+        if whole and (theirs := json.loads(whole[0])) != header:
+            names = ", ".join(key for key in header if theirs.get(key) != header[key])
+            raise ConfigError(
+                f"{path} holds a measurement with other settings ({names}); give another output folder, or delete it"
+            )
+        whole = whole or [json.dumps(header) + "\n"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(whole))
+        self.records = [json.loads(line) for line in whole[1:]]
+
+    def append(self, record: dict[str, Any]) -> None:
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
