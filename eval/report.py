@@ -1,7 +1,7 @@
 """Measures everything that the report shows, and writes it: one command, from nothing.
 
     python eval/report.py                                          # the predictor that ships, into report/
-    python eval/report.py --predictor DIR --prompts prompts.jsonl --data own-answers.jsonl --output report-of-mine
+    python eval/report.py --predictor DIR --prompts prompts.jsonl --output report-of-mine
 
 Speed at temperature 0 and 1 with several drafters, efficiency and batches, what `shape.check` says, the analysis of
 transport, four traced answers, and an ablation that is trained for it. Each part is a command of the package, which the
@@ -47,10 +47,12 @@ class Options:
     Args:
         output: folder of everything that is made.
         predictor: folder, hub id or bundled name of a trained predictor.
+        target: path or hub id; default: the predictor's own.
         prompts: JSON-lines file; default: those that ship, for the shipped target.
-        data: conversations with the target's own answers, for the analysis and the ablation; default: those that ship.
-            Given prompts but no data, the target answers the prompts for the analysis, and there is no ablation.
-        ablation: a file below configs/ablations or a path; "none" trains nothing.
+        data: conversations with the target's own answers, for analysis and ablation; default: those that ship. Given
+            prompts but no data, the target answers the prompts for the analysis.
+        ablation: a file below configs/ablations or a path; "none" trains nothing. What it learns from has to be known:
+            for another than the shipped target there is one only with target, prompts and data given.
         variants: of the ablation; null is all of them.
         minutes: of training, each.
         dtype: of the target.
@@ -63,6 +65,7 @@ class Options:
 
     output: str = "report"
     predictor: str = "quickstart-shape"
+    target: str | None = None
     prompts: str | None = None
     data: str | None = None
     ablation: str = "default"
@@ -92,7 +95,8 @@ def parts(options: Options) -> list[Part]:
     results, work = Path(options.output) / "results", Path(options.output) / "work"
     few = str(min(24, options.limit))
     suite = ["--prompts", options.prompts] if options.prompts else []
-    predictor = ["--predictor", options.predictor]
+    target = ["--target", options.target] if options.target else []
+    predictor = ["--predictor", options.predictor, *target]
     sizes = ["--max_new_tokens", str(options.max_new_tokens)]
     common = [*predictor, *suite, *sizes, "--limit", str(options.limit)]
     prompts = load_prompts(options.prompts or bundled.path("data", "bench.jsonl"))
@@ -106,13 +110,14 @@ def parts(options: Options) -> list[Part]:
     found.append(Part(made, "shape.check", [*predictor, *suite, *sizes, *asked, "--output", str(made)]))
     rules = ["transformers", "plain", "shape", "shape@rejection", "shape@traversal"]
     speed = {
-        "bench-t0": (METHODS, 0, ()),
-        "bench-t1": (METHODS, 1, ()),
-        "rules": (rules, 1, CHAIN),
+        "bench-t0": ("Drafters, temperature 0", METHODS, 0, ()),
+        "bench-t1": ("Drafters, temperature 1", METHODS, 1, ()),
+        "rules": ("Acceptance rules on chains, temperature 1", rules, 1, CHAIN),
     }
-    for name, (methods, temperature, tree) in speed.items():
+    for name, (label, methods, temperature, tree) in speed.items():
         folder = results / name
         more = [f"--methods=[{','.join(methods)}]", "--temperature", str(temperature), "--dtype", options.dtype, *tree]
+        more += ["--label", label]
         found.append(Part(folder / "results.json", "shape.bench", [*common, *more, "--output", str(folder)]))
     for name, batches, temperatures in (("efficiency", [1], [0.0, 1.0]), ("batches", options.batches, [0.0])):
         folder = results / name
@@ -124,10 +129,10 @@ def parts(options: Options) -> list[Part]:
     texts = ["--data", options.data] if options.data else suite
     arguments = [*predictor, *texts, "--positions", str(options.positions), "--output", str(folder)]
     found.append(Part(folder / "analysis.json", "shape.evaluation.analyze", arguments))
-    if options.ablation != "none" and (options.data or not options.prompts):
+    own = (options.target, options.prompts, options.data)
+    if options.ablation != "none" and (all(own) or not any(own)):
         folder = work / "ablation"
-        given = [*(["--data", options.data] if options.data else [])]
-        given += ["--measure.prompts", options.prompts] if options.prompts else []
+        given = [*target, "--data", options.data, "--measure.prompts", options.prompts] if all(own) else []
         given += [f"--only={json.dumps(options.variants)}"] if options.variants else []
         measure = ["--seeds=[0]", "--measure.limit", few, f"--override=[training.max_minutes={options.minutes}]"]
         arguments = [options.ablation, *given, *measure, "--output", str(folder)]

@@ -167,7 +167,8 @@ def sections(found: Found) -> list[Section]:
 _SUMMARY = (
     "Per measurement the fastest lossless method. Speed-up is time per token of the stronger of plain decoding and "
     "transformers' generate over that of the method, prefill left out; the range is a 95 % bootstrap interval over "
-    "prompts. Acceptance length: tokens per forward of the target after the prefill; plain decoding is 1."
+    "prompts. Acceptance length: tokens per forward of the target after the prefill; plain decoding is 1. Identical "
+    "samples are to be expected of match alone: other lossless rules draw others, of the same distribution."
 )
 _SPEED = (
     "Points are ratios of sums over prompts, bars 95 % bootstrap intervals over prompts. The dotted line is plain "
@@ -429,9 +430,7 @@ def _latency(found: Found) -> Iterator[Plot]:
             if total.timed_tokens:
                 rows[name] = {part: 1e3 * seconds / total.timed_tokens for part, seconds in parts.items()}
         order = ["draft", "verify", "commit", "the rest", "not split"]
-        drawn = {
-            _name(results, name): {part: parts[part] for part in order if part in parts} for name, parts in rows.items()
-        }
+        drawn = {_name(results, name): {part: parts.get(part, 0.0) for part in order} for name, parts in rows.items()}
         cells = [
             [name, show(sum(parts.values())), *(show(parts.get(part)) for part in order)]
             for name, parts in rows.items()
@@ -798,7 +797,7 @@ def _analysis(found: Found) -> Iterator[Plot]:
             for name, row in names.items()
         ]
         table = (["lag", "mean", "0.5 or more", *(f"{at} %" for at in rows[0]["percentiles"])], cells)
-        drawing = partial(plots.intervals, spread, "cosine of h_t and h_{t+n}: median, 5 % to 95 %", at=0.5)
+        drawing = partial(plots.intervals, spread, "cosine of states: median, 5 to 95 %", at=0.5)
         yield Plot("Are successive states similar?", source, drawing, table)
         rules = {
             "optimum, independent drafts": "independent",

@@ -96,9 +96,12 @@ def test_commands_are_those_of_the_package(program, options):
     assert "work" in found[-1].made.parts and all("results" in part.made.parts for part in found[:-1])
     assert not {"--data", "--prompts"} & {argument for part in found for argument in part.arguments}
     assert len({part.made for part in found}) == len(found)
-    # Of other prompts the answers that ship are not the target's own: nothing can be learnt from them.
-    options.ablation = "default"
+    # For another target an ablation has to be told of all three.
+    options.ablation, options.target = "default", "T"
     assert "shape.evaluation.ablate" not in [part.module for part in program.parts(options)]
+    options.data = "D"
+    last = program.parts(options)[-1].arguments
+    assert [last[last.index(name) + 1] for name in ("--target", "--data")] == ["T", "D"]
 
 
 @pytest.mark.slow
@@ -122,7 +125,8 @@ def test_with_an_ablation_in_processes_of_their_own(program, options, tiny_targe
     }  # fmt: skip
     ablation = {"title": "Tiny", "base": [], "common": common, "variants": {"default": None}}
     file.write_text(yaml.safe_dump(ablation | {"measure": {"max_new_tokens": 6, "warmup": 0, "examined": 1}}))
-    options.data, options.ablation, options.variants, options.images = str(talks), str(file), ["default"], True
+    options.target, options.data, options.ablation = str(tiny_target_folder), str(talks), str(file)
+    options.variants, options.images = ["default"], True
     program.make(options)
     output = Path(options.output)
     assert '<h2 id="ablations">' in (output / "report.html").read_text()
