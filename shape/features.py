@@ -17,6 +17,7 @@ import math
 import os
 import shutil
 import warnings
+import zlib
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -35,10 +36,11 @@ from transformers.utils import logging as transformers_logging
 
 from shape.conversations import Conversation, Encoded, encode, fingerprint
 from shape.errors import ConfigError, DataError, DiskSpaceError, FeatureStoreError, TargetMismatch
+from shape.files import written_whole
 from shape.target import Target, TargetIdentity, resolve_dtype
 
-FORMAT_VERSION = 1
-_MANIFEST = "manifest.json"
+FORMAT_VERSION = 2
+MANIFEST = "manifest.json"
 _ESTIMATE_SAMPLE = 256
 # Relative error of a state recomputed in another batch shape; a wrong target or a shifted position gives
 # about 1.
@@ -188,7 +190,7 @@ class Manifest:
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
         try:
-            values = json.loads((directory / _MANIFEST).read_text())
+            values = json.loads((directory / MANIFEST).read_text())
             if values["format_version"] != FORMAT_VERSION:
                 raise FeatureStoreError(
                     f"feature folder {directory} has format {values['format_version']}, this version reads "
@@ -199,11 +201,11 @@ class Manifest:
             return cls(**values)
         except FileNotFoundError:
             raise FeatureStoreError(
-                f"{directory} is not a feature folder: it has no {_MANIFEST}; make one with python -m shape.extract"
+                f"{directory} is not a feature folder: it has no {MANIFEST}; make one with python -m shape.extract"
             ) from None
         except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
             raise FeatureStoreError(
-                f"{directory / _MANIFEST} is damaged ({error!r}); extract again into an empty folder"
+                f"{directory / MANIFEST} is damaged ({error!r}); extract again into an empty folder"
             ) from error
 
     def to_json(self) -> str:
@@ -463,7 +465,7 @@ def quiet() -> Iterator[None]:
 
 def refuse_others(directory: Path, target: Target) -> None:
     """Raises FeatureStoreError if the folder holds features of another target; cheap, so ask before long work."""
-    if (directory / _MANIFEST).exists():
+    if (directory / MANIFEST).exists():
         differences = Manifest.read(directory).target.differences(target.identity)
         if differences:
             raise FeatureStoreError(
@@ -487,29 +489,28 @@ def extract(
     """Compute the features of conversations into a folder, or what is missing of them.
 
     The Trainer decides about devices, processes and nodes; each process takes every world-size-th shard.
-    Interrupt it and call it again: complete shards are kept. Where another command of one process is at it, this one
-    waits and takes what that one made.
+    Interrupt it and call it again: complete shards are kept, once their checksums are found right. Where another
+    command of one process is at it, this one waits and takes what that one made.
 
     Raises:
         ConfigError, DataError: options or conversations that cannot be used.
-        FeatureStoreError: the folder holds features made from something else.
-        DiskSpaceError: less free space than the estimate.
+        FeatureStoreError: the folder holds features made from something else, or the target's states are not finite.
+        DiskSpaceError: less free space than the estimate, or none left.
     """
     directory = Path(directory)
     options.check(target)
     if not conversations:
         raise DataError("there are no conversations to compute features of; give data with at least one")
     manifest = _claim(directory, Manifest.plan(target, conversations, options))
-    if missing_shards(directory, manifest):
-        # Processes of one command share the shards; another command would compute all of them again.
-        with FileLock(directory / ".lock") if trainer.world_size == 1 else nullcontext():
-            if missing := missing_shards(directory, manifest):
-                _check_space(
-                    directory, manifest, missing, *_estimate(target, conversations, options, manifest, missing)
-                )
-                work = _Extraction(target, conversations, directory, manifest, options)
-                trainer.predict(work, return_predictions=False)
-        trainer.strategy.barrier("features are complete")
+    # Processes of one command share the shards; another command would compute all of them again.
+    with FileLock(directory / ".lock") if trainer.world_size == 1 else nullcontext():
+        if missing := missing_shards(directory, manifest):
+            _check_space(directory, manifest, missing, *_estimate(target, conversations, options, manifest, missing))
+        # Also where none is missing: each process looks whether its shards still hold what was written, and no process
+        # decides by a look of its own at the folder whether to take part.
+        work = _Extraction(target, conversations, directory, manifest, options)
+        trainer.predict(work, return_predictions=False)
+    trainer.strategy.barrier("features are complete")
     return FeatureStore(directory, target.identity, options.layers)
 
 
@@ -542,9 +543,11 @@ class _Extraction(pl.LightningModule):
         place(self.target, self.trainer.strategy.root_device)
 
     def predict_step(self, shard: int) -> int:
-        if shard < self.manifest.shards and not _is_complete(self.directory, self.manifest, shard):
-            tensors = self._compute(shard)
-            _write(_shard_path(self.directory, shard), tensors, self.manifest.digest)
+        if shard < self.manifest.shards and not _is_sound(self.directory, self.manifest, shard):
+            path = _shard_path(self.directory, shard)
+            if path.exists():
+                print(f"{path} is damaged and is computed again", flush=True)
+            _write(path, self._compute(shard), self.manifest)
         return shard
 
     def _compute(self, shard: int) -> dict[str, Tensor]:
@@ -560,7 +563,15 @@ class _Extraction(pl.LightningModule):
             batch = [sample for index in chosen if (sample := samples[index]) is not None]
             states = compute_features(self.target, batch, manifest.layers).to("cpu", manifest.torch_dtype)
             for index, rows in zip(chosen, states, strict=True):
-                hidden[offsets[index] : offsets[index + 1]] = rows[: lengths[index + 1]]
+                own = rows[: lengths[index + 1]]
+                if not own.isfinite().all():
+                    number = manifest.conversations_of(shard)[index]
+                    raise FeatureStoreError(
+                        f"target {self.target.name} computes states of conversation {self.conversations[number].id} "
+                        f"that are not finite in {manifest.dtype} (run in {self.target.dtype}); give another dtype, "
+                        "such as --target_dtype bfloat16, or leave the conversation out"
+                    )
+                hidden[offsets[index] : offsets[index + 1]] = own
         kept = [sample for sample in samples if sample]
         return {
             "input_ids": torch.cat([torch.empty(0, dtype=torch.int32), *(s.input_ids.int() for s in kept)]),
@@ -581,7 +592,7 @@ def _claim(directory: Path, manifest: Manifest) -> Manifest:
     """Write the manifest, or return the one there after making sure that it means the same."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        if (directory / _MANIFEST).exists():
+        if (directory / MANIFEST).exists():
             present = Manifest.read(directory)
             if differences := present.differences(manifest):
                 raise FeatureStoreError(
@@ -589,9 +600,8 @@ def _claim(directory: Path, manifest: Manifest) -> Manifest:
                     "give another folder, or delete this one"
                 )
             return present
-        temporary = directory / f".{_MANIFEST}.{os.getpid()}.tmp"
-        temporary.write_text(manifest.to_json())
-        _replace(temporary, directory / _MANIFEST)
+        with written_whole(directory / MANIFEST, writer=f".{os.getpid()}") as temporary:
+            temporary.write_text(manifest.to_json())
         return manifest
     except OSError as error:
         raise ConfigError(f"feature folder {directory} cannot be written ({error}); give another folder") from error
@@ -659,7 +669,17 @@ def _is_complete(directory: Path, manifest: Manifest, shard: int) -> bool:
         return False
     conversations = len(manifest.conversations_of(shard))
     shapes_fit = offsets == [conversations + 1] and hidden == [*ids, manifest.width]
-    return metadata.get("manifest") == manifest.digest and shapes_fit
+    return metadata.get("of", "").startswith(manifest.digest) and shapes_fit
+
+
+def _is_sound(directory: Path, manifest: Manifest, shard: int) -> bool:
+    """Whether a complete shard holds the bytes that were written. Reads all of it."""
+    if not _is_complete(directory, manifest, shard):
+        return False
+    path = _shard_path(directory, shard)
+    with safe_open(path, framework="pt") as file:
+        said = file.metadata()["of"]
+    return said == _label(manifest, _load(path))
 
 
 def _load(path: Path) -> dict[str, Tensor]:
@@ -667,22 +687,16 @@ def _load(path: Path) -> dict[str, Tensor]:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
 
 
-def _write(path: Path, tensors: dict[str, Tensor], digest: str) -> None:
-    """Write a shard so that it is there completely or not at all, also after a crash of the machine."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    save_file(tensors, temporary, metadata={"manifest": digest})
-    _replace(temporary, path)
+def _write(path: Path, tensors: dict[str, Tensor], manifest: Manifest) -> None:
+    with written_whole(path) as temporary:
+        save_file(tensors, temporary, metadata={"of": _label(manifest, tensors)})
 
 
-def _replace(temporary: Path, path: Path) -> None:
-    _sync(temporary)
-    os.replace(temporary, path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _label(manifest: Manifest, tensors: dict[str, Tensor]) -> str:
+    """What a shard says of itself, in one piece of metadata, for several are written in any order: the digest of its
+    manifest, and CRC-32 of all bytes, which finds what a disk or a copy has changed, at gigabytes a second.
+    """
+    value = 0
+    for name in sorted(tensors):
+        value = zlib.crc32(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data, value)
+    return f"{manifest.digest} {value:08x}"

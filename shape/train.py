@@ -35,12 +35,13 @@ from shape.conversations import Conversation, Prompt, evenly, fingerprint, load_
 from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.distillation import DistillModule, draft_model
 from shape.drafters import PREDICTORS, TreeShape
-from shape.errors import CheckpointError, ConfigError, DataError, exit_on_error
+from shape.errors import ConfigError, DataError, FeatureStoreError, exit_on_error
 from shape.evaluation.environment import Environment, matrix_product_peak
 from shape.evaluation.speed import SpeedResults, measure
 from shape.examples import draft_vocabulary
 from shape.export import export, export_model
 from shape.features import (
+    MANIFEST,
     FeatureOptions,
     FeatureStore,
     StorageOptions,
@@ -53,7 +54,7 @@ from shape.features import (
 )
 from shape.losses import Losses
 from shape.network import Predictor
-from shape.regeneration import AnswerOptions, LocalBackend, own_answers
+from shape.regeneration import AnswerOptions, LocalBackend, answers_file, own_answers
 from shape.target import Target
 from shape.training import (
     AtomicCheckpointIO,
@@ -61,9 +62,11 @@ from shape.training import (
     Learner,
     Operations,
     ShapeModule,
+    StopWhereDiverged,
     TrainingOptions,
     as_trained_and_decoded,
     load_weights,
+    sound_checkpoint,
 )
 
 QUICKSTART_TARGET = "quickstart-target"
@@ -367,9 +370,9 @@ def _checkpoint(name: str | None, output: Path) -> str | None:
     if name is None:
         return None
     path = output / "checkpoints/last.ckpt" if name == "last" else Path(name)
-    if not path.is_file():
-        raise CheckpointError(f"there is no checkpoint {path} to resume from; leave out --ckpt_path to start anew")
-    return str(path)
+    if (found := sound_checkpoint(path)) != path:
+        _say(f"checkpoint {path} is damaged or lost; going on from the one before, {found}")
+    return str(found)
 
 
 def _require_divisible(options: TrainOptions, processes: int) -> None:
@@ -385,7 +388,7 @@ def _require_divisible(options: TrainOptions, processes: int) -> None:
 @rank_zero_only
 def _set_aside(folder: Path) -> None:
     """Rename an earlier run's checkpoints, so that `--ckpt_path last` can never mean another run's."""
-    if not (folder / "last.ckpt").exists():
+    if not any(folder.glob("last*.ckpt")):
         return
     number = 1
     while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
@@ -423,6 +426,14 @@ def _own_answers(
     chosen = options.regeneration
     chosen = replace(chosen, max_new_tokens=max(1, min(chosen.max_new_tokens, options.max_length // 2)))
     backend = LocalBackend(ShapeDecoder(target), chosen.max_new_tokens, chosen.temperature)
+    answers = answers_file(conversations, backend, folder, chosen)
+    asked = any(conversation.kind != "text" for conversation in conversations)
+    if asked and (folder / MANIFEST).exists() and not answers.exists():
+        raise FeatureStoreError(
+            f"features in {folder} are not of the target's answers to these conversations: the data or the options of "
+            "answering have changed since; give another folder with --features or --output, or, where the data holds "
+            "the target's own answers, --regenerate false"
+        )
     return own_answers(
         conversations,
         backend,
@@ -538,6 +549,7 @@ def _trainer(options: TrainOptions, output: Path, validation: DecodingValidation
         max_epochs=1,  # one run over the loader, which counts in steps
         logger=[csv, TensorBoardLogger(output, name="logs", version=csv.version)],
         callbacks=[
+            StopWhereDiverged(options.trainer.log_every_n_steps),
             validation,
             operations,
             ModelCheckpoint(

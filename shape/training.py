@@ -6,18 +6,21 @@ the dropout masks.
 
 import math
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any, Literal, NamedTuple
+from zipfile import BadZipFile, ZipFile
 
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.utilities.types import OptimizerLRScheduler
+from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -28,9 +31,10 @@ from transformers import PreTrainedModel
 from shape.batches import Batch, derive_seed
 from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.drafters import Drafter, TrainedDrafter, TreeShape
-from shape.errors import CheckpointError, ConfigError
+from shape.errors import CheckpointError, ConfigError, TrainingDiverged
 from shape.examples import Examples, Reader, Texts, examples, known_in, teacher_forced, whole_texts
 from shape.features import Stored, compute_features, place
+from shape.files import written_whole
 from shape.losses import Losses, supervised, weighted_loss
 from shape.network import Predictor
 from shape.predictor import windows
@@ -39,8 +43,9 @@ from shape.verification.sampling import mix
 
 _ADAM_BETAS = (0.9, 0.95)
 _VALIDATION_BATCH = 8
-# May change between a run and its resumption; everything else would make it another run.
-_FREE_TO_CHANGE = {"steps", "max_minutes", "checkpoint_every", "workers"}
+# May change between a run and its resumption, the last two to go on where it diverged; all else would make it another
+# run.
+_FREE_TO_CHANGE = {"steps", "max_minutes", "checkpoint_every", "workers", "learning_rate", "gradient_clip_val"}
 
 
 @dataclass
@@ -164,6 +169,14 @@ class Learner(pl.LightningModule):
 
     def on_train_start(self) -> None:
         self._started = monotonic()
+        schedule, peak = self.lr_schedulers(), self.options.learning_rate
+        assert isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
+        if set(schedule.base_lrs) != {peak}:  # those of the checkpoint
+            schedule.base_lrs = [peak] * len(schedule.base_lrs)
+            for group in schedule.optimizer.param_groups:
+                group["lr"] = peak * self.options.learning_rate_factor(
+                    self.global_step, self._progress(self.global_step)
+                )
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         return batch.to(device)
@@ -430,17 +443,96 @@ def _differences(saved: Mapping[str, Any], current: Mapping[str, Any], prefix: s
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place and then renames it: a killed run leaves the one before."""
+    """Writes a checkpoint as a whole, and keeps the one before it: one of the two is sound, whatever happens."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         final = Path(path)
-        final.parent.mkdir(parents=True, exist_ok=True)
-        temporary = final.with_name(f".{final.name}.tmp")
-        with open(temporary, "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, final)
+        with written_whole(final) as temporary:
+            with open(temporary, "wb") as file:
+                torch.save(checkpoint, file)
+            if final.exists():
+                os.replace(final, _before(final))
+
+
+def _before(path: Path) -> Path:
+    """The name of the checkpoint before this one."""
+    return path.with_name(f"{path.stem}.before{path.suffix}")
+
+
+def sound_checkpoint(path: Path) -> Path:
+    """The checkpoint itself, or the one before it where it is damaged or was lost while being replaced.
+
+    Raises:
+        CheckpointError: there is none, or none whose checksums are right.
+    """
+    present = [each for each in (path, _before(path)) if each.is_file()]
+    if not present:
+        raise CheckpointError(f"there is no checkpoint {path} to resume from; leave out --ckpt_path to start anew")
+    for each in present:
+        if _is_sound(each):
+            return each
+    raise CheckpointError(
+        f"checkpoint {' and '.join(map(str, present))} is damaged or no checkpoint at all; give another one, or leave "
+        "out --ckpt_path to train anew: features and answers are kept"
+    )
+
+
+def _is_sound(checkpoint: Path) -> bool:
+    """Whether a file of torch.save holds what was written; torch itself does not look at its checksums."""
+    try:
+        with ZipFile(checkpoint) as file:
+            return file.testzip() is None
+    except (BadZipFile, zlib.error, EOFError):
+        return False
+
+
+class StopWhereDiverged(pl.Callback):
+    """Ends a run whose loss or weights are not numbers any more, before they get into a checkpoint.
+
+    All processes look together, every few steps and before a checkpoint, since looking makes an accelerator wait.
+
+    Args:
+        every: steps between looks.
+
+    Raises:
+        TrainingDiverged: naming the first step, the last checkpoint, and what to change.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._first: Tensor | None = None
+        self._saved: int | None = None
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._saved = checkpoint["global_step"]
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        first = torch.where(outputs["loss"].isfinite(), math.inf, batch.step)
+        self._first = first if self._first is None else torch.minimum(self._first, first)
+        if trainer.global_step % self.every == 0:
+            self._look(trainer, self._first)
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if self._first is not None:
+            weights = torch.stack([parameter.isfinite().all() for parameter in pl_module.parameters()]).all()
+            self._look(trainer, torch.where(weights, self._first, self._first.clamp(max=trainer.global_step - 1)))
+        self._saved = trainer.global_step
+
+    def _look(self, trainer: pl.Trainer, mine: Tensor) -> None:
+        first = -float(trainer.strategy.reduce(-mine, reduce_op="max"))  # of all processes
+        if math.isfinite(first):
+            on = "train anew with" if self._saved is None else f"go on from the one of step {self._saved} with"
+            resume = "" if self._saved is None else "--ckpt_path last and "
+            raise TrainingDiverged(
+                f"the loss or the weights are not numbers any more at step {first:.0f}, and no checkpoint holds them; "
+                f"{on} {resume}a smaller --training.learning_rate or --trainer.gradient_clip_val"
+            )
 
 
 # ------------------------------------------------------------------------------------------------- validation
@@ -574,10 +666,8 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def _save_weights(predictor: nn.Module, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    save_model(predictor, str(temporary))  # which knows of weights that are one
-    os.replace(temporary, path)
+    with written_whole(path) as temporary:
+        save_model(predictor, str(temporary))  # which knows of weights that are one
 
 
 def as_trained_and_decoded(
@@ -606,5 +696,15 @@ def as_trained_and_decoded(
 
 
 def load_weights(predictor: nn.Module, path: Path) -> None:
-    """Put weights kept by `DecodingValidation` into a predictor of the same configuration."""
-    load_model(predictor, path)
+    """Put weights kept by `DecodingValidation` into a predictor of the same configuration.
+
+    Raises:
+        CheckpointError: they are gone or damaged.
+    """
+    try:
+        load_model(predictor, path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the best weights in {path} cannot be read ({error}); give the same command with --ckpt_path last and "
+            "more --training.steps, whose validation writes them again"
+        ) from error
