@@ -14,7 +14,8 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from shape.conversations import load_conversations
 from shape.errors import exit_on_error
-from shape.features import FeatureOptions, FeatureStore, TrainerOptions, extract, quiet
+from shape.features import FeatureOptions, TrainerOptions, extract, quiet
+from shape.store import FeatureStore
 from shape.target import Target
 
 

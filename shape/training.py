@@ -33,11 +33,12 @@ from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.drafters import Drafter, TrainedDrafter, TreeShape
 from shape.errors import CheckpointError, ConfigError, TrainingDiverged
 from shape.examples import Examples, Reader, Texts, examples, known_in, teacher_forced, whole_texts
-from shape.features import Stored, compute_features, place
+from shape.features import compute_features, place
 from shape.files import written_whole
 from shape.losses import Losses, supervised, weighted_loss
 from shape.network import Predictor
 from shape.predictor import windows
+from shape.store import Stored
 from shape.target import Target
 from shape.verification.sampling import mix
 

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from shape.features import FeatureStore
+from shape.store import FeatureStore
 from shape.target import Target
 
 # A busy machine must not fail a test for being slow.

@@ -12,8 +12,8 @@ from training_runs import CONVERSATIONS, OPTIONS, STEPS, WINDOW, data_of, networ
 from shape.batches import Split, StepOrder, derive_seed
 from shape.errors import DataError
 from shape.examples import Texts, examples
-from shape.features import eligible
 from shape.losses import Losses
+from shape.store import eligible
 from shape.training import (
     ShapeModule,
 )

@@ -15,7 +15,9 @@ import torch
 from training_runs import CONVERSATIONS, arguments, command, talks
 
 from shape.errors import DiskSpaceError, FeatureStoreError
-from shape.features import FeatureOptions, Manifest, TrainerOptions, _load, _write, extract
+from shape.features import FeatureOptions, TrainerOptions, extract
+from shape.places import Place
+from shape.store import Manifest, _load, write_shard
 from shape.train import main
 from shape.training import AtomicCheckpointIO, sound_checkpoint
 
@@ -79,7 +81,7 @@ def test_damaged_shards_are_noticed_and_computed_again(undisturbed, copy, tiny_t
     cut.write_bytes(cut.read_bytes()[:-100])
     flip(shard)
     main(arguments(tiny_target_folder, data, copy, *SHORT))
-    assert f"{shard} is damaged" in capsys.readouterr().out
+    assert f"{shard.name} of {copy / 'features'} is damaged" in capsys.readouterr().out
     for each in (cut, shard):
         assert each.read_bytes() == (undisturbed / "features" / each.name).read_bytes()
     assert same_weights(copy, undisturbed)
@@ -181,7 +183,7 @@ def test_a_loss_that_is_no_number_stops_the_run(undisturbed, copy, tiny_target_f
     end = int(tensors["offsets"][4])
     assert tensors["loss_mask"][end - 2]
     tensors["hidden"][end - 8] = float("inf")
-    _write(shard, tensors, Manifest.read(copy / "features"))
+    write_shard(Place(copy / "features"), Manifest.read(copy / "features"), 1, tensors)
     options = arguments(tiny_target_folder, data, copy, "--training.batch_size=4", "--training.steps=12")
     said = stops(capsys, *options, "--training.checkpoint_every=1")
     assert "not numbers any more at step" in said and "--ckpt_path last" in said

@@ -18,7 +18,8 @@ from shape import bundled
 from shape.config import ShapeConfig
 from shape.conversations import Conversation, Message
 from shape.decoder import ShapeDecoder
-from shape.features import FeatureStore, TrainerOptions
+from shape.features import TrainerOptions
+from shape.store import FeatureStore
 from shape.train import PredictorOptions, TrainOptions, _compare_with_training, main, parse, validation_prompts
 from shape.training import DecodingValidation
 

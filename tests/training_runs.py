@@ -16,9 +16,10 @@ from shape.config import ShapeConfig
 from shape.conversations import Conversation, Message
 from shape.drafters import PREDICTORS
 from shape.examples import draft_vocabulary
-from shape.features import FeatureOptions, FeatureStore, TrainerOptions, extract
+from shape.features import FeatureOptions, TrainerOptions, extract
 from shape.losses import Losses
 from shape.network import Predictor
+from shape.store import FeatureStore
 from shape.training import (
     AtomicCheckpointIO,
     ShapeModule,
@@ -78,7 +79,7 @@ def fit(
 ) -> ShapeModule:
     predictor = network(target, **changes)
     if isinstance(source, FeatureStore):
-        source = FeatureStore(source.directory, layers=predictor.config.feature_layers)
+        source = FeatureStore(source.place, layers=predictor.config.feature_layers)
     window = None if predictor.memory_shapes else predictor.config.window
     module = ShapeModule(predictor, target, losses or Losses(), options, seed=seed, log_every=2)
     data = data_of(source, target, options, window=window, max_length=128, seed=seed)
