@@ -109,8 +109,7 @@ class Manifest:
     @property
     def bytes_per_state(self) -> int:
         """Of all layers of one position."""
-        scales = len(self.layers) * torch.bfloat16.itemsize if self.dtype == "int8" else 0
-        return self.width * self.stored_dtype.itemsize + scales
+        return state_bytes(self.dtype, self.hidden_size, len(self.layers))
 
     def conversations_of(self, shard: int) -> range:
         start = shard * self.shard_size
@@ -133,6 +132,12 @@ class Manifest:
             if mine != theirs:
                 found.append(f"{name} ({mine} there, {theirs} wanted)")
         return found
+
+
+def state_bytes(dtype: str, hidden_size: int, layers: int) -> int:
+    """Bytes of one position's stored states."""
+    scale = torch.bfloat16.itemsize if dtype == "int8" else 0
+    return layers * (hidden_size * getattr(torch, dtype).itemsize + scale)
 
 
 class Stored(NamedTuple):
