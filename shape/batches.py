@@ -183,8 +183,8 @@ class FetchedBatches(StoredBatches):
         return self.order.step(step).sort().values.tensor_split(self.split.parts)[part]
 
     def _load(self, step: int, part: int, samples: Tensor) -> Batch:
-        if step + self.early < self.steps:
-            self.store.ahead(self.roots[self._samples(step + self.early, part)])
+        later = self._samples(step + self.early, part) if step + self.early < self.steps else samples[:0]
+        self.store.ahead(self.roots[torch.cat([samples, later])])
         return super()._load(step, part, samples)
 
 

@@ -53,7 +53,8 @@ class TrainerOptions:
         accelerator: cpu, cuda, mps, or auto.
         devices: how many, a list of indices, or auto.
         num_nodes: machines.
-        strategy: ddp for several devices; auto chooses.
+        strategy: ddp for several devices; fsdp where the predictor, its gradients and its optimiser are too large for
+            one (GPUs only); auto chooses.
         precision: of training, for example 32-true; auto is bf16-mixed where the hardware multiplies in bfloat16.
             Extraction runs in the target's own dtype.
         accumulate_grad_batches: portions that a step's batch is computed in, to save memory.
@@ -91,7 +92,7 @@ class TrainerOptions:
             accelerator=self.accelerator,
             devices=self.devices,
             num_nodes=self.num_nodes,
-            strategy=self.strategy,
+            strategy="ddp" if self.strategy.startswith("fsdp") else self.strategy,  # nothing is trained
             enable_progress_bar=self.enable_progress_bar,
             inference_mode=False,
             logger=False,
@@ -113,7 +114,7 @@ class StorageOptions:
         batch_size: conversations per forward of the target.
         shard_size: conversations per shard, the unit of work and of resuming.
         more_layers: layers stored beside those that are read, so that predictors of other layers can share the folder.
-        cache: folder for copies of shards that are read from elsewhere (s3://...); null is one below ~/.cache/shape.
+        cache: folder below which copies of shards from elsewhere (s3://...) are kept; null is ~/.cache/shape.
         cache_gigabytes: that the copies may take.
     """
 

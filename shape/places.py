@@ -1,17 +1,21 @@
 """Where a feature store lies: a folder of this machine, or any address that fsspec has a file system for."""
 
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from threading import Lock, get_ident
 from typing import Generic, TypeVar
 
 from fsspec.core import url_to_fs
 
-from shape.errors import ConfigError
+from shape.errors import ConfigError, FeatureStoreError, is_full_disk
 from shape.files import written_whole
 
 _AT_ONCE = 4  # files fetched ahead of their use
+_GIVEN_UP = 3600  # seconds after which a half-fetched file is a killed process's
 
 T = TypeVar("T")
 
@@ -87,8 +91,8 @@ class Fetched(Generic[T]):
     one that another process has dropped is fetched anew.
 
     Args:
-        folder: of the copies.
-        room: bytes that they may take together; the file at hand may exceed it.
+        folder: of the copies, and of nothing else: what it holds is deleted to make room.
+        room: bytes that they may take together, beside those on their way; a single one may exceed it.
         read: makes of a copy what is asked for; called once for each copy.
     """
 
@@ -102,6 +106,7 @@ class Fetched(Generic[T]):
         if self._process != os.getpid():
             self._process = os.getpid()
             self._threads = ThreadPoolExecutor(_AT_ONCE)
+            self._making_room = Lock()
             self._coming: dict[str, Future[None]] = {}
             self._made: dict[str, T] = {}
 
@@ -109,7 +114,8 @@ class Fetched(Generic[T]):
         """Begin to fetch files that will be asked for."""
         self._started()
         for name in names:
-            if name not in self._coming and not (self.folder / name).exists():
+            under_way = name in self._coming and not self._coming[name].done()
+            if not under_way and not (self.folder / name).exists():
                 self._coming[name] = self._threads.submit(self._fetch, name)
 
     def __getitem__(self, name: str) -> T:
@@ -129,17 +135,31 @@ class Fetched(Generic[T]):
                 self._fetch(name)
 
     def _fetch(self, name: str) -> None:
-        self._make_room(self.place.size(name))
-        with written_whole(self.folder / name, writer=f".{os.getpid()}") as temporary:
-            self.place.fetch(name, temporary)
+        writer = f".{os.getpid()}.{get_ident()}"
+        with ExitStack() as until_there, written_whole(self.folder / name, writer) as temporary:
+            try:
+                self.place.fetch(name, temporary)
+            except Exception as error:  # every file system has errors of its own
+                if is_full_disk(error):
+                    raise
+                raise FeatureStoreError(
+                    f"{name} cannot be fetched from {self.place} ({' '.join(str(error).split())}); once it can, give "
+                    "the same command again, with --ckpt_path last where training had begun"
+                ) from error
+            until_there.enter_context(self._making_room)
+            self._make_room(temporary.stat().st_size)
 
     def _make_room(self, size: int) -> None:
         copies = []
-        for path in self.folder.glob("[!.]*"):
+        for path in self.folder.iterdir():
             try:
-                copies.append((path.stat().st_mtime_ns, path.stat().st_size, path))
+                found = path.stat()
             except FileNotFoundError:  # dropped by another process
                 continue
+            if not path.name.startswith("."):
+                copies.append((found.st_mtime_ns, found.st_size, path))
+            elif time.time() - found.st_mtime > _GIVEN_UP:
+                path.unlink(missing_ok=True)
         taken = size + sum(each for _, each, _ in copies)
         for _, each, path in sorted(copies):
             if taken <= self.room:

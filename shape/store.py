@@ -203,7 +203,7 @@ class FeatureStore(Sequence[Stored]):
     Args:
         identity: of the target that must have made it; None takes any.
         layers: to read, of those stored; None reads all.
-        cache: folder of the copies; None is one below ~/.cache/shape, by the manifest's digest.
+        cache: copies go below this folder, to one named by the manifest's digest; None is ~/.cache/shape.
         room: bytes that the copies may take.
 
     Attributes:
@@ -244,7 +244,7 @@ class FeatureStore(Sequence[Stored]):
                 f"features in {place} are of layers {list(manifest.layers)}, without {sorted(absent)}; "
                 "extract again with all of them"
             )
-        self._cache = cache or Path.home() / ".cache/shape" / manifest.digest
+        self._cache = cache or Path.home() / ".cache/shape"
         self._room = room
         self._shards: list[dict[str, Tensor]] = []  # those of a folder, mapped
         if place.folder is not None:
@@ -252,13 +252,14 @@ class FeatureStore(Sequence[Stored]):
             self._texts = self._shards
         else:
             self._texts = _texts(place, [header for header in headers if header is not None])
-            self._copies = Fetched(place, self._cache, room, self._checked)
+            self._copies = Fetched(place, self._cache / manifest.digest, room, self._checked)
         self._first_row = torch.tensor([0, *(len(text["input_ids"]) for text in self._texts)]).cumsum(0)
         parts = [text["offsets"][:-1] + start for text, start in zip(self._texts, self._first_row, strict=False)]
         self.offsets = torch.cat([*parts, self._first_row[-1:]])
-        # Where only some states are stored: which, and the number of each row's among them.
-        self._kept = [kept(text["loss_mask"], text["offsets"], manifest.before) for text in self._texts]
-        self._state_of = [rows.cumsum(0) - 1 if manifest.before is not None else None for rows in self._kept]
+        # Where only some states are stored: which rows have one, and its number.
+        some = self._texts if manifest.before is not None else []
+        self._kept = [kept(text["loss_mask"], text["offsets"], manifest.before) for text in some]
+        self._state_of = [rows.cumsum(0) - 1 for rows in self._kept]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Data workers map the files again instead of copying them.
@@ -293,15 +294,14 @@ class FeatureStore(Sequence[Stored]):
     def _states(self, shard: int, rows: Tensor) -> Tensor:
         """The layers asked for, (..., len(layers) * H), of rows of a shard, (...) int64; zeros where none is stored."""
         stored = self._shards[shard] if self._shards else self._copies[shard_name(shard)]
-        state_of = self._state_of[shard]
-        index = rows if state_of is None else state_of[rows].clamp(min=0)
+        index = self._state_of[shard][rows].clamp(min=0) if self._kept else rows
         hidden, scale = stored["hidden"][index], stored["scale"][index] if "scale" in stored else None
         if self.layers != self.manifest.layers:
             columns = [self.manifest.layers.index(layer) for layer in self.layers]
             hidden = hidden.unflatten(-1, (-1, self.manifest.hidden_size))[..., columns, :].flatten(-2)
             scale = None if scale is None else scale[..., columns]
         states = hidden if scale is None else restored(hidden, scale)
-        return states if state_of is None else states * self._kept[shard][rows][..., None]
+        return states * self._kept[shard][rows][..., None] if self._kept else states
 
     def _checked(self, path: Path) -> dict[str, Tensor]:
         """A copy of a shard, mapped, once its checksum is found right."""
@@ -392,7 +392,10 @@ class FeatureStore(Sequence[Stored]):
         tolerance = max(_TOLERANCE[target.dtype], _TOLERANCE[self.manifest.stored_dtype])
         for index in chosen.tolist():
             stored, (shard, span) = self[index], self._span(index)
-            ids, there = stored.input_ids[None].to(target.device), self._kept[shard][span]
+            ids, there = (
+                stored.input_ids[None].to(target.device),
+                self._kept[shard][span] if self._kept else slice(None),
+            )
             fresh = target.features(ids, layers=self.layers)[0].float().cpu()[there]
             error = float((fresh - stored.hidden[there].float()).norm() / fresh.norm())
             if not error <= tolerance:

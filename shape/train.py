@@ -228,6 +228,8 @@ class TrainOptions:
         """Raises ConfigError for options that cannot be meant, before anything is loaded."""
         self.training.check()
         self.regeneration.check()
+        if self.training.optimizer == "muon" and self.trainer.strategy.startswith("fsdp"):
+            raise ConfigError("muon takes whole matrices, and fsdp cuts them; give --training.optimizer adamw, or ddp")
         if self.online and self.features is not None:
             raise ConfigError("online and features are both given; choose one: online computes what features stores")
         for name in ("prompts", "max_new_tokens", "every"):
@@ -584,8 +586,10 @@ def _finish(
     size: str,
 ) -> None:
     """Export the best weights, measure what was exported, and say what came out."""
-    target, predictor = module.target, module.predictor
+    target = module.target
+    predictor = type(module.predictor)(module.predictor.config)  # of its own: processes may have shared the other's
     load_weights(predictor, validation.best_path)
+    predictor.eval().to(target.device)  # type: ignore[arg-type]
     record: dict[str, Any] = {
         "command": Environment.capture(target.device).command,
         "target": options.target,

@@ -8,7 +8,8 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
@@ -23,6 +24,7 @@ from pytorch_lightning.utilities.types import OptimizerLRScheduler
 from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics import MeanMetric
@@ -150,6 +152,8 @@ class Learner(pl.LightningModule):
         self.seed = seed
         self.log_every = log_every
         self.recipe = {"seed": seed, "losses": asdict(losses), "training": asdict(options), **(recipe or {})}
+        # Asked now: to a process of several that share the weights, each looks like a vector.
+        self._matrices = {name for name, weight in predictor.named_parameters() if weight.ndim >= 2}
         self._seconds_before = 0.0
         self._started = monotonic()
         self._elapsed = 0.0
@@ -203,7 +207,7 @@ class Learner(pl.LightningModule):
         return Texts(hidden, *(each.to(self.device) for each in texts[1:]))
 
     def _log_losses(self, loss: Tensor, parts: Mapping[str, Tensor], texts: int) -> None:
-        self.log("train/loss", loss, prog_bar=True, batch_size=texts)
+        self.log("train/loss", loss, prog_bar=True, batch_size=texts, sync_dist=True)  # the whole step's
         self.log_dict({f"train/{name}": value for name, value in parts.items()}, batch_size=texts)
 
     # -- optimisation
@@ -212,10 +216,10 @@ class Learner(pl.LightningModule):
         options = self.options
         named = [(name, p) for name, p in self.predictor.named_parameters() if p.requires_grad]
         inner = {name for name, p in named if options.optimizer == "muon" and _is_inner(name, p)}
-        others = [p for name, p in named if name not in inner]
+        others = [(name, p) for name, p in named if name not in inner]
         groups = [
-            {"params": [p for p in others if p.ndim >= 2], "weight_decay": options.weight_decay},
-            {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for name, p in others if name in self._matrices], "weight_decay": options.weight_decay},
+            {"params": [p for name, p in others if name not in self._matrices], "weight_decay": 0.0},
         ]
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=_ADAM_BETAS)
         if inner:
@@ -228,6 +232,18 @@ class Learner(pl.LightningModule):
             optimizer, lambda step: self.options.learning_rate_factor(step, self._progress(step))
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        whole = self.trainer.strategy.model
+        if gradient_clip_val is not None and isinstance(whole, FullyShardedDataParallel):
+            whole.clip_grad_norm_(gradient_clip_val)  # no process has all gradients, of which it is the norm
+        else:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def _progress(self, step: int) -> float:
         by_steps = step / self.options.steps
@@ -251,6 +267,8 @@ class Learner(pl.LightningModule):
                 "with, or train anew without --ckpt_path"
             )
         self._seconds_before = saved["seconds"]
+        # A run that had ended goes on where more steps are asked for: its last batch is not the last any more.
+        checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
 
     @property
     def seconds(self) -> float:
@@ -613,7 +631,7 @@ class DecodingValidation(pl.Callback):
         started = monotonic()
         counts = torch.zeros(2, len(self.prompts), dtype=torch.float64, device=module.device)
         mine = range(trainer.global_rank, len(self.prompts), trainer.world_size)
-        with _evaluating(module.predictor), torch.autocast(module.device.type, enabled=False):
+        with _whole(trainer), _evaluating(module.predictor), torch.autocast(module.device.type, enabled=False):
             drafter = module.drafter()
             emitted, forwards = decode_counts(
                 module.target, drafter, [self.prompts[i] for i in mine], self.max_new_tokens
@@ -622,8 +640,10 @@ class DecodingValidation(pl.Callback):
         counts = trainer.strategy.reduce(counts, reduce_op="sum")
         measured = acceptance_length(counts[0].long().tolist(), counts[1].long().tolist())
         best = self.best
-        if trainer.is_global_zero and (best is None or measured.value > best["value"]):
-            _save_weights(module.predictor, self.best_path)
+        if best is None or measured.value > best["value"]:
+            with _whole(trainer):
+                if trainer.is_global_zero:
+                    _save_weights(module.predictor, self.best_path)
         self.history.append({"step": trainer.global_step, **measured._asdict()})
         values = {"val/acceptance_length": measured.value, "val/low": measured.low, "val/high": measured.high}
         for logger in trainer.loggers:
@@ -656,6 +676,14 @@ def decode_counts(
     return emitted, forwards
 
 
+def _whole(trainer: pl.Trainer) -> AbstractContextManager[None]:
+    """With all weights in every process, where processes share them between steps."""
+    model = trainer.strategy.model
+    if isinstance(model, FullyShardedDataParallel):
+        return FullyShardedDataParallel.summon_full_params(model, writeback=False)
+    return nullcontext()
+
+
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
     training = module.training
@@ -668,7 +696,8 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 def _save_weights(predictor: nn.Module, path: Path) -> None:
     with written_whole(path) as temporary:
-        save_model(predictor, str(temporary))  # which knows of weights that are one
+        # It knows of weights that are one. A copy, for under FSDP weights are parts of one great tensor.
+        save_model(deepcopy(predictor), str(temporary))
 
 
 def as_trained_and_decoded(

@@ -90,7 +90,8 @@ def test_copies_keep_within_their_room(whole, tmp_path):
     for _ in range(2):
         for index in range(len(store)):
             assert torch.equal(store[index].hidden, whole[index].hidden)
-            copies = list(tmp_path.glob("shard-*"))
+            copies = list(tmp_path.rglob("shard-*"))
+            assert sum(copy.stat().st_size for copy in copies) <= 2 * size + 100
             assert f"shard-{index // 2:05d}.safetensors" in {copy.name for copy in copies}
     with pytest.raises(ConfigError, match="raise cache_gigabytes"):
         store.require_room(5)
@@ -104,6 +105,8 @@ def test_a_copy_that_another_process_drops_is_fetched_again(whole, tmp_path):
     assert len(copies["shard-00000.safetensors"]) == place.size("shard-00000.safetensors")
     (tmp_path / "manifest.json").unlink()
     assert copies["manifest.json"] == first
+    with pytest.raises(FeatureStoreError, match=r"absent cannot be fetched from file://.*same command again"):
+        copies["absent"]
 
 
 def test_addresses_that_lead_nowhere_are_named():

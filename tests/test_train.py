@@ -116,6 +116,15 @@ def test_features_of_an_earlier_extraction_are_used(trained, tiny_target_folder,
     assert not (tmp_path / "other/features").exists()
 
 
+def test_features_may_lie_elsewhere(trained, tiny_target_folder, data, tmp_path):
+    there, cache = tmp_path / "there", tmp_path / "cache"
+    more = [f"--features=file://{there}", f"--extraction.cache={cache}", "--training.steps=3"]
+    main(arguments(tiny_target_folder, data, tmp_path / "out", *more))
+    shards = sorted(path.name for path in there.glob("shard-*"))
+    assert shards == sorted(path.name for path in (trained / "features").glob("shard-*"))
+    assert shards == sorted(path.name for path in cache.rglob("shard-*")) and not (tmp_path / "out/features").exists()
+
+
 def test_online_mode_stores_nothing(tiny_target_folder, data, tmp_path):
     main(arguments(tiny_target_folder, data, tmp_path, "--online=true", "--training.steps=3"))
     assert (tmp_path / "model.safetensors").exists() and not (tmp_path / "features").exists()
