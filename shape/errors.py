@@ -72,8 +72,8 @@ def exit_on_error() -> Iterator[None]:
         if _is_lost_process(error):
             sys.exit(
                 _report(
-                    f"a process beside this one (rank {torch.distributed.get_rank()}) has gone: it was killed, ran out "
-                    "of memory, or its machine is lost; give the same command again, with --ckpt_path last where "
+                    f"rank {torch.distributed.get_rank()} has lost a process beside it, which was killed, failed, ran "
+                    "out of memory, or whose machine is lost; give the same command again, with --ckpt_path last where "
                     "training had begun: what was finished is kept"
                 )
             )

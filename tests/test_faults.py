@@ -128,13 +128,8 @@ def test_changed_data_is_noticed_before_work(copy, tiny_target_folder, tmp_path,
 # ------------------------------------------------------------------------------------------------- checkpoints
 
 
-@pytest.mark.parametrize("damage", ["flipped", "lost"])
-def test_a_damaged_checkpoint_leaves_the_one_before(undisturbed, copy, tiny_target_folder, data, capsys, damage):
-    last = copy / "checkpoints/last.ckpt"
-    if damage == "flipped":
-        flip(last)
-    else:
-        last.unlink()
+def test_a_damaged_checkpoint_leaves_the_one_before(undisturbed, copy, tiny_target_folder, data, capsys):
+    flip(copy / "checkpoints/last.ckpt")
     main(arguments(tiny_target_folder, data, copy, *SHORT, "--ckpt_path=last"))
     assert "going on from the one before" in capsys.readouterr().out
     assert same_weights(copy, undisturbed)
@@ -233,7 +228,11 @@ def test_a_killed_process_ends_the_others_and_the_run_goes_on(
     os.kill(child if killed else process.pid, signal.SIGKILL)
     said = process.communicate(timeout=120)[0]  # until the last of them has closed the pipe
     assert process.returncode == (2 if killed else -signal.SIGKILL), said
-    assert f"(rank {1 - killed}) has gone" in said and "--ckpt_path last" in said and "Traceback" not in said
+    assert (
+        f"rank {1 - killed} has lost a process beside it" in said
+        and "--ckpt_path last" in said
+        and "Traceback" not in said
+    )
     wait_until(lambda: not Path(f"/proc/{child}").exists(), 20)
 
     step = torch.load(copy / "checkpoints/last.ckpt", weights_only=True)["global_step"]
