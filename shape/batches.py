@@ -4,6 +4,7 @@ So a resumed run goes on exactly where it stopped, and several processes see the
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,13 +17,16 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from shape.conversations import Conversation, Encoded
-from shape.errors import DataError
+from shape.errors import ConfigError, DataError
 from shape.examples import Texts, whole_texts
-from shape.features import FeatureStore, eligible, encode_row
+from shape.features import encode_row
+from shape.store import FeatureStore, eligible
 from shape.target import Target
 
 _ROOTS_SAMPLE = 256
 _STEPS_POOLED = 8  # whose texts are sorted together
+_SHARDS_TOGETHER = 16  # among which samples are shuffled, where they have to be fetched
+_EARLY = 0.5  # of such a group's steps, by which its shards are fetched before
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,34 @@ class StepOrder:
     def _of(self, epoch: int) -> Tensor:
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
-            self._epoch, self._permutation = epoch, torch.randperm(self.count, generator=generator)
+            self._epoch, self._permutation = epoch, self._draw(epoch, generator)
         return self._permutation
+
+    def _draw(self, epoch: int, generator: torch.Generator) -> Tensor:
+        return torch.randperm(self.count, generator=generator)
+
+
+class ShardedOrder(StepOrder):
+    """An order for samples that lie in shards elsewhere: shards are drawn in groups, samples within a group, so that
+    few shards are needed at a time. Where there is one group, it is the order of `StepOrder`.
+
+    Args:
+        counts: (shards,) int64, samples in each, numbered on end.
+        together: shards in a group.
+    """
+
+    def __init__(self, seed: int, counts: Tensor, batch_size: int, together: int = _SHARDS_TOGETHER) -> None:
+        super().__init__(seed, int(counts.sum()), batch_size)
+        self.counts, self.together = counts, together
+
+    def _draw(self, epoch: int, generator: torch.Generator) -> Tensor:
+        of_shards = torch.Generator().manual_seed(derive_seed(self.seed, epoch, "shards"))
+        of_each = torch.arange(self.count).split(self.counts.tolist())
+        groups = []
+        for shards in torch.randperm(len(self.counts), generator=of_shards).split(self.together):
+            samples = torch.cat([of_each[shard] for shard in shards.sort().values])
+            groups.append(samples[torch.randperm(len(samples), generator=generator)])
+        return torch.cat(groups)
 
 
 class _Batches(Dataset[Batch]):
@@ -135,6 +165,27 @@ class StoredBatches(_Batches):
         around = self.store.gather(self.roots[samples], self.window, self.ahead)
         roots = torch.full((len(samples), 1), self.window)
         return Batch(step, part, samples, Texts(around.hidden, around.input_ids, around.loss_mask, roots))
+
+
+class FetchedBatches(StoredBatches):
+    """The same of a store that lies elsewhere. Each step's samples are dealt to portions by where they lie, so that a
+    process needs its share of the shards alone, and those of later steps are fetched meanwhile.
+
+    Args:
+        early: steps that fetching goes ahead of training.
+    """
+
+    def __init__(self, *arguments: Any, early: int) -> None:
+        super().__init__(*arguments)
+        self.early = early
+
+    def _samples(self, step: int, part: int) -> Tensor:
+        return self.order.step(step).sort().values.tensor_split(self.split.parts)[part]
+
+    def _load(self, step: int, part: int, samples: Tensor) -> Batch:
+        later = self._samples(step + self.early, part) if step + self.early < self.steps else samples[:0]
+        self.store.ahead(self.roots[torch.cat([samples, later])])
+        return super()._load(step, part, samples)
 
 
 class TextBatches(_Batches):
@@ -254,6 +305,8 @@ class ShapeDataModule(pl.LightningDataModule):
         self.conversations: list[Conversation] = []
         self.roots_each = 0.0
         self.texts_with_roots = self.roots_of_texts = torch.empty(0, dtype=torch.int64)
+        if self.store is not None:
+            self._require_states(self.store, window)
         if self.store is not None and window is None:
             self.texts_with_roots, self.roots_of_texts = self.store.owner(self.roots).unique(return_counts=True)
             self.roots_each = len(self.roots) / max(len(self.texts_with_roots), 1)
@@ -266,12 +319,32 @@ class ShapeDataModule(pl.LightningDataModule):
                 "raise max_length, or give conversations with longer assistant turns"
             )
 
+    @staticmethod
+    def _require_states(store: FeatureStore, window: int | None) -> None:
+        """Raises ConfigError for a predictor that reads states which the store has left out, or all of a store that
+        lies elsewhere at a time, and for too little room for copies of it.
+        """
+        before = store.manifest.before
+        if before is not None and (window is None or window > before):
+            reads = "attends to whole texts" if window is None else f"reads a window of {window}"
+            raise ConfigError(
+                f"features in {store.place} hold {before} states before each answer, and this predictor {reads}; "
+                f"extract with --before {'null' if window is None else window}"
+            )
+        if store.place.folder is not None:
+            return
+        if window is None:
+            raise ConfigError(
+                f"this predictor attends to whole texts, whose order needs all of {store.place} at hand; copy it into "
+                "a folder, or compute features online"
+            )
+        store.require_room(math.ceil(_SHARDS_TOGETHER * (1 + _EARLY)))
+
     def texts(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(input_ids, loss_mask) of every conversation that is learned from."""
         if self.store is not None:
             for number in self.numbers:
-                stored = self.store[number]
-                yield stored.input_ids, stored.loss_mask
+                yield self.store.text(number)
         for conversation in self.conversations:
             encoded = self.encode(conversation)
             yield encoded.input_ids, encoded.loss_mask
@@ -301,8 +374,14 @@ class ShapeDataModule(pl.LightningDataModule):
     def batches(self, split: Split) -> _Batches:
         """All portions of one process."""
         if self.store is not None and self.window is not None:
-            order = StepOrder(self.seed, len(self.roots), self.batch_size)
-            return StoredBatches(self.store, self.roots, self.window, self.ahead, order, split, self.steps)
+            reading = (self.store, self.roots, self.window, self.ahead)
+            if self.store.place.folder is not None:
+                order = StepOrder(self.seed, len(self.roots), self.batch_size)
+                return StoredBatches(*reading, order, split, self.steps)
+            counts = self.store.shard_of(self.roots).bincount()
+            group = min(_SHARDS_TOGETHER, len(counts)) * len(self.roots) / len(counts) / self.batch_size
+            by_shard = ShardedOrder(self.seed, counts, self.batch_size)
+            return FetchedBatches(*reading, by_shard, split, self.steps, early=math.ceil(_EARLY * group))
         texts = max(split.parts, round(self.batch_size / self.roots_each))
         count = len(self.conversations) if self.store is None else len(self.texts_with_roots)
         order = StepOrder(self.seed, count, texts)

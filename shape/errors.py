@@ -1,10 +1,15 @@
 """Errors a user can cause. Each message is one sentence: the input, what is wrong with it, what to do."""
 
+import errno
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# What the collectives of gloo and of NCCL say where another process has gone.
+_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "Timed out waiting")
 
 
 class ShapeError(ValueError):
@@ -40,7 +45,11 @@ class CheckpointError(ShapeError):
 
 
 class DiskSpaceError(ShapeError):
-    """Less free space than the work is estimated to need."""
+    """Less free space than the work is estimated to need, or than it turned out to need."""
+
+
+class TrainingDiverged(ShapeError):
+    """A training whose loss or weights are not numbers any more."""
 
 
 @contextmanager
@@ -57,9 +66,35 @@ def exit_on_error() -> Iterator[None]:
                 f"(--training.batch_size, --max_length, --tree.nodes) or use a smaller dtype ({error})"
             )
         )
+    except (OSError, RuntimeError) as error:
+        if is_full_disk(error):
+            sys.exit(_report(f"there is no space left to write ({error}); free some, and give the same command again"))
+        if _is_lost_process(error):
+            sys.exit(
+                _report(
+                    f"rank {torch.distributed.get_rank()} has lost a process beside it, which was killed, failed, ran "
+                    "out of memory, or whose machine is lost; give the same command again, with --ckpt_path last where "
+                    "training had begun: what was finished is kept"
+                )
+            )
+        raise
     except KeyboardInterrupt:
         print("interrupted; run the same command again to continue where resuming is offered", file=sys.stderr)
         sys.exit(130)
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether an error, or one behind it, is that there is no space left; libraries wrap what the system says."""
+    behind = error.__cause__ or error.__context__
+    said = isinstance(error, OSError) and error.errno in _NO_SPACE
+    said = said or any(f"(os error {number})" in str(error) for number in _NO_SPACE)  # as Rust has it
+    return said or (behind is not None and is_full_disk(behind))
+
+
+def _is_lost_process(error: BaseException) -> bool:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    return isinstance(error, torch.distributed.DistError) or any(phrase in str(error) for phrase in _GONE)
 
 
 def _report(message: str) -> int:

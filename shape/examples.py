@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from shape.errors import ConfigError
-from shape.features import Stored, eligible
 from shape.network import Known, Predictor, known_at
 from shape.predictor import windows
+from shape.store import Stored, eligible
 from shape.target import Target
 
 

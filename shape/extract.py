@@ -2,19 +2,23 @@
 
     python -m shape.extract --target T --data D --output DIR
     python -m shape.train --target T --data D --features DIR --output checkpoints/mine
+    python -m shape.extract --dry-run --target T       # what it would take, by T's configuration alone (shape.costs)
 
 Stop it whenever you like: the same command continues where it stopped.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jsonargparse import ArgumentParser
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
+from shape import costs
 from shape.conversations import load_conversations
 from shape.errors import exit_on_error
-from shape.features import FeatureOptions, FeatureStore, TrainerOptions, extract, quiet
+from shape.features import FeatureOptions, TrainerOptions, extract, quiet
+from shape.store import FeatureStore
 from shape.target import Target
 
 
@@ -25,7 +29,7 @@ class ExtractOptions(FeatureOptions):
     Attributes:
         target: folder or hub id of the target, or quickstart-target.
         data: file, folder or hub dataset with conversations.
-        output: folder of the features.
+        output: folder of the features, or an address that fsspec knows (s3://...).
         limit: at most so many conversations.
         target_dtype: dtype to run the target in; null is its checkpoint's own.
         trust_remote_code: run code that comes with the target.
@@ -62,6 +66,11 @@ def report(store: FeatureStore, output: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if "--dry-run" in arguments:
+        with exit_on_error():
+            costs.main([argument for argument in arguments if argument != "--dry-run"])
+        return
     reader = parser()
     values = reader.instantiate(reader.parse_args(arguments)).as_dict()
     values.pop("config")

@@ -1,48 +1,48 @@
 """What a predictor learns from: the target's hidden states, stored in shards or computed on the fly.
 
-A feature folder holds `manifest.json` and `shard-00000.safetensors`, `shard-00001.safetensors`, ... Each
-shard covers a fixed range of conversations, laid end to end:
-
-    input_ids  (rows,) int32          loss_mask  (rows,) bool
-    hidden     (rows, layers * H)     offsets    (conversations + 1,) int64, first row of each conversation
-
-A shard is computed and written as a whole, under a temporary name first, so a folder holds only complete
-shards, an interrupted extraction continues where it stopped, and its bytes are those of an undisturbed one.
+The work is done shard by shard (`shape.store`), each as a whole, so an interrupted extraction continues where it
+stopped, and its bytes are those of an undisturbed one.
 """
 
-import hashlib
-import json
 import logging
 import math
 import os
 import shutil
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from filelock import FileLock
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers.utils import logging as transformers_logging
 
 from shape.conversations import Conversation, Encoded, encode, fingerprint
-from shape.errors import ConfigError, DataError, DiskSpaceError, FeatureStoreError, TargetMismatch
-from shape.target import Target, TargetIdentity, resolve_dtype
+from shape.errors import ConfigError, DataError, DiskSpaceError, FeatureStoreError
+from shape.files import written_whole
+from shape.places import Place
+from shape.store import (
+    MANIFEST,
+    FeatureStore,
+    Manifest,
+    eligible,
+    is_sound,
+    kept,
+    missing_shards,
+    quantised,
+    shard_name,
+    write_shard,
+)
+from shape.target import Target
 
-FORMAT_VERSION = 1
-_MANIFEST = "manifest.json"
 _ESTIMATE_SAMPLE = 256
-# Relative error of a state recomputed in another batch shape; a wrong target or a shifted position gives
-# about 1.
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+_STORABLE = ("float32", "bfloat16", "float16", "int8")
 
 
 @dataclass
@@ -53,7 +53,8 @@ class TrainerOptions:
         accelerator: cpu, cuda, mps, or auto.
         devices: how many, a list of indices, or auto.
         num_nodes: machines.
-        strategy: ddp for several devices; auto chooses.
+        strategy: ddp for several devices; fsdp where the predictor, its gradients and its optimiser are too large for
+            one (GPUs only); auto chooses.
         precision: of training, for example 32-true; auto is bf16-mixed where the hardware multiplies in bfloat16.
             Extraction runs in the target's own dtype.
         accumulate_grad_batches: portions that a step's batch is computed in, to save memory.
@@ -91,7 +92,7 @@ class TrainerOptions:
             accelerator=self.accelerator,
             devices=self.devices,
             num_nodes=self.num_nodes,
-            strategy=self.strategy,
+            strategy="ddp" if self.strategy.startswith("fsdp") else self.strategy,  # nothing is trained
             enable_progress_bar=self.enable_progress_bar,
             inference_mode=False,
             logger=False,
@@ -103,19 +104,27 @@ class TrainerOptions:
 
 @dataclass
 class StorageOptions:
-    """How features are written; no influence on what is learned but for the rounding of `dtype`.
+    """How features are written and read; no influence on what is learned but for the rounding of `dtype`.
 
     Attributes:
-        dtype: of the stored states (float32, bfloat16, float16); null is the target's own.
+        dtype: of the stored states (float32, bfloat16, float16, or int8 with a scale for each state); null is the
+            target's own.
+        before: states stored before each answer, beside the answer's own: the predictor's window suffices where it does
+            not attend to the whole text; null stores all.
         batch_size: conversations per forward of the target.
         shard_size: conversations per shard, the unit of work and of resuming.
         more_layers: layers stored beside those that are read, so that predictors of other layers can share the folder.
+        cache: folder below which copies of shards from elsewhere (s3://...) are kept; null is ~/.cache/shape.
+        cache_gigabytes: that the copies may take.
     """
 
     dtype: str | None = None
+    before: int | None = None
     batch_size: int = 8
     shard_size: int = 128
     more_layers: list[int] = field(default_factory=list)
+    cache: str | None = None
+    cache_gigabytes: float = 50.0
 
 
 @dataclass
@@ -143,6 +152,10 @@ class FeatureOptions(StorageOptions):
         for name in ("max_length", "batch_size", "shard_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give a positive number")
+        if self.dtype is not None and self.dtype not in _STORABLE:
+            raise ConfigError(f"dtype is {self.dtype}; features are stored in {', '.join(_STORABLE)}")
+        if self.before is not None and self.before < 1:
+            raise ConfigError(f"before is {self.before}; give a positive number of states, or null for all")
         if target.max_positions is not None and self.max_length > target.max_positions:
             raise ConfigError(
                 f"max_length is {self.max_length}, but target {target.name} has {target.max_positions} positions; "
@@ -157,101 +170,19 @@ class FeatureOptions(StorageOptions):
             raise ConfigError(f"layers {wrong} do not exist in target {target.name}; its blocks are 0 to {depth}")
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """What a feature folder was made from; two folders with equal manifests hold the same features."""
-
-    target: TargetIdentity
-    layers: tuple[int, ...]
-    dtype: str
-    hidden_size: int
-    max_length: int
-    shard_size: int
-    conversations: int
-    fingerprint: str
-    format_version: int = FORMAT_VERSION
-
-    @classmethod
-    def plan(cls, target: Target, conversations: Sequence[Conversation], options: FeatureOptions) -> "Manifest":
-        """The manifest that extraction with these arguments would write."""
-        return cls(
-            target=target.identity,
-            layers=options.stored,
-            dtype=str(resolve_dtype(options.dtype) or target.dtype).removeprefix("torch."),
-            hidden_size=target.hidden_size,
-            max_length=options.max_length,
-            shard_size=options.shard_size,
-            conversations=len(conversations),
-            fingerprint=fingerprint(conversations),
-        )
-
-    @classmethod
-    def read(cls, directory: Path) -> "Manifest":
-        try:
-            values = json.loads((directory / _MANIFEST).read_text())
-            if values["format_version"] != FORMAT_VERSION:
-                raise FeatureStoreError(
-                    f"feature folder {directory} has format {values['format_version']}, this version reads "
-                    f"{FORMAT_VERSION}; extract it again"
-                )
-            values["target"] = TargetIdentity.from_dict(values["target"])
-            values["layers"] = tuple(values["layers"])
-            return cls(**values)
-        except FileNotFoundError:
-            raise FeatureStoreError(
-                f"{directory} is not a feature folder: it has no {_MANIFEST}; make one with python -m shape.extract"
-            ) from None
-        except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
-            raise FeatureStoreError(
-                f"{directory / _MANIFEST} is damaged ({error!r}); extract again into an empty folder"
-            ) from error
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2, sort_keys=True) + "\n"
-
-    @property
-    def digest(self) -> str:
-        """Written into every shard, so that a stray shard of another extraction is never read."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
-
-    @property
-    def shards(self) -> int:
-        return math.ceil(self.conversations / self.shard_size)
-
-    @property
-    def width(self) -> int:
-        return len(self.layers) * self.hidden_size
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
-
-    def conversations_of(self, shard: int) -> range:
-        start = shard * self.shard_size
-        return range(start, min(start + self.shard_size, self.conversations))
-
-    def differences(self, other: "Manifest") -> list[str]:
-        """Phrases naming what differs from what is wanted. The target's name and the shard size do not count, nor do
-        layers beyond those wanted.
-        """
-        found = [f"target's {phrase}" for phrase in self.target.differences(other.target)]
-        if self.fingerprint != other.fingerprint:
-            found.append("the conversations")
-        if not set(other.layers) <= set(self.layers):
-            found.append(f"layers ({self.layers} there, {other.layers} wanted)")
-        for name in ("dtype", "max_length"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                found.append(f"{name} ({mine} there, {theirs} wanted)")
-        return found
-
-
-class Stored(NamedTuple):
-    """One conversation of a store: input_ids (T,) int64, loss_mask (T,) bool, hidden (T, layers * H)."""
-
-    input_ids: Tensor
-    loss_mask: Tensor
-    hidden: Tensor
+def planned(target: Target, conversations: Sequence[Conversation], options: FeatureOptions) -> Manifest:
+    """The manifest that extraction with these arguments would write."""
+    return Manifest(
+        target=target.identity,
+        layers=options.stored,
+        dtype=options.dtype or str(target.dtype).removeprefix("torch."),
+        hidden_size=target.hidden_size,
+        max_length=options.max_length,
+        shard_size=options.shard_size,
+        conversations=len(conversations),
+        fingerprint=fingerprint(conversations),
+        before=options.before,
+    )
 
 
 def compute_features(target: Target, batch: Sequence[Encoded], layers: Sequence[int] = (-1,)) -> Tensor:
@@ -277,170 +208,11 @@ def encode_row(conversation: Conversation, tokenizer: Any, max_length: int, skip
         return Encoded(conversation.id, torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool))
 
 
-def eligible(loss_mask: Tensor, offsets: Tensor) -> Tensor:
-    """Rows that can be the root of an example: x_t and x_{t+1} are supervised, and t >= 1.
-
-    Args:
-        loss_mask: (rows,) bool, conversations end to end.
-        offsets: (conversations + 1,) int64, first row of each conversation and the end.
-
-    Returns:
-        (rows,) bool.
-    """
-    first = torch.zeros(len(loss_mask) + 1, dtype=torch.bool)
-    first[offsets] = True
-    following = torch.cat([loss_mask[1:], loss_mask.new_zeros(1)])
-    return loss_mask & following & ~first[:-1] & ~first[1:]
-
-
 def place(target: Target, device: torch.device) -> None:
     """Move the target beside what is trained, unless its own `device_map` spreads it over several devices."""
     # Asked only where there is something to move: some quantised models refuse to be.
     if target.device != device and getattr(target.model, "hf_device_map", None) is None:
         target.model.to(device)
-
-
-class FeatureStore(Sequence[Stored]):
-    """A complete feature folder, memory-mapped: conversations by index, examples by row.
-
-    Args:
-        identity: of the target that must have made it; None takes any.
-        layers: to read, of those stored; None reads all.
-
-    Attributes:
-        manifest: what it was made from.
-        layers: those that are read.
-        offsets: (conversations + 1,) int64, first row of each conversation in the store.
-
-    Raises:
-        TargetMismatch: made by another target than `identity`.
-        FeatureStoreError: absent, half-written or damaged.
-    """
-
-    def __init__(
-        self, directory: str | Path, identity: TargetIdentity | None = None, layers: Sequence[int] | None = None
-    ) -> None:
-        self.directory = Path(directory)
-        self.manifest = Manifest.read(self.directory)
-        self.layers = self.manifest.layers if layers is None else tuple(layers)
-        if identity is not None and (differences := self.manifest.target.differences(identity)):
-            raise TargetMismatch(
-                f"features in {self.directory} were made by {self.manifest.target.name}, which differs from target "
-                f"{identity.name} in {', '.join(differences)}; give another folder or extract again"
-            )
-        if missing := missing_shards(self.directory, self.manifest):
-            raise FeatureStoreError(
-                f"feature folder {self.directory} is half-written: {len(missing)} of {self.manifest.shards} shards "
-                f"are missing or damaged ({_names(missing)}); run the same command again to complete it"
-            )
-        self._shards = [_load(_shard_path(self.directory, shard)) for shard in range(self.manifest.shards)]
-        if absent := set(self.layers) - set(self.manifest.layers):
-            raise FeatureStoreError(
-                f"features in {directory} are of layers {list(self.manifest.layers)}, without {sorted(absent)}; "
-                "extract again with all of them"
-            )
-        rows = torch.tensor([0, *(len(shard["input_ids"]) for shard in self._shards)])
-        self._first_row = rows.cumsum(0)
-        parts = [shard["offsets"][:-1] + start for shard, start in zip(self._shards, self._first_row, strict=False)]
-        self.offsets = torch.cat([*parts, self._first_row[-1:]])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return FeatureStore, (
-            self.directory,
-            None,
-            self.layers,
-        )  # data workers map the files again instead of copying them
-
-    def __len__(self) -> int:
-        return self.manifest.conversations
-
-    @property
-    def rows(self) -> int:
-        """Stored positions (tokens)."""
-        return int(self._first_row[-1])
-
-    def __getitem__(self, index: int) -> Stored:  # type: ignore[override]  # no slices
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        shard = self._shards[index // self.manifest.shard_size]
-        start = int(self._first_row[index // self.manifest.shard_size])
-        span = slice(int(self.offsets[index]) - start, int(self.offsets[index + 1]) - start)
-        return Stored(shard["input_ids"][span].long(), shard["loss_mask"][span], self._read(shard["hidden"][span]))
-
-    def _read(self, hidden: Tensor) -> Tensor:
-        """The layers asked for, (..., len(layers) * H), of those stored."""
-        if self.layers == self.manifest.layers:
-            return hidden
-        size, stored = self.manifest.hidden_size, self.manifest.layers
-        starts = [stored.index(layer) * size for layer in self.layers]
-        return torch.cat([hidden[..., start : start + size] for start in starts], dim=-1)
-
-    def __iter__(self) -> Iterator[Stored]:
-        return (self[index] for index in range(len(self)))
-
-    def roots(self, exclude: Collection[int] = ()) -> Tensor:
-        """Rows of the store that can be roots, (R,) int64, ascending; not of the conversations in `exclude`."""
-        parts = [
-            eligible(shard["loss_mask"], shard["offsets"]).nonzero().squeeze(-1) + start
-            for shard, start in zip(self._shards, self._first_row, strict=False)
-        ]
-        found = torch.cat(parts)
-        if not exclude:
-            return found
-        return found[~torch.isin(self.owner(found), torch.tensor(sorted(exclude)))]
-
-    def owner(self, rows: Tensor) -> Tensor:
-        """Number of the conversation that each row belongs to."""
-        return torch.searchsorted(self.offsets, rows, right=True) - 1
-
-    def gather(self, rows: Tensor, before: int, after: int) -> Stored:
-        """The surroundings of many rows at once: `before` positions ahead of each, itself, `after` behind it.
-
-        Args:
-            rows: (P,) int64.
-
-        Returns:
-            input_ids and loss_mask (P, before + 1 + after), hidden (P, before + after, len(layers) * H): the last
-            position's state is never asked for. Outside the row's own conversation: zeros and False.
-        """
-        index = rows[:, None] + torch.arange(-before, after + 1)
-        conversation = self.owner(rows)
-        inside = (index >= self.offsets[conversation, None]) & (index < self.offsets[conversation + 1, None])
-        ids = torch.zeros(index.shape, dtype=torch.int64)
-        mask = torch.zeros(index.shape, dtype=torch.bool)
-        width = len(self.layers) * self.manifest.hidden_size
-        hidden = torch.zeros(len(rows), before + after, width, dtype=self.manifest.torch_dtype)
-        owner = torch.searchsorted(self._first_row, rows, right=True) - 1
-        for number in owner.unique().tolist():
-            shard, mine = self._shards[number], owner == number
-            local = (index[mine] - self._first_row[number]).clamp(0, len(shard["input_ids"]) - 1)
-            ids[mine] = shard["input_ids"][local].long()
-            mask[mine] = shard["loss_mask"][local]
-            hidden[mine] = self._read(shard["hidden"][local[:, :-1]])
-        hidden.masked_fill_(~inside[:, :-1, None], 0)
-        return Stored(ids * inside, mask & inside, hidden)
-
-    def verify(self, target: Target, samples: int = 3, seed: int = 0) -> None:
-        """Recompute a few stored conversations with the target.
-
-        Raises:
-            FeatureStoreError: they differ by more than batch shapes explain.
-        """
-        lengths = self.offsets[1:] - self.offsets[:-1]
-        candidates = lengths.nonzero().squeeze(-1)
-        generator = torch.Generator().manual_seed(seed)
-        chosen = candidates[torch.randperm(len(candidates), generator=generator)[:samples]]
-        tolerance = max(_TOLERANCE[target.dtype], _TOLERANCE[self.manifest.torch_dtype])
-        for index in chosen.tolist():
-            stored = self[index]
-            ids = stored.input_ids[None].to(target.device)
-            fresh = target.features(ids, layers=self.layers)[0].float().cpu()
-            error = float((fresh - stored.hidden.float()).norm() / fresh.norm())
-            if not error <= tolerance:
-                raise FeatureStoreError(
-                    f"features in {self.directory} are not what target {target.name} computes now (conversation "
-                    f"{index} differs by {error:.1%}, at most {tolerance:.1%} is rounding); extract again"
-                )
 
 
 @contextmanager
@@ -461,56 +233,44 @@ def quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def refuse_others(directory: Path, target: Target) -> None:
-    """Raises FeatureStoreError if the folder holds features of another target; cheap, so ask before long work."""
-    if (directory / _MANIFEST).exists():
-        differences = Manifest.read(directory).target.differences(target.identity)
-        if differences:
-            raise FeatureStoreError(
-                f"features in {directory} were made by another target: it differs in {', '.join(differences)}; give "
-                "another folder, or delete this one"
-            )
-
-
-def missing_shards(directory: Path, manifest: Manifest) -> list[int]:
-    """Shards that are absent, cut off, or belong to another manifest."""
-    return [shard for shard in range(manifest.shards) if not _is_complete(directory, manifest, shard)]
-
-
 def extract(
     target: Target,
     conversations: Sequence[Conversation],
-    directory: str | Path,
+    address: str | Path | Place,
     options: FeatureOptions,
     trainer: pl.Trainer,
 ) -> FeatureStore:
-    """Compute the features of conversations into a folder, or what is missing of them.
+    """Compute the features of conversations into a store, or what is missing of them.
 
     The Trainer decides about devices, processes and nodes; each process takes every world-size-th shard.
-    Interrupt it and call it again: complete shards are kept. Where another command of one process is at it, this one
-    waits and takes what that one made.
+    Interrupt it and call it again: complete shards are kept, once the checksums of those in a folder are found right.
+    Where another command of one process is at the same folder, this one waits and takes what that one made.
+
+    Args:
+        address: a folder, or what fsspec reaches.
 
     Raises:
         ConfigError, DataError: options or conversations that cannot be used.
-        FeatureStoreError: the folder holds features made from something else.
-        DiskSpaceError: less free space than the estimate.
+        FeatureStoreError: the store holds features made from something else, or the target's states are not finite.
+        DiskSpaceError: less free space than the estimate, or none left.
     """
-    directory = Path(directory)
     options.check(target)
     if not conversations:
         raise DataError("there are no conversations to compute features of; give data with at least one")
-    manifest = _claim(directory, Manifest.plan(target, conversations, options))
-    if missing_shards(directory, manifest):
-        # Processes of one command share the shards; another command would compute all of them again.
-        with FileLock(directory / ".lock") if trainer.world_size == 1 else nullcontext():
-            if missing := missing_shards(directory, manifest):
-                _check_space(
-                    directory, manifest, missing, *_estimate(target, conversations, options, manifest, missing)
-                )
-                work = _Extraction(target, conversations, directory, manifest, options)
-                trainer.predict(work, return_predictions=False)
-        trainer.strategy.barrier("features are complete")
-    return FeatureStore(directory, target.identity, options.layers)
+    place = Place(address)
+    manifest = _claim(place, planned(target, conversations, options))
+    # Processes of one command share the shards; another command would compute all of them again.
+    alone = trainer.world_size == 1 and place.folder is not None
+    with FileLock(Path(place.address) / ".lock") if alone else nullcontext():
+        if missing := missing_shards(place, manifest):
+            _check_space(place, manifest, missing, *_estimate(target, conversations, options, manifest, missing))
+        # Also where none is missing: each process looks whether its shards still hold what was written, and no process
+        # decides by a look of its own at the store whether to take part.
+        work = _Extraction(target, conversations, place, manifest, options)
+        trainer.predict(work, return_predictions=False)
+    trainer.strategy.barrier("features are complete")
+    cache = None if options.cache is None else Path(options.cache)
+    return FeatureStore(place, target.identity, options.layers, cache, int(options.cache_gigabytes * 1e9))
 
 
 class _Extraction(pl.LightningModule):
@@ -520,14 +280,14 @@ class _Extraction(pl.LightningModule):
         self,
         target: Target,
         conversations: Sequence[Conversation],
-        directory: Path,
+        place: Place,
         manifest: Manifest,
         options: FeatureOptions,
     ) -> None:
         super().__init__()
         self.target = target
         self.conversations = conversations
-        self.directory = directory
+        self.place = place
         self.manifest = manifest
         self.options = options
 
@@ -540,11 +300,16 @@ class _Extraction(pl.LightningModule):
 
     def on_predict_start(self) -> None:
         place(self.target, self.trainer.strategy.root_device)
+        self.missing = set(missing_shards(self.place, self.manifest))
 
     def predict_step(self, shard: int) -> int:
-        if shard < self.manifest.shards and not _is_complete(self.directory, self.manifest, shard):
-            tensors = self._compute(shard)
-            _write(_shard_path(self.directory, shard), tensors, self.manifest.digest)
+        if shard >= self.manifest.shards:
+            return shard
+        damaged = shard not in self.missing and not is_sound(self.place, self.manifest, shard)
+        if damaged:
+            print(f"{shard_name(shard)} of {self.place} is damaged and is computed again", flush=True)
+        if damaged or shard in self.missing:
+            write_shard(self.place, self.manifest, shard, self._compute(shard))
         return shard
 
     def _compute(self, shard: int) -> dict[str, Tensor]:
@@ -552,22 +317,38 @@ class _Extraction(pl.LightningModule):
         samples = [self._encode(index) for index in manifest.conversations_of(shard)]
         lengths = torch.tensor([0, *(len(sample.input_ids) if sample else 0 for sample in samples)])
         offsets = lengths.cumsum(0)
-        hidden = torch.empty(int(offsets[-1]), manifest.width, dtype=manifest.torch_dtype)
+        texts = [sample for sample in samples if sample]
+        ids = torch.cat([torch.empty(0, dtype=torch.int32), *(text.input_ids.int() for text in texts)])
+        mask = torch.cat([torch.empty(0, dtype=torch.bool), *(text.loss_mask for text in texts)])
+        stored = kept(mask, offsets, manifest.before)
+        number = stored.cumsum(0) - stored.long()  # of states before each row's own
+        hidden = torch.empty(int(stored.sum()), manifest.width, dtype=manifest.stored_dtype)
+        scale = torch.empty(len(hidden), len(manifest.layers), dtype=torch.bfloat16)
         # Batches of similar length, formed inside the shard: the same on every run.
         order = sorted((index for index, sample in enumerate(samples) if sample), key=lambda i: int(lengths[i + 1]))
         for start in range(0, len(order), self.options.batch_size):
             chosen = order[start : start + self.options.batch_size]
             batch = [sample for index in chosen if (sample := samples[index]) is not None]
-            states = compute_features(self.target, batch, manifest.layers).to("cpu", manifest.torch_dtype)
+            states = compute_features(self.target, batch, manifest.layers).cpu()
             for index, rows in zip(chosen, states, strict=True):
-                hidden[offsets[index] : offsets[index + 1]] = rows[: lengths[index + 1]]
-        kept = [sample for sample in samples if sample]
-        return {
-            "input_ids": torch.cat([torch.empty(0, dtype=torch.int32), *(s.input_ids.int() for s in kept)]),
-            "loss_mask": torch.cat([torch.empty(0, dtype=torch.bool), *(s.loss_mask for s in kept)]),
-            "hidden": hidden,
-            "offsets": offsets,
-        }
+                span = slice(int(offsets[index]), int(offsets[index + 1]))
+                own = rows[: lengths[index + 1]][stored[span]].to(manifest.read_dtype)
+                self._require_finite(own, manifest.conversations_of(shard)[index])
+                at = slice(int(number[span.start]), int(number[span.start]) + len(own))
+                if manifest.dtype == "int8":
+                    hidden[at], scale[at] = quantised(own, manifest.hidden_size)
+                else:
+                    hidden[at] = own
+        tensors = {"input_ids": ids, "loss_mask": mask, "hidden": hidden, "offsets": offsets}
+        return {**tensors, "scale": scale} if manifest.dtype == "int8" else tensors
+
+    def _require_finite(self, states: Tensor, number: int) -> None:
+        if not states.isfinite().all():
+            raise FeatureStoreError(
+                f"target {self.target.name} computes states of conversation {self.conversations[number].id} that are "
+                f"not finite in {self.manifest.dtype} (run in {self.target.dtype}); give another dtype, such as "
+                "--target_dtype bfloat16, or leave the conversation out"
+            )
 
     def _encode(self, index: int) -> Encoded | None:
         """The conversation's tokens, or None (stored as empty) where they hold nothing to learn from."""
@@ -577,24 +358,25 @@ class _Extraction(pl.LightningModule):
         return encoded if bool(eligible(encoded.loss_mask, whole).any()) else None
 
 
-def _claim(directory: Path, manifest: Manifest) -> Manifest:
+def _claim(place: Place, manifest: Manifest) -> Manifest:
     """Write the manifest, or return the one there after making sure that it means the same."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if (directory / _MANIFEST).exists():
-            present = Manifest.read(directory)
+        if place.exists(MANIFEST):
+            present = Manifest.read(place)
             if differences := present.differences(manifest):
                 raise FeatureStoreError(
-                    f"features in {directory} were made from something else: they differ in {', '.join(differences)}; "
+                    f"features in {place} were made from something else: they differ in {', '.join(differences)}; "
                     "give another folder, or delete this one"
                 )
             return present
-        temporary = directory / f".{_MANIFEST}.{os.getpid()}.tmp"
-        temporary.write_text(manifest.to_json())
-        _replace(temporary, directory / _MANIFEST)
+        if place.folder is None:
+            place.write(MANIFEST, manifest.to_json().encode())
+        else:
+            with written_whole(place.folder / MANIFEST, writer=f".{os.getpid()}") as temporary:
+                temporary.write_text(manifest.to_json())
         return manifest
     except OSError as error:
-        raise ConfigError(f"feature folder {directory} cannot be written ({error}); give another folder") from error
+        raise ConfigError(f"feature folder {place} cannot be written ({error}); give another folder") from error
 
 
 def _estimate(
@@ -611,17 +393,21 @@ def _estimate(
         encode_row(conversations[index], target.tokenizer, options.max_length, options.skip_bad_rows)
         for index in sample
     )
-    lengths = [len(row.input_ids) for row in rows]
-    tokens = math.ceil(sum(lengths) / len(lengths) * len(todo))
-    per_token = manifest.width * manifest.torch_dtype.itemsize + 5  # states, int32 id, mask
-    return tokens, tokens * per_token + 8 * len(todo) + 512 * len(missing)
+    counts = []
+    for row in rows:
+        whole = torch.tensor([0, len(row.input_ids)])
+        counts.append((len(row.input_ids), int(kept(row.loss_mask, whole, manifest.before).sum())))
+    tokens, states = (math.ceil(sum(each) / len(each) * len(todo)) for each in zip(*counts, strict=True))
+    text = 5 * tokens + 8 * len(todo)  # int32 ids and mask, offsets
+    return tokens, states * manifest.bytes_per_state + text + 512 * len(missing)
 
 
-def _check_space(directory: Path, manifest: Manifest, missing: list[int], tokens: int, size: int) -> None:
-    free = shutil.disk_usage(directory).free
+def _check_space(place: Place, manifest: Manifest, missing: list[int], tokens: int, size: int) -> None:
+    free = math.inf if place.folder is None else shutil.disk_usage(place.folder).free
+    room = "" if place.folder is None else f" ({human_bytes(free)} free)"
     summary = (
         f"features: about {tokens:,} tokens x {len(manifest.layers)} layer(s) x {manifest.hidden_size} in "
-        f"{manifest.dtype}, about {_human(size)}, in {len(missing)} shard(s) to {directory} ({_human(free)} free)"
+        f"{manifest.dtype}, about {human_bytes(size)}, in {len(missing)} shard(s) to {place}{room}"
     )
     if size > free:
         raise DiskSpaceError(
@@ -631,58 +417,10 @@ def _check_space(directory: Path, manifest: Manifest, missing: list[int], tokens
     rank_zero_only(print)(summary, flush=True)
 
 
-def _human(size: float) -> str:
+def human_bytes(size: float) -> str:
+    """For people: 3 digits and a unit."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:,.3g} TB"
-
-
-def _shard_path(directory: Path, shard: int) -> Path:
-    return directory / f"shard-{shard:05d}.safetensors"
-
-
-def _names(shards: list[int]) -> str:
-    names = [_shard_path(Path(), shard).stem for shard in shards]
-    return ", ".join(names if len(names) <= 4 else [*names[:3], f"... {names[-1]}"])
-
-
-def _is_complete(directory: Path, manifest: Manifest, shard: int) -> bool:
-    """Whether a shard is there in full length and of this manifest. Reads its header only."""
-    try:
-        with safe_open(_shard_path(directory, shard), framework="pt") as file:  # refuses cut-off files
-            metadata = file.metadata() or {}
-            offsets = file.get_slice("offsets").get_shape()
-            hidden, ids = file.get_slice("hidden").get_shape(), file.get_slice("input_ids").get_shape()
-    except (FileNotFoundError, SafetensorError):
-        return False
-    conversations = len(manifest.conversations_of(shard))
-    shapes_fit = offsets == [conversations + 1] and hidden == [*ids, manifest.width]
-    return metadata.get("manifest") == manifest.digest and shapes_fit
-
-
-def _load(path: Path) -> dict[str, Tensor]:
-    with safe_open(path, framework="pt") as file:  # tensors are views of the mapped file
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-
-
-def _write(path: Path, tensors: dict[str, Tensor], digest: str) -> None:
-    """Write a shard so that it is there completely or not at all, also after a crash of the machine."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    save_file(tensors, temporary, metadata={"manifest": digest})
-    _replace(temporary, path)
-
-
-def _replace(temporary: Path, path: Path) -> None:
-    _sync(temporary)
-    os.replace(temporary, path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

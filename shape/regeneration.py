@@ -29,6 +29,7 @@ from tqdm import tqdm
 from shape.conversations import Conversation, Message, fingerprint, load_conversations, prompt_ids
 from shape.decoder import ShapeDecoder
 from shape.errors import ConfigError, DataError, ShapeError, exit_on_error
+from shape.files import written_whole
 
 BATCHES_PER_CHUNK = 32
 
@@ -338,9 +339,7 @@ def own_answers(
     texts = [conversation for conversation in conversations if conversation.kind == "text"]
     if not chats:
         return texts
-    settings = _settings(chats, backend, options.sampled_share, options.seed, options.batch_size)
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-    output = folder / f"answers-{digest[:12]}.jsonl"
+    output = answers_file(chats, backend, folder, options)
     if leader and not output.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(output.with_suffix(".lock")):  # another command may be writing them
@@ -357,6 +356,14 @@ def own_answers(
     while not output.exists():
         time.sleep(1.0)
     return load_conversations(output) + texts
+
+
+def answers_file(conversations: Sequence[Conversation], backend: Backend, folder: Path, options: AnswerOptions) -> Path:
+    """Where `own_answers` keeps the answers: another file for other questions, backends or options."""
+    chats = [conversation for conversation in conversations if conversation.kind != "text"]
+    settings = _settings(chats, backend, options.sampled_share, options.seed, options.batch_size)
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    return folder / f"answers-{digest[:12]}.jsonl"
 
 
 def _settings(
@@ -500,9 +507,8 @@ def _finish(journal: _Journal, output: Path) -> Summary:
 
 def _write_lines(output: Path, lines: Iterable[str]) -> None:
     data = "".join(f"{line}\n" for line in lines).encode()
-    unfinished = output.with_name(output.name + ".tmp")
-    unfinished.write_bytes(gzip.compress(data, mtime=0) if output.suffix == ".gz" else data)
-    os.replace(unfinished, output)
+    with written_whole(output) as unfinished:
+        unfinished.write_bytes(gzip.compress(data, mtime=0) if output.suffix == ".gz" else data)
 
 
 # Command ---------------------------------------------------------------------------------------------

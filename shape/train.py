@@ -35,25 +35,25 @@ from shape.conversations import Conversation, Prompt, evenly, fingerprint, load_
 from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.distillation import DistillModule, draft_model
 from shape.drafters import PREDICTORS, TreeShape
-from shape.errors import CheckpointError, ConfigError, DataError, exit_on_error
+from shape.errors import ConfigError, DataError, FeatureStoreError, exit_on_error
 from shape.evaluation.environment import Environment, matrix_product_peak, peak_memory
 from shape.evaluation.speed import SpeedResults, measure
 from shape.examples import draft_vocabulary
 from shape.export import export, export_model
 from shape.features import (
     FeatureOptions,
-    FeatureStore,
     StorageOptions,
     TrainerOptions,
     encode_row,
     extract,
     place,
     quiet,
-    refuse_others,
 )
 from shape.losses import Losses
 from shape.network import Predictor
-from shape.regeneration import AnswerOptions, LocalBackend, own_answers
+from shape.places import Place
+from shape.regeneration import AnswerOptions, LocalBackend, answers_file, own_answers
+from shape.store import MANIFEST, FeatureStore, refuse_others
 from shape.target import Target
 from shape.training import (
     AtomicCheckpointIO,
@@ -61,9 +61,11 @@ from shape.training import (
     Learner,
     Operations,
     ShapeModule,
+    StopWhereDiverged,
     TrainingOptions,
     as_trained_and_decoded,
     load_weights,
+    sound_checkpoint,
 )
 
 QUICKSTART_TARGET = "quickstart-target"
@@ -177,8 +179,8 @@ class TrainOptions:
         regenerate: let the target answer the prompts of `data` itself, and learn from its answers (kept in the
             features folder); false learns from the answers as they are, which is right where shape.regeneration
             or a server wrote them.
-        features: folder of stored features, made by shape.extract or by an earlier run, or to be filled; null
-            is `features` in the output folder.
+        features: folder of stored features, or an address that fsspec knows (s3://...), made by shape.extract or by an
+            earlier run, or to be filled; null is `features` in the output folder.
         online: compute features in each training step and store none.
         max_length: tokens kept of each conversation.
         limit: at most so many conversations.
@@ -226,6 +228,8 @@ class TrainOptions:
         """Raises ConfigError for options that cannot be meant, before anything is loaded."""
         self.training.check()
         self.regeneration.check()
+        if self.training.optimizer == "muon" and self.trainer.strategy.startswith("fsdp"):
+            raise ConfigError("muon takes whole matrices, and fsdp cuts them; give --training.optimizer adamw, or ddp")
         if self.online and self.features is not None:
             raise ConfigError("online and features are both given; choose one: online computes what features stores")
         for name in ("prompts", "max_new_tokens", "every"):
@@ -279,11 +283,11 @@ def train(options: TrainOptions) -> Path:
     conversations = _load(options)
     prepare = options.trainer.for_extraction()
     _require_divisible(options, prepare.world_size)
-    folder = output if options.online else Path(options.features or output / "features")
-    refuse_others(folder, target)
+    home = Place(output if options.online else options.features or output / "features")
+    refuse_others(home, target)
     for_validation = _validation_data(options)
     if options.regenerate and not _ships_answers(options):
-        conversations = _own_answers(options, target, conversations, folder, prepare)
+        conversations = _own_answers(options, target, conversations, home, prepare)
     held_out = set() if for_validation else _held_out(options, conversations)
     for_validation = for_validation or [conversations[index] for index in sorted(held_out)]
     validation = DecodingValidation(
@@ -297,7 +301,7 @@ def train(options: TrainOptions) -> Path:
     if checkpoint is None:
         _set_aside(output / "checkpoints")
 
-    source = conversations if options.online else _features(options, folder, target, conversations, wanted, prepare)
+    source = conversations if options.online else _features(options, home, target, conversations, wanted, prepare)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(options.seed, "weights"))
         predictor = _network(options.predictor, config, target)
@@ -328,7 +332,7 @@ def train(options: TrainOptions) -> Path:
         options.training,
         seed=options.seed,
         log_every=options.trainer.log_every_n_steps,
-        recipe=_recipe(options, target, conversations),
+        recipe=_recipe(options, home, target, conversations),
     )
     _say(
         f"training: {sum(p.numel() for p in predictor.parameters()) / 1e6:.1f}M parameters on {data.size} for at most "
@@ -367,9 +371,9 @@ def _checkpoint(name: str | None, output: Path) -> str | None:
     if name is None:
         return None
     path = output / "checkpoints/last.ckpt" if name == "last" else Path(name)
-    if not path.is_file():
-        raise CheckpointError(f"there is no checkpoint {path} to resume from; leave out --ckpt_path to start anew")
-    return str(path)
+    if (found := sound_checkpoint(path)) != path:
+        _say(f"checkpoint {path} is damaged or lost; going on from the one before, {found}")
+    return str(found)
 
 
 def _require_divisible(options: TrainOptions, processes: int) -> None:
@@ -385,7 +389,7 @@ def _require_divisible(options: TrainOptions, processes: int) -> None:
 @rank_zero_only
 def _set_aside(folder: Path) -> None:
     """Rename an earlier run's checkpoints, so that `--ckpt_path last` can never mean another run's."""
-    if not (folder / "last.ckpt").exists():
+    if not any(folder.glob("last*.ckpt")):
         return
     number = 1
     while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
@@ -416,13 +420,24 @@ def _ships_answers(options: TrainOptions) -> bool:
 
 
 def _own_answers(
-    options: TrainOptions, target: Target, conversations: list[Conversation], folder: Path, trainer: pl.Trainer
+    options: TrainOptions, target: Target, conversations: list[Conversation], home: Place, trainer: pl.Trainer
 ) -> list[Conversation]:
-    """The conversations answered by the target, where the Trainer would run it. Written once per folder."""
+    """The conversations answered by the target, where the Trainer would run it. Written once, beside the features that
+    are made of them, or, where these lie elsewhere, to the output folder.
+    """
+    folder = home.folder or Path(options.output)
     place(target, trainer.strategy.root_device)
     chosen = options.regeneration
     chosen = replace(chosen, max_new_tokens=max(1, min(chosen.max_new_tokens, options.max_length // 2)))
     backend = LocalBackend(ShapeDecoder(target), chosen.max_new_tokens, chosen.temperature)
+    answers = answers_file(conversations, backend, folder, chosen)
+    asked = any(conversation.kind != "text" for conversation in conversations)
+    if asked and home.exists(MANIFEST) and not answers.exists():
+        raise FeatureStoreError(
+            f"features in {home} are not of the target's answers to these conversations: the data or the options of "
+            "answering have changed since; give another folder with --features or --output, or, where the data holds "
+            "the target's own answers, --regenerate false"
+        )
     return own_answers(
         conversations,
         backend,
@@ -505,24 +520,27 @@ def _as_prompts(conversations: Sequence[Conversation]) -> list[Prompt]:
 
 def _features(
     options: TrainOptions,
-    folder: Path,
+    home: Place,
     target: Target,
     conversations: Sequence[Conversation],
     wanted: FeatureOptions,
     trainer: pl.Trainer,
 ) -> FeatureStore:
     """The feature store: extracted, completed, or an existing one after checking that it is the target's."""
-    store = extract(target, conversations, folder, wanted, trainer)
+    store = extract(target, conversations, home, wanted, trainer)
     store.verify(target, seed=options.seed)
     return store
 
 
-def _recipe(options: TrainOptions, target: Target, conversations: Sequence[Conversation]) -> dict[str, Any]:
+def _recipe(
+    options: TrainOptions, home: Place, target: Target, conversations: Sequence[Conversation]
+) -> dict[str, Any]:
     """What defines a run beside its losses and optimisation: a checkpoint of another recipe is refused."""
     return {
         "predictor": asdict(options.predictor),
         "target": target.identity.head_hash,
         "online": options.online,
+        "shuffled": "by shards" if home.folder is None else "as a whole",
         "max_length": options.max_length,
         "conversations": fingerprint(conversations)[:16],
         "precision": options.trainer.chosen_precision(),
@@ -538,6 +556,7 @@ def _trainer(options: TrainOptions, output: Path, validation: DecodingValidation
         max_epochs=1,  # one run over the loader, which counts in steps
         logger=[csv, TensorBoardLogger(output, name="logs", version=csv.version)],
         callbacks=[
+            StopWhereDiverged(options.trainer.log_every_n_steps),
             validation,
             operations,
             ModelCheckpoint(
@@ -567,8 +586,10 @@ def _finish(
     size: str,
 ) -> None:
     """Export the best weights, measure what was exported, and say what came out."""
-    target, predictor = module.target, module.predictor
+    target = module.target
+    predictor = type(module.predictor)(module.predictor.config)  # of its own: processes may have shared the other's
     load_weights(predictor, validation.best_path)
+    predictor.eval().to(target.device)  # type: ignore[arg-type]
     record: dict[str, Any] = {
         "command": Environment.capture(target.device).command,
         "target": options.target,

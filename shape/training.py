@@ -6,20 +6,25 @@ the dropout masks.
 
 import math
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any, Literal, NamedTuple
+from zipfile import BadZipFile, ZipFile
 
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.utilities.types import OptimizerLRScheduler
+from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics import MeanMetric
@@ -28,19 +33,22 @@ from transformers import PreTrainedModel
 from shape.batches import Batch, derive_seed
 from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.drafters import Drafter, TrainedDrafter, TreeShape
-from shape.errors import CheckpointError, ConfigError
+from shape.errors import CheckpointError, ConfigError, TrainingDiverged
 from shape.examples import Examples, Reader, Texts, examples, known_in, teacher_forced, whole_texts
-from shape.features import Stored, compute_features, place
+from shape.features import compute_features, place
+from shape.files import written_whole
 from shape.losses import Losses, supervised, weighted_loss
 from shape.network import Predictor
 from shape.predictor import windows
+from shape.store import Stored
 from shape.target import Target
 from shape.verification.sampling import mix
 
 _ADAM_BETAS = (0.9, 0.95)
 _VALIDATION_BATCH = 8
-# May change between a run and its resumption; everything else would make it another run.
-_FREE_TO_CHANGE = {"steps", "max_minutes", "checkpoint_every", "workers"}
+# May change between a run and its resumption, the last two to go on where it diverged; all else would make it another
+# run.
+_FREE_TO_CHANGE = {"steps", "max_minutes", "checkpoint_every", "workers", "learning_rate", "gradient_clip_val"}
 
 
 @dataclass
@@ -145,6 +153,8 @@ class Learner(pl.LightningModule):
         self.seed = seed
         self.log_every = log_every
         self.recipe = {"seed": seed, "losses": asdict(losses), "training": asdict(options), **(recipe or {})}
+        # Asked now: to a process of several that share the weights, each looks like a vector.
+        self._matrices = {name for name, weight in predictor.named_parameters() if weight.ndim >= 2}
         self._seconds_before = 0.0
         self._started = monotonic()
         self._elapsed = 0.0
@@ -165,6 +175,14 @@ class Learner(pl.LightningModule):
 
     def on_train_start(self) -> None:
         self._started = monotonic()
+        schedule, peak = self.lr_schedulers(), self.options.learning_rate
+        assert isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
+        if set(schedule.base_lrs) != {peak}:  # those of the checkpoint
+            schedule.base_lrs = [peak] * len(schedule.base_lrs)
+            for group in schedule.optimizer.param_groups:
+                group["lr"] = peak * self.options.learning_rate_factor(
+                    self.global_step, self._progress(self.global_step)
+                )
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         return batch.to(device)
@@ -190,7 +208,7 @@ class Learner(pl.LightningModule):
         return Texts(hidden, *(each.to(self.device) for each in texts[1:]))
 
     def _log_losses(self, loss: Tensor, parts: Mapping[str, Tensor], texts: int) -> None:
-        self.log("train/loss", loss, prog_bar=True, batch_size=texts)
+        self.log("train/loss", loss, prog_bar=True, batch_size=texts, sync_dist=True)  # the whole step's
         self.log_dict({f"train/{name}": value for name, value in parts.items()}, batch_size=texts)
 
     # -- optimisation
@@ -199,10 +217,10 @@ class Learner(pl.LightningModule):
         options = self.options
         named = [(name, p) for name, p in self.predictor.named_parameters() if p.requires_grad]
         inner = {name for name, p in named if options.optimizer == "muon" and _is_inner(name, p)}
-        others = [p for name, p in named if name not in inner]
+        others = [(name, p) for name, p in named if name not in inner]
         groups = [
-            {"params": [p for p in others if p.ndim >= 2], "weight_decay": options.weight_decay},
-            {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for name, p in others if name in self._matrices], "weight_decay": options.weight_decay},
+            {"params": [p for name, p in others if name not in self._matrices], "weight_decay": 0.0},
         ]
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=_ADAM_BETAS)
         if inner:
@@ -215,6 +233,18 @@ class Learner(pl.LightningModule):
             optimizer, lambda step: self.options.learning_rate_factor(step, self._progress(step))
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        whole = self.trainer.strategy.model
+        if gradient_clip_val is not None and isinstance(whole, FullyShardedDataParallel):
+            whole.clip_grad_norm_(gradient_clip_val)  # no process has all gradients, of which it is the norm
+        else:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def _progress(self, step: int) -> float:
         by_steps = step / self.options.steps
@@ -238,6 +268,8 @@ class Learner(pl.LightningModule):
                 "with, or train anew without --ckpt_path"
             )
         self._seconds_before = saved["seconds"]
+        # A run that had ended goes on where more steps are asked for: its last batch is not the last any more.
+        checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
 
     @property
     def seconds(self) -> float:
@@ -431,17 +463,96 @@ def _differences(saved: Mapping[str, Any], current: Mapping[str, Any], prefix: s
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place and then renames it: a killed run leaves the one before."""
+    """Writes a checkpoint as a whole, and keeps the one before it: one of the two is sound, whatever happens."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         final = Path(path)
-        final.parent.mkdir(parents=True, exist_ok=True)
-        temporary = final.with_name(f".{final.name}.tmp")
-        with open(temporary, "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, final)
+        with written_whole(final) as temporary:
+            with open(temporary, "wb") as file:
+                torch.save(checkpoint, file)
+            if final.exists():
+                os.replace(final, _before(final))
+
+
+def _before(path: Path) -> Path:
+    """The name of the checkpoint before this one."""
+    return path.with_name(f"{path.stem}.before{path.suffix}")
+
+
+def sound_checkpoint(path: Path) -> Path:
+    """The checkpoint itself, or the one before it where it is damaged or was lost while being replaced.
+
+    Raises:
+        CheckpointError: there is none, or none whose checksums are right.
+    """
+    present = [each for each in (path, _before(path)) if each.is_file()]
+    if not present:
+        raise CheckpointError(f"there is no checkpoint {path} to resume from; leave out --ckpt_path to start anew")
+    for each in present:
+        if _is_sound(each):
+            return each
+    raise CheckpointError(
+        f"checkpoint {' and '.join(map(str, present))} is damaged or no checkpoint at all; give another one, or leave "
+        "out --ckpt_path to train anew: features and answers are kept"
+    )
+
+
+def _is_sound(checkpoint: Path) -> bool:
+    """Whether a file of torch.save holds what was written; torch itself does not look at its checksums."""
+    try:
+        with ZipFile(checkpoint) as file:
+            return file.testzip() is None
+    except (BadZipFile, zlib.error, EOFError):
+        return False
+
+
+class StopWhereDiverged(pl.Callback):
+    """Ends a run whose loss or weights are not numbers any more, before they get into a checkpoint.
+
+    All processes look together, every few steps and before a checkpoint, since looking makes an accelerator wait.
+
+    Args:
+        every: steps between looks.
+
+    Raises:
+        TrainingDiverged: naming the first step, the last checkpoint, and what to change.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._first: Tensor | None = None
+        self._saved: int | None = None
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._saved = checkpoint["global_step"]
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        first = torch.where(outputs["loss"].isfinite(), math.inf, batch.step)
+        self._first = first if self._first is None else torch.minimum(self._first, first)
+        if trainer.global_step % self.every == 0:
+            self._look(trainer, self._first)
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if self._first is not None:
+            weights = torch.stack([parameter.isfinite().all() for parameter in pl_module.parameters()]).all()
+            self._look(trainer, torch.where(weights, self._first, self._first.clamp(max=trainer.global_step - 1)))
+        self._saved = trainer.global_step
+
+    def _look(self, trainer: pl.Trainer, mine: Tensor) -> None:
+        first = -float(trainer.strategy.reduce(-mine, reduce_op="max"))  # of all processes
+        if math.isfinite(first):
+            on = "train anew with" if self._saved is None else f"go on from the one of step {self._saved} with"
+            resume = "" if self._saved is None else "--ckpt_path last and "
+            raise TrainingDiverged(
+                f"the loss or the weights are not numbers any more at step {first:.0f}, and no checkpoint holds them; "
+                f"{on} {resume}a smaller --training.learning_rate or --trainer.gradient_clip_val"
+            )
 
 
 # ------------------------------------------------------------------------------------------------- validation
@@ -521,7 +632,7 @@ class DecodingValidation(pl.Callback):
         started = monotonic()
         counts = torch.zeros(2, len(self.prompts), dtype=torch.float64, device=module.device)
         mine = range(trainer.global_rank, len(self.prompts), trainer.world_size)
-        with _evaluating(module.predictor), torch.autocast(module.device.type, enabled=False):
+        with _whole(trainer), _evaluating(module.predictor), torch.autocast(module.device.type, enabled=False):
             drafter = module.drafter()
             emitted, forwards = decode_counts(
                 module.target, drafter, [self.prompts[i] for i in mine], self.max_new_tokens
@@ -530,8 +641,10 @@ class DecodingValidation(pl.Callback):
         counts = trainer.strategy.reduce(counts, reduce_op="sum")
         measured = acceptance_length(counts[0].long().tolist(), counts[1].long().tolist())
         best = self.best
-        if trainer.is_global_zero and (best is None or measured.value > best["value"]):
-            _save_weights(module.predictor, self.best_path)
+        if best is None or measured.value > best["value"]:
+            with _whole(trainer):
+                if trainer.is_global_zero:
+                    _save_weights(module.predictor, self.best_path)
         self.history.append({"step": trainer.global_step, **measured._asdict()})
         values = {"val/acceptance_length": measured.value, "val/low": measured.low, "val/high": measured.high}
         for logger in trainer.loggers:
@@ -564,6 +677,14 @@ def decode_counts(
     return emitted, forwards
 
 
+def _whole(trainer: pl.Trainer) -> AbstractContextManager[None]:
+    """With all weights in every process, where processes share them between steps."""
+    model = trainer.strategy.model
+    if isinstance(model, FullyShardedDataParallel):
+        return FullyShardedDataParallel.summon_full_params(model, writeback=False)
+    return nullcontext()
+
+
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
     training = module.training
@@ -575,10 +696,9 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def _save_weights(predictor: nn.Module, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    save_model(predictor, str(temporary))  # which knows of weights that are one
-    os.replace(temporary, path)
+    with written_whole(path) as temporary:
+        # It knows of weights that are one. A copy, for under FSDP weights are parts of one great tensor.
+        save_model(deepcopy(predictor), str(temporary))
 
 
 def as_trained_and_decoded(
@@ -607,5 +727,15 @@ def as_trained_and_decoded(
 
 
 def load_weights(predictor: nn.Module, path: Path) -> None:
-    """Put weights kept by `DecodingValidation` into a predictor of the same configuration."""
-    load_model(predictor, path)
+    """Put weights kept by `DecodingValidation` into a predictor of the same configuration.
+
+    Raises:
+        CheckpointError: they are gone or damaged.
+    """
+    try:
+        load_model(predictor, path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the best weights in {path} cannot be read ({error}); give the same command with --ckpt_path last and "
+            "more --training.steps, whose validation writes them again"
+        ) from error

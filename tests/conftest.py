@@ -25,8 +25,8 @@ from transformers import (
 
 from shape.config import ShapeConfig
 from shape.export import export
-from shape.features import FeatureStore
 from shape.predictor import ShapePredictor
+from shape.store import FeatureStore
 from shape.target import Target
 
 # Of tests that run side by side, each process gets its share of the threads; so do the processes that they start.

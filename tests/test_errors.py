@@ -1,5 +1,7 @@
 """Commands end with one sentence and status 2 for a user's mistakes, and with a traceback for ours."""
 
+import errno
+
 import pytest
 import torch
 
@@ -28,3 +30,15 @@ def test_an_interrupt_has_the_shells_status():
 def test_our_own_errors_are_not_hidden():
     with pytest.raises(ZeroDivisionError), exit_on_error():
         _ = 1 / 0
+
+
+def test_a_full_disk_is_found_behind_what_libraries_say(capsys):
+    """Of files that are written without `written_whole`, such as logs."""
+    with pytest.raises(SystemExit) as caught, exit_on_error():
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError:
+            raise RuntimeError("unexpected pos 704 vs 598") from None
+    assert caught.value.code == 2 and "no space left" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="os error 13"), exit_on_error():
+        raise RuntimeError("I/O error: Permission denied (os error 13)")

@@ -12,9 +12,9 @@ from shape.decoder import ShapeDecoder
 from shape.drafters import TrainedDrafter, TreeShape
 from shape.errors import ConfigError
 from shape.examples import Reader, Texts, draft_vocabulary, examples, teacher_forced
-from shape.features import Stored, eligible
 from shape.losses import Losses, supervised
 from shape.predictor import windows
+from shape.store import Stored, eligible
 
 
 def naive(hidden, tokens, mask, root, window, steps, size):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shape.extract import main
-from shape.features import FeatureStore
+from shape.store import FeatureStore
 
 
 @pytest.fixture(scope="module")

@@ -18,12 +18,11 @@ from shape.conversations import Conversation, Message, encode
 from shape.errors import ConfigError, DataError, DiskSpaceError, FeatureStoreError, TargetMismatch
 from shape.features import (
     FeatureOptions,
-    FeatureStore,
     TrainerOptions,
     compute_features,
-    eligible,
     extract,
 )
+from shape.store import FeatureStore, eligible
 from shape.target import Target
 
 OPTIONS = FeatureOptions(max_length=128, batch_size=3, shard_size=4)

@@ -2,12 +2,7 @@
 
 import csv
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -17,72 +12,21 @@ import torch
 import yaml
 from rich.console import Console
 from safetensors.torch import load_file
+from training_runs import arguments, command, kill_when, talks
 
 from shape import bundled
 from shape.config import ShapeConfig
 from shape.conversations import Conversation, Message
 from shape.decoder import ShapeDecoder
-from shape.features import FeatureStore, TrainerOptions
+from shape.features import TrainerOptions
+from shape.store import FeatureStore
 from shape.train import PredictorOptions, TrainOptions, _compare_with_training, main, parse, validation_prompts
 from shape.training import DecodingValidation
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "talks.jsonl"
-    rows = (
-        {"id": f"c{i}", "conversations": [
-            {"from": "human", "value": "say " + "a b c " * (i % 6)}, {"from": "gpt", "value": f"there: {i}, done"},
-        ]}
-        for i in range(60)
-    )  # fmt: skip
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def arguments(target: Path, data: Path, output: Path, *more: str) -> list[str]:
-    options = {
-        "target": target,
-        "data": data,
-        "output": output,
-        "regenerate": "false",
-        "max_length": 128,
-        "predictor.dropout": 0.1,
-        "training.steps": 60,
-        "training.batch_size": 16,
-        "training.noise": 0.1,
-        "training.checkpoint_every": 7,
-        "validation.every": 25,
-        "validation.prompts": 3,
-        "validation.max_new_tokens": 8,
-        "measurement.limit": 0,
-        "extraction.shard_size": 8,
-        "trainer.accelerator": "cpu",
-        "trainer.devices": 1,
-        "trainer.log_every_n_steps": 5,
-        "trainer.enable_progress_bar": "false",
-    }
-    return [*(f"--{name}={value}" for name, value in options.items()), *more]
-
-
-def command(*parts: str) -> subprocess.Popen:
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    return subprocess.Popen(
-        [sys.executable, "-m", "shape.train", *parts],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def kill_when(process: subprocess.Popen, path: Path) -> None:
-    deadline = time.monotonic() + 120
-    while not path.exists():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    return talks(tmp_path_factory.mktemp("data") / "talks.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +115,15 @@ def test_features_of_an_earlier_extraction_are_used(trained, tiny_target_folder,
     main([*options, f"--features={trained / 'features'}"])
     assert "features: about" not in capsys.readouterr().out
     assert not (tmp_path / "other/features").exists()
+
+
+def test_features_may_lie_elsewhere(trained, tiny_target_folder, data, tmp_path):
+    there, cache = tmp_path / "there", tmp_path / "cache"
+    more = [f"--features=file://{there}", f"--extraction.cache={cache}", "--training.steps=3"]
+    main(arguments(tiny_target_folder, data, tmp_path / "out", *more))
+    shards = sorted(path.name for path in there.glob("shard-*"))
+    assert shards == sorted(path.name for path in (trained / "features").glob("shard-*"))
+    assert shards == sorted(path.name for path in cache.rglob("shard-*")) and not (tmp_path / "out/features").exists()
 
 
 def test_online_mode_stores_nothing(tiny_target_folder, data, tmp_path):

@@ -205,6 +205,25 @@ def test_resumed_run_ends_in_the_same_weights(store, tiny_target, tmp_path, accu
         fit(tiny_target, store, options=TrainingOptions(steps=9, batch_size=8, noise=0.2), ckpt_path=path)
 
 
+def test_a_run_that_had_ended_goes_on_with_more_steps(store, tiny_target, tmp_path):
+    options, path = TrainingOptions(steps=9, batch_size=16, decay="none"), tmp_path / "some.ckpt"
+    whole = fit(tiny_target, store, options=options)
+    fit(tiny_target, store, options=replace(options, steps=5), callbacks=[SaveAt(5, path)])
+    resumed = fit(tiny_target, store, options=options, ckpt_path=path)
+    assert resumed.trainer.global_step == 9 and torch.equal(weights(whole), weights(resumed))
+
+
+def test_a_run_goes_on_with_another_learning_rate(store, tiny_target, tmp_path):
+    """As one that diverged must."""
+    path = tmp_path / "some.ckpt"
+    fit(tiny_target, store, callbacks=[SaveAt(5, path)])
+    still = fit(tiny_target, store, options=replace(OPTIONS, learning_rate=1e-12), ckpt_path=path)
+    kept = torch.load(path, weights_only=True)["state_dict"]
+    assert still.trainer.global_step == OPTIONS.steps
+    for name, value in still.state_dict().items():
+        torch.testing.assert_close(value, kept[name], rtol=0, atol=1e-9)
+
+
 def test_checkpoint_is_replaced_as_a_whole(tmp_path, monkeypatch):
     path, writer = tmp_path / "last.ckpt", AtomicCheckpointIO()
     writer.save_checkpoint({"step": 1}, path)

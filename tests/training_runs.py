@@ -1,5 +1,11 @@
 """Small trainings, which the tests of examples, batches, training and export share."""
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytorch_lightning as pl
@@ -10,9 +16,10 @@ from shape.config import ShapeConfig
 from shape.conversations import Conversation, Message
 from shape.drafters import PREDICTORS
 from shape.examples import draft_vocabulary
-from shape.features import FeatureOptions, FeatureStore, TrainerOptions, extract
+from shape.features import FeatureOptions, TrainerOptions, extract
 from shape.losses import Losses
 from shape.network import Predictor
+from shape.store import FeatureStore
 from shape.training import (
     AtomicCheckpointIO,
     ShapeModule,
@@ -72,7 +79,7 @@ def fit(
 ) -> ShapeModule:
     predictor = network(target, **changes)
     if isinstance(source, FeatureStore):
-        source = FeatureStore(source.directory, layers=predictor.config.feature_layers)
+        source = FeatureStore(source.place, layers=predictor.config.feature_layers)
     window = None if predictor.memory_shapes else predictor.config.window
     module = ShapeModule(predictor, target, losses or Losses(), options, seed=seed, log_every=2)
     data = data_of(source, target, options, window=window, max_length=128, seed=seed)
@@ -101,3 +108,64 @@ def fit(
 
 def weights(module: ShapeModule) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in module.predictor.parameters()])
+
+
+# ------------------------------------------------------------------------------------------------- by the command
+
+
+def talks(path: Path, count: int = 60) -> Path:
+    """A file of conversations."""
+    rows = (
+        {"id": f"c{i}", "conversations": [
+            {"from": "human", "value": "say " + "a b c " * (i % 6)}, {"from": "gpt", "value": f"there: {i}, done"},
+        ]}
+        for i in range(count)
+    )  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def arguments(target: Path, data: Path, output: Path, *more: str) -> list[str]:
+    """Of a short run of `shape.train` on a CPU."""
+    options = {
+        "target": target,
+        "data": data,
+        "output": output,
+        "regenerate": "false",
+        "max_length": 128,
+        "predictor.dropout": 0.1,
+        "training.steps": 60,
+        "training.batch_size": 16,
+        "training.noise": 0.1,
+        "training.checkpoint_every": 7,
+        "validation.every": 25,
+        "validation.prompts": 3,
+        "validation.max_new_tokens": 8,
+        "measurement.limit": 0,
+        "extraction.shard_size": 8,
+        "trainer.accelerator": "cpu",
+        "trainer.devices": 1,
+        "trainer.log_every_n_steps": 5,
+        "trainer.enable_progress_bar": "false",
+    }
+    return [*(f"--{name}={value}" for name, value in options.items()), *more]
+
+
+def command(*parts: str) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    return subprocess.Popen(
+        [sys.executable, "-m", "shape.train", *parts],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def kill_when(process: subprocess.Popen, path: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()

@@ -28,6 +28,7 @@ from shape.drafters.base import Drafter, Settled
 from shape.drafters.growing import Paths
 from shape.drafters.suffix import SuffixAutomaton
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, exit_on_error
+from shape.files import written_whole
 from shape.target import Target, TargetIdentity
 from shape.verification.sampling import Sampler
 from shape.verification.tree import Drafted, TokenTree, ragged_tree
@@ -63,10 +64,8 @@ class Pack:
         """One compressed file that carries the hash of its content."""
         content = self._content()
         whole = json.dumps({"hash": _digest(content), **json.loads(content)}, separators=(",", ":"))
-        path = Path(path)
-        part = path.with_name(f".{path.name}.tmp")
-        part.write_bytes(gzip.compress(whole.encode(), mtime=0))
-        part.replace(path)
+        with written_whole(Path(path)) as part:
+            part.write_bytes(gzip.compress(whole.encode(), mtime=0))
 
     @classmethod
     def load(cls, path: str | Path) -> "Pack":

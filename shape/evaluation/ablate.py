@@ -61,7 +61,7 @@ from shape.verification.tree import TokenTree
 _OURS = ("output", "seed", "ckpt_path")
 _SHARED = (
     "target", "data", "validation_data", "regenerate", "features", "online", "max_length", "limit", "skip_bad_rows",
-    "target_dtype", "trust_remote_code", "measurement", "regeneration", "extraction",
+    "target_dtype", "trust_remote_code", "measurement", "regeneration",
 )  # fmt: skip
 # Differences between an earlier run's options and these do not make it another run: where it lies.
 _PLACES = {"output", "features"}
@@ -256,10 +256,12 @@ def _run(
             values = _with(reader, values, yaml.safe_load(Path(_find(file)).read_text()))
         values = _with(reader, values, changes)
         values = _with(reader, values, {"predictor": size or {}})
-        # Variants that read other layers than those stored for all have a folder of their own.
+        # Variants that read other layers than those stored for all, or features stored otherwise, have a folder of
+        # their own.
         layers = values.predictor.feature_layers
         apart = set(layers) - {-1, *values.extraction.more_layers}
-        store = output / "-".join(["features", *(map(str, layers) if apart else [])])
+        otherwise = [f"{option}-{value}" for option, value in changes.get("extraction", {}).items()]
+        store = output / "-".join(["features", *(map(str, layers) if apart else []), *otherwise])
         ours: dict[str, Any] = {"seed": seed, "output": str(folder), "measurement": {"limit": 0}}
         if values.features is None and not values.online:
             ours["features"] = str(store)

@@ -43,9 +43,10 @@ from shape.errors import ConfigError, DataError, exit_on_error
 from shape.evaluation.analysis_report import draw, report
 from shape.evaluation.environment import Environment
 from shape.examples import Reader, Texts, examples, known_in
-from shape.features import Stored, compute_features, eligible
+from shape.features import compute_features
 from shape.losses import kl, mistake_costs, sinkhorn, total_variation
 from shape.network import Known, Predictor
+from shape.store import Stored, eligible
 from shape.target import Target
 from shape.transport import Plan, optimal_acceptance, squared_distances
 from shape.transport import sinkhorn as entropic_plan

@@ -45,8 +45,8 @@ from shape.evaluation.quality_results import Ahead, QualityRecord, QualityResult
 from shape.evaluation.similarity import Encoder, Likeness
 from shape.evaluation.speed import describe, prompts_hash, target_settings
 from shape.examples import Reader, forced_drafts
-from shape.features import Stored
 from shape.rules import RULES, Match, Rule, TrsLossy, TypicalLossy, make_rule
+from shape.store import Stored
 
 PLAIN, SHAPE, ALONE, BEAM = "plain", "shape", "drafter-alone", "beam"
 TOO_LONG = "a prompt and its answer exceed the target's positions"

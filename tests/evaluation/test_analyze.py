@@ -27,8 +27,8 @@ from shape.evaluation.analyze import (
     texts_of,
     transitions,
 )
-from shape.features import Stored
 from shape.predictor import ShapePredictor
+from shape.store import Stored
 from shape.transport import optimal_acceptance
 
 

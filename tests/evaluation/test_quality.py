@@ -15,7 +15,7 @@ from shape.evaluation.journal import Journal
 from shape.evaluation.quality import QualityOptions, main, run
 from shape.evaluation.quality_results import Ahead, QualityResults, added
 from shape.examples import Reader, forced_drafts
-from shape.features import Stored
+from shape.store import Stored
 
 
 @pytest.fixture

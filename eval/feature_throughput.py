@@ -1,0 +1,184 @@
+"""Whether stored features are read faster than training consumes them: positions per second, side by side.
+
+    python eval/feature_throughput.py --output eval/results/features
+
+The quickstart's predictor is trained for some steps on the shipped target's features, which tells how many positions a
+second training takes by itself; then the same batches are read alone, from features in bfloat16 and in int8, of all
+positions and of those that training needs, in a folder and by an address with copies. *From disk* is the first pass
+after the files have been dropped from the system's memory (Linux), *again* the next one. Leave the machine alone
+meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from tqdm import tqdm
+
+from shape import bundled
+from shape.batches import ShapeDataModule, Split
+from shape.config import ShapeConfig
+from shape.conversations import load_conversations
+from shape.drafters import PREDICTORS
+from shape.evaluation.cells import markdown
+from shape.evaluation.environment import Environment
+from shape.examples import draft_vocabulary
+from shape.features import extract, human_bytes, quiet
+from shape.store import FeatureStore
+from shape.target import Target
+from shape.train import TrainOptions, keep_freed_memory, parse
+from shape.training import ShapeModule
+
+STORES: dict[str, dict[str, Any]] = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "int8"},
+    "bfloat16, answers and their windows": {"dtype": "bfloat16", "before": 8},
+    "int8, answers and their windows": {"dtype": "int8", "before": 8},
+}
+_WARM_UP = 5  # steps not counted
+
+
+class Stopwatch(pl.Callback):
+    """Seconds of each portion of a training step, from the batch at hand on, to the weights changed with the last."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._started = 0.0
+
+    def on_train_batch_start(self, *arguments: Any) -> None:
+        self._started = perf_counter()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
+        self.seconds.append(perf_counter() - self._started)
+
+
+def data_of(store: FeatureStore, target: Target, config: ShapeConfig, options: TrainOptions) -> ShapeDataModule:
+    sizes = {"steps": options.training.steps, "batch_size": options.training.batch_size}
+    return ShapeDataModule(store, target, **sizes, window=config.window, ahead=config.num_steps, seed=options.seed)
+
+
+def consumed(store: FeatureStore, target: Target, config: ShapeConfig, options: TrainOptions) -> float:
+    """Positions per second that training takes, reading left out: the median step's."""
+    predictor, data = PREDICTORS[config.kind](config), data_of(store, target, config, options)
+    if config.draft_vocab_size is not None:
+        predictor.draft_vocabulary = draft_vocabulary(data.texts(), config.draft_vocab_size, target.vocab_size)
+    module = ShapeModule(predictor, target, options.losses, options.training, seed=options.seed)
+    watch, parts = Stopwatch(), options.trainer.accumulate_grad_batches
+    trainer = pl.Trainer(
+        **{**asdict(options.trainer), "precision": options.trainer.chosen_precision()},
+        max_steps=options.training.steps,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        callbacks=[watch],
+    )
+    trainer.fit(module, data)
+    steps = torch.tensor(watch.seconds).view(-1, parts).sum(1)[_WARM_UP:]
+    return options.training.batch_size / float(steps.median())
+
+
+def read(store: FeatureStore, target: Target, config: ShapeConfig, options: TrainOptions) -> float:
+    """Positions per second of reading the batches of as many steps, and nothing else."""
+    batches = data_of(store, target, config, options).batches(Split())
+    started = perf_counter()
+    for index in tqdm(range(len(batches)), "read", leave=False, disable=not options.trainer.enable_progress_bar):
+        batches[index]
+    return len(batches) * options.training.batch_size / (perf_counter() - started)
+
+
+def forget(folder: Path) -> None:
+    """Drop the files of a folder from the system's memory."""
+    for path in folder.glob("shard-*"):
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def measure(work: Path, options: TrainOptions, limit: int | None) -> dict[str, Any]:
+    """Figures of every store, and what training consumes."""
+    target = Target.load(options.target)
+    config = options.predictor_config(target)
+    assert config is not None
+    conversations = load_conversations(bundled.path("data", "answers.jsonl.gz"), limit=limit)
+    wanted = options.feature_options()
+    for name, how in STORES.items():
+        chosen = replace(wanted, **how)
+        extract(target, conversations, work / name, chosen, options.trainer.for_extraction()).verify(target)
+    rate = consumed(FeatureStore(work / "bfloat16"), target, config, options)
+    lines = []
+    for name in STORES:
+        folder = work / name
+        copies = Path(tempfile.mkdtemp(dir=work))
+        size = sum(path.stat().st_size for path in folder.glob("shard-*"))
+        for place in (str(folder), f"file://{folder.resolve()}"):
+            forget(folder)
+            store = FeatureStore(place, cache=copies)
+            lines.append(
+                {
+                    "store": name,
+                    "reached": "folder" if store.place.folder else "address",
+                    "bytes": size,
+                    "bytes_per_position": size / store.rows,
+                    "from_disk": read(store, target, config, options),
+                    "again": read(store, target, config, options),
+                }
+            )
+    return {"consumed": rate, "lines": lines}
+
+
+def table(found: dict[str, Any]) -> str:
+    consumed = found["consumed"]
+    rows = [
+        [
+            f"{line['store']}, {line['reached']}",
+            human_bytes(line["bytes"]),
+            f"{line['bytes_per_position']:.0f}",
+            *(f"{line[name]:,.0f} ({line[name] / consumed:.1f}x)" for name in ("from_disk", "again")),
+        ]
+        for line in found["lines"]
+    ]
+    header = ["features", "size", "bytes per token", "positions/s from disk", "positions/s again"]
+    return f"Training takes {consumed:,.0f} positions/s; in brackets how often reading covers that.\n\n" + markdown(
+        header, rows
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, help="folder of throughput.json and throughput.md")
+    parser.add_argument("--work", type=Path, help="folder of the features, kept; default: a temporary one")
+    parser.add_argument("--steps", type=int, default=40, help="training steps, and batches read")
+    parser.add_argument("--batch_size", type=int, default=1024, help="positions per step")
+    parser.add_argument("--limit", type=int, help="conversations; default: all that ship")
+    parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=True)
+    given = parser.parse_args(arguments)
+    sizes = [f"--training.steps={given.steps}", f"--training.batch_size={given.batch_size}"]
+    options = parse([*sizes, f"--trainer.enable_progress_bar={given.progress}"])
+    keep_freed_memory()
+    with quiet(), tempfile.TemporaryDirectory() as temporary:
+        found = measure(given.work or Path(temporary), options, given.limit)
+    environment = Environment.capture(torch.device("cpu"))
+    text = table(found)
+    print(text)
+    if given.output is not None:
+        given.output.mkdir(parents=True, exist_ok=True)
+        record = {**found, "environment": asdict(environment)}
+        (given.output / "throughput.json").write_text(json.dumps(record, indent=2) + "\n")
+        (given.output / "throughput.md").write_text(f"# Reading features\n\n{text}\n\n{environment.line()}\n")
+
+
+if __name__ == "__main__":
+    main()

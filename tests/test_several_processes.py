@@ -1,0 +1,127 @@
+"""Several processes: the launch scripts of `train/`, another number of processes, and weights that they share."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT
+from safetensors.torch import load_file
+from training_runs import arguments, talks
+
+from shape.train import main
+
+SCRIPTS = sorted((ROOT / "train").glob("*.sh"))
+
+
+def test_there_are_scripts_to_check():
+    assert {script.name for script in SCRIPTS} == {"slurm.sh", "torchrun.sh"}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_scripts_are_bash_and_can_be_run(script):
+    assert os.access(script, os.X_OK)
+    checked = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_the_slurm_script_asks_srun_for_what_shape_train_takes(tmp_path):
+    """With an srun that says how it was called, and without a cluster; resuming once there is a checkpoint."""
+    srun = tmp_path / "srun"
+    srun.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
+    srun.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_NTASKS_PER_NODE": "4", "SLURM_NNODES": "2"}
+
+    def said(*options: str) -> list[str]:
+        call = ["bash", str(ROOT / "train/slurm.sh"), *options]
+        return subprocess.run(call, env=environment, capture_output=True, text=True, check=True).stdout.split()
+
+    first = said("--target", "T", "--output", str(tmp_path / "run"))
+    assert "--kill-on-bad-exit=1" in first and "--ckpt_path" not in first
+    for option in ("--trainer.devices 4", "--trainer.num_nodes 2", "--target T"):
+        assert option in " ".join(first)
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/last.before.ckpt").touch()
+    assert said("--target", "T", f"--output={tmp_path / 'run'}")[-2:] == ["--ckpt_path", "last"]
+
+
+def losses(output: Path) -> dict[int, float]:
+    """The loss of every step, over all processes, from all sittings of a run."""
+    found = {}
+    for log in sorted(output.glob("logs/version_*/metrics.csv")):
+        with open(log) as file:
+            found |= {int(row["step"]): float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]}
+    return found
+
+
+@pytest.fixture
+def options(tiny_target_folder, tmp_path) -> list[str]:
+    """Of a run whose steps do not depend on processes but by rounding, and by means over portions."""
+    chosen = {
+        "training.batch_size": 48, "training.learning_rate": 5e-3, "training.warmup_steps": 2,
+        "training.decay": "none", "training.noise": 0, "predictor.dropout": 0, "training.checkpoint_every": 6,
+        "validation.every": 100000, "trainer.log_every_n_steps": 1,
+    }  # fmt: skip
+    more = [f"--{name}={value}" for name, value in chosen.items()]
+    return arguments(tiny_target_folder, talks(tmp_path / "talks.jsonl"), tmp_path, *more)
+
+
+def launch(*command: str) -> str:
+    ran = subprocess.run(
+        command,
+        env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": str(torch.get_num_threads())},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+    )
+    assert ran.returncode == 0, ran.stdout
+    return ran.stdout
+
+
+def reached(output: Path) -> int:
+    return torch.load(output / "checkpoints/last.ckpt", weights_only=True)["global_step"]
+
+
+def require_the_same_steps(several: Path, one: Path) -> None:
+    """The same data in the same order, and the same updates."""
+    mine, theirs = losses(several), losses(one)
+    assert mine.keys() == theirs.keys() and len(mine) == 12
+    spread = max(theirs.values()) - min(theirs.values())
+    apart = max(abs(mine[step] - loss) for step, loss in theirs.items())
+    assert apart < 0.1 * spread, f"{apart} of {spread}: other batches, or other updates"
+    weights = [load_file(folder / "checkpoints/best.safetensors") for folder in (one, several)]
+    gap = sum((weights[0][name] - weights[1][name]).norm() ** 2 for name in weights[0])
+    assert gap < 0.02 * sum(tensor.norm() ** 2 for tensor in weights[0].values())
+
+
+@pytest.mark.slow
+def test_a_run_of_two_processes_goes_on_with_three(options, tmp_path):
+    one, several = tmp_path / "one", tmp_path / "several"
+    main([*options, f"--output={one}", "--training.steps=12"])
+    given = [option for option in options if not option.startswith("--trainer.devices")]
+    for processes, more in ((2, ["--training.steps=6"]), (3, ["--training.steps=12", "--ckpt_path=last"])):
+        script = str(ROOT / "train/torchrun.sh")
+        said = launch(script, str(processes), *given, f"--output={several}", *more)
+        assert f"MEMBER: {processes}/{processes}" in said and reached(several) == 6 * (processes - 1)
+    require_the_same_steps(several, one)
+
+
+@pytest.mark.slow
+def test_weights_shared_out_by_fsdp_are_trained_alike(options, tmp_path):
+    """By two processes on a CPU; resumed in the middle, validated, and exported whole."""
+    one, several = tmp_path / "one", tmp_path / "several"
+    main([*options, f"--output={one}", "--training.steps=12"])
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    run += [str(ROOT / "tests/sharded_run.py"), *options, "--trainer.devices=2", "--trainer.strategy=fsdp"]
+    for steps, more in ((6, []), (12, ["--ckpt_path=last"])):
+        launch(*run, f"--output={several}", f"--training.steps={steps}", *more)
+        assert reached(several) == steps
+    require_the_same_steps(several, one)
+    exported = [load_file(folder / "model.safetensors") for folder in (one, several)]
+    assert {name: tensor.shape for name, tensor in exported[0].items()} == {
+        name: tensor.shape for name, tensor in exported[1].items()
+    }

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Train on a SLURM cluster, one process per GPU, in a folder that all machines see:
+#   sbatch --nodes 2 train/slurm.sh --target T --data D --output /shared/DIR
+# A job that is stopped goes on by the same command, and by itself where the cluster requeues it: it resumes from the last
+# checkpoint in the output folder, on as many machines as it gets.
+#SBATCH --job-name=shape
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=shape-%j.log
+set -euo pipefail
+output=checkpoints/shape
+arguments=("$@")
+for i in "${!arguments[@]}"; do
+    case ${arguments[i]} in
+        --output) output=${arguments[i + 1]} ;;
+        --output=*) output=${arguments[i]#--output=} ;;
+    esac
+done
+resume=()
+if compgen -G "$output/checkpoints/last*.ckpt" > /dev/null; then
+    resume=(--ckpt_path last)
+fi
+# Lightning reads rank and addresses from SLURM's variables; a process that fails ends the others.
+srun --kill-on-bad-exit=1 "${PYTHON:-python}" -m shape.train --trainer.strategy ddp \
+    --trainer.devices "$SLURM_NTASKS_PER_NODE" --trainer.num_nodes "$SLURM_NNODES" \
+    "$@" ${resume[@]+"${resume[@]}"}
