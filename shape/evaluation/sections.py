@@ -291,13 +291,14 @@ def _speed(found: Found) -> Iterator[Plot]:
 
 def _by_task(source: Source[SpeedResults], ranked: Sequence[str]) -> Plot:
     results = source.data
-    drafted = [name for name in ranked if results.methods[name] not in ("plain", "transformers")]
+    fastest = [name for name in ranked if results.methods[name] not in ("plain", "transformers")]
+    drafted = [name for name in results.methods if name in fastest]
     lines = {one: {name: results.summarise(name, one) for name in drafted} for one in results.categories}
     groups = {
         category: {
             _name(results, name): _triple(line.speed_up)
             for name, line in found.items()
-            if name in drafted[: plots.MOST_SERIES] and line.speed_up.value is not None
+            if name in fastest[: plots.MOST_SERIES] and line.speed_up.value is not None
         }
         for category, found in lines.items()
     }
@@ -365,7 +366,8 @@ def _histograms(results: SpeedResults) -> dict[str, Counter[int]]:
     """Of the drafted methods, as many as can be told apart."""
     drafted = [name for name in results.details if results.methods[name] != "plain" and results.details[name].histogram]
     fastest = sorted(drafted, key=lambda name: -(results.summary[name].speed_up.value or 0.0))[: plots.MOST_SERIES]
-    return {_name(results, name): Counter(results.details[name].histogram) for name in fastest}
+    # In the order of the table, so that a method looks alike from drawing to drawing.
+    return {_name(results, name): Counter(results.details[name].histogram) for name in drafted if name in fastest}
 
 
 def _depths(found: Found) -> Iterator[Plot]:
@@ -406,7 +408,7 @@ def _stands(title: str, source: Source[Any], counts: Mapping[str, Sequence[tuple
         for name, found in counts.items()
     }
     drawn = dict(list({name: line for name, line in points.items() if line}.items())[: plots.MOST_SERIES])
-    drawing = partial(plots.curves, drawn, "depth", "stood, of the drafts that got there", share=True, whole=True)
+    drawing = partial(plots.curves, drawn, "depth", "share that stood", share=True, whole=True)
     deepest = max(map(len, counts.values()))
     rows = [
         [name, *(f"{stood} / {asked}" for asked, stood in found), *[DASH] * (deepest - len(found))]
