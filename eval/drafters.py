@@ -176,13 +176,17 @@ def compressed(setting: Setting, prompts: int = 24, tokens: int = 3) -> None:
                 attention=share, calibrated=calibrated
             )
             for calibrated in (True, False)
-            for share in (0.5, 0.35, 0.25, 0.15, 0.08)
+            for share in (0.65, 0.5, 0.35, 0.25, 0.15, 0.08)
         },
         "attention and MLP at 0.5 d": Compression(attention=0.5, mlp=0.5),
         "attention and MLP at 0.25 d": Compression(attention=0.25, mlp=0.25),
         **{f"cache at {share:g} of a head": Compression(cache=share) for share in (0.65, 0.5, 0.35, 0.25)},
         "block residuals 0.35": Compression(residuals=0.35),
         "block residuals 0.1": Compression(residuals=0.1),
+        **{
+            f"attention at {share:g} d, block residuals 0.35": Compression(attention=share, residuals=0.35)
+            for share in (0.65, 0.5, 0.35, 0.25)
+        },
         "8 bits, attention at 0.5 d": Compression(int8=True, attention=0.5),
         "8 bits, cache at 0.65": Compression(int8=True, cache=0.65),
         "8 bits, attention at 0.5 d, cache at 0.65, residuals 0.1": Compression(

@@ -2,11 +2,12 @@
 
     python -m shape.evaluation.efficiency --predictor checkpoints/quickstart --output eval/results/efficiency/shipped
 
-*Engine efficiency* is (bare target forward + bare drafter forwards) / measured time of a step. A bare target forward
-is one over as many tokens as the step verified, behind as many cached ones, with masks and positions at hand and
-nothing done with its logits; bare drafter forwards are its network alone, as many passes as the draft took. Both are
-run again for every step of an answer right behind that answer, so that a slow minute falls on all of them. What is
-left is ours: growing trees, masks, noise, acceptance, cache, bookkeeping. Of plain decoding it is t(1) / step.
+*Engine efficiency* is (bare target forward + bare drafter forwards) / measured time of a step, the median over answers.
+A bare target forward is one over as many tokens as the step verified, behind as many cached ones, with masks and
+positions at hand and nothing done with its logits; bare drafter forwards are its network alone, as many passes as the
+draft took. Both are run again for every step of an answer right behind that answer, so that a slow minute falls on all
+of them. What is left is ours: growing trees, masks, noise, acceptance, cache, bookkeeping. Of plain decoding it is
+t(1) / step.
 
 Methods answer the same prompts in turn, in rotating order. `oracle` drafts the true continuation with every fifth
 token corrupted, at no cost: its speed-up is simulated, its efficiency is not.
@@ -16,6 +17,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -51,6 +53,7 @@ class Case:
         tokens: emitted after the prefill.
         seconds: of decoding, prefill excluded.
         forward_seconds, draft_seconds: of the bare forwards of target and drafter.
+        shares: (bare forwards / measured time) of each answer, or group of answers decoded together.
         gaps: seconds between arrivals of tokens.
     """
 
@@ -64,12 +67,15 @@ class Case:
     seconds: float = 0.0
     forward_seconds: float = 0.0
     draft_seconds: float = 0.0
+    shares: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
 
     @property
     def efficiency(self) -> float | None:
-        """None for transformers, whose steps are not ours to look into."""
-        return (self.forward_seconds + self.draft_seconds) / self.seconds if self.forward_seconds else None
+        """The median over answers, so that what a machine did beside a few of them does not decide. None for
+        transformers, whose steps are not ours to look into.
+        """
+        return median(self.shares) if self.shares else None
 
     @property
     def rate(self) -> float:
@@ -184,6 +190,8 @@ def _run(
     case.seconds += out.stats.decode_seconds
     case.forward_seconds += forward
     case.draft_seconds += draft
+    if out.stats.decode_seconds:
+        case.shares.append((forward + draft) / out.stats.decode_seconds)
     case.gaps += [step.seconds for step in out.stats.steps]
 
 
@@ -331,9 +339,9 @@ def _write(
     title = options.label or f"Engine efficiency, {Path(target.name).name}"
     note = (
         f"{options.limit} prompts of {source.name}, at most {options.max_new_tokens} new tokens. Efficiency: bare "
-        "forwards of target and drafter over measured time (`shape/evaluation/efficiency.py`). `oracle` drafts the "
-        "truth with every fifth token corrupted, at no cost: its speed-up is simulated. Gaps are between arrivals of "
-        "tokens, several at a time where a draft stood."
+        "forwards of target and drafter over measured time, median over answers; the parts of a step are means "
+        "(`shape/evaluation/efficiency.py`). `oracle` drafts the truth with every fifth token corrupted, at no cost: its "
+        "speed-up is simulated. Gaps are between arrivals of tokens, several at a time where a draft stood."
     )
     text = "\n\n".join([f"### {title}", report(cases), note, environment.line()])
     (folder / "efficiency.md").write_text(text + "\n")

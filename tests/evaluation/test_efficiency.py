@@ -58,9 +58,9 @@ def test_bare_forwards_are_those_of_the_steps(tiny_model):
 
 def test_figures():
     case = Case(
-        "float32", 0.0, 1, "plain", steps=4, rows=4, tokens=8, seconds=0.04, forward_seconds=0.03, gaps=[0.01, 0.03]
+        "float32", 0.0, 1, "plain", steps=4, rows=4, tokens=8, seconds=0.04, shares=[0.9, 0.75, 0.2], gaps=[0.01, 0.03]
     )
-    assert case.efficiency == pytest.approx(0.75) and case.rate == pytest.approx(200)
+    assert case.efficiency == 0.75 and case.rate == pytest.approx(200)
     assert case.gap(0.5) == pytest.approx(30) and case.milliseconds(case.seconds) == pytest.approx(10)
 
 
