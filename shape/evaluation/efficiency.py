@@ -340,8 +340,8 @@ def _write(
     note = (
         f"{options.limit} prompts of {source.name}, at most {options.max_new_tokens} new tokens. Efficiency: bare "
         "forwards of target and drafter over measured time, median over answers; the parts of a step are means "
-        "(`shape/evaluation/efficiency.py`). `oracle` drafts the truth with every fifth token corrupted, at no cost: its "
-        "speed-up is simulated. Gaps are between arrivals of tokens, several at a time where a draft stood."
+        "(`shape/evaluation/efficiency.py`). `oracle` drafts the truth with every fifth token corrupted, at no cost: "
+        "its speed-up is simulated. Gaps are between arrivals of tokens, several at a time where a draft stood."
     )
     text = "\n\n".join([f"### {title}", report(cases), note, environment.line()])
     (folder / "efficiency.md").write_text(text + "\n")
