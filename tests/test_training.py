@@ -126,7 +126,7 @@ def test_learning_rate_schedule():
 
 
 def test_max_minutes_ends_the_run(store, tiny_target):
-    options = TrainingOptions(steps=100_000, batch_size=16, max_minutes=0.02)
+    options = TrainingOptions(steps=100_000, batch_size=16, max_minutes=0.02, warmup_steps=1)
     module = fit(tiny_target, store, options=options)
     assert 0 < module.trainer.global_step < 100_000
     assert module.trainer.optimizers[0].param_groups[0]["lr"] < 0.2 * options.learning_rate
