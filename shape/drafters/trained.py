@@ -203,10 +203,11 @@ class TrainedDrafter(Drafter):
                 states, logits = all_states[:, n : n + 1], all_logits[:, n : n + 1]
             if bias is not None:
                 logits = logits + sampler.temper(bias)
+            logits = logits.expand(-1, number.shape[1], -1)
             self.passes = n + 1
             # When sampling, scores contain the noise, and their softmax is the estimate given the noise. None is above
             # 0, so that no child is likelier than its parent.
-            ranked = perturbed(logits.expand(-1, number.shape[1], -1), noise[n]).log_softmax(-1)
+            ranked = perturbed(logits, noise[n]).log_softmax(-1)
             log_probs, candidates = ranked.topk(branching, dim=-1)
             if network.confidence is not None and sampler.greedy:
                 # What the target thinks of the best child is known better than by its probability; the others follow.
@@ -218,8 +219,7 @@ class TrainedDrafter(Drafter):
             children.append(candidates)
             scores.append(log_probs)
             if sampler.draws:
-                own = logits.expand(-1, number.shape[1], -1)
-                drawn.append(sampler.draft_log_probs(own, self._target.vocab_size, self._vocabulary))
+                drawn.append(sampler.draft_log_probs(logits, self._target.vocab_size, self._vocabulary))
             if n + 1 == depth:
                 break
             joint, chosen = log_probs.topk(min(width, log_probs.shape[1]), dim=1)

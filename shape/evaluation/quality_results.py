@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from shape.errors import DataError
 from shape.evaluation.cells import DASH, markdown, share, show, show_interval
 from shape.evaluation.environment import Environment
-from shape.evaluation.results import Estimate, estimate, number, ratio
+from shape.evaluation.results import Estimate, estimate, number, of_schema, ratio
 from shape.evaluation.similarity import f1
 
 SCHEMA_VERSION = 1
@@ -205,12 +204,7 @@ class QualityResults:
     @classmethod
     def from_json(cls, text: str) -> "QualityResults":
         """Raises `DataError` on another schema."""
-        values = json.loads(text)
-        if values.get("schema_version") != SCHEMA_VERSION:
-            raise DataError(
-                f"this measurement of quality has schema version {values.get('schema_version')}, this program reads "
-                f"{SCHEMA_VERSION}; measure again"
-            )
+        values = of_schema(text, SCHEMA_VERSION, "this measurement of quality has")
         return cls(
             values["label"],
             values["settings"],

@@ -301,12 +301,7 @@ class SpeedResults:
     @classmethod
     def from_json(cls, text: str) -> "SpeedResults":
         """Raises `DataError` on another schema."""
-        values = json.loads(text)
-        if values.get("schema_version") != SCHEMA_VERSION:
-            raise DataError(
-                f"these results have schema version {values.get('schema_version')}, this program reads "
-                f"{SCHEMA_VERSION}; measure again"
-            )
+        values = of_schema(text, SCHEMA_VERSION, "these results have")
         return cls(
             values["label"],
             values["settings"],
@@ -395,6 +390,16 @@ class SpeedResults:
         for position, figure in enumerate(figures, start=1):
             table.add_row(figure, *(row[position] for row in cells))
         return table
+
+
+def of_schema(text: str, version: int, what: str) -> dict[str, Any]:
+    """A JSON object; raises `DataError`, which begins with `what`, where it has another schema version."""
+    values = json.loads(text)
+    if values.get("schema_version") != version:
+        raise DataError(
+            f"{what} schema version {values.get('schema_version')}, this program reads {version}; measure again"
+        )
+    return values
 
 
 def ratio(numerator: Any, denominator: Any) -> Any:
