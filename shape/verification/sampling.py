@@ -155,6 +155,8 @@ class Sampler:
 
     def __post_init__(self) -> None:
         self.settle(self.prompt_lengths)
+        # Noise that was made in an earlier step, and the lengths of the texts it begins behind.
+        self._held: tuple[list[int], Tensor] | None = None
         sorts = any(not isinstance(warper, TemperatureLogitsWarper) for warper in self.warpers)
         # A sort of all nodes' scores can cost more than a small target's forward. Following the path instead waits
         # for the device at every depth, which is free on a CPU alone.
@@ -206,6 +208,32 @@ class Sampler:
     def noise(self, offset: int, vocab_size: int) -> Tensor:
         """(B, V) Gumbel noise of the token at ``offset``, the target's own."""
         return self._noise_at([offset], _all_words(vocab_size, self._lengths.device))[:, 0]
+
+    def noise_ahead(self, depths: int, vocab_size: int) -> Tensor:
+        """(B, depths, V) of the target's own noise, at offsets 0 and on.
+
+        What was made for positions behind the accepted ones is kept for the next step, where all rows have gone on by as
+        much: it is about half of it.
+        """
+        starts = [len(text) for text in self._texts]
+        kept = self._kept(starts, vocab_size)
+        known = 0 if kept is None else kept.shape[1]
+        if kept is None or known < depths:
+            fresh = self._noise_at(range(known, depths), _all_words(vocab_size, self._lengths.device))
+            kept = fresh if kept is None else torch.cat([kept, fresh], dim=1)
+        self._held = (starts, kept) if starts else None
+        return kept[:, :depths]
+
+    def _kept(self, starts: list[int], vocab_size: int) -> Tensor | None:
+        """(B, any, V), noise at offsets 0 and on behind texts of these lengths."""
+        if self._held is None:
+            return None
+        before, noise = self._held
+        if len(before) != len(starts) or noise.shape[-1] != vocab_size:
+            return None
+        gone = {now - then for now, then in zip(starts, before, strict=True)}
+        on = gone.pop()
+        return noise[:, on:] if not gone and 0 <= on < noise.shape[1] else None
 
     def _noise_at(self, offsets: Sequence[int], words: Tensor) -> Tensor:
         """(B, len(offsets), K). At once, because many small tensors cost more than a large one."""
@@ -281,9 +309,8 @@ class Sampler:
         if self.greedy:
             return best(scores)
         if tree.size == 1:
-            return best(scores + self.noise(0, scores.shape[-1])[:, None])
-        words = _all_words(scores.shape[-1], scores.device)
-        noise = self._noise_at(range(int(tree.depth.max()) + 1), words)
+            return best(scores + self.noise_ahead(1, scores.shape[-1]))
+        noise = self.noise_ahead(int(tree.depth.max()) + 1, scores.shape[-1])
         depths = torch.arange(tree.tokens.shape[0], device=scores.device)[:, None] * noise.shape[1] + tree.depth
         return best(scores + F.embedding(depths, noise.flatten(0, 1)))
 
@@ -317,17 +344,16 @@ class Sampler:
         proposed, parents = tree.tokens.tolist(), tree.parent.tolist()
         rows, nodes = list(range(len(proposed))), [0] * len(proposed)
         paths: list[list[int]] = [[] for _ in rows]
-        noise: list[Tensor] = []
+        noise: Tensor | None = None
         for offset in range(tree.size):
             here = torch.tensor([rows, nodes], device=logits.device)
             scores = self.scores(logits[here[0], here[1]], here[0], offset, [paths[row] for row in rows])
             if self.greedy:
                 chosen = best(scores)
             elif self.coupled:
-                if offset == len(noise):  # several depths at once, but not all: most paths end before
-                    ahead = range(offset, min(offset + _AHEAD, tree.size))
-                    noise += self._noise_at(ahead, _all_words(logits.shape[-1], logits.device)).unbind(1)
-                chosen = best(scores + noise[offset][here[0]])
+                if noise is None or offset == noise.shape[1]:  # several at once, but not all: most paths end before
+                    noise = self.noise_ahead(min(offset + _AHEAD, tree.size), logits.shape[-1])
+                chosen = best(scores + noise[here[0], offset])
             else:
                 chosen = self._reject(scores, tree, here[0], here[1], offset)
             choices[here[0], here[1]] = chosen

@@ -163,6 +163,20 @@ def test_drafts_see_the_targets_own_noise_and_only_that_of_their_vocabulary():
     assert not torch.equal(rejecting.foresee(1, token_words(some))[0], foreseen[0])
 
 
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 6)), min_size=1, max_size=5))
+def test_noise_kept_from_the_step_before_is_that_of_the_position(steps):
+    """Rows go on by as much or not, texts become shorter again in a conversation, and trees are of any depth."""
+    chooser = sampler(temperature=1.0, prompt_lengths=torch.tensor([4, 7]))
+    fresh = sampler(temperature=1.0, prompt_lengths=torch.tensor([4, 7]))
+    lengths = [4, 7]
+    for first, second, depths in steps:
+        lengths = [lengths[0] + first, lengths[1] + second] if second < 5 else [4, 7]
+        for each, texts in ((chooser, [[0] * length for length in lengths]), (fresh, [])):
+            each.settle(torch.tensor(lengths), texts)
+        found = chooser.noise_ahead(depths, 10)
+        assert found.shape == (2, depths, 10) and torch.equal(found, fresh.noise_ahead(depths, 10))
+
+
 def test_choices_follow_the_distribution():
     """Chi-square of 20,000 choices over 6 tokens against softmax; threshold at a false-alarm rate of 1e-6."""
     logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, -3.0])
