@@ -75,7 +75,7 @@ class DistillModule(Learner):
         return ModelDrafter(Target(deepcopy(self.predictor), self.target.tokenizer))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        texts = batch.texts or self._texts(batch)
+        texts = self._texts(batch)
         cut = examples(texts, 1, 1, self.target.hidden_size)
         kept = supervised(cut.mask)
         states = self.predictor.base_model(input_ids=texts.input_ids).last_hidden_state

@@ -98,6 +98,7 @@ class Target:
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
         # What the probe found out (verification.forward.Support); kept here so that it runs once per target.
         self.support: Any = None
+        self.sharded = False  # over processes, which then have to run every layer together: see `shape.sharding`
 
     @classmethod
     def load(

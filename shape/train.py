@@ -12,7 +12,7 @@ describe the same predictor at sizes relative to the target's.
 
 import ctypes
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -53,6 +53,7 @@ from shape.losses import Losses
 from shape.network import Predictor
 from shape.places import Place
 from shape.regeneration import AnswerOptions, LocalBackend, answers_file, own_answers
+from shape.sharding import ShardTarget
 from shape.store import MANIFEST, FeatureStore, refuse_others
 from shape.target import Target
 from shape.training import (
@@ -182,6 +183,8 @@ class TrainOptions:
         features: folder of stored features, or an address that fsspec knows (s3://...), made by shape.extract or by an
             earlier run, or to be filled; null is `features` in the output folder.
         online: compute features in each training step and store none.
+        shard_target: each of several processes keeps its part of the target's weights (FSDP), and they gather a block
+            when it is computed; for targets that one device cannot hold. Online, on answers that are there already.
         max_length: tokens kept of each conversation.
         limit: at most so many conversations.
         skip_bad_rows: count malformed rows and go on.
@@ -207,6 +210,7 @@ class TrainOptions:
     output: str = "checkpoints/shape"
     features: str | None = None
     online: bool = False
+    shard_target: bool = False
     max_length: int = 1024
     limit: int | None = None
     skip_bad_rows: bool = False
@@ -232,6 +236,11 @@ class TrainOptions:
             raise ConfigError("muon takes whole matrices, and fsdp cuts them; give --training.optimizer adamw, or ddp")
         if self.online and self.features is not None:
             raise ConfigError("online and features are both given; choose one: online computes what features stores")
+        if self.shard_target and (not self.online or self.regenerate):
+            raise ConfigError(
+                "shard_target shares out the target within training, which neither stores its features nor answers "
+                "with it; give --online true, --regenerate false, and data with its answers (shape.regeneration)"
+            )
         for name in ("prompts", "max_new_tokens", "every"):
             if getattr(self.validation, name) < 1:
                 raise ConfigError(f"validation.{name} is {getattr(self.validation, name)}; give a positive number")
@@ -268,53 +277,115 @@ class TrainOptions:
         )
 
 
+@dataclass(frozen=True)
+class Material:
+    """What is learned from and validated on: the same for runs that differ in their network and its optimisation alone.
+
+    Attributes:
+        held_out: numbers of the conversations that are validated on.
+        for_validation: those, or others.
+        prompts: of the measurement at the end.
+        home: where features and answers lie.
+    """
+
+    target: Target
+    conversations: list[Conversation]
+    held_out: set[int]
+    for_validation: list[Conversation]
+    prompts: list[Prompt]
+    home: Place
+
+
 def train(options: TrainOptions) -> Path:
     """The whole way; returns the folder of the exported predictor. Only the first process exports and measures."""
     options.check()
-    output = _writable(Path(options.output))
-    checkpoint = _checkpoint(options.ckpt_path, output)
+    output = writable(Path(options.output))
+    checkpoint = checkpoint_named(options.ckpt_path, output)
+    home = Place(output if options.online else options.features or output / "features")
+    material = prepare([options], home)
+    validation = decoding_validation(options, material)
+    operations = Operations()
+    trainer = make_trainer(options, material.target, output, [validation, operations])
+    if checkpoint is None:
+        set_aside(output / "checkpoints")
+    source: FeatureStore | None = None
+    if not options.online:
+        source = _features(options, material, options.trainer.for_extraction())
+    module, data = make_learner(options, material, source)
+    size = sum(parameter.numel() for parameter in module.predictor.parameters())
+    _say(
+        f"training: {size / 1e6:.1f}M parameters on {data.size} for at most {options.training.steps} steps of "
+        f"{options.training.batch_size} positions"
+    )
+    trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
+    if trainer.is_global_zero:
+        record = throughput(options, module, module.seconds - validation.seconds, operations)
+        finish(options, module, validation, material.prompts, {"examples": data.size, **record})
+    return output
+
+
+def prepare(runs: Sequence[TrainOptions], home: Place) -> Material:
+    """Target and data of runs that share them, and every check of their options that needs these.
+
+    Args:
+        home: where features lie, or will; answers too.
+
+    Raises:
+        ConfigError, DataError, UnsupportedTarget, FeatureStoreError: what cannot be trained on.
+    """
+    options = runs[0]
     target = Target.load(options.target, dtype=options.target_dtype, trust_remote_code=options.trust_remote_code)
     if target.tokenizer is None:
         raise DataError(f"target {target.name} has no tokenizer, and conversations are text; put one into its folder")
-    wanted = options.feature_options()
-    wanted.check(target)
-    config = options.predictor_config(target)
-    measured_prompts = _prompts_file(options)
+    for run in runs:
+        run.feature_options().check(target)
+        run.predictor_config(target)
+    prompts = _prompts_file(options)
     conversations = _load(options)
-    prepare = options.trainer.for_extraction()
-    _require_divisible(options, prepare.world_size)
-    home = Place(output if options.online else options.features or output / "features")
+    trainer = options.trainer.for_extraction()
+    _require_divisible(options, trainer.world_size)
     refuse_others(home, target)
     for_validation = _validation_data(options)
     if options.regenerate and not _ships_answers(options):
-        conversations = _own_answers(options, target, conversations, home, prepare)
+        conversations = _own_answers(options, target, conversations, home, trainer)
     held_out = set() if for_validation else _held_out(options, conversations)
     for_validation = for_validation or [conversations[index] for index in sorted(held_out)]
-    validation = DecodingValidation(
-        validation_prompts(for_validation, target, options),
+    return Material(target, conversations, held_out, for_validation, prompts or _as_prompts(for_validation), home)
+
+
+def decoding_validation(
+    options: TrainOptions, material: Material, name: str = "", learner: Learner | None = None
+) -> DecodingValidation:
+    """The validation of one run; see there."""
+    return DecodingValidation(
+        validation_prompts(material.for_validation, material.target, options),
         options.validation.every,
         options.validation.max_new_tokens,
-        output / "checkpoints/best.safetensors",
+        Path(options.output) / "checkpoints/best.safetensors",
+        name,
+        learner,
     )
-    operations = Operations()
-    trainer = _trainer(options, output, validation, operations)
-    if checkpoint is None:
-        _set_aside(output / "checkpoints")
 
-    source = conversations if options.online else _features(options, home, target, conversations, wanted, prepare)
+
+def make_learner(
+    options: TrainOptions, material: Material, store: FeatureStore | None
+) -> tuple[Learner, ShapeDataModule]:
+    """A network to train, and its batches: of a feature store, or of the conversations in online mode."""
+    target, config = material.target, options.predictor_config(material.target)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(options.seed, "weights"))
         predictor = _network(options.predictor, config, target)
     reads_window = isinstance(predictor, Predictor) and not predictor.memory_shapes
+    numbers, held_out = range(len(material.conversations)), material.held_out
     data = ShapeDataModule(
-        source,
+        material.conversations if store is None else store,
         target,
         steps=options.training.steps,
         batch_size=options.training.batch_size,
         workers=options.training.workers,
         window=predictor.config.window if reads_window else None,
         ahead=1 if config is None else config.num_steps,
-        exclude=held_out | _left_out(range(len(conversations)), held_out, options.training.conversations),
+        exclude=held_out | _left_out(numbers, held_out, options.training.conversations),
         max_length=options.max_length,
         skip_bad_rows=options.skip_bad_rows,
         seed=options.seed,
@@ -332,17 +403,9 @@ def train(options: TrainOptions) -> Path:
         options.training,
         seed=options.seed,
         log_every=options.trainer.log_every_n_steps,
-        recipe=_recipe(options, home, target, conversations),
+        recipe=_recipe(options, material),
     )
-    _say(
-        f"training: {sum(p.numel() for p in predictor.parameters()) / 1e6:.1f}M parameters on {data.size} for at most "
-        f"{options.training.steps} steps of {options.training.batch_size} positions"
-    )
-    trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
-    if trainer.is_global_zero:
-        prompts = measured_prompts or _as_prompts(for_validation)
-        _finish(options, output, module, validation, operations, prompts, data.size)
-    return output
+    return module, data
 
 
 def _network(options: PredictorOptions, config: ShapeConfig | None, target: Target) -> PreTrainedModel:
@@ -355,7 +418,7 @@ def _network(options: PredictorOptions, config: ShapeConfig | None, target: Targ
 # ------------------------------------------------------------------------------------------------- before
 
 
-def _writable(output: Path) -> Path:
+def writable(output: Path) -> Path:
     try:
         output.mkdir(parents=True, exist_ok=True)
         probe = output / f".writable-{derive_seed(str(output))}"
@@ -366,7 +429,7 @@ def _writable(output: Path) -> Path:
     return output
 
 
-def _checkpoint(name: str | None, output: Path) -> str | None:
+def checkpoint_named(name: str | None, output: Path) -> str | None:
     """The checkpoint to resume from; "last" is the one in the output folder."""
     if name is None:
         return None
@@ -387,7 +450,7 @@ def _require_divisible(options: TrainOptions, processes: int) -> None:
 
 
 @rank_zero_only
-def _set_aside(folder: Path) -> None:
+def set_aside(folder: Path) -> None:
     """Rename an earlier run's checkpoints, so that `--ckpt_path last` can never mean another run's."""
     if not any(folder.glob("last*.ckpt")):
         return
@@ -518,37 +581,30 @@ def _as_prompts(conversations: Sequence[Conversation]) -> list[Prompt]:
     return found
 
 
-def _features(
-    options: TrainOptions,
-    home: Place,
-    target: Target,
-    conversations: Sequence[Conversation],
-    wanted: FeatureOptions,
-    trainer: pl.Trainer,
-) -> FeatureStore:
+def _features(options: TrainOptions, material: Material, trainer: pl.Trainer) -> FeatureStore:
     """The feature store: extracted, completed, or an existing one after checking that it is the target's."""
-    store = extract(target, conversations, home, wanted, trainer)
-    store.verify(target, seed=options.seed)
+    wanted = options.feature_options()
+    store = extract(material.target, material.conversations, material.home, wanted, trainer)
+    store.verify(material.target, seed=options.seed)
     return store
 
 
-def _recipe(
-    options: TrainOptions, home: Place, target: Target, conversations: Sequence[Conversation]
-) -> dict[str, Any]:
+def _recipe(options: TrainOptions, material: Material) -> dict[str, Any]:
     """What defines a run beside its losses and optimisation: a checkpoint of another recipe is refused."""
     return {
         "predictor": asdict(options.predictor),
-        "target": target.identity.head_hash,
+        "target": material.target.identity.head_hash,
         "online": options.online,
-        "shuffled": "by shards" if home.folder is None else "as a whole",
+        "shuffled": "by shards" if material.home.folder is None else "as a whole",
         "max_length": options.max_length,
-        "conversations": fingerprint(conversations)[:16],
+        "conversations": fingerprint(material.conversations)[:16],
         "precision": options.trainer.chosen_precision(),
         "gradient_clip_val": options.trainer.gradient_clip_val,
     }
 
 
-def _trainer(options: TrainOptions, output: Path, validation: DecodingValidation, operations: Operations) -> pl.Trainer:
+def make_trainer(options: TrainOptions, target: Target, output: Path, callbacks: Sequence[pl.Callback]) -> pl.Trainer:
+    """The Trainer of a run, with its loggers, checkpoints and more callbacks."""
     csv = CSVLogger(output, name="logs")
     return pl.Trainer(
         **{**asdict(options.trainer), "precision": options.trainer.chosen_precision()},
@@ -556,9 +612,9 @@ def _trainer(options: TrainOptions, output: Path, validation: DecodingValidation
         max_epochs=1,  # one run over the loader, which counts in steps
         logger=[csv, TensorBoardLogger(output, name="logs", version=csv.version)],
         callbacks=[
+            *([ShardTarget(target)] if options.shard_target else []),
             StopWhereDiverged(options.trainer.log_every_n_steps),
-            validation,
-            operations,
+            *callbacks,
             ModelCheckpoint(
                 output / "checkpoints",
                 save_last=True,
@@ -576,16 +632,19 @@ def _trainer(options: TrainOptions, output: Path, validation: DecodingValidation
 # ------------------------------------------------------------------------------------------------- after
 
 
-def _finish(
+def finish(
     options: TrainOptions,
-    output: Path,
     module: Learner,
     validation: DecodingValidation,
-    operations: Operations,
     prompts: Sequence[Prompt],
-    size: str,
+    more: Mapping[str, Any],
 ) -> None:
-    """Export the best weights, measure what was exported, and say what came out."""
+    """Export the best weights, measure what was exported, and say what came out.
+
+    Args:
+        more: of the training, for its record.
+    """
+    output = Path(options.output)
     target = module.target
     predictor = type(module.predictor)(module.predictor.config)  # of its own: processes may have shared the other's
     load_weights(predictor, validation.best_path)
@@ -595,17 +654,19 @@ def _finish(
         "target": options.target,
         "data": options.data or "the conversations that ship with shape",
         "answers": "the target's own" if options.regenerate else "as given",
-        "examples": size,
         "steps": module.trainer.global_step,
         "seconds": round(module.seconds, 1),
         "validation_seconds": round(validation.seconds, 1),
         "validation": {"prompts": len(validation.prompts), **(validation.best or {})},
         "peak_memory_gb": round(peak_memory(module.trainer.strategy.root_device), 2),
-        **_throughput(options, module, validation, operations),
+        **more,
     }
     _export(predictor, output, target, record)
-    decoder = ShapeDecoder.from_pretrained(output, target=target)
     console = Console()
+    if target.sharded:  # of which this process alone could not run a layer
+        console.print(f"the predictor is in {output}; measure it with: python -m shape.bench --device_map auto")
+        return
+    decoder = ShapeDecoder.from_pretrained(output, target=target)
     if isinstance(predictor, Predictor):
         _compare_with_training(target, predictor, validation, console)
     if "positions_per_second" in record:
@@ -644,11 +705,13 @@ def _export(predictor: PreTrainedModel, output: Path, target: Target, record: di
         export_model(predictor, output, target, record)
 
 
-def _throughput(
-    options: TrainOptions, module: Learner, validation: DecodingValidation, operations: Operations
-) -> dict[str, float]:
-    """How fast it trained: model-FLOPs use is against a large product in the precision of the training's own."""
-    seconds, steps = module.seconds - validation.seconds, module.trainer.global_step
+def throughput(options: TrainOptions, module: Learner, seconds: float, operations: Operations) -> dict[str, float]:
+    """How fast it trained: model-FLOPs use is against a large product in the precision of the training's own.
+
+    Args:
+        seconds: of optimisation alone.
+    """
+    steps = module.trainer.global_step
     if seconds <= 0 or not operations.flops:
         return {}
     mixed = "bf16" in options.trainer.chosen_precision()

@@ -173,16 +173,14 @@ class Learner(pl.LightningModule):
     def on_fit_start(self) -> None:
         place(self.target, self.device)
 
-    def on_train_start(self) -> None:
+    def start_clock(self) -> None:
         self._started = monotonic()
+
+    def on_train_start(self) -> None:
+        self.start_clock()
         schedule, peak = self.lr_schedulers(), self.options.learning_rate
         assert isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
-        if set(schedule.base_lrs) != {peak}:  # those of the checkpoint
-            schedule.base_lrs = [peak] * len(schedule.base_lrs)
-            for group in schedule.optimizer.param_groups:
-                group["lr"] = peak * self.options.learning_rate_factor(
-                    self.global_step, self._progress(self.global_step)
-                )
+        set_peaks(schedule, [peak] * len(schedule.base_lrs), self.global_step)
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         return batch.to(device)
@@ -200,12 +198,7 @@ class Learner(pl.LightningModule):
             self.trainer.should_stop = True
 
     def _texts(self, batch: Batch) -> Texts:
-        """Texts of conversations, with features computed now (online mode)."""
-        assert batch.conversations is not None
-        encoded = batch.conversations
-        hidden = compute_features(self.target, encoded, self.layers)
-        texts = whole_texts(hidden, [each.input_ids for each in encoded], [each.loss_mask for each in encoded])
-        return Texts(hidden, *(each.to(self.device) for each in texts[1:]))
+        return batch.texts or computed_texts(self.target, batch, self.layers, self.device)
 
     def _log_losses(self, loss: Tensor, parts: Mapping[str, Tensor], texts: int) -> None:
         self.log("train/loss", loss, prog_bar=True, batch_size=texts, sync_dist=True)  # the whole step's
@@ -283,6 +276,23 @@ def _is_inner(name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim == 2 and not table and len(parameter) > 1
 
 
+def computed_texts(target: Target, batch: Batch, layers: Sequence[int], device: torch.device) -> Texts:
+    """Texts of conversations, with features computed now (online mode)."""
+    assert batch.conversations is not None
+    encoded = batch.conversations
+    hidden = compute_features(target, encoded, layers)
+    texts = whole_texts(hidden, [each.input_ids for each in encoded], [each.loss_mask for each in encoded])
+    return Texts(hidden, *(each.to(device) for each in texts[1:]))
+
+
+def set_peaks(schedule: torch.optim.lr_scheduler.LambdaLR, peaks: Sequence[float], step: int) -> None:
+    """The options' peak learning rates, one for each group of parameters, in place of a checkpoint's."""
+    if list(schedule.base_lrs) != list(peaks):
+        schedule.base_lrs = list(peaks)
+        for group, peak, factor in zip(schedule.optimizer.param_groups, peaks, schedule.lr_lambdas, strict=True):
+            group["lr"] = peak * factor(step)
+
+
 class Together(torch.optim.Optimizer):
     """Several optimisers as one, each with parameters of its own."""
 
@@ -330,7 +340,7 @@ class ShapeModule(Learner):
         return TrainedDrafter(self.predictor)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        predictor, texts = self.predictor, batch.texts or self._texts(batch)
+        predictor, texts = self.predictor, self._texts(batch)
         cut = examples(texts, predictor.config.window, predictor.config.num_steps, predictor.config.hidden_size)
         known, window = texts, cut.window
         if self.options.noise:
@@ -582,26 +592,40 @@ def acceptance_length(emitted: Sequence[int], forwards: Sequence[int]) -> Measur
 class DecodingValidation(pl.Callback):
     """Measures the acceptance length by decoding fixed prompts with the current weights, and keeps the best ones.
 
-    Prompts are dealt to processes by number, none twice; sums are reduced over processes, and each prompt's
-    own counts are kept for the interval. Decoding runs without autocast, in evaluation mode, without
-    gradients.
+    Prompts are dealt to processes by number, none twice; processes that share the target decode all of them together.
+    Sums are reduced over processes, and each prompt's own counts are kept for the interval. Decoding runs without
+    autocast, in evaluation mode, without gradients.
 
     Args:
         prompts: token ids, (T,) int64 each.
         every: steps between measurements; one more comes at the end.
         max_new_tokens: per prompt.
         best_path: where the best weights go (safetensors), written by the first process.
+        name: of the run, where several are trained together.
+        learner: whose weights are measured; None is the module that is trained.
 
     Attributes:
         history: acceptance length and its interval by step.
         seconds: that validation took, earlier sittings included.
     """
 
-    def __init__(self, prompts: Sequence[Tensor], every: int, max_new_tokens: int, best_path: Path) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[Tensor],
+        every: int,
+        max_new_tokens: int,
+        best_path: Path,
+        name: str = "",
+        learner: Learner | None = None,
+    ) -> None:
         self.prompts, self.every, self.max_new_tokens = list(prompts), every, max_new_tokens
-        self.best_path = best_path
+        self.best_path, self.name, self.learner = best_path, name, learner
         self.history: list[dict[str, float]] = []
         self.seconds = 0.0
+
+    @property
+    def state_key(self) -> str:
+        return f"{super().state_key} {self.name}".strip()
 
     @property
     def best(self) -> dict[str, float] | None:
@@ -628,16 +652,19 @@ class DecodingValidation(pl.Callback):
         return bool(self.history) and self.history[-1]["step"] == step
 
     def _validate(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        module = self.learner or module
         assert isinstance(module, Learner)
         started = monotonic()
         counts = torch.zeros(2, len(self.prompts), dtype=torch.float64, device=module.device)
-        mine = range(trainer.global_rank, len(self.prompts), trainer.world_size)
+        every, rank, world = module.target.sharded, trainer.global_rank, trainer.world_size
+        mine = range(0 if every else rank, len(self.prompts), 1 if every else world)
         with _whole(trainer), _evaluating(module.predictor), torch.autocast(module.device.type, enabled=False):
             drafter = module.drafter()
             emitted, forwards = decode_counts(
                 module.target, drafter, [self.prompts[i] for i in mine], self.max_new_tokens
             )
-        counts[:, list(mine)] = torch.tensor([emitted, forwards], dtype=torch.float64, device=counts.device)
+        if not every or rank == 0:  # of those that decoded the same, one counts
+            counts[:, list(mine)] = torch.tensor([emitted, forwards], dtype=torch.float64, device=counts.device)
         counts = trainer.strategy.reduce(counts, reduce_op="sum")
         measured = acceptance_length(counts[0].long().tolist(), counts[1].long().tolist())
         best = self.best
@@ -646,7 +673,8 @@ class DecodingValidation(pl.Callback):
                 if trainer.is_global_zero:
                     _save_weights(module.predictor, self.best_path)
         self.history.append({"step": trainer.global_step, **measured._asdict()})
-        values = {"val/acceptance_length": measured.value, "val/low": measured.low, "val/high": measured.high}
+        figures = {"acceptance_length": measured.value, "low": measured.low, "high": measured.high}
+        values = {"/".join(filter(None, [self.name, "val", figure])): value for figure, value in figures.items()}
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.global_step)
         self.seconds += monotonic() - started

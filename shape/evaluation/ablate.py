@@ -53,6 +53,7 @@ from shape.evaluation.sizes import as_large_as, parameters
 from shape.evaluation.speed import Method, Outside, measure
 from shape.features import quiet
 from shape.target import Target
+from shape.together import require_alike
 from shape.train import TrainOptions
 from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree
@@ -135,6 +136,8 @@ class AblationOptions:
         features: folder of stored features; default: in the output folder.
         jobs: trainings at once, each with its part of the threads. Small networks use two cores better by two trainings
             than by one. A time budget is a training's own, so compare only what was trained with as many.
+        together: train all variants of a seed in one run, on one forward of the target a step (`shape.together`). They
+            have to compute features online, and be counted in steps.
         override: more common options, on the command line, for instance '[training.steps=20,limit=200]'.
     """
 
@@ -152,6 +155,7 @@ class AblationOptions:
     data: str | None = None
     features: str | None = None
     jobs: int = 1
+    together: bool = False
     override: list[str] = field(default_factory=list)
 
     def chosen(self) -> dict[str, dict[str, Any]]:
@@ -237,7 +241,16 @@ def plan(options: AblationOptions) -> list[Run]:
     for run in runs:
         _checked(run, target)
         _require_unchanged(run)
+    if options.together:
+        for group in _by_seed(runs):
+            with _one_sentence("together"):
+                require_alike([run.options for run in group])
     return runs
+
+
+def _by_seed(runs: Sequence[Run]) -> list[list[Run]]:
+    """What is trained together."""
+    return [[run for run in runs if run.seed == seed] for seed in dict.fromkeys(run.seed for run in runs)]
 
 
 def _run(
@@ -395,32 +408,76 @@ def train(run: Run, threads: int) -> Trained:
     Raises:
         CheckpointError: the training failed.
     """
-    done = run.folder / "run.json"
-    if not done.exists():
-        run.folder.mkdir(parents=True, exist_ok=True)
-        options, log = run.folder / "options.yaml", run.folder / "train.log"
-        options.write_text(yaml.safe_dump(run.values, sort_keys=False))
-        resume = ["--ckpt_path=last"] if (run.folder / "checkpoints/last.ckpt").exists() else []
-        status = _launch([f"--config={options}", *resume], log, threads)
-        if status:
-            last = next((line for line in reversed(log.read_text().splitlines()) if line.strip()), "it said nothing")
-            raise CheckpointError(
-                f"the training of {run.name} ended with status {status} ({last.strip()}); see {log}, and run the same "
-                "command again to go on"
-            )
-        found = asdict(_trained(run, threads))
-        part = done.with_suffix(".part")
-        part.write_text(json.dumps(found, indent=1))
-        part.replace(done)
-    return Trained(**json.loads(done.read_text()))
+    if not _is_done(run):
+        _carry_out("shape.train", [f"--config={_options_file(run)}"], run.name, run.folder, threads)
+        _keep(run, threads)
+    return _kept(run)
 
 
-def _launch(arguments: list[str], log: Path, threads: int) -> int:
-    """`python -m shape.train` as a process, its exit status; what it says goes to the end of a file."""
+def train_together(runs: Sequence[Run], output: Path) -> dict[str, dict[int, Trained]]:
+    """The same of all runs of a seed at once.
+
+    Raises:
+        CheckpointError: the training failed.
+    """
+    threads = torch.get_num_threads()
+    for group in _by_seed(runs):
+        if not all(map(_is_done, group)):
+            folder, names = output / "runs" / f"together-{group[0].seed}", ", ".join(run.name for run in group)
+            print(f"training together: {names}; output in {folder / 'train.log'}", flush=True)
+            files = [str(_options_file(run)) for run in group]
+            _carry_out("shape.together", [*files, f"--output={folder}"], folder.name, folder, threads)
+            for run in group:
+                _keep(run, threads)
+    return {run.variant: {each.seed: _kept(each) for each in runs if each.variant == run.variant} for run in runs}
+
+
+def _options_file(run: Run) -> Path:
+    run.folder.mkdir(parents=True, exist_ok=True)
+    options = run.folder / "options.yaml"
+    options.write_text(yaml.safe_dump(run.values, sort_keys=False))
+    return options
+
+
+def _carry_out(module: str, arguments: list[str], name: str, folder: Path, threads: int) -> None:
+    """A command from its beginning, or from the last checkpoint in its folder.
+
+    Raises:
+        CheckpointError: it failed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "train.log"
+    resume = ["--ckpt_path=last"] if (folder / "checkpoints/last.ckpt").exists() else []
+    if status := _launch(module, [*arguments, *resume], log, threads):
+        last = next((line for line in reversed(log.read_text().splitlines()) if line.strip()), "it said nothing")
+        raise CheckpointError(
+            f"the training of {name} ended with status {status} ({last.strip()}); see {log}, and run the same command "
+            "again to go on"
+        )
+
+
+def _launch(module: str, arguments: list[str], log: Path, threads: int) -> int:
+    """A command as a process, its exit status; what it says goes to the end of a file."""
     with log.open("a") as file:
-        command = [sys.executable, "-m", "shape.train", *arguments]
+        command = [sys.executable, "-m", module, *arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         return subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment).returncode
+
+
+def _is_done(run: Run) -> bool:
+    return (run.folder / "run.json").exists()
+
+
+def _keep(run: Run, threads: int) -> None:
+    """Write down what a finished training was."""
+    done = run.folder / "run.json"
+    part = done.with_suffix(".part")
+    part.write_text(json.dumps(asdict(_trained(run, threads)), indent=1))
+    part.replace(done)
+
+
+def _kept(run: Run) -> Trained:
+    return Trained(**json.loads((run.folder / "run.json").read_text()))
 
 
 def _trained(run: Run, threads: int) -> Trained:
@@ -649,10 +706,10 @@ def ablate(options: AblationOptions) -> Ablation:
     if taken:
         raise ConfigError(f"the name {min(taken)} is a method's and a variant's; rename the variant")
     _others(options.measure.methods)  # unknown names are said before the work
-    trained = train_all(runs, options.jobs)
+    output = Path(options.output)
+    trained = train_together(runs, output) if options.together else train_all(runs, options.jobs)
     with quiet():
         found = _measure(options, runs, trained, prompts, source)
-    output = Path(options.output)
     (output / "ablation.json").write_text(found.to_json())
     (output / "ablation.md").write_text(found.to_markdown())
     for temperature in options.measure.temperatures:

@@ -177,14 +177,15 @@ class Ablation:
             if len(seeds) > 1
             else f"One seed ({seeds[0]}): intervals are over prompts, and say nothing about other trainings. "
         )
+        at_once = " (all variants of a seed at once, and so the seconds of all)" if first.record.get("together") else ""
         return [
             f"Target {settings['target']} ({settings['parameters'] / 1e6:.1f}M parameters, {settings['dtype']} while "
             f"measuring), learned from {first.record.get('examples', 'online data')}; {settings['count']} prompts of "
             f"{settings['prompts']}, at most {self.max_new_tokens} new tokens, batch 1, interleaved, always "
             f"drafting; speed-ups leave prefill out and are over {baselines}.",
-            f"{over}Trained s are seconds of optimisation alone, {threads} thread(s) each; GFLOP/s are those of its "
-            "matrix products, and peak is what a large one of the same precision reaches. MFLOP per draft are those of "
-            "the real drafts' matrix products, two per multiply-add, a mean over "
+            f"{over}Trained s are seconds of optimisation alone, {threads} thread(s) each{at_once}; GFLOP/s are those "
+            "of its matrix products, and peak is what a large one of the same precision reaches. MFLOP per draft are "
+            "those of the real drafts' matrix products, two per multiply-add, a mean over "
             f"{min(self.examined, settings['count'])} prompts; so is "
             '"stands at": of drafts that reached a depth, the share of which a token stood there.',
             self.environment.line(),

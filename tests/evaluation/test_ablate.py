@@ -2,6 +2,7 @@
 
 import json
 import threading
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -74,10 +75,10 @@ def launched(monkeypatch) -> list[list[str]]:
     """Trainings run in this process, for speed; the list of what each was told."""
     seen: list[list[str]] = []
 
-    def launch(arguments: list[str], log: Path, threads: int) -> int:
+    def launch(module: str, arguments: list[str], log: Path, threads: int) -> int:
         seen.append(arguments)
         log.touch()
-        training.main(arguments)
+        import_module(module).main(arguments)
         return 0
 
     monkeypatch.setattr(ablate, "_launch", launch)
@@ -140,7 +141,7 @@ def test_interrupted_work_goes_on(file, tmp_path, launched, monkeypatch):
     arguments = [str(file), f"--output={tmp_path}", "--only=[path 1.0,affine]", "--seeds=[3]"]
     launch, record, done = ablate._launch, _Bench.record, []
 
-    def interrupted(told: list[str], log: Path, threads: int) -> int:
+    def interrupted(module: str, told: list[str], log: Path, threads: int) -> int:
         if "affine" in told[0] and not done:
             done.append("stopped")
             checkpoint = log.parent / "checkpoints/last.ckpt"
@@ -151,7 +152,7 @@ def test_interrupted_work_goes_on(file, tmp_path, launched, monkeypatch):
             assert told[1:] == ["--ckpt_path=last"]
             (log.parent / "checkpoints/last.ckpt").unlink()
             told = told[:1]
-        return launch(told, log, threads)
+        return launch(module, told, log, threads)
 
     def stumbling(self, prompt, *rest, **options):
         if self.options["do_sample"] and len(done) == 4:
@@ -169,6 +170,20 @@ def test_interrupted_work_goes_on(file, tmp_path, launched, monkeypatch):
     main(arguments)
     assert len(launched) == 2 and done == ["stopped", "0", "1", "0", "stopped", "1"]
     assert (tmp_path / "ablation.md").exists() and "One seed (3)" in (tmp_path / "ablation.md").read_text()
+
+
+def test_variants_trained_together_on_one_forward(file, tmp_path, launched, capsys):
+    arguments = [str(file), f"--output={tmp_path}", "--together=true", "--measure.temperatures=[0]"]
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert "together: path-1.0-0 reads stored features" in capsys.readouterr().err
+    main([*arguments, "--override=[online=true]"])
+    assert [len([each for each in told if each.endswith("options.yaml")]) for told in launched] == [3, 3]  # by seed
+    assert "all variants of a seed at once" in (tmp_path / "ablation.md").read_text()
+    found = json.loads((tmp_path / "ablation.json").read_text())
+    assert {one["steps"] for by_seed in found["trained"].values() for one in by_seed.values()} == {3}
+    main([*arguments, "--override=[online=true]"])
+    assert len(launched) == 2
 
 
 def test_trainings_at_once_share_the_threads(file, tmp_path, monkeypatch):

@@ -1,0 +1,248 @@
+"""`python -m shape.together`: several predictors trained at once, on one forward of the target a step.
+
+    python -m shape.together first.yaml second.yaml --output checkpoints/together
+    python -m shape.together first.yaml second.yaml --output checkpoints/together --ckpt_path last
+
+Each file has the options of one `python -m shape.train`, `online: true` and an output of its own among them. Runs may
+differ in predictor, losses, draft shape and optimisation; all else they share. What the target computes of a step's
+conversations is computed once for all, and each predictor is trained as it would be alone: the sum of their losses has
+the gradients of each, norms are clipped one by one, and noise and dropout begin anew for each. With a large target that
+makes an ablation of N variants cost little more than one of them.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytorch_lightning as pl
+import torch
+import yaml
+from jsonargparse import ArgumentParser
+from pytorch_lightning.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+
+from shape import train as training
+from shape.batches import Batch
+from shape.errors import CheckpointError, ConfigError, exit_on_error
+from shape.features import place, quiet
+from shape.places import Place
+from shape.train import TrainOptions
+from shape.training import Learner, Operations, Together, computed_texts, set_peaks
+
+# What runs may differ in; of `training` these alone.
+_OWN = {"predictor", "tree", "losses", "output"}
+_OWN_OF_TRAINING = {"optimizer", "learning_rate", "warmup_steps", "decay", "weight_decay", "noise"}
+
+
+class SharedForward(pl.LightningModule):
+    """Several learners on the same batches, of which the target's states are computed once.
+
+    Args:
+        learners: by name, all of one target.
+    """
+
+    def __init__(self, learners: Mapping[str, Learner]) -> None:
+        super().__init__()
+        self.learners = dict(learners)
+        for number, (name, learner) in enumerate(learners.items()):
+            self.add_module(f"learner_{number}", learner)  # a direct child gets the Trainer from Lightning
+            self._log_here(name, learner)
+        first, *_ = learners.values()
+        self.target = first.target
+        self.layers = sorted({layer for learner in learners.values() for layer in learner.layers})
+
+    def _log_here(self, name: str, learner: Learner) -> None:
+        """What a learner logs goes to the module that is trained, under the learner's name and not into the bar."""
+
+        def log(metric: str | None = None, value: Any = None, **options: Any) -> None:
+            self.log(f"{name}/{metric or options.pop('name')}", value, **{**options, "prog_bar": False})
+
+        learner.log = log  # type: ignore[method-assign, assignment]
+
+    # -- around the steps
+
+    def on_fit_start(self) -> None:
+        place(self.target, self.device)
+
+    def on_train_start(self) -> None:
+        schedule = self.lr_schedulers()
+        assert isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
+        set_peaks(schedule, self._peaks, self.global_step)
+        for learner in self.learners.values():
+            learner.start_clock()
+
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
+        return batch.to(device)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        texts = computed_texts(self.target, batch, self.layers, self.device)
+        by_layer = dict(zip(self.layers, texts.hidden.split(self.target.hidden_size, -1), strict=True))
+        losses: list[Tensor] = []
+        for learner in self.learners.values():
+            hidden = torch.cat([by_layer[layer] for layer in learner.layers], -1)
+            learner.on_train_batch_start(batch, batch_idx)
+            own = replace(batch, texts=texts._replace(hidden=hidden))
+            losses.append(cast(Tensor, learner.training_step(own, batch_idx)))
+        loss = torch.stack(losses).sum()
+        self.log("train/loss", loss, prog_bar=True, batch_size=len(batch.samples), sync_dist=True)
+        return loss
+
+    # -- optimisation
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizers, factors, self._peaks = [], [], []
+        for learner in self.learners.values():
+            made: Any = learner.configure_optimizers()
+            alone = made["lr_scheduler"]["scheduler"]
+            optimizers.append(made["optimizer"])
+            factors += alone.lr_lambdas
+            self._peaks += alone.base_lrs
+        optimizer = Together(*optimizers)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        assert isinstance(optimizer, Together)
+        for part in optimizer.parts:
+            self.clip_gradients(part, gradient_clip_val, gradient_clip_algorithm)
+
+    # -- checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        found: dict[str, dict[str, Any]] = {name: {} for name in self.learners}
+        for name, learner in self.learners.items():
+            learner.on_save_checkpoint(found[name])
+        checkpoint["together"] = {name: own["shape"] for name, own in found.items()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        saved = checkpoint.get("together", {})
+        if list(saved) != list(self.learners):
+            raise CheckpointError(
+                f"the checkpoint is of {', '.join(saved) or 'no runs together'}, and these runs are "
+                f"{', '.join(self.learners)}; give the same files in the same order, or leave out --ckpt_path"
+            )
+        for name, learner in self.learners.items():
+            try:
+                learner.on_load_checkpoint({**checkpoint, "shape": saved[name]})
+            except CheckpointError as error:
+                raise CheckpointError(f"{name}: {error}") from error
+
+
+def train_together(runs: Sequence[TrainOptions], output: str | Path, ckpt_path: str | None = None) -> list[Path]:
+    """Train them all, then export and measure each as `shape.train` does; returns the folders of the predictors.
+
+    Raises:
+        ConfigError: runs that cannot share a forward, before anything is loaded; else what `shape.train` raises.
+    """
+    names = require_alike(runs)
+    shared = training.writable(Path(output))
+    for run in runs:
+        training.writable(Path(run.output))
+    checkpoint = training.checkpoint_named(ckpt_path, shared)
+    material = training.prepare(runs, Place(shared))
+    made = [training.make_learner(run, material, None) for run in runs]
+    learners = {name: learner for name, (learner, _) in zip(names, made, strict=True)}
+    validations = [
+        training.decoding_validation(run, material, name, learner)
+        for run, (name, learner) in zip(runs, learners.items(), strict=True)
+    ]
+    module, (_, data) = SharedForward(learners), made[0]
+    operations = Operations()
+    trainer = training.make_trainer(runs[0], material.target, shared, [*validations, operations])
+    if checkpoint is None:
+        training.set_aside(shared / "checkpoints")
+    trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
+    if trainer.is_global_zero:
+        validating = sum(validation.seconds for validation in validations)
+        first, *_ = learners.values()
+        record = {  # of all, as it cannot be told apart
+            "examples": data.size,
+            "together": names,
+            "validation_seconds": round(validating, 1),
+            **training.throughput(runs[0], first, first.seconds - validating, operations),
+        }
+        for run, learner, validation in zip(runs, learners.values(), validations, strict=True):
+            training.finish(run, learner, validation, material.prompts, record)
+    return [Path(run.output) for run in runs]
+
+
+def require_alike(runs: Sequence[TrainOptions]) -> list[str]:
+    """The names of the runs.
+
+    Raises:
+        ConfigError: they cannot share the forwards of one target.
+    """
+    names = [Path(run.output).name for run in runs]
+    if len(runs) < 2 or len(set(names)) < len(names):
+        raise ConfigError(
+            f"runs trained together are named after their output folders, here {', '.join(names) or 'none'}; give at "
+            "least two, with folders of unlike names"
+        )
+    for name, run in zip(names, runs, strict=True):
+        run.check()
+        if not run.online:
+            raise ConfigError(f"{name} reads stored features, which cost no forward to share; set online: true")
+        if run.training.max_minutes is not None:
+            raise ConfigError(f"{name} has training.max_minutes, and time is all runs' together; give training.steps")
+        if run.trainer.strategy.startswith("fsdp"):
+            raise ConfigError(f"{name} is cut by fsdp, which takes one network; give --trainer.strategy ddp")
+        apart = [key for key, value in _shared(run).items() if value != _shared(runs[0])[key]]
+        if apart:
+            theirs, mine = _shared(runs[0])[apart[0]], _shared(run)[apart[0]]
+            raise ConfigError(
+                f"{names[0]} has {apart[0]} {theirs} and {name} has {mine}; runs together may differ in "
+                f"{', '.join(sorted(_OWN))} and of training in {', '.join(sorted(_OWN_OF_TRAINING))} alone"
+            )
+    return names
+
+
+def _shared(run: TrainOptions) -> dict[str, Any]:
+    values = {name: value for name, value in asdict(run).items() if name not in _OWN | {"training", "ckpt_path"}}
+    kept = {name: value for name, value in asdict(run.training).items() if name not in _OWN_OF_TRAINING}
+    return {**values, **{f"training.{name}": value for name, value in kept.items()}}
+
+
+# ------------------------------------------------------------------------------------------------- command
+
+
+def parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="python -m shape.together", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "runs", nargs="+", help="YAML files with options of shape.train, one for each predictor, named after its output"
+    )
+    parser.add_argument(
+        "--output", default="checkpoints/together", help="folder of what they share: checkpoints to resume from, logs"
+    )
+    parser.add_argument(
+        "--ckpt_path", type=str | None, help='resume from this checkpoint; "last" is the one in the output folder'
+    )
+    return parser
+
+
+def _options(file: str) -> TrainOptions:
+    """Of one run, as `python -m shape.train --config FILE` reads them."""
+    try:
+        values = yaml.safe_load(Path(file).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}); give a YAML file with options of shape.train") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} has no options; give a YAML file with options of shape.train")
+    return training.parse([f"--config={file}"])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser().parse_args(sys.argv[1:] if arguments is None else arguments)
+    training.keep_freed_memory()
+    with exit_on_error(), quiet():
+        train_together([_options(file) for file in options.runs], options.output, options.ckpt_path)
+
+
+if __name__ == "__main__":
+    main()
