@@ -212,8 +212,8 @@ class Sampler:
     def noise_ahead(self, depths: int, vocab_size: int) -> Tensor:
         """(B, depths, V) of the target's own noise, at offsets 0 and on.
 
-        What was made for positions behind the accepted ones is kept for the next step, where all rows have gone on by as
-        much: it is about half of it.
+        What was made for positions behind the accepted ones is kept for the next step, where all rows have gone on by
+        as much: it is about half of it.
         """
         starts = [len(text) for text in self._texts]
         kept = self._kept(starts, vocab_size)
