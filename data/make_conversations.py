@@ -1313,13 +1313,13 @@ def to_prompt(row: Row) -> Row:
     return {"id": row["id"], "category": row["category"], "turns": turns}
 
 
-def make_splits(seed: int = SEED) -> dict[str, list[Row]]:
+def make_splits(seed: int = SEED, train_rows: int = TRAIN_ROWS) -> dict[str, list[Row]]:
     """The splits; the small ones choose their prompts first, so that a longer train split moves nothing."""
     bench = [to_prompt(row) for row in make_rows(BENCH_ROWS, seed, "bench")]
     taken = {first_prompt(row) for row in bench}
     validation = make_rows(VALIDATION_ROWS, seed, "validation", taken)
     taken |= {first_prompt(row) for row in validation}
-    return {"train": make_rows(TRAIN_ROWS, seed, "train", taken), "validation": validation, "bench": bench}
+    return {"train": make_rows(train_rows, seed, "train", taken), "validation": validation, "bench": bench}
 
 
 def json_lines(rows: Iterable[Row]) -> bytes:
@@ -1334,8 +1334,8 @@ def packed(content: bytes) -> bytes:
     return buffer.getvalue()
 
 
-def write_splits(folder: Path, seed: int = SEED) -> None:
-    splits = make_splits(seed)
+def write_splits(folder: Path, seed: int = SEED, train_rows: int = TRAIN_ROWS) -> None:
+    splits = make_splits(seed, train_rows)
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("train", "validation"):
         (folder / f"{name}.jsonl.gz").write_bytes(packed(json_lines(splits[name])))
@@ -1346,8 +1346,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path(__file__).parent, help="folder to write to")
     parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument(
+        "--rows", type=int, default=TRAIN_ROWS, help="to train on; fewer of a seed are the first of more"
+    )
     args = parser.parse_args()
-    write_splits(args.output, args.seed)
+    write_splits(args.output, args.seed, args.rows)
 
 
 if __name__ == "__main__":

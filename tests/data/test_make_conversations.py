@@ -55,16 +55,21 @@ def test_shipped_files_are_small():
     )
 
 
-def test_writing_twice_gives_the_same_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(generator, "TRAIN_ROWS", 60)
+def test_writing_twice_gives_the_same_bytes(tmp_path):
     for run in ("one", "two"):
-        generator.write_splits(tmp_path / run, seed=3)
+        generator.write_splits(tmp_path / run, seed=3, train_rows=60)
     for path in (tmp_path / "one").iterdir():
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
 
 
-def test_a_longer_split_begins_with_the_shorter_one():
-    assert generator.make_rows(60, 5, "x")[:30] == generator.make_rows(30, 5, "x")
+def test_a_longer_split_begins_with_the_shorter_one_and_moves_nothing(splits):
+    longer = generator.make_splits(train_rows=generator.TRAIN_ROWS + 20)
+    assert (
+        longer["train"][: generator.TRAIN_ROWS] == splits["train"] and len(longer["train"]) == len(splits["train"]) + 20
+    )
+    assert {name: longer[name] for name in ("validation", "bench")} == {
+        name: splits[name] for name in ("validation", "bench")
+    }
 
 
 def test_seeds_differ():
