@@ -2,17 +2,20 @@
 
     python -m shape.bench --output results                 # the quickstart pair on the bundled prompts
     python -m shape.bench --predictor ours=DIR --predictor paper=DIR --prompts FILE --output results
+    python -m shape.bench --temperature '[0,1]' --batch_size '[1,4,16]' --context_length '[256,512]' --output results
     python -m shape.bench --render RESULTS_FOLDER README.md  # measured tables into a document
 
 Writes `results.json` (everything, per prompt) and `results.md` (the table and its environment) to the
-output folder. Until then finished prompts are kept in `records.jsonl` there, by which the same command
-continues after an interruption.
+output folder, or to one folder in it for every combination of several temperatures, batch sizes and context lengths.
+Until then finished prompts are kept in `records.jsonl` there, by which the same command continues after an
+interruption.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import product
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 from jsonargparse import ArgumentParser
 from rich.console import Console
@@ -22,12 +25,13 @@ from shape.conversations import load_prompts
 from shape.decoder import ShapeDecoder, is_language_model
 from shape.drafters import DRAFTERS, Drafter, TreeShape
 from shape.errors import ConfigError, DataError, exit_on_error
-from shape.evaluation.speed import Assisted, Method, Outside, Ruled, SpeedResults, measure_in
+from shape.evaluation.speed import JOURNAL, Assisted, Method, Outside, Ruled, SpeedResults, measure_in
 from shape.rules import Match, TrsLossy, TypicalLossy, make_rule
 from shape.target import Target
 
 _ASSISTED = "transformers-assisted"
 SUITES = ("bench", "kinds")
+Value = TypeVar("Value")
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
 
@@ -39,8 +43,9 @@ class BenchOptions:
         output: folder for results.json and results.md.
         predictor: trained predictors, each DIR or NAME=DIR; the name stands in the table.
         target: path or hub id of the target; default: the one the first predictor was trained for.
-        prompts: JSON lines with turns, messages or prompt, or a bundled suite: bench (the default) or kinds; or
-            several, as a list.
+        prompts: JSON lines with turns, messages, prompt or question; a bundled suite, bench (the default) or kinds; or
+            a dataset of the hub, NAME, NAME:SPLIT or NAME:CONFIG:SPLIT (HuggingFaceH4/mt_bench_prompts,
+            openai/gsm8k:main:test); or several, as a list.
         methods: what to measure: transformers, transformers-lookup (its own prompt lookup), transformers-assisted (its
             assisted generation, with every predictor that is a smaller model), plain, shape (every predictor), names of
             other drafters, and several joined by + for a hybrid; behind a name @rejection, @traversal, @typical-lossy
@@ -49,7 +54,10 @@ class BenchOptions:
         trs_lossy: parameters of the rule trs-lossy.
         limit: measure the first so many prompts of each file only.
         max_new_tokens: longest answer.
-        temperature: 0 decodes greedily; above, every method samples with the same seed per prompt.
+        temperature: 0 decodes greedily; above, every method samples with the same seed per prompt. One, or several.
+        batch_size: prompts answered at once. One number, or several.
+        context_length: tokens that every context is filled up to with other prompts' text; default: as they are. One
+            number, or several.
         repeats: timed runs per answer, of which the median counts.
         warmup: prompts answered once by every method before the measurement.
         seed: of the sampling.
@@ -73,7 +81,9 @@ class BenchOptions:
     trs_lossy: TrsLossy = field(default_factory=TrsLossy)
     limit: int | None = None
     max_new_tokens: int = 128
-    temperature: float = 0.0
+    temperature: float | list[float] = 0.0
+    batch_size: int | list[int] = 1
+    context_length: int | list[int] | None = None
     repeats: int = 1
     warmup: int = 2
     seed: int = 0
@@ -87,36 +97,63 @@ class BenchOptions:
     fall_back: bool | float = True
 
 
-def bench(options: BenchOptions) -> SpeedResults:
-    """Measures, and writes results.json and results.md into `options.output`."""
+def bench(options: BenchOptions) -> list[SpeedResults]:
+    """Measures every setting, and writes results.json and results.md of each into `options.output` or below it."""
     if options.limit is not None and options.limit < 1:
         raise ConfigError(f"limit {options.limit} leaves no prompt; give at least 1")
+    given = options.context_length
+    lengths: Sequence[int | None] = given if isinstance(given, list) else [given]
+    settings = list(product(_several(options.temperature), _several(options.batch_size), lengths))
+    if len(set(settings)) < len(settings) or not settings:
+        raise ConfigError("temperature, batch_size or context_length holds no value, or one twice; give each once")
     named = [options.prompts] if isinstance(options.prompts, str) else options.prompts or ["bench"]
     suites = [_suite(name) for name in named]
     prompts = [prompt for suite in suites for prompt in load_prompts(suite)[: options.limit]]
+    names = [Path(suite).name for suite in suites]
     target, methods = load_methods(options)
-    where = "+".join(suite.stem for suite in suites)
-    return measure_in(
-        Path(options.output),
-        target,
-        methods,
-        prompts,
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        repeats=options.repeats,
-        warmup=options.warmup,
-        seed=options.seed,
-        label=options.label or f"{Path(target.name).name}, {where}, temperature {options.temperature:g}",
-        source="+".join(suite.name for suite in suites),
-        fall_back=options.fall_back,
-    )
+    where = "+".join(name.split(".")[0] for name in names)
+    found, journals = [], []
+    for temperature, batch, context in settings:
+        what = f"temperature {temperature:g}"
+        folder = Path(options.output)
+        if len(settings) > 1:
+            what += f", batch {batch}" + ("" if context is None else f", contexts of {context}")
+            folder /= f"t{temperature:g}-b{batch}" + ("" if context is None else f"-c{context}")
+        label = options.label or f"{Path(target.name).name}, {where}"
+        found.append(
+            measure_in(
+                folder,
+                target,
+                methods,
+                prompts,
+                keep=len(settings) > 1,
+                max_new_tokens=options.max_new_tokens,
+                temperature=temperature,
+                repeats=options.repeats,
+                warmup=options.warmup,
+                seed=options.seed,
+                label=label if options.label and len(settings) == 1 else f"{label}, {what}",
+                source="+".join(names),
+                fall_back=options.fall_back,
+                batch=batch,
+                context_length=context,
+            )
+        )
+        journals.append(folder / JOURNAL)
+    for journal in journals:  # by which the same command, interrupted, takes over what was finished
+        journal.unlink(missing_ok=True)
+    return found
 
 
-def _suite(name: str) -> Path:
-    """A file of prompts, by its path or by the name of one that ships."""
+def _several(given: Value | list[Value]) -> list[Value]:
+    return given if isinstance(given, list) else [given]
+
+
+def _suite(name: str) -> Path | str:
+    """Prompts that ship, by name, or what `load_prompts` takes."""
     if name in SUITES and not Path(name).exists():
         return bundled.path("data", f"{name}.jsonl")
-    return Path(name)
+    return name
 
 
 def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
@@ -241,8 +278,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chosen = {entry.name: values[entry.name] for entry in fields(BenchOptions) if values[entry.name] is not None}
         options = BenchOptions(**chosen)
         console = Console(highlight=False)
-        console.print(bench(options).table())
-        console.print(f"written to {options.output}/results.json and results.md")
+        found = bench(options)
+        for measured in found:
+            console.print(measured.table())
+        below = "" if len(found) == 1 else "*/"
+        console.print(f"written to {options.output}/{below}results.json and results.md")
 
 
 if __name__ == "__main__":

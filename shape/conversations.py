@@ -191,15 +191,18 @@ def load_conversations(
 
 
 def load_prompts(path: Source) -> list[Prompt]:
-    """Read a prompts file: JSON lines (or a .json list, gzipped or not) with `turns`, `messages` or `prompt`.
+    """Read a prompts file: JSON lines (or a .json list, gzipped or not) with `turns`, `messages`, `prompt` or
+    `question`; or a dataset of such rows on the hub, as `load_conversations` names them. A `prompt` may be a list of
+    turns, as in MT-Bench; beside a `question` an `answer` is the reference, as in GSM8K.
 
     `id` and `category` are optional, as are `reference` (a text, or one for each turn) and, as in HumanEval, `test`
     with `entry_point`. Of `messages`, what follows the last user message is left out.
     Raises DataError with file and line.
     """
     prompts = []
-    for place, default_id, row in _rows(Path(path)):
+    for place, default_id, row in _rows(path):
         try:
+            row = _as_asked(row)
             conversation = parse_row(row, default_id)
             prompts.append(_prompt(conversation, row))
         except DataError as error:
@@ -207,6 +210,18 @@ def load_prompts(path: Source) -> list[Prompt]:
     if not prompts:
         raise DataError(_nothing_left(str(path), 0, []))
     return prompts
+
+
+def _as_asked(row: object) -> object:
+    """A row of the known collections of prompts under the names that ours have."""
+    if not isinstance(row, dict) or "turns" in row or "messages" in row:
+        return row
+    asked = row.get("prompt")
+    if isinstance(asked, list) and all(isinstance(turn, str) for turn in asked):
+        return {**{name: value for name, value in row.items() if name != "prompt"}, "turns": asked}
+    if asked is None and "question" in row:
+        return {"prompt": row["question"], "reference": row.get("answer"), **row}
+    return row
 
 
 def evenly(items: Sequence[Item], count: int) -> list[Item]:

@@ -1,6 +1,7 @@
 """The bench command: files, tables, several predictors, continuing, documents, errors."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -114,11 +115,11 @@ def test_an_interrupted_measurement_continues(arguments, tmp_path, monkeypatch):
     original = _Bench.record
     done = []
 
-    def record(self, prompt, *rest, **options):
-        if prompt.id == "b" and len(done) == 1:
+    def record(self, prompts, *rest, **options):
+        if prompts[0].id == "b" and len(done) == 1:
             raise KeyboardInterrupt
-        done.append(prompt.id)
-        return original(self, prompt, *rest, **options)
+        done.append(prompts[0].id)
+        return original(self, prompts, *rest, **options)
 
     monkeypatch.setattr(_Bench, "record", record)
     with pytest.raises(SystemExit) as stopped:
@@ -131,6 +132,35 @@ def test_an_interrupted_measurement_continues(arguments, tmp_path, monkeypatch):
     assert done == ["a", "b is next", "b", "c"]
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert [entry["id"] for entry in results["records"]] == ["a", "b", "c"]
+
+
+def test_several_temperatures_batches_and_contexts(arguments, tmp_path, monkeypatch, capsys):
+    """One folder each; interrupted in the last, those before are taken over."""
+    arguments = [*arguments, "--methods", "[transformers,plain,shape]", "--temperature", "[0,1]"]
+    arguments += ["--batch_size", "[1,3]", "--context_length", "[64]"]
+    original, done = _Bench.record, []
+
+    def record(self, prompts, *rest, **options):
+        done.append("+".join(prompt.id for prompt in prompts))
+        if len(done) == 8:
+            raise KeyboardInterrupt
+        return original(self, prompts, *rest, **options)
+
+    monkeypatch.setattr(_Bench, "record", record)
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 130
+    main(arguments)
+    assert done == [*"abc", "a+b+c", *"abc", "a+b+c", "a+b+c"]
+    assert not list(tmp_path.rglob("records.jsonl"))
+    folders = sorted(path.parent.name for path in tmp_path.rglob("results.json"))
+    assert folders == ["t0-b1-c64", "t0-b3-c64", "t1-b1-c64", "t1-b3-c64"]
+    for folder in folders:
+        results = json.loads((tmp_path / "out" / folder / "results.json").read_text())
+        assert results["settings"]["batch"] == int(folder[4]) and results["settings"]["context_length"] == 64
+        line = results["summary"]["shape"]
+        assert line["answers"] == line["equal_plain"] == 4 and folder[:2] in (tmp_path / "out" / folder).name
+    assert "temperature 1, batch 3, contexts of 64" in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_sampling_is_the_same_for_every_drafter(arguments, tmp_path):
@@ -146,6 +176,21 @@ def test_names_of_predictors():
     for taken in (["x", "y"], ["ngram=x"], ["transformers-lookup=x"]):
         with pytest.raises(ConfigError, match="is taken; give each its own"):
             named_predictors(taken)
+
+
+def test_the_results_file_is_as_documented(arguments, tmp_path):
+    main([*arguments, "--methods", "[plain,shape]"])
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    page = (ROOT / "docs/evaluate.md").read_text()
+    section = page[page.index("## The results file") : page.index("## How to read a table")]
+    named = set(re.findall(r"`([^`]+)`", section))
+    assert results.keys() <= named, "a field is not described"
+    parts = (results["summary"]["shape"], results["summary"]["shape"]["speed_up"], results["records"][0])
+    known = results.keys() | {"methods", "shape.evaluation.results.SpeedResults.from_json", "results.json"}.union(
+        *parts
+    )
+    assert named <= known, "a field is described that is not there"
+    assert f"now {results['schema_version']}:" in section
 
 
 def test_renders_into_a_document(arguments, tmp_path, capsys):
@@ -186,6 +231,14 @@ def test_defaults_are_those_of_the_documentation():
         (["--methods", "[plain,magic]", "--target", "TARGET"], "drafter 'magic' is unknown"),
         (["--max_new_tokens", "4000"], "no prompt can be measured"),
         (["--temperature", "-1"], "temperature at least 0"),
+        (["--temperature", "[]"], "holds no value, or one twice"),
+        (["--batch_size", "[2,2]"], "holds no value, or one twice"),
+        (["--batch_size", "9"], "cannot be filled with 3 prompts"),
+        (["--context_length", "0"], "give positive numbers"),
+        (
+            ["--batch_size", "2", "--methods", "[plain,transformers-lookup]"],
+            "one row at a time for transformers-lookup",
+        ),
         (["--target", "/nowhere"], "target /nowhere cannot be loaded"),
         (["--predictor", "other=/nowhere"], "predictor /nowhere cannot be read"),
         (["--render", "EMPTY", "README.md"], "no results.json"),

@@ -442,6 +442,25 @@ def test_hub_names(monkeypatch):
     assert asked == [("org/name", None, "validation"), ("name", None, "train"), ("org/name", "main", "test")]
 
 
+@pytest.mark.parametrize(
+    ("row", "turns", "references"),
+    [
+        ({"prompt_id": 81, "category": "writing", "prompt": ["First", "Then"], "reference": []}, ("First", "Then"), ()),
+        ({"question": "2 + 2?", "answer": "It is 4.\n#### 4"}, ("2 + 2?",), ("It is 4.\n#### 4",)),
+        ({"prompt": "def f():", "test": "def check(f): pass", "entry_point": "f"}, ("def f():",), ()),
+    ],
+    ids=["MT-Bench", "GSM8K", "HumanEval"],
+)
+def test_prompts_of_the_hub_as_their_collections_have_them(monkeypatch, row, turns, references):
+    import datasets
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list([row] * 2))
+    found = load_prompts("org/name:main:test")
+    assert [one.id for one in found] == ["name-0", "name-1"]
+    assert found[1].turns == turns and found[1].references == references
+    assert (found[0].checks is None) == ("test" not in row)
+
+
 def test_hub_failure_is_one_sentence(monkeypatch):
     import datasets
 
@@ -482,7 +501,7 @@ def test_prompts(tmp_path):
     with pytest.raises(DataError, match=r"bad\.jsonl:2: no user message to answer"):
         load_prompts(write(tmp_path / "bad.jsonl", {"prompt": "x"}, {"text": "x"}))
     with pytest.raises(DataError, match=r"bad\.jsonl:1: unknown format"):
-        load_prompts(write(tmp_path / "bad.jsonl", {"question": "x"}))
+        load_prompts(write(tmp_path / "bad.jsonl", {"asked": "x"}))
 
 
 def test_prompts_at_hand(shared):

@@ -349,12 +349,13 @@ class SpeedResults:
         """The lines under the table: what was measured, on what, and what to be careful about."""
         settings = self.settings
         answers = next(iter(self.summary.values())).answers
+        batch = settings.get("batch", 1)
         return [
             f"Target {settings['target']} ({settings['parameters'] / 1e6:.1f}M parameters, "
-            f"{settings['dtype']}), {len(self.records)} prompts of {settings['prompts']} ({answers} "
+            f"{settings['dtype']}), {len(self.records) * batch} prompts of {settings['prompts']} ({answers} "
             f"answers), at most {settings['max_new_tokens']} new tokens, temperature "
-            f"{settings['temperature']:g}, batch 1, median of {settings['repeats']} run(s) per answer, "
-            "interleaved; the speed-up leaves prefill out.",
+            f"{settings['temperature']:g}, batch {batch}{_filled(settings)}, median of "
+            f"{settings['repeats']} run(s) per answer, interleaved; the speed-up leaves prefill out.",
             self.environment.line(),
             "*A projection, not a measurement: acceptance length / (1 + c), where c is what the drafter "
             "would read of weights per step, scaled to Llama-3.1-8B's width and vocabulary, over the "
@@ -390,6 +391,11 @@ class SpeedResults:
         for position, figure in enumerate(figures, start=1):
             table.add_row(figure, *(row[position] for row in cells))
         return table
+
+
+def _filled(settings: Mapping[str, Any]) -> str:
+    length = settings.get("context_length")
+    return "" if length is None else f", contexts filled up to {length} tokens with other prompts"
 
 
 def of_schema(text: str, version: int, what: str) -> dict[str, Any]:

@@ -5,7 +5,8 @@ so that a slow minute of the machine falls on all of them. A method is a drafter
 one, `"transformers"` for `model.generate` on the same loaded weights, `"transformers-lookup"` for the same
 with transformers' own prompt lookup, or `Assisted` for the same with its assisted generation. Speed-up is
 against the *stronger* of plain loop and plain `generate`, as time per decoded token; prefill is left out of
-it and reported beside it.
+it and reported beside it. Several prompts may be answered at once, as a batch whose rows are decoded together, and
+contexts may be filled up to a length with the text of other prompts.
 
 Terms: *acceptance length* is tokens emitted per target forward after the prefill, bonus included. *Tokens per
 draft step* is 1 + accepted / drafts, over the steps that had a draft. The token that the prefill itself
@@ -24,6 +25,7 @@ from statistics import median
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 from transformers.generation.streamers import BaseStreamer
@@ -69,6 +71,8 @@ Method = Drafter | Ruled | Assisted | Outside | None
 
 # The 8B target of the projection: parameters, width and vocabulary of Llama-3.1-8B.
 _LARGE_PARAMETERS, _LARGE_HIDDEN, _LARGE_VOCABULARY = 8.03e9, 4096, 128_256
+JOURNAL = "records.jsonl"
+_LOOKUP: Outside = "transformers-lookup"
 # How far transformers' prompt lookup drafts: the value of its documentation.
 _LOOKUP_TOKENS = 10
 
@@ -88,6 +92,8 @@ def measure(
     source: str = "",
     journal: Path | None = None,
     fall_back: bool | float = True,
+    batch: int = 1,
+    context_length: int | None = None,
 ) -> SpeedResults:
     """Answers every prompt with every method and returns what it took.
 
@@ -106,9 +112,14 @@ def measure(
         journal: a JSON-lines file to which finished prompts are appended. A journal of the same settings,
             machine and code is continued, another one raises.
         fall_back: see `ShapeDecoder`.
+        batch: prompts answered at once; the record of a batch is that of its prompts together. What fills no batch is
+            left out.
+        context_length: tokens that every context is filled up to, with the text of other prompts before it; longer ones
+            are left out. None takes contexts as they are.
 
     Raises:
-        ConfigError: no baseline among the methods, numbers out of range, or a journal of another run.
+        ConfigError: no baseline among the methods, numbers out of range, a method that takes no batches, or a journal
+            of another run.
         DataError: no prompt can be measured, or two share an id.
     """
     if not any(method is None or method == "transformers" for method in methods.values()):
@@ -118,6 +129,11 @@ def measure(
             "max_new_tokens and repeats must be at least 1, warmup and temperature at least 0; "
             f"got {max_new_tokens}, {repeats}, {warmup} and {temperature:g}"
         )
+    if batch < 1 or (context_length is not None and context_length < 1):
+        raise ConfigError(f"batch is {batch} and context_length {context_length}; give positive numbers")
+    single = [name for name, method in methods.items() if isinstance(method, Assisted) or method == _LOOKUP]
+    if batch > 1 and single:
+        raise ConfigError(f"transformers takes one row at a time for {single[0]}; leave it out, or give a batch of 1")
     if len({prompt.id for prompt in prompts}) < len(prompts):
         raise DataError("two prompts share an id; give every prompt its own")
     if target.tokenizer is None:
@@ -133,25 +149,36 @@ def measure(
         "warmup": warmup,
         "seed": seed,
         "fall_back": fall_back,
+        "batch": batch,
+        "context_length": context_length,
     }
-    bench = _Bench(target, methods, max_new_tokens, temperature, repeats, fall_back)
-    rooms = {prompt.id: bench.fits(target.encode(prompt.opening)) for prompt in prompts}
-    measured = [prompt for prompt in prompts if rooms[prompt.id]]
-    if not measured:
-        reason = bench.too_long if prompts else "none was given"
+    contexts = _Contexts(target, prompts, context_length, max_new_tokens)
+    bench = _Bench(target, methods, contexts, max_new_tokens, temperature, repeats, fall_back)
+    reasons = {prompt.id: contexts.refuse(contexts.of(prompt, prompt.opening)) for prompt in prompts}
+    fitting = [prompt for prompt in prompts if reasons[prompt.id] is None]
+    if not fitting:
+        reason = next(iter(reasons.values()), None) or "none was given"
         raise DataError(f"no prompt can be measured: {reason}; give other prompts or a smaller max_new_tokens")
+    groups = [fitting[start : start + batch] for start in range(0, len(fitting) - batch + 1, batch)]
+    if not groups:
+        raise DataError(
+            f"a batch of {batch} cannot be filled with {len(fitting)} prompts; give more, or a smaller batch"
+        )
+    reasons |= {prompt.id: f"it fills no batch of {batch}" for prompt in fitting[len(groups) * batch :]}
     environment = Environment.capture(target.device)
     written = Journal(journal, settings | environment.machine())
     finished = {record.id: record for record in map(PromptRecord.from_dict, written.records)}
-    for prompt in measured[:warmup]:
-        context = target.encode(prompt.opening)
+    for group in groups[:warmup]:
+        openings = [contexts.of(prompt, prompt.opening) for prompt in group]
         for runner in bench.runners.values():
-            runner(context, seed)
-    for index, prompt in enumerate(tqdm(measured, desc="bench", unit="prompt", disable=not progress)):
-        if prompt.id not in finished:
-            finished[prompt.id] = bench.record(prompt, seed + index, rotation=index)
-            written.append(asdict(finished[prompt.id]))
-    records = tuple(finished[prompt.id] for prompt in measured)
+            runner(openings, [seed] * batch)
+    unit = "prompt" if batch == 1 else "batch"
+    for index, group in enumerate(tqdm(groups, desc="bench", unit=unit, disable=not progress)):
+        if _name(group) not in finished:
+            seeds = [seed + index * batch + row for row in range(batch)]
+            finished[_name(group)] = bench.record(group, seeds, rotation=index)
+            written.append(asdict(finished[_name(group)]))
+    records = tuple(finished[_name(group)] for group in groups)
     return SpeedResults(
         label=label or f"{settings['target']}, temperature {temperature:g}",
         settings=settings,
@@ -159,23 +186,39 @@ def measure(
         projected_cost={name: projected_draft_cost(method, target) for name, method in methods.items()},
         records=records,
         skipped={
-            **{prompt.id: bench.too_long for prompt in prompts if not rooms[prompt.id]},
+            **{name: reason for name, reason in reasons.items() if reason is not None},
             **{record.id: record.cut for record in records if record.cut},
         },
     )
 
 
 def measure_in(
-    folder: Path, target: Target, methods: Mapping[str, Method], prompts: Sequence[Prompt], **settings: Any
+    folder: Path,
+    target: Target,
+    methods: Mapping[str, Method],
+    prompts: Sequence[Prompt],
+    *,
+    keep: bool = False,
+    **settings: Any,
 ) -> SpeedResults:
-    """`measure`, with results.json and results.md in a folder, and its journal, records.jsonl, there until then."""
+    """`measure`, with results.json and results.md in a folder, and its journal, records.jsonl, there until then.
+
+    Args:
+        keep: leave the journal, for whoever measures more.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    journal = folder / "records.jsonl"
+    journal = folder / JOURNAL
     results = measure(target, methods, prompts, journal=journal, **settings)
     (folder / "results.json").write_text(results.to_json())
     (folder / "results.md").write_text(results.to_markdown())
-    journal.unlink()
+    if not keep:
+        journal.unlink()
     return results
+
+
+def _name(group: Sequence[Prompt]) -> str:
+    """The id of a record."""
+    return "+".join(prompt.id for prompt in group)
 
 
 def target_settings(target: Target) -> dict[str, Any]:
@@ -244,11 +287,44 @@ def projected_draft_cost(method: Method, target: Target) -> float | None:
     return (passes * read + method.tree.depth * config.markov_rank * drafted) / _LARGE_PARAMETERS
 
 
+class _Contexts:
+    """What is answered: the prompts' ids, filled up to a length where one is given."""
+
+    def __init__(self, target: Target, prompts: Sequence[Prompt], length: int | None, max_new_tokens: int) -> None:
+        self.target, self.length, self.max_new_tokens = target, length, max_new_tokens
+        self._numbers = {prompt.id: number for number, prompt in enumerate(prompts)}
+        self._openings = [] if length is None else [target.encode(prompt.opening) for prompt in prompts]
+        self.too_long = (
+            f"the prompt and {max_new_tokens} new tokens exceed the target's {target.max_positions} positions"
+        )
+
+    def of(self, prompt: Prompt, messages: Sequence[dict[str, str]]) -> Tensor:
+        """(1, L) ids of a prompt's conversation so far, behind other prompts' texts where there is room."""
+        ids = self.target.encode(messages)
+        missing = 0 if self.length is None else self.length - ids.shape[1]
+        if missing <= 0:
+            return ids
+        number = self._numbers[prompt.id]
+        others = self._openings[number + 1 :] + self._openings[:number] or self._openings
+        text = torch.cat(others, dim=1)
+        text = text.repeat(1, -(-missing // text.shape[1]))
+        return torch.cat([text[:, text.shape[1] - missing :], ids], dim=1)
+
+    def refuse(self, context: Tensor) -> str | None:
+        """Why a context is not answered."""
+        limit = self.target.max_positions
+        if limit is not None and context.shape[1] + self.max_new_tokens > limit:
+            return self.too_long
+        if self.length is not None and context.shape[1] > self.length:
+            return f"the prompt is longer than the contexts of {self.length} tokens"
+        return None
+
+
 @dataclass(frozen=True)
 class _Run:
-    """One timed call of one method on one context; `prefilled` tokens came with the prefill."""
+    """One timed call of one method on the contexts of a batch; `prefilled` tokens came with the prefill."""
 
-    tokens: list[int]
+    rows: list[list[int]]
     prefilled: int
     decode_seconds: float
     prefill_seconds: float
@@ -279,13 +355,22 @@ class _Clock(BaseStreamer):
 
     def end(self) -> None: ...
 
-    def run(self, output: Tensor, prompt: int, stats: DecodeStats | None = None) -> _Run:
-        """The finished call: its output (1, L) is read to the host before the watch stops."""
-        tokens = output[0, prompt:].tolist()
-        seconds = time.perf_counter() - self.first
+    def run(self, output: Tensor, prompt: int, eos: Sequence[int], stats: DecodeStats | None = None) -> _Run:
+        """The finished call: its output (B, L) is read to the host before the watch stops."""
+        rows = output[:, prompt:].tolist()
+        end = time.perf_counter()
+        prefilled, prefill = self.prefilled, self.first - self.start
+        if stats is not None and len(rows) > 1:  # our loop streams single rows, and has a watch of its own
+            prefilled, prefill = len(rows), stats.prefill_seconds
         # Our loop streams what a step settled token by token; to whoever reads it arrives at once.
         gaps = [step.seconds for step in stats.steps] if stats else [b - a for a, b in pairwise(self.times[1:])]
-        return _Run(tokens, self.prefilled, seconds, self.first - self.start, gaps, stats)
+        return _Run([_ended(row, eos) for row in rows], prefilled, end - self.start - prefill, prefill, gaps, stats)
+
+
+def _ended(row: list[int], eos: Sequence[int]) -> list[int]:
+    """A row without the padding behind its end."""
+    end = next((place for place, token in enumerate(row) if token in eos), len(row))
+    return row[: end + 1]
 
 
 class _Bench:
@@ -295,93 +380,98 @@ class _Bench:
         self,
         target: Target,
         methods: Mapping[str, Method],
+        contexts: _Contexts,
         max_new_tokens: int,
         temperature: float,
         repeats: int,
         fall_back: bool | float,
     ) -> None:
-        self.target, self.repeats, self.max_new_tokens = target, repeats, max_new_tokens
-        self.fall_back = fall_back
+        self.target, self.contexts, self.repeats, self.fall_back = target, contexts, repeats, fall_back
+        self.eos = target.eos_token_ids
         self.options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
         if temperature > 0:
             self.options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
-        self.runners: dict[str, Callable[[Tensor, int], _Run]] = {
+        self.runners: dict[str, Callable[[Sequence[Tensor], list[int]], _Run]] = {
             name: self._runner(method) for name, method in methods.items()
         }
         self.plain = next((name for name, method in methods.items() if method is None), None)
         self.transformers = next((name for name, method in methods.items() if method == "transformers"), None)
         self.reference = self.plain or next(iter(methods))
-        self.too_long = (
-            f"the prompt and {max_new_tokens} new tokens exceed the target's {target.max_positions} positions"
-        )
 
-    def _runner(self, method: Method) -> Callable[[Tensor, int], _Run]:
+    def _runner(self, method: Method) -> Callable[[Sequence[Tensor], list[int]], _Run]:
         if method == "transformers":
             return self._run_transformers
-        if method == "transformers-lookup":
+        if method == _LOOKUP:
             return partial(self._run_transformers, prompt_lookup_num_tokens=_LOOKUP_TOKENS)
         if isinstance(method, Assisted):
             return partial(self._run_transformers, assistant_model=method.model.model)
         drafter, rule = (method.drafter, method.acceptance) if isinstance(method, Ruled) else (method, Match())
         decoder = ShapeDecoder(self.target, drafter, fall_back=self.fall_back)
         rule.fit(decoder.drafter, decoder.target)  # what cannot be served is said before anything is measured
-        return lambda context, seed: self._run_ours(decoder, context, seed, rule)
+        return lambda contexts, seeds: self._run_ours(decoder, contexts, seeds, rule)
 
-    def _run_transformers(self, context: Tensor, seed: int, **more: Any) -> _Run:
-        device = self.target.device
+    def _run_transformers(self, contexts: Sequence[Tensor], seeds: list[int], **more: Any) -> _Run:
+        device, (ids, mask) = self.target.device, _side_by_side(contexts)
+        if len(contexts) > 1:
+            more["pad_token_id"] = self.eos[0] if self.eos else 0  # it is cut off again
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(seed)
+            torch.manual_seed(seeds[0])
             clock = _Clock()
-            output = self.target.model.generate(
-                context, attention_mask=torch.ones_like(context), streamer=clock, **self.options, **more
-            )
-            return clock.run(output, context.shape[1])
+            output = self.target.model.generate(ids, attention_mask=mask, streamer=clock, **self.options, **more)
+            return clock.run(output, ids.shape[1], self.eos)
 
-    def _run_ours(self, decoder: ShapeDecoder, context: Tensor, seed: int, acceptance: Rule) -> _Run:
+    def _run_ours(self, decoder: ShapeDecoder, contexts: Sequence[Tensor], seeds: list[int], acceptance: Rule) -> _Run:
+        ids, mask = _side_by_side(contexts)
         clock = _Clock()
         output = decoder.generate(
-            context,
-            attention_mask=torch.ones_like(context),
-            seed=seed,
-            streamer=clock,
+            ids,
+            attention_mask=mask,
+            seed=seeds,
+            streamer=clock if len(contexts) == 1 else None,
             acceptance=acceptance,
             return_dict_in_generate=True,
             **self.options,
         )
         assert isinstance(output, ShapeOutput)
-        return clock.run(output.sequences, context.shape[1], output.stats)
+        return clock.run(output.sequences, ids.shape[1], self.eos, output.stats)
 
-    def fits(self, context: Tensor) -> bool:
-        limit = self.target.max_positions
-        return limit is None or context.shape[1] + self.max_new_tokens <= limit
-
-    def record(self, prompt: Prompt, seed: int, rotation: int) -> PromptRecord:
-        """Every method's answers to every turn of a prompt."""
+    def record(self, group: Sequence[Prompt], seeds: Sequence[int], rotation: int) -> PromptRecord:
+        """Every method's answers to every turn of a batch of prompts."""
         tallies, details = dict.fromkeys(self.runners, Tally()), dict.fromkeys(self.runners, Detail())
-        messages, cut = prompt.opening, None
-        for turn in range(len(prompt.turns)):
-            if turn > 0:
-                messages = [*messages, {"role": "user", "content": prompt.turns[turn]}]
-            context = self.target.encode(messages)
-            if not self.fits(context):
-                cut = f"{self.too_long} at turn {turn + 1}"
+        messages, going, cut = [prompt.opening for prompt in group], list(range(len(group))), None
+        for turn in range(max(len(prompt.turns) for prompt in group)):
+            asked, going = [row for row in going if turn < len(group[row].turns)], []
+            contexts = []
+            for row in asked:
+                if turn > 0:
+                    messages[row] = [*messages[row], {"role": "user", "content": group[row].turns[turn]}]
+                context = self.contexts.of(group[row], messages[row])
+                if reason := self.contexts.refuse(context):
+                    cut = f"{reason} at turn {turn + 1}"
+                else:
+                    going.append(row)
+                    contexts.append(context)
+            if not going:
                 break
-            runs = self._answers(context, seed, rotation + turn)
+            runs = self._answers(contexts, [seeds[row] for row in going], rotation + turn)
             for name in self.runners:
                 tallies[name] += self._tally(runs, name)
                 details[name] += runs[name].detail
-            reply = self.target.tokenizer.decode(runs[self.reference].tokens, skip_special_tokens=True)
-            messages = [*messages, {"role": "assistant", "content": reply}]
-        return PromptRecord(prompt.id, prompt.category, tallies, cut, details)
+            for row, tokens in zip(going, runs[self.reference].rows, strict=True):
+                reply = self.target.tokenizer.decode(tokens, skip_special_tokens=True)
+                messages[row] = [*messages[row], {"role": "assistant", "content": reply}]
+        categories = {prompt.category for prompt in group}
+        category = categories.pop() if len(categories) == 1 else "several"
+        return PromptRecord(_name(group), category, tallies, cut, details)
 
-    def _answers(self, context: Tensor, seed: int, rotation: int) -> dict[str, _Run]:
+    def _answers(self, contexts: Sequence[Tensor], seeds: list[int], rotation: int) -> dict[str, _Run]:
         """One run per method: the interleaved repeats with their median times."""
         names = list(self.runners)
         runs: dict[str, list[_Run]] = {name: [] for name in names}
         for repeat in range(self.repeats):
             first = (rotation + repeat) % len(names)
             for name in names[first:] + names[:first]:
-                runs[name].append(self.runners[name](context, seed))
+                runs[name].append(self.runners[name](contexts, seeds))
         return {
             name: replace(
                 tries[0],
@@ -392,13 +482,17 @@ class _Bench:
         }
 
     def _tally(self, runs: dict[str, _Run], name: str) -> Tally:
-        run, tokens = runs[name], runs[name].tokens
-        bigrams = list(pairwise(tokens))
-        stats = run.stats
+        run, rows, stats = runs[name], runs[name].rows, runs[name].stats
+        bigrams = [list(pairwise(row)) for row in rows]
+        tokens = sum(map(len, rows))
+
+        def equal(other: str | None) -> int:
+            return 0 if other is None else sum(map(list.__eq__, rows, runs[other].rows))
+
         return Tally(
-            answers=1,
-            tokens=len(tokens),
-            timed_tokens=len(tokens) - run.prefilled,
+            answers=len(rows),
+            tokens=tokens,
+            timed_tokens=tokens - run.prefilled,
             decode_seconds=run.decode_seconds,
             prefill_seconds=run.prefill_seconds,
             forwards=stats.forwards if stats else 0,
@@ -407,9 +501,17 @@ class _Bench:
             draft_seconds=stats.draft_seconds if stats else 0.0,
             verify_seconds=stats.verify_seconds if stats else 0.0,
             commit_seconds=stats.commit_seconds if stats else 0.0,
-            bigrams=len(bigrams),
-            distinct_bigrams=len(set(bigrams)),
-            ended=int(tokens[-1] in self.target.eos_token_ids),
-            equal_plain=int(self.plain is not None and tokens == runs[self.plain].tokens),
-            equal_transformers=int(self.transformers is not None and tokens == runs[self.transformers].tokens),
+            bigrams=sum(map(len, bigrams)),
+            distinct_bigrams=sum(len(set(own)) for own in bigrams),
+            ended=sum(row[-1] in self.eos for row in rows),
+            equal_plain=equal(self.plain),
+            equal_transformers=equal(self.transformers),
         )
+
+
+def _side_by_side(contexts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Ids (B, L) of contexts (1, any) each, padded on the left, and their mask."""
+    longest = max(context.shape[1] for context in contexts)
+    ids = torch.cat([F.pad(context, (longest - context.shape[1], 0)) for context in contexts])
+    mask = torch.cat([F.pad(torch.ones_like(context), (longest - context.shape[1], 0)) for context in contexts])
+    return ids, mask

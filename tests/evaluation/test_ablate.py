@@ -154,12 +154,12 @@ def test_interrupted_work_goes_on(file, tmp_path, launched, monkeypatch):
             told = told[:1]
         return launch(module, told, log, threads)
 
-    def stumbling(self, prompt, *rest, **options):
+    def stumbling(self, prompts, *rest, **options):
         if self.options["do_sample"] and len(done) == 4:
             done.append("stopped")
             raise KeyboardInterrupt
-        done.append(prompt.id)
-        return record(self, prompt, *rest, **options)
+        done.append(prompts[0].id)
+        return record(self, prompts, *rest, **options)
 
     monkeypatch.setattr(ablate, "_launch", interrupted)
     monkeypatch.setattr(_Bench, "record", stumbling)

@@ -15,7 +15,7 @@ from shape.drafters import AdversaryDrafter, HybridDrafter, NgramDrafter, Traine
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
 from shape.evaluation.results import PromptRecord, SpeedResults, Tally
-from shape.evaluation.speed import describe, measure, projected_draft_cost
+from shape.evaluation.speed import _Contexts, describe, measure, projected_draft_cost
 from shape.predictor import ShapePredictor
 
 
@@ -134,6 +134,41 @@ def test_prompts_without_room_are_left_out_and_named(tiny_target):
     assert any("2 prompts left out or cut" in warning for warning in results.warnings)
 
 
+def test_batches_are_answered_as_their_prompts_alone(results, tiny_target):
+    """By every method, greedy and sampled, and with turns that only some rows have."""
+    for temperature, alone in ((0.0, results), (1.0, run(tiny_target, temperature=1.0))):
+        together = run(tiny_target, batch=3, temperature=temperature)
+        assert [record.id for record in together.records] == ["a+b+c"] and together.records[0].category == "several"
+        for name in METHODS:
+            total, apart = together.total[name], alone.total[name]
+            if temperature == 0 or name != "transformers":  # whose generator goes through a batch in another order
+                assert (total.answers, total.tokens, total.bigrams, total.distinct_bigrams, total.ended) == (
+                    apart.answers, apart.tokens, apart.bigrams, apart.distinct_bigrams, apart.ended
+                )  # fmt: skip
+                assert total.timed_tokens == total.tokens - 4 and total.equal_plain == apart.equal_plain
+                assert name != "plain" or total.forwards == apart.forwards
+            assert total.decode_seconds > 0 and total.prefill_seconds > 0
+        assert "batch 3" in together.to_markdown() and "3 prompts" in together.to_markdown()
+    pairs = run(tiny_target, {"plain": None}, batch=2)
+    assert [record.id for record in pairs.records] == ["a+b"] and pairs.skipped == {"c": "it fills no batch of 2"}
+
+
+def test_contexts_are_filled_up_with_other_prompts(tiny_target):
+    contexts = _Contexts(tiny_target, PROMPTS, 100, 10)
+    for one in PROMPTS:
+        ids = tiny_target.encode(one.opening)
+        filled = contexts.of(one, one.opening)
+        assert filled.shape == (1, 100) and torch.equal(filled[:, -ids.shape[1] :], ids)
+        others = [tiny_target.encode(other.opening) for other in PROMPTS if other is not one]
+        before = filled[0, : 100 - ids.shape[1]].tolist()
+        last = max(others, key=lambda other: before[-other.shape[1] :] == other[0].tolist())
+        assert before[-last.shape[1] :] == last[0].tolist()
+    results = run(tiny_target, {"plain": None, "ngram": NgramDrafter()}, context_length=40)
+    assert "longer than the contexts of 40 tokens" in results.skipped["b"] or results.total["plain"].answers == 4
+    assert "filled up to 40 tokens" in results.to_markdown()
+    assert results.total["ngram"].equal_plain == results.total["ngram"].answers
+
+
 def test_a_journal_continues_where_it_was_cut(tiny_target, tmp_path):
     journal = tmp_path / "records.jsonl"
     whole = run(tiny_target, {"plain": None}, journal=journal)
@@ -153,6 +188,10 @@ def test_a_journal_continues_where_it_was_cut(tiny_target, tmp_path):
     [
         ({"methods": {"ngram": NgramDrafter()}}, ConfigError, "no baseline"),
         ({"repeats": 0}, ConfigError, "at least 1"),
+        ({"batch": 0}, ConfigError, "give positive numbers"),
+        ({"batch": 4}, DataError, "cannot be filled with 3 prompts"),
+        ({"batch": 2, "methods": {"plain": None, "x": "transformers-lookup"}}, ConfigError, "one row at a time for x"),
+        ({"context_length": 8}, DataError, "longer than the contexts of 8"),
         ({"temperature": -0.5}, ConfigError, "at least 0"),
         ({"prompts": []}, DataError, "none was given"),
         ({"prompts": [PROMPTS[0], PROMPTS[0]]}, DataError, "share an id"),
