@@ -72,7 +72,7 @@ class DistillModule(Learner):
 
     def drafter(self) -> Drafter:
         # A copy: being a Target freezes it.
-        return ModelDrafter(Target(deepcopy(self.predictor), self.target.tokenizer))
+        return ModelDrafter(Target(deepcopy(self.network), self.target.tokenizer))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         texts = self._texts(batch)

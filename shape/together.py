@@ -33,7 +33,7 @@ from shape.training import Learner, Operations, Together, computed_texts, set_pe
 
 # What runs may differ in; of `training` these alone.
 _OWN = {"predictor", "tree", "losses", "output"}
-_OWN_OF_TRAINING = {"optimizer", "learning_rate", "warmup_steps", "decay", "weight_decay", "noise"}
+_OWN_OF_TRAINING = {"optimizer", "learning_rate", "warmup_steps", "decay", "weight_decay", "noise", "ema"}
 
 
 class SharedForward(pl.LightningModule):
@@ -102,6 +102,11 @@ class SharedForward(pl.LightningModule):
         optimizer = Together(*optimizers)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def optimizer_step(self, *arguments: Any, **options: Any) -> None:
+        super().optimizer_step(*arguments, **options)
+        for learner in self.learners.values():
+            learner.average()
 
     def configure_gradient_clipping(
         self,

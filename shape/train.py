@@ -234,6 +234,8 @@ class TrainOptions:
         self.regeneration.check()
         if self.training.optimizer == "muon" and self.trainer.strategy.startswith("fsdp"):
             raise ConfigError("muon takes whole matrices, and fsdp cuts them; give --training.optimizer adamw, or ddp")
+        if self.training.ema is not None and self.trainer.strategy.startswith("fsdp"):
+            raise ConfigError("ema averages whole networks, and fsdp cuts them; leave it out, or give ddp")
         if self.online and self.features is not None:
             raise ConfigError("online and features are both given; choose one: online computes what features stores")
         if self.shard_target and (not self.online or self.regenerate):

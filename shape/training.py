@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 from zipfile import BadZipFile, ZipFile
 
 import pytorch_lightning as pl
@@ -26,6 +26,7 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils.rnn import pad_sequence
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics import MeanMetric
 from transformers import PreTrainedModel
@@ -66,6 +67,8 @@ class TrainingOptions:
         weight_decay: on matrices only; biases, gates and norms are left alone.
         noise: standard deviation of uniform noise on the input states, in units of each state's root mean square.
             Off by default: `python -m shape.train --training.noise 0.2` was no better within its interval.
+        ema: validate and export an exponential moving average of the weights, with this decay per step; null takes the
+            weights themselves.
         max_minutes: stop after so long and shrink the learning rate's schedule to fit; such a run depends on
             the machine's speed and cannot be reproduced bit by bit.
         conversations: learn from so many of the conversations alone, evenly chosen; null is all. For learning curves,
@@ -82,6 +85,7 @@ class TrainingOptions:
     decay: Literal["cosine", "linear", "none"] = "cosine"
     weight_decay: float = 0.01
     noise: float = 0.0
+    ema: float | None = None
     max_minutes: float | None = None
     conversations: int | None = None
     checkpoint_every: int = 100
@@ -99,6 +103,8 @@ class TrainingOptions:
             raise ConfigError(f"training.conversations is {self.conversations}; give a positive number or null")
         if not 0 < self.learning_rate < 1:
             raise ConfigError(f"training.learning_rate is {self.learning_rate}; give a value between 0 and 1")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ConfigError(f"training.ema is {self.ema}; give a decay between 0 and 1, or null")
         if self.max_minutes is not None and self.max_minutes <= 0:
             raise ConfigError(f"training.max_minutes is {self.max_minutes}; give a positive number or null")
 
@@ -155,6 +161,10 @@ class Learner(pl.LightningModule):
         self.recipe = {"seed": seed, "losses": asdict(losses), "training": asdict(options), **(recipe or {})}
         # Asked now: to a process of several that share the weights, each looks like a vector.
         self._matrices = {name for name, weight in predictor.named_parameters() if weight.ndim >= 2}
+        self.averaged: AveragedModel | None = None
+        if options.ema is not None:
+            self.averaged = AveragedModel(predictor, multi_avg_fn=get_ema_multi_avg_fn(options.ema))
+            self.averaged.requires_grad_(False)
         self._seconds_before = 0.0
         self._started = monotonic()
         self._elapsed = 0.0
@@ -163,6 +173,11 @@ class Learner(pl.LightningModule):
     def layers(self) -> Sequence[int]:
         """Of the target, whose features are read."""
         return (-1,)
+
+    @property
+    def network(self) -> PreTrainedModel:
+        """What is validated and exported: the predictor, or the average of its weights."""
+        return self.predictor if self.averaged is None else cast(PreTrainedModel, self.averaged.module)
 
     def drafter(self) -> Drafter:
         """What decodes with the present weights."""
@@ -226,6 +241,15 @@ class Learner(pl.LightningModule):
             optimizer, lambda step: self.options.learning_rate_factor(step, self._progress(step))
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def optimizer_step(self, *arguments: Any, **options: Any) -> None:
+        super().optimizer_step(*arguments, **options)
+        self.average()
+
+    def average(self) -> None:
+        """Take the weights after a step into their average."""
+        if self.averaged is not None:
+            self.averaged.update_parameters(self.predictor)
 
     def configure_gradient_clipping(
         self,
@@ -337,7 +361,7 @@ class ShapeModule(Learner):
         return self.predictor.config.feature_layers
 
     def drafter(self) -> Drafter:
-        return TrainedDrafter(self.predictor)
+        return TrainedDrafter(cast(Predictor, self.network))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         predictor, texts = self.predictor, self._texts(batch)
@@ -658,7 +682,7 @@ class DecodingValidation(pl.Callback):
         counts = torch.zeros(2, len(self.prompts), dtype=torch.float64, device=module.device)
         every, rank, world = module.target.sharded, trainer.global_rank, trainer.world_size
         mine = range(0 if every else rank, len(self.prompts), 1 if every else world)
-        with _whole(trainer), _evaluating(module.predictor), torch.autocast(module.device.type, enabled=False):
+        with _whole(trainer), _evaluating(module.network), torch.autocast(module.device.type, enabled=False):
             drafter = module.drafter()
             emitted, forwards = decode_counts(
                 module.target, drafter, [self.prompts[i] for i in mine], self.max_new_tokens
@@ -671,7 +695,7 @@ class DecodingValidation(pl.Callback):
         if best is None or measured.value > best["value"]:
             with _whole(trainer):
                 if trainer.is_global_zero:
-                    _save_weights(module.predictor, self.best_path)
+                    _save_weights(module.network, self.best_path)
         self.history.append({"step": trainer.global_step, **measured._asdict()})
         figures = {"acceptance_length": measured.value, "low": measured.low, "high": measured.high}
         values = {"/".join(filter(None, [self.name, "val", figure])): value for figure, value in figures.items()}

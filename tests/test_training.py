@@ -9,6 +9,7 @@ import pytorch_lightning as pl
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from training_runs import CONVERSATIONS, OPTIONS, fit, network, weights
 
 from shape.drafters import TrainedDrafter
@@ -99,6 +100,36 @@ def test_operations_of_a_step_are_counted_once(store, tiny_target, accumulate):
     assert counted.flops == 2 * roots * (forwards + backwards)
 
 
+class KeepWeights(pl.Callback):
+    """The weights after every step."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, torch.Tensor] = {}
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        self.kept[trainer.global_step] = weights(pl_module)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_average_of_the_weights(store, tiny_target, tmp_path, accumulate):
+    """One per step, whatever the portions; it is what is validated and kept, and training itself is not touched."""
+    keep, options = KeepWeights(), replace(OPTIONS, ema=0.75)
+    best = tmp_path / "best.safetensors"
+    validation = DecodingValidation([torch.tensor([3, 4, 5])], 1000, 4, best)
+    module = fit(tiny_target, store, options=options, accumulate=accumulate, callbacks=[keep, validation])
+    steps = [keep.kept[step] for step in range(1, options.steps + 1)]
+    expected = steps[0]
+    for step in steps[1:]:
+        expected = 0.75 * expected + 0.25 * step
+    mean = torch.cat([parameter.flatten() for parameter in module.network.parameters()])
+    torch.testing.assert_close(mean, expected)
+    plain = fit(tiny_target, store, accumulate=accumulate)
+    assert torch.equal(weights(plain), weights(module)) and not torch.equal(mean, weights(module))
+    saved = load_file(best)
+    assert all(torch.equal(saved[name], one) for name, one in module.network.named_parameters() if name in saved)
+    assert any(name.startswith("averaged.") for name in module.state_dict())  # and resumed from
+
+
 def test_target_stays_outside(store, tiny_target):
     module = fit(tiny_target, store)
     assert all(name.startswith("predictor.") for name in module.state_dict())
@@ -133,7 +164,8 @@ def test_max_minutes_ends_the_run(store, tiny_target):
 
 
 @pytest.mark.parametrize(
-    "values", [{"steps": 0}, {"batch_size": 0}, {"noise": -1.0}, {"learning_rate": 0.0}, {"max_minutes": 0.0}]
+    "values",
+    [{"steps": 0}, {"batch_size": 0}, {"noise": -1.0}, {"learning_rate": 0.0}, {"max_minutes": 0.0}, {"ema": 1.0}],
 )
 def test_bad_training_options_are_refused(values):
     with pytest.raises(ConfigError, match=next(iter(values))):
