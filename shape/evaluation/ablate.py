@@ -330,7 +330,10 @@ def _require_unchanged(run: Run) -> None:
     differences = [
         f"{name} was {before.get(name)} and is {now.get(name)}"
         for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name) and name not in _PLACES
+        if before.get(name) != now.get(name)
+        and name not in _PLACES
+        # An option that there was not yet, and that is not made use of.
+        and (name in before or now[name])
     ]
     if differences:
         raise ConfigError(
