@@ -1,6 +1,7 @@
 """The store beyond one disk: elsewhere, in copies with little room, in int8, and without what training leaves out."""
 
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -90,8 +91,11 @@ def test_copies_keep_within_their_room(whole, tmp_path):
     for _ in range(2):
         for index in range(len(store)):
             assert torch.equal(store[index].hidden, whole[index].hidden)
-            copies = list(tmp_path.rglob("shard-*"))
-            assert sum(copy.stat().st_size for copy in copies) <= 2 * size + 100
+            copies, held = list(tmp_path.rglob("shard-*")), 0
+            for copy in copies:
+                with suppress(FileNotFoundError):  # dropped meanwhile, for one that is fetched ahead
+                    held += copy.stat().st_size
+            assert held <= 2 * size + 100
             assert f"shard-{index // 2:05d}.safetensors" in {copy.name for copy in copies}
     with pytest.raises(ConfigError, match="raise cache_gigabytes"):
         store.require_room(5)
