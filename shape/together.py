@@ -16,7 +16,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
-import pytorch_lightning as pl
 import torch
 import yaml
 from jsonargparse import ArgumentParser
@@ -26,17 +25,17 @@ from torch import Tensor
 from shape import train as training
 from shape.batches import Batch
 from shape.errors import CheckpointError, ConfigError, exit_on_error
-from shape.features import place, quiet
+from shape.features import quiet
 from shape.places import Place
 from shape.train import TrainOptions
-from shape.training import Learner, Operations, Together, computed_texts, set_peaks
+from shape.training import BesideTarget, Learner, Operations, Together, computed_texts
 
 # What runs may differ in; of `training` these alone.
 _OWN = {"predictor", "tree", "losses", "output"}
 _OWN_OF_TRAINING = {"optimizer", "learning_rate", "warmup_steps", "decay", "weight_decay", "noise", "ema"}
 
 
-class SharedForward(pl.LightningModule):
+class SharedForward(BesideTarget):
     """Several learners on the same batches, of which the target's states are computed once.
 
     Args:
@@ -63,18 +62,9 @@ class SharedForward(pl.LightningModule):
 
     # -- around the steps
 
-    def on_fit_start(self) -> None:
-        place(self.target, self.device)
-
-    def on_train_start(self) -> None:
-        schedule = self.lr_schedulers()
-        assert isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
-        set_peaks(schedule, self._peaks, self.global_step)
+    def start_clock(self) -> None:
         for learner in self.learners.values():
             learner.start_clock()
-
-    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        return batch.to(device)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         texts = computed_texts(self.target, batch, self.layers, self.device)
@@ -92,31 +82,25 @@ class SharedForward(pl.LightningModule):
     # -- optimisation
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizers, factors, self._peaks = [], [], []
+        optimizers, factors = [], []
         for learner in self.learners.values():
             made: Any = learner.configure_optimizers()
-            alone = made["lr_scheduler"]["scheduler"]
             optimizers.append(made["optimizer"])
-            factors += alone.lr_lambdas
-            self._peaks += alone.base_lrs
+            factors += made["lr_scheduler"]["scheduler"].lr_lambdas
         optimizer = Together(*optimizers)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def optimizer_step(self, *arguments: Any, **options: Any) -> None:
-        super().optimizer_step(*arguments, **options)
+    def peaks(self) -> list[float]:
+        return [peak for learner in self.learners.values() for peak in learner.peaks()]
+
+    def average(self) -> None:
         for learner in self.learners.values():
             learner.average()
 
-    def configure_gradient_clipping(
-        self,
-        optimizer: torch.optim.Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
+    def clipped(self, optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
         assert isinstance(optimizer, Together)
-        for part in optimizer.parts:
-            self.clip_gradients(part, gradient_clip_val, gradient_clip_algorithm)
+        return optimizer.parts
 
     # -- checkpoints
 

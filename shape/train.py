@@ -288,6 +288,7 @@ class Material:
         for_validation: those, or others.
         prompts: of the measurement at the end.
         home: where features and answers lie.
+        trainer: runs the target beforehand.
     """
 
     target: Target
@@ -296,6 +297,7 @@ class Material:
     for_validation: list[Conversation]
     prompts: list[Prompt]
     home: Place
+    trainer: pl.Trainer
 
 
 def train(options: TrainOptions) -> Path:
@@ -312,7 +314,7 @@ def train(options: TrainOptions) -> Path:
         set_aside(output / "checkpoints")
     source: FeatureStore | None = None
     if not options.online:
-        source = _features(options, material, options.trainer.for_extraction())
+        source = _features(options, material)
     module, data = make_learner(options, material, source)
     size = sum(parameter.numel() for parameter in module.predictor.parameters())
     _say(
@@ -352,7 +354,8 @@ def prepare(runs: Sequence[TrainOptions], home: Place) -> Material:
         conversations = _own_answers(options, target, conversations, home, trainer)
     held_out = set() if for_validation else _held_out(options, conversations)
     for_validation = for_validation or [conversations[index] for index in sorted(held_out)]
-    return Material(target, conversations, held_out, for_validation, prompts or _as_prompts(for_validation), home)
+    prompts = prompts or _as_prompts(for_validation)
+    return Material(target, conversations, held_out, for_validation, prompts, home, trainer)
 
 
 def decoding_validation(
@@ -583,10 +586,10 @@ def _as_prompts(conversations: Sequence[Conversation]) -> list[Prompt]:
     return found
 
 
-def _features(options: TrainOptions, material: Material, trainer: pl.Trainer) -> FeatureStore:
+def _features(options: TrainOptions, material: Material) -> FeatureStore:
     """The feature store: extracted, completed, or an existing one after checking that it is the target's."""
     wanted = options.feature_options()
-    store = extract(material.target, material.conversations, material.home, wanted, trainer)
+    store = extract(material.target, material.conversations, material.home, wanted, material.trainer)
     store.verify(material.target, seed=options.seed)
     return store
 
@@ -666,7 +669,8 @@ def finish(
     _export(predictor, output, target, record)
     console = Console()
     if target.sharded:  # of which this process alone could not run a layer
-        console.print(f"the predictor is in {output}; measure it with: python -m shape.bench --device_map auto")
+        command = f"python -m shape.bench --target {options.target} --predictor {output} --device_map auto"
+        console.print(f"the predictor is in {output}; measure it:\n  {command}", highlight=False, soft_wrap=True)
         return
     decoder = ShapeDecoder.from_pretrained(output, target=target)
     if isinstance(predictor, Predictor):

@@ -122,7 +122,65 @@ class TrainingOptions:
 # ------------------------------------------------------------------------------------------------- the module
 
 
-class Learner(pl.LightningModule):
+class BesideTarget(pl.LightningModule):
+    """What is trained beside a frozen target, which no checkpoint and no process group sees.
+
+    Attributes:
+        target: the frozen model.
+    """
+
+    target: Target
+
+    def on_fit_start(self) -> None:
+        place(self.target, self.device)
+
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
+        return batch.to(device)
+
+    def start_clock(self) -> None:
+        """Time counts from now on."""
+        raise NotImplementedError
+
+    def peaks(self) -> list[float]:
+        """The options' peak learning rate of each group of parameters."""
+        raise NotImplementedError
+
+    def average(self) -> None:
+        """Take the weights after a step into their average, where there is one."""
+        raise NotImplementedError
+
+    def on_train_start(self) -> None:
+        self.start_clock()
+        schedule, peaks = self.lr_schedulers(), self.peaks()
+        assert isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
+        if schedule.base_lrs != peaks:  # those of the checkpoint
+            schedule.base_lrs = list(peaks)
+            for group, peak, factor in zip(schedule.optimizer.param_groups, peaks, schedule.lr_lambdas, strict=True):
+                group["lr"] = peak * factor(self.global_step)
+
+    def optimizer_step(self, *arguments: Any, **options: Any) -> None:
+        super().optimizer_step(*arguments, **options)
+        self.average()
+
+    def clipped(self, optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
+        """Optimisers whose gradients have a norm each."""
+        return [optimizer]
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        whole = self.trainer.strategy.model
+        if gradient_clip_val is not None and isinstance(whole, FullyShardedDataParallel):
+            whole.clip_grad_norm_(gradient_clip_val)  # no process has all gradients, of which it is the norm
+            return
+        for part in self.clipped(optimizer):
+            self.clip_gradients(part, gradient_clip_val, gradient_clip_algorithm)
+
+
+class Learner(BesideTarget):
     """A drafter's network in training: how it is optimised, timed and resumed; what it is trained for is a subclass's.
 
     The target is beside it, not inside: no checkpoint and no process group sees it.
@@ -185,20 +243,8 @@ class Learner(pl.LightningModule):
 
     # -- around the steps
 
-    def on_fit_start(self) -> None:
-        place(self.target, self.device)
-
     def start_clock(self) -> None:
         self._started = monotonic()
-
-    def on_train_start(self) -> None:
-        self.start_clock()
-        schedule, peak = self.lr_schedulers(), self.options.learning_rate
-        assert isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
-        set_peaks(schedule, [peak] * len(schedule.base_lrs), self.global_step)
-
-    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        return batch.to(device)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         torch.manual_seed(derive_seed(self.seed, batch.step, batch.part))  # for dropout
@@ -237,31 +283,18 @@ class Learner(pl.LightningModule):
                 matrices, options.learning_rate, options.weight_decay, adjust_lr_fn="match_rms_adamw"
             )
             optimizer = Together(muon, optimizer)
+        self._groups = len(optimizer.param_groups)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: self.options.learning_rate_factor(step, self._progress(step))
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def optimizer_step(self, *arguments: Any, **options: Any) -> None:
-        super().optimizer_step(*arguments, **options)
-        self.average()
+    def peaks(self) -> list[float]:
+        return [self.options.learning_rate] * self._groups
 
     def average(self) -> None:
-        """Take the weights after a step into their average."""
         if self.averaged is not None:
             self.averaged.update_parameters(self.predictor)
-
-    def configure_gradient_clipping(
-        self,
-        optimizer: torch.optim.Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        whole = self.trainer.strategy.model
-        if gradient_clip_val is not None and isinstance(whole, FullyShardedDataParallel):
-            whole.clip_grad_norm_(gradient_clip_val)  # no process has all gradients, of which it is the norm
-        else:
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def _progress(self, step: int) -> float:
         by_steps = step / self.options.steps
@@ -307,14 +340,6 @@ def computed_texts(target: Target, batch: Batch, layers: Sequence[int], device: 
     hidden = compute_features(target, encoded, layers)
     texts = whole_texts(hidden, [each.input_ids for each in encoded], [each.loss_mask for each in encoded])
     return Texts(hidden, *(each.to(device) for each in texts[1:]))
-
-
-def set_peaks(schedule: torch.optim.lr_scheduler.LambdaLR, peaks: Sequence[float], step: int) -> None:
-    """The options' peak learning rates, one for each group of parameters, in place of a checkpoint's."""
-    if list(schedule.base_lrs) != list(peaks):
-        schedule.base_lrs = list(peaks)
-        for group, peak, factor in zip(schedule.optimizer.param_groups, peaks, schedule.lr_lambdas, strict=True):
-            group["lr"] = peak * factor(step)
 
 
 class Together(torch.optim.Optimizer):
