@@ -45,7 +45,7 @@ from shape.pace import Pace
 from shape.rules import Match, Rule
 from shape.stats import DecodeStats, Step
 from shape.target import Target
-from shape.verification.acceptance import match_on_device
+from shape.verification.acceptance import match
 from shape.verification.attention import grouped_queries
 from shape.verification.cache import KVArena
 from shape.verification.forward import Support, tree_masks
@@ -107,7 +107,7 @@ class FixedSampler(Sampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._visits = False
+        self.visits = False
         tokens = torch.arange(self.vocab_size, device=self.prompt_lengths.device)
         self._words = token_words(tokens)
         ends = torch.tensor(self.eos_token_ids, dtype=torch.long, device=tokens.device)
@@ -127,7 +127,7 @@ class FixedSampler(Sampler):
         return (scores + noise[rows, tree.depth]).argmax(-1)
 
     def _forbid_early_eos(
-        self, logits: Tensor, offset: Tensor | int, vocabulary: Tensor | None = None, rows: Tensor | None = None
+        self, logits: Tensor, offset: Tensor | int, vocabulary: Tensor | None = None, rows: Sequence[int] | None = None
     ) -> Tensor:
         if self.min_new_tokens == 0 or not self.eos_token_ids:
             return logits
@@ -203,6 +203,7 @@ class Grown(Proposer):
     def __init__(self, drafter: TrainedDrafter) -> None:
         self._drafter = copy(drafter)
         self._drafter.tree = tree = replace(drafter.tree, threshold=0.0)
+        self._drafter.on_host = False
         config = drafter.predictor.config
         self.depth = tree.depth if config.step_mode == "recursive" else min(tree.depth, config.num_steps)
         self.passes = self.depth
@@ -368,7 +369,7 @@ class Stage:
         drafted = proposer.draft(self.state, self.memory, lengths, self.root, sampler) if drafts else None
         tree = LaidOut.of(root_only(self.root) if drafted is None else drafted)
         states = self.forward(tree)
-        accepted = match_on_device(tree, sampler.choose(self.target.logits(states), tree))
+        accepted = match(tree, sampler.choose(self.target.logits(states), tree))
         deepest = proposer.depth + 1 if drafts else 1
         path, tokens, counts = accepted.path[:, :deepest], accepted.tokens[:, :deepest], accepted.counts
         proposed = (tree.parent >= 0).sum(1)

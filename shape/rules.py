@@ -2,6 +2,7 @@
 
 from abc import ABCMeta, abstractmethod
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from shape.drafters import Drafter, TrainedDrafter, TreeShape
 from shape.errors import ConfigError, UnsupportedGeneration
 from shape.target import Target
-from shape.verification.acceptance import Accepted, match, traverse, trs_lossy, typical_lossy
+from shape.verification.acceptance import Accepted, follow, match, traverse, trs_lossy, typical_lossy
 from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree
 
@@ -48,6 +49,13 @@ class Rule(metaclass=ABCMeta):
         return f"{self.name}({parameters})" if parameters else self.name
 
 
+def matched(tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
+    """Tokens stand while they are the target's own choice, which is made as suits the sampler."""
+    if sampler.visits:
+        return follow(tree, partial(sampler.choose_at, logits, tree))
+    return match(tree, sampler.choose(logits, tree))
+
+
 @dataclass(frozen=True)
 class Match(Rule):
     """Tokens stand while they are the target's own choice."""
@@ -56,7 +64,7 @@ class Match(Rule):
     same_for_every_draft = True
 
     def __call__(self, tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
-        return match(tree, sampler.choose(logits, tree))
+        return matched(tree, logits, sampler)
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,7 @@ class Rejection(Rule):
         return drafter
 
     def __call__(self, tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
-        return match(tree, sampler.choose(logits, tree))  # what stands is settled as the choice is made
+        return matched(tree, logits, sampler)  # what stands is settled as the choice is made
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,7 @@ class Traversal(Rejection):
 
     def __call__(self, tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
         if sampler.greedy:
-            return match(tree, sampler.choose(logits, tree))
+            return matched(tree, logits, sampler)
         p = sampler.tree_scores(logits, tree).softmax(-1)
         q = None if tree.log_q is None else tree.log_q.exp()
         return traverse(tree, p, q, sampler.coins(tree.size), sampler.residual_noise(p.shape[-1]))
@@ -115,7 +123,7 @@ class TypicalLossy(Rule):
 
     def __call__(self, tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
         if sampler.greedy:
-            return match(tree, sampler.choose(logits, tree))
+            return matched(tree, logits, sampler)
         scores = sampler.tree_scores(logits, tree)
         return typical_lossy(tree, scores.softmax(-1), sampler.pick(scores, tree), self.epsilon, self.delta)
 
@@ -158,7 +166,7 @@ class TrsLossy(Rule):
         log_p = sampler.tree_scores(logits, tree).log_softmax(-1)
         rows = torch.arange(log_p.shape[0], device=log_p.device)[:, None]
         node_log_p = log_p[rows, tree.parent.clamp(min=0), tree.tokens]
-        return trs_lossy(tree, node_log_p, sampler.choose(logits, tree), self.threshold)
+        return trs_lossy(tree, node_log_p, sampler.choose_roots(logits, tree), self.threshold)
 
 
 RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (Match, Rejection, Traversal, TypicalLossy, TrsLossy)}

@@ -158,9 +158,13 @@ class Target:
     def device(self) -> torch.device:
         """Where ids go in and states come out. The layers between may lie elsewhere: see ``device_map``."""
         # Between forwards accelerate keeps offloaded weights off the device that they compute on.
-        own = getattr(getattr(self._embedding, "_hf_hook", None), "execution_device", None)
-        tensors = chain(self._embedding.parameters(), self._embedding.buffers())
-        return next(tensors).device if own is None else torch.device(own)
+        own = getattr(vars(self._embedding).get("_hf_hook"), "execution_device", None)
+        if own is not None:
+            return torch.device(own)
+        weight = getattr(self._embedding, "weight", None)  # asked for at every step: no search where none is needed
+        if isinstance(weight, Tensor):
+            return weight.device
+        return next(chain(self._embedding.parameters(), self._embedding.buffers())).device
 
     @property
     def dtype(self) -> torch.dtype:

@@ -215,8 +215,7 @@ class _Odds:
     def at(
         cls, tree: TokenTree, logits: Tensor, sampler: Sampler, at: int, node: int, depth: int, before: list[int]
     ) -> "_Odds":
-        rows = torch.tensor([at], device=logits.device)
-        scores = sampler.scores(logits[rows, node], rows, depth, [before])[0]
+        scores = sampler.scores(logits[at, node][None], [at], depth, [before])[0]
         noise = draws = None
         if not sampler.greedy and sampler.coupled:
             noise = sampler.noise(depth, logits.shape[-1])[at]

@@ -1,23 +1,27 @@
 """The drafter of every trained predictor: trees grown step by step from what is known of each row."""
 
+from dataclasses import replace
 from math import log
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shape.drafters.base import Drafter, Settled, TreeShape
+from shape.drafters.growing import grow_by_depth
 from shape.errors import TargetMismatch
 from shape.network import Head, Known, MarkovBias, Predictor, Remembered, turns_ahead
 from shape.predictor import windows
 from shape.target import Target, TargetIdentity
 from shape.verification.cache import KVArena, LayerShape
 from shape.verification.sampling import Sampler, perturbed, token_words
-from shape.verification.tree import TokenTree, keep_best, root_only
+from shape.verification.tree import TokenTree, keep_best, ragged_tree, root_only
 
 _SLOTS = 256  # of the memory, at first
 _REHEARSED = 256  # known positions that a rehearsal attends to
 _EMBEDDED = 4096  # tokens whose embeddings are held at once
+_HOSTED = 8  # rows at most whose trees are grown on the host
 _TABLED = 2**24  # biases of tokens by tokens before them that are kept as a table
 
 
@@ -40,10 +44,13 @@ class TrainedDrafter(Drafter):
     Attributes:
         window: (B, W, F), the last known states of each row.
         arena: what known positions left (`Predictor.remember`), for networks that attend to them.
+        on_host: whether trees may be grown on the host, by turns with looking at scores. Set when the target is known:
+            where scores are the host's own.
     """
 
     window: Tensor
     arena: KVArena | None = None
+    on_host: bool = False
 
     def __init__(self, predictor: Predictor, tree: TreeShape | None = None) -> None:
         self.predictor = predictor
@@ -71,9 +78,13 @@ class TrainedDrafter(Drafter):
                 f"has {target.hidden_size}; train a predictor for this target"
             )
         self._target, self._device = target, self.predictor.device
+        self.on_host = self._device.type == "cpu"
         vocabulary, dtype = self.predictor.draft_vocabulary, self.predictor.dtype
         tokens = torch.arange(target.vocab_size, device=self._device) if vocabulary is None else vocabulary
         self._vocabulary, self._words = vocabulary, token_words(tokens)
+        if self.on_host:
+            self._tokens = tokens.tolist()
+            self._numbers = {token: number for number, token in enumerate(self._tokens)}
         apart = vocabulary is not None or self._device != target.device
         self._head: Head | None = target.head_of(tokens, dtype) if apart else None
         if self.predictor.heads is not None:
@@ -89,6 +100,8 @@ class TrainedDrafter(Drafter):
         """What the bias reads of every token, (K, rank), and where there are few tokens the biases, (K, K)."""
         self._reduced = torch.cat([markov.reduced(self._target.embed(some)) for some in tokens.split(_EMBEDDED)])
         self._biases = markov(self._reduced) if len(tokens) ** 2 <= _TABLED else None
+        if self._biases is not None and self.on_host:  # numpy has no smaller floats
+            self._biases = self._biases.to(torch.promote_types(self._biases.dtype, torch.float32))
 
     def _bias_after(self, candidates: Tensor) -> Tensor | None:
         """(B, M) numbers in the draft vocabulary -> (B, M, K); None without a Markov bias."""
@@ -112,7 +125,13 @@ class TrainedDrafter(Drafter):
             self.arena.set_lengths([len(text) - 1 for text in settled.texts])
 
     def update(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
-        self.take_in(tokens.to(self._device), hidden.to(self._device), counts.to(self._device))
+        tokens, hidden, counts = (given.to(self._device) for given in (tokens, hidden, counts))
+        if self.on_host and self.arena is None:  # ``take_in`` in fewer calls
+            known, size = torch.cat([self.window, hidden], dim=1), self.predictor.config.window
+            ends = zip(known, counts.tolist(), strict=True)
+            self.window = torch.stack([row[count : count + size] for row, count in ends])
+            return
+        self.take_in(tokens, hidden, counts)
         if self.arena is not None:
             pairs = zip(self.arena.host_lengths, counts.tolist(), strict=True)
             self.arena.set_lengths([length + count for length, count in pairs])
@@ -176,9 +195,12 @@ class TrainedDrafter(Drafter):
         self.passes = 0
         if depth == 0:
             return root_only(settled.root)
-        width, branching = self.tree.width, self.tree.branching or self.tree.width
         network, by_path = self.predictor, self.predictor.by_path
-        noise = sampler.foresee(depth, self._words, nodes=width)
+        apart = by_path or network.confidence is not None or sampler.draws or len(settled.root) > _HOSTED
+        if self.on_host and not apart:
+            return self._grown_on_host(settled.root, sampler, replace(self.tree, depth=depth))
+        width, branching = self.tree.width, self.tree.branching or self.tree.width
+        noise = sampler.foresee(depth, self._words, width, self._vocabulary)
 
         root = settled.root[:, None]
         rows = torch.arange(root.shape[0], device=root.device)[:, None]
@@ -236,6 +258,46 @@ class TrainedDrafter(Drafter):
                 carried = tuple(part[rows, parents] for part in carried)
         return self._tree(root, numbers, children, scores, branching, drawn)
 
+    def _grown_on_host(self, root: Tensor, sampler: Sampler, shape: TreeShape) -> TokenTree:
+        """The same where one prediction serves all nodes of a depth: all scores at hand, what is left is to choose."""
+        embedding, known = self._target.embed(root[:, None]), self._known(shape.depth)
+        carried = self.predictor.begin(known, embedding)
+        _, found = self._logits_of_all_depths(known, carried, embedding, shape.depth)
+        scores = sampler.draft_logits(found, torch.arange(shape.depth), self._vocabulary)
+        if not sampler.greedy:
+            scores = scores + sampler.ahead(shape.depth, self._words, self._vocabulary)
+        unbiased = scores.numpy()
+
+        def behind(n: int, tokens: list[list[int]]) -> np.ndarray:
+            if self.predictor.markov is None:
+                return unbiased[:, n : n + 1]
+            bias = self._root_bias(root, embedding) if n == 0 else self._biases_after(tokens)
+            biased = sampler.temper(bias)
+            biased += unbiased[:, n, None]
+            return biased
+
+        self.passes = shape.depth
+        grown = grow_by_depth(behind, len(root), shape)
+        if self._vocabulary is not None:
+            own = self._tokens
+            grown = [[(own[number], parent, joint) for number, parent, joint in drafted] for drafted in grown]
+        return ragged_tree(root, grown)
+
+    def _root_bias(self, root: Tensor, embedding: Tensor) -> np.ndarray:
+        """(B, 1, K): of most roots it is in the table."""
+        assert self.predictor.markov is not None
+        if self._biases is not None and all(token in self._numbers for token in root.tolist()):
+            return self._biases_after([[self._numbers[token]] for token in root.tolist()])
+        return self.predictor.markov(self.predictor.markov.reduced(embedding)).float().numpy()
+
+    def _biases_after(self, tokens: list[list[int]]) -> np.ndarray:
+        """``_bias_after`` on the host: (B, M) -> (B, M, K)."""
+        if self._biases is not None:
+            return self._biases.numpy()[tokens]
+        found = self._bias_after(torch.tensor(tokens))
+        assert found is not None
+        return found.float().numpy()
+
     def _tree(
         self,
         root: Tensor,
@@ -277,13 +339,13 @@ class TrainedDrafter(Drafter):
         known = Known(zeros(rows, 1, config.window, config.feature_size), memory, None, ahead)
         embedding = zeros(rows, 1, config.hidden_size)
         carried = network.begin(known, embedding)
-        if network.markov is not None:
+        if network.markov is not None and not (self.on_host and self._biases is not None):
             network.markov(network.markov.reduced(embedding))
         if not network.by_path:
             self._logits_of_all_depths(known, carried, embedding, passes)
         frontier = torch.zeros(rows, self.tree.width, dtype=torch.long, device=self._device)
         for n in range(passes):
-            if n > 0:
+            if n > 0 and self._biases is None:
                 self._bias_after(frontier)
             if not network.by_path:
                 continue

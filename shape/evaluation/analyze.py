@@ -50,7 +50,7 @@ from shape.store import Stored, eligible
 from shape.target import Target
 from shape.transport import Plan, optimal_acceptance, squared_distances
 from shape.transport import sinkhorn as entropic_plan
-from shape.verification.acceptance import match_on_device, reject_in_turn
+from shape.verification.acceptance import match, reject_in_turn
 from shape.verification.sampling import gumbel, row_keys, token_words
 from shape.verification.tree import TokenTree
 
@@ -478,7 +478,7 @@ def simulate(p: Tensor, q: Tensor, draws: int, seed: int) -> tuple[Tensor, Tenso
         tree = TokenTree(tokens, torch.zeros_like(tokens).index_fill(1, torch.tensor(0, device=p.device), -1))
         emitted = reject_in_turn(p, q, drawn[:, :drafts], uniforms[:, :drafts], residual)
         hits = (
-            match_on_device(tree, choices.expand(-1, drafts + 1)).drafted > 0,
+            match(tree, choices.expand(-1, drafts + 1)).drafted > 0,
             (drawn[:, :drafts] == emitted[:, None]).any(-1),
         )
         for rule, hit in enumerate(hits):

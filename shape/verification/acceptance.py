@@ -6,12 +6,15 @@ drawn from the distribution that they are told, or from none that they are told,
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from shape.verification.tree import TokenTree
+from shape.verification.tree import TokenTree, of_lists
+
+Choose = Callable[[list[int], list[int], list[list[int]]], list[int]]
 
 
 @dataclass(frozen=True)
@@ -37,45 +40,56 @@ def match(tree: TokenTree, choices: Tensor) -> Accepted:
 
     The output is a function of the target's choices alone, so it equals plain decoding with the same choices,
     whatever was proposed: choices are argmax(log p) when greedy and argmax(log p + g) with Gumbel noise g shared
-    by position when sampling (arXiv 2408.07978, 2506.05632).
+    by position when sampling (arXiv 2408.07978, 2506.05632). By operations of tensors alone, without a word to the
+    host; of equal siblings any is on the path.
 
     Args:
         choices: (B, N) int64, the target's choice of next token at every node.
     """
-    if tree.size == 1:  # plain decoding should not pay for trees
-        none = torch.zeros_like(choices)
-        return Accepted(none, none[:, 0] + 1, choices, none[:, 0])
-    return _walk(tree, choices) if choices.device.type == "cpu" else match_on_device(tree, choices)
-
-
-def match_on_device(tree: TokenTree, choices: Tensor) -> Accepted:
-    """``match`` by operations of tensors alone, without a word to the host; of equal siblings any is on the path."""
     agrees = choices.gather(1, tree.parent.clamp(min=0)) == tree.tokens
     last = tree.depth.masked_fill(~_reached(tree, agrees), -1).argmax(1)
     return _accept_path(tree, last, choices.gather(1, last[:, None]))
 
 
-def _walk(tree: TokenTree, choices: Tensor) -> Accepted:
-    """``match`` node by node: beside a CPU this takes a fraction of the time that calls of tensor operations take."""
-    paths, tokens = [], []
-    for proposed, parents, chosen in zip(tree.tokens.tolist(), tree.parent.tolist(), choices.tolist(), strict=True):
-        depths, deepest = {0: 0}, 0  # of the nodes that the choices lead to: equal siblings can be among them
-        for node, above in enumerate(parents):
-            if above in depths and proposed[node] == chosen[above]:
-                depths[node] = depths[above] + 1
-                if depths[node] > depths[deepest]:
-                    deepest = node
-        path = [deepest]
-        while path[-1] > 0:
-            path.append(parents[path[-1]])
-        path.reverse()
-        paths.append(path)
-        tokens.append([chosen[node] for node in path])
+def follow(tree: TokenTree, choose: Choose) -> Accepted:
+    """``match`` that asks for choices where they lead alone: what a choice costs is then paid once per emitted token.
+
+    Beside a CPU the walk takes a fraction of the time that calls of tensor operations take.
+
+    Args:
+        choose: gives the choices at one node of each of some rows, all of one depth, from the rows, the nodes and the
+            tokens of the paths to them.
+    """
+    proposed, parents = tree.tokens.tolist(), tree.parent.tolist()
+    tokens: list[list[int]] = [[] for _ in parents]
+    nodes = [[0] for _ in parents]  # where the choices lead: to several nodes, if there are equal siblings
+    going = list(range(len(parents)))
+    while going:
+        chosen = choose(going, [nodes[row][0] for row in going], [tokens[row] for row in going])
+        led = []
+        for row, token in zip(going, chosen, strict=True):
+            tokens[row].append(token)
+            pairs = enumerate(zip(parents[row], proposed[row], strict=True))
+            children = [node for node, (above, draft) in pairs if draft == token and above in nodes[row]]
+            if children:
+                nodes[row] = children
+                led.append(row)
+        going = led
+    paths = [_down_to(last, above) for (last, *_), above in zip(nodes, parents, strict=True)]
     longest = max(map(len, paths))
-    counts = torch.tensor([len(path) for path in paths])
-    padded = [[*row, *[0] * (longest - len(row))] for row in (*paths, *tokens)]
-    both = torch.tensor(padded).view(2, len(paths), longest)
-    return Accepted(both[0], counts, both[1], counts - 1)
+    # With the counts behind them, as one tensor.
+    kept = [[*path, *[0] * (longest - len(path)), len(path)] for path in paths]
+    emitted = [[*row, *[0] * (longest - len(row)), len(row) - 1] for row in tokens]
+    both = of_lists([kept, emitted], tree.tokens.device)
+    return Accepted(both[0, :, :-1], both[0, :, -1], both[1, :, :-1], both[1, :, -1])
+
+
+def _down_to(node: int, parents: list[int]) -> list[int]:
+    """The nodes from the root down to one."""
+    path = [node]
+    while path[-1] > 0:
+        path.append(parents[path[-1]])
+    return path[::-1]
 
 
 def reject_in_turn(p: Tensor, q: Tensor | None, candidates: Tensor, uniforms: Tensor, noise: Tensor) -> Tensor:
@@ -195,7 +209,7 @@ def typical_lossy(tree: TokenTree, p: Tensor, choices: Tensor, epsilon: float, d
     return _accept_path(tree, last, choices.gather(1, last[:, None]))
 
 
-def trs_lossy(tree: TokenTree, log_probs: Tensor, choices: Tensor, threshold: float) -> Accepted:
+def trs_lossy(tree: TokenTree, log_probs: Tensor, roots: Tensor, threshold: float) -> Accepted:
     """The paper's tree rejection sampling (section 3.3, appendix H). Lossy: the output is not the target's.
 
     Full root-to-leaf paths whose joint probability under the target is at least ``threshold`` times the best
@@ -205,7 +219,7 @@ def trs_lossy(tree: TokenTree, log_probs: Tensor, choices: Tensor, threshold: fl
     Args:
         log_probs: (B, N) float, log-probability of each node's token at its parent under the target; the root's is
             not looked at.
-        choices: (B, N) int64, the target's choice at every node (only the root's is used).
+        roots: (B,) int64, the target's choice at every root.
     """
     depth = tree.depth
     joint = _joint(tree, log_probs).masked_fill(depth < depth.amax(1, keepdim=True), float("-inf"))
@@ -215,7 +229,7 @@ def trs_lossy(tree: TokenTree, log_probs: Tensor, choices: Tensor, threshold: fl
     common = (tree.ancestors | ~kept[:, :, None]).all(1)
     # Distinct nodes with equal tokens do not exist in a k^N tree, so nodes stand for tokens.
     last = depth.masked_fill(~common, -1).argmax(1)
-    accepted = _accept_path(tree, last, choices[:, :1])
+    accepted = _accept_path(tree, last, roots[:, None])
     # The last node has not been through the target as a settled root yet: one kept cache row fewer than nodes.
     return replace(accepted, counts=accepted.drafted.clamp(min=1))
 

@@ -17,6 +17,7 @@ from transformers.masking_utils import sdpa_mask
 
 _NAME = "shape_grouped_sdpa"
 _STOCK = "sdpa"
+_ENTRY = "_attn_implementation_internal"
 # Given any of these, the stock function is asked: it knows what to make of them.
 _UNKNOWN = ("position_bias", "cache", "softcap", "output_attentions")
 
@@ -63,8 +64,15 @@ def grouped_queries(config: PretrainedConfig) -> Iterator[None]:
     if config._attn_implementation != _STOCK:
         yield
         return
-    config._attn_implementation = _NAME
+    _choose(config, _NAME)
     try:
         yield
     finally:
-        config._attn_implementation = _STOCK
+        _choose(config, _STOCK)
+
+
+def _choose(config: PretrainedConfig, name: str) -> None:
+    if _ENTRY in vars(config):  # what the property sets, without its visits, which every step would pay for
+        vars(config)[_ENTRY] = name
+    else:
+        config._attn_implementation = name

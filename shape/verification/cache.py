@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from shape.verification.tree import of_lists
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -139,7 +141,7 @@ class KVArena(Cache):
         self.host_lengths = lengths
         self.longest = max(lengths)
         self.uniform = min(lengths) == self.longest
-        self.lengths = torch.tensor(lengths, dtype=torch.long, device=self.device)
+        self.lengths = of_lists(lengths, self.device)
         self._slots: dict[tuple[int, torch.device], Tensor] = {}
 
     def slots(self, new: int, device: torch.device) -> Tensor:
@@ -165,7 +167,7 @@ class KVArena(Cache):
             if node != place
         ]
         if moves:
-            old, new = torch.tensor(moves).T
+            old, new = of_lists(moves, self.device).T
             for storage in self._storage.values():
                 tokens, device = storage.flatten(1, 2), storage.device
                 tokens.index_copy_(1, new.to(device), tokens.index_select(1, old.to(device)))

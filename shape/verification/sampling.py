@@ -9,33 +9,37 @@ argmax(log p + g) ~ p, so the sampled text is a function of prompt and noise alo
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from shape.verification.acceptance import reject_in_turn
-from shape.verification.tree import TokenTree
+from shape.verification.tree import TokenTree, root_only
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
 _MIX1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX2 = -7723592293110705685  # 0x94D049BB133111EB
-_AHEAD = 3  # depths of a tree for which noise is made at once
+_FEW = 8  # rows, each of whose noise is kept; of more all at once is made in less time
 # What noise beside the target's own is for; any different words will do.
 _DRAFTS, _COINS, _RESIDUALS = 0x6472616674, 0x636F696E73, 0x7265736964
 
+Array = TypeVar("Array", Tensor, np.ndarray)
 
-def mix(x: Tensor) -> Tensor:
+
+def mix(x: Array) -> Array:
     """The finaliser of splitmix64 (Steele et al. 2014) on int64; multiplication wraps as it does on uint64."""
     x = (x ^ _shift(x, 30)) * _MIX1
     x = (x ^ _shift(x, 27)) * _MIX2
     return x ^ _shift(x, 31)
 
 
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift (torch's is arithmetic)."""
-    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+def _shift(x: Array, bits: int) -> Array:
+    """Logical right shift (that of int64 is arithmetic)."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def row_keys(seed: int | Sequence[int], rows: int, samples: int = 1, device: torch.device | str = "cpu") -> Tensor:
@@ -77,10 +81,25 @@ def gumbel(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     Returns:
         (..., K) float32.
     """
-    # Counter and tokens are hashed each by itself; joining them takes one round more, in place: this is the bulk of the
-    # work, and a high bit depends on all bits of both.
-    x = (mix(keys + positions * _GOLDEN)[..., None] ^ tokens).mul_(_MIX1)
-    return to_gumbel(x.bitwise_xor_(_shift(x, 32)).mul_(_MIX2))
+    if keys.device.type != "cpu" or torch.compiler.is_compiling():
+        return to_gumbel(_hashed(keys, positions, tokens))
+    # The same words: numpy multiplies int64 in a tenth of the time that torch takes for it on a CPU.
+    return to_gumbel(torch.from_numpy(_hashed(keys.numpy(), positions.numpy(), tokens.numpy())))
+
+
+def _hashed(keys: Array, positions: Array, tokens: Array) -> Array:
+    """(..., K) words.
+
+    Counter and tokens are hashed each by itself; joining them takes one round more, in place: this is the bulk of the
+    work, and a high bit depends on all bits of both.
+    """
+    x = mix(keys + positions * _GOLDEN)[..., None] ^ tokens
+    x *= _MIX1
+    high = x >> 32
+    high &= 2**32 - 1
+    x ^= high
+    x *= _MIX2
+    return x
 
 
 def to_gumbel(words: Tensor) -> Tensor:
@@ -122,6 +141,30 @@ def best(scores: Tensor) -> Tensor:
     return torch.as_tensor(scores.detach().numpy().argmax(-1))
 
 
+class RowNoise:
+    """The target's own noise of one row, position after position, made once for the drafts and the choices there.
+
+    Args:
+        key: (1,) int64 from row_keys. vocab_size: V.
+    """
+
+    def __init__(self, key: Tensor, vocab_size: int) -> None:
+        self._key, self._words = key, _all_words(vocab_size, key.device)
+        self._first, self._held = 0, torch.empty(0, vocab_size)
+
+    def at(self, position: int, count: int) -> Tensor:
+        """(count, V) at ``position`` and on; what lies before is forgotten once more has to be made."""
+        end = self._first + len(self._held)
+        if not self._first <= position <= end:
+            self._first = end = position
+            self._held = self._held[:0]
+        if position + count > end:
+            fresh = gumbel(self._key, torch.arange(end, position + count), self._words)
+            kept = self._held[position - self._first :]
+            self._first, self._held = position, torch.cat([kept, fresh]) if len(kept) else fresh
+        return self._held[position - self._first :][:count]
+
+
 def _at_least_single(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -133,8 +176,12 @@ class Sampler:
     ``settle`` is called once per step; positions are then counted from the settled text: offset 0 is the first
     token after the root, chosen at the root.
 
+    Choices are made at the nodes that they lead to, one after the other (``choose_at``), or at all nodes at once
+    (``choose``), without a word to the host.
+
     Attributes:
         prompt_lengths: (B,) int64.
+        visits: whether to choose node after node, since looking at all would cost more or cannot be done.
         temperature: 0 means greedy: no noise.
         keys: (B,) int64 from row_keys, or None when greedy.
         warpers: transformers' processors that look at the scores alone, temperature among them.
@@ -155,13 +202,10 @@ class Sampler:
 
     def __post_init__(self) -> None:
         self.settle(self.prompt_lengths)
-        # Noise that was made in an earlier step, and the lengths of the texts it begins behind.
-        self._held: tuple[list[int], Tensor] | None = None
-        sorts = any(not isinstance(warper, TemperatureLogitsWarper) for warper in self.warpers)
-        # A sort of all nodes' scores can cost more than a small target's forward. Following the path instead waits
-        # for the device at every depth, which is free on a CPU alone.
+        # A CPU need not wait for itself; other devices would at every depth.
         on_cpu = self.prompt_lengths.device.type == "cpu"
-        self._visits = self.processors is not None or self.draws or (sorts and on_cpu)
+        self.visits = on_cpu or self.processors is not None or self.draws
+        self._rows: list[RowNoise] = []  # of few rows on a CPU, from the first choice on
 
     @property
     def greedy(self) -> bool:
@@ -190,6 +234,7 @@ class Sampler:
             processors=self.processors and tuple(self.processors[row] for row in kept),
         )
         chosen.settle(self._lengths[rows], [self._texts[row] for row in kept] if self._texts else ())
+        chosen._rows = [self._rows[row] for row in kept] if self._rows else []
         return chosen
 
     def to(self, device: torch.device) -> "Sampler":
@@ -209,40 +254,28 @@ class Sampler:
         """(B, V) Gumbel noise of the token at ``offset``, the target's own."""
         return self._noise_at([offset], _all_words(vocab_size, self._lengths.device))[:, 0]
 
-    def noise_ahead(self, depths: int, vocab_size: int) -> Tensor:
-        """(B, depths, V) of the target's own noise, at offsets 0 and on.
-
-        What was made for positions behind the accepted ones is kept for the next step, where all rows have gone on by
-        as much: it is about half of it.
-        """
-        starts = [len(text) for text in self._texts]
-        kept = self._kept(starts, vocab_size)
-        known = 0 if kept is None else kept.shape[1]
-        if kept is None or known < depths:
-            fresh = self._noise_at(range(known, depths), _all_words(vocab_size, self._lengths.device))
-            kept = fresh if kept is None else torch.cat([kept, fresh], dim=1)
-        self._held = (starts, kept) if starts else None
-        return kept[:, :depths]
-
-    def _kept(self, starts: list[int], vocab_size: int) -> Tensor | None:
-        """(B, any, V), noise at offsets 0 and on behind texts of these lengths."""
-        if self._held is None:
-            return None
-        before, noise = self._held
-        if len(before) != len(starts) or noise.shape[-1] != vocab_size:
-            return None
-        gone = {now - then for now, then in zip(starts, before, strict=True)}
-        on = gone.pop()
-        return noise[:, on:] if not gone and 0 <= on < noise.shape[1] else None
-
     def _noise_at(self, offsets: Sequence[int], words: Tensor) -> Tensor:
         """(B, len(offsets), K). At once, because many small tensors cost more than a large one."""
         assert self.keys is not None
         positions = self._lengths[:, None] + torch.tensor(offsets, device=words.device)
         return gumbel(self.keys[:, None].expand_as(positions), positions, words)
 
-    def foresee(self, depth: int, words: Tensor, nodes: int = 1) -> list[Tensor | None]:
-        """What ``perturbed`` adds at offsets 0 to ``depth`` - 1: noise for tokens of given words each.
+    def ahead(self, depth: int, words: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """(B, depth, K) of the target's own noise at offsets 0 and on, where drafts are coupled to its choices.
+
+        Args:
+            words: (K,), ``token_words`` of the tokens that it is for.
+            tokens: (K,) int64, these; None stands for all tokens in order.
+        """
+        if not self._rows:
+            return self._noise_at(range(depth), words)
+        found = [row.at(length, depth) for row, length in zip(self._rows, self._lengths.tolist(), strict=True)]
+        return torch.stack([row[:, : len(words)] if tokens is None else row.index_select(1, tokens) for row in found])
+
+    def foresee(
+        self, depth: int, words: Tensor, nodes: int = 1, tokens: Tensor | None = None
+    ) -> Sequence[Tensor | None]:
+        """What ``perturbed`` adds at offsets 0 to ``depth`` - 1: noise for some tokens each (see ``ahead``).
 
         It is the target's own, (B, 1, K), where drafts are coupled to its choices, and None when greedy. If not
         coupled, each of ``nodes`` nodes of a depth has its own, (B, nodes, K): draws must not depend on one another.
@@ -250,9 +283,9 @@ class Sampler:
         if self.greedy:
             return [None] * depth
         if self.coupled:
-            return list(self._noise_at(range(depth), words).split(1, dim=1))
+            return self.ahead(depth, words, tokens).split(1, dim=1)
         counters = torch.arange(depth * nodes, device=words.device)
-        return list(gumbel(self._step_words(_DRAFTS)[:, None], counters, words).split(nodes, dim=1))
+        return gumbel(self._step_words(_DRAFTS)[:, None], counters, words).split(nodes, dim=1)
 
     def draft_scores(
         self, logits: Tensor, offset: Tensor | int, noise: Tensor | None, vocabulary: Tensor | None = None
@@ -272,7 +305,7 @@ class Sampler:
         """
         return self.temper(self._forbid_early_eos(logits.float(), offset, vocabulary))
 
-    def temper(self, logits: Tensor) -> Tensor:
+    def temper(self, logits: Array) -> Array:
         """Logits, or what is added to them, over the temperature, where there is one."""
         return logits if self.temperature in (0.0, 1.0) else logits / self.temperature
 
@@ -290,16 +323,14 @@ class Sampler:
         return full
 
     def choose(self, logits: Tensor, tree: TokenTree) -> Tensor:
-        """The target's choice at every node that matters: argmax(log p + g), with p after all processors.
+        """The target's choice at every node: argmax(log p + g), with p after all warpers.
 
         Args:
             logits: (B, N, V), the target's logits. The choice at a node of depth d is for the token at offset d.
 
         Returns:
-            (B, N) int64; -1 at nodes that the target's own choices do not lead to, where they were not looked at.
+            (B, N) int64.
         """
-        if self._visits:
-            return self._choose_on_the_way(logits, tree)
         if self.greedy and not self.warpers:
             return best(_at_least_single(self._forbid_early_eos(logits, tree.depth)))
         return self.pick(self.tree_scores(logits, tree), tree)
@@ -308,11 +339,48 @@ class Sampler:
         """(B, N) int64: argmax(log p + g) at every node, of its ``tree_scores``."""
         if self.greedy:
             return best(scores)
-        if tree.size == 1:
-            return best(scores + self.noise_ahead(1, scores.shape[-1]))
-        noise = self.noise_ahead(int(tree.depth.max()) + 1, scores.shape[-1])
+        noise = self._noise_at(range(int(tree.depth.max()) + 1), _all_words(scores.shape[-1], scores.device))
         depths = torch.arange(tree.tokens.shape[0], device=scores.device)[:, None] * noise.shape[1] + tree.depth
         return best(scores + F.embedding(depths, noise.flatten(0, 1)))
+
+    def choose_roots(self, logits: Tensor, tree: TokenTree) -> Tensor:
+        """(B,) int64, the choice at every root, however choices are made; arguments as of ``choose``."""
+        if not self.visits:
+            return self.choose(logits[:, :1], root_only(tree.tokens[:, 0]))[:, 0]
+        rows = list(range(len(logits)))
+        return tree.tokens.new_tensor(self.choose_at(logits, tree, rows, [0] * len(rows), [[] for _ in rows]))
+
+    def choose_at(
+        self, logits: Tensor, tree: TokenTree, rows: list[int], nodes: list[int], paths: list[list[int]]
+    ) -> list[int]:
+        """The target's choice at one node of each of some rows, all of one depth (see ``acceptance.follow``).
+
+        Processors see each row's own text and run once per emitted token, as in plain decoding.
+
+        Args:
+            logits: (B, N, V), the target's.
+            paths: of each node the drafted tokens down to it.
+        """
+        offset = len(paths[0])
+        # A view where there is one row alone: indices from lists cost as much as the choice.
+        here = logits[:, nodes[0]] if len(logits) == 1 else logits[rows, nodes]
+        scores = self.scores(here, rows, offset, paths)
+        if self.draws:
+            return self._reject(scores, tree, rows, nodes, offset).tolist()
+        if not self.greedy:
+            scores = scores + self._own_noise(rows, offset, scores.shape[-1])
+        return scores.numpy().argmax(-1).tolist() if scores.device.type == "cpu" else scores.argmax(-1).tolist()
+
+    def _own_noise(self, rows: list[int], offset: int, vocab_size: int) -> Tensor:
+        """(R, V) of some rows at an offset, the target's own."""
+        assert self.keys is not None
+        if not self._rows and self.keys.device.type == "cpu" and len(self.keys) <= _FEW:
+            self._rows = [RowNoise(key, vocab_size) for key in self.keys.split(1)]
+        if not self._rows:
+            keys, positions = self.keys[rows], self._lengths[rows] + offset
+            return gumbel(keys, positions, _all_words(vocab_size, keys.device))
+        lengths = self._lengths.tolist()
+        return torch.cat([self._rows[row].at(lengths[row] + offset, 1) for row in rows])
 
     def tree_scores(self, logits: Tensor, tree: TokenTree) -> Tensor:
         """Scores (B, N, V) at every node after all processors; their softmax is p.
@@ -333,55 +401,21 @@ class Sampler:
                     if parent not in paths or found[row, parent, token].isneginf():
                         continue
                     paths[node] = [*paths[parent], token]
-                found[row, node] = self.scores(logits[here, node], here, len(paths[node]), [paths[node]])[0]
+                found[row, node] = self.scores(logits[here, node], [row], len(paths[node]), [paths[node]])[0]
         return found
 
-    def _choose_on_the_way(self, logits: Tensor, tree: TokenTree) -> Tensor:
-        """Only where the choices lead; processors see each row's own text and run once per emitted token, as in plain
-        decoding.
-        """
-        choices = torch.full_like(tree.tokens, -1)
-        proposed, parents = tree.tokens.tolist(), tree.parent.tolist()
-        rows, nodes = list(range(len(proposed))), [0] * len(proposed)
-        paths: list[list[int]] = [[] for _ in rows]
-        noise: Tensor | None = None
-        for offset in range(tree.size):
-            here = torch.tensor([rows, nodes], device=logits.device)
-            scores = self.scores(logits[here[0], here[1]], here[0], offset, [paths[row] for row in rows])
-            if self.greedy:
-                chosen = best(scores)
-            elif self.coupled:
-                if noise is None or offset == noise.shape[1]:  # several at once, but not all: most paths end before
-                    noise = self.noise_ahead(min(offset + _AHEAD, tree.size), logits.shape[-1])
-                chosen = best(scores + noise[here[0], offset])
-            else:
-                chosen = self._reject(scores, tree, here[0], here[1], offset)
-            choices[here[0], here[1]] = chosen
-            going = []
-            for row, node, token in zip(rows, nodes, chosen.tolist(), strict=True):
-                paths[row].append(token)
-                children = range(node + 1, tree.size)
-                child = next((at for at in children if parents[row][at] == node and proposed[row][at] == token), None)
-                if child is not None:
-                    going.append((row, child))
-            if not going:
-                break
-            rows, nodes = [row for row, _ in going], [node for _, node in going]
-        return choices
-
-    def scores(self, logits: Tensor, rows: Tensor, offset: int, paths: Sequence[Sequence[int]]) -> Tensor:
-        """Logits (R, V) at ``offset`` after all processors, given the tokens since the settled text of each row."""
+    def scores(self, logits: Tensor, rows: list[int], offset: int, paths: Sequence[Sequence[int]]) -> Tensor:
+        """Logits (R, V) of some rows at ``offset`` after all processors, given their tokens since the settled text."""
         scores = self._forbid_early_eos(logits, offset, rows=rows)
         if self.processors is None:
             return self.warp(scores)
-        return torch.cat(
-            [
-                self.processors[row](
-                    torch.tensor([[*self._texts[row], *path]], device=scores.device), one.float()[None]
-                )
-                for row, path, one in zip(rows.tolist(), paths, scores, strict=True)
-            ]
-        )
+        texts = ([[*self._texts[row], *path]] for row, path in zip(rows, paths, strict=True))
+        each = zip(rows, texts, scores.float(), strict=True)
+        found = [
+            self.processors[row](torch.tensor(text, device=scores.device), one[None])  # type: ignore[arg-type]
+            for row, text, one in each
+        ]
+        return torch.cat(found)
 
     def coins(self, nodes: int) -> Tensor:
         """(B, nodes) float64 in (0, 1), one to decide over each node of a tree where drafts are drawn."""
@@ -403,9 +437,9 @@ class Sampler:
         assert self.keys is not None
         return mix(mix(self.keys ^ purpose) + mix(self._lengths * _GOLDEN))
 
-    def _reject(self, scores: Tensor, tree: TokenTree, rows: Tensor, nodes: Tensor, offset: int) -> Tensor:
-        """Rejection sampling at one node per row, with the scores (R, V) there."""
-        children = tree.parent[rows] == nodes[:, None]
+    def _reject(self, scores: Tensor, tree: TokenTree, rows: list[int], nodes: list[int], offset: int) -> Tensor:
+        """Rejection sampling at one node of each of some rows, with the scores (R, V) there."""
+        children = tree.parent[rows] == torch.tensor(nodes, device=scores.device)[:, None]
         order = (
             children.int().sort(dim=1, descending=True, stable=True).indices[:, : max(1, int(children.sum(1).max()))]
         )
@@ -418,20 +452,22 @@ class Sampler:
 
     def warp(self, logits: Tensor) -> Tensor:
         """The warpers in order; what they cut off is -inf. (..., V) -> (..., V)."""
+        if not self.warpers:
+            return _at_least_single(logits)
         scores = _at_least_single(logits).flatten(0, -2)
         for warper in self.warpers:
             scores = warper(None, scores)  # type: ignore[arg-type]  # they do not look at the text
         return scores.view(logits.shape)
 
     def _forbid_early_eos(
-        self, logits: Tensor, offset: Tensor | int, vocabulary: Tensor | None = None, rows: Tensor | None = None
+        self, logits: Tensor, offset: Tensor | int, vocabulary: Tensor | None = None, rows: Sequence[int] | None = None
     ) -> Tensor:
         """(B, ..., V) logits with EOS out of reach at offsets (B, ...) where too few tokens were written before."""
         if self.min_new_tokens == 0 or not self.eos_token_ids:
             return logits
         emitted = self._lengths - self.prompt_lengths
         if rows is not None:
-            emitted = emitted[rows]
+            emitted = emitted[list(rows)]
         early = emitted.view(-1, *[1] * (logits.dim() - 2)) + offset < self.min_new_tokens
         if vocabulary is None:
             vocabulary = torch.arange(logits.shape[-1], device=logits.device)

@@ -95,6 +95,35 @@ def test_biases_from_a_table_are_those_that_are_computed(target, monkeypatch, ki
     assert not torch.equal(drafter.draft(settled, sampler).tokens, trees[0].tokens)
 
 
+SHAPES = [
+    TreeShape(depth=3, width=2),
+    TreeShape(depth=4, width=3, branching=2, nodes=5),
+    TreeShape(depth=2, width=1, branching=4, nodes=3),
+    TreeShape(depth=4, width=2, threshold=0.02),
+    TreeShape.full(3, 3),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("name", ["parallel", "medusa", "block", "shape with Markov bias", "no table"])
+def test_trees_grown_on_the_host_are_those_grown_on_a_device(target, monkeypatch, name, temperature, shape):
+    if name == "no table":
+        monkeypatch.setattr(trained, "_TABLED", 0)
+    kinds = {"parallel": {"kind": "shape", "step_mode": "parallel", "token_conditioning": "root"}}
+    kinds |= {"no table": RIVALS["shape with Markov bias"], "block": {"kind": "block", "markov_rank": 4}}
+    network = build(**(kinds | RIVALS | kinds)[name], loud=True)
+    drafter, settled, _ = begin(network, target, shape)
+    sampler = Sampler(settled.lengths - 1, temperature, keys=row_keys(0, 2) if temperature else None)
+    sampler.settle(settled.lengths)
+    assert drafter.on_host and not network.by_path
+    here = drafter.draft(settled, sampler)
+    drafter.on_host = False
+    there = drafter.draft(settled, sampler)
+    assert torch.equal(here.tokens, there.tokens) and torch.equal(here.parent, there.parent)
+    torch.testing.assert_close(here.joint[:, 1:], there.joint[:, 1:], check_dtype=False)
+
+
 def test_pruned_trees_keep_the_likeliest_nodes(target):
     network = predictor("recursive", "path")
     whole, settled, _ = begin(network, target, TreeShape(depth=3, width=3))

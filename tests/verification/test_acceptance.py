@@ -8,7 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shape.verification.acceptance import match, reject_in_turn, stop_chances, traverse, trs_lossy, typical_lossy
+from shape.verification.acceptance import (
+    follow,
+    match,
+    reject_in_turn,
+    stop_chances,
+    traverse,
+    trs_lossy,
+    typical_lossy,
+)
 from shape.verification.tree import TokenTree
 
 
@@ -41,12 +49,19 @@ def naive_walk(parent, tokens, choices) -> list[int]:
             return emitted
 
 
-@given(trees_with_choices())
-@settings(max_examples=300)
-def test_match_equals_a_walk(case):
+@given(trees_with_choices(), st.booleans())
+@settings(max_examples=500)
+def test_match_equals_a_walk(case, at_once):
     parent, tokens, choices = case
     tree = TokenTree(torch.tensor([tokens]), torch.tensor([parent]))
-    accepted = match(tree, torch.tensor([choices]))
+    asked: list[int] = []
+
+    def choose(rows, nodes, paths):
+        assert rows == [0] and paths[0] == naive_walk(parent, tokens, choices)[: len(asked)]
+        asked.append(nodes[0])
+        return [choices[nodes[0]]]
+
+    accepted = match(tree, torch.tensor([choices])) if at_once else follow(tree, choose)
     count = int(accepted.counts)
     assert accepted.tokens[0, :count].tolist() == naive_walk(parent, tokens, choices)
     assert int(accepted.drafted) == count - 1
@@ -56,8 +71,8 @@ def test_match_equals_a_walk(case):
 
 def test_padding_nodes_are_never_accepted():
     tree = TokenTree(torch.tensor([[5, 1, 1]]), torch.tensor([[-1, -1, -1]]))
-    accepted = match(tree, torch.tensor([[1, 1, 1]]))
-    assert accepted.counts.tolist() == [1] and accepted.tokens[0, 0] == 1
+    for accepted in (match(tree, torch.tensor([[1, 1, 1]])), follow(tree, lambda rows, nodes, paths: [1])):
+        assert accepted.counts.tolist() == [1] and accepted.tokens[0, 0] == 1
 
 
 def binary_tree(log_probs: list[float]) -> tuple[TokenTree, torch.Tensor]:
@@ -69,14 +84,14 @@ def binary_tree(log_probs: list[float]) -> tuple[TokenTree, torch.Tensor]:
 def test_trs_emits_the_common_prefix_of_good_paths():
     # Paths 1-3 and 1-4 are both within 0.8 of the best, so only their common token 1 is emitted.
     tree, log_probs = binary_tree([0, -0.1, -2.0, -0.70, -0.69, -0.7, -0.7])
-    accepted = trs_lossy(tree, log_probs, torch.full((1, 7), 9), threshold=0.8)
+    accepted = trs_lossy(tree, log_probs, torch.tensor([9]), threshold=0.8)
     assert accepted.tokens[0, : int(accepted.counts)].tolist() == [1]
     assert accepted.drafted.tolist() == [1] and accepted.path[0, 0] == 0
 
 
 def test_trs_emits_a_whole_path_that_stands_alone():
     tree, log_probs = binary_tree([0, -0.1, -2.0, -0.1, -2.5, -0.7, -0.7])
-    accepted = trs_lossy(tree, log_probs, torch.full((1, 7), 9), threshold=0.8)
+    accepted = trs_lossy(tree, log_probs, torch.tensor([9]), threshold=0.8)
     # Two tokens, of which the last is the next root: its own states are not settled.
     assert accepted.tokens[0, : int(accepted.counts)].tolist() == [1, 3]
     assert accepted.path[0, : int(accepted.counts)].tolist() == [0, 1]
@@ -84,7 +99,7 @@ def test_trs_emits_a_whole_path_that_stands_alone():
 
 def test_trs_makes_progress_when_good_paths_share_nothing():
     tree, log_probs = binary_tree([0, -0.7, -0.7, -0.1, -2.5, -0.1, -2.5])
-    accepted = trs_lossy(tree, log_probs, torch.full((1, 7), 9), threshold=0.8)
+    accepted = trs_lossy(tree, log_probs, torch.tensor([9]), threshold=0.8)
     assert accepted.tokens[0, : int(accepted.counts)].tolist() == [9]
     assert accepted.drafted.tolist() == [0]
 
@@ -93,16 +108,16 @@ def test_trs_never_emits_the_impossible():
     """Paths with a token of probability 0 are not kept, and do not hide those that are possible."""
     never = float("-inf")
     tree, log_probs = binary_tree([0, never, -0.1, -0.1, -0.2, never, -0.3])
-    accepted = trs_lossy(tree, log_probs, torch.full((1, 7), 9), threshold=0.8)
+    accepted = trs_lossy(tree, log_probs, torch.tensor([9]), threshold=0.8)
     assert accepted.tokens[0, : int(accepted.counts)].tolist() == [2, 6]
-    accepted = trs_lossy(tree, torch.full((1, 7), never), torch.full((1, 7), 9), threshold=0.8)
+    accepted = trs_lossy(tree, torch.full((1, 7), never), torch.tensor([9]), threshold=0.8)
     assert accepted.tokens[0, : int(accepted.counts)].tolist() == [9] and accepted.drafted.tolist() == [0]
 
 
 def test_trs_on_a_chain_emits_all_of_it_if_it_is_possible():
     tree = TokenTree(torch.tensor([[5, 1, 2]]), torch.tensor([[-1, 0, 1]]))
     for last, expected, drafted in ((-4.0, [1, 2], 2), (float("-inf"), [9], 0)):
-        accepted = trs_lossy(tree, torch.tensor([[0.0, -3.0, last]]), torch.full((1, 3), 9), threshold=0.8)
+        accepted = trs_lossy(tree, torch.tensor([[0.0, -3.0, last]]), torch.tensor([9]), threshold=0.8)
         assert accepted.tokens[0, : int(accepted.counts)].tolist() == expected
         assert accepted.drafted.tolist() == [drafted]
 

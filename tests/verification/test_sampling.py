@@ -1,6 +1,7 @@
 """Noise and choice: distribution, independence, and agreement with transformers' warpers."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from shape.verification.acceptance import follow, match
 from shape.verification.sampling import Sampler, best, gumbel, mix, row_keys, to_gumbel, token_words
 from shape.verification.tree import TokenTree, root_only
 
@@ -116,26 +118,28 @@ def warpers(temperature: float, top_k: int = 0, top_p: float = 1.0) -> tuple:
 
 @given(st.integers(0, 12), st.floats(0.05, 1.0), st.floats(0.2, 3.0), st.integers(0, 1000))
 def test_following_the_path_chooses_what_looking_everywhere_would(top_k, top_p, temperature, seed):
-    """Costly processors run along the path that the target takes only; there they choose the same."""
+    """Where to look at every node costs more than to wait, choices are made along the path; they are the same."""
     generator = torch.Generator().manual_seed(seed)
     tree = TokenTree(torch.randint(10, (3, 7), generator=generator), torch.tensor([-1, 0, 0, 1, 1, 2, 3]).expand(3, 7))
     logits = 3 * torch.randn(3, 7, 10, generator=generator)
+    for row in range(3):  # a choice is a function of the text, so nodes with equal text have equal logits
+        first: dict[tuple[int, ...], int] = {}
+        for node in range(7):
+            path = tuple(tree.tokens[row, tree.ancestors[row, node]].tolist())
+            logits[row, node] = logits[row, first.setdefault(path, node)]
     lengths = torch.tensor([4, 6, 9])
     chooser = sampler(prompt_lengths=lengths, temperature=temperature, warpers=warpers(temperature, top_k, top_p))
-    choices = chooser.choose(logits, tree)
+    assert chooser.visits
     noise = torch.stack([chooser.noise(offset, 10) for offset in range(4)], dim=1)
     everywhere = (chooser.warp(logits) + noise[torch.arange(3)[:, None], tree.depth]).argmax(-1)
-    assert (choices[:, 0] >= 0).all()
-    assert torch.equal(choices[choices >= 0], everywhere[choices >= 0])
-    accepted = (everywhere.gather(1, tree.parent.clamp(min=0)) == tree.tokens) & (tree.parent >= 0)
-    for row in range(3):  # a node is looked at if its path is chosen (of equal siblings the first one)
-        first = {(int(tree.parent[row, i]), int(tree.tokens[row, i])): i for i in reversed(range(1, 7))}
-        looked = {0}
-        for node in range(1, 7):
-            key = (int(tree.parent[row, node]), int(tree.tokens[row, node]))
-            if accepted[row, node] and key[0] in looked and first[key] == node:
-                looked.add(node)
-        assert looked == set((choices[row] >= 0).nonzero()[:, 0].tolist())
+    assert torch.equal(chooser.choose(logits, tree), everywhere)
+    assert torch.equal(chooser.choose_roots(logits, tree), everywhere[:, 0])
+    followed, looked = follow(tree, partial(chooser.choose_at, logits, tree)), match(tree, everywhere)
+    assert torch.equal(followed.counts, looked.counts) and torch.equal(followed.drafted, looked.drafted)
+    for row, count in enumerate(followed.counts.tolist()):
+        assert torch.equal(followed.tokens[row, :count], looked.tokens[row, :count])
+        path = followed.path[row, :count].tolist()
+        assert path[0] == 0 and tree.parent[row, path[1:]].tolist() == path[:-1]
 
 
 def test_processors_see_each_rows_own_text():
@@ -148,9 +152,10 @@ def test_processors_see_each_rows_own_text():
     chooser.settle(torch.tensor([2, 4]), [[5, 6], [1, 2, 7, 1]])
     scores = torch.tensor([0.0, 1.0, 9.0, 8.0, 7.0, 10.0, 1.0, 1.0])
     tree = TokenTree(torch.tensor([[6, 2, 3], [1, 3, 2]]), torch.tensor([[-1, 0, 1], [-1, 0, 1]]))
-    choices = chooser.choose(scores.expand(2, 3, 8), tree).tolist()
-    assert choices[0] == [2, 3, 4]  # 5 is in the text, then 2 on the path, then 3
-    assert choices[1] == [5, -1, -1]  # [1, 2] has been there, 5 has not; nothing follows it in the tree
+    accepted = follow(tree, partial(chooser.choose_at, scores.expand(2, 3, 8), tree))
+    assert accepted.counts.tolist() == [3, 1]
+    assert accepted.tokens[0].tolist() == [2, 3, 4]  # 5 is in the text, then 2 on the path, then 3
+    assert accepted.tokens[1, 0] == 5  # [1, 2] has been there, 5 has not; nothing follows it in the tree
 
 
 def test_drafts_see_the_targets_own_noise_and_only_that_of_their_vocabulary():
@@ -163,18 +168,28 @@ def test_drafts_see_the_targets_own_noise_and_only_that_of_their_vocabulary():
     assert not torch.equal(rejecting.foresee(1, token_words(some))[0], foreseen[0])
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 6)), min_size=1, max_size=5))
-def test_noise_kept_from_the_step_before_is_that_of_the_position(steps):
-    """Rows go on by as much or not, texts become shorter again in a conversation, and trees are of any depth."""
-    chooser = sampler(temperature=1.0, prompt_lengths=torch.tensor([4, 7]))
-    fresh = sampler(temperature=1.0, prompt_lengths=torch.tensor([4, 7]))
-    lengths = [4, 7]
-    for first, second, depths in steps:
-        lengths = [lengths[0] + first, lengths[1] + second] if second < 5 else [4, 7]
-        for each, texts in ((chooser, [[0] * length for length in lengths]), (fresh, [])):
-            each.settle(torch.tensor(lengths), texts)
-        found = chooser.noise_ahead(depths, 10)
-        assert found.shape == (2, depths, 10) and torch.equal(found, fresh.noise_ahead(depths, 10))
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 6), st.booleans()), min_size=1, max_size=6)
+)
+def test_noise_made_for_drafts_is_that_of_the_choices(steps):
+    """Rows go on by as much or not, lengths are set back, drafts look far ahead or not at all; rows leave."""
+    chooser, lengths = sampler(temperature=1.0, prompt_lengths=torch.tensor([4, 7, 5])), [4, 7, 5]
+    vocabulary, flat = torch.tensor([7, 3, 3000]), torch.zeros(3, 1, 5000)
+    roots = root_only(torch.zeros(3, dtype=torch.long))
+    chooser.choose_roots(flat, roots)
+    for first, second, depth, drafts in steps:
+        lengths = [lengths[0] + first, lengths[1] + second, lengths[2] + 1] if second < 5 else [4, 7, 5]
+        chooser.settle(torch.tensor(lengths), [[0] * length for length in lengths])
+        expected = torch.stack([chooser.noise(offset, 5000) for offset in range(depth)], dim=1)
+        if drafts:
+            assert torch.equal(chooser.ahead(depth, token_words(vocabulary), vocabulary), expected[..., vocabulary])
+            assert torch.equal(chooser.ahead(depth, words(5000)), expected)
+        for offset in range(depth):
+            path = [[0] * offset] * 3
+            chosen = chooser.choose_at(flat, roots, [0, 1, 2], [0, 0, 0], path)
+            assert chosen == expected[:, offset].argmax(-1).tolist()
+        some = chooser.select(torch.tensor([0, 2]))
+        assert some.choose_at(flat[:2], roots, [0, 1], [0, 0], [[], []]) == expected[[0, 2], 0].argmax(-1).tolist()
 
 
 def test_choices_follow_the_distribution():
@@ -276,13 +291,15 @@ def test_scores_at_every_node_are_those_along_its_own_path(temperature):
         expected = logits[row, node].clone()
         expected[4] = float("-inf") if len(text) < 4 else expected[4]
         assert torch.equal(scores[row, node], processors[row](torch.tensor([text]), expected[None])[0])
-    picked, chosen = chooser.pick(scores, tree), chooser.choose(logits, tree)
-    assert torch.equal(picked[chosen >= 0], chosen[chosen >= 0])
+    picked, accepted = chooser.pick(scores, tree), follow(tree, partial(chooser.choose_at, logits, tree))
+    assert torch.equal(chooser.choose_roots(logits, tree), picked[:, 0])
+    for row, count in enumerate(accepted.counts.tolist()):
+        assert torch.equal(picked[row, accepted.path[row, :count]], accepted.tokens[row, :count])
 
 
 def test_greedy_choices_leave_out_what_warpers_do():
-    """With or without a walk along the path, which only a processor that sorts would ask for."""
+    """Along the path and at all nodes at once."""
     chooser = sampler(warpers=(SuppressTokensLogitsProcessor([1], "cpu"),))
     logits = torch.tensor([[[0.0, 9.0, 5.0]]])
     tree = root_only(torch.zeros(1, dtype=torch.long))
-    assert chooser.choose(logits, tree).item() == 2 == chooser.pick(chooser.tree_scores(logits, tree), tree).item()
+    assert chooser.choose(logits, tree).item() == 2 == chooser.choose_roots(logits, tree).item()
