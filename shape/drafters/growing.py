@@ -81,9 +81,17 @@ def grow_by_depth(
                     drafted.append((child, parent, joint + share))
                     found.append((joint + share, len(drafted)))
             expanded[row] = sorted(found, key=itemgetter(0), reverse=True)[: shape.width]
-            tokens[row] = [drafted[number - 1][0] for _, number in expanded[row]]
         if shape.threshold > 0 and max(best for (best, _), *_ in expanded) < log(shape.threshold):
             break
+        if shape.nodes is not None:
+            # Children are no likelier than their parents: those that would not be kept are not looked for.
+            worth = max(_worth(nodes, drafted, shape.nodes) for nodes, drafted in zip(expanded, grown, strict=True))
+            if worth == 0:
+                break
+            expanded = [nodes[:worth] for nodes in expanded]
+        tokens = [
+            [drafted[number - 1][0] for _, number in nodes] for nodes, drafted in zip(expanded, grown, strict=True)
+        ]
     return grown if shape.nodes is None else [likeliest(drafted, shape.nodes) for drafted in grown]
 
 
@@ -102,6 +110,14 @@ def _likeliest(scores: np.ndarray, count: int) -> tuple[list[tuple[int, ...]], l
     totals = [value + log(more) for value, more in zip(values[0], mass.tolist(), strict=True)]
     shares = [[value - total for value in row] for row, total in zip(zip(*values, strict=True), totals, strict=True)]
     return list(zip(*numbers, strict=True)), shares
+
+
+def _worth(nodes: list[tuple[float, int]], drafted: Drafted, kept: int) -> int:
+    """How many of the nodes, the likeliest first, are likelier than the last that would be kept now."""
+    if len(drafted) < kept:
+        return len(nodes)
+    least = sorted((joint for _, _, joint in drafted), reverse=True)[kept - 1]
+    return sum(joint > least for joint, _ in nodes)
 
 
 def likeliest(drafted: Drafted, nodes: int) -> Drafted:
