@@ -103,7 +103,10 @@ class Predictor(PreTrainedModel):
         return []
 
     def begin(self, known: Known, root: Tensor | None) -> Carried:
-        """What a path carries from step to step, each (B, M, ...) for M = P; `root` is (B, P, H), x_t's embedding."""
+        """What a path carries from step to step, each (B, M, ...) for M = P; `root` is (B, P, H), x_t's embedding.
+
+        In step mode "parallel" it is the states of all steps and nothing else, (B, M, S, H).
+        """
         raise NotImplementedError
 
     def advance(self, known: Known, carried: Carried, embedding: Tensor | None, n: int) -> tuple[Tensor, Carried]:
@@ -112,7 +115,7 @@ class Predictor(PreTrainedModel):
         Args:
             embedding: (B, M, H) of x_{t+n}, the node's own token; None where no token is read.
         """
-        raise NotImplementedError
+        return carried[0][..., n, :], carried
 
     # -- what is made of it
 

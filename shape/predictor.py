@@ -219,7 +219,7 @@ class ShapePredictor(Predictor):
 
     def advance(self, known: Known, carried: Carried, embedding: Tensor | None, n: int) -> tuple[Tensor, Carried]:
         if self.config.step_mode == "parallel":
-            return carried[0][..., n, :], carried
+            return super().advance(known, carried, embedding, n)
         state = self.step(carried[0], embedding, n, known)
         return state, (roll(carried[0], state),)
 

@@ -60,9 +60,6 @@ class BlockPredictor(Predictor):
             x = layer(x, known.turns[:, :, 1 : steps + 1], memory, known.visible)
         return (scale(self.current(known)).unsqueeze(-2) * self.norm(x),)
 
-    def advance(self, known: Known, carried: Carried, embedding: Tensor | None, n: int) -> tuple[Tensor, Carried]:
-        return carried[0][..., n, :], carried
-
     def _layers(self) -> list["BlockLayer"]:
         return list(self.layers)  # type: ignore[arg-type]
 

@@ -33,8 +33,5 @@ class MedusaPredictor(Predictor):
         states = [current + size * nn.functional.silu(residual(seen)) for residual in self.residuals]
         return (torch.stack(states, dim=-2),)
 
-    def advance(self, known: Known, carried: Carried, embedding: Tensor | None, n: int) -> tuple[Tensor, Carried]:
-        return carried[0][..., n, :], carried
-
     def _std(self, module: nn.Linear) -> float:
         return 0.0 if module in self.residuals else super()._std(module)

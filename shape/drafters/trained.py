@@ -360,11 +360,14 @@ class TrainedDrafter(Drafter):
         self, known: Known, carried: tuple[Tensor, ...], root: Tensor, depth: int
     ) -> tuple[Tensor, Tensor]:
         """States (B, depth, H) and logits (B, depth, K) where one prediction per depth serves every path."""
-        states = []
-        for n in range(depth):
-            state, carried = self.predictor.advance(known, carried, root, n)
-            states.append(state)
-        found = torch.cat(states, dim=1)
+        if self.predictor.config.step_mode == "parallel":
+            found = carried[0][:, 0, :depth]
+        else:
+            states = []
+            for n in range(depth):
+                state, carried = self.predictor.advance(known, carried, root, n)
+                states.append(state)
+            found = torch.cat(states, dim=1)
         logits = self._logits(found)
         return found, self.predictor.couple(logits, self._reduced)
 
