@@ -81,18 +81,12 @@ def grow_by_depth(
                     drafted.append((child, parent, joint + share))
                     found.append((joint + share, len(drafted)))
             expanded[row] = sorted(found, key=itemgetter(0), reverse=True)[: shape.width]
+            tokens[row] = [drafted[number - 1][0] for _, number in expanded[row]]
         if shape.threshold > 0 and max(best for (best, _), *_ in expanded) < log(shape.threshold):
             break
-        if shape.nodes is not None:
-            # Children are no likelier than their parents: those that would not be kept are not looked for.
-            worth = max(_worth(nodes, drafted, shape.nodes) for nodes, drafted in zip(expanded, grown, strict=True))
-            if worth == 0:
-                break
-            expanded = [nodes[:worth] for nodes in expanded]
-        tokens = [
-            [drafted[number - 1][0] for _, number in nodes] for nodes, drafted in zip(expanded, grown, strict=True)
-        ]
-    return grown if shape.nodes is None else [likeliest(drafted, shape.nodes) for drafted in grown]
+    if shape.nodes is None:
+        return grown
+    return [renumbered(drafted, likeliest(drafted, shape.nodes)) for drafted in grown]
 
 
 def _likeliest(scores: np.ndarray, count: int) -> tuple[list[tuple[int, ...]], list[list[float]]]:
@@ -112,22 +106,15 @@ def _likeliest(scores: np.ndarray, count: int) -> tuple[list[tuple[int, ...]], l
     return list(zip(*numbers, strict=True)), shares
 
 
-def _worth(nodes: list[tuple[float, int]], drafted: Drafted, kept: int) -> int:
-    """How many of the nodes, the likeliest first, are likelier than the last that would be kept now."""
-    if len(drafted) < kept:
-        return len(nodes)
-    least = sorted((joint for _, _, joint in drafted), reverse=True)[kept - 1]
-    return sum(joint > least for joint, _ in nodes)
+def likeliest(drafted: Drafted, nodes: int) -> list[int]:
+    """Which nodes of a tree are the likeliest, counted from 0; with all parents, as these are no less likely."""
+    return sorted(sorted(range(len(drafted)), key=lambda at: -drafted[at][2])[:nodes])
 
 
-def likeliest(drafted: Drafted, nodes: int) -> Drafted:
-    """The likeliest nodes of a tree whose joint log-probabilities do not rise from parent to child; it stays a tree."""
-    if nodes >= len(drafted):
-        return drafted
-    order = sorted(range(len(drafted)), key=lambda at: -drafted[at][2])[:nodes]
-    kept = [drafted[at] for at in sorted(order)]
-    number = {0: 0} | {at + 1: new for new, at in enumerate(sorted(order), 1)}
-    return [(token, number[parent], joint) for token, parent, joint in kept]
+def renumbered(drafted: Drafted, kept: list[int]) -> Drafted:
+    """The tree of these nodes alone, whose parents are among them."""
+    place = {0: 0} | {at + 1: new for new, at in enumerate(kept, 1)}
+    return [(drafted[at][0], place[drafted[at][1]], drafted[at][2]) for at in kept]
 
 
 class Paths:

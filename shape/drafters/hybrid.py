@@ -9,6 +9,7 @@ from time import perf_counter
 from torch import Tensor
 
 from shape.drafters.base import Drafter, Settled
+from shape.drafters.growing import likeliest, renumbered
 from shape.drafters.worth import NODE, Calibration, Times, Worth
 from shape.target import Target
 from shape.verification.sampling import Sampler
@@ -273,7 +274,6 @@ class _Proposal:
 
     def best(self, count: int) -> tuple[Drafted, list[list[int]]]:
         """The likeliest nodes, parents first, and each one's sources."""
-        order = sorted(range(1, len(self.nodes) + 1), key=lambda number: -self.nodes[number - 1].joint)[:count]
-        place = {0: 0} | {number: new for new, number in enumerate(sorted(order), 1)}
-        kept = [self.nodes[number - 1] for number in sorted(order)]
-        return [(node.token, place[node.parent], node.joint) for node in kept], [sorted(node.claims) for node in kept]
+        drafted = [(node.token, node.parent, node.joint) for node in self.nodes]
+        kept = likeliest(drafted, count)
+        return renumbered(drafted, kept), [sorted(self.nodes[at].claims) for at in kept]

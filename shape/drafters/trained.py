@@ -125,25 +125,23 @@ class TrainedDrafter(Drafter):
             self.arena.set_lengths([len(text) - 1 for text in settled.texts])
 
     def update(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
-        tokens, hidden, counts = (given.to(self._device) for given in (tokens, hidden, counts))
-        if self.on_host and self.arena is None:  # ``take_in`` in fewer calls
-            known, size = torch.cat([self.window, hidden], dim=1), self.predictor.config.window
-            ends = zip(known, counts.tolist(), strict=True)
-            self.window = torch.stack([row[count : count + size] for row, count in ends])
-            return
-        self.take_in(tokens, hidden, counts)
+        self.take_in(tokens.to(self._device), hidden.to(self._device), counts.to(self._device))
         if self.arena is not None:
             pairs = zip(self.arena.host_lengths, counts.tolist(), strict=True)
             self.arena.set_lengths([length + count for length, count in pairs])
 
     def take_in(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
-        """``update`` without a word to the host: the memory's lengths are left for the caller to move on."""
+        """``update`` without a word to another host: the memory's lengths are left for the caller to move on."""
         known = torch.cat([self.window, hidden], dim=1)
         size = self.predictor.config.window
         if self.arena is not None:
             self._remember(tokens, known[:, size - 1 :])
-        rows = torch.arange(len(known), device=self._device)[:, None]
-        self.window = known[rows, counts[:, None] + torch.arange(size, device=self._device)]
+        if self.on_host:  # in fewer calls
+            pairs = zip(known, counts.tolist(), strict=True)
+            self.window = torch.stack([row[count : count + size] for row, count in pairs])
+        else:
+            rows = torch.arange(len(known), device=self._device)[:, None]
+            self.window = known[rows, counts[:, None] + torch.arange(size, device=self._device)]
 
     def select(self, rows: Tensor) -> None:
         rows = rows.to(self._device)
@@ -196,24 +194,23 @@ class TrainedDrafter(Drafter):
         if depth == 0:
             return root_only(settled.root)
         network, by_path = self.predictor, self.predictor.by_path
-        apart = by_path or network.confidence is not None or sampler.draws or len(settled.root) > _HOSTED
-        if self.on_host and not apart:
-            return self._grown_on_host(settled.root, sampler, replace(self.tree, depth=depth))
         width, branching = self.tree.width, self.tree.branching or self.tree.width
-        noise = sampler.foresee(depth, self._words, width, self._vocabulary)
 
         root = settled.root[:, None]
-        rows = torch.arange(root.shape[0], device=root.device)[:, None]
-        # The frontier: nodes expanded next, with numbers, joint log-probabilities, embeddings and what they carry.
-        number = torch.zeros_like(root)
-        joint = torch.zeros(root.shape, device=root.device)
-        embedding, known, nodes = self._target.embed(root), self._known(depth), 1
-        bias = None if network.markov is None else network.markov(network.markov.reduced(embedding))
+        embedding, known = self._target.embed(root), self._known(depth)
         carried = network.begin(known, embedding)
         if not by_path:
             all_states, found = self._logits_of_all_depths(known, carried, embedding, depth)
             offsets = torch.arange(depth, device=root.device)
             all_logits = sampler.draft_logits(found, offsets, self._vocabulary)
+            if self.on_host and len(root) <= _HOSTED and network.confidence is None and not sampler.draws:
+                return self._grown_on_host(settled.root, embedding, all_logits, sampler)
+        rows = torch.arange(root.shape[0], device=root.device)[:, None]
+        noise = sampler.foresee(depth, self._words, width, self._vocabulary)
+        # The frontier: nodes expanded next, with numbers, joint log-probabilities, embeddings and what they carry.
+        number, nodes = torch.zeros_like(root), 1
+        joint = torch.zeros(root.shape, device=root.device)
+        bias = None if network.markov is None else network.markov(network.markov.reduced(embedding))
         # Of every depth: what was expanded, its best children, and their joint log-probabilities.
         numbers, children, scores = [], [], []
         drawn: list[Tensor] = []
@@ -258,15 +255,16 @@ class TrainedDrafter(Drafter):
                 carried = tuple(part[rows, parents] for part in carried)
         return self._tree(root, numbers, children, scores, branching, drawn)
 
-    def _grown_on_host(self, root: Tensor, sampler: Sampler, shape: TreeShape) -> TokenTree:
-        """The same where one prediction serves all nodes of a depth: all scores at hand, what is left is to choose."""
-        embedding, known = self._target.embed(root[:, None]), self._known(shape.depth)
-        carried = self.predictor.begin(known, embedding)
-        _, found = self._logits_of_all_depths(known, carried, embedding, shape.depth)
-        scores = sampler.draft_logits(found, torch.arange(shape.depth), self._vocabulary)
+    def _grown_on_host(self, root: Tensor, embedding: Tensor, logits: Tensor, sampler: Sampler) -> TokenTree:
+        """The same from the logits of all depths, (B, depth, K), of which each serves all nodes of its depth.
+
+        Args:
+            embedding: (B, 1, H), the root's.
+        """
+        depth = logits.shape[1]
         if not sampler.greedy:
-            scores = scores + sampler.ahead(shape.depth, self._words, self._vocabulary)
-        unbiased = scores.numpy()
+            logits = logits + sampler.ahead(depth, self._words, self._vocabulary)
+        unbiased = logits.numpy()
 
         def behind(n: int, tokens: list[list[int]]) -> np.ndarray:
             if self.predictor.markov is None:
@@ -276,8 +274,8 @@ class TrainedDrafter(Drafter):
             biased += unbiased[:, n, None]
             return biased
 
-        self.passes = shape.depth
-        grown = grow_by_depth(behind, len(root), shape)
+        self.passes = depth
+        grown = grow_by_depth(behind, len(root), replace(self.tree, depth=depth))
         if self._vocabulary is not None:
             own = self._tokens
             grown = [[(own[number], parent, joint) for number, parent, joint in drafted] for drafted in grown]

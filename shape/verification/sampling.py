@@ -40,7 +40,9 @@ def mix(x: Array) -> Array:
 
 def _shift(x: Array, bits: int) -> Array:
     """Logical right shift (that of int64 is arithmetic)."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    x = x >> bits
+    x &= (1 << (64 - bits)) - 1
+    return x
 
 
 def row_keys(seed: int | Sequence[int], rows: int, samples: int = 1, device: torch.device | str = "cpu") -> Tensor:
@@ -96,9 +98,7 @@ def _hashed(keys: Array, positions: Array, tokens: Array) -> Array:
     """
     x = mix(keys + positions * _GOLDEN)[..., None] ^ tokens
     x *= _MIX1
-    high = x >> 32
-    high &= 2**32 - 1
-    x ^= high
+    x ^= _shift(x, 32)
     x *= _MIX2
     return x
 
@@ -375,7 +375,7 @@ class Sampler:
             return self._reject(scores, tree, rows, nodes, offset).tolist()
         if not self.greedy:
             scores = scores + self._own_noise(rows, offset, tree.size, scores.shape[-1])
-        return scores.numpy().argmax(-1).tolist() if scores.device.type == "cpu" else scores.argmax(-1).tolist()
+        return best(scores).tolist()
 
     def _own_noise(self, rows: list[int], offset: int, nodes: int, vocab_size: int) -> Tensor:
         """(R, V) of some rows at an offset, the target's own; of few rows it is made for paths of so many nodes."""

@@ -112,7 +112,7 @@ def test_trees_grown_on_the_host_are_those_grown_on_a_device(target, monkeypatch
         monkeypatch.setattr(trained, "_TABLED", 0)
     kinds = {"parallel": {"kind": "shape", "step_mode": "parallel", "token_conditioning": "root"}}
     kinds |= {"no table": RIVALS["shape with Markov bias"], "block": {"kind": "block", "markov_rank": 4}}
-    network = build(**(kinds | RIVALS | kinds)[name], loud=True)
+    network = build(**(RIVALS | kinds)[name], loud=True)
     drafter, settled, _ = begin(network, target, shape)
     sampler = Sampler(settled.lengths - 1, temperature, keys=row_keys(0, 2) if temperature else None)
     sampler.settle(settled.lengths)

@@ -64,6 +64,7 @@ def test_match_equals_a_walk(case, at_once):
     accepted = match(tree, torch.tensor([choices])) if at_once else follow(tree, choose)
     count = int(accepted.counts)
     assert accepted.tokens[0, :count].tolist() == naive_walk(parent, tokens, choices)
+    assert at_once or len(asked) == count  # nowhere else
     assert int(accepted.drafted) == count - 1
     path = accepted.path[0, :count].tolist()
     assert path[0] == 0 and [parent[node] for node in path[1:]] == path[:-1]

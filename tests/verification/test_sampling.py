@@ -302,4 +302,5 @@ def test_greedy_choices_leave_out_what_warpers_do():
     chooser = sampler(warpers=(SuppressTokensLogitsProcessor([1], "cpu"),))
     logits = torch.tensor([[[0.0, 9.0, 5.0]]])
     tree = root_only(torch.zeros(1, dtype=torch.long))
-    assert chooser.choose(logits, tree).item() == 2 == chooser.choose_roots(logits, tree).item()
+    assert chooser.choose(logits, tree).item() == 2 == chooser.pick(chooser.tree_scores(logits, tree), tree).item()
+    assert chooser.choose_roots(logits, tree).item() == 2
