@@ -63,6 +63,8 @@ class BenchOptions:
         seed: of the sampling.
         dtype: of the target, for example float32 or bfloat16; default: its checkpoint's.
         device_map: where the target is put, for example cpu, cuda or auto; in YAML also a device for each part.
+        prepacked: weights in the layout of the CPU's matrix kernels, for all methods (see `shape.prepack`); default:
+            where there is room.
         draft_device: where the predictors draft, for example cuda:1 or cpu; default: beside the target.
         tree: shape of the predictors' token trees; default: each predictor's own.
         lookahead: of smaller models that draft: adaptive, cost, or a number of tokens.
@@ -89,6 +91,7 @@ class BenchOptions:
     seed: int = 0
     dtype: str | None = None
     device_map: str | dict[str, str | int] | None = None
+    prepacked: bool | None = None
     draft_device: str | None = None
     tree: TreeShape | None = None
     lookahead: str = "adaptive"
@@ -163,7 +166,11 @@ def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
         ConfigError: a name given twice, or an unknown drafter.
     """
     predictors = named_predictors(options.predictor)
-    place: dict[str, Any] = {"dtype": options.dtype, "device_map": options.device_map}
+    place: dict[str, Any] = {
+        "dtype": options.dtype,
+        "device_map": options.device_map,
+        "prepacked": options.prepacked,
+    }
     if options.target is not None:
         target = Target.load(options.target, **place)
     else:
@@ -190,7 +197,11 @@ def _drafters(
         smaller = {label: folder for label, folder in predictors.items() if is_language_model(folder)}
         if not smaller:
             raise ConfigError(f"method {name} needs a smaller language model; give one with --predictor NAME=DIR")
-        place: dict[str, Any] = {"dtype": options.dtype, "device_map": options.draft_device or options.device_map}
+        place: dict[str, Any] = {
+            "dtype": options.dtype,
+            "device_map": options.draft_device or options.device_map,
+            "prepacked": options.prepacked,
+        }
         return {f"{name} by {label}": Assisted(Target.load(folder, **place)) for label, folder in smaller.items()}
     if name == "plain":
         return {name: None}
@@ -206,6 +217,7 @@ def _drafters(
             drafter=[own if part == "shape" else part for part in parts],
             lookahead=options.lookahead,
             pack=options.pack,
+            prepacked=options.prepacked,
         )
         found["+".join(label if part == "shape" else part for part in parts)] = decoder.drafter
     return found

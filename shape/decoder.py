@@ -25,6 +25,7 @@ from shape.loop import Memory, Row, decode
 from shape.network import Predictor
 from shape.pace import Experience, Pace
 from shape.pipeline import DraftingPipeline
+from shape.prepack import prepack
 from shape.request import Prepared, Request
 from shape.rules import Rule, make_rule
 from shape.stats import DecodeStats
@@ -109,6 +110,7 @@ class ShapeDecoder:
         graphs: bool | FixedSteps = False,
         lookahead: str | int | Lookahead = "adaptive",
         pack: str | Path | None = None,
+        prepacked: bool | None = None,
         **hub: Any,
     ) -> "ShapeDecoder":
         """A decoder from an exported predictor, from a target and the name of a drafter, or both.
@@ -130,6 +132,7 @@ class ShapeDecoder:
                 beside a predictor come before it.
             lookahead: of a smaller LM: "adaptive", "cost", a number of tokens, or one's own (see
                 ``shape.drafters.model``).
+            prepacked: see ``Target.load``; for the predictor too.
             hub: revision, token, cache_dir and the like, for a predictor from the hub.
 
         Raises:
@@ -161,13 +164,14 @@ class ShapeDecoder:
             target = target or _target_of(network, predictor)
         if target is None:
             raise ConfigError(f"{predictor} is a language model, which drafts for any with its tokens: give a target")
-        loaded = Target.load(target, tokenizer=tokenizer, dtype=dtype, device_map=device_map)
+        loaded = Target.load(target, tokenizer=tokenizer, dtype=dtype, device_map=device_map, prepacked=prepacked)
         where = device or loaded.device
         if network is not None and trained:
             network = network.to(where, _draft_dtype(loaded, where))  # type: ignore[arg-type]
+            prepack(network, prepacked)
             given["shape"] = TrainedDrafter(network, tree)
         elif predictor is not None and trained:
-            small = Target.load(predictor, dtype=_draft_dtype(loaded, where), device_map=where)
+            small = Target.load(predictor, dtype=_draft_dtype(loaded, where), device_map=where, prepacked=prepacked)
             given["model"] = ModelDrafter(small, make_lookahead(lookahead))
         chosen = make_drafter(name or "+".join(given) or "none", given)
         return cls(loaded, chosen, fall_back=fall_back, graphs=graphs)

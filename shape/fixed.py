@@ -45,7 +45,7 @@ from shape.pace import Pace
 from shape.rules import Match, Rule
 from shape.stats import DecodeStats, Step
 from shape.target import Target
-from shape.verification.acceptance import match
+from shape.verification.acceptance import match_on_device
 from shape.verification.attention import grouped_queries
 from shape.verification.cache import KVArena
 from shape.verification.forward import Support, tree_masks
@@ -369,7 +369,7 @@ class Stage:
         drafted = proposer.draft(self.state, self.memory, lengths, self.root, sampler) if drafts else None
         tree = LaidOut.of(root_only(self.root) if drafted is None else drafted)
         states = self.forward(tree)
-        accepted = match(tree, sampler.choose(self.target.logits(states), tree))
+        accepted = match_on_device(tree, sampler.choose(self.target.logits(states), tree))
         deepest = proposer.depth + 1 if drafts else 1
         path, tokens, counts = accepted.path[:, :deepest], accepted.tokens[:, :deepest], accepted.counts
         proposed = (tree.parent >= 0).sum(1)

@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache
 
 from shape import bundled
 from shape.errors import ConfigError, DataError, UnsupportedTarget
+from shape.prepack import PrepackedForward, linear, prepack
 
 # Encoded by every tokenizer into its identity: vocabularies can be equal where the merges differ.
 _TOKENIZER_PROBE = "The 3 quick  brown foxes, 1,024 émigrés & 東京\n\tdef f(x): return x**2 <|im_start|> </s>"
@@ -98,6 +99,7 @@ class Target:
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
         # What the probe found out (verification.forward.Support); kept here so that it runs once per target.
         self.support: Any = None
+        self.prepacked = False  # whether layers use weights laid out for the CPU: see `shape.prepack`
         self.sharded = False  # over processes, which then have to run every layer together: see `shape.sharding`
 
     @classmethod
@@ -109,6 +111,7 @@ class Target:
         dtype: str | torch.dtype | None = None,
         device_map: Any = None,
         trust_remote_code: bool = False,
+        prepacked: bool | None = None,
     ) -> "Target":
         """The target from a path, a hub id, the name of a bundled checkpoint, or a model at hand.
 
@@ -118,6 +121,9 @@ class Target:
         Args:
             dtype: "float32", "bfloat16", ... ; None keeps the checkpoint's own.
             device_map: as in transformers: a device, "auto", or a device for each part; also offloading.
+            prepacked: on a CPU, use copies of the weights in the layout of its matrix kernels, which takes memory and
+                makes forwards over a few tokens up to four times as fast (see ``shape.prepack``); None does so where
+                memory allows it, for models that are loaded here.
 
         Raises:
             UnsupportedTarget: when nothing can be loaded from there.
@@ -125,7 +131,9 @@ class Target:
         if isinstance(target, Target):
             return target
         if isinstance(target, PreTrainedModel):
-            return cls(target, tokenizer)
+            given = cls(target, tokenizer)
+            given.prepacked = prepack(target, prepacked or False)  # it is its owner's to say so
+            return given
         where = bundled.resolve(str(target))
         try:
             config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
@@ -152,7 +160,9 @@ class Target:
                 tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
             except (OSError, ValueError, TypeError):
                 tokenizer = None  # ids in, ids out; rendering text then raises with the reason
-        return cls(model, tokenizer, name=str(target))
+        loaded = cls(model, tokenizer, name=str(target))
+        loaded.prepacked = prepack(model, prepacked)
+        return loaded
 
     @property
     def device(self) -> torch.device:
@@ -179,11 +189,13 @@ class Target:
 
     @property
     def precision(self) -> str:
-        """For reports: the dtype of states, and who quantised the weights where the model says so."""
+        """For reports: the dtype of states, and who quantised the weights where the model says so; or prepacked."""
         dtype = str(self.dtype).removeprefix("torch.")
         how = getattr(self.model.config, "quantization_config", None)
         method = how.get("quant_method") if isinstance(how, dict) else getattr(how, "quant_method", None)
-        return dtype if method is None else f"{dtype}, quantised by {getattr(method, 'value', method)}"
+        if method is None:
+            return f"{dtype}, prepacked" if self.prepacked else dtype
+        return f"{dtype}, quantised by {getattr(method, 'value', method)}"
 
     @cached_property
     def eos_token_ids(self) -> list[int]:
@@ -254,7 +266,8 @@ class Target:
         """A copy of the output embedding for some tokens, (K,) int64, on their device: (..., H) -> (..., K)."""
         weight, bias = self._head_rows(tokens.to(self.device))
         bias = None if bias is None else bias.to(tokens.device, dtype)
-        return partial(F.linear, weight=weight.to(tokens.device, dtype), bias=bias)
+        weight = weight.to(tokens.device, dtype)
+        return PrepackedForward(linear(weight, bias)) if self.prepacked else partial(F.linear, weight=weight, bias=bias)
 
     @torch.no_grad()
     def output_rows(self, tokens: Tensor | None = None) -> Tensor:

@@ -338,7 +338,12 @@ def prepare(runs: Sequence[TrainOptions], home: Place) -> Material:
         ConfigError, DataError, UnsupportedTarget, FeatureStoreError: what cannot be trained on.
     """
     options = runs[0]
-    target = Target.load(options.target, dtype=options.target_dtype, trust_remote_code=options.trust_remote_code)
+    target = Target.load(
+        options.target,
+        dtype=options.target_dtype,
+        trust_remote_code=options.trust_remote_code,
+        prepacked=False if options.shard_target else None,
+    )
     if target.tokenizer is None:
         raise DataError(f"target {target.name} has no tokenizer, and conversations are text; put one into its folder")
     for run in runs:

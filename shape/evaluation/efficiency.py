@@ -277,6 +277,7 @@ class EfficiencyOptions:
         batches: numbers of rows.
         drafters: measured beside the predictor.
         device_map: where the target is put.
+        prepacked: weights in the layout of the CPU's matrix kernels (see `shape.prepack`); default: if there is room.
         label: heading of the table.
     """
 
@@ -291,6 +292,7 @@ class EfficiencyOptions:
     batches: list[int] = field(default_factory=lambda: [1])
     drafters: list[str] = field(default_factory=lambda: ["ngram"])
     device_map: str | None = None
+    prepacked: bool | None = None
     label: str = ""
 
 
@@ -304,7 +306,11 @@ def run(options: EfficiencyOptions) -> list[Case]:
     for dtype in options.dtypes:
         predictor = None if options.predictor == "none" else options.predictor
         decoder = ShapeDecoder.from_pretrained(
-            predictor, target=options.target, dtype=dtype, device_map=options.device_map
+            predictor,
+            target=options.target,
+            dtype=dtype,
+            device_map=options.device_map,
+            prepacked=options.prepacked,
         )
         target = decoder.target
         drafters = {name: made for name in options.drafters if (made := make_drafter(name)) is not None}

@@ -40,12 +40,27 @@ def match(tree: TokenTree, choices: Tensor) -> Accepted:
 
     The output is a function of the target's choices alone, so it equals plain decoding with the same choices,
     whatever was proposed: choices are argmax(log p) when greedy and argmax(log p + g) with Gumbel noise g shared
-    by position when sampling (arXiv 2408.07978, 2506.05632). By operations of tensors alone, without a word to the
-    host; of equal siblings any is on the path.
+    by position when sampling (arXiv 2408.07978, 2506.05632).
 
     Args:
         choices: (B, N) int64, the target's choice of next token at every node.
     """
+    if choices.device.type != "cpu":
+        return match_on_device(tree, choices)
+    paths, tokens = [], []
+    for proposed, parents, chosen in zip(tree.tokens.tolist(), tree.parent.tolist(), choices.tolist(), strict=True):
+        depths = {0: 0}  # of nodes on the path; there are several at a depth where siblings are equal
+        for node, (token, above) in enumerate(zip(proposed, parents, strict=True)):
+            if above in depths and token == chosen[above]:
+                depths[node] = depths[above] + 1
+        path = _down_to(max(depths, key=depths.__getitem__), parents)
+        paths.append(path)
+        tokens.append([chosen[node] for node in path])
+    return _accepted(paths, tokens, tree.tokens.device)
+
+
+def match_on_device(tree: TokenTree, choices: Tensor) -> Accepted:
+    """``match`` by operations of tensors alone, without a word to the host; of equal siblings any is on the path."""
     agrees = choices.gather(1, tree.parent.clamp(min=0)) == tree.tokens
     last = tree.depth.masked_fill(~_reached(tree, agrees), -1).argmax(1)
     return _accept_path(tree, last, choices.gather(1, last[:, None]))
@@ -53,8 +68,6 @@ def match(tree: TokenTree, choices: Tensor) -> Accepted:
 
 def follow(tree: TokenTree, choose: Choose) -> Accepted:
     """``match`` that asks for choices where they lead alone: what a choice costs is then paid once per emitted token.
-
-    Beside a CPU the walk takes a fraction of the time that calls of tensor operations take.
 
     Args:
         choose: gives the choices at one node of each of some rows, all of one depth, from the rows, the nodes and the
@@ -76,12 +89,7 @@ def follow(tree: TokenTree, choose: Choose) -> Accepted:
                 led.append(row)
         going = led
     paths = [_down_to(last, above) for (last, *_), above in zip(nodes, parents, strict=True)]
-    longest = max(map(len, paths))
-    # With the counts behind them, as one tensor.
-    kept = [[*path, *[0] * (longest - len(path)), len(path)] for path in paths]
-    emitted = [[*row, *[0] * (longest - len(row)), len(row) - 1] for row in tokens]
-    both = of_lists([kept, emitted], tree.tokens.device)
-    return Accepted(both[0, :, :-1], both[0, :, -1], both[1, :, :-1], both[1, :, -1])
+    return _accepted(paths, tokens, tree.tokens.device)
 
 
 def _down_to(node: int, parents: list[int]) -> list[int]:
@@ -90,6 +98,16 @@ def _down_to(node: int, parents: list[int]) -> list[int]:
     while path[-1] > 0:
         path.append(parents[path[-1]])
     return path[::-1]
+
+
+def _accepted(paths: list[list[int]], tokens: list[list[int]], device: torch.device) -> Accepted:
+    """Of each row the accepted nodes and as many emitted tokens."""
+    longest = max(map(len, paths))
+    # With the counts behind them, as one tensor.
+    kept = [[*path, *[0] * (longest - len(path)), len(path)] for path in paths]
+    emitted = [[*row, *[0] * (longest - len(row)), len(row) - 1] for row in tokens]
+    both = of_lists([kept, emitted], device)
+    return Accepted(both[0, :, :-1], both[0, :, -1], both[1, :, :-1], both[1, :, -1])
 
 
 def reject_in_turn(p: Tensor, q: Tensor | None, candidates: Tensor, uniforms: Tensor, noise: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 
 from shape.verification.acceptance import reject_in_turn
 from shape.verification.tree import TokenTree, root_only
@@ -181,8 +181,8 @@ class Sampler:
     ``settle`` is called once per step; positions are then counted from the settled text: offset 0 is the first
     token after the root, chosen at the root.
 
-    Choices are made at the nodes that they lead to, one after the other (``choose_at``), or at all nodes at once
-    (``choose``), without a word to the host.
+    Choices are made at all nodes at once (``choose``), or at the nodes that they lead to, one after the other
+    (``choose_at``).
 
     Attributes:
         prompt_lengths: (B,) int64.
@@ -207,10 +207,12 @@ class Sampler:
 
     def __post_init__(self) -> None:
         self.settle(self.prompt_lengths)
-        # A CPU need not wait for itself; other devices would at every depth.
-        on_cpu = self.prompt_lengths.device.type == "cpu"
-        self.visits = on_cpu or self.processors is not None or self.draws
-        self._rows: list[RowNoise] = []  # of few rows on a CPU, from the first choice on
+        # A CPU need not wait for itself, as other devices would at every depth; there calls cost more than looking at
+        # all nodes of few rows, and less than sorting their scores.
+        on_cpu, few = self.prompt_lengths.device.type == "cpu", len(self.prompt_lengths) <= _FEW
+        sorts = not all(isinstance(one, TemperatureLogitsWarper) for one in self.warpers)
+        self.visits = self.processors is not None or self.draws or (on_cpu and (sorts or not few))
+        self._kept: list[RowNoise] = []  # of few rows on a CPU, from the first choice on
 
     @property
     def greedy(self) -> bool:
@@ -239,7 +241,7 @@ class Sampler:
             processors=self.processors and tuple(self.processors[row] for row in kept),
         )
         chosen.settle(self._lengths[rows], [self._texts[row] for row in kept] if self._texts else ())
-        chosen._rows = [self._rows[row] for row in kept] if self._rows else []
+        chosen._kept = [self._kept[row] for row in kept] if self._kept else []
         return chosen
 
     def to(self, device: torch.device) -> "Sampler":
@@ -272,10 +274,10 @@ class Sampler:
             words: (K,), ``token_words`` of the tokens that it is for.
             tokens: (K,) int64, these; None stands for all tokens in order.
         """
-        if not self._rows:
+        if not self._kept:
             return self._noise_at(range(depth), words)
         lengths = self._lengths.tolist()
-        found = [row.at(length, depth, ahead=1) for row, length in zip(self._rows, lengths, strict=True)]
+        found = [row.at(length, depth, ahead=1) for row, length in zip(self._kept, lengths, strict=True)]
         return torch.stack([row[:, : len(words)] if tokens is None else row.index_select(1, tokens) for row in found])
 
     def foresee(
@@ -345,9 +347,22 @@ class Sampler:
         """(B, N) int64: argmax(log p + g) at every node, of its ``tree_scores``."""
         if self.greedy:
             return best(scores)
+        if self._rows(scores.shape[-1]):
+            return self._pick_by_row(scores, tree)
         noise = self._noise_at(range(int(tree.depth.max()) + 1), _all_words(scores.shape[-1], scores.device))
         depths = torch.arange(tree.tokens.shape[0], device=scores.device)[:, None] * noise.shape[1] + tree.depth
         return best(scores + F.embedding(depths, noise.flatten(0, 1)))
+
+    def _pick_by_row(self, scores: Tensor, tree: TokenTree) -> Tensor:
+        """``pick`` with the noise that is kept for each row."""
+        chosen = []
+        for kept, length, depths, row in zip(
+            self._kept, self._lengths.tolist(), tree.depth.tolist(), scores.numpy(), strict=True
+        ):
+            noisy = kept.at(length, max(depths) + 1).numpy()[depths]
+            noisy += row
+            chosen.append(noisy.argmax(-1))
+        return torch.from_numpy(np.stack(chosen))
 
     def choose_roots(self, logits: Tensor, tree: TokenTree) -> Tensor:
         """(B,) int64, the choice at every root, however choices are made; arguments as of ``choose``."""
@@ -380,14 +395,19 @@ class Sampler:
     def _own_noise(self, rows: list[int], offset: int, nodes: int, vocab_size: int) -> Tensor:
         """(R, V) of some rows at an offset, the target's own; of few rows it is made for paths of so many nodes."""
         assert self.keys is not None
-        if not self._rows and self.keys.device.type == "cpu" and len(self.keys) <= _FEW:
-            self._rows = [RowNoise(key, vocab_size) for key in self.keys.split(1)]
-        if not self._rows:
+        if not self._rows(vocab_size):
             keys, positions = self.keys[rows], self._lengths[rows] + offset
             return gumbel(keys, positions, _all_words(vocab_size, keys.device))
         lengths = self._lengths.tolist()
-        found = [self._rows[row].at(lengths[row] + offset, 1, ahead=min(nodes - 1, _AHEAD)) for row in rows]
+        found = [self._kept[row].at(lengths[row] + offset, 1, ahead=min(nodes - 1, _AHEAD)) for row in rows]
         return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _rows(self, vocab_size: int) -> list[RowNoise]:
+        """The noise of each row, where it is kept."""
+        assert self.keys is not None
+        if not self._kept and self.keys.device.type == "cpu" and len(self.keys) <= _FEW:
+            self._kept = [RowNoise(key, vocab_size) for key in self.keys.split(1)]
+        return self._kept
 
     def tree_scores(self, logits: Tensor, tree: TokenTree) -> Tensor:
         """Scores (B, N, V) at every node after all processors; their softmax is p.
