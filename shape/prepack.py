@@ -19,12 +19,16 @@ from transformers.pytorch_utils import Conv1D
 _EXPECTED_TOKENS = 16  # for which the layout is chosen; measured to be as good for one and for hundreds
 _SHARE = 0.5  # of the free memory that copies may take where nobody asked for them
 
+if torch.backends.mkldnn.is_available():
+    _BLOCKS, _PRODUCT = torch.ops.mkldnn._reorder_linear_weight.default, torch.ops.mkldnn._linear_pointwise.default
+
 
 class PrepackedForward:
     """Takes the place of a linear layer's ``forward``; module, weight and name stay the owner's.
 
     Where the copy does not serve (gradients, autocast, other devices and dtypes, compilation) the layer does what it
-    always does. The copy is made at the first call, and again where the weight has changed since.
+    always does. The copy is made at the first call, and again where the weight has changed since; writing into
+    ``weight.data`` in place is the one change that PyTorch does not count.
 
     Args:
         layer: nn.Linear, or transformers' Conv1D, which has its weight transposed.
@@ -32,40 +36,36 @@ class PrepackedForward:
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
-        self._made_of: tuple[Tensor, int] | None = None  # the weight as it was, which keeps its place in memory taken
+        self._made_of: tuple[int, int] | None = None
+        self._kept: Tensor | None = None  # the weight as it was, so that no other can come to lie where it lay
         self._blocks: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight = self._layer.weight
+        parameters = self._layer._parameters  # without a module's search for names, which every call would pay for
+        weight = parameters.get("weight")  # which a parametrisation takes away
         elsewhere = torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu")
-        if elsewhere or not x.is_cpu or x.dtype != weight.dtype:
+        if elsewhere or not x.is_cpu or weight is None or x.dtype != weight.dtype:
             return self._stock(x)
-        blocks = self._blocks if self._is_made_of(weight) else self._make(weight)
-        if blocks is None:
+        if self._made_of != (weight.data_ptr(), weight._version):
+            self._make(weight)
+        if self._blocks is None:
             return self._stock(x)
-        return torch.ops.mkldnn._linear_pointwise.default(x, blocks, self._layer.bias, "none", [], "")
+        return _PRODUCT(x, self._blocks, parameters["bias"], "none", (), "")
 
     def _stock(self, x: Tensor) -> Tensor:
         return type(self._layer).forward(self._layer, x)
 
-    def _is_made_of(self, weight: Tensor) -> bool:
-        if self._made_of is None:
-            return False
-        seen, version = self._made_of
-        return seen.data_ptr() == weight.data_ptr() and version == weight._version
-
-    def _make(self, weight: Tensor) -> Tensor | None:
-        """None where the weight has changed to a dtype that is not multiplied in."""
-        found = weight.detach()
-        self._made_of, self._blocks = (found, weight._version), None
-        if multiplies(weight.dtype):
-            rows = found.T.contiguous() if isinstance(self._layer, Conv1D) else found
-            self._blocks = torch.ops.mkldnn._reorder_linear_weight.default(rows, _EXPECTED_TOKENS)
-        return self._blocks
+    def _make(self, weight: Tensor) -> None:
+        self._kept, self._blocks = weight.detach(), None
+        self._made_of = weight.data_ptr(), weight._version
+        if multiplies(weight.dtype):  # it may have changed
+            rows = self._kept.T.contiguous() if isinstance(self._layer, Conv1D) else self._kept
+            self._blocks = _BLOCKS(rows, _EXPECTED_TOKENS)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PrepackedForward":
         copied = PrepackedForward(deepcopy(self._layer, memo))
-        copied._made_of, copied._blocks = self._made_of, self._blocks  # serve where the weight is shared
+        # These serve where the weight is shared.
+        copied._made_of, copied._kept, copied._blocks = self._made_of, self._kept, self._blocks
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
