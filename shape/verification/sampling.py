@@ -23,7 +23,7 @@ from shape.verification.tree import TokenTree, root_only
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
 _MIX1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX2 = -7723592293110705685  # 0x94D049BB133111EB
-_AHEAD = 8  # positions whose noise is made along with the first, where drafts may lead there
+_AT_ONCE = 9  # positions whose noise is made together: many cost little more than one
 _FEW = 8  # rows, each of whose noise is kept; of more all at once is made in less time
 # What noise beside the target's own is for; any different words will do.
 _DRAFTS, _COINS, _RESIDUALS = 0x6472616674, 0x636F696E73, 0x7265736964
@@ -153,18 +153,15 @@ class RowNoise:
         self._key, self._words = key, _all_words(vocab_size, key.device)
         self._first, self._held = 0, torch.empty(0, vocab_size)
 
-    def at(self, position: int, count: int, ahead: int = 0) -> Tensor:
-        """(count, V) at ``position`` and on; what lies before is forgotten once more has to be made.
-
-        Args:
-            ahead: positions behind these to make along, if any have to be made: many cost little more than one.
-        """
+    def at(self, position: int, count: int) -> Tensor:
+        """(count, V) at ``position`` and on; what lies before is forgotten once more has to be made."""
         end = self._first + len(self._held)
         if not self._first <= position <= end:
             self._first = end = position
             self._held = self._held[:0]
         if position + count > end:
-            fresh = gumbel(self._key, torch.arange(end, position + count + ahead), self._words)
+            behind = position + max(count + 1, _AT_ONCE)  # one more, since a choice follows the last draft
+            fresh = gumbel(self._key, torch.arange(end, behind), self._words)
             kept = self._held[position - self._first :]
             self._first, self._held = position, torch.cat([kept, fresh]) if len(kept) else fresh
         return self._held[position - self._first :][:count]
@@ -277,7 +274,7 @@ class Sampler:
         if not self._kept:
             return self._noise_at(range(depth), words)
         lengths = self._lengths.tolist()
-        found = [row.at(length, depth, ahead=1) for row, length in zip(self._kept, lengths, strict=True)]
+        found = [row.at(length, depth) for row, length in zip(self._kept, lengths, strict=True)]
         return torch.stack([row[:, : len(words)] if tokens is None else row.index_select(1, tokens) for row in found])
 
     def foresee(
@@ -355,14 +352,13 @@ class Sampler:
 
     def _pick_by_row(self, scores: Tensor, tree: TokenTree) -> Tensor:
         """``pick`` with the noise that is kept for each row."""
+        rows = zip(self._kept, self._lengths.tolist(), tree.depth.tolist(), scores.numpy(), strict=True)
         chosen = []
-        for kept, length, depths, row in zip(
-            self._kept, self._lengths.tolist(), tree.depth.tolist(), scores.numpy(), strict=True
-        ):
+        for kept, length, depths, row in rows:
             noisy = kept.at(length, max(depths) + 1).numpy()[depths]
             noisy += row
-            chosen.append(noisy.argmax(-1))
-        return torch.from_numpy(np.stack(chosen))
+            chosen.append(torch.from_numpy(noisy.argmax(-1)))
+        return torch.stack(chosen)
 
     def choose_roots(self, logits: Tensor, tree: TokenTree) -> Tensor:
         """(B,) int64, the choice at every root, however choices are made; arguments as of ``choose``."""
@@ -389,17 +385,17 @@ class Sampler:
         if self.draws:
             return self._reject(scores, tree, rows, nodes, offset).tolist()
         if not self.greedy:
-            scores = scores + self._own_noise(rows, offset, tree.size, scores.shape[-1])
+            scores = scores + self._own_noise(rows, offset, scores.shape[-1])
         return best(scores).tolist()
 
-    def _own_noise(self, rows: list[int], offset: int, nodes: int, vocab_size: int) -> Tensor:
-        """(R, V) of some rows at an offset, the target's own; of few rows it is made for paths of so many nodes."""
+    def _own_noise(self, rows: list[int], offset: int, vocab_size: int) -> Tensor:
+        """(R, V) of some rows at an offset, the target's own."""
         assert self.keys is not None
         if not self._rows(vocab_size):
             keys, positions = self.keys[rows], self._lengths[rows] + offset
             return gumbel(keys, positions, _all_words(vocab_size, keys.device))
         lengths = self._lengths.tolist()
-        found = [self._kept[row].at(lengths[row] + offset, 1, ahead=min(nodes - 1, _AHEAD)) for row in rows]
+        found = [self._kept[row].at(lengths[row] + offset, 1) for row in rows]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _rows(self, vocab_size: int) -> list[RowNoise]:
