@@ -46,7 +46,7 @@ def test_figures_are_those_of_the_results(committed):
     speed = made(committed, ["2"])[0]
     path, results = next(item for item in committed.speed.items() if item[0] == "shipped/float32-t1/results.json")
     part = next(part for part in speed.parts if any(path in note for note in part.notes))
-    row = next(row for row in part.rows if row[:3] == ["paper", "1", "float32"])
+    row = next(row for row in part.rows if row[:3] == ["paper", "1", results.settings["dtype"]])
     task = part.header.index("json")
     assert row[task] == f"{results.summarise('paper', 'json').speed_up.value:.2f}x"
     assert not any("rules/" in note for part in speed.parts for note in part.notes)  # another question
