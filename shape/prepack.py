@@ -79,14 +79,14 @@ def prepack(model: nn.Module, wanted: bool | None = None) -> bool:
         wanted: None stands for yes where half of the free memory is enough for the copies; False changes nothing.
 
     Returns:
-        Whether there is a layer that does now.
+        Whether the model has a layer that does.
     """
     layers = [] if wanted is False else list(_layers(model))
-    if wanted is None and sum(layer.weight.nbytes for layer in layers) > _SHARE * psutil.virtual_memory().available:
-        return False
-    for layer in layers:
-        layer.forward = PrepackedForward(layer)
-    return bool(layers)
+    size = sum(layer.weight.nbytes for layer in layers)
+    if wanted or size <= _SHARE * psutil.virtual_memory().available:
+        for layer in layers:
+            layer.forward = PrepackedForward(layer)
+    return any(isinstance(vars(module).get("forward"), PrepackedForward) for module in model.modules())
 
 
 def _layers(model: nn.Module) -> Iterator[Any]:

@@ -122,17 +122,15 @@ class Target:
             dtype: "float32", "bfloat16", ... ; None keeps the checkpoint's own.
             device_map: as in transformers: a device, "auto", or a device for each part; also offloading.
             prepacked: on a CPU, use copies of the weights in the layout of its matrix kernels, which takes memory and
-                makes forwards over a few tokens up to four times as fast (see ``shape.prepack``); None does so where
+                makes forwards over a few tokens up to three times as fast (see ``shape.prepack``); None does so where
                 memory allows it, for models that are loaded here.
 
         Raises:
             UnsupportedTarget: when nothing can be loaded from there.
         """
-        if isinstance(target, Target):
-            return target
-        if isinstance(target, PreTrainedModel):
-            given = cls(target, tokenizer)
-            given.prepacked = prepack(target, prepacked or False)  # it is its owner's to say so
+        if isinstance(target, Target | PreTrainedModel):
+            given = target if isinstance(target, Target) else cls(target, tokenizer)
+            given.prepacked = prepack(given.model, prepacked or False)  # it is its owner's to say so
             return given
         where = bundled.resolve(str(target))
         try:

@@ -123,7 +123,10 @@ def test_a_model_at_hand_is_its_owners(tiny_model):
     model = tiny_model("llama")
     assert not Target.load(model).prepacked
     assert not any("forward" in vars(module) for module in model.modules())
-    assert Target.load(model.float(), prepacked=True).prepacked
+    target = Target.load(model.float(), prepacked=True)
+    assert target.prepacked and Target.load(target).prepacked and Target.load(model).prepacked
+    other = Target.load(tiny_model("llama", torch.float32))
+    assert not other.prepacked and Target.load(other, prepacked=True).prepacked and other.prepacked
     assert not Target.load("quickstart-target", prepacked=False).prepacked
     assert Target.load("quickstart-target").prepacked
 
