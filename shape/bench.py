@@ -166,11 +166,7 @@ def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
         ConfigError: a name given twice, or an unknown drafter.
     """
     predictors = named_predictors(options.predictor)
-    place: dict[str, Any] = {
-        "dtype": options.dtype,
-        "device_map": options.device_map,
-        "prepacked": options.prepacked,
-    }
+    place = _place(options, options.device_map)
     if options.target is not None:
         target = Target.load(options.target, **place)
     else:
@@ -187,6 +183,11 @@ def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
     return target, methods
 
 
+def _place(options: BenchOptions, device_map: Any) -> dict[str, Any]:
+    """How models are loaded."""
+    return {"dtype": options.dtype, "device_map": device_map, "prepacked": options.prepacked}
+
+
 def _drafters(
     name: str, predictors: Mapping[str, str], target: Target, options: BenchOptions
 ) -> dict[str, Drafter | Assisted | Outside | None]:
@@ -197,11 +198,7 @@ def _drafters(
         smaller = {label: folder for label, folder in predictors.items() if is_language_model(folder)}
         if not smaller:
             raise ConfigError(f"method {name} needs a smaller language model; give one with --predictor NAME=DIR")
-        place: dict[str, Any] = {
-            "dtype": options.dtype,
-            "device_map": options.draft_device or options.device_map,
-            "prepacked": options.prepacked,
-        }
+        place = _place(options, options.draft_device or options.device_map)
         return {f"{name} by {label}": Assisted(Target.load(folder, **place)) for label, folder in smaller.items()}
     if name == "plain":
         return {name: None}

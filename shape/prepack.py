@@ -86,18 +86,28 @@ def prepack(model: nn.Module, wanted: bool | None = None) -> bool:
     if wanted or size <= _SHARE * psutil.virtual_memory().available:
         for layer in layers:
             layer.forward = PrepackedForward(layer)
+    return is_prepacked(model)
+
+
+def is_prepacked(model: nn.Module) -> bool:
+    """Whether a layer of the model uses a prepacked copy of its weight."""
     return any(isinstance(vars(module).get("forward"), PrepackedForward) for module in model.modules())
 
 
 def _layers(model: nn.Module) -> Iterator[Any]:
     """Plain linear layers on the CPU in a dtype that is multiplied in; nobody else's ``forward`` is replaced."""
     for module in model.modules():
-        if type(module) not in (nn.Linear, Conv1D) or "forward" in vars(module):
+        if not is_plain(module) or "forward" in vars(module):
             continue
         weight: Any = module.weight
-        plain = type(weight) is nn.Parameter and type(weight.data) is Tensor and not weight.is_inference()
-        if plain and weight.device.type == "cpu" and multiplies(weight.dtype):
+        if weight.device.type == "cpu" and multiplies(weight.dtype) and not weight.is_inference():
             yield module
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module is a linear layer with an ordinary matrix of floats; quantisers have kinds of their own."""
+    weight = getattr(module, "weight", None)
+    return type(module) in (nn.Linear, Conv1D) and type(weight) is nn.Parameter and weight.is_floating_point()
 
 
 def multiplies(dtype: torch.dtype) -> bool:

@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 
 from shape import bundled
 from shape.errors import ConfigError, DataError, UnsupportedTarget
-from shape.prepack import PrepackedForward, linear, prepack
+from shape.prepack import PrepackedForward, is_prepacked, linear, prepack
 
 # Encoded by every tokenizer into its identity: vocabularies can be equal where the merges differ.
 _TOKENIZER_PROBE = "The 3 quick  brown foxes, 1,024 émigrés & 東京\n\tdef f(x): return x**2 <|im_start|> </s>"
@@ -99,7 +99,6 @@ class Target:
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
         # What the probe found out (verification.forward.Support); kept here so that it runs once per target.
         self.support: Any = None
-        self.prepacked = False  # whether layers use weights laid out for the CPU: see `shape.prepack`
         self.sharded = False  # over processes, which then have to run every layer together: see `shape.sharding`
 
     @classmethod
@@ -130,7 +129,8 @@ class Target:
         """
         if isinstance(target, Target | PreTrainedModel):
             given = target if isinstance(target, Target) else cls(target, tokenizer)
-            given.prepacked = prepack(given.model, prepacked or False)  # it is its owner's to say so
+            if prepacked:  # otherwise it stays as its owner has it
+                prepack(given.model, True)
             return given
         where = bundled.resolve(str(target))
         try:
@@ -158,9 +158,8 @@ class Target:
                 tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
             except (OSError, ValueError, TypeError):
                 tokenizer = None  # ids in, ids out; rendering text then raises with the reason
-        loaded = cls(model, tokenizer, name=str(target))
-        loaded.prepacked = prepack(model, prepacked)
-        return loaded
+        prepack(model, prepacked)
+        return cls(model, tokenizer, name=str(target))
 
     @property
     def device(self) -> torch.device:
@@ -184,6 +183,11 @@ class Target:
     def _embedded_dtype(self) -> torch.dtype:
         """Where the embedding is quantised: the dtype of what it gives."""
         return self.embed(torch.zeros(1, dtype=torch.long, device=self.device)).dtype
+
+    @property
+    def prepacked(self) -> bool:
+        """Whether layers use weights laid out for the CPU (see ``shape.prepack``)."""
+        return is_prepacked(self.model)
 
     @property
     def precision(self) -> str:

@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shape.drafters.model import Adaptive, Lookahead, ModelDrafter
 from shape.errors import ConfigError
+from shape.prepack import is_plain, linear
 from shape.target import Target
 from shape.verification.cache import ArenaLayer, KVArena, LayerShape
 from shape.verification.forward import new_arena, prefill, probe
@@ -144,7 +145,7 @@ def compress(
         for name, module in _matrices(blocks):
             _replace(blocks, name, Int8Linear(module))
         head = model.get_output_embeddings()
-        if _is_plain(head):
+        if is_plain(head):
             model.set_output_embeddings(Int8Linear(head))
     if compression.residuals:
         BlockResiduals(compression.residuals).attach(blocks)
@@ -186,8 +187,8 @@ def lower_rank(module: nn.Module, rank: int, moment: Tensor | None) -> tuple[nn.
     basis = vectors[:, -rank:]
     down = basis.T @ full
     if basis.shape[1] * (outputs + inputs) >= outputs * inputs:
-        return _linear(basis @ down, bias, weight.dtype), energy
-    return nn.Sequential(_linear(down, None, weight.dtype), _linear(basis, bias, weight.dtype)), energy
+        return linear((basis @ down).to(weight.dtype), bias), energy
+    return nn.Sequential(linear(down.to(weight.dtype), None), linear(basis.to(weight.dtype).contiguous(), bias)), energy
 
 
 class Int8Linear(nn.Module):
@@ -344,12 +345,7 @@ def _blocks(model: nn.Module, count: int) -> nn.ModuleList:
 
 
 def _matrices(blocks: nn.ModuleList) -> list[tuple[str, nn.Module]]:
-    return [(name, module) for name, module in blocks.named_modules() if _is_plain(module)]
-
-
-def _is_plain(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    return type(module) in (nn.Linear, Conv1D) and type(weight) is nn.Parameter and weight.is_floating_point()
+    return [(name, module) for name, module in blocks.named_modules() if is_plain(module)]
 
 
 def _is_attention(name: str) -> bool:
@@ -360,15 +356,6 @@ def _matrix(module: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Weight (out, in) and bias."""
     weight = cast(Tensor, module.weight).detach()
     return weight.T if isinstance(module, Conv1D) else weight, cast("Tensor | None", module.bias)
-
-
-def _linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> nn.Linear:
-    outputs, inputs = weight.shape
-    made = nn.Linear(inputs, outputs, bias=bias is not None, dtype=dtype, device=weight.device).requires_grad_(False)
-    made.weight.copy_(weight)
-    if bias is not None:
-        made.bias.copy_(bias)
-    return made
 
 
 def _replace(blocks: nn.ModuleList, name: str, module: nn.Module) -> None:

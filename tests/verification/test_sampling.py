@@ -188,6 +188,7 @@ def test_noise_made_for_drafts_is_that_of_the_choices(steps):
             path = [[0] * offset] * 3
             chosen = chooser.choose_at(flat, roots, [0, 1, 2], [0, 0, 0], path)
             assert chosen == expected[:, offset].argmax(-1).tolist()
+        assert torch.equal(chooser.choose(flat, roots)[:, 0], expected[:, 0].argmax(-1))
         some = chooser.select(torch.tensor([0, 2]))
         assert some.choose_at(flat[:2], roots, [0, 1], [0, 0], [[], []]) == expected[[0, 2], 0].argmax(-1).tolist()
 
