@@ -45,12 +45,13 @@ from shape.pace import Pace
 from shape.rules import Match, Rule
 from shape.stats import DecodeStats, Step
 from shape.target import Target
-from shape.verification.acceptance import match_on_device
+from shape.verification.acceptance import match
 from shape.verification.attention import grouped_queries
 from shape.verification.cache import KVArena
 from shape.verification.forward import Support, tree_masks
-from shape.verification.sampling import Sampler, gumbel, token_words
-from shape.verification.tree import TokenTree, ancestors_on_device, chain, root_only
+from shape.verification.noise import gumbel, token_words
+from shape.verification.sampling import Sampler
+from shape.verification.tree import TokenTree, ancestors, chain, root_only
 
 # These compute on the scores' device alone; others may ask the host.
 _WARPERS = (
@@ -107,7 +108,7 @@ class FixedSampler(Sampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.visits = False
+        self.visits = self.on_host = False
         tokens = torch.arange(self.vocab_size, device=self.prompt_lengths.device)
         self._words = token_words(tokens)
         ends = torch.tensor(self.eos_token_ids, dtype=torch.long, device=tokens.device)
@@ -145,7 +146,7 @@ class LaidOut(TokenTree):
 
     @classmethod
     def of(cls, tree: TokenTree) -> "LaidOut":
-        above = ancestors_on_device(tree.parent)
+        above = ancestors(tree.parent)
         return cls(tree.tokens, tree.parent, ancestors=above, depth=above.sum(-1) - 1)
 
 
@@ -369,7 +370,7 @@ class Stage:
         drafted = proposer.draft(self.state, self.memory, lengths, self.root, sampler) if drafts else None
         tree = LaidOut.of(root_only(self.root) if drafted is None else drafted)
         states = self.forward(tree)
-        accepted = match_on_device(tree, sampler.choose(self.target.logits(states), tree))
+        accepted = match(tree, sampler.choose(self.target.logits(states), tree))
         deepest = proposer.depth + 1 if drafts else 1
         path, tokens, counts = accepted.path[:, :deepest], accepted.tokens[:, :deepest], accepted.counts
         proposed = (tree.parent >= 0).sum(1)

@@ -33,7 +33,8 @@ from transformers.generation import (
 
 from shape.errors import UnsupportedGeneration
 from shape.target import Target
-from shape.verification.sampling import Sampler, row_keys
+from shape.verification.noise import row_keys
+from shape.verification.sampling import Sampler
 
 # Options that are carried out.
 _SERVED = {

@@ -51,6 +51,8 @@ class Rule(metaclass=ABCMeta):
 
 def matched(tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
     """Tokens stand while they are the target's own choice, which is made as suits the sampler."""
+    if sampler.on_host:
+        return sampler.follow(logits, tree)
     if sampler.visits:
         return follow(tree, partial(sampler.choose_at, logits, tree))
     return match(tree, sampler.choose(logits, tree))

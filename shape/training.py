@@ -43,7 +43,7 @@ from shape.network import Predictor
 from shape.predictor import windows
 from shape.store import Stored
 from shape.target import Target
-from shape.verification.sampling import mix
+from shape.verification.noise import mix
 
 _ADAM_BETAS = (0.9, 0.95)
 _VALIDATION_BATCH = 8

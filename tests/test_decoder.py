@@ -36,7 +36,7 @@ from shape.drafters.model import Adaptive
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, UnsupportedGeneration
 from shape.rules import RULES, TrsLossy, TypicalLossy
 from shape.target import Target
-from shape.verification.sampling import token_words
+from shape.verification.noise import token_words
 from shape.verification.tree import TokenTree
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shape.target import Target
 from shape.verification.sampling import Sampler
-from shape.verification.tree import TokenTree
+from shape.verification.tree import TokenTree, of_lists
 
 
 @dataclass
@@ -31,13 +31,15 @@ class Settled:
         for text, tokens in zip(self.texts, new, strict=True):
             text.extend(tokens)
         self.lengths = self.lengths + counts
-        self.root = self.root.new_tensor([text[-1] for text in self.texts])
+        self.root = of_lists([text[-1] for text in self.texts], self.root.device)
 
     def select(self, rows: list[int]) -> "Settled":
         index = torch.tensor(rows, device=self.root.device)
         return Settled([self.texts[row] for row in rows], self.lengths[index], self.root[index])
 
     def to(self, device: torch.device) -> "Settled":
+        if self.root.device == device:
+            return self
         return replace(self, lengths=self.lengths.to(device), root=self.root.to(device))
 
 

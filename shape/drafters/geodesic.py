@@ -9,7 +9,8 @@ from torch import Tensor
 from shape.drafters.base import Drafter, Settled, TreeShape
 from shape.errors import ConfigError
 from shape.target import Target
-from shape.verification.sampling import Sampler, perturbed, token_words
+from shape.verification.noise import token_words
+from shape.verification.sampling import Sampler, perturbed
 from shape.verification.tree import TokenTree, chain
 
 _NEIGHBOURS = 8

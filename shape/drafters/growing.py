@@ -4,13 +4,15 @@ from collections.abc import Callable, Iterable, Mapping
 from heapq import heappop, heappush
 from itertools import count
 from math import inf, log
-from operator import itemgetter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+from torch import Tensor
 
+from shape.compiled import compiled, first_largest, sum_of_exp
 from shape.drafters.base import TreeShape
-from shape.verification.tree import Drafted
+from shape.verification.noise import fill_gumbel
+from shape.verification.tree import Drafted, TokenTree, of_best
 
 Place = TypeVar("Place")
 
@@ -53,57 +55,135 @@ def grow(
     return grown
 
 
-def grow_by_depth(
-    scores_behind: Callable[[int, list[list[int]]], np.ndarray], rows: int, shape: TreeShape
-) -> list[Drafted]:
-    """Trees of this shape: of each depth the best nodes are expanded, all rows' at once.
+class Biases(NamedTuple):
+    """What is added to the logits behind a node, by its token.
 
-    Where tensors are the host's own, deciding in lists takes half of the time that calls of tensor operations take.
+    Attributes:
+        table: (R, K) float32; of no columns if nothing is added.
+        by_number: whether a node's row is its token's number; if not there is one for each node, row after row.
+        depths: how many the table serves.
+    """
+
+    table: np.ndarray
+    by_number: bool
+    depths: int
+
+
+def grow_by_depth(
+    root: Tensor,
+    numbers: np.ndarray,
+    logits: Tensor,
+    ids: np.ndarray,
+    biases_behind: Callable[[int, np.ndarray], Biases],
+    shape: TreeShape,
+    temperature: float = 1.0,
+    noise: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> TokenTree:
+    """Trees of this shape, where one prediction serves all nodes of a depth: of each the best nodes are expanded.
 
     Args:
-        scores_behind: gives what may follow the nodes that are expanded at a depth, from the depth and their tokens,
-            (B, M): unnormalised log-probabilities, (B, M or 1, K), one for all nodes where there is one. They are
-            overwritten. At depth 0 that node is the root, whose token is not given.
+        root, numbers: (B,) int64, tokens, and which of the ids they are.
+        logits: (B, depth, K) float32, over the temperature, of as many depths as the trees are to have.
+        ids: (K,) int64, the tokens that they are for.
+        biases_behind: of the nodes expanded at a depth, from the numbers of their tokens, (B, M).
+        temperature: that of the biases.
+        noise: keys (B,), positions (B,) and words (K,) of ``noise.gumbel``.
     """
-    branching = shape.branching or shape.width
-    grown: list[Drafted] = [[] for _ in range(rows)]
-    expanded = [[(0.0, 0)] for _ in grown]  # joint log-probabilities and numbers
-    tokens: list[list[int]] = [[] for _ in grown]
-    for depth in range(shape.depth):
-        scores = scores_behind(depth, tokens)
-        each = scores.shape[1]
-        children, shares = _likeliest(scores.reshape(-1, scores.shape[-1]), branching)
-        for row, drafted in enumerate(grown):
-            found = []
-            for at, (joint, parent) in enumerate(expanded[row]):
-                place = row * each + (at if each > 1 else 0)
-                for child, share in zip(children[place], shares[place], strict=True):
-                    drafted.append((child, parent, joint + share))
-                    found.append((joint + share, len(drafted)))
-            expanded[row] = sorted(found, key=itemgetter(0), reverse=True)[: shape.width]
-            tokens[row] = [drafted[number - 1][0] for _, number in expanded[row]]
-        if shape.threshold > 0 and max(best for (best, _), *_ in expanded) < log(shape.threshold):
-            break
-    if shape.nodes is None:
-        return grown
-    return [renumbered(drafted, likeliest(drafted, shape.nodes)) for drafted in grown]
+    rows, depths, size = logits.shape
+    branching = min(shape.branching or shape.width, size)
+    counts = [branching]
+    while len(counts) < depths:
+        counts.append(min(shape.width, counts[-1]) * branching)
+    tokens, parents = np.empty((2, rows, 1 + sum(counts)), np.int64)
+    joint = np.empty(tokens.shape, np.float32)
+    tokens[:, 0], parents[:, 0], joint[:, 0] = root.numpy(), -1, 0.0
+    frontier = np.zeros((2, rows, shape.width), np.int64)  # nodes to expand, and the numbers of their tokens
+    frontier[1, :, 0] = numbers
+    least = log(shape.threshold) if shape.threshold > 0 else -inf
+    keys, positions, words = (_NONE, _NONE, _NONE) if noise is None else (one.numpy() for one in noise)
+    depth, grown, width = 0, 1, 1
+    while depth < depths and width > 0:
+        table, by_number, served = biases_behind(depth, frontier[1, :, :width])
+        end = min(depth + served, depths)
+        grown, width = _deepen(
+            tokens, parents, joint, grown, frontier, width, logits.numpy(), depth, end, ids, table, by_number,
+            np.float32(temperature), keys, positions, words, branching, least,
+        )  # fmt: skip
+        depth = end
+    return of_best(tokens, parents, joint, grown, inf if shape.nodes is None else shape.nodes + 1)
 
 
-def _likeliest(scores: np.ndarray, count: int) -> tuple[list[tuple[int, ...]], list[list[float]]]:
-    """The best of (R, K) unnormalised log-probabilities, (R, count), and their log-probabilities; overwrites them."""
-    rows = np.arange(len(scores))
-    best = scores.argmax(1)
-    top = scores[rows, best]
-    mass = np.exp(scores - top[:, None]).sum(1)
-    numbers, values = [best.tolist()], [top.tolist()]
-    for _ in range(1, min(count, scores.shape[1])):
-        scores[rows, best] = -inf
-        best = scores.argmax(1)
-        numbers.append(best.tolist())
-        values.append(scores[rows, best].tolist())
-    totals = [value + log(more) for value, more in zip(values[0], mass.tolist(), strict=True)]
-    shares = [[value - total for value in row] for row, total in zip(zip(*values, strict=True), totals, strict=True)]
-    return list(zip(*numbers, strict=True)), shares
+_NONE = np.empty(0, np.int64)
+
+
+@compiled
+def _deepen(
+    tokens: np.ndarray,
+    parents: np.ndarray,
+    joint: np.ndarray,
+    grown: int,
+    frontier: np.ndarray,
+    width: int,
+    logits: np.ndarray,
+    depth: int,
+    end: int,
+    ids: np.ndarray,
+    table: np.ndarray,
+    by_number: bool,
+    temperature: np.float32,
+    keys: np.ndarray,
+    positions: np.ndarray,
+    words: np.ndarray,
+    branching: int,
+    least: float,
+) -> tuple[int, int]:
+    """Expand ``width`` nodes of each row at every depth from this one to the end: their children are written behind
+    ``grown`` nodes, and the best of these are the next frontier.
+
+    Returns:
+        How many nodes there are, and how many to expand; none where all paths are less likely than ``least``.
+    """
+    rows, size, most = tokens.shape[0], logits.shape[2], frontier.shape[2]
+    noise, shared, scores = np.empty(len(words), np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
+    numbers = np.empty(most * branching, np.int64)
+    for n in range(depth, end):
+        best, count = -np.inf, width * branching
+        for row in range(rows):
+            shared[:] = logits[row, n]
+            if len(keys) > 0:
+                fill_gumbel(keys[row], positions[row] + n, words, noise)
+                for k in range(size):
+                    shared[k] += noise[k]
+            at = grown
+            for place in range(width):
+                above = frontier[0, row, place]
+                scores[:] = shared
+                if table.shape[1] > 0:
+                    biases = table[frontier[1, row, place] if by_number else row * width + place]
+                    for k in range(size):
+                        scores[k] = shared[k] + biases[k] / temperature
+                number = first_largest(scores)
+                total = scores[number] + np.log(sum_of_exp(scores, scores[number]))
+                for child in range(branching):
+                    if child > 0:
+                        number = first_largest(scores)
+                    tokens[row, at], parents[row, at] = ids[number], above
+                    joint[row, at] = joint[row, above] + (scores[number] - total)
+                    numbers[at - grown] = number
+                    scores[number] = -np.inf
+                    at += 1
+            for place in range(min(most, count)):
+                first = -1
+                for node in range(grown, at):
+                    if numbers[node - grown] >= 0 and (first < 0 or joint[row, node] > joint[row, first]):
+                        first = node
+                frontier[0, row, place], frontier[1, row, place] = first, numbers[first - grown]
+                numbers[first - grown] = -1
+                best = max(best, joint[row, first])
+        grown, width = grown + count, min(most, count)
+        if best < least:
+            return grown, 0
+    return grown, width
 
 
 def likeliest(drafted: Drafted, nodes: int) -> list[int]:

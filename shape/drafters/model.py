@@ -14,7 +14,8 @@ from shape.errors import ConfigError, TargetMismatch, UnsupportedGeneration
 from shape.target import Target
 from shape.verification.cache import KVArena
 from shape.verification.forward import new_arena, prefill, probe, tree_forward
-from shape.verification.sampling import Sampler, perturbed, token_words
+from shape.verification.noise import token_words
+from shape.verification.sampling import Sampler, perturbed
 from shape.verification.tree import TokenTree, chain, ragged_chain, root_only
 
 _SLOTS = 256  # of the model's cache, at first, behind the prompt

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from shape.drafters.base import Drafter, Settled
-from shape.verification.sampling import Sampler, mix
+from shape.verification.noise import mix
+from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree, ragged_chain
 
 

@@ -1,6 +1,5 @@
 """The drafter of every trained predictor: trees grown step by step from what is known of each row."""
 
-from dataclasses import replace
 from math import log
 
 import numpy as np
@@ -9,19 +8,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shape.drafters.base import Drafter, Settled, TreeShape
-from shape.drafters.growing import grow_by_depth
+from shape.drafters.growing import Biases, grow_by_depth
 from shape.errors import TargetMismatch
 from shape.network import Head, Known, MarkovBias, Predictor, Remembered, turns_ahead
 from shape.predictor import windows
 from shape.target import Target, TargetIdentity
 from shape.verification.cache import KVArena, LayerShape
-from shape.verification.sampling import Sampler, perturbed, token_words
-from shape.verification.tree import TokenTree, keep_best, ragged_tree, root_only
+from shape.verification.noise import token_words
+from shape.verification.sampling import Sampler, perturbed
+from shape.verification.tree import TokenTree, keep_best, root_only
 
 _SLOTS = 256  # of the memory, at first
 _REHEARSED = 256  # known positions that a rehearsal attends to
 _EMBEDDED = 4096  # tokens whose embeddings are held at once
-_HOSTED = 8  # rows at most whose trees are grown on the host
 _TABLED = 2**24  # biases of tokens by tokens before them that are kept as a table
 
 
@@ -44,8 +43,8 @@ class TrainedDrafter(Drafter):
     Attributes:
         window: (B, W, F), the last known states of each row.
         arena: what known positions left (`Predictor.remember`), for networks that attend to them.
-        on_host: whether trees may be grown on the host, by turns with looking at scores. Set when the target is known:
-            where scores are the host's own.
+        on_host: whether trees may be grown by the host's compiled loops. Set when the target is known: where scores are
+            the host's own.
     """
 
     window: Tensor
@@ -83,8 +82,10 @@ class TrainedDrafter(Drafter):
         tokens = torch.arange(target.vocab_size, device=self._device) if vocabulary is None else vocabulary
         self._vocabulary, self._words = vocabulary, token_words(tokens)
         if self.on_host:
-            self._tokens = tokens.tolist()
-            self._numbers = {token: number for number, token in enumerate(self._tokens)}
+            self._ids = tokens.numpy()
+            self._numbers = np.full(target.vocab_size, -1)
+            self._numbers[self._ids] = np.arange(len(tokens))
+            self._table = np.empty((0, 0), np.float32)
         apart = vocabulary is not None or self._device != target.device
         self._head: Head | None = target.head_of(tokens, dtype) if apart else None
         if self.predictor.heads is not None:
@@ -101,7 +102,8 @@ class TrainedDrafter(Drafter):
         self._reduced = torch.cat([markov.reduced(self._target.embed(some)) for some in tokens.split(_EMBEDDED)])
         self._biases = markov(self._reduced) if len(tokens) ** 2 <= _TABLED else None
         if self._biases is not None and self.on_host:  # numpy has no smaller floats
-            self._biases = self._biases.to(torch.promote_types(self._biases.dtype, torch.float32))
+            self._biases = self._biases.float()
+            self._table = self._biases.numpy()
 
     def _bias_after(self, candidates: Tensor) -> Tensor | None:
         """(B, M) numbers in the draft vocabulary -> (B, M, K); None without a Markov bias."""
@@ -137,11 +139,11 @@ class TrainedDrafter(Drafter):
         if self.arena is not None:
             self._remember(tokens, known[:, size - 1 :])
         if self.on_host:  # in fewer calls
-            pairs = zip(known, counts.tolist(), strict=True)
-            self.window = torch.stack([row[count : count + size] for row, count in pairs])
+            rows = [known[row : row + 1, count : count + size] for row, count in enumerate(counts.tolist())]
+            self.window = rows[0] if len(rows) == 1 else torch.cat(rows)
         else:
-            rows = torch.arange(len(known), device=self._device)[:, None]
-            self.window = known[rows, counts[:, None] + torch.arange(size, device=self._device)]
+            each = torch.arange(len(known), device=self._device)[:, None]
+            self.window = known[each, counts[:, None] + torch.arange(size, device=self._device)]
 
     def select(self, rows: Tensor) -> None:
         rows = rows.to(self._device)
@@ -203,10 +205,10 @@ class TrainedDrafter(Drafter):
             all_states, found = self._logits_of_all_depths(known, carried, embedding, depth)
             offsets = torch.arange(depth, device=root.device)
             all_logits = sampler.draft_logits(found, offsets, self._vocabulary)
-            if self.on_host and len(root) <= _HOSTED and network.confidence is None and not sampler.draws:
+            if self.on_host and network.confidence is None and not sampler.draws:
                 return self._grown_on_host(settled.root, embedding, all_logits, sampler)
         rows = torch.arange(root.shape[0], device=root.device)[:, None]
-        noise = sampler.foresee(depth, self._words, width, self._vocabulary)
+        noise = sampler.foresee(depth, self._words, width)
         # The frontier: nodes expanded next, with numbers, joint log-probabilities, embeddings and what they carry.
         number, nodes = torch.zeros_like(root), 1
         joint = torch.zeros(root.shape, device=root.device)
@@ -261,40 +263,23 @@ class TrainedDrafter(Drafter):
         Args:
             embedding: (B, 1, H), the root's.
         """
-        depth = logits.shape[1]
-        if not sampler.greedy:
-            logits = logits + sampler.ahead(depth, self._words, self._vocabulary)
-        unbiased = logits.numpy()
+        markov, depths = self.predictor.markov, logits.shape[1]
+        numbers = self._numbers[root.numpy()]
+        known = markov is None or (self._table.size > 0 and min(numbers.tolist()) >= 0)
 
-        def behind(n: int, tokens: list[list[int]]) -> np.ndarray:
-            if self.predictor.markov is None:
-                return unbiased[:, n : n + 1]
-            bias = self._root_bias(root, embedding) if n == 0 else self._biases_after(tokens)
-            biased = sampler.temper(bias)
-            biased += unbiased[:, n, None]
-            return biased
+        def biases_behind(depth: int, numbers: np.ndarray) -> Biases:
+            if known or (self._table.size and depth > 0):
+                return Biases(self._table, True, depths)
+            assert markov is not None
+            found = markov(markov.reduced(embedding)) if depth == 0 else self._bias_after(torch.from_numpy(numbers))
+            assert found is not None
+            return Biases(found.float().flatten(0, 1).numpy(), False, 1)
 
-        self.passes = depth
-        grown = grow_by_depth(behind, len(root), replace(self.tree, depth=depth))
-        if self._vocabulary is not None:
-            own = self._tokens
-            grown = [[(own[number], parent, joint) for number, parent, joint in drafted] for drafted in grown]
-        return ragged_tree(root, grown)
-
-    def _root_bias(self, root: Tensor, embedding: Tensor) -> np.ndarray:
-        """(B, 1, K): of most roots it is in the table."""
-        assert self.predictor.markov is not None
-        if self._biases is not None and all(token in self._numbers for token in root.tolist()):
-            return self._biases_after([[self._numbers[token]] for token in root.tolist()])
-        return self.predictor.markov(self.predictor.markov.reduced(embedding)).float().numpy()
-
-    def _biases_after(self, tokens: list[list[int]]) -> np.ndarray:
-        """``_bias_after`` on the host: (B, M) -> (B, M, K)."""
-        if self._biases is not None:
-            return self._biases.numpy()[tokens]
-        found = self._bias_after(torch.tensor(tokens))
-        assert found is not None
-        return found.float().numpy()
+        self.passes = depths
+        noise = None if sampler.greedy else (*sampler.counters, self._words)
+        return grow_by_depth(
+            root, numbers, logits, self._ids, biases_behind, self.tree, sampler.temperature or 1.0, noise
+        )
 
     def _tree(
         self,

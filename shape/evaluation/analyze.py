@@ -51,7 +51,7 @@ from shape.target import Target
 from shape.transport import Plan, optimal_acceptance, squared_distances
 from shape.transport import sinkhorn as entropic_plan
 from shape.verification.acceptance import match, reject_in_turn
-from shape.verification.sampling import gumbel, row_keys, token_words
+from shape.verification.noise import gumbel, row_keys, token_words
 from shape.verification.tree import TokenTree
 
 PERCENTILES = (5, 25, 50, 75, 95)

@@ -9,9 +9,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from shape.compiled import compiled, first_largest
+from shape.verification.noise import fill_gumbel
 from shape.verification.tree import TokenTree, of_lists
 
 Choose = Callable[[list[int], list[int], list[list[int]]], list[int]]
@@ -40,27 +43,11 @@ def match(tree: TokenTree, choices: Tensor) -> Accepted:
 
     The output is a function of the target's choices alone, so it equals plain decoding with the same choices,
     whatever was proposed: choices are argmax(log p) when greedy and argmax(log p + g) with Gumbel noise g shared
-    by position when sampling (arXiv 2408.07978, 2506.05632).
+    by position when sampling (arXiv 2408.07978, 2506.05632). Of equal siblings any may be on the path.
 
     Args:
         choices: (B, N) int64, the target's choice of next token at every node.
     """
-    if choices.device.type != "cpu":
-        return match_on_device(tree, choices)
-    paths, tokens = [], []
-    for proposed, parents, chosen in zip(tree.tokens.tolist(), tree.parent.tolist(), choices.tolist(), strict=True):
-        depths = {0: 0}  # of nodes on the path; there are several at a depth where siblings are equal
-        for node, (token, above) in enumerate(zip(proposed, parents, strict=True)):
-            if above in depths and token == chosen[above]:
-                depths[node] = depths[above] + 1
-        path = _down_to(max(depths, key=depths.__getitem__), parents)
-        paths.append(path)
-        tokens.append([chosen[node] for node in path])
-    return _accepted(paths, tokens, tree.tokens.device)
-
-
-def match_on_device(tree: TokenTree, choices: Tensor) -> Accepted:
-    """``match`` by operations of tensors alone, without a word to the host; of equal siblings any is on the path."""
     agrees = choices.gather(1, tree.parent.clamp(min=0)) == tree.tokens
     last = tree.depth.masked_fill(~_reached(tree, agrees), -1).argmax(1)
     return _accept_path(tree, last, choices.gather(1, last[:, None]))
@@ -90,6 +77,81 @@ def follow(tree: TokenTree, choose: Choose) -> Accepted:
         going = led
     paths = [_down_to(last, above) for (last, *_), above in zip(nodes, parents, strict=True)]
     return _accepted(paths, tokens, tree.tokens.device)
+
+
+def follow_scores(
+    tree: TokenTree,
+    scores: Tensor,
+    temperature: float = 1.0,
+    keys: Tensor | None = None,
+    positions: Tensor | None = None,
+    words: Tensor | None = None,
+) -> Accepted:
+    """``follow`` in one compiled loop, where a choice is the largest of scores over a temperature, and with noise.
+
+    Args:
+        scores: (B, N, V) floats of the host.
+        keys: (B,) int64 of ``noise.row_keys``; None adds no noise.
+        positions: (B,) int64 of the tokens chosen at the roots. words: (V,), ``noise.token_words`` of all tokens.
+    """
+    brain = scores.dtype == torch.bfloat16  # unknown to numpy: its bits are the upper half of a float32's
+    if scores.dtype == torch.float16:
+        scores = scores.float()
+    bits = (scores.view(torch.int16) if brain else scores).contiguous().numpy()
+    divisor = (np.float64 if scores.dtype == torch.float64 else np.float32)(temperature)
+    noise = (_NONE if one is None else one.numpy() for one in (keys, positions, words))
+    trees = tree.tokens.contiguous().numpy(), tree.parent.contiguous().numpy()
+    found = _follow(*trees, bits, brain, divisor, *noise)
+    return Accepted(*map(torch.from_numpy, found))
+
+
+_NONE = np.empty(0, np.int64)
+
+
+@compiled
+def _follow(
+    tokens: np.ndarray,
+    parents: np.ndarray,
+    scores: np.ndarray,
+    brain: bool,
+    temperature: np.floating,
+    keys: np.ndarray,
+    positions: np.ndarray,
+    words: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The parts of ``Accepted``; ``brain`` says that scores are bfloat16's bits."""
+    rows, nodes, size = scores.shape
+    paths, emitted = np.zeros((rows, nodes), np.int64), np.zeros((rows, nodes), np.int64)
+    counts, drafted = np.empty(rows, np.int64), np.empty(rows, np.int64)
+    noise, held = np.empty(len(words), np.float32), np.full(size, temperature)  # and its dtype
+    for row in range(rows):
+        depths = np.full(nodes, -1)  # of the nodes that choices lead to: several, if there are equal siblings
+        depths[0] = node = last = count = 0
+        while node >= 0:
+            last, here = node, scores[row, node]
+            if brain:
+                for k in range(size):
+                    held[k] = np.int32(np.int32(here[k]) << np.int32(16)).view(np.float32)
+            else:
+                held[:] = here
+            if len(keys) > 0:
+                fill_gumbel(keys[row], positions[row] + count, words, noise)
+                for k in range(size):
+                    held[k] = held[k] / temperature + noise[k]
+            chosen = first_largest(held)
+            emitted[row, count] = chosen
+            count += 1
+            node = -1
+            for child in range(nodes - 1, 0, -1):
+                above = parents[row, child]
+                if above >= 0 and depths[above] == count - 1 and tokens[row, child] == chosen:
+                    depths[child] = count
+                    node = child
+        counts[row], drafted[row] = count, count - 1
+        for place in range(count - 1, -1, -1):
+            paths[row, place] = last
+            last = parents[row, last]
+    return paths, counts, emitted, drafted
 
 
 def _down_to(node: int, parents: list[int]) -> list[int]:

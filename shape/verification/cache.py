@@ -167,7 +167,7 @@ class KVArena(Cache):
             if node != place
         ]
         if moves:
-            old, new = of_lists(moves, self.device).T
+            old, new = (of_lists(slots, self.device) for slots in zip(*moves, strict=True))
             for storage in self._storage.values():
                 tokens, device = storage.flatten(1, 2), storage.device
                 tokens.index_copy_(1, new.to(device), tokens.index_select(1, old.to(device)))

@@ -92,7 +92,9 @@ def tree_forward(
     target: Target, support: Support, arena: KVArena, tree: TokenTree, layers: Sequence[int] = (-1,)
 ) -> Tensor:
     """States of all nodes, (B, N, len(layers) * H). Keys and values are behind the settled tokens, not settled yet."""
-    positions = arena.lengths[:, None] + tree.depth
+    positions = arena.lengths[:, None]
+    if tree.size > 1:
+        positions = positions + tree.depth
     if target.max_positions is not None and arena.longest + tree.size > target.max_positions:
         # Nodes past the last position cannot be emitted any more, but must not index out of a position table.
         positions = positions.clamp(max=target.max_positions - 1)

@@ -1,123 +1,20 @@
-"""The target's choice of a token, and the noise that makes sampling reproducible.
-
-Noise depends only on (request seed, row or sample number, position in the text, token id), through a
-counter-based hash: it survives compaction of the batch, padding and any tree, and no generator state exists
-that could be left in another place by another drafter. Sampling is the Gumbel-max trick,
-argmax(log p + g) ~ p, so the sampled text is a function of prompt and noise alone.
-"""
+"""The target's choice of a token: processors, temperature and noise of one request."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import TypeVar
+from math import prod
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 
-from shape.verification.acceptance import reject_in_turn
+from shape.verification.acceptance import Accepted, follow_scores, reject_in_turn
+from shape.verification.noise import GOLDEN, all_words, gumbel, mix, shift
 from shape.verification.tree import TokenTree, root_only
 
-_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
-_MIX1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
-_MIX2 = -7723592293110705685  # 0x94D049BB133111EB
-_AT_ONCE = 9  # positions whose noise is made together: many cost little more than one
-_FEW = 8  # rows, each of whose noise is kept; of more all at once is made in less time
 # What noise beside the target's own is for; any different words will do.
 _DRAFTS, _COINS, _RESIDUALS = 0x6472616674, 0x636F696E73, 0x7265736964
-
-Array = TypeVar("Array", Tensor, np.ndarray)
-
-
-def mix(x: Array) -> Array:
-    """The finaliser of splitmix64 (Steele et al. 2014) on int64; multiplication wraps as it does on uint64."""
-    x = (x ^ _shift(x, 30)) * _MIX1
-    x = (x ^ _shift(x, 27)) * _MIX2
-    return x ^ _shift(x, 31)
-
-
-def _shift(x: Array, bits: int) -> Array:
-    """Logical right shift (that of int64 is arithmetic)."""
-    x = x >> bits
-    x &= (1 << (64 - bits)) - 1
-    return x
-
-
-def row_keys(seed: int | Sequence[int], rows: int, samples: int = 1, device: torch.device | str = "cpu") -> Tensor:
-    """One key per row of the batch, (rows * samples,) int64.
-
-    Args:
-        seed: one seed, numbered through all rows; or one seed per prompt, so that a prompt's samples do not
-            depend on which batch it is in.
-        rows: number of prompts.
-        samples: samples per prompt, adjacent in the batch.
-    """
-    count = rows * samples
-    if isinstance(seed, int):
-        seeds, numbers = [seed] * count, list(range(count))
-    else:
-        seeds, numbers = [s for s in seed for _ in range(samples)], [i % samples for i in range(count)]
-    words = torch.tensor([_wrap(s) for s in seeds], dtype=torch.long, device=device)
-    counters = torch.tensor(numbers, dtype=torch.long, device=device)
-    return mix(mix(words + _GOLDEN) + (counters + 1) * _GOLDEN)
-
-
-def _wrap(seed: int) -> int:
-    """Any Python int as a signed 64-bit word."""
-    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-def gumbel(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """Standard Gumbel noise for some tokens at given positions.
-
-    -log of an exponential variate made from 63 hashed bits. Small uniform numbers keep their relative precision as
-    floats, so that the upper tail, which decides over rare tokens of large vocabularies, is exact far below the
-    probability of any token (24-bit uniforms are not).
-
-    Args:
-        keys: (...,) int64 from row_keys; they and the positions may be broadcast.
-        positions: (...,) int64, position in the text, without padding, of the token being chosen.
-        tokens: (K,) int64, ``token_words`` of these tokens.
-
-    Returns:
-        (..., K) float32.
-    """
-    if keys.device.type != "cpu" or torch.compiler.is_compiling():
-        return to_gumbel(_hashed(keys, positions, tokens))
-    # The same words: numpy multiplies int64 in a tenth of the time that torch takes for it on a CPU.
-    return to_gumbel(torch.from_numpy(_hashed(keys.numpy(), positions.numpy(), tokens.numpy())))
-
-
-def _hashed(keys: Array, positions: Array, tokens: Array) -> Array:
-    """(..., K) words.
-
-    Counter and tokens are hashed each by itself; joining them takes one round more, in place: this is the bulk of the
-    work, and a high bit depends on all bits of both.
-    """
-    x = mix(keys + positions * _GOLDEN)[..., None] ^ tokens
-    x *= _MIX1
-    x ^= _shift(x, 32)
-    x *= _MIX2
-    return x
-
-
-def to_gumbel(words: Tensor) -> Tensor:
-    """-log(-log(1 - u)) with u = |word| / 2^63, (...) int64 -> (...) float32, always finite. Overwrites the words."""
-    # Between the smallest u above 0 and the largest float below 1.
-    negative = words.abs_().float().mul_(-(2.0**-63)).clamp_(2.0**-24 - 1, -(2.0**-64))
-    return negative.log1p_().neg_().log_().neg_()
-
-
-def token_words(tokens: Tensor) -> Tensor:
-    """A word for each token id, int64, as ``gumbel`` takes it."""
-    return mix((tokens + 1) * _GOLDEN)
-
-
-@cache
-def _all_words(vocab_size: int, device: torch.device) -> Tensor:
-    return token_words(torch.arange(vocab_size, device=device))
 
 
 def perturbed(logits: Tensor, noise: Tensor | None) -> Tensor:
@@ -142,31 +39,6 @@ def best(scores: Tensor) -> Tensor:
     return torch.as_tensor(scores.detach().numpy().argmax(-1))
 
 
-class RowNoise:
-    """The target's own noise of one row, position after position, made once for the drafts and the choices there.
-
-    Args:
-        key: (1,) int64 from row_keys. vocab_size: V.
-    """
-
-    def __init__(self, key: Tensor, vocab_size: int) -> None:
-        self._key, self._words = key, _all_words(vocab_size, key.device)
-        self._first, self._held = 0, torch.empty(0, vocab_size)
-
-    def at(self, position: int, count: int) -> Tensor:
-        """(count, V) at ``position`` and on; what lies before is forgotten once more has to be made."""
-        end = self._first + len(self._held)
-        if not self._first <= position <= end:
-            self._first = end = position
-            self._held = self._held[:0]
-        if position + count > end:
-            behind = position + max(count + 1, _AT_ONCE)  # one more, since a choice follows the last draft
-            fresh = gumbel(self._key, torch.arange(end, behind), self._words)
-            kept = self._held[position - self._first :]
-            self._first, self._held = position, torch.cat([kept, fresh]) if len(kept) else fresh
-        return self._held[position - self._first :][:count]
-
-
 def _at_least_single(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -178,12 +50,13 @@ class Sampler:
     ``settle`` is called once per step; positions are then counted from the settled text: offset 0 is the first
     token after the root, chosen at the root.
 
-    Choices are made at all nodes at once (``choose``), or at the nodes that they lead to, one after the other
-    (``choose_at``).
+    Choices are made at the nodes that they lead to (``follow``), at all nodes at once (``choose``), or, by whoever
+    follows them, at one after the other (``choose_at``).
 
     Attributes:
         prompt_lengths: (B,) int64.
         visits: whether to choose node after node, since looking at all would cost more or cannot be done.
+        on_host: whether ``follow`` can be asked: the scores are the host's, and warped by a temperature alone.
         temperature: 0 means greedy: no noise.
         keys: (B,) int64 from row_keys, or None when greedy.
         warpers: transformers' processors that look at the scores alone, temperature among them.
@@ -204,12 +77,12 @@ class Sampler:
 
     def __post_init__(self) -> None:
         self.settle(self.prompt_lengths)
-        # A CPU need not wait for itself, as other devices would at every depth; there calls cost more than looking at
-        # all nodes of few rows, and less than sorting their scores.
-        on_cpu, few = self.prompt_lengths.device.type == "cpu", len(self.prompt_lengths) <= _FEW
+        on_cpu = self.prompt_lengths.device.type == "cpu"
         sorts = not all(isinstance(one, TemperatureLogitsWarper) for one in self.warpers)
-        self.visits = self.processors is not None or self.draws or (on_cpu and (sorts or not few))
-        self._kept: list[RowNoise] = []  # of few rows on a CPU, from the first choice on
+        # A CPU need not wait for itself, as other devices would at every depth.
+        self.visits = self.processors is not None or self.draws or (on_cpu and sorts)
+        self.on_host = on_cpu and not self.visits
+        self._divisor = prod(one.temperature for one in self.warpers if isinstance(one, TemperatureLogitsWarper))
 
     @property
     def greedy(self) -> bool:
@@ -238,7 +111,6 @@ class Sampler:
             processors=self.processors and tuple(self.processors[row] for row in kept),
         )
         chosen.settle(self._lengths[rows], [self._texts[row] for row in kept] if self._texts else ())
-        chosen._kept = [self._kept[row] for row in kept] if self._kept else []
         return chosen
 
     def to(self, device: torch.device) -> "Sampler":
@@ -254,9 +126,15 @@ class Sampler:
         moved.settle(self._lengths.to(device), self._texts)
         return moved
 
+    @property
+    def counters(self) -> tuple[Tensor, Tensor]:
+        """Keys and positions, (B,) int64, of the target's own noise at offset 0, when sampling."""
+        assert self.keys is not None
+        return self.keys, self._lengths
+
     def noise(self, offset: int, vocab_size: int) -> Tensor:
         """(B, V) Gumbel noise of the token at ``offset``, the target's own."""
-        return self._noise_at([offset], _all_words(vocab_size, self._lengths.device))[:, 0]
+        return self._noise_at([offset], all_words(vocab_size, self._lengths.device))[:, 0]
 
     def _noise_at(self, offsets: Sequence[int], words: Tensor) -> Tensor:
         """(B, len(offsets), K). At once, because many small tensors cost more than a large one."""
@@ -264,31 +142,19 @@ class Sampler:
         positions = self._lengths[:, None] + torch.tensor(offsets, device=words.device)
         return gumbel(self.keys[:, None].expand_as(positions), positions, words)
 
-    def ahead(self, depth: int, words: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """(B, depth, K) of the target's own noise at offsets 0 and on, where drafts are coupled to its choices.
-
-        Args:
-            words: (K,), ``token_words`` of the tokens that it is for.
-            tokens: (K,) int64, these; None stands for all tokens in order.
-        """
-        if not self._kept:
-            return self._noise_at(range(depth), words)
-        lengths = self._lengths.tolist()
-        found = [row.at(length, depth) for row, length in zip(self._kept, lengths, strict=True)]
-        return torch.stack([row[:, : len(words)] if tokens is None else row.index_select(1, tokens) for row in found])
-
-    def foresee(
-        self, depth: int, words: Tensor, nodes: int = 1, tokens: Tensor | None = None
-    ) -> Sequence[Tensor | None]:
-        """What ``perturbed`` adds at offsets 0 to ``depth`` - 1: noise for some tokens each (see ``ahead``).
+    def foresee(self, depth: int, words: Tensor, nodes: int = 1) -> Sequence[Tensor | None]:
+        """What ``perturbed`` adds at offsets 0 to ``depth`` - 1: noise for some tokens each.
 
         It is the target's own, (B, 1, K), where drafts are coupled to its choices, and None when greedy. If not
         coupled, each of ``nodes`` nodes of a depth has its own, (B, nodes, K): draws must not depend on one another.
+
+        Args:
+            words: (K,), ``noise.token_words`` of the tokens that it is for.
         """
         if self.greedy:
             return [None] * depth
         if self.coupled:
-            return self.ahead(depth, words, tokens).split(1, dim=1)
+            return self._noise_at(range(depth), words).split(1, dim=1)
         counters = torch.arange(depth * nodes, device=words.device)
         return gumbel(self._step_words(_DRAFTS)[:, None], counters, words).split(nodes, dim=1)
 
@@ -310,7 +176,7 @@ class Sampler:
         """
         return self.temper(self._forbid_early_eos(logits.float(), offset, vocabulary))
 
-    def temper(self, logits: Array) -> Array:
+    def temper(self, logits: Tensor) -> Tensor:
         """Logits, or what is added to them, over the temperature, where there is one."""
         return logits if self.temperature in (0.0, 1.0) else logits / self.temperature
 
@@ -344,24 +210,21 @@ class Sampler:
         """(B, N) int64: argmax(log p + g) at every node, of its ``tree_scores``."""
         if self.greedy:
             return best(scores)
-        if self._rows(scores.shape[-1]):
-            return self._pick_by_row(scores, tree)
-        noise = self._noise_at(range(int(tree.depth.max()) + 1), _all_words(scores.shape[-1], scores.device))
+        noise = self._noise_at(range(int(tree.depth.max()) + 1), all_words(scores.shape[-1], scores.device))
         depths = torch.arange(tree.tokens.shape[0], device=scores.device)[:, None] * noise.shape[1] + tree.depth
         return best(scores + F.embedding(depths, noise.flatten(0, 1)))
 
-    def _pick_by_row(self, scores: Tensor, tree: TokenTree) -> Tensor:
-        """``pick`` with the noise that is kept for each row."""
-        rows = zip(self._kept, self._lengths.tolist(), tree.depth.tolist(), scores.numpy(), strict=True)
-        chosen = []
-        for kept, length, depths, row in rows:
-            noisy = kept.at(length, max(depths) + 1).numpy()[depths]
-            noisy += row
-            chosen.append(torch.from_numpy(noisy.argmax(-1)))
-        return torch.stack(chosen)
+    def follow(self, logits: Tensor, tree: TokenTree) -> Accepted:
+        """What stands by rule "match", looked at where choices lead alone; arguments as of ``choose``."""
+        scores = self._forbid_early_eos(logits, tree.depth) if self.min_new_tokens > 0 else logits
+        if self.greedy:
+            return follow_scores(tree, scores)
+        return follow_scores(tree, scores, self._divisor, *self.counters, all_words(scores.shape[-1], scores.device))
 
     def choose_roots(self, logits: Tensor, tree: TokenTree) -> Tensor:
         """(B,) int64, the choice at every root, however choices are made; arguments as of ``choose``."""
+        if self.on_host:
+            return self.follow(logits[:, :1], root_only(tree.tokens[:, 0])).tokens[:, 0]
         if not self.visits:
             return self.choose(logits[:, :1], root_only(tree.tokens[:, 0]))[:, 0]
         rows = list(range(len(logits)))
@@ -385,25 +248,10 @@ class Sampler:
         if self.draws:
             return self._reject(scores, tree, rows, nodes, offset).tolist()
         if not self.greedy:
-            scores = scores + self._own_noise(rows, offset, scores.shape[-1])
+            assert self.keys is not None
+            words = all_words(scores.shape[-1], scores.device)
+            scores = scores + gumbel(self.keys[rows], self._lengths[rows] + offset, words)
         return best(scores).tolist()
-
-    def _own_noise(self, rows: list[int], offset: int, vocab_size: int) -> Tensor:
-        """(R, V) of some rows at an offset, the target's own."""
-        assert self.keys is not None
-        if not self._rows(vocab_size):
-            keys, positions = self.keys[rows], self._lengths[rows] + offset
-            return gumbel(keys, positions, _all_words(vocab_size, keys.device))
-        lengths = self._lengths.tolist()
-        found = [self._kept[row].at(lengths[row] + offset, 1) for row in rows]
-        return found[0] if len(found) == 1 else torch.cat(found)
-
-    def _rows(self, vocab_size: int) -> list[RowNoise]:
-        """The noise of each row, where it is kept."""
-        assert self.keys is not None
-        if not self._kept and self.keys.device.type == "cpu" and len(self.keys) <= _FEW:
-            self._kept = [RowNoise(key, vocab_size) for key in self.keys.split(1)]
-        return self._kept
 
     def tree_scores(self, logits: Tensor, tree: TokenTree) -> Tensor:
         """Scores (B, N, V) at every node after all processors; their softmax is p.
@@ -442,14 +290,14 @@ class Sampler:
 
     def coins(self, nodes: int) -> Tensor:
         """(B, nodes) float64 in (0, 1), one to decide over each node of a tree where drafts are drawn."""
-        counters = torch.arange(1, nodes + 1, device=self._lengths.device) * _GOLDEN
-        bits = _shift(mix(self._step_words(_COINS)[:, None] + counters), 12)
+        counters = torch.arange(1, nodes + 1, device=self._lengths.device) * GOLDEN
+        bits = shift(mix(self._step_words(_COINS)[:, None] + counters), 12)
         return (bits.to(torch.float64) + 0.5) * 2.0**-52
 
     def residual_noise(self, vocab_size: int, offset: int = 0) -> Tensor:
         """(B, V) Gumbel noise of the token behind the accepted ones where drafts are drawn."""
         positions = torch.full_like(self._lengths, offset)
-        return gumbel(self._step_words(_RESIDUALS), positions, _all_words(vocab_size, positions.device))
+        return gumbel(self._step_words(_RESIDUALS), positions, all_words(vocab_size, positions.device))
 
     def _step_words(self, purpose: int) -> Tensor:
         """(B,) int64, a word for each row, step and purpose, unrelated to those of the target's own noise.
@@ -458,7 +306,7 @@ class Sampler:
         at the same position in the next step.
         """
         assert self.keys is not None
-        return mix(mix(self.keys ^ purpose) + mix(self._lengths * _GOLDEN))
+        return mix(mix(self.keys ^ purpose) + mix(self._lengths * GOLDEN))
 
     def _reject(self, scores: Tensor, tree: TokenTree, rows: list[int], nodes: list[int], offset: int) -> Tensor:
         """Rejection sampling at one node of each of some rows, with the scores (R, V) there."""

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shape.compiled import compiled
+
 Drafted = list[tuple[int, int, float]]
 
 
@@ -38,14 +40,22 @@ class TokenTree:
     @cached_property
     def ancestors(self) -> Tensor:
         """(B, N, N) bool: [b, i, j] says that j is i or an ancestor of i."""
-        return ancestors(self.parent)
+        return self._relations[0]
 
     @cached_property
     def depth(self) -> Tensor:
         """(B, N) int64: number of proper ancestors."""
-        if self.parent.device.type == "cpu":
-            return of_lists([_depths(parents) for parents in self.parent.tolist()], self.parent.device)
-        return self.ancestors.sum(-1) - 1
+        return self._relations[1]
+
+    @cached_property
+    def _relations(self) -> tuple[Tensor, Tensor]:
+        if self.parent.device.type != "cpu":
+            above = ancestors(self.parent)
+            return above, above.sum(-1) - 1
+        batch, nodes = self.parent.shape
+        found, depths = np.zeros((batch, nodes, nodes), np.bool_), np.empty((batch, nodes), np.int64)
+        _walk(self.parent.contiguous().numpy(), found, depths)
+        return torch.from_numpy(found), torch.from_numpy(depths)
 
     @property
     def size(self) -> int:
@@ -65,24 +75,15 @@ def of_lists(numbers: Sequence[Any], device: torch.device, kind: type = np.int64
 
 
 def ancestors(parent: Tensor) -> Tensor:
-    """Ancestor-or-self relation of trees given by parents.
+    """Ancestor-or-self relation of trees given by parents, by operations of tensors alone.
+
+    Squaring I + P doubles the covered path length, so log2(N) small matrix products replace a loop over nodes.
 
     Args:
         parent: (B, N) int64, -1 for nodes without a parent.
 
     Returns:
         (B, N, N) bool.
-    """
-    batch, nodes = parent.shape
-    if nodes == 1:  # plain decoding should not pay for trees
-        return torch.ones(batch, 1, 1, dtype=torch.bool, device=parent.device)
-    return _walked(parent) if parent.device.type == "cpu" else ancestors_on_device(parent)
-
-
-def ancestors_on_device(parent: Tensor) -> Tensor:
-    """``ancestors`` by operations of tensors alone, without a word to the host.
-
-    Squaring I + P doubles the covered path length, so log2(N) small matrix products replace a loop over nodes.
     """
     batch, nodes = parent.shape
     reach = torch.eye(nodes, device=parent.device).repeat(batch, 1, 1)
@@ -96,26 +97,17 @@ def ancestors_on_device(parent: Tensor) -> Tensor:
     return reach > 0
 
 
-def _walked(parent: Tensor) -> Tensor:
-    """``ancestors`` node by node: beside a CPU this takes a fraction of the time of tensor operations' calls."""
-    batch, nodes = parent.shape
-    size = -(-nodes // 8)
-    bits = bytearray()
-    for parents in parent.tolist():
-        known: list[int] = []  # of each node, with a bit for each ancestor
-        for node, above in enumerate(parents):
-            known.append((known[above] if above >= 0 else 0) | 1 << node)
-            bits += known[node].to_bytes(size, "little")
-    found = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").reshape(batch, nodes, 8 * size)
-    return torch.from_numpy(found[..., :nodes].astype(bool))
-
-
-def _depths(parents: list[int]) -> list[int]:
-    """Number of proper ancestors of each node of one tree."""
-    found: list[int] = []
-    for above in parents:
-        found.append(found[above] + 1 if above >= 0 else 0)
-    return found
+@compiled
+def _walk(parents: np.ndarray, found: np.ndarray, depths: np.ndarray) -> None:
+    """``ancestors``, (B, N, N), all False before, and numbers of proper ones, (B, N), of (B, N) parents."""
+    for row in range(parents.shape[0]):
+        for node in range(parents.shape[1]):
+            above = parents[row, node]
+            depths[row, node] = 0
+            if above >= 0:
+                depths[row, node] = depths[row, above] + 1
+                found[row, node, : above + 1] = found[row, above, : above + 1]
+            found[row, node, node] = True
 
 
 def chain(root: Tensor, drafts: Tensor) -> TokenTree:
@@ -171,6 +163,14 @@ def keep_best(tree: TokenTree, nodes: int) -> TokenTree:
     the parent, which comes first, is kept first and the result stays a tree.
     """
     assert tree.joint is not None
+    if tree.parent.device.type == "cpu":
+        return of_best(tree.tokens.numpy(), tree.parent.numpy(), tree.joint.numpy(), tree.size, nodes)
+    return keep_best_on_device(tree, nodes)
+
+
+def keep_best_on_device(tree: TokenTree, nodes: int) -> TokenTree:
+    """``keep_best`` by operations of tensors alone."""
+    assert tree.joint is not None
     kept = tree.joint.sort(dim=1, descending=True, stable=True).indices[:, :nodes].sort(dim=1).values
     new_index = torch.full_like(tree.parent, -1).scatter_(
         1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
@@ -178,6 +178,43 @@ def keep_best(tree: TokenTree, nodes: int) -> TokenTree:
     old_parent = tree.parent.gather(1, kept)
     new_parent = new_index.gather(1, old_parent.clamp(min=0)).masked_fill(old_parent < 0, -1)
     return TokenTree(tree.tokens.gather(1, kept), new_parent, joint=tree.joint.gather(1, kept))
+
+
+def of_best(tokens: np.ndarray, parents: np.ndarray, joint: np.ndarray, size: int, nodes: float) -> TokenTree:
+    """``keep_best`` of the trees in the first ``size`` columns of (B, at least N) arrays, or all of them."""
+    kept, above, estimates = map(torch.from_numpy, _of_best(tokens, parents, joint, size, int(min(nodes, size))))
+    return TokenTree(kept, above, joint=estimates)
+
+
+@compiled
+def _of_best(
+    tokens: np.ndarray, parents: np.ndarray, joint: np.ndarray, size: int, nodes: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    if nodes == size:
+        return tokens[:, :size].copy(), parents[:, :size].copy(), joint[:, :size].copy()
+    shape = (tokens.shape[0], nodes)
+    kept_tokens, kept_parents, kept_joint = (
+        np.empty(shape, np.int64),
+        np.empty(shape, np.int64),
+        joint[:, :nodes].copy(),
+    )
+    for row in range(shape[0]):
+        number = np.full(size, -1)  # of the nodes that are kept; -2 as long as it is not known
+        for _ in range(nodes):
+            best = -1
+            for node in range(size):
+                if number[node] == -1 and (best < 0 or joint[row, node] > joint[row, best]):
+                    best = node
+            number[best] = -2
+        count = 0
+        for node in range(size):
+            if number[node] == -2:
+                above = parents[row, node]
+                number[node] = count
+                kept_tokens[row, count], kept_joint[row, count] = tokens[row, node], joint[row, node]
+                kept_parents[row, count] = number[above] if above >= 0 else -1
+                count += 1
+    return kept_tokens, kept_parents, kept_joint
 
 
 def attention_mask(

@@ -11,7 +11,8 @@ from shape.drafters import HybridDrafter, ModelDrafter, Settled, make_drafter
 from shape.drafters.model import Adaptive, ByCost, Fixed, make_lookahead
 from shape.errors import ConfigError, TargetMismatch
 from shape.target import Target
-from shape.verification.sampling import Sampler, row_keys
+from shape.verification.noise import row_keys
+from shape.verification.sampling import Sampler
 
 
 def settled(*rows: list[int]) -> Settled:

@@ -12,7 +12,8 @@ from shape.errors import TargetMismatch
 from shape.examples import Reader, Texts, known_in
 from shape.predictor import ShapePredictor, roll, windows
 from shape.target import Target
-from shape.verification.sampling import Sampler, row_keys, token_words
+from shape.verification.noise import row_keys, token_words
+from shape.verification.sampling import Sampler
 
 MODES = [
     ("recursive", "path"),

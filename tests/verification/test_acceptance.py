@@ -5,11 +5,13 @@ from math import prod
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shape.verification.acceptance import (
     follow,
+    follow_scores,
     match,
     reject_in_turn,
     stop_chances,
@@ -49,9 +51,9 @@ def naive_walk(parent, tokens, choices) -> list[int]:
             return emitted
 
 
-@given(trees_with_choices(), st.booleans())
+@given(trees_with_choices(), st.sampled_from(["at all nodes", "node after node", "compiled"]))
 @settings(max_examples=500)
-def test_match_equals_a_walk(case, at_once):
+def test_match_equals_a_walk(case, choosing):
     parent, tokens, choices = case
     tree = TokenTree(torch.tensor([tokens]), torch.tensor([parent]))
     asked: list[int] = []
@@ -61,10 +63,15 @@ def test_match_equals_a_walk(case, at_once):
         asked.append(nodes[0])
         return [choices[nodes[0]]]
 
-    accepted = match(tree, torch.tensor([choices])) if at_once else follow(tree, choose)
+    if choosing == "at all nodes":
+        accepted = match(tree, torch.tensor([choices]))
+    elif choosing == "node after node":
+        accepted = follow(tree, choose)
+    else:
+        accepted = follow_scores(tree, F.one_hot(torch.tensor([choices])).float())
     count = int(accepted.counts)
     assert accepted.tokens[0, :count].tolist() == naive_walk(parent, tokens, choices)
-    assert at_once or len(asked) == count  # nowhere else
+    assert choosing != "node after node" or len(asked) == count  # nowhere else
     assert int(accepted.drafted) == count - 1
     path = accepted.path[0, :count].tolist()
     assert path[0] == 0 and [parent[node] for node in path[1:]] == path[:-1]
@@ -72,7 +79,12 @@ def test_match_equals_a_walk(case, at_once):
 
 def test_padding_nodes_are_never_accepted():
     tree = TokenTree(torch.tensor([[5, 1, 1]]), torch.tensor([[-1, -1, -1]]))
-    for accepted in (match(tree, torch.tensor([[1, 1, 1]])), follow(tree, lambda rows, nodes, paths: [1])):
+    ones = torch.tensor([[1, 1, 1]])
+    for accepted in (
+        match(tree, ones),
+        follow(tree, lambda rows, nodes, paths: [1]),
+        follow_scores(tree, F.one_hot(ones).float()),
+    ):
         assert accepted.counts.tolist() == [1] and accepted.tokens[0, 0] == 1
 
 

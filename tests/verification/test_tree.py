@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from shape.verification.tree import (
     TokenTree,
     ancestors,
-    ancestors_on_device,
     attention_mask,
     chain,
     first_path,
     keep_best,
+    keep_best_on_device,
     ragged_chain,
     root_only,
     uniform_mask,
@@ -42,12 +42,13 @@ def test_ancestors_and_depth_equal_a_walk(parent):
         expected = walk(parent, node)
         assert set(tree.ancestors[0, node].nonzero()[:, 0].tolist()) == expected
         assert tree.depth[0, node] == len(expected) - 1
-    assert torch.equal(ancestors_on_device(tree.parent), tree.ancestors)
+    assert torch.equal(ancestors(tree.parent), tree.ancestors)
 
 
 def test_ancestors_of_a_long_chain():
     parent = torch.arange(-1, 40)[None]
-    for found in (ancestors(parent), ancestors_on_device(parent)):
+    tree = TokenTree(torch.zeros_like(parent), parent)
+    for found in (ancestors(parent), tree.ancestors):
         assert torch.equal(found[0], torch.ones(41, 41, dtype=torch.bool).tril())
 
 
@@ -82,7 +83,10 @@ def test_keep_best_stays_a_tree_and_keeps_the_best(data):
         score.append(1.0 if above < 0 else score[above] - drop[node] if above else -drop[node])
     nodes = data.draw(st.integers(1, 10))
     tokens = torch.arange(10)[None]
-    kept = keep_best(TokenTree(tokens, torch.tensor([parent]), joint=torch.tensor([score])), nodes)
+    tree = TokenTree(tokens, torch.tensor([parent]), joint=torch.tensor([score]))
+    kept, there = keep_best(tree, nodes), keep_best_on_device(tree, nodes)
+    assert torch.equal(kept.tokens, there.tokens) and torch.equal(kept.parent, there.parent)
+    assert torch.equal(kept.joint, there.joint)
     numbers = kept.tokens[0].tolist()
     assert numbers == sorted(numbers) and numbers[0] == 0 and len(numbers) == nodes
     for position, number in enumerate(numbers[1:], start=1):

@@ -1,0 +1,127 @@
+"""Loops of the host, compiled by numba: what a step decides on a CPU costs one call instead of dozens.
+
+Behind a target's forward caches are cold, and a call of torch or numpy takes several microseconds whatever it computes.
+Compiled are only the loops that every step runs: noise, choices, growing and describing trees. Tensors of other devices
+never come here.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from numba import njit
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def compiled(function: Function, *relaxed: str) -> Function:
+    """The function, compiled at its first call for the types that it is given, and kept for later processes.
+
+    Floats keep their own precision.
+
+    Args:
+        relaxed: what else is allowed with floats than fused products and sums (LLVM's fast-math flags).
+    """
+    options: dict[str, Any] = {"error_model": "numpy", "nogil": True, "fastmath": {"contract", *relaxed}}
+    try:
+        return cast(Function, njit(cache=True, **options)(function))
+    except RuntimeError:  # nowhere to keep it: neither beside the source nor in the user's cache
+        return cast(Function, njit(**options)(function))
+
+
+_ONE, _HALF = np.float32(1), np.float32(0.5)
+_LN2, _LOG2_E = np.float32(math.log(2)), np.float32(math.log2(math.e))
+_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)  # the high part times an exponent is exact
+# Coefficients of polynomials, the highest first.
+_LOG = np.array(
+    [7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1,
+     2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1], np.float32,
+)  # fmt: skip
+_EXP = np.array([1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5], np.float32)
+_SQRT_HALF = np.int32(0x3F3504F3)  # its bits
+_SMALL = np.float32(0.29)
+_LEAST = np.float32(-87.0)  # exp of less is no normal number
+
+
+@compiled
+def log(x: np.float32) -> np.float32:
+    """Of a positive normal float32, to its last bit or two (Cephes, logf). That of libm is not taken in lanes."""
+    bits = np.float32(x).view(np.int32)
+    exponent = np.int32(np.int32(bits - _SQRT_HALF) >> np.int32(23))
+    mantissa = np.int32(bits - np.int32(exponent << np.int32(23))).view(np.float32)
+    return _log_near_one(mantissa - _ONE) + np.float32(exponent) * _LN2
+
+
+@compiled
+def log_complement(x: np.float32) -> np.float32:
+    """log(1 - x) of a float32 from 0 to below 1, exact for small x too."""
+    return _log_near_one(-x) if x < _SMALL else log(_ONE - x)
+
+
+@compiled
+def _log_near_one(f: np.float32) -> np.float32:
+    """log(1 + f) for 1 + f between the root of a half and of two."""
+    p = np.float32(0)
+    for coefficient in _LOG:
+        p = p * f + coefficient
+    square = f * f
+    return p * f * square - _HALF * square + f
+
+
+@compiled
+def exp(x: np.float32) -> np.float32:
+    """Of a float32 of at most 0, to its last bit or two (Cephes, expf); 1e-38 below -87."""
+    x = max(np.float32(x), _LEAST)
+    whole = np.int32(x * _LOG2_E - _HALF)
+    n = np.float32(whole)
+    f = x - n * _LN2_HIGH - n * _LN2_LOW
+    p = np.float32(0)
+    for coefficient in _EXP:
+        p = p * f + coefficient
+    return (p * f * f + f + _ONE) * np.int32(np.int32(whole + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+def _sum_of_exp(scores: np.ndarray, largest: np.float32) -> np.float32:
+    """Of (K,) float32, over exp of the largest."""
+    total = np.float32(0)
+    for k in range(scores.shape[0]):
+        total += exp(scores[k] - largest)
+    return total
+
+
+sum_of_exp = compiled(_sum_of_exp, "reassoc")  # a sum in lanes is one in another order
+
+_BLOCK = 256
+_SIGN, _ALL_BUT_SIGN = np.int32(-(2**31)), np.int32(2**31 - 1)
+
+
+@compiled
+def _ordered(x: np.float32) -> np.int32:
+    """An integer that is larger where x is: unlike floats, integers are compared in lanes. NaN is beyond all."""
+    bits = np.float32(x).view(np.int32)
+    if bits == _SIGN:  # -0 is 0
+        bits = np.int32(0)
+    return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & _ALL_BUT_SIGN))
+
+
+@compiled
+def first_largest(numbers: np.ndarray) -> int:
+    """Where the largest of (K,) float32 or float64 is, the first of equal ones."""
+    begin = 0
+    if numbers.itemsize > 4:  # of targets in float64, which need not be fast
+        for k in range(numbers.shape[0]):
+            if numbers[k] > numbers[begin]:
+                begin = k
+        return begin
+    largest = _ordered(numbers[0])
+    for start in range(0, numbers.shape[0], _BLOCK):
+        block = numbers[start : start + _BLOCK]
+        here = _ordered(block[0])
+        for k in range(block.shape[0]):
+            here = max(here, _ordered(block[k]))
+        if here > largest:
+            largest, begin = here, start
+    while _ordered(numbers[begin]) != largest:
+        begin += 1
+    return begin

@@ -1,0 +1,132 @@
+"""The noise that makes sampling reproducible.
+
+It depends only on (request seed, row or sample number, position in the text, token id), through a counter-based hash:
+it survives compaction of the batch, padding and any tree, and no generator state exists that could be left in another
+place by another drafter. Sampling is the Gumbel-max trick, argmax(log p + g) ~ p, so the sampled text is a function of
+prompt and noise alone.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numba.extending import register_jitable
+from torch import Tensor
+
+from shape.compiled import compiled, log, log_complement
+
+GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
+_MIX1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX2 = -7723592293110705685  # 0x94D049BB133111EB
+
+Array = TypeVar("Array", Tensor, np.ndarray, int)
+
+
+@register_jitable
+def mix(x: Array) -> Array:
+    """The finaliser of splitmix64 (Steele et al. 2014) on int64; multiplication wraps as it does on uint64."""
+    x = (x ^ shift(x, 30)) * _MIX1
+    x = (x ^ shift(x, 27)) * _MIX2
+    return x ^ shift(x, 31)
+
+
+@register_jitable
+def shift(x: Array, bits: int) -> Array:
+    """Logical right shift (that of int64 is arithmetic)."""
+    x = x >> bits
+    x &= (1 << (64 - bits)) - 1
+    return x
+
+
+def row_keys(seed: int | Sequence[int], rows: int, samples: int = 1, device: torch.device | str = "cpu") -> Tensor:
+    """One key per row of the batch, (rows * samples,) int64.
+
+    Args:
+        seed: one seed, numbered through all rows; or one seed per prompt, so that a prompt's samples do not
+            depend on which batch it is in.
+        rows: number of prompts.
+        samples: samples per prompt, adjacent in the batch.
+    """
+    count = rows * samples
+    if isinstance(seed, int):
+        seeds, numbers = [seed] * count, list(range(count))
+    else:
+        seeds, numbers = [s for s in seed for _ in range(samples)], [i % samples for i in range(count)]
+    words = torch.tensor([_wrap(s) for s in seeds], dtype=torch.long, device=device)
+    counters = torch.tensor(numbers, dtype=torch.long, device=device)
+    return mix(mix(words + GOLDEN) + (counters + 1) * GOLDEN)
+
+
+def _wrap(seed: int) -> int:
+    """Any Python int as a signed 64-bit word."""
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def gumbel(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """Standard Gumbel noise for some tokens at given positions.
+
+    -log(-log(1 - u)), with u of 63 hashed bits, always finite. Small uniform numbers keep their relative precision as
+    floats, so that the upper tail, which decides over rare tokens of large vocabularies, is exact far below the
+    probability of any token (24-bit uniforms are not).
+
+    Args:
+        keys: (...,) int64 from row_keys; they and the positions may be broadcast.
+        positions: (...,) int64, position in the text, without padding, of the token being chosen.
+        tokens: (K,) int64, ``token_words`` of these tokens.
+
+    Returns:
+        (..., K) float32.
+    """
+    if keys.device.type != "cpu" or torch.compiler.is_compiling():
+        return _gumbel_on_device(keys, positions, tokens)
+    keys, positions = torch.broadcast_tensors(keys, positions)
+    out = torch.empty(*positions.shape, len(tokens))
+    _fill_rows(keys.flatten().numpy(), positions.flatten().numpy(), tokens.numpy(), out.view(-1, len(tokens)).numpy())
+    return out
+
+
+# The smallest u above 0 and the largest float below 1.
+_LEAST, _MOST = np.float32(2.0**-64), np.float32(1 - 2.0**-24)
+_UNIT = np.float32(2.0**-63)
+
+
+def _gumbel_on_device(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """``gumbel`` by operations of tensors; the same to the last bits of its two logarithms."""
+    # Counter and tokens are hashed each by itself; joining them takes one round more, in place: this is the bulk of the
+    # work, and a high bit depends on all bits of both.
+    words = mix(keys + positions * GOLDEN)[..., None] ^ tokens
+    words *= _MIX1
+    words ^= shift(words, 32)
+    words *= _MIX2
+    uniform = words.abs_().float().mul_(float(_UNIT)).clamp_(float(_LEAST), float(_MOST))
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+@compiled
+def fill_gumbel(key: int, position: int, words: np.ndarray, out: np.ndarray) -> None:
+    """``gumbel`` of one row at one position: words (K,) int64, out (K,) float32."""
+    row = mix(key + position * GOLDEN)
+    for k in range(words.shape[0]):  # integers and floats apart: together they are not computed in lanes
+        word = (row ^ words[k]) * _MIX1
+        word = (word ^ shift(word, 32)) * _MIX2
+        out[k] = min(max(np.float32(abs(word)) * _UNIT, _LEAST), _MOST)
+    for k in range(words.shape[0]):
+        out[k] = -log(-log_complement(out[k]))
+
+
+@compiled
+def _fill_rows(keys: np.ndarray, positions: np.ndarray, words: np.ndarray, out: np.ndarray) -> None:
+    for row in range(keys.shape[0]):
+        fill_gumbel(keys[row], positions[row], words, out[row])
+
+
+def token_words(tokens: Tensor) -> Tensor:
+    """A word for each token id, int64, as ``gumbel`` takes it."""
+    return mix((tokens + 1) * GOLDEN)
+
+
+@cache
+def all_words(vocab_size: int, device: torch.device) -> Tensor:
+    return token_words(torch.arange(vocab_size, device=device))
