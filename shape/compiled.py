@@ -18,7 +18,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def compiled(function: Function, *relaxed: str) -> Function:
     """The function, compiled at its first call for the types that it is given, and kept for later processes.
 
-    Floats keep their own precision.
+    Floats keep their own precision. A function that is kept is compiled again when its own file changes, not when
+    another does that it calls into: whoever changes that removes the ``.nbi`` and ``.nbc`` files in ``__pycache__``.
 
     Args:
         relaxed: what else is allowed with floats than fused products and sums (LLVM's fast-math flags).
@@ -34,11 +35,15 @@ _ONE, _HALF = np.float32(1), np.float32(0.5)
 _LN2, _LOG2_E = np.float32(math.log(2)), np.float32(math.log2(math.e))
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)  # the high part times an exponent is exact
 # Coefficients of polynomials, the highest first.
-_LOG = np.array(
-    [7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1,
-     2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1], np.float32,
+_LOG = tuple(
+    map(np.float32, (
+        7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1,
+        2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
+    ))
 )  # fmt: skip
-_EXP = np.array([1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5], np.float32)
+_EXP = tuple(
+    map(np.float32, (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5))
+)
 _SQRT_HALF = np.int32(0x3F3504F3)  # its bits
 _SMALL = np.float32(0.29)
 _LEAST = np.float32(-87.0)  # exp of less is no normal number
@@ -62,9 +67,15 @@ def log_complement(x: np.float32) -> np.float32:
 @compiled
 def _log_near_one(f: np.float32) -> np.float32:
     """log(1 + f) for 1 + f between the root of a half and of two."""
-    p = np.float32(0)
-    for coefficient in _LOG:
-        p = p * f + coefficient
+    p = _LOG[0]  # written out: behind a loop of its own the loops around this one are not taken in lanes
+    p = p * f + _LOG[1]
+    p = p * f + _LOG[2]
+    p = p * f + _LOG[3]
+    p = p * f + _LOG[4]
+    p = p * f + _LOG[5]
+    p = p * f + _LOG[6]
+    p = p * f + _LOG[7]
+    p = p * f + _LOG[8]
     square = f * f
     return p * f * square - _HALF * square + f
 
@@ -76,9 +87,12 @@ def exp(x: np.float32) -> np.float32:
     whole = np.int32(x * _LOG2_E - _HALF)
     n = np.float32(whole)
     f = x - n * _LN2_HIGH - n * _LN2_LOW
-    p = np.float32(0)
-    for coefficient in _EXP:
-        p = p * f + coefficient
+    p = _EXP[0]
+    p = p * f + _EXP[1]
+    p = p * f + _EXP[2]
+    p = p * f + _EXP[3]
+    p = p * f + _EXP[4]
+    p = p * f + _EXP[5]
     return (p * f * f + f + _ONE) * np.int32(np.int32(whole + np.int32(127)) << np.int32(23)).view(np.float32)
 
 

@@ -148,6 +148,7 @@ def _deepen(
     numbers = np.empty(most * branching, np.int64)
     for n in range(depth, end):
         best, count = -np.inf, width * branching
+        following = min(most, count) if n + 1 < logits.shape[1] else 0
         for row in range(rows):
             shared[:] = logits[row, n]
             if len(keys) > 0:
@@ -172,7 +173,7 @@ def _deepen(
                     numbers[at - grown] = number
                     scores[number] = -np.inf
                     at += 1
-            for place in range(min(most, count)):
+            for place in range(following):
                 first = -1
                 for node in range(grown, at):
                     if numbers[node - grown] >= 0 and (first < 0 or joint[row, node] > joint[row, first]):
@@ -180,7 +181,7 @@ def _deepen(
                 frontier[0, row, place], frontier[1, row, place] = first, numbers[first - grown]
                 numbers[first - grown] = -1
                 best = max(best, joint[row, first])
-        grown, width = grown + count, min(most, count)
+        grown, width = grown + count, following
         if best < least:
             return grown, 0
     return grown, width
