@@ -203,8 +203,7 @@ class TrainedDrafter(Drafter):
         carried = network.begin(known, embedding)
         if not by_path:
             all_states, found = self._logits_of_all_depths(known, carried, embedding, depth)
-            offsets = torch.arange(depth, device=root.device)
-            all_logits = sampler.draft_logits(found, offsets, self._vocabulary)
+            all_logits = sampler.draft_logits(found, None, self._vocabulary)
             if self.on_host and network.confidence is None and not sampler.draws:
                 return self._grown_on_host(settled.root, embedding, all_logits, sampler)
         rows = torch.arange(root.shape[0], device=root.device)[:, None]

@@ -19,7 +19,7 @@ from shape.errors import UnsupportedTarget
 from shape.target import Target
 from shape.verification.attention import grouped_queries
 from shape.verification.cache import KVArena, LayerShape
-from shape.verification.tree import TokenTree, attention_mask, chain, uniform_mask
+from shape.verification.tree import TokenTree, attention_mask, chain
 
 # Allowed relative error (root mean square) between a cached tree forward and plain forwards of its paths. Some
 # models take their softmax in float32 whatever their dtype; a wrong mask or position is off by far more.
@@ -115,8 +115,6 @@ def tree_masks(support: Support, arena: KVArena, tree: TokenTree) -> Tensor | di
         return None  # the model's own causal mask; without an explicit one its fastest kernels apply
 
     def mask(window: int | None) -> Tensor:
-        if arena.uniform and window is None:
-            return uniform_mask(tree.ancestors, arena.longest, arena.dtype)
         return attention_mask(tree.ancestors, arena.lengths, arena.longest + tree.size, arena.dtype, window, tree.depth)
 
     if support.mask_by_layer_type:

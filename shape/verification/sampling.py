@@ -164,16 +164,18 @@ class Sampler:
         """``perturbed`` of ``draft_logits``: what a drafter at ``offset`` ranks its candidates by."""
         return perturbed(self.draft_logits(logits, offset, vocabulary), noise)
 
-    def draft_logits(self, logits: Tensor, offset: Tensor | int, vocabulary: Tensor | None = None) -> Tensor:
+    def draft_logits(self, logits: Tensor, offset: Tensor | int | None, vocabulary: Tensor | None = None) -> Tensor:
         """(B, M, K) float32, whose softmax is q: a drafter's logits under the request's temperature and minimum length.
 
         Other processors are left to the target's choice.
 
         Args:
             logits: (B, M, K), the drafter's for M nodes.
-            offset: of all nodes, or (M,) of each.
+            offset: of all nodes, or (M,) of each; None stands for 0 and on.
             vocabulary: (K,) int64, the tokens that the logits are for; None stands for all of them in order.
         """
+        if offset is None:
+            offset = torch.arange(logits.shape[1], device=logits.device) if self.min_new_tokens > 0 else 0
         return self.temper(self._forbid_early_eos(logits.float(), offset, vocabulary))
 
     def temper(self, logits: Tensor) -> Tensor:

@@ -239,6 +239,12 @@ def attention_mask(
     Returns:
         (B, 1, N, K) in ``dtype``: 0 where a node may look, the most negative number elsewhere.
     """
+    least = torch.finfo(dtype).min
+    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+        hidden = np.float64(least) if dtype == torch.float64 else np.float32(least)
+        window = -1 if sliding_window is None else sliding_window
+        given = visible.numpy(), depth.contiguous().numpy(), lengths.contiguous().numpy()
+        return torch.from_numpy(_mask(*given, key_length, window, hidden))[:, None].to(dtype)
     batch, nodes, _ = visible.shape
     slots = torch.arange(key_length, device=lengths.device)
     allowed = (slots < lengths[:, None])[:, None, :].repeat(1, nodes, 1)
@@ -249,12 +255,22 @@ def attention_mask(
         query_position = lengths[:, None] + depth
         allowed &= query_position[:, :, None] - key_position[:, None, :] < sliding_window
     mask = torch.zeros(batch, 1, nodes, key_length, dtype=dtype, device=lengths.device)
-    return mask.masked_fill_(~allowed[:, None], torch.finfo(dtype).min)
+    return mask.masked_fill_(~allowed[:, None], least)
 
 
-def uniform_mask(visible: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """``attention_mask`` without a window where all rows have ``length`` cached tokens, in fewer operations."""
-    batch, nodes, _ = visible.shape
-    mask = torch.zeros(batch, 1, nodes, length + nodes, dtype=dtype, device=visible.device)
-    mask[..., length:].masked_fill_(~visible[:, None], torch.finfo(dtype).min)
+@compiled
+def _mask(
+    visible: np.ndarray, depth: np.ndarray, lengths: np.ndarray, keys: int, window: int, hidden: np.floating
+) -> np.ndarray:
+    """``attention_mask``, (B, N, K); no window is below 0."""
+    rows, nodes = depth.shape
+    mask = np.full((rows, nodes, keys), hidden)
+    for row in range(rows):
+        length = lengths[row]
+        for node in range(nodes):
+            first = 0 if window < 0 else max(0, length + depth[row, node] - window + 1)
+            mask[row, node, first:length] = 0
+            for other in range(nodes):
+                if visible[row, node, other] and (window < 0 or depth[row, node] - depth[row, other] < window):
+                    mask[row, node, length + other] = 0
     return mask

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +17,6 @@ from shape.verification.tree import (
     keep_best_on_device,
     ragged_chain,
     root_only,
-    uniform_mask,
 )
 
 
@@ -95,6 +95,17 @@ def test_keep_best_stays_a_tree_and_keeps_the_best(data):
     assert all(score[node] <= worst for node in set(range(10)) - set(numbers))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_hosts_mask_is_that_of_a_device(monkeypatch, window, dtype):
+    """Rows of unequal length, with padding nodes, and more slots than are in use."""
+    tree = TokenTree(torch.zeros(2, 6, dtype=torch.long), torch.tensor([[-1, 0, 0, 1, 3, 4], [-1, 0, 1, 2, -1, -1]]))
+    given = tree.ancestors, torch.tensor([2, 7]), 15, dtype, window, tree.depth
+    here = attention_mask(*given)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.equal(here, attention_mask(*given)) and here.dtype == dtype
+
+
 @given(parents(), st.integers(0, 5), st.integers(0, 4), st.one_of(st.none(), st.integers(1, 6)))
 def test_mask_shows_settled_tokens_and_ancestors_within_the_window(parent, length, slack, window):
     tree = TokenTree(torch.zeros(1, len(parent), dtype=torch.long), torch.tensor([parent]))
@@ -107,8 +118,6 @@ def test_mask_shows_settled_tokens_and_ancestors_within_the_window(parent, lengt
         visible |= {(length + a, length + len(walk(parent, a)) - 1) for a in walk(parent, node)}
         expected = {slot for slot, at in visible if window is None or position - at < window}
         assert set((mask[0, 0, node] == 0).nonzero()[:, 0].tolist()) == expected
-    if window is None and slack == 0:
-        assert torch.equal(uniform_mask(tree.ancestors, length, torch.float32), mask)
 
 
 def test_chain_is_its_own_first_path():
