@@ -227,7 +227,7 @@ def decode(
 def _along(states: Tensor, path: Tensor) -> Tensor:
     """(B, N, F), (B, D) int64 -> (B, D, F), the states of the nodes on a path."""
     if len(path) == 1:  # in half of the time
-        return states.index_select(1, path[0])
+        return states.index_select(1, path.view(-1))
     return states.gather(1, path[:, :, None].expand(-1, -1, states.shape[-1]))
 
 

@@ -89,16 +89,12 @@ def grow_by_depth(
         temperature: that of the biases.
         noise: keys (B,), positions (B,) and words (K,) of ``noise.gumbel``.
     """
-    rows, depths, size = logits.shape
+    _, depths, size = logits.shape
     branching = min(shape.branching or shape.width, size)
     counts = [branching]
     while len(counts) < depths:
         counts.append(min(shape.width, counts[-1]) * branching)
-    tokens, parents = np.empty((2, rows, 1 + sum(counts)), np.int64)
-    joint = np.empty(tokens.shape, np.float32)
-    tokens[:, 0], parents[:, 0], joint[:, 0] = root.numpy(), -1, 0.0
-    frontier = np.zeros((2, rows, shape.width), np.int64)  # nodes to expand, and the numbers of their tokens
-    frontier[1, :, 0] = numbers
+    tokens, parents, joint, frontier = _planted(root.numpy(), numbers, 1 + sum(counts), shape.width)
     least = log(shape.threshold) if shape.threshold > 0 else -inf
     keys, positions, words = (_NONE, _NONE, _NONE) if noise is None else (one.numpy() for one in noise)
     depth, grown, width = 0, 1, 1
@@ -114,6 +110,20 @@ def grow_by_depth(
 
 
 _NONE = np.empty(0, np.int64)
+
+
+@compiled
+def _planted(
+    root: np.ndarray, numbers: np.ndarray, size: int, width: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Room for tokens, parents and joint log-probabilities, (B, size), with the roots in it, and the first frontier,
+    (2, B, width): nodes to expand, and the numbers of their tokens.
+    """
+    rows = len(root)
+    tokens, parents = np.empty((rows, size), np.int64), np.empty((rows, size), np.int64)
+    joint, frontier = np.empty((rows, size), np.float32), np.zeros((2, rows, width), np.int64)
+    tokens[:, 0], parents[:, 0], joint[:, 0], frontier[1, :, 0] = root, -1, 0.0, numbers
+    return tokens, parents, joint, frontier
 
 
 @compiled

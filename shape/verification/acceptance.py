@@ -97,8 +97,8 @@ def follow_scores(
     brain = scores.dtype == torch.bfloat16  # unknown to numpy: its bits are the upper half of a float32's
     if scores.dtype == torch.float16:
         scores = scores.float()
-    bits = (scores.view(torch.int16) if brain else scores).contiguous().numpy()
-    divisor = (np.float64 if scores.dtype == torch.float64 else np.float32)(temperature)
+    bits = (scores.contiguous().view(torch.int16) if brain else scores.contiguous()).numpy()
+    divisor = np.float64(temperature) if scores.dtype == torch.float64 else np.float32(temperature)
     noise = (_NONE if one is None else one.numpy() for one in (keys, positions, words))
     trees = tree.tokens.contiguous().numpy(), tree.parent.contiguous().numpy()
     found = _follow(*trees, bits, brain, divisor, *noise)

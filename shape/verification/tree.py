@@ -52,9 +52,7 @@ class TokenTree:
         if self.parent.device.type != "cpu":
             above = ancestors(self.parent)
             return above, above.sum(-1) - 1
-        batch, nodes = self.parent.shape
-        found, depths = np.zeros((batch, nodes, nodes), np.bool_), np.empty((batch, nodes), np.int64)
-        _walk(self.parent.contiguous().numpy(), found, depths)
+        found, depths = _walk(self.parent.contiguous().numpy())
         return torch.from_numpy(found), torch.from_numpy(depths)
 
     @property
@@ -98,16 +96,18 @@ def ancestors(parent: Tensor) -> Tensor:
 
 
 @compiled
-def _walk(parents: np.ndarray, found: np.ndarray, depths: np.ndarray) -> None:
-    """``ancestors``, (B, N, N), all False before, and numbers of proper ones, (B, N), of (B, N) parents."""
-    for row in range(parents.shape[0]):
-        for node in range(parents.shape[1]):
+def _walk(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``ancestors``, (B, N, N), and numbers of proper ones, (B, N)."""
+    rows, nodes = parents.shape
+    found, depths = np.zeros((rows, nodes, nodes), np.bool_), np.zeros((rows, nodes), np.int64)
+    for row in range(rows):
+        for node in range(nodes):
             above = parents[row, node]
-            depths[row, node] = 0
             if above >= 0:
                 depths[row, node] = depths[row, above] + 1
                 found[row, node, : above + 1] = found[row, above, : above + 1]
             found[row, node, node] = True
+    return found, depths
 
 
 def chain(root: Tensor, drafts: Tensor) -> TokenTree:
