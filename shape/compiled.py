@@ -2,7 +2,7 @@
 
 Behind a target's forward caches are cold, and a call of torch or numpy takes several microseconds whatever it computes.
 Compiled are only the loops that every step runs: noise, choices, growing and describing trees. Tensors of other devices
-never come here.
+never come here, and neither does ``torch.compile``, which cannot look into them: each has a twin by tensors.
 """
 
 import math
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numpy as np
+import torch
 from numba import njit
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -29,6 +30,11 @@ def compiled(function: Function, *relaxed: str) -> Function:
         return cast(Function, njit(cache=True, **options)(function))
     except RuntimeError:  # nowhere to keep it: neither beside the source nor in the user's cache
         return cast(Function, njit(**options)(function))
+
+
+def serves(x: torch.Tensor) -> bool:
+    """Whether loops may be asked about this tensor: it is the host's, and nothing is being traced."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 _ONE, _HALF = np.float32(1), np.float32(0.5)

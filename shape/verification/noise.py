@@ -15,7 +15,7 @@ import torch
 from numba.extending import register_jitable
 from torch import Tensor
 
-from shape.compiled import compiled, log, log_complement
+from shape.compiled import compiled, log, log_complement, serves
 
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
 _MIX1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -79,7 +79,7 @@ def gumbel(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     Returns:
         (..., K) float32.
     """
-    if keys.device.type != "cpu" or torch.compiler.is_compiling():
+    if not serves(keys):
         return _gumbel_on_device(keys, positions, tokens)
     keys, positions = torch.broadcast_tensors(keys, positions)
     out = torch.empty(*positions.shape, len(tokens))

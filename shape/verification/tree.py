@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shape.compiled import compiled
+from shape.compiled import compiled, serves
 
 Drafted = list[tuple[int, int, float]]
 
@@ -49,7 +49,7 @@ class TokenTree:
 
     @cached_property
     def _relations(self) -> tuple[Tensor, Tensor]:
-        if self.parent.device.type != "cpu":
+        if not serves(self.parent):
             above = ancestors(self.parent)
             return above, above.sum(-1) - 1
         found, depths = _walk(self.parent.contiguous().numpy())
@@ -163,7 +163,7 @@ def keep_best(tree: TokenTree, nodes: int) -> TokenTree:
     the parent, which comes first, is kept first and the result stays a tree.
     """
     assert tree.joint is not None
-    if tree.parent.device.type == "cpu":
+    if serves(tree.parent):
         return of_best(tree.tokens.numpy(), tree.parent.numpy(), tree.joint.numpy(), tree.size, nodes)
     return keep_best_on_device(tree, nodes)
 
@@ -240,7 +240,7 @@ def attention_mask(
         (B, 1, N, K) in ``dtype``: 0 where a node may look, the most negative number elsewhere.
     """
     least = torch.finfo(dtype).min
-    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+    if serves(lengths):
         hidden = np.float64(least) if dtype == torch.float64 else np.float32(least)
         window = -1 if sliding_window is None else sliding_window
         given = visible.numpy(), depth.contiguous().numpy(), lengths.contiguous().numpy()
