@@ -34,6 +34,7 @@ from shape.trace import Trace
 from shape.verification.forward import Support, probe
 
 _EOS_AWARE_TOKENS = 4
+_WARMING = 16  # tokens, enough for a few steps
 # Where a hub repository is read from, in transformers' words.
 HUB_OPTIONS = frozenset({"revision", "token", "cache_dir", "local_files_only", "force_download", "proxies"})
 
@@ -179,6 +180,19 @@ class ShapeDecoder:
     @property
     def tokenizer(self) -> Any:
         return self.target.tokenizer
+
+    def warm_up(self, **options: Any) -> None:
+        """Write a few tokens that nobody reads, so that no answer's time contains what is paid once: on a machine the
+        compilation of the host's loops (some seconds), in a process that of steps of fixed shapes, and first touches
+        of memory.
+
+        Args:
+            options: as answers will have them: those of ``generate``.
+        """
+        given = torch.zeros(1, 1, dtype=torch.int64, device=self.target.device)
+        options |= {"max_new_tokens": _WARMING, "eos_token_id": [], "seed": 0}
+        self.generate(given, torch.ones_like(given), **options)
+        self._experience.clear()  # such steps say nothing about the cost of later ones
 
     def generate(
         self,

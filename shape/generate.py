@@ -101,27 +101,27 @@ def answer(
         say: the session of the conversation; None computes all of it.
     """
     input_ids = decoder.target.encode(messages)
-    sampling: dict[str, Any] = {
-        "temperature": options.temperature,
-        "top_k": options.top_k,
-        "top_p": options.top_p,
-    }
     traced = options.show_draft or options.show_trace
     output = (say or decoder.generate)(
         input_ids,
         attention_mask=torch.ones_like(input_ids),
-        seed=options.seed,
-        acceptance=options.rule,
-        eos_aware=options.eos_aware,
         streamer=None if traced else TextStreamer(decoder.tokenizer, skip_prompt=True, skip_special_tokens=True),
         return_dict_in_generate=True,
         trace=traced or options.trace is not None,
         max_new_tokens=options.max_new_tokens,
-        do_sample=options.temperature > 0,
-        **(sampling if options.temperature > 0 else {}),
+        **choosing(options),
     )
     assert isinstance(output, ShapeOutput)
     return output
+
+
+def choosing(options: GenerateOptions) -> dict[str, Any]:
+    """How tokens are chosen, in the words of ``ShapeDecoder.generate``."""
+    given = {"seed": options.seed, "acceptance": options.rule, "eos_aware": options.eos_aware}
+    if options.temperature == 0:
+        return {**given, "do_sample": False}
+    warped = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
+    return {**given, "do_sample": True, **warped}
 
 
 def coloured(tokenizer: Any, tokens: list[tuple[int, str]]) -> Text:
@@ -228,6 +228,7 @@ def generate(options: GenerateOptions) -> None:
     if not interactive and not prompt:
         raise DataError("the prompt is empty; give --prompt TEXT, or text on standard input")
     decoder, console = load(options), Console(highlight=False)
+    decoder.warm_up(**choosing(options))  # the figures below an answer are about answers
     if interactive:
         chat(decoder, options, console)
     else:

@@ -672,6 +672,19 @@ def test_from_pretrained_mistakes(tiny_target, tiny_target_folder, tiny_model, t
         ShapeDecoder.from_pretrained(tmp_path / "known", target=Target(tiny_model("llama", torch.float32, seed=9)))
 
 
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.7, "eos_aware": True}])
+def test_warming_up_leaves_nothing_behind(tiny_model, options):
+    model, batch = tiny_model("llama"), prompts()
+    drafter = TrainedDrafter(predictor(), TreeShape(depth=3, width=2))
+    torch.manual_seed(5)
+    expected = ShapeDecoder(model).generate(**batch, max_new_tokens=8, **options)
+    decoder = ShapeDecoder(model, drafter)
+    torch.manual_seed(5)
+    decoder.warm_up(**options)
+    assert not decoder._experience
+    assert torch.equal(decoder.generate(**batch, max_new_tokens=8, **options), expected)
+
+
 def test_nothing_global_is_touched(tiny_model):
     """Decoding between two draws of the global generator changes neither; no state stays behind in the drafter."""
     decoder = ShapeDecoder(tiny_model("llama"), drafters()["shape tree"]())
