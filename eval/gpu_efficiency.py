@@ -47,7 +47,7 @@ from shape.evaluation.environment import Environment
 from shape.fixed import FixedArena, FixedSteps, LaidOut, captured
 from shape.streams import Arrivals
 from shape.target import Target
-from shape.verification.forward import attending, tree_masks
+from shape.verification.forward import attending, tree_inputs
 from shape.verification.tree import chain
 
 BATCHES = (1, 2, 4, 8, 16, 24)
@@ -225,7 +225,7 @@ def bare(decoder: ShapeDecoder, rows: int, nodes: int, context: int, slots: int,
     tokens = torch.zeros(rows, nodes, dtype=torch.long, device=target.device)
     tree = LaidOut.of(chain(tokens[:, 0], tokens[:, 1:]))
     arena.expect(nodes)
-    masks, positions = tree_masks(support, arena, tree), context + tree.depth
+    positions, masks = tree_inputs(target, support, arena, tree)
 
     def forward() -> Tensor:
         arena.expect(nodes)

@@ -48,7 +48,7 @@ from shape.target import Target
 from shape.verification.acceptance import match
 from shape.verification.attention import grouped_queries
 from shape.verification.cache import KVArena
-from shape.verification.forward import Support, tree_masks
+from shape.verification.forward import Support, tree_inputs
 from shape.verification.noise import gumbel, token_words
 from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree, ancestors, chain, root_only
@@ -389,10 +389,7 @@ class Stage:
     def forward(self, tree: TokenTree) -> Tensor:
         """``tree_forward`` over the whole bucket, under an explicit mask."""
         self.arena.expect(tree.size)
-        positions = self.arena.lengths[:, None] + tree.depth
-        if self.target.max_positions is not None:
-            positions = positions.clamp(max=self.target.max_positions - 1)
-        masks = tree_masks(self.support, self.arena, tree)
+        positions, masks = tree_inputs(self.target, self.support, self.arena, tree)
         return self.target.hidden(tree.tokens, attention_mask=masks, position_ids=positions, cache=self.arena)
 
     def fill(self, content: Content, rows: Tensor) -> None:

@@ -193,7 +193,7 @@ def decode(
         if active is not None:
             active.inspect(tree, logits)
         if drafter is not None:
-            tokens = torch.cat([settled.root[:, None], accepted.tokens[:, : max(counts)]], dim=1)
+            tokens = [[text[-1], *own] for text, own in zip(settled.texts, new, strict=True)]
             drafter.update(tokens, states, accepted.counts)
         if memory is not None:
             states_so_far.append(states)

@@ -98,6 +98,7 @@ def test_chats_in_a_terminal(capsys, monkeypatch, predictor_folder):
         return original(self, input_ids, **options)
 
     monkeypatch.setattr(ShapeDecoder, "generate", spy)
+    monkeypatch.setattr(ShapeDecoder, "warm_up", lambda self, **options: None)
     monkeypatch.setattr("sys.stdin", Terminal("first\nsecond\n\n"))
     lines = run(capsys, "--predictor", predictor_folder, "--system", "Be brief.")
     assert sum("acceptance length" in line for line in lines) == 2

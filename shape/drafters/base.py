@@ -113,13 +113,13 @@ class Drafter(ABC):
     def rehearse(self, rows: int, passes: int) -> None:
         """Run the network forwards of such a draft and nothing else, for measuring; nothing without a network."""
 
-    def update(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
+    def update(self, tokens: list[list[int]], hidden: Tensor, counts: Tensor) -> None:
         """What verification made known.
 
         Args:
-            tokens: (B, D + 1) int64, the root that was verified and what was settled behind it.
+            tokens: of each row the root that was verified and what was settled behind it.
             hidden: (B, D, F), states of all but the last of these.
-            counts: (B,) int64, how many of row b's states count; the others, and tokens behind them, are padding.
+            counts: (B,) int64, how many of row b's states count; the others are padding.
         """
 
     def inspect(self, tree: TokenTree, logits: Tensor) -> None:
@@ -150,7 +150,7 @@ class Wrapped(Drafter):
     def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
         return self.inner.draft(settled, sampler)
 
-    def update(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
+    def update(self, tokens: list[list[int]], hidden: Tensor, counts: Tensor) -> None:
         self.inner.update(tokens, hidden, counts)
 
     def inspect(self, tree: TokenTree, logits: Tensor) -> None:

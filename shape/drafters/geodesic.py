@@ -51,7 +51,7 @@ class GeodesicDrafter(Drafter):
         lengths = (settled.lengths - 1).tolist()
         self._states = [row[:length].float() for row, length in zip(hidden, lengths, strict=True)]
 
-    def update(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
+    def update(self, tokens: list[list[int]], hidden: Tensor, counts: Tensor) -> None:
         self._states = [
             torch.cat([states, new[:count].float()])
             for states, new, count in zip(self._states, hidden, counts.tolist(), strict=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from shape.compiled import compiled, first_largest, sum_of_exp
 from shape.drafters.base import TreeShape
 from shape.verification.noise import fill_gumbel
-from shape.verification.tree import Drafted, TokenTree, of_best
+from shape.verification.tree import Drafted, TokenTree, best_nodes, of_arrays
 
 Place = TypeVar("Place")
 
@@ -69,6 +69,22 @@ class Biases(NamedTuple):
     depths: int
 
 
+class _Given(NamedTuple):
+    """What does not change as trees grow: arguments and shape of ``grow_by_depth``, in the host's words."""
+
+    logits: np.ndarray
+    ids: np.ndarray
+    temperature: float
+    keys: np.ndarray
+    positions: np.ndarray
+    words: np.ndarray
+    width: int
+    branching: int
+    least: float
+    room: int
+    nodes: int
+
+
 def grow_by_depth(
     root: Tensor,
     numbers: np.ndarray,
@@ -94,34 +110,48 @@ def grow_by_depth(
     counts = [branching]
     while len(counts) < depths:
         counts.append(min(shape.width, counts[-1]) * branching)
-    tokens, parents, joint, frontier = _planted(root.numpy(), numbers, 1 + sum(counts), shape.width)
+    room = 1 + sum(counts)
+    most = room if shape.nodes is None else min(shape.nodes + 1, room)
     least = log(shape.threshold) if shape.threshold > 0 else -inf
-    keys, positions, words = (_NONE, _NONE, _NONE) if noise is None else (one.numpy() for one in noise)
-    depth, grown, width = 0, 1, 1
+    keys, positions, words = _SILENCE if noise is None else (one.numpy() for one in noise)
+    given = _Given(logits.numpy(), ids, temperature, keys, positions, words, shape.width, branching, least, room, most)
+    biases = biases_behind(0, numbers[:, None])
+    if biases.depths >= depths:
+        return of_arrays(*_grown(root.numpy(), numbers, given, biases))
+    so_far = _planted(root.numpy(), numbers, given)
+    grown, width, depth = 1, 1, 0
     while depth < depths and width > 0:
-        table, by_number, served = biases_behind(depth, frontier[1, :, :width])
-        end = min(depth + served, depths)
-        grown, width = _deepen(
-            tokens, parents, joint, grown, frontier, width, logits.numpy(), depth, end, ids, table, by_number,
-            np.float32(temperature), keys, positions, words, branching, least,
-        )  # fmt: skip
+        if depth > 0:
+            biases = biases_behind(depth, so_far[3][1, :, :width])
+        end = min(depth + biases.depths, depths)
+        grown, width = _deepen(*so_far, grown, width, depth, end, given, biases)
         depth = end
-    return of_best(tokens, parents, joint, grown, inf if shape.nodes is None else shape.nodes + 1)
+    return of_arrays(*best_nodes(*so_far[:3], grown, most))
 
 
-_NONE = np.empty(0, np.int64)
+_SILENCE = [np.empty(0, np.int64)] * 3
+
+
+@compiled
+def _grown(
+    root: np.ndarray, numbers: np.ndarray, given: _Given, biases: Biases
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """All of ``grow_by_depth`` where one table serves all depths: tokens, parents and joint log-probabilities."""
+    tokens, parents, joint, frontier = _planted(root, numbers, given)
+    grown, _ = _deepen(tokens, parents, joint, frontier, 1, 1, 0, given.logits.shape[1], given, biases)
+    return best_nodes(tokens, parents, joint, grown, given.nodes)
 
 
 @compiled
 def _planted(
-    root: np.ndarray, numbers: np.ndarray, size: int, width: int
+    root: np.ndarray, numbers: np.ndarray, given: _Given
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Room for tokens, parents and joint log-probabilities, (B, size), with the roots in it, and the first frontier,
+    """Room for tokens, parents and joint log-probabilities, (B, room), with the roots in it, and the first frontier,
     (2, B, width): nodes to expand, and the numbers of their tokens.
     """
-    rows = len(root)
+    rows, size = len(root), given.room
     tokens, parents = np.empty((rows, size), np.int64), np.empty((rows, size), np.int64)
-    joint, frontier = np.empty((rows, size), np.float32), np.zeros((2, rows, width), np.int64)
+    joint, frontier = np.empty((rows, size), np.float32), np.zeros((2, rows, given.width), np.int64)
     tokens[:, 0], parents[:, 0], joint[:, 0], frontier[1, :, 0] = root, -1, 0.0, numbers
     return tokens, parents, joint, frontier
 
@@ -131,68 +161,74 @@ def _deepen(
     tokens: np.ndarray,
     parents: np.ndarray,
     joint: np.ndarray,
-    grown: int,
     frontier: np.ndarray,
+    grown: int,
     width: int,
-    logits: np.ndarray,
     depth: int,
     end: int,
-    ids: np.ndarray,
-    table: np.ndarray,
-    by_number: bool,
-    temperature: np.float32,
-    keys: np.ndarray,
-    positions: np.ndarray,
-    words: np.ndarray,
-    branching: int,
-    least: float,
+    given: _Given,
+    biases: Biases,
 ) -> tuple[int, int]:
     """Expand ``width`` nodes of each row at every depth from this one to the end: their children are written behind
     ``grown`` nodes, and the best of these are the next frontier.
 
+    What is behind a node that will not be kept will not be either, and is not looked at: its place in the frontier has
+    the node -1.
+
     Returns:
-        How many nodes there are, and how many to expand; none where all paths are less likely than ``least``.
+        How many nodes there are, and how many to expand; none where none will be kept, or all paths are less likely
+        than ``least``.
     """
-    rows, size, most = tokens.shape[0], logits.shape[2], frontier.shape[2]
+    logits, words, branching, divisor = given.logits, given.words, given.branching, np.float32(given.temperature)
+    rows, size = tokens.shape[0], logits.shape[2]
     noise, shared, scores = np.empty(len(words), np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
-    numbers = np.empty(most * branching, np.int64)
+    numbers = np.empty(given.width * branching, np.int64)
     for n in range(depth, end):
-        best, count = -np.inf, width * branching
-        following = min(most, count) if n + 1 < logits.shape[1] else 0
+        best, count, going = -np.inf, width * branching, False
+        following = min(given.width, count) if n + 1 < logits.shape[1] else 0
         for row in range(rows):
             shared[:] = logits[row, n]
-            if len(keys) > 0:
-                fill_gumbel(keys[row], positions[row] + n, words, noise)
+            if len(words) > 0:
+                fill_gumbel(given.keys[row], given.positions[row] + n, words, noise)
                 for k in range(size):
                     shared[k] += noise[k]
             at = grown
             for place in range(width):
                 above = frontier[0, row, place]
+                if above < 0:
+                    tokens[row, at : at + branching], parents[row, at : at + branching] = 0, 0
+                    joint[row, at : at + branching], numbers[at - grown : at - grown + branching] = -np.inf, -1
+                    at += branching
+                    continue
                 scores[:] = shared
-                if table.shape[1] > 0:
-                    biases = table[frontier[1, row, place] if by_number else row * width + place]
+                if biases.table.shape[1] > 0:
+                    added = biases.table[frontier[1, row, place] if biases.by_number else row * width + place]
                     for k in range(size):
-                        scores[k] = shared[k] + biases[k] / temperature
+                        scores[k] = shared[k] + added[k] / divisor
                 number = first_largest(scores)
                 total = scores[number] + np.log(sum_of_exp(scores, scores[number]))
                 for child in range(branching):
                     if child > 0:
                         number = first_largest(scores)
-                    tokens[row, at], parents[row, at] = ids[number], above
+                    tokens[row, at], parents[row, at] = given.ids[number], above
                     joint[row, at] = joint[row, above] + (scores[number] - total)
                     numbers[at - grown] = number
                     scores[number] = -np.inf
                     at += 1
+            enough = np.sort(joint[row, :at])[at - given.nodes] if at > given.nodes else -np.inf
             for place in range(following):
                 first = -1
                 for node in range(grown, at):
-                    if numbers[node - grown] >= 0 and (first < 0 or joint[row, node] > joint[row, first]):
+                    likely = numbers[node - grown] >= 0 and joint[row, node] > enough
+                    if likely and (first < 0 or joint[row, node] > joint[row, first]):
                         first = node
-                frontier[0, row, place], frontier[1, row, place] = first, numbers[first - grown]
-                numbers[first - grown] = -1
-                best = max(best, joint[row, first])
+                frontier[0, row, place], frontier[1, row, place] = first, 0
+                if first >= 0:
+                    frontier[1, row, place] = numbers[first - grown]
+                    numbers[first - grown], going = -1, True
+                    best = max(best, joint[row, first])
         grown, width = grown + count, following
-        if best < least:
+        if not going or best < given.least:
             return grown, 0
     return grown, width
 

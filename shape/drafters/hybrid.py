@@ -60,7 +60,7 @@ class HybridDrafter(Drafter):
         for drafter in self.drafters:
             drafter.start(settled, self._columns(drafter, hidden))
 
-    def update(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
+    def update(self, tokens: list[list[int]], hidden: Tensor, counts: Tensor) -> None:
         if self._drafted_at is not None:
             self._times.add(self._size, perf_counter() - self._drafted_at)
             self._drafted_at = None

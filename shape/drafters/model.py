@@ -208,7 +208,7 @@ class ModelDrafter(Drafter):
     def _new_arena(self, rows: int, capacity: int) -> KVArena:
         return new_arena(self.model, self.model.support, rows, capacity)
 
-    def update(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
+    def update(self, tokens: list[list[int]], hidden: Tensor, counts: Tensor) -> None:
         if self._ended is not None:
             self._verified = perf_counter() - self._ended
             self._ended = None

@@ -16,7 +16,7 @@ from shape.target import Target, TargetIdentity
 from shape.verification.cache import KVArena, LayerShape
 from shape.verification.noise import token_words
 from shape.verification.sampling import Sampler, perturbed
-from shape.verification.tree import TokenTree, keep_best, root_only
+from shape.verification.tree import TokenTree, keep_best, of_lists, root_only
 
 _SLOTS = 256  # of the memory, at first
 _REHEARSED = 256  # known positions that a rehearsal attends to
@@ -126,17 +126,25 @@ class TrainedDrafter(Drafter):
             self._remember(tokens, F.pad(hidden, (0, 0, 1, 0)))
             self.arena.set_lengths([len(text) - 1 for text in settled.texts])
 
-    def update(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
-        self.take_in(tokens.to(self._device), hidden.to(self._device), counts.to(self._device))
-        if self.arena is not None:
-            pairs = zip(self.arena.host_lengths, counts.tolist(), strict=True)
-            self.arena.set_lengths([length + count for length, count in pairs])
+    def update(self, tokens: list[list[int]], hidden: Tensor, counts: Tensor) -> None:
+        hidden, counts = hidden.to(self._device), counts.to(self._device)
+        if self.arena is None:
+            return self.take_in(None, hidden, counts)
+        size, rows = hidden.shape[1] + 1, zip(self.arena.host_lengths, tokens, strict=True)
+        padded = of_lists([[*own, *[0] * (size - len(own))] for own in tokens], self._device)
+        self.take_in(padded, hidden, counts)
+        self.arena.set_lengths([length + len(own) - 1 for length, own in rows])
 
-    def take_in(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
-        """``update`` without a word to another host: the memory's lengths are left for the caller to move on."""
+    def take_in(self, tokens: Tensor | None, hidden: Tensor, counts: Tensor) -> None:
+        """``update`` without a word to another host: the memory's lengths are left for the caller to move on.
+
+        Args:
+            tokens: (B, D + 1) int64, which only networks that attend look at: the root that was verified and what was
+                settled behind it.
+        """
         known = torch.cat([self.window, hidden], dim=1)
         size = self.predictor.config.window
-        if self.arena is not None:
+        if self.arena is not None and tokens is not None:
             self._remember(tokens, known[:, size - 1 :])
         if self.on_host:  # in fewer calls
             rows = [known[row : row + 1, count : count + size] for row, count in enumerate(counts.tolist())]

@@ -521,7 +521,7 @@ class _Counting(Wrapped):
         self.flops.append(counter.get_total_flops())
         return tree
 
-    def update(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
+    def update(self, tokens: list[list[int]], hidden: Tensor, counts: Tensor) -> None:
         with FlopCounterMode(display=False) as counter:
             self.inner.update(tokens, hidden, counts)
         self.flops[-1] += counter.get_total_flops()

@@ -38,7 +38,7 @@ from shape.evaluation.environment import Environment
 from shape.stats import Step, quantile
 from shape.streams import Arrivals
 from shape.target import Target
-from shape.verification.forward import Support, attending, new_arena, tree_masks
+from shape.verification.forward import Support, attending, new_arena, tree_inputs
 from shape.verification.tree import chain
 
 ORACLE_ERROR_RATE, ORACLE_DEPTH = 0.2, 6
@@ -105,7 +105,7 @@ def bare_seconds(
         arena.set_lengths([length] * rows)
         tokens = torch.zeros(rows, step.nodes, dtype=torch.long, device=target.device)
         tree = chain(tokens[:, 0], tokens[:, 1:])
-        positions, masks = length + tree.depth, tree_masks(support, arena, tree)
+        positions, masks = tree_inputs(target, support, arena, tree)
         _wait(target)
         start = perf_counter()
         if drafter is not None and step.passes:

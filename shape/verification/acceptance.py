@@ -98,14 +98,15 @@ def follow_scores(
     if scores.dtype == torch.float16:
         scores = scores.float()
     bits = (scores.contiguous().view(torch.int16) if brain else scores.contiguous()).numpy()
-    divisor = np.float64(temperature) if scores.dtype == torch.float64 else np.float32(temperature)
+    kind = _DOUBLE if scores.dtype == torch.float64 else _SINGLE
     noise = (_NONE if one is None else one.numpy() for one in (keys, positions, words))
     trees = tree.tokens.contiguous().numpy(), tree.parent.contiguous().numpy()
-    found = _follow(*trees, bits, brain, divisor, *noise)
+    found = _follow(*trees, bits, brain, kind, temperature, *noise)
     return Accepted(*map(torch.from_numpy, found))
 
 
 _NONE = np.empty(0, np.int64)
+_SINGLE, _DOUBLE = np.float32(0), np.float64(0)
 
 
 @compiled
@@ -114,16 +115,19 @@ def _follow(
     parents: np.ndarray,
     scores: np.ndarray,
     brain: bool,
-    temperature: np.floating,
+    kind: np.floating,
+    temperature: float,
     keys: np.ndarray,
     positions: np.ndarray,
     words: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The parts of ``Accepted``; ``brain`` says that scores are bfloat16's bits."""
+    """The parts of ``Accepted``; ``brain`` says that scores are bfloat16's bits, ``kind`` what is computed in."""
     rows, nodes, size = scores.shape
     paths, emitted = np.zeros((rows, nodes), np.int64), np.zeros((rows, nodes), np.int64)
     counts, drafted = np.empty(rows, np.int64), np.empty(rows, np.int64)
-    noise, held = np.empty(len(words), np.float32), np.full(size, temperature)  # and its dtype
+    noise, held = np.empty(len(words), np.float32), np.full(size, kind)
+    held[0] = temperature
+    divisor = held[0]
     for row in range(rows):
         depths = np.full(nodes, -1)  # of the nodes that choices lead to: several, if there are equal siblings
         depths[0] = node = last = count = 0
@@ -137,7 +141,7 @@ def _follow(
             if len(keys) > 0:
                 fill_gumbel(keys[row], positions[row] + count, words, noise)
                 for k in range(size):
-                    held[k] = held[k] / temperature + noise[k]
+                    held[k] = held[k] / divisor + noise[k]
             chosen = first_largest(held)
             emitted[row, count] = chosen
             count += 1

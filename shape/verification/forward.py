@@ -19,7 +19,7 @@ from shape.errors import UnsupportedTarget
 from shape.target import Target
 from shape.verification.attention import grouped_queries
 from shape.verification.cache import KVArena, LayerShape
-from shape.verification.tree import TokenTree, attention_mask, chain
+from shape.verification.tree import TokenTree, chain, placed
 
 # Allowed relative error (root mean square) between a cached tree forward and plain forwards of its paths. Some
 # models take their softmax in float32 whatever their dtype; a wrong mask or position is off by far more.
@@ -92,34 +92,33 @@ def tree_forward(
     target: Target, support: Support, arena: KVArena, tree: TokenTree, layers: Sequence[int] = (-1,)
 ) -> Tensor:
     """States of all nodes, (B, N, len(layers) * H). Keys and values are behind the settled tokens, not settled yet."""
-    positions = arena.lengths[:, None]
-    if tree.size > 1:
-        positions = positions + tree.depth
-    if target.max_positions is not None and arena.longest + tree.size > target.max_positions:
-        # Nodes past the last position cannot be emitted any more, but must not index out of a position table.
-        positions = positions.clamp(max=target.max_positions - 1)
-    masks = tree_masks(support, arena, tree)
+    positions, masks = tree_inputs(target, support, arena, tree)
     with attending(target, support, masks):
         return target.hidden(tree.tokens, attention_mask=masks, position_ids=positions, cache=arena, layers=layers)
 
 
 def attending(target: Target, support: Support, masks: Any) -> AbstractContextManager[None]:
-    """Within it the target attends to trees under masks of ``tree_masks`` as it is verified to do best."""
+    """Within it the target attends to trees under masks of ``tree_inputs`` as it is verified to do best."""
     return grouped_queries(target.config) if support.grouped_queries and masks is not None else nullcontext()
 
 
-def tree_masks(support: Support, arena: KVArena, tree: TokenTree) -> Tensor | dict[str, Tensor] | None:
-    """What a tree's nodes may look at, in the form that the target's model takes."""
+def tree_inputs(
+    target: Target, support: Support, arena: KVArena, tree: TokenTree
+) -> tuple[Tensor, Tensor | dict[str, Tensor] | None]:
+    """Positions of a tree's nodes, (B, N) int64, and what these may look at, in the form that the model takes."""
+    masks: Tensor | dict[str, Tensor] | None = None
     single = tree.size == 1 and arena.uniform and support.sliding_window is None
-    if single or support.mode == "chain":
-        return None  # the model's own causal mask; without an explicit one its fastest kernels apply
-
-    def mask(window: int | None) -> Tensor:
-        return attention_mask(tree.ancestors, arena.lengths, arena.longest + tree.size, arena.dtype, window, tree.depth)
-
-    if support.mask_by_layer_type:
-        return {"full_attention": mask(None), "sliding_attention": mask(support.sliding_window)}
-    return mask(support.sliding_window)
+    if single or support.mode == "chain":  # the model's own causal mask; without another its fastest kernels apply
+        positions = arena.lengths[:, None] if tree.size == 1 else arena.lengths[:, None] + tree.depth
+    else:
+        given = tree, arena.lengths, arena.longest + tree.size, arena.dtype
+        positions, masks = placed(*given, support.sliding_window)
+        if support.mask_by_layer_type:
+            masks = {"full_attention": placed(*given, None)[1], "sliding_attention": masks}
+    if target.max_positions is not None and arena.longest + tree.size > target.max_positions:
+        # Nodes past the last position cannot be emitted any more, but must not index out of a position table.
+        positions = positions.clamp(max=target.max_positions - 1)
+    return positions, masks
 
 
 @torch.no_grad()

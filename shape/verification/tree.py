@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import inf
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shape.compiled import compiled, serves
+from shape.compiled import bits_of, compiled, serves
 
 Drafted = list[tuple[int, int, float]]
 
@@ -139,6 +139,11 @@ def ragged_tree(root: Tensor, drafts: Sequence[Drafted]) -> TokenTree:
     return TokenTree(both[0], both[1], joint=of_lists(joint, root.device, np.float32))
 
 
+def of_arrays(tokens: np.ndarray, parents: np.ndarray, joint: np.ndarray) -> TokenTree:
+    """Trees that the host's loops made."""
+    return TokenTree(torch.from_numpy(tokens), torch.from_numpy(parents), joint=torch.from_numpy(joint))
+
+
 def root_only(root: Tensor) -> TokenTree:
     """No proposal: verification of it is one step of plain decoding."""
     return TokenTree(root[:, None], torch.full_like(root[:, None], -1))
@@ -164,7 +169,7 @@ def keep_best(tree: TokenTree, nodes: int) -> TokenTree:
     """
     assert tree.joint is not None
     if serves(tree.parent):
-        return of_best(tree.tokens.numpy(), tree.parent.numpy(), tree.joint.numpy(), tree.size, nodes)
+        return of_arrays(*best_nodes(tree.tokens.numpy(), tree.parent.numpy(), tree.joint.numpy(), tree.size, nodes))
     return keep_best_on_device(tree, nodes)
 
 
@@ -180,24 +185,16 @@ def keep_best_on_device(tree: TokenTree, nodes: int) -> TokenTree:
     return TokenTree(tree.tokens.gather(1, kept), new_parent, joint=tree.joint.gather(1, kept))
 
 
-def of_best(tokens: np.ndarray, parents: np.ndarray, joint: np.ndarray, size: int, nodes: float) -> TokenTree:
-    """``keep_best`` of the trees in the first ``size`` columns of (B, at least N) arrays, or all of them."""
-    kept, above, estimates = map(torch.from_numpy, _of_best(tokens, parents, joint, size, int(min(nodes, size))))
-    return TokenTree(kept, above, joint=estimates)
-
-
 @compiled
-def _of_best(
+def best_nodes(
     tokens: np.ndarray, parents: np.ndarray, joint: np.ndarray, size: int, nodes: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    if nodes == size:
+    """``keep_best`` of the trees in the first ``size`` columns of (B, at least N) arrays, or all of them."""
+    if nodes >= size:
         return tokens[:, :size].copy(), parents[:, :size].copy(), joint[:, :size].copy()
     shape = (tokens.shape[0], nodes)
-    kept_tokens, kept_parents, kept_joint = (
-        np.empty(shape, np.int64),
-        np.empty(shape, np.int64),
-        joint[:, :nodes].copy(),
-    )
+    kept_tokens, kept_parents = np.empty(shape, np.int64), np.empty(shape, np.int64)
+    kept_joint = joint[:, :nodes].copy()
     for row in range(shape[0]):
         number = np.full(size, -1)  # of the nodes that are kept; -2 as long as it is not known
         for _ in range(nodes):
@@ -217,60 +214,63 @@ def _of_best(
     return kept_tokens, kept_parents, kept_joint
 
 
-def attention_mask(
-    visible: Tensor,
-    lengths: Tensor,
-    key_length: int,
-    dtype: torch.dtype,
-    sliding_window: int | None,
-    depth: Tensor,
-) -> Tensor:
-    """Additive mask for verifying a tree behind ``lengths`` cached tokens.
+def placed(
+    tree: TokenTree, lengths: Tensor, key_length: int, dtype: torch.dtype, sliding_window: int | None
+) -> tuple[Tensor, Tensor]:
+    """What a forward over a tree behind ``lengths`` cached tokens is told: positions, and an additive mask.
 
     Floats because eager attention with a boolean 4D mask is silently wrong in transformers.
 
     Args:
-        visible: (B, N, N) bool, ancestor-or-self.
         lengths: (B,) int64, cached tokens per row; node i of row b is written at ``lengths[b] + i``.
         key_length: K, number of cache slots attended to, at least ``max(lengths) + N``.
         sliding_window: keys at a distance of this or more are hidden; None for full attention.
-        depth: (B, N) int64, so that node i stands at position ``lengths[b] + depth[b, i]``.
 
     Returns:
-        (B, 1, N, K) in ``dtype``: 0 where a node may look, the most negative number elsewhere.
+        (B, N) int64, ``lengths`` and the depth; (B, 1, N, K) in ``dtype``: 0 where a node may look, the most negative
+        number elsewhere.
     """
-    least = torch.finfo(dtype).min
     if serves(lengths):
-        hidden = np.float64(least) if dtype == torch.float64 else np.float32(least)
         window = -1 if sliding_window is None else sliding_window
-        given = visible.numpy(), depth.contiguous().numpy(), lengths.contiguous().numpy()
-        return torch.from_numpy(_mask(*given, key_length, window, hidden))[:, None].to(dtype)
-    batch, nodes, _ = visible.shape
+        given = tree.parent.contiguous().numpy(), lengths.contiguous().numpy()
+        found, bits = _placed(*given, key_length, window, _bits_of_least(dtype))
+        return torch.from_numpy(found), torch.from_numpy(bits).view(dtype)
+    visible, (batch, nodes) = tree.ancestors, tree.parent.shape
     slots = torch.arange(key_length, device=lengths.device)
     allowed = (slots < lengths[:, None])[:, None, :].repeat(1, nodes, 1)
     written = lengths[:, None] + torch.arange(nodes, device=lengths.device)
     allowed.scatter_(2, written[:, None, :].expand(batch, nodes, nodes), visible)
+    positions = lengths[:, None] + tree.depth
     if sliding_window is not None:
-        key_position = slots.repeat(batch, 1).scatter_(1, written, lengths[:, None] + depth)
-        query_position = lengths[:, None] + depth
-        allowed &= query_position[:, :, None] - key_position[:, None, :] < sliding_window
+        key_positions = slots.repeat(batch, 1).scatter_(1, written, positions)
+        allowed &= positions[:, :, None] - key_positions[:, None, :] < sliding_window
     mask = torch.zeros(batch, 1, nodes, key_length, dtype=dtype, device=lengths.device)
-    return mask.masked_fill_(~allowed[:, None], least)
+    return positions, mask.masked_fill_(~allowed[:, None], torch.finfo(dtype).min)
+
+
+@cache
+def _bits_of_least(dtype: torch.dtype) -> Any:
+    """The most negative number as an integer."""
+    return torch.tensor(torch.finfo(dtype).min, dtype=dtype).view(bits_of(dtype)).numpy()[()]
 
 
 @compiled
-def _mask(
-    visible: np.ndarray, depth: np.ndarray, lengths: np.ndarray, keys: int, window: int, hidden: np.floating
-) -> np.ndarray:
-    """``attention_mask``, (B, N, K); no window is below 0."""
-    rows, nodes = depth.shape
-    mask = np.full((rows, nodes, keys), hidden)
+def _placed(
+    parents: np.ndarray, lengths: np.ndarray, keys: int, window: int, hidden: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """``placed``, with bits for floats, those of ``hidden`` and of 0; no window is below 0."""
+    rows, nodes = parents.shape
+    positions, mask = np.empty((rows, nodes), np.int64), np.full((rows, 1, nodes, keys), hidden)
     for row in range(rows):
         length = lengths[row]
         for node in range(nodes):
-            first = 0 if window < 0 else max(0, length + depth[row, node] - window + 1)
-            mask[row, node, first:length] = 0
-            for other in range(nodes):
-                if visible[row, node, other] and (window < 0 or depth[row, node] - depth[row, other] < window):
-                    mask[row, node, length + other] = 0
-    return mask
+            above = parents[row, node]
+            position = positions[row, above] + 1 if above >= 0 else length
+            positions[row, node] = position
+            first = 0 if window < 0 else max(0, position - window + 1)
+            mask[row, 0, node, first:length] = 0
+            other = node
+            while other >= 0 and positions[row, other] >= first:
+                mask[row, 0, node, length + other] = 0
+                other = parents[row, other]
+    return positions, mask

@@ -31,7 +31,7 @@ class Fixed(Drafter):
     def start(self, settled: Settled, hidden: torch.Tensor) -> None:
         self.seen.append(hidden)
 
-    def update(self, tokens: torch.Tensor, hidden: torch.Tensor, counts: torch.Tensor) -> None:
+    def update(self, tokens: list[list[int]], hidden: torch.Tensor, counts: torch.Tensor) -> None:
         self.seen.append(hidden)
 
     def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
@@ -133,7 +133,7 @@ def test_each_source_gets_the_layers_that_it_reads():
     assert hybrid.layers == (2, 3, 5, -1)
     hidden = torch.arange(8.0).expand(1, 3, 8)  # four layers of width 2
     hybrid.start(settled([1]), hidden)
-    hybrid.update(torch.tensor([[1, 2]]), hidden[:, :1], torch.tensor([1]))
+    hybrid.update([[1, 2]], hidden[:, :1], torch.tensor([1]))
     for source, columns in ((plain, [6, 7]), (deep, [0, 1, 4, 5, 6, 7]), (other, [2, 3, 6, 7])):
         assert [seen[0, 0].tolist() for seen in source.seen] == [columns, columns]
 

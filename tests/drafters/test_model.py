@@ -55,7 +55,7 @@ def test_drafts_its_own_continuation_whatever_became_of_the_last(tiny_model, sma
                 assert drafted[row] == own[0, len(text) :].tolist()
             else:
                 assert drafted[row] == sampled(small, text, length, sampler, row)
-        drafter.update(torch.empty(0), torch.empty(0), torch.empty(0))
+        drafter.update([], torch.empty(0), torch.empty(0))
         texts = [
             [*text, *drafts[: (count + row) % (length + 1)], (drafts[-1] + 31 + row) % 64]
             for row, (text, drafts) in enumerate(zip(texts, drafted, strict=True))

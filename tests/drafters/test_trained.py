@@ -99,6 +99,7 @@ def test_biases_from_a_table_are_those_that_are_computed(target, monkeypatch, ki
 SHAPES = [
     TreeShape(depth=3, width=2),
     TreeShape(depth=4, width=3, branching=2, nodes=5),
+    TreeShape(depth=5, width=2, nodes=3),
     TreeShape(depth=2, width=1, branching=4, nodes=3),
     TreeShape(depth=4, width=2, threshold=0.02),
     TreeShape.full(3, 3),
@@ -149,7 +150,7 @@ def test_update_moves_the_window_by_what_was_accepted(target, counts):
     network = predictor("recursive", "path")
     drafter, settled, hidden = begin(network, target, TreeShape())
     new = torch.randn(2, 3, 32, dtype=torch.float64)
-    drafter.update(torch.zeros(2, 4, dtype=torch.long), new, torch.tensor(counts))
+    drafter.update([[0] * (1 + count) for count in counts], new, torch.tensor(counts))
     for row, count in enumerate(counts):
         known = torch.cat([hidden[row, : len(settled.texts[row]) - 1], new[row, :count]])
         expected = windows(known[None], torch.tensor([[len(known)]]), 4)[0, 0]
@@ -242,9 +243,9 @@ def test_every_kind_drafts_what_training_unrolls(target, rival, grown):
         counts = [min(more, many) for more, many in zip(behind, (3, 1), strict=True)]
         new = [hidden[b, n - 1 : n + c - 1] for b, (n, c) in enumerate(zip(short, counts, strict=True))]
         rows = [F.pad(states, (0, 0, 0, 3 - len(states))) for states in new]
-        ids = [(text + [0] * 3)[n - 1 : n + 3] for text, n in zip(texts, short, strict=True)]
+        ids = [text[n - 1 : n + count] for text, n, count in zip(texts, short, counts, strict=True)]
         short = [n + count for n, count in zip(short, counts, strict=True)]
-        drafter.update(torch.tensor(ids), torch.stack(rows), torch.tensor(counts))
+        drafter.update(ids, torch.stack(rows), torch.tensor(counts))
     settled = Settled(texts, torch.tensor(short), torch.tensor([text[-1] for text in texts]))
     sampler = Sampler(settled.lengths - 1)
     sampler.settle(settled.lengths)

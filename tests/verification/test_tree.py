@@ -1,5 +1,6 @@
 """Trees against naive walks over parents."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,11 +11,11 @@ from hypothesis import strategies as st
 from shape.verification.tree import (
     TokenTree,
     ancestors,
-    attention_mask,
     chain,
     first_path,
     keep_best,
     keep_best_on_device,
+    placed,
     ragged_chain,
     root_only,
 )
@@ -97,23 +98,25 @@ def test_keep_best_stays_a_tree_and_keeps_the_best(data):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 3])
-def test_the_hosts_mask_is_that_of_a_device(monkeypatch, window, dtype):
+def test_the_hosts_positions_and_mask_are_those_of_a_device(monkeypatch, window, dtype):
     """Rows of unequal length, with padding nodes, and more slots than are in use."""
     tree = TokenTree(torch.zeros(2, 6, dtype=torch.long), torch.tensor([[-1, 0, 0, 1, 3, 4], [-1, 0, 1, 2, -1, -1]]))
-    given = tree.ancestors, torch.tensor([2, 7]), 15, dtype, window, tree.depth
-    here = attention_mask(*given)
+    given = torch.tensor([2, 7]), 15, dtype, window
+    positions, mask = placed(tree, *given)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert torch.equal(here, attention_mask(*given)) and here.dtype == dtype
+    others, other = placed(replace(tree), *given)
+    assert torch.equal(positions, others) and torch.equal(mask, other) and mask.dtype == other.dtype == dtype
 
 
 @given(parents(), st.integers(0, 5), st.integers(0, 4), st.one_of(st.none(), st.integers(1, 6)))
 def test_mask_shows_settled_tokens_and_ancestors_within_the_window(parent, length, slack, window):
     tree = TokenTree(torch.zeros(1, len(parent), dtype=torch.long), torch.tensor([parent]))
     keys = length + len(parent) + slack
-    mask = attention_mask(tree.ancestors, torch.tensor([length]), keys, torch.float32, window, tree.depth)
+    positions, mask = placed(tree, torch.tensor([length]), keys, torch.float32, window)
     assert mask.shape == (1, 1, len(parent), keys)
     for node in range(len(parent)):
         position = length + len(walk(parent, node)) - 1
+        assert positions[0, node] == position
         visible = {(slot, slot) for slot in range(length)}
         visible |= {(length + a, length + len(walk(parent, a)) - 1) for a in walk(parent, node)}
         expected = {slot for slot, at in visible if window is None or position - at < window}
