@@ -61,12 +61,10 @@ class Biases(NamedTuple):
     Attributes:
         table: (R, K) float32; of no columns if nothing is added.
         by_number: whether a node's row is its token's number; if not there is one for each node, row after row.
-        depths: how many the table serves.
     """
 
     table: np.ndarray
     by_number: bool
-    depths: int
 
 
 class _Given(NamedTuple):
@@ -90,7 +88,8 @@ def grow_by_depth(
     numbers: np.ndarray,
     logits: Tensor,
     ids: np.ndarray,
-    biases_behind: Callable[[int, np.ndarray], Biases],
+    first: Biases,
+    later: Biases | Callable[[np.ndarray], Biases],
     shape: TreeShape,
     temperature: float = 1.0,
     noise: tuple[Tensor, Tensor, Tensor] | None = None,
@@ -101,7 +100,8 @@ def grow_by_depth(
         root, numbers: (B,) int64, tokens, and which of the ids they are.
         logits: (B, depth, K) float32, over the temperature, of as many depths as the trees are to have.
         ids: (K,) int64, the tokens that they are for.
-        biases_behind: of the nodes expanded at a depth, from the numbers of their tokens, (B, M).
+        first, later: biases behind the roots, and behind all other nodes: in one table, or from the numbers of the
+            tokens, (B, M), that are expanded at a depth.
         temperature: that of the biases.
         noise: keys (B,), positions (B,) and words (K,) of ``noise.gumbel``.
     """
@@ -115,18 +115,16 @@ def grow_by_depth(
     least = log(shape.threshold) if shape.threshold > 0 else -inf
     keys, positions, words = _SILENCE if noise is None else (one.numpy() for one in noise)
     given = _Given(logits.numpy(), ids, temperature, keys, positions, words, shape.width, branching, least, room, most)
-    biases = biases_behind(0, numbers[:, None])
-    if biases.depths >= depths:
-        return of_arrays(*_grown(root.numpy(), numbers, given, biases))
-    so_far = _planted(root.numpy(), numbers, given)
-    grown, width, depth = 1, 1, 0
+    if isinstance(later, Biases):
+        return of_arrays(*_grown(root.numpy(), numbers, given, first, later))
+    so_far = tokens, parents, joint, frontier = _planted(root.numpy(), numbers, given)
+    grown, width = _deepen(*so_far, 1, 1, 0, 1, given, first)
+    depth = 1
     while depth < depths and width > 0:
-        if depth > 0:
-            biases = biases_behind(depth, so_far[3][1, :, :width])
-        end = min(depth + biases.depths, depths)
-        grown, width = _deepen(*so_far, grown, width, depth, end, given, biases)
-        depth = end
-    return of_arrays(*best_nodes(*so_far[:3], grown, most))
+        biases = later(frontier[1, :, :width])
+        grown, width = _deepen(*so_far, grown, width, depth, depth + 1, given, biases)
+        depth += 1
+    return of_arrays(*best_nodes(tokens, parents, joint, grown, most))
 
 
 _SILENCE = [np.empty(0, np.int64)] * 3
@@ -134,11 +132,14 @@ _SILENCE = [np.empty(0, np.int64)] * 3
 
 @compiled
 def _grown(
-    root: np.ndarray, numbers: np.ndarray, given: _Given, biases: Biases
+    root: np.ndarray, numbers: np.ndarray, given: _Given, first: Biases, later: Biases
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All of ``grow_by_depth`` where one table serves all depths: tokens, parents and joint log-probabilities."""
+    """All of ``grow_by_depth`` where one table serves all later depths: tokens, parents, joint log-probabilities."""
     tokens, parents, joint, frontier = _planted(root, numbers, given)
-    grown, _ = _deepen(tokens, parents, joint, frontier, 1, 1, 0, given.logits.shape[1], given, biases)
+    grown, width = _deepen(tokens, parents, joint, frontier, 1, 1, 0, 1, given, first)
+    if width > 0:
+        depths = given.logits.shape[1]
+        grown, _ = _deepen(tokens, parents, joint, frontier, grown, width, 1, depths, given, later)
     return best_nodes(tokens, parents, joint, grown, given.nodes)
 
 

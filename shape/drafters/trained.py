@@ -270,23 +270,24 @@ class TrainedDrafter(Drafter):
         Args:
             embedding: (B, 1, H), the root's.
         """
-        markov, depths = self.predictor.markov, logits.shape[1]
-        numbers = self._numbers[root.numpy()]
-        known = markov is None or (self._table.size > 0 and min(numbers.tolist()) >= 0)
 
-        def biases_behind(depth: int, numbers: np.ndarray) -> Biases:
-            if known or (self._table.size and depth > 0):
-                return Biases(self._table, True, depths)
-            assert markov is not None
-            found = markov(markov.reduced(embedding)) if depth == 0 else self._bias_after(torch.from_numpy(numbers))
+        def biases(found: Tensor | None) -> Biases:
             assert found is not None
-            return Biases(found.float().flatten(0, 1).numpy(), False, 1)
+            return Biases(found.float().flatten(0, 1).numpy(), False)
 
-        self.passes = depths
+        def behind(expanded: np.ndarray) -> Biases:
+            return biases(self._bias_after(torch.from_numpy(expanded)))
+
+        markov, numbers = self.predictor.markov, self._numbers[root.numpy()]
+        tabled = markov is None or self._table.size > 0
+        first = table = Biases(self._table, True)
+        if markov is not None and (not tabled or min(numbers.tolist()) < 0):  # the root is in no draft vocabulary
+            first = biases(markov(markov.reduced(embedding)))
+        later = table if tabled else behind
+        self.passes = logits.shape[1]
         noise = None if sampler.greedy else (*sampler.counters, self._words)
-        return grow_by_depth(
-            root, numbers, logits, self._ids, biases_behind, self.tree, sampler.temperature or 1.0, noise
-        )
+        temperature = sampler.temperature or 1.0
+        return grow_by_depth(root, numbers, logits, self._ids, first, later, self.tree, temperature, noise)
 
     def _tree(
         self,
