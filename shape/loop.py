@@ -140,6 +140,7 @@ def decode(
     started = perf_counter()
     finished = live = begin(rows, prompts, criteria)
     layers, size = (-1,) if drafter is None else drafter.layers, target.hidden_size
+    listens = drafter is not None and drafter.listens
     arena, settled, hidden = settle_prompts(target, support, prompts, sampler, max_new_tokens, memory, stats, layers)
     for row, token in zip(live, settled.root.tolist(), strict=True):
         row.extend([token], max_new_tokens, eos_token_ids)
@@ -188,11 +189,11 @@ def decode(
                 stats.count_sources(tree.source[i], paths[i][1 : 1 + min(drafted[i], emitted[i])])
         lengths = arena.host_lengths
         arena.commit(paths)
-        if drafter is not None or memory is not None:
+        if listens or memory is not None:
             states = _along(states, accepted.path[:, : max(counts)])
         if active is not None:
             active.inspect(tree, logits)
-        if drafter is not None:
+        if drafter is not None and listens:
             tokens = [[text[-1], *own] for text, own in zip(settled.texts, new, strict=True)]
             drafter.update(tokens, states, accepted.counts)
         if memory is not None:
@@ -215,7 +216,8 @@ def decode(
             pace.observe(tree.size > 1, sum(counts) / len(counts), step.seconds)
             stats.plain_steps += active is None
         # Behind the step's times, which decide whether drafting pays: whoever listens may be slow.
-        yield from ((row.index, own[:count]) for row, own, count in zip(live, new, emitted, strict=True))
+        for row, own, count in zip(live, new, emitted, strict=True):
+            yield row.index, own[:count]
     stats.decode_seconds += perf_counter() - prefilled
     if pace is not None:
         stats.pauses += pace.pauses

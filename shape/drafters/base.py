@@ -92,6 +92,11 @@ class Drafter(ABC):
         """For reports, and to tell settings apart."""
         return self.name
 
+    @property
+    def listens(self) -> bool:
+        """Whether it has an ``update`` of its own, so that someone has to gather what this is told."""
+        return type(self).update is not Drafter.update
+
     def bind(self, target: Target) -> None:
         """Learn the target, before anything is computed. Raise here when the two do not fit."""
 

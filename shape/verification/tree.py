@@ -119,8 +119,12 @@ def chain(root: Tensor, drafts: Tensor) -> TokenTree:
 
 def ragged_chain(root: Tensor, drafts: list[list[int]]) -> TokenTree:
     """Chains of unequal length, (B,) roots and each row's draft tokens."""
-    chains: list[Drafted] = [[(token, place, 0.0) for place, token in enumerate(row)] for row in drafts]
-    return replace(ragged_tree(root, chains), joint=None)
+    most = max(map(len, drafts), default=0)
+    tokens = [[0, *row, *[0] * (most - len(row))] for row in drafts]
+    parent = [[*range(-1, len(row)), *[-1] * (most - len(row))] for row in drafts]
+    both = of_lists([tokens, parent], root.device)
+    both[0, :, 0] = root
+    return TokenTree(both[0], both[1])
 
 
 def ragged_tree(root: Tensor, drafts: Sequence[Drafted]) -> TokenTree:
