@@ -85,7 +85,7 @@ class TrainedDrafter(Drafter):
             self._ids = tokens.numpy()
             self._numbers = np.full(target.vocab_size, -1)
             self._numbers[self._ids] = np.arange(len(tokens))
-            self._table = np.empty((0, 0), np.float32)
+            self._table = Biases(np.empty((0, 0), np.float32), True)
         apart = vocabulary is not None or self._device != target.device
         self._head: Head | None = target.head_of(tokens, dtype) if apart else None
         if self.predictor.heads is not None:
@@ -103,7 +103,7 @@ class TrainedDrafter(Drafter):
         self._biases = markov(self._reduced) if len(tokens) ** 2 <= _TABLED else None
         if self._biases is not None and self.on_host:  # numpy has no smaller floats
             self._biases = self._biases.float()
-            self._table = self._biases.numpy()
+            self._table = Biases(self._biases.numpy(), True)
 
     def _bias_after(self, candidates: Tensor) -> Tensor | None:
         """(B, M) numbers in the draft vocabulary -> (B, M, K); None without a Markov bias."""
@@ -278,12 +278,14 @@ class TrainedDrafter(Drafter):
         def behind(expanded: np.ndarray) -> Biases:
             return biases(self._bias_after(torch.from_numpy(expanded)))
 
-        markov, numbers = self.predictor.markov, self._numbers[root.numpy()]
-        tabled = markov is None or self._table.size > 0
-        first = table = Biases(self._table, True)
-        if markov is not None and (not tabled or min(numbers.tolist()) < 0):  # the root is in no draft vocabulary
+        numbers, biased = self._numbers[root.numpy()], self._reduced is not None
+        tabled = not biased or self._biases is not None
+        first = self._table
+        if biased and (not tabled or min(numbers.tolist()) < 0):  # a root is not in the draft vocabulary
+            markov = self.predictor.markov
+            assert markov is not None
             first = biases(markov(markov.reduced(embedding)))
-        later = table if tabled else behind
+        later = self._table if tabled else behind
         self.passes = logits.shape[1]
         noise = None if sampler.greedy else (*sampler.counters, self._words)
         temperature = sampler.temperature or 1.0
