@@ -15,12 +15,13 @@ token corrupted, at no cost: its speed-up is simulated, its efficiency is not.
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from jsonargparse import CLI
 from rich.console import Console
@@ -35,6 +36,7 @@ from shape.drafters import Drafter, OracleDrafter, make_drafter
 from shape.errors import ConfigError, exit_on_error
 from shape.evaluation.cells import markdown, show
 from shape.evaluation.environment import Environment
+from shape.evaluation.results import Estimate, estimate, interval, ratio
 from shape.stats import Step, quantile
 from shape.streams import Arrivals
 from shape.target import Target
@@ -54,6 +56,7 @@ class Case:
         seconds: of decoding, prefill excluded.
         forward_seconds, draft_seconds: of the bare forwards of target and drafter.
         shares: (bare forwards / measured time) of each answer, or group of answers decoded together.
+        answers: tokens and seconds of each of these, in the same order for all methods of a setting.
         gaps: seconds between arrivals of tokens.
     """
 
@@ -68,6 +71,7 @@ class Case:
     forward_seconds: float = 0.0
     draft_seconds: float = 0.0
     shares: list[float] = field(default_factory=list)
+    answers: list[tuple[int, float]] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
 
     @property
@@ -78,9 +82,37 @@ class Case:
         return median(self.shares) if self.shares else None
 
     @property
+    def efficiency_interval(self) -> Estimate:
+        """``efficiency`` with its 95 % bootstrap interval over answers."""
+        shares = np.sort(self.shares)
+
+        def figure(weights: np.ndarray) -> Any:
+            below = weights[..., np.argsort(self.shares)].cumsum(-1)
+            return shares[(2 * below >= below[..., -1:]).argmax(-1)]
+
+        return replace(estimate(figure, len(shares)), value=self.efficiency) if self.shares else Estimate(None)
+
+    @property
     def rate(self) -> float:
         """Tokens per second."""
         return self.tokens / self.seconds
+
+    def speed_up(self, other: "Case") -> Estimate:
+        """This rate over that of another method of the same setting, with its interval over pairs of answers."""
+        if not self.answers or len(self.answers) != len(other.answers):  # of records from before they were kept
+            return Estimate(self.rate / other.rate)
+
+        def rate(case: Case, weights: np.ndarray) -> Any:
+            tokens, seconds = np.array(case.answers).T
+            return ratio(weights @ tokens, weights @ seconds)
+
+        return estimate(lambda weights: rate(self, weights) / rate(other, weights), len(self.answers))
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """One answer, or group of answers decoded together."""
+        self.tokens += tokens
+        self.seconds += seconds
+        self.answers.append((tokens, seconds))
 
     def milliseconds(self, seconds: float) -> float | None:
         """Per step."""
@@ -186,8 +218,7 @@ def _run(
     forward, draft = bare_seconds(target, decoder.support, drafter, out.stats.steps)
     case.steps += len(out.stats.steps)
     case.rows += out.stats.forwards
-    case.tokens += out.stats.emitted
-    case.seconds += out.stats.decode_seconds
+    case.add(out.stats.emitted, out.stats.decode_seconds)
     case.forward_seconds += forward
     case.draft_seconds += draft
     if out.stats.decode_seconds:
@@ -202,11 +233,12 @@ def _run_transformers(
     with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
         torch.manual_seed(seed)
         sequences = target.model.generate(ids, attention_mask=mask, streamer=arrivals, **options)
+    tokens = 0
     for row in sequences[:, ids.shape[1] :].tolist():
         ends = [at for at, token in enumerate(row) if token in target.eos_token_ids]
-        case.tokens += min([*ends, len(row) - 1])  # the first token is the prefill's
+        tokens += min([*ends, len(row) - 1])  # the first token is the prefill's
     case.steps += len(arrivals.gaps)
-    case.seconds += sum(arrivals.gaps)
+    case.add(tokens, sum(arrivals.gaps))
     case.gaps += arrivals.gaps
 
 
@@ -230,8 +262,8 @@ def _padded(group: Sequence[list[int]], target: Target) -> tuple[Tensor, Tensor]
 def report(cases: Sequence[Case]) -> str:
     """The cases as Markdown; ratios are to the plain loop and to transformers of the same setting."""
     head = [
-        "dtype", "T", "batch", "method", "efficiency", "step ms", "target ms", "drafter ms", "rest ms",
-        "acceptance length", "tokens/s", "against plain", "against transformers", "gap ms, median", "p95",
+        "dtype", "T", "batch", "method", "efficiency (95 %)", "step ms", "target ms", "drafter ms", "rest ms",
+        "acceptance length", "tokens/s", "against plain (95 %)", "against transformers (95 %)", "gap ms, median", "p95",
     ]  # fmt: skip
     found = {(case.dtype, case.temperature, case.batch, case.method): case for case in cases}
     rows = []
@@ -245,15 +277,15 @@ def report(cases: Sequence[Case]) -> str:
                 f"{case.temperature:g}",
                 str(case.batch),
                 case.method,
-                show(case.efficiency),
+                interval(case.efficiency_interval),
                 show(case.milliseconds(case.seconds)),
                 show(case.milliseconds(case.forward_seconds) if ours else None),
                 show(case.milliseconds(case.draft_seconds) if ours else None),
                 show(case.milliseconds(rest) if ours else None),
                 show(case.tokens / case.rows if ours else None),
                 show(case.rate, ".0f"),
-                show(case.rate / found[*setting, "plain"].rate, unit="x"),
-                show(case.rate / found[*setting, "transformers"].rate, unit="x"),
+                interval(case.speed_up(found[*setting, "plain"]), "x"),
+                interval(case.speed_up(found[*setting, "transformers"]), "x"),
                 show(case.gap(0.5)),
                 show(case.gap(0.95)),
             ]
@@ -271,6 +303,7 @@ class EfficiencyOptions:
         target: path or hub id; default: the predictor's own.
         prompts: JSON-lines file of prompts; default: the bundled bench split.
         limit: prompts, evenly chosen; at larger batches their answers are measured together.
+        repeats: how often each is answered, by every method in turn, for narrower intervals.
         max_new_tokens: longest answer.
         dtypes: of the target.
         temperatures: 0 is greedy.
@@ -286,6 +319,7 @@ class EfficiencyOptions:
     target: str | None = None
     prompts: str | None = None
     limit: int = 24
+    repeats: int = 1
     max_new_tokens: int = 64
     dtypes: list[str] = field(default_factory=lambda: ["float32", "bfloat16"])
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
@@ -316,7 +350,7 @@ def run(options: EfficiencyOptions) -> list[Case]:
         drafters = {name: made for name in options.drafters if (made := make_drafter(name)) is not None}
         if decoder.drafter is not None:
             drafters[decoder.drafter.name] = decoder.drafter
-        contexts = [prompt_ids(prompt.messages, target.tokenizer) for prompt in prompts]
+        contexts = [prompt_ids(prompt.messages, target.tokenizer) for prompt in prompts] * options.repeats
         for batch in options.batches:
             for temperature in options.temperatures:
                 with tqdm(total=len(contexts) // batch, desc=f"{dtype}, T {temperature:g}, batch {batch}") as bar:
@@ -342,12 +376,14 @@ def _write(
     figures = [{**asdict(case), "gaps": [case.gap(0.5), case.gap(0.95)]} for case in cases]
     record = {"options": asdict(options), "environment": asdict(environment), "cases": figures}
     (folder / "efficiency.json").write_text(json.dumps(record, indent=1))
+    times = f"each answered {options.repeats} times, " if options.repeats > 1 else ""
     title = options.label or f"Engine efficiency, {Path(target.name).name}"
     note = (
-        f"{options.limit} prompts of {source.name}, at most {options.max_new_tokens} new tokens. Efficiency: bare "
-        "forwards of target and drafter over measured time, median over answers; the parts of a step are means "
-        "(`shape/evaluation/efficiency.py`). `oracle` drafts the truth with every fifth token corrupted, at no cost: "
-        "its speed-up is simulated. Gaps are between arrivals of tokens, several at a time where a draft stood."
+        f"{options.limit} prompts of {source.name}, {times}at most {options.max_new_tokens} new tokens. Efficiency: "
+        "bare forwards of target and drafter over measured time, median over answers; the parts of a step are means; "
+        "ranges are 95 % bootstrap intervals over answers (`shape/evaluation/efficiency.py`). `oracle` drafts the "
+        "truth with every fifth token corrupted, at no cost: its speed-up is simulated. Gaps are between arrivals of "
+        "tokens, several at a time where a draft stood."
     )
     text = "\n\n".join([f"### {title}", report(cases), note, environment.line()])
     (folder / "efficiency.md").write_text(text + "\n")

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from shape.evaluation.cells import DASH, markdown, share, show, show_interval
+from shape.evaluation.cells import DASH, markdown, share, show
 from shape.evaluation.environment import Environment
-from shape.evaluation.results import Estimate, estimate, number, of_schema, ratio
+from shape.evaluation.results import Estimate, estimate, interval, number, of_schema, ratio
 from shape.evaluation.similarity import f1
 
 SCHEMA_VERSION = 1
@@ -306,11 +306,6 @@ AHEAD_NOTE = (
     "wrote. By teacher forcing: the drafter knows the target's states up to the root, and, where it reads drafted "
     "tokens, the true ones before. Texts that are compared are those of all n-th drafts, one after the other."
 )
-
-
-def interval(given: Estimate, unit: str = "") -> str:
-    """A cell."""
-    return show_interval(given.value, given.low, given.high, unit)
 
 
 def _bert(line: Figures | AheadFigures) -> str:

@@ -331,8 +331,8 @@ class SpeedResults:
             [
                 f"{name} (baseline)" if name == self.baseline else name,
                 show(line.tokens_per_second, ".0f"),
-                _interval(line.speed_up, "x"),
-                _interval(line.acceptance_length),
+                interval(line.speed_up, "x"),
+                interval(line.acceptance_length),
                 show(line.tokens_per_draft_step),
                 show(line.prefill_ms, ".1f"),
                 show(line.draft_share, ".0%"),
@@ -444,5 +444,6 @@ def _by_category(line: Summary) -> str:
     return show(line.speed_up.value, unit="x") + ("" if length is None else f" ({length:.2f})")
 
 
-def _interval(estimate: Estimate, unit: str = "") -> str:
+def interval(estimate: Estimate, unit: str = "") -> str:
+    """A cell."""
     return show_interval(estimate.value, estimate.low, estimate.high, unit)

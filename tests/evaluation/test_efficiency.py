@@ -56,6 +56,25 @@ def test_bare_forwards_are_those_of_the_steps(tiny_model):
     assert forward > 0 and draft > 0
 
 
+def test_intervals_are_over_answers():
+    shares = [0.8, 0.9, 1.0, 0.7, 0.95] * 8
+    plain = Case("float32", 0.0, 1, "plain", shares=shares)
+    other = Case("float32", 0.0, 1, "other", tokens=30, seconds=2.0)
+    for second in (1, 2, 3, 4):
+        plain.add(10, 0.1 * second)
+    assert plain.tokens == 40 and plain.seconds == pytest.approx(1.0)
+    found = plain.efficiency_interval
+    assert found.value == plain.efficiency == 0.9 and 0.8 <= found.low < 0.9 < found.high <= 0.95
+    assert plain.speed_up(plain).value == pytest.approx(1) and plain.speed_up(plain).low is None
+    assert plain.speed_up(other).value == pytest.approx(40 / 15) and plain.speed_up(other).low is None
+    other = Case("float32", 0.0, 1, "other")
+    for second in (4, 3, 2, 2):
+        other.add(10, 0.1 * second)
+    faster = plain.speed_up(other)
+    assert faster.value == pytest.approx(1.1) and faster.low < faster.value < faster.high
+    assert Case("float32", 0.0, 1, "transformers").efficiency_interval.value is None
+
+
 def test_figures():
     case = Case(
         "float32", 0.0, 1, "plain", steps=4, rows=4, tokens=8, seconds=0.04, shares=[0.9, 0.75, 0.2], gaps=[0.01, 0.03]
@@ -69,12 +88,14 @@ def test_the_command_writes_what_it_measured(tiny_target_folder, tmp_path):
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Hello", "Good day")))
     options = EfficiencyOptions(
         output=str(tmp_path / "out"), predictor="none", target=str(tiny_target_folder), prompts=str(prompts), limit=2,
-        max_new_tokens=6, dtypes=["float32"], temperatures=[0.0], label="Tiny",
+        repeats=2, max_new_tokens=6, dtypes=["float32"], temperatures=[0.0], label="Tiny",
     )  # fmt: skip
     run(options)
     record = json.loads((tmp_path / "out" / "efficiency.json").read_text())
     assert [case["method"] for case in record["cases"]] == ["transformers", "plain", "oracle", "ngram"]
     assert record["environment"]["versions"]["torch"] == torch.__version__
-    assert "### Tiny" in (tmp_path / "out" / "efficiency.md").read_text()
+    assert all(len(case["answers"]) == 4 for case in record["cases"])
+    written = (tmp_path / "out" / "efficiency.md").read_text()
+    assert "### Tiny" in written and "each answered 2 times" in written
     with pytest.raises(ConfigError, match="have to lie between 1 and limit 2"):
         run(EfficiencyOptions(limit=2, batches=[4]))
