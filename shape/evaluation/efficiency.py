@@ -374,8 +374,9 @@ def _write(
     folder = Path(options.output)
     folder.mkdir(parents=True, exist_ok=True)
     figures = [{**asdict(case), "gaps": [case.gap(0.5), case.gap(0.95)]} for case in cases]
-    record = {"options": asdict(options), "environment": asdict(environment), "cases": figures}
-    (folder / "efficiency.json").write_text(json.dumps(record, indent=1))
+    head = json.dumps({"options": asdict(options), "environment": asdict(environment)}, indent=1)[:-2]
+    cases_by_line = ",\n".join(map(json.dumps, figures))  # each has a number for every answer
+    (folder / "efficiency.json").write_text(f'{head},\n "cases": [\n{cases_by_line}\n]}}\n')
     times = f"each answered {options.repeats} times, " if options.repeats > 1 else ""
     title = options.label or f"Engine efficiency, {Path(target.name).name}"
     note = (
