@@ -37,11 +37,6 @@ def serves(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def bits_of(dtype: torch.dtype) -> torch.dtype:
-    """Integers of the same size, for loops that only move floats: numpy does not know all kinds of them."""
-    return {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-
-
 _ONE, _HALF = np.float32(1), np.float32(0.5)
 _LN2, _LOG2_E = np.float32(math.log(2)), np.float32(math.log2(math.e))
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)  # the high part times an exponent is exact

@@ -84,11 +84,12 @@ class Case:
     @property
     def efficiency_interval(self) -> Estimate:
         """``efficiency`` with its 95 % bootstrap interval over answers."""
-        shares = np.sort(self.shares)
+        shares = np.array(self.shares)
+        order = shares.argsort()
 
         def figure(weights: np.ndarray) -> Any:
-            below = weights[..., np.argsort(self.shares)].cumsum(-1)
-            return shares[(2 * below >= below[..., -1:]).argmax(-1)]
+            below = weights[..., order].cumsum(-1)
+            return shares[order][(2 * below >= below[..., -1:]).argmax(-1)]
 
         return replace(estimate(figure, len(shares)), value=self.efficiency) if self.shares else Estimate(None)
 

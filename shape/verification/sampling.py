@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 
+from shape.compiled import serves
 from shape.verification.acceptance import Accepted, follow_scores, reject_in_turn
 from shape.verification.noise import GOLDEN, all_words, gumbel, mix, shift
 from shape.verification.tree import TokenTree, root_only
@@ -34,7 +35,7 @@ def best(scores: Tensor) -> Tensor:
 
     On a CPU by numpy, whose search takes a tenth of the time of torch's.
     """
-    if scores.device.type != "cpu":
+    if not serves(scores):
         return scores.argmax(-1)
     return torch.as_tensor(scores.detach().numpy().argmax(-1))
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shape.compiled import bits_of, compiled, serves
+from shape.compiled import compiled, serves
 
 Drafted = list[tuple[int, int, float]]
 
@@ -254,8 +254,9 @@ def placed(
 
 @cache
 def _bits_of_least(dtype: torch.dtype) -> Any:
-    """The most negative number as an integer."""
-    return torch.tensor(torch.finfo(dtype).min, dtype=dtype).view(bits_of(dtype)).numpy()[()]
+    """The most negative number as an integer of the same size: numpy does not know all kinds of floats."""
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    return torch.tensor(torch.finfo(dtype).min, dtype=dtype).view(kind).numpy()[()]
 
 
 @compiled
