@@ -235,7 +235,7 @@ def bare(decoder: ShapeDecoder, rows: int, nodes: int, context: int, slots: int,
     function = torch.compile(forward, fullgraph=True) if compiled else forward
 
     def run() -> None:
-        with attending(target, support, masks):
+        with attending(target, support):
             function()
 
     return seconds(captured(run, target), target.device)

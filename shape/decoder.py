@@ -21,6 +21,7 @@ from shape.drafters.recipes import Pack, RecipeDrafter
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, UnsupportedGeneration
 from shape.fixed import FixedSteps, why_not
 from shape.fixed import decode as decode_fixed
+from shape.inference import gradientless
 from shape.loop import Memory, Row, decode
 from shape.network import Predictor
 from shape.pace import Experience, Pace
@@ -180,6 +181,10 @@ class ShapeDecoder:
     @property
     def tokenizer(self) -> Any:
         return self.target.tokenizer
+
+    def gradientless(self) -> torch.inference_mode | torch.no_grad:
+        """What target and drafter compute in while they decode (see ``shape.inference``): a context, or a decorator."""
+        return gradientless([self.target.model, *(() if self.drafter is None else self.drafter.networks)])
 
     def warm_up(self, **options: Any) -> None:
         """Write a few tokens that nobody reads, so that no answer's time contains what is paid once: on a machine the
@@ -424,7 +429,8 @@ class ShapeDecoder:
                 if fixed is not None:
                     rows += yield from decode_fixed(fixed, *inputs, **options)
                 else:
-                    rows += yield from decode(*inputs, acceptance=rule, memory=memory, trace=record, **options)
+                    options |= {"acceptance": rule, "memory": memory, "trace": record}
+                    rows += yield from self.gradientless()(decode)(*inputs, **options)
             sequences = request.assemble(input_ids, [row.new for row in rows])
             return ShapeOutput(sequences, stats, record)
 

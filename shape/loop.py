@@ -99,7 +99,6 @@ class Memory:
         self.tokens, self.hidden, self.arena = tokens, hidden, arena
 
 
-@torch.no_grad()
 def decode(
     target: Target,
     support: Support,
@@ -118,6 +117,8 @@ def decode(
     trace: Trace | None = None,
 ) -> Generator[tuple[int, list[int]], None, list[Row]]:
     """Decode a batch, as far as the caller asks: a generator, so that whoever stops listening stops the decoding.
+
+    To be called where nothing is kept for gradients (see ``inference``).
 
     Args:
         prompts: token ids per row, without padding, each at least one token.

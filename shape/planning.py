@@ -124,7 +124,6 @@ def _between(known: dict[int, float], size: int) -> float:
     return known[low] + (known[high] - known[low]) * (size - low) / (high - low)
 
 
-@torch.no_grad()
 def calibrate(
     decoder: ShapeDecoder, rows: int = 1, context: int = 256, repeats: int = 9, cache: Path | None = None
 ) -> Costs:
@@ -143,7 +142,8 @@ def calibrate(
     cache = cache or Path(os.environ.get("SHAPE_CACHE") or Path.home() / ".cache" / "shape-decoding") / "costs.json"
     known = json.loads(cache.read_text()) if cache.exists() else {}
     if key not in known:
-        known[key] = asdict(_measure(decoder, rows, context, sizes, repeats))
+        with decoder.gradientless():
+            known[key] = asdict(_measure(decoder, rows, context, sizes, repeats))
         cache.parent.mkdir(parents=True, exist_ok=True)
         part = cache.with_suffix(f".{os.getpid()}")
         part.write_text(json.dumps(known))

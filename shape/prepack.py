@@ -4,7 +4,7 @@ oneDNN multiplies by matrices in blocks. Where a weight lies in rows, as in ever
 spends most of its time on bringing the weight into blocks (bfloat16), or goes to kernels made for many tokens
 (float32): a forward over the dozen nodes of a tree then takes up to three times as long as one over a single token.
 With weights in blocks it takes little longer, and that is what speculation lives on. It costs a second copy of the
-weights in memory. ``python eval/prepack.py`` measures both on a machine.
+weights in memory. ``python eval/forwards.py`` measures both on a machine.
 """
 
 from collections.abc import Iterator

@@ -149,6 +149,8 @@ class Request:
         """
         given = _merged(target, generation_config, options)
         _refuse(given)
+        if given.get("eos_token_id") == [] and given.get("pad_token_id") is None:
+            options = {**options, "pad_token_id": 0}  # transformers would look for an end token to pad with
         generation_config, options = _with_stop_strings(target, generation_config, options)
         width = _width(input_ids)
 

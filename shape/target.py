@@ -86,13 +86,15 @@ class Target:
         if model.config.is_encoder_decoder:
             raise UnsupportedTarget(f"target {label} is an encoder-decoder model; give a decoder-only causal LM")
         head = model.get_output_embeddings()
-        if head is None or model.base_model is model:
+        # Some name as their base what only a larger model has, which they are cut out of.
+        body = getattr(model, "model", None) if model.base_model is model else model.base_model
+        if head is None or body is None:
             raise UnsupportedTarget(f"target {label} has no output embedding; load it as a causal LM")
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = str(label)
         self.config = model.config.get_text_config()
-        self.head = head
+        self.head, self._body = head, body
         self._embedding: Any = model.get_input_embeddings()
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = self.config.vocab_size
@@ -221,7 +223,7 @@ class Target:
             layers: -1 is h, before the output embedding (after the final norm); k >= 0 is the output of block k
                 (0 = embeddings). Several are laid side by side.
         """
-        outputs = self.model.base_model(
+        outputs = self._body(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,

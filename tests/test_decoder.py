@@ -368,6 +368,13 @@ def test_max_length_counts_the_prompt(tiny_model):
     assert ShapeDecoder(model).generate(**batch, eos_token_id=[]).shape[1] == 5 + 20  # as transformers
 
 
+def test_no_end_token_and_none_to_pad_with(tiny_model):
+    model, batch = tiny_model("llama"), prompts([5, 9])
+    free = ShapeDecoder(model).generate(**batch, max_new_tokens=20, eos_token_id=[])
+    model.generation_config.pad_token_id = model.config.pad_token_id = None
+    assert torch.equal(ShapeDecoder(model).generate(**batch, max_new_tokens=20, eos_token_id=[]), free)
+
+
 def test_generation_config_of_the_target_and_of_the_call(tiny_model):
     model = tiny_model("llama")
     model.generation_config.max_new_tokens = 7

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shape.target import Target
 from shape.verification.sampling import Sampler
@@ -81,7 +81,8 @@ class Drafter(ABC):
     side by side: ``start`` binds anew whatever a call changes, and a drafter made of drafters copies these too.
 
     The loop calls ``start`` after the prefill, then ``draft`` and ``update`` once per step, and ``select`` when
-    rows have finished. Whatever is proposed, verification keeps the output that of the target.
+    rows have finished. Whatever is proposed, verification keeps the output that of the target. What these are given was
+    made under ``torch.inference_mode`` (see ``inference``): clone what is to be trained on.
     """
 
     name: str = ""
@@ -96,6 +97,11 @@ class Drafter(ABC):
     def listens(self) -> bool:
         """Whether it has an ``update`` of its own, so that someone has to gather what this is told."""
         return type(self).update is not Drafter.update
+
+    @property
+    def networks(self) -> Sequence[nn.Module]:
+        """What it computes with beside the target."""
+        return ()
 
     def bind(self, target: Target) -> None:
         """Learn the target, before anything is computed. Raise here when the two do not fit."""
@@ -145,6 +151,10 @@ class Wrapped(Drafter):
 
     def __init__(self, inner: Drafter) -> None:
         self.inner, self.name, self.layers = inner, inner.name, inner.layers
+
+    @property
+    def networks(self) -> Sequence[nn.Module]:
+        return self.inner.networks
 
     def bind(self, target: Target) -> None:
         self.inner.bind(target)

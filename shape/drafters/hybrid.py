@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import exp, log
 from time import perf_counter
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from shape.drafters.base import Drafter, Settled
 from shape.drafters.growing import likeliest, renumbered
@@ -49,6 +49,10 @@ class HybridDrafter(Drafter):
         other.__dict__ |= self.__dict__
         other.drafters = [copy(drafter) for drafter in self.drafters]
         return other
+
+    @property
+    def networks(self) -> Sequence[nn.Module]:
+        return [network for drafter in self.drafters for network in drafter.networks]
 
     def bind(self, target: Target) -> None:
         for drafter in self.drafters:

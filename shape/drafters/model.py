@@ -7,7 +7,7 @@ from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from shape.drafters.base import Drafter, Settled, common_length
 from shape.errors import ConfigError, TargetMismatch, UnsupportedGeneration
@@ -167,6 +167,10 @@ class ModelDrafter(Drafter):
 
     def __str__(self) -> str:
         return f"{self.model!r}, {self.lookahead}"
+
+    @property
+    def networks(self) -> Sequence[nn.Module]:
+        return (self.model.model,)
 
     def bind(self, target: Target) -> None:
         mine, theirs = self.model.identity, target.identity

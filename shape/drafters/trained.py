@@ -1,11 +1,12 @@
 """The drafter of every trained predictor: trees grown step by step from what is known of each row."""
 
+from collections.abc import Sequence
 from math import log
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from shape.drafters.base import Drafter, Settled, TreeShape
 from shape.drafters.growing import Biases, grow_by_depth
@@ -56,6 +57,10 @@ class TrainedDrafter(Drafter):
         self.tree = tree or TreeShape(**(predictor.config.draft or {}))
         self.name = predictor.kind
         self.layers = tuple(predictor.config.feature_layers)
+
+    @property
+    def networks(self) -> Sequence[nn.Module]:
+        return (self.predictor,)
 
     def bind(self, target: Target) -> None:
         if missing := [layer for layer in self.layers if layer > target.config.num_hidden_layers]:

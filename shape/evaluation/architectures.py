@@ -53,6 +53,10 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral": ("full attention", "mistral", _LLAMA | {"sliding_window": None}),
     "mistral, sliding": ("sliding window in every layer", "mistral", _LLAMA | {"sliding_window": 6}),
     "mixtral": ("mixture of experts", "mixtral", _LLAMA | _EXPERTS),
+    "llama4": (
+        "three of four layers see their own chunk of the text", "llama4_text",
+        _LLAMA | _EXPERTS | {"head_dim": 8, "intermediate_size_mlp": 48, "num_hidden_layers": 4},
+    ),
     "gemma": ("scaled embedding", "gemma", _LLAMA | {"head_dim": 8}),
     "gemma2": (
         "sliding and full layers, soft-capped logits", "gemma2",

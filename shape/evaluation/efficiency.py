@@ -124,11 +124,15 @@ class Case:
         return 1e3 * quantile(self.gaps, share)
 
 
-@torch.no_grad()
-def bare_seconds(
+def bare_seconds(decoder: ShapeDecoder, steps: Sequence[Step]) -> tuple[float, float]:
+    """(target, drafter) seconds of the bare forwards of some steps, in their order."""
+    with decoder.gradientless():
+        return _bare_seconds(decoder.target, decoder.support, decoder.drafter, steps)
+
+
+def _bare_seconds(
     target: Target, support: Support, drafter: Drafter | None, steps: Sequence[Step]
 ) -> tuple[float, float]:
-    """(target, drafter) seconds of the bare forwards of some steps, in their order."""
     capacity = max((max(step.lengths) + step.nodes for step in steps), default=0)
     arenas = {rows: new_arena(target, support, rows, capacity) for rows in {len(step.rows) for step in steps}}
     forward = draft = 0.0
@@ -145,7 +149,7 @@ def bare_seconds(
             drafter.rehearse(rows, step.passes)
         _wait(target)
         drafted = perf_counter()
-        with attending(target, support, masks):
+        with attending(target, support):
             begun = perf_counter()
             target.logits(target.hidden(tokens, attention_mask=masks, position_ids=positions, cache=arena))
             _wait(target)
@@ -216,7 +220,7 @@ def _run(
     decoder = ShapeDecoder(target, drafter, fall_back=False)
     out = decoder.generate(ids, mask, seed=seed, return_dict_in_generate=True, **options)
     assert isinstance(out, ShapeOutput)
-    forward, draft = bare_seconds(target, decoder.support, drafter, out.stats.steps)
+    forward, draft = bare_seconds(decoder, out.stats.steps)
     case.steps += len(out.stats.steps)
     case.rows += out.stats.forwards
     case.add(out.stats.emitted, out.stats.decode_seconds)

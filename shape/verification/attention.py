@@ -1,8 +1,8 @@
 """Attention of token trees with grouped queries, without a copy of keys and values for every query head.
 
-Where a mask is given, transformers' sdpa repeats keys and values to the number of query heads, at every layer and step:
-for Llama-3.1-8B four times the cache is written and read again. Queries that share a key head can instead stand side by
-side in the dimension of tokens, each group under the same mask, and the repeats are gone.
+Where a mask is given, and on a CPU without one too, sdpa repeats keys and values to the number of query heads, at every
+layer and step: for Llama-3.1-8B four times the cache is written and read again. Queries that share a key head can
+instead stand side by side in the dimension of tokens, each group under the same mask, and the repeats are gone.
 """
 
 from collections.abc import Iterator
@@ -11,9 +11,8 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 _NAME = "shape_grouped_sdpa"
 _STOCK = "sdpa"
@@ -29,7 +28,8 @@ def grouped_sdpa(
 
     Args:
         query: (B, H, N, D). key, value: (B, H', K, D), where H' divides H.
-        attention_mask: (B, 1, N, K); with another shape, or none, the stock function is asked.
+        attention_mask: (B, 1, N, K), or None where N is 1 and everything is looked at; with others the stock function
+            is asked.
 
     Returns:
         (B, N, H, D).
@@ -37,21 +37,22 @@ def grouped_sdpa(
     batch, heads, nodes, _ = query.shape
     groups = heads // key.shape[1]
     asked = any(isinstance(options.get(name), Tensor) or options.get(name) for name in _UNKNOWN)
-    if attention_mask is None or attention_mask.shape[1] != 1 or groups == 1 or asked:
+    served = nodes == 1 if attention_mask is None else attention_mask.shape[1] == 1
+    if not served or groups == 1 or asked:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     found = F.scaled_dot_product_attention(
         query.reshape(batch, key.shape[1], groups * nodes, -1),
         key,
         value,
-        attn_mask=attention_mask.repeat(1, 1, groups, 1),
+        attn_mask=None if attention_mask is None else attention_mask.repeat(1, 1, groups, 1),
         dropout_p=options.get("dropout", 0.0),
         scale=options.get("scaling"),
     )
     return found.reshape(batch, heads, nodes, -1).transpose(1, 2).contiguous(), None
 
 
+# No function for masks: within ``grouped_queries`` those of trees are at hand, and a single token needs none.
 AttentionInterface.register(_NAME, grouped_sdpa)
-AttentionMaskInterface.register(_NAME, sdpa_mask)
 
 
 @contextmanager

@@ -51,7 +51,7 @@ def test_bare_forwards_are_those_of_the_steps(tiny_model):
     hidden, rehearse = decoder.target.hidden, decoder.drafter.rehearse
     decoder.target.hidden = lambda tokens, **options: seen.append(tokens.shape[1]) or hidden(tokens, **options)
     decoder.drafter.rehearse = lambda rows, count: passes.append(count) or rehearse(rows, count)
-    forward, draft = bare_seconds(decoder.target, decoder.support, decoder.drafter, out.stats.steps)
+    forward, draft = bare_seconds(decoder, out.stats.steps)
     assert seen == [step.nodes for step in out.stats.steps] and passes == [step.passes for step in out.stats.steps]
     assert forward > 0 and draft > 0
 

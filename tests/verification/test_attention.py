@@ -1,4 +1,4 @@
-"""Grouped queries without repeats: the same attention, used by the model only while a tree is verified."""
+"""Grouped queries without repeats: the same attention, used by the model only while it verifies."""
 
 from typing import Any
 
@@ -47,9 +47,11 @@ def tensors(batch: int, heads: int, key_heads: int, nodes: int, keys: int) -> tu
     ), mask  # fmt: skip
 
 
-@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 5), st.integers(1, 9))
-def test_equals_the_stock_function(batch, key_heads, groups, nodes, keys):
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 5), st.integers(1, 9), st.booleans())
+def test_equals_the_stock_function(batch, key_heads, groups, nodes, keys, masked):
     query, key, value, mask = tensors(batch, key_heads * groups, key_heads, nodes, keys)
+    if nodes == 1 and not masked:
+        mask = None
     options: dict[str, Any] = {"scaling": 0.3, "dropout": 0.0, "sliding_window": None}
     expected, _ = sdpa_attention_forward(Layer(groups), query, key, value, mask, **options)
     found, weights = grouped_sdpa(Layer(groups), query, key, value, mask, **options)
@@ -76,25 +78,26 @@ def test_leaves_to_the_stock_function_what_it_does_not_know():
         assert torch.equal(grouped_sdpa(Layer(2), query, key, value, mask, softcap=30.0)[0], expected)
 
 
+@pytest.mark.parametrize("drafter", [AdversaryDrafter(nodes=6), None], ids=["trees", "single tokens"])
 @pytest.mark.parametrize("family", GROUPED)
-def test_keys_are_not_repeated_and_tokens_are_those_of_the_target(family, monkeypatch):
+def test_keys_are_not_repeated_and_tokens_are_those_of_the_target(family, drafter, monkeypatch):
     model = build(family)
     assert model.config._attn_implementation == "sdpa"
     ids = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False)
-    decoder = ShapeDecoder(model, AdversaryDrafter(nodes=6))
+    decoder = ShapeDecoder(model, drafter)
     assert decoder.support.grouped_queries
     stock, heads = F.scaled_dot_product_attention, set()
 
-    def watched(query: torch.Tensor, key: torch.Tensor, *more: Any, attn_mask: torch.Tensor | None, **options: Any):
-        if attn_mask is not None and key.shape[2] > 9:  # not the prefill
-            heads.add(key.shape[1])
-        return stock(query, key, *more, attn_mask=attn_mask, **options)
+    def watched(query: torch.Tensor, key: torch.Tensor, *more: Any, **options: Any):
+        if key.shape[2] > 9:  # not the prefill
+            heads.add((key.shape[1], options.get("enable_gqa", False)))
+        return stock(query, key, *more, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
     assert torch.equal(decoder.generate(ids, mask, max_new_tokens=16), expected)
-    assert heads == {2}
+    assert heads == {(2, False)}
     assert model.config._attn_implementation == "sdpa"
 
 
