@@ -1,6 +1,8 @@
 """Figures as text: cells and Markdown tables. An undefined figure is shown as a dash, never as a number."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 DASH = "–"
 
@@ -26,3 +28,9 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table: the first column to the left, the others to the right."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def json_by_line(head: dict[str, Any], name: str, records: Iterable[dict[str, Any]]) -> str:
+    """A JSON object, indented, whose last entry is a list of records, each on a line: they hold many numbers."""
+    lines = ",\n".join(map(json.dumps, records))
+    return f'{json.dumps(head, indent=1)[:-2]},\n "{name}": [\n{lines}\n]}}\n'

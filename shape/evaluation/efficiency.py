@@ -13,7 +13,6 @@ Methods answer the same prompts in turn, in rotating order. `oracle` drafts the 
 token corrupted, at no cost: its speed-up is simulated, its efficiency is not.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -34,7 +33,7 @@ from shape.conversations import Prompt, evenly, load_prompts, prompt_ids
 from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.drafters import Drafter, OracleDrafter, make_drafter
 from shape.errors import ConfigError, exit_on_error
-from shape.evaluation.cells import markdown, show
+from shape.evaluation.cells import json_by_line, markdown, show
 from shape.evaluation.environment import Environment
 from shape.evaluation.results import Estimate, estimate, interval, ratio
 from shape.stats import Step, quantile
@@ -379,9 +378,8 @@ def _write(
     folder = Path(options.output)
     folder.mkdir(parents=True, exist_ok=True)
     figures = [{**asdict(case), "gaps": [case.gap(0.5), case.gap(0.95)]} for case in cases]
-    head = json.dumps({"options": asdict(options), "environment": asdict(environment)}, indent=1)[:-2]
-    cases_by_line = ",\n".join(map(json.dumps, figures))  # each has a number for every answer
-    (folder / "efficiency.json").write_text(f'{head},\n "cases": [\n{cases_by_line}\n]}}\n')
+    head = {"options": asdict(options), "environment": asdict(environment)}
+    (folder / "efficiency.json").write_text(json_by_line(head, "cases", figures))
     times = f"each answered {options.repeats} times, " if options.repeats > 1 else ""
     title = options.label or f"Engine efficiency, {Path(target.name).name}"
     note = (

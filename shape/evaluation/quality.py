@@ -346,7 +346,7 @@ def run(options: QualityOptions) -> QualityResults:
         records=tuple(QualityRecord.from_dict(line["record"]) for line in lines),
         skipped={**left_out, **{line["record"]["id"]: line["cut"] for line in lines if line["cut"]}},
     )
-    (folder / "quality.json").write_text(results.to_json() + "\n")
+    (folder / "quality.json").write_text(results.to_json())
     (folder / "quality.md").write_text(results.to_markdown())
     texts_of = (json.dumps(text) + "\n" for line in lines for text in line["texts"])
     (folder / "answers.jsonl").write_text("".join(texts_of))

@@ -3,7 +3,6 @@
 Every figure is a ratio of sums over prompts, with an interval by bootstrap over prompts, as in `results`.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from functools import cached_property
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from shape.evaluation.cells import DASH, markdown, share, show
+from shape.evaluation.cells import DASH, json_by_line, markdown, share, show
 from shape.evaluation.environment import Environment
 from shape.evaluation.results import Estimate, estimate, interval, number, of_schema, ratio
 from shape.evaluation.similarity import f1
@@ -185,8 +184,8 @@ class QualityResults:
         )
 
     def to_json(self) -> str:
-        """Everything, indented; the figures are for readers and are not read back."""
-        return json.dumps(
+        """Everything; the figures are for readers and are not read back."""
+        return json_by_line(
             {
                 "schema_version": SCHEMA_VERSION,
                 "label": self.label,
@@ -196,9 +195,9 @@ class QualityResults:
                 "summary": {label: asdict(line) for label, line in self.summary.items()},
                 "ahead": [asdict(line) for line in self.ahead],
                 "skipped": self.skipped,
-                "records": [asdict(record) for record in self.records],
             },
-            indent=1,
+            "records",
+            (asdict(record) for record in self.records),
         )
 
     @classmethod

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from shape.errors import DataError
-from shape.evaluation.cells import markdown, share, show, show_interval
+from shape.evaluation.cells import json_by_line, markdown, share, show, show_interval
 from shape.evaluation.environment import Environment
 
 SCHEMA_VERSION = 1
@@ -277,8 +277,8 @@ class SpeedResults:
         return found
 
     def to_json(self) -> str:
-        """Everything, indented; `from_json` reads it back (the summary is written for readers, not read)."""
-        return json.dumps(
+        """Everything; `from_json` reads it back (the summary is written for readers, not read)."""
+        return json_by_line(
             {
                 "schema_version": SCHEMA_VERSION,
                 "label": self.label,
@@ -293,9 +293,9 @@ class SpeedResults:
                 "projected_cost": self.projected_cost,
                 "warnings": self.warnings,
                 "skipped": self.skipped,
-                "records": [asdict(record) for record in self.records],
             },
-            indent=1,
+            "records",
+            (asdict(record) for record in self.records),
         )
 
     @classmethod
