@@ -11,8 +11,9 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 _NAME = "shape_grouped_sdpa"
 _STOCK = "sdpa"
@@ -51,8 +52,9 @@ def grouped_sdpa(
     return found.reshape(batch, heads, nodes, -1).transpose(1, 2).contiguous(), None
 
 
-# No function for masks: within ``grouped_queries`` those of trees are at hand, and a single token needs none.
 AttentionInterface.register(_NAME, grouped_sdpa)
+# Trees bring their masks, and a single token needs none; but others may ask the model meanwhile, in their own threads.
+AttentionMaskInterface.register(_NAME, sdpa_mask)
 
 
 @contextmanager

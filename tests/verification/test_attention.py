@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from shape.decoder import ShapeDecoder
@@ -111,6 +111,27 @@ def test_the_configuration_is_put_back(tiny_model):
     with grouped_queries(config):
         assert config._attn_implementation == "eager"
     assert config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral, sliding", "gemma3"])
+@torch.no_grad()
+def test_who_asks_the_model_meanwhile_gets_what_it_always_gives(family):
+    """Another thread may: with padding, with a cache, with a single token."""
+    model = build(family)
+    ids = torch.randint(3, 64, (2, 14), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+
+    def asked() -> list[torch.Tensor]:
+        cache, found = DynamicCache(config=model.config), []
+        for start, end in ((0, 8), (8, 13), (13, 14)):
+            found.append(model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache).logits)
+        return [found[0][:, 4:], *found[1:], model(ids).logits]
+
+    expected = asked()
+    with grouped_queries(model.config):
+        for found, same in zip(asked(), expected, strict=True):
+            torch.testing.assert_close(found, same, rtol=1e-9, atol=1e-9)
 
 
 def test_the_probe_falls_back_to_the_stock_function(tiny_model):
