@@ -49,7 +49,7 @@ def decoders(name: str, dtype: str) -> dict[str, ShapeDecoder]:
     found = {way: ShapeDecoder(stock if way == "stock" else prepacked) for way in WAYS}
     for way, decoder in found.items():
         if way in WAYS[:2]:
-            decoder.gradientless = torch.no_grad  # type: ignore[method-assign]
+            decoder.gradientless = torch.no_grad
         if way in WAYS[:3]:
             decoder.support = replace(decoder.support, grouped_queries=False)
     return found

@@ -93,6 +93,8 @@ class ShapeDecoder:
         if self.target.support is None:
             self.target.support = probe(self.target)
         self.support: Support = self.target.support
+        # What these compute in while they decode.
+        self.gradientless = gradientless([self.target.model, *(() if self.drafter is None else self.drafter.networks)])
         self.fall_back = fall_back
         self.graphs = (FixedSteps() if graphs else None) if isinstance(graphs, bool) else graphs
         self._experience: dict[tuple[int, bool], Experience] = {}  # by number of rows, and whether by fixed steps
@@ -181,10 +183,6 @@ class ShapeDecoder:
     @property
     def tokenizer(self) -> Any:
         return self.target.tokenizer
-
-    def gradientless(self) -> torch.inference_mode | torch.no_grad:
-        """What target and drafter compute in while they decode (see ``shape.inference``): a context, or a decorator."""
-        return gradientless([self.target.model, *(() if self.drafter is None else self.drafter.networks)])
 
     def warm_up(self, **options: Any) -> None:
         """Write a few tokens that nobody reads, so that no answer's time contains what is paid once: on a machine the

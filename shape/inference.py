@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 
-def gradientless(networks: Iterable[nn.Module]) -> torch.inference_mode | torch.no_grad:
-    """A context, or a decorator, within which these are computed with and nothing is kept for gradients.
+def gradientless(networks: Iterable[nn.Module]) -> type[torch.inference_mode] | type[torch.no_grad]:
+    """Makes contexts, or decorators, within which these are computed with and nothing is kept for gradients.
 
     ``torch.inference_mode`` where they bear with it: PyTorch then spares every operation the bookkeeping of views and
     versions, which takes a tenth of a small target's forward on a CPU (``python eval/forwards.py``). What is made
@@ -17,4 +17,4 @@ def gradientless(networks: Iterable[nn.Module]) -> torch.inference_mode | torch.
     """
     weights = chain.from_iterable(chain(network.parameters(), network.buffers()) for network in networks)
     plain = all(type(weight) in (Tensor, nn.Parameter) for weight in weights)
-    return torch.inference_mode() if plain else torch.no_grad()
+    return torch.inference_mode if plain else torch.no_grad

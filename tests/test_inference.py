@@ -51,11 +51,11 @@ def test_weights_of_their_own_class_decode_without_it(tiny_model):
 def test_networks_of_every_kind_of_drafter_are_asked(tiny_model):
     trained, model = TrainedDrafter(predictor()), ModelDrafter(Target(tiny_model("llama", seed=1)))
     for drafter in (NgramDrafter(), trained, model, HybridDrafter([NgramDrafter(), trained]), Wrapped(trained)):
-        assert isinstance(gradientless(drafter.networks), torch.inference_mode)
+        assert isinstance(gradientless(drafter.networks)(), torch.inference_mode)
     keep(trained.predictor)
     keep(model.model.model)
     for drafter in (trained, model, HybridDrafter([NgramDrafter(), trained]), Wrapped(trained)):
-        assert isinstance(gradientless(drafter.networks), torch.no_grad)
+        assert isinstance(gradientless(drafter.networks)(), torch.no_grad)
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "seed": 0}, {"trace": True}])
