@@ -21,6 +21,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -75,8 +76,7 @@ class FixedArena(KVArena):
 
     def expect(self, nodes: int) -> None:
         """The next forward is over this many nodes per row."""
-        self.longest, self.uniform = self.capacity - nodes, False
-        self._slots = {}
+        self.slots.see_all(nodes)
 
     def move(self, path: Tensor) -> None:
         """Move the states of nodes ``path``, (B, D) int64, increasing, to the first slots behind the settled ones."""
@@ -318,7 +318,8 @@ class Stage:
 
     def __init__(self, plan: Plan, rows: int, capacity: int, compiled: bool = False, pool: Any = None) -> None:
         target, sampler, device = plan.target, plan.sampler, plan.target.device
-        self.target, self.support, self.proposer = target, plan.support, plan.proposer
+        self.target, self.support, self.proposer = target, plan.support, copy(plan.proposer)
+        self.proposer.memory = None  # that of one call's prefill
         self.rows, self.capacity, self.compiled, self._pool = rows, capacity, compiled, pool
         self.arena = FixedArena(plan.support.layers, rows, capacity, target.dtype, device)
         self.memory = None
@@ -341,7 +342,8 @@ class Stage:
         # Where results arrive, in turns: no more steps are under way.
         self._arrivals = [torch.zeros(self.out.shape, dtype=torch.long, pin_memory=pinned) for _ in range(_AHEAD)]
         self._turn = 0
-        self._runs: dict[bool, Callable[[], None]] = {}
+        self._steps: dict[bool, Callable[[Stage, bool], None]] = {}
+        self._replays: dict[bool, Callable[[], None]] = {}
 
     def prepare(self, drafts: bool) -> None:
         """Compile and capture the step, before there is any content: the runs that warm up leave nothing of meaning.
@@ -349,18 +351,19 @@ class Stage:
         Raises:
             UnsupportedTarget: it cannot be captured.
         """
-        if drafts in self._runs:
+        if drafts in self._steps:
             return
-        step = torch.compile(self.step, fullgraph=True) if self.compiled else self.step
+        # Functions of the stage, which does not hold itself: its cache is free as soon as nobody has it.
+        self._steps[drafts] = torch.compile(Stage.step, fullgraph=True) if self.compiled else Stage.step
+        if self.target.device.type == "cuda":
+            self._replays[drafts] = captured(partial(self._run, drafts), self.target, self._pool)
+
+    def _run(self, drafts: bool) -> None:
         # Each stage is an object of its own to the compiler, which would give up on the ninth.
         many = torch._dynamo.config.patch(recompile_limit=_RECOMPILES) if self.compiled else nullcontext()
-
-        def run() -> None:
-            # Around it all: a compiled step cannot change the configuration.
-            with grouped_queries(self.target.config) if self.support.grouped_queries else nullcontext(), many:
-                step(drafts)
-
-        self._runs[drafts] = captured(run, self.target, self._pool)
+        # Around it all: a compiled step cannot change the configuration.
+        with grouped_queries(self.target.config) if self.support.grouped_queries else nullcontext(), many:
+            self._steps[drafts](self, drafts)
 
     def step(self, drafts: bool) -> None:
         """Draft, mask, forward, choose, match, commit: static tensors in, static tensors out."""
@@ -418,7 +421,10 @@ class Stage:
         started = perf_counter()
         if events:
             events[0].record()
-        self._runs[drafts]()
+        if drafts in self._replays:
+            self._replays[drafts]()
+        else:
+            self._run(drafts)
         arrival.copy_(self.out, non_blocking=True)
         if events:
             events[1].record()
@@ -453,13 +459,11 @@ class Flight:
 
 @torch.no_grad()
 def captured(run: Callable[[], None], target: Target, pool: Any = None) -> Callable[[], None]:
-    """A CUDA graph of the kernels that `run` launches, as a function; off CUDA `run` itself.
+    """A CUDA graph of the kernels that `run` launches, as a function.
 
     Raises:
         UnsupportedTarget: something in it waits for the host.
     """
-    if target.device.type != "cuda":
-        return run
     with torch.cuda.device(target.device):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

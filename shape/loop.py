@@ -149,6 +149,7 @@ def decode(
     states_so_far = [hidden] if memory is not None else []
     if drafter is not None:
         drafter.start(settled, hidden)
+    del hidden  # of long prompts a large part of the memory, and nobody needs it any more
     prefilled = perf_counter()
     stats.prefill_seconds += prefilled - started
     if trace is not None:

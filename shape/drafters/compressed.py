@@ -18,7 +18,7 @@ from shape.drafters.model import Adaptive, Lookahead, ModelDrafter
 from shape.errors import ConfigError
 from shape.prepack import is_plain, linear
 from shape.target import Target
-from shape.verification.cache import ArenaLayer, KVArena, LayerShape
+from shape.verification.cache import ArenaLayer, KVArena, LayerShape, Slots
 from shape.verification.forward import new_arena, prefill, probe
 
 _LEVELS = 127  # of 8 bits, on either side of zero
@@ -317,12 +317,12 @@ class LowRankArena(KVArena):
     def _views(self) -> Iterator[CacheLayerMixin]:
         for layer, bases in zip(super()._views(), self._bases, strict=True):
             assert isinstance(layer, ArenaLayer)
-            yield LowRankLayer(self, layer.keys, layer.values, bases)
+            yield LowRankLayer(self.slots, layer.keys, layer.values, bases)
 
 
 class LowRankLayer(ArenaLayer):
-    def __init__(self, arena: KVArena, keys: Tensor, values: Tensor, bases: tuple[Tensor, Tensor]) -> None:
-        super().__init__(arena, keys, values)
+    def __init__(self, slots: Slots, keys: Tensor, values: Tensor, bases: tuple[Tensor, Tensor]) -> None:
+        super().__init__(slots, keys, values)
         self.bases = bases
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:

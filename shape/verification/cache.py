@@ -47,6 +47,42 @@ def grouped(shapes: list[LayerShape], dtype: torch.dtype, device: torch.device) 
     return [(Group(*shape.keys, *own), Group(*shape.values, *own)) for shape, own in zip(shapes, common, strict=True)]
 
 
+class Slots:
+    """How many slots of each row are settled, and so where the next tokens go: what the arena and its layers share.
+
+    Layers have this and not the arena, or else every cache were a reference cycle, whose memory is free only once
+    Python's collector comes by.
+
+    Attributes:
+        capacity: slots per row.
+        lengths: (B,) int64, settled slots per row; ``host_lengths`` are the same numbers on the host.
+        longest: the largest of these. uniform: whether all are equal.
+    """
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self.capacity, self.device = capacity, device
+
+    def set(self, lengths: list[int]) -> None:
+        self.host_lengths = lengths
+        self.longest = max(lengths)
+        self.uniform = min(lengths) == self.longest
+        self.lengths = of_lists(lengths, self.device)
+        self._next: dict[tuple[int, torch.device], Tensor] = {}
+
+    def see_all(self, new: int) -> None:
+        """Let attention see every slot, whatever ``lengths`` says on the device, when ``new`` tokens per row come."""
+        self.longest, self.uniform = self.capacity - new, False
+        self._next = {}
+
+    def next(self, new: int, device: torch.device) -> Tensor:
+        """(B * new,) int64, where the next tokens of all rows go if the rows lie one behind the other."""
+        if (new, device) not in self._next:
+            starts = self.lengths + torch.arange(len(self.lengths), device=self.device) * self.capacity
+            slots = (starts[:, None] + torch.arange(new, device=self.device)).flatten()
+            self._next[new, device] = slots.to(device)
+        return self._next[new, device]
+
+
 class ArenaLayer(CacheLayerMixin):
     """One layer's window on the arena, in the form that transformers' attention layers expect."""
 
@@ -54,9 +90,9 @@ class ArenaLayer(CacheLayerMixin):
     keys: Tensor
     values: Tensor
 
-    def __init__(self, arena: "KVArena", keys: Tensor, values: Tensor) -> None:
+    def __init__(self, slots: Slots, keys: Tensor, values: Tensor) -> None:
         super().__init__()
-        self.arena, self.keys, self.values = arena, keys, values
+        self.slots, self.keys, self.values = slots, keys, values
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -64,25 +100,25 @@ class ArenaLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Write (B, heads, N, D) states behind each row's settled ones and return all slots in use."""
-        arena, new = self.arena, key_states.shape[2]
-        end = arena.longest + new
+        slots, new = self.slots, key_states.shape[2]
+        end = slots.longest + new
         for held, states in ((self.keys, key_states), (self.values, value_states)):
-            if arena.uniform:
-                held[:, :, arena.longest : end] = states
+            if slots.uniform:
+                held[:, :, slots.longest : end] = states
             else:  # tokens of all rows are written one behind the other, each as a whole
                 held.transpose(1, 2).flatten(0, 1).index_copy_(
-                    0, arena.slots(new, held.device), states.transpose(1, 2).flatten(0, 1)
+                    0, slots.next(new, held.device), states.transpose(1, 2).flatten(0, 1)
                 )
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.arena.longest + query_length, 0
+        return self.slots.longest + query_length, 0
 
     def get_seq_length(self) -> int:
-        return self.arena.longest
+        return self.slots.longest
 
     def get_max_length(self) -> int:
-        return self.arena.capacity
+        return self.slots.capacity
 
 
 class KVArena(Cache):
@@ -98,8 +134,8 @@ class KVArena(Cache):
     def __init__(
         self, shapes: list[LayerShape], batch: int, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.shapes, self.capacity = shapes, capacity
-        self.device = device
+        self.shapes, self.device = shapes, device
+        self.slots = Slots(capacity, device)
         self._groups = grouped(shapes, dtype, device)
         self.dtype = self._groups[0][0].dtype
         # States of one kind share a tensor, so that a commit is one copy for all of them; the heads of a token lie
@@ -113,6 +149,26 @@ class KVArena(Cache):
         super().__init__(layers=list(self._views()))
 
     @property
+    def capacity(self) -> int:
+        return self.slots.capacity
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.slots.lengths
+
+    @property
+    def host_lengths(self) -> list[int]:
+        return self.slots.host_lengths
+
+    @property
+    def longest(self) -> int:
+        return self.slots.longest
+
+    @property
+    def uniform(self) -> bool:
+        return self.slots.uniform
+
+    @property
     def views(self) -> list[ArenaLayer]:
         """``layers``, by their own type."""
         return cast(list[ArenaLayer], self.layers)
@@ -121,7 +177,7 @@ class KVArena(Cache):
         """One window per layer, in the model's order."""
         unused = {group: iter(storage) for group, storage in self._storage.items()}
         return (
-            ArenaLayer(self, next(unused[keys]).transpose(1, 2), next(unused[values]).transpose(1, 2))
+            ArenaLayer(self.slots, next(unused[keys]).transpose(1, 2), next(unused[values]).transpose(1, 2))
             for keys, values in self._groups
         )
 
@@ -133,24 +189,12 @@ class KVArena(Cache):
         self._storage = {
             key: torch.nn.functional.pad(storage, (0, 0, 0, 0, 0, extra)) for key, storage in self._storage.items()
         }
-        self.capacity += extra
+        self.slots.capacity += extra
         self.layers = list(self._views())
 
     def set_lengths(self, lengths: list[int]) -> None:
         """Say how many slots of each row are settled (host numbers, which the loop has anyway)."""
-        self.host_lengths = lengths
-        self.longest = max(lengths)
-        self.uniform = min(lengths) == self.longest
-        self.lengths = of_lists(lengths, self.device)
-        self._slots: dict[tuple[int, torch.device], Tensor] = {}
-
-    def slots(self, new: int, device: torch.device) -> Tensor:
-        """(B * new,) int64, where the next tokens of all rows go if the rows lie one behind the other."""
-        if (new, device) not in self._slots:
-            starts = self.lengths + torch.arange(len(self.lengths), device=self.device) * self.capacity
-            slots = (starts[:, None] + torch.arange(new, device=self.device)).flatten()
-            self._slots[new, device] = slots.to(device)
-        return self._slots[new, device]
+        self.slots.set(lengths)
 
     def commit(self, paths: list[list[int]]) -> None:
         """Settle the states of accepted nodes: slot ``length + path[i]`` moves to ``length + i``.

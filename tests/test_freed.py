@@ -1,0 +1,104 @@
+"""What a call allocates is gone with the call, without Python's collector: on a GPU it is gigabytes."""
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers import predictor, prompts, weaker_model
+from transformers import StoppingCriteria
+
+from shape.decoder import ShapeDecoder
+from shape.drafters import Drafter, HybridDrafter, ModelDrafter, NgramDrafter, TrainedDrafter
+from shape.fixed import FixedArena
+from shape.target import Target
+from shape.verification.cache import KVArena
+
+DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
+    "none": lambda: None,
+    "window": lambda: TrainedDrafter(predictor()),
+    "attention": lambda: TrainedDrafter(predictor(attention=True)),
+    "model": lambda: ModelDrafter(Target(weaker_model())),
+    "hybrid": lambda: HybridDrafter([NgramDrafter(), TrainedDrafter(predictor(attention=True))]),
+}
+
+
+@pytest.fixture
+def caches(monkeypatch):
+    """Live KV caches, while the collector is off."""
+    live: weakref.WeakSet = weakref.WeakSet()
+    original = KVArena.__init__
+
+    def counted(self: KVArena, *args, **options) -> None:
+        live.add(self)
+        original(self, *args, **options)
+
+    monkeypatch.setattr(KVArena, "__init__", counted)
+    gc.collect()
+    gc.disable()
+    yield live
+    gc.enable()
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_caches_are_freed_at_the_end_of_a_call(tiny_model, caches, name):
+    decoder = ShapeDecoder(tiny_model("llama"), DRAFTERS[name]())
+    decoder.generate(**prompts([5, 9]), max_new_tokens=12)
+    decoder.generate(**prompts([5]), max_new_tokens=12, do_sample=True, num_return_sequences=2)
+    assert not caches
+
+
+def test_caches_are_freed_where_a_call_breaks_off(tiny_model, caches):
+    class Fails(StoppingCriteria):
+        def __call__(self, input_ids, scores, **options):
+            raise RuntimeError("stop")
+
+    decoder = ShapeDecoder(tiny_model("llama"), TrainedDrafter(predictor(attention=True)))
+    ids = prompts([5])["input_ids"]
+    stream = decoder.stream(ids, max_new_tokens=12)
+    next(stream), next(stream)
+    assert len(caches) == 2
+    del stream
+    assert not caches
+    with pytest.raises(RuntimeError, match="stop"):
+        decoder.generate(ids, stopping_criteria=[Fails()])
+    assert not caches
+
+
+def test_a_session_keeps_one_cache(tiny_model, caches):
+    say = ShapeDecoder(tiny_model("llama")).session()
+    for _ in range(2):
+        say(**prompts([5]), max_new_tokens=8)
+    assert len(caches) == 1
+    del say
+    assert not caches
+
+
+def test_steps_of_fixed_shapes_keep_theirs_and_no_other(tiny_model, caches):
+    decoder = ShapeDecoder(tiny_model("llama"), TrainedDrafter(predictor(attention=True)), graphs=True)
+    assert decoder.generate(**prompts([5]), max_new_tokens=12, return_dict_in_generate=True).stats.graphs
+    assert len(caches) == 2 and all(isinstance(cache, FixedArena) for cache in caches)
+    del decoder
+    assert not caches
+
+
+@pytest.mark.parametrize("name", ["window", "attention"])
+def test_a_prompts_states_are_let_go_once_the_drafter_has_them(tiny_model, monkeypatch, name):
+    seen: list[weakref.ref] = []
+
+    class Watched(TrainedDrafter):
+        def start(self, settled, hidden):
+            super().start(settled, hidden)
+            seen.append(weakref.ref(hidden))
+            assert self.window.untyped_storage().nbytes() < hidden.untyped_storage().nbytes()
+
+        def draft(self, settled, sampler):
+            assert seen[-1]() is None
+            return super().draft(settled, sampler)
+
+    batch = prompts([40])
+    ShapeDecoder(tiny_model("llama"), Watched(predictor(attention=name == "attention"))).generate(
+        **batch, max_new_tokens=4
+    )
+    assert len(seen) == 1 and torch.is_tensor(batch["input_ids"])
