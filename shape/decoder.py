@@ -24,7 +24,7 @@ from shape.fixed import decode as decode_fixed
 from shape.inference import gradientless
 from shape.loop import Memory, Row, decode
 from shape.network import Predictor
-from shape.pace import Experience, Pace
+from shape.pace import FIXED_BREAK_EVEN, Experience, Pace
 from shape.pipeline import DraftingPipeline
 from shape.prepack import prepack
 from shape.request import Prepared, Request
@@ -68,8 +68,8 @@ class ShapeDecoder:
             same loop.
         tokenizer: the target's; only needed where text goes in or out.
         fall_back: decode plainly for a while where drafting does not pay (see ``pace.Pace``): by the times measured
-            on the way, or where the acceptance length is below a given number. False always drafts. Rules whose samples
-            depend on the drafts fall back by a given number only, so that they do not depend on the machine's times.
+            on the way, or where the acceptance length is below a given number. False always drafts. Reproducible calls
+            (see ``generate``) measure no times and take ``pace.FIXED_BREAK_EVEN`` for the number.
         graphs: decode in steps of fixed shapes, captured as CUDA graphs on a GPU, wherever a call allows it (see
             ``shape.fixed``); a FixedSteps says how. Off by default: it has not been run on a GPU yet.
 
@@ -193,9 +193,9 @@ class ShapeDecoder:
             options: as answers will have them: those of ``generate``.
         """
         given = torch.zeros(1, 1, dtype=torch.int64, device=self.target.device)
-        options |= {"max_new_tokens": _WARMING, "eos_token_id": [], "seed": 0}
+        # Reproducible, so that later calls learn nothing from the times of these steps.
+        options |= {"max_new_tokens": _WARMING, "eos_token_id": [], "seed": 0, "reproducible": True}
         self.generate(given, torch.ones_like(given), **options)
-        self._experience.clear()  # such steps say nothing about the cost of later ones
 
     def generate(
         self,
@@ -204,6 +204,7 @@ class ShapeDecoder:
         generation_config: GenerationConfig | None = None,
         *,
         seed: int | Sequence[int] | None = None,
+        reproducible: bool | None = None,
         streamer: BaseStreamer | None = None,
         return_dict_in_generate: bool = False,
         acceptance: str | Rule = "match",
@@ -223,6 +224,10 @@ class ShapeDecoder:
             generation_config: None takes the target's; options given by name go before it.
             seed: of the sampling noise, one number or one per prompt; None draws one from torch's global
                 generator.
+            reproducible: whether what is drafted, and with it the sizes of forwards, depends on nothing but this call,
+                neither on the clock nor on earlier calls: then the same call on the same machine gives the same tokens
+                in every dtype. None does so where a seed is given. Without it two runs in bfloat16 may differ where two
+                tokens are nearly as likely. Samples of rules that depend on the drafts always are.
             streamer: gets the prompt, then new tokens as they are settled; one row only.
             acceptance: a rule, or its name among ``shape.rules.RULES``: "match"; "rejection" and "traversal", lossless
                 too, whose samples depend on the drafter as well as on the seed; the lossy "typical-lossy" (Medusa's)
@@ -243,6 +248,7 @@ class ShapeDecoder:
             attention_mask,
             generation_config,
             seed=seed,
+            reproducible=reproducible,
             streaming=streamer is not None,
             acceptance=acceptance,
             eos_aware=eos_aware,
@@ -347,7 +353,8 @@ class ShapeDecoder:
             # transformers puts the prompt into a streamer, and hands the streamer to its own decoding methods only.
             caller = sys._getframe(1).f_locals
             streamer = caller.get("streamer") if caller.get("custom_generate") is decode_with_drafts else None
-            out = _finish(self._carry_out(request, input_ids, seed, streaming=streamer is not None), streamer)
+            steps = self._carry_out(request, input_ids, seed, seed is not None, streaming=streamer is not None)
+            out = _finish(steps, streamer)
             return out if generation_config.return_dict_in_generate else out.sequences
 
         return decode_with_drafts
@@ -359,6 +366,7 @@ class ShapeDecoder:
         generation_config: GenerationConfig | None = None,
         *,
         seed: int | Sequence[int] | None = None,
+        reproducible: bool | None = None,
         streaming: bool = False,
         acceptance: str | Rule = "match",
         eos_aware: bool = False,
@@ -374,13 +382,16 @@ class ShapeDecoder:
             raise UnsupportedGeneration(
                 f"a session continues one text, and {len(request.prompts)} rows were asked for; give each its own"
             )
-        return self._carry_out(request, input_ids, seed, streaming, acceptance, memory, trace)
+        if reproducible is None:
+            reproducible = seed is not None
+        return self._carry_out(request, input_ids, seed, reproducible, streaming, acceptance, memory, trace)
 
     def _carry_out(
         self,
         request: Request,
         input_ids: Tensor,
         seed: int | Sequence[int] | None,
+        reproducible: bool,
         streaming: bool = False,
         acceptance: str | Rule = "match",
         memory: Memory | None = None,
@@ -399,8 +410,11 @@ class ShapeDecoder:
             row_emitted=[0] * len(request.prompts),
             row_forwards=[0] * len(request.prompts),
         )
+        reproducible = reproducible or not rule.same_for_every_draft
         # Each call has its own: a stream may stay open while others decode.
-        drafter, keys = copy(drafter), request.keys(seed)
+        if drafter is not None:
+            drafter = drafter.reproducible() if reproducible else copy(drafter)
+        keys = request.keys(seed)
         record = Trace() if trace else None
         everyone = list(range(len(request.prompts)))
         # Targets that can only verify chains do so for one row at a time.
@@ -421,7 +435,7 @@ class ShapeDecoder:
                     "criteria": request.criteria and [request.criteria[row] for row in group],
                     "stats": stats,
                     "rows": group,
-                    "pace": self._pace(drafter, (len(group), fixed is not None), by_times=rule.same_for_every_draft),
+                    "pace": self._pace(drafter, (len(group), fixed is not None), reproducible),
                 }
                 stats.graphs = fixed is not None
                 if fixed is not None:
@@ -434,11 +448,13 @@ class ShapeDecoder:
 
         return steps()
 
-    def _pace(self, drafter: Drafter | None, steps: tuple[int, bool], by_times: bool) -> Pace | None:
-        if drafter is None or self.fall_back is False or (self.fall_back is True and not by_times):
+    def _pace(self, drafter: Drafter | None, steps: tuple[int, bool], reproducible: bool) -> Pace | None:
+        if drafter is None or self.fall_back is False:
             return None
-        past = self._experience.setdefault(steps, Experience())
-        return Pace(past, None if self.fall_back is True else float(self.fall_back))
+        least = None if self.fall_back is True else float(self.fall_back)
+        if reproducible:
+            return Pace(Experience(), least or FIXED_BREAK_EVEN)
+        return Pace(self._experience.setdefault(steps, Experience()), least)
 
 
 def _finish(steps: Steps, streamer: BaseStreamer | None) -> ShapeOutput:

@@ -598,7 +598,7 @@ def decode(
                         stage.prepare(drafts=False)
                     stage.fill(content, index)
                     content, live = stage.content, going
-                flights.append(stage.launch(proposer.depth > 0 and (pace is None or pace.draft_next()), live))
+                flights.append(stage.launch(proposer.depth > 0 and (pace is None or pace.draft_next(longest)), live))
             flight = flights.popleft()
             results, seconds = flight.wait()
             own = [(row, result) for row, result in zip(flight.rows, results, strict=False) if not row.finished]
@@ -608,7 +608,7 @@ def decode(
                 Step([row.index for row, _ in own], lengths, flight.nodes, flight.passes, 0.0, seconds, 0.0)
             )
             if pace is not None:
-                pace.observe(flight.drafts, sum(count for _, (count, *_) in own) / len(own), seconds)
+                pace.observe(flight.drafts, sum(count for _, (count, *_) in own) / len(own), seconds, max(lengths))
                 stats.plain_steps += not flight.drafts
             for row, (count, proposed, *tokens) in own:
                 emitted = row.extend(tokens[:count], max_new_tokens, eos_token_ids)

@@ -169,7 +169,7 @@ def decode(
 
         drafting = perf_counter()
         sampler.settle(settled.lengths, settled.texts)
-        active = drafter if pace is None or pace.draft_next() else None
+        active = drafter if pace is None or pace.draft_next(arena.longest) else None
         tree = root_only(settled.root) if active is None else active.draft(settled, sampler)
         if support.mode == "chain":
             tree = first_path(tree)
@@ -215,7 +215,7 @@ def decode(
             trace.step(step, tree, logits, sampler, paths, new, drafted, emitted)
         settled.advance(new, accepted.counts)
         if pace is not None:
-            pace.observe(tree.size > 1, sum(counts) / len(counts), step.seconds)
+            pace.observe(tree.size > 1, sum(counts) / len(counts), step.seconds, max(lengths))
             stats.plain_steps += active is None
         # Behind the step's times, which decide whether drafting pays: whoever listens may be slow.
         for row, own, count in zip(live, new, emitted, strict=True):

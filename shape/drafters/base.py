@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -121,6 +122,12 @@ class Drafter(ABC):
         ``sampler.draws`` they keep every child that they draw and say in ``TokenTree.log_q`` from what.
         """
 
+    def reproducible(self) -> "Drafter":
+        """One for a single call whose drafts depend on nothing but that call's text: neither on earlier calls nor on
+        the clock. To be overridden where a drafter looks at either.
+        """
+        return copy(self)
+
     def rehearse(self, rows: int, passes: int) -> None:
         """Run the network forwards of such a draft and nothing else, for measuring; nothing without a network."""
 
@@ -155,6 +162,11 @@ class Wrapped(Drafter):
     @property
     def networks(self) -> Sequence[nn.Module]:
         return self.inner.networks
+
+    def reproducible(self) -> "Drafter":
+        other = copy(self)
+        other.inner = self.inner.reproducible()
+        return other
 
     def bind(self, target: Target) -> None:
         self.inner.bind(target)

@@ -16,6 +16,7 @@ from shape.verification.sampling import Sampler
 from shape.verification.tree import Drafted, TokenTree, ragged_tree
 
 _CERTAIN = 0.999  # no estimate is above it, so that no node is likelier than its parent
+_LOOK_UP, _NETWORK = 0.02, 0.3  # time of a draft, as a share of a verification's, where the clock must not decide
 
 
 class HybridDrafter(Drafter):
@@ -42,12 +43,17 @@ class HybridDrafter(Drafter):
         self._worth = [Worth() for _ in drafters]
         self._times = Times()
         self._passes = [0] * len(self.drafters)
-        self._remembers = True
+        self._by_clock = True
 
     def __copy__(self) -> "HybridDrafter":
         other = object.__new__(type(self))
         other.__dict__ |= self.__dict__
         other.drafters = [copy(drafter) for drafter in self.drafters]
+        return other
+
+    def reproducible(self) -> "HybridDrafter":
+        other = HybridDrafter([drafter.reproducible() for drafter in self.drafters], self.nodes)
+        other._by_clock = False
         return other
 
     @property
@@ -66,7 +72,8 @@ class HybridDrafter(Drafter):
 
     def update(self, tokens: list[list[int]], hidden: Tensor, counts: Tensor) -> None:
         if self._drafted_at is not None:
-            self._times.add(self._size, perf_counter() - self._drafted_at)
+            if self._by_clock:
+                self._times.add(self._size, perf_counter() - self._drafted_at)
             self._drafted_at = None
         for drafter in self.drafters:
             drafter.update(tokens, self._columns(drafter, hidden), counts)
@@ -94,9 +101,6 @@ class HybridDrafter(Drafter):
         return layers[..., [self.layers.index(layer) for layer in drafter.layers], :].flatten(-2)
 
     def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
-        if sampler.draws and self._remembers:
-            # Samples depend on these drafts, which must not depend on earlier calls, nor on the machine's times.
-            self._odds, self._remembers = [Calibration() for _ in self.drafters], False
         self._learn(settled)
         self.passes, spent = 0, 0.0
         proposals = [_Proposal(len(text)) for text in settled.texts]
@@ -104,13 +108,15 @@ class HybridDrafter(Drafter):
         for number, drafter in enumerate(self.drafters):
             self._take_in(proposals, found)
             expected = sum(each.expected for each in proposals) / len(proposals)
-            if number and self._remembers and not self._worth[number].pays(expected, spent, self._times.usual):
+            verify = self._times.usual if self._by_clock else 1.0
+            if number and not self._worth[number].pays(expected, spent, verify):
                 continue
             for proposal in proposals:
                 proposal.asked[number] = proposal.expected
             started = perf_counter()
             tree = drafter.draft(settled, sampler)
-            seconds = perf_counter() - started
+            nominal = _NETWORK if drafter.networks else _LOOK_UP
+            seconds = perf_counter() - started if self._by_clock else nominal
             if tree.size > 1:
                 found.append((number, tree))
             self._worth[number].seconds.append(seconds)
@@ -153,8 +159,10 @@ class HybridDrafter(Drafter):
     def _worthwhile(self, proposals: "Sequence[_Proposal]", spent: float) -> int:
         """How many nodes of each row, the likeliest first, make the most tokens per second."""
         odds = [sorted((exp(node.joint) for node in each.nodes), reverse=True)[: self.nodes] for each in proposals]
-        known = self._times.line if self._remembers else None
-        start, slope = (1.0, NODE) if known is None else (known[0] + spent, known[1])
+        known = self._times.line
+        start, slope = known or (1.0, NODE)
+        if known or not self._by_clock:  # or else these are not seconds, as `spent` is
+            start += spent
         tokens, best, worthwhile = float(len(odds)), 0.0, 0
         for count in range(max(map(len, odds)) + 1):
             tokens += sum(row[count - 1] for row in odds if 0 < count <= len(row))

@@ -1,6 +1,7 @@
 """A smaller causal language model as drafter, with a lookahead that adapts."""
 
 from collections.abc import Sequence
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import ClassVar, Protocol
@@ -164,6 +165,8 @@ class ModelDrafter(Drafter):
     def __init__(self, model: Target, lookahead: Lookahead | None = None) -> None:
         self.model = model
         self.lookahead: Lookahead = Adaptive() if lookahead is None else lookahead
+        self._as_given = deepcopy(self.lookahead)
+        self._by_clock = True
 
     def __str__(self) -> str:
         return f"{self.model!r}, {self.lookahead}"
@@ -186,11 +189,17 @@ class ModelDrafter(Drafter):
                 f"{target.vocab_size}, and no tokenizer says that they are the same; give one of the same vocabulary"
             )
         self._target_size = target.vocab_size
+        self._share = _size(self.model) / _size(target)
         if self.model.support is None:
             self.model.support = probe(self.model)
         # Tables of tokens are padded to other sizes in models of one family.
         self._size = min(self.model.vocab_size, target.vocab_size)
         self._words = token_words(torch.arange(self._size, device=self.model.device))
+
+    def reproducible(self) -> "ModelDrafter":
+        other = copy(self)
+        other.lookahead, other._by_clock = deepcopy(self._as_given), False
+        return other
 
     def start(self, settled: Settled, hidden: Tensor) -> None:
         known = [text[:-1] for text in settled.texts]
@@ -271,6 +280,8 @@ class ModelDrafter(Drafter):
         ]
         if count:
             cost = None if self._verified is None else self._seconds / max(self._verified, 1e-9)
+            if not self._by_clock:
+                cost = self._share  # a forward takes as long as its weights take to be read
             self.lookahead.observe(sum(stood) / len(stood), count, self._entropy, cost)
         # The last drafted token has not been fed, nor has the text's last one.
         kept = [at + min(same, max(count - 1, 0)) for at, same in zip(lengths, stood, strict=True)]
@@ -298,3 +309,8 @@ class ModelDrafter(Drafter):
         tree = root_only(torch.zeros(rows, dtype=torch.long, device=self.model.device))
         for _ in range(passes):
             self.model.logits(self._forward(tree))
+
+
+def _size(model: Target) -> int:
+    """Bytes of the weights."""
+    return max(sum(weight.nbytes for weight in model.model.parameters()), 1)
