@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shape.drafters.base import Drafter, Settled, common_length
 from shape.errors import ConfigError, TargetMismatch, UnsupportedGeneration
+from shape.inference import evaluating
 from shape.target import Target
 from shape.verification.cache import KVArena
 from shape.verification.forward import new_arena, prefill, probe, tree_forward
@@ -187,7 +188,8 @@ class ModelDrafter(Drafter):
             )
         self._target_size = target.vocab_size
         if self.model.support is None:
-            self.model.support = probe(self.model)
+            with evaluating(self.networks):
+                self.model.support = probe(self.model)
         # Tables of tokens are padded to other sizes in models of one family.
         self._size = min(self.model.vocab_size, target.vocab_size)
         self._words = token_words(torch.arange(self._size, device=self.model.device))
