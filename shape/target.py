@@ -231,6 +231,7 @@ class Target:
             eos = self.config.eos_token_id
         return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
+    @torch.no_grad()
     def hidden(
         self,
         input_ids: Tensor,
@@ -259,7 +260,6 @@ class Target:
         states = [outputs.last_hidden_state if layer == -1 else outputs.hidden_states[layer] for layer in layers]
         return torch.cat([state.to(self.device) for state in states], dim=-1)
 
-    @torch.no_grad()
     def features(self, input_ids: Tensor, layers: Sequence[int] = (-1,)) -> Tensor:
         """``hidden`` of whole texts, (B, T) int64 padded on the right -> (B, T, len(layers) * H).
 
