@@ -5,15 +5,27 @@ transformers copies ``custom_generate/generate.py`` of the folder or hub reposit
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, proxy
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from shape.decoder import HUB_OPTIONS, ShapeDecoder, ShapeOutput
 from shape.errors import CheckpointError
+from shape.target import Target
 
+
+class _Made(NamedTuple):
+    """A decoder, and what its target was when it was made: device, dtype and ``Target.version``."""
+
+    made_of: tuple[Any, ...]
+    decoder: ShapeDecoder
+
+
+_DECODERS: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, Any], _Made]] = WeakKeyDictionary()
 # The import stands in a try, or else transformers asks for a package named "shape".
 _CODE = '''"""transformers' generate with this predictor, in a few lines: shape does the work."""
 
@@ -41,7 +53,8 @@ def generate(
 ) -> Tensor | ShapeOutput:
     """``ShapeDecoder.generate`` of a model, called by transformers in place of ``model.generate``.
 
-    The decoder is made at the first call, stays with the model, and puts it in eval mode and freezes it.
+    The decoder is made at the first call, and made anew once the model has been moved or cast, or its tables of tokens
+    written to, as in training. Nothing is attached to the model, and with it the decoder is gone.
 
     Args:
         model: the target.
@@ -67,11 +80,17 @@ def generate(
 
 
 def _decoder(model: PreTrainedModel, source: str | Path, hub: dict[str, Any]) -> ShapeDecoder:
-    """One per model, predictor and place; kept by the model, so that it is gone when the model is."""
+    """One per model and predictor."""
     path = Path(source)
     where = str(path.resolve() if path.is_dir() else source)
-    made = vars(model).setdefault("_shape_decoders", {})
-    key = (where, hub.get("revision"), model.device, model.dtype)
-    if key not in made:
-        made[key] = ShapeDecoder.from_pretrained(where, target=model, **hub)
-    return made[key]
+    made, key = _DECODERS.setdefault(model, {}), (where, hub.get("revision"))
+    target = Target(model)
+    now = (model.device, model.dtype, target.version)
+    if (known := made.get(key)) is not None:
+        if known.made_of == now:
+            return known.decoder
+        # Training changes the head by which the target was known; it stays the one that was accepted.
+        target.identity = replace(target.identity, head_hash=known.decoder.target.identity.head_hash)
+    target.model = proxy(model)  # or the decoder would keep alive what it is kept for
+    made[key] = _Made(now, ShapeDecoder.from_pretrained(where, target=target, **hub))
+    return made[key].decoder

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -21,7 +21,7 @@ from shape.drafters.recipes import Pack, RecipeDrafter
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, UnsupportedGeneration
 from shape.fixed import FixedSteps, why_not
 from shape.fixed import decode as decode_fixed
-from shape.inference import gradientless
+from shape.inference import each_step, evaluating, gradientless
 from shape.loop import Memory, Row, decode
 from shape.network import Predictor
 from shape.pace import FIXED_BREAK_EVEN, Experience, Pace
@@ -63,7 +63,8 @@ class ShapeDecoder:
     """A target and a drafter, decoding together.
 
     Args:
-        target: a causal LM from transformers, or a Target.
+        target: a causal LM from transformers, or a Target. The model decodes in evaluation mode and without gradients,
+            and is otherwise left in the modes, and with the ``requires_grad``, that its owner gives it.
         drafter: a Drafter, the name of one that needs no training ("ngram"), or None for plain decoding in the
             same loop.
         tokenizer: the target's; only needed where text goes in or out.
@@ -88,16 +89,18 @@ class ShapeDecoder:
     ) -> None:
         self.target = Target.load(target, tokenizer=tokenizer)
         self.drafter = make_drafter(drafter) if isinstance(drafter, str) else drafter
-        if self.drafter is not None:
-            self.drafter.bind(self.target)
-        if self.target.support is None:
-            self.target.support = probe(self.target)
+        with evaluating([self.target.model]):
+            if self.drafter is not None:
+                self.drafter.bind(self.target)
+            if self.target.support is None:
+                self.target.support = probe(self.target)
         self.support: Support = self.target.support
-        # What these compute in while they decode.
-        self.gradientless = gradientless([self.target.model, *(() if self.drafter is None else self.drafter.networks)])
+        self.gradientless = gradientless(self._networks)
         self.fall_back = fall_back
         self.graphs = (FixedSteps() if graphs else None) if isinstance(graphs, bool) else graphs
         self._experience: dict[tuple[int, bool], Experience] = {}  # by number of rows, and whether by fixed steps
+        self._made_target = not isinstance(target, Target)
+        self._closed = False
 
     @classmethod
     def from_pretrained(
@@ -178,7 +181,30 @@ class ShapeDecoder:
             small = Target.load(predictor, dtype=_draft_dtype(loaded, where), device_map=where, prepacked=prepacked)
             given["model"] = ModelDrafter(small, make_lookahead(lookahead))
         chosen = make_drafter(name or "+".join(given) or "none", given)
-        return cls(loaded, chosen, fall_back=fall_back, graphs=graphs)
+        made = cls(loaded, chosen, fall_back=fall_back, graphs=graphs)
+        made._made_target = loaded is not target
+        return made
+
+    def close(self) -> None:
+        """Take from the model what was attached to it (prepacked layers), and forget captured steps.
+
+        The model stays as usable as it was; the decoder is at its end. A Target that was handed over may serve other
+        decoders, and has a ``close`` of its own. A decoder is closed at the end of a ``with`` block too.
+        """
+        if self._made_target:
+            self.target.close()
+        self.graphs, self._closed = None, True
+
+    def __enter__(self) -> "ShapeDecoder":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    @property
+    def _networks(self) -> list[nn.Module]:
+        """What it computes with."""
+        return [self.target.model, *(() if self.drafter is None else self.drafter.networks)]
 
     @property
     def tokenizer(self) -> Any:
@@ -397,6 +423,8 @@ class ShapeDecoder:
         memory: Memory | None = None,
         trace: bool = False,
     ) -> Steps:
+        if self._closed:
+            raise UnsupportedGeneration("this decoder was closed, and generates no more; make a new one of its target")
         if streaming and len(request.prompts) > 1:
             raise UnsupportedGeneration(
                 f"streaming follows one row, and {len(request.prompts)} were asked for; decode them one by one"
@@ -446,7 +474,7 @@ class ShapeDecoder:
             sequences = request.assemble(input_ids, [row.new for row in rows])
             return ShapeOutput(sequences, stats, record)
 
-        return steps()
+        return each_step(evaluating(self._networks), steps())
 
     def _pace(self, drafter: Drafter | None, steps: tuple[int, bool], reproducible: bool) -> Pace | None:
         if drafter is None or self.fall_back is False:

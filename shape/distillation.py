@@ -1,6 +1,5 @@
 """A small causal LM of the target's tokens, taught by the target's own distributions, to draft for it."""
 
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -71,8 +70,7 @@ class DistillModule(Learner):
             )
 
     def drafter(self) -> Drafter:
-        # A copy: being a Target freezes it.
-        return ModelDrafter(Target(deepcopy(self.network), self.target.tokenizer))
+        return ModelDrafter(Target(self.network, self.target.tokenizer))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         texts = self._texts(batch)

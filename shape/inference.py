@@ -1,10 +1,18 @@
-"""The mode that forwards run in where nothing is trained."""
+"""The modes that forwards run in where nothing is trained. A network that is handed over stays as its owner has it."""
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from itertools import chain
+from threading import Lock
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+
+Piece = TypeVar("Piece")
+Result = TypeVar("Result")
 
 
 def gradientless(networks: Iterable[nn.Module]) -> type[torch.inference_mode] | type[torch.no_grad]:
@@ -13,8 +21,72 @@ def gradientless(networks: Iterable[nn.Module]) -> type[torch.inference_mode] | 
     ``torch.inference_mode`` where they bear with it: PyTorch then spares every operation the bookkeeping of views and
     versions, which takes a tenth of a small target's forward on a CPU (``python eval/forwards.py``). What is made
     there cannot be trained on. Weights of classes of their own (torchao's and quanto's, bitsandbytes', DTensor) may not
-    bear with it (https://github.com/pytorch/pytorch/issues/170419): beside these it is ``torch.no_grad``.
+    bear with it (https://github.com/pytorch/pytorch/issues/170419), and rotary frequencies that a model makes anew for
+    longer texts stay with it, for its owner to train with: beside these it is ``torch.no_grad``.
     """
-    weights = chain.from_iterable(chain(network.parameters(), network.buffers()) for network in networks)
-    plain = all(type(weight) in (Tensor, nn.Parameter) for weight in weights)
-    return torch.inference_mode if plain else torch.no_grad
+    modules = [module for network in networks for module in network.modules()]
+    weights = chain.from_iterable((*module._parameters.values(), *module._buffers.values()) for module in modules)
+    plain = all(type(weight) in (Tensor, nn.Parameter) for weight in weights if weight is not None)
+    rotary = " ".join(str(vars(module).get("rope_type")) for module in modules)  # a name, or one for each kind of layer
+    lasting = "dynamic" in rotary or "longrope" in rotary
+    return torch.no_grad if lasting or not plain else torch.inference_mode
+
+
+@dataclass
+class _Held:
+    """A network in evaluation mode: for how many, and the modules that the last of them puts back."""
+
+    users: int = 0
+    training: list[nn.Module] = field(default_factory=list)
+
+
+_HELD: WeakKeyDictionary[nn.Module, _Held] = WeakKeyDictionary()
+_LOCK = Lock()
+
+
+class evaluating(AbstractContextManager[None]):
+    """Within it networks are in evaluation mode; afterwards each of their modules is in its own again.
+
+    It can be entered many times, also by several threads at a time, for the same networks too. The modules are gathered
+    once, so that entering costs a glance at each.
+    """
+
+    def __init__(self, networks: Iterable[nn.Module]) -> None:
+        self._parts: list[tuple[_Held, list[nn.Module]]] = []
+        for network in networks:
+            modules = list(network.modules())
+            with _LOCK:
+                self._parts.append((_HELD.setdefault(modules[0], _Held()), modules))
+
+    def __enter__(self) -> None:
+        with _LOCK:
+            for held, modules in self._parts:
+                held.users += 1
+                for module in [module for module in modules if module.training]:
+                    module.training = False
+                    held.training.append(module)
+
+    def __exit__(self, *raised: Any) -> None:
+        with _LOCK:
+            for held, _ in self._parts:
+                held.users -= 1
+                if held.users == 0:
+                    for module in held.training:
+                        module.training = True
+                    held.training.clear()
+
+
+def each_step(
+    context: AbstractContextManager[None], steps: Generator[Piece, None, Result]
+) -> Generator[Piece, None, Result]:
+    """A generator that computes within a context, and is out of it while its caller has what it gave."""
+    try:
+        while True:
+            with context:
+                try:
+                    piece = next(steps)
+                except StopIteration as done:
+                    return done.value
+            yield piece
+    finally:
+        steps.close()

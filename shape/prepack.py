@@ -89,6 +89,13 @@ def prepack(model: nn.Module, wanted: bool | None = None) -> bool:
     return is_prepacked(model)
 
 
+def unpack(model: nn.Module) -> None:
+    """Undo ``prepack``, and let go of the copies."""
+    for module in model.modules():
+        if isinstance(vars(module).get("forward"), PrepackedForward):
+            del module.forward
+
+
 def is_prepacked(model: nn.Module) -> bool:
     """Whether a layer of the model uses a prepacked copy of its weight."""
     return any(isinstance(vars(module).get("forward"), PrepackedForward) for module in model.modules())

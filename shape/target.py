@@ -17,12 +17,15 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import align_module_device
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from shape import bundled
 from shape.errors import ConfigError, DataError, UnsupportedTarget
-from shape.prepack import PrepackedForward, is_prepacked, linear, prepack
+from shape.inference import evaluating
+from shape.prepack import PrepackedForward, is_prepacked, linear, prepack, unpack
 
 # Encoded by every tokenizer into its identity: vocabularies can be equal where the merges differ.
 _TOKENIZER_PROBE = "The 3 quick  brown foxes, 1,024 émigrés & 東京\n\tdef f(x): return x**2 <|im_start|> </s>"
@@ -73,7 +76,8 @@ class Target:
     Not an ``nn.Module``: it must stay out of the module tree of whatever is trained beside it.
 
     Args:
-        model: a decoder-only Hugging Face causal LM, put in eval mode and frozen here.
+        model: a decoder-only Hugging Face causal LM. It stays as its owner has it: whoever computes with it does so in
+            evaluation mode (see ``inference.evaluating``), and its weights get no gradient from here.
         tokenizer: its tokenizer, or None where only ids are used.
         name: how to load it again (a path, a hub id, or the name of a bundled checkpoint).
 
@@ -90,7 +94,7 @@ class Target:
         body = getattr(model, "model", None) if model.base_model is model else model.base_model
         if head is None or body is None:
             raise UnsupportedTarget(f"target {label} has no output embedding; load it as a causal LM")
-        self.model = model.eval().requires_grad_(False)
+        self.model: Any = model
         self.tokenizer = tokenizer
         self.name = str(label)
         self.config = model.config.get_text_config()
@@ -101,6 +105,7 @@ class Target:
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
         # What the probe found out (verification.forward.Support); kept here so that it runs once per target.
         self.support: Any = None
+        self._packed = False  # whether the model's prepacked layers are this object's doing
         self.sharded = False  # over processes, which then have to run every layer together: see `shape.sharding`
 
     @classmethod
@@ -132,7 +137,7 @@ class Target:
         if isinstance(target, Target | PreTrainedModel):
             given = target if isinstance(target, Target) else cls(target, tokenizer)
             if prepacked:  # otherwise it stays as its owner has it
-                prepack(given.model, True)
+                given._prepack(True)
             return given
         where = bundled.resolve(str(target))
         try:
@@ -160,8 +165,26 @@ class Target:
                 tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
             except (OSError, ValueError, TypeError):
                 tokenizer = None  # ids in, ids out; rendering text then raises with the reason
-        prepack(model, prepacked)
-        return cls(model, tokenizer, name=str(target))
+        loaded = cls(model.requires_grad_(False), tokenizer, name=str(target))
+        loaded._prepack(prepacked)
+        return loaded
+
+    def _prepack(self, wanted: bool | None) -> None:
+        self._packed |= not self.prepacked and prepack(self.model, wanted)
+
+    def close(self) -> None:
+        """Take from the model what was attached to it here, prepacked layers, which also hold memory."""
+        if self._packed:
+            unpack(self.model)
+            self._packed = False
+
+    @property
+    def version(self) -> list[Any]:
+        """Another one once the tables of tokens, which drafters may have copies of, were moved, cast, replaced or
+        written to; writing into ``weight.data`` in place is the one change that PyTorch does not count.
+        """
+        tables = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        return [_version(getattr(table, "weight", None)) for table in tables]
 
     @property
     def device(self) -> torch.device:
@@ -208,6 +231,7 @@ class Target:
             eos = self.config.eos_token_id
         return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
+    @torch.no_grad()
     def hidden(
         self,
         input_ids: Tensor,
@@ -236,24 +260,24 @@ class Target:
         states = [outputs.last_hidden_state if layer == -1 else outputs.hidden_states[layer] for layer in layers]
         return torch.cat([state.to(self.device) for state in states], dim=-1)
 
-    @torch.no_grad()
     def features(self, input_ids: Tensor, layers: Sequence[int] = (-1,)) -> Tensor:
         """``hidden`` of whole texts, (B, T) int64 padded on the right -> (B, T, len(layers) * H).
 
         Right padding needs no mask: under a causal mask no real token sees it.
         """
-        return self.hidden(input_ids, layers=layers)
+        with evaluating([self.model]):
+            return self.hidden(input_ids, layers=layers)
 
     def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """The target's own logit function, (..., H) -> (..., V), with its scaling and soft-capping.
 
-        Differentiable in ``hidden``, whose device the logits are on. That it is complete for an architecture is checked
-        by the probe at load.
+        Differentiable in ``hidden`` alone, whose device the logits are on. That it is complete for an architecture is
+        checked by the probe at load.
 
         Args:
             head: instead of the output embedding, for instance some rows of it (``head_of``).
         """
-        logits = (head or self.head)(hidden).to(hidden.device)
+        logits = (head or self._read)(hidden).to(hidden.device)
         config = self.config
         if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
             logits = logits * scale
@@ -264,6 +288,14 @@ class Target:
         if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma
             logits = torch.tanh(logits / cap) * cap
         return logits
+
+    def _read(self, hidden: Tensor) -> Tensor:
+        """The output embedding of states, without gradients for its weights, which their owner may be training."""
+        if torch.is_grad_enabled():
+            theirs = {name: weight.detach() for name, weight in self.head.named_parameters() if weight.requires_grad}
+            if theirs:
+                return functional_call(self.head, theirs, (hidden,))
+        return self.head(hidden)
 
     @torch.no_grad()
     def head_of(self, tokens: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -279,7 +311,7 @@ class Target:
         if tokens is None:
             weight = _plain_weight(self.head)
             if weight is not None and weight.device.type != "meta":
-                return weight  # no copy
+                return weight.detach()  # no copy
             tokens = torch.arange(self.vocab_size)
         return self._head_rows(tokens.to(self.device))[0]
 
@@ -394,6 +426,14 @@ def _plain_weight(module: Any) -> Tensor | None:
     weight: Any = getattr(module, "weight", None)
     ordinary = type(weight) in (Tensor, nn.Parameter)  # quantisers give their own kinds of tensor, or a method
     return weight if ordinary and weight.is_floating_point() and weight.itemsize > 1 else None
+
+
+def _version(weight: Any) -> tuple[Any, ...]:
+    """Of a tensor: where it lies, without keeping it there, and how often it was written to."""
+    # What is offloaded is another tensor after every forward.
+    if not isinstance(weight, Tensor) or weight.is_meta:
+        return ()
+    return StorageWeakRef(weight.untyped_storage()), None if weight.is_inference() else weight._version
 
 
 def _head_hash(head: nn.Module) -> str:

@@ -7,8 +7,8 @@ the dropout masks.
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,6 +38,7 @@ from shape.errors import CheckpointError, ConfigError, TrainingDiverged
 from shape.examples import Examples, Reader, Texts, examples, known_in, teacher_forced, whole_texts
 from shape.features import compute_features, place
 from shape.files import written_whole
+from shape.inference import evaluating
 from shape.losses import Losses, supervised, weighted_loss
 from shape.network import Predictor
 from shape.predictor import windows
@@ -707,7 +708,7 @@ class DecodingValidation(pl.Callback):
         counts = torch.zeros(2, len(self.prompts), dtype=torch.float64, device=module.device)
         every, rank, world = module.target.sharded, trainer.global_rank, trainer.world_size
         mine = range(0 if every else rank, len(self.prompts), 1 if every else world)
-        with _whole(trainer), _evaluating(module.network), torch.autocast(module.device.type, enabled=False):
+        with _whole(trainer), evaluating([module.network]), torch.autocast(module.device.type, enabled=False):
             drafter = module.drafter()
             emitted, forwards = decode_counts(
                 module.target, drafter, [self.prompts[i] for i in mine], self.max_new_tokens
@@ -762,16 +763,6 @@ def _whole(trainer: pl.Trainer) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    training = module.training
-    module.eval()
-    try:
-        yield
-    finally:
-        module.train(training)
-
-
 def _save_weights(predictor: nn.Module, path: Path) -> None:
     with written_whole(path) as temporary:
         # It knows of weights that are one. A copy, for under FSDP weights are parts of one great tensor.
@@ -788,7 +779,7 @@ def as_trained_and_decoded(
     """
     config, texts, emitted, forwards = predictor.config, [], 0, 0
     decoder = ShapeDecoder(target, TrainedDrafter(predictor, TreeShape(config.num_steps, width=1)), fall_back=False)
-    with _evaluating(predictor):
+    with evaluating([predictor]):
         for prompt in prompts:
             ids = prompt[None].to(target.device)
             options: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}

@@ -3,17 +3,21 @@
 import asyncio
 import gc
 import os
+import pickle
 import shutil
 import subprocess
 import sys
 import time
 import weakref
+from copy import deepcopy
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 
 import pytest
 import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
+from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
     LogitsProcessor,
@@ -27,7 +31,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from shape import bundled
 from shape.config import ShapeConfig
-from shape.decoder import ShapeDecoder
+from shape.decoder import ShapeDecoder, _draft_dtype
 from shape.drafters import AdversaryDrafter, TrainedDrafter
 from shape.errors import CheckpointError, ConfigError, DataError, TargetMismatch, UnsupportedGeneration
 from shape.export import export
@@ -143,24 +147,116 @@ def test_the_decoder_is_made_once_and_lives_as_long_as_its_model(
     original = ShapeDecoder.from_pretrained.__func__
 
     def count(cls, *arguments, **options):
-        made.append(arguments)
-        return original(cls, *arguments, **options)
+        made.append(original(cls, *arguments, **options))
+        return made[-1]
 
     monkeypatch.setattr(ShapeDecoder, "from_pretrained", classmethod(count))
-    ids = torch.tensor([[40, 50, 60]])
+    ids, attributes = torch.tensor([[40, 50, 60]]), set(vars(model))
     another = str(shutil.copytree(exported, tmp_path / "another"))
     for folder in (str(exported), str(exported), another, str(exported)):
         model.generate(ids, custom_generate=folder, trust_remote_code=True, max_new_tokens=4)
     assert len(made) == 2
-    model.double().generate(ids, custom_generate=another, trust_remote_code=True, max_new_tokens=4)
-    assert len(made) == 3
+    run = {"custom_generate": another, "trust_remote_code": True, "max_new_tokens": 12}
+    head, expected = model.get_output_embeddings(), []
+    # Moved there and back, too: the weights are rounded, and may lie where they lay.
+    for change in (model.double, model.float, model.float, lambda: model.bfloat16().float(), lambda: None):
+        change()
+        expected.append(model.generate(ids, max_new_tokens=12))
+        assert torch.equal(model.generate(ids, **run), expected[-1])
+        assert made[-1].drafter.predictor.dtype == _draft_dtype(made[-1].target, model.device)
+    assert len(made) == 5
+    with torch.no_grad():
+        head.weight.add_(torch.randn_like(head.weight))
+    assert torch.equal(model.generate(ids, **run), model.generate(ids, max_new_tokens=12)) and len(made) == 6
+    model.resize_token_embeddings(len(head.weight) + 3)
+    with pytest.raises(TargetMismatch, match="vocabulary size"):
+        model.generate(ids, **run)
+    assert set(vars(model)) == attributes
 
-    own = AutoModelForCausalLM.from_pretrained(tiny_target_folder)
-    own.generate(ids, custom_generate=str(exported), trust_remote_code=True, max_new_tokens=4)
-    known = weakref.ref(own)
-    del own
+    made.clear()
     gc.collect()
-    assert known() is None
+    gc.disable()
+    try:
+        own = AutoModelForCausalLM.from_pretrained(tiny_target_folder)
+        own.generate(ids, custom_generate=str(exported), trust_remote_code=True, max_new_tokens=4)
+        decoder, known = weakref.ref(made.pop()), weakref.ref(own)
+        del own
+        assert known() is None and decoder() is None
+    finally:
+        gc.enable()
+
+
+def test_a_model_that_has_decoded_is_copied_pickled_and_saved(model, exported, tmp_path):
+    ids, run = torch.tensor([[40, 50, 60]]), {"custom_generate": str(exported), "trust_remote_code": True}
+    expected = model.generate(ids, max_new_tokens=12, **run)
+    model.save_pretrained(tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for copied in (deepcopy(model), pickle.loads(pickle.dumps(model)), saved):
+        assert vars(copied).keys() == vars(model).keys()
+        assert torch.equal(copied.generate(ids, max_new_tokens=12), expected)
+        assert torch.equal(copied.generate(ids, max_new_tokens=12, **run), expected)
+
+
+class Trains(LightningModule):
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model, self.losses = model, []
+
+    def training_step(self, batch):
+        loss = self.model(input_ids=batch, labels=batch).loss
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], 1e-2)
+
+
+class Writes(Callback):
+    """Shows what the model has learned, by several ways to decode."""
+
+    def __init__(self, folder: str) -> None:
+        self.run = {"custom_generate": folder, "trust_remote_code": True, "max_new_tokens": 9, "eos_token_id": []}
+        self.written, self.own = [], []
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        model, ids = module.model, batch[:1, :4]
+        if not batch_idx:
+            self.decoder = ShapeDecoder(model, "ngram")
+        modes = [part.training for part in model.modules()]
+        trained = [weight.requires_grad for weight in model.parameters()]
+        out = model.generate(ids, return_dict_in_generate=True, **self.run)
+        again = model.generate(ids, **{**self.run, "custom_generate": self.decoder.as_custom_generate()})
+        self.decoder.generate(ids, max_new_tokens=5, do_sample=True, seed=batch_idx)
+        next(self.decoder.stream(ids, max_new_tokens=5))
+        assert out.stats.drafter == "shape" and torch.equal(again, out.sequences)
+        assert modes == [part.training for part in model.modules()] and modes[0]
+        assert trained == [weight.requires_grad for weight in model.parameters()]
+        self.written.append(out.sequences)
+        self.own.append(deepcopy(model).eval().generate(ids, max_new_tokens=9, eos_token_id=[]))
+
+
+def test_a_model_in_training_that_decodes_in_a_callback_trains_on(tiny_target_folder, exported):
+    """With dropout: neither modes, gradients nor random states tell that anything was decoded."""
+
+    def train(*callbacks):
+        model = AutoModelForCausalLM.from_pretrained(tiny_target_folder, attention_dropout=0.3).train()
+        model.get_input_embeddings().requires_grad_(False)
+        module = Trains(model)
+        torch.manual_seed(0)
+        trainer = Trainer(
+            max_steps=5, callbacks=list(callbacks), accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        batches = torch.randint(3, 200, (5, 4, 12), generator=torch.Generator().manual_seed(1))
+        trainer.fit(module, DataLoader(batches, batch_size=None))
+        return module.losses, model.state_dict()
+
+    writes = Writes(str(exported))
+    (losses, weights), (expected, untouched) = train(writes), train()
+    assert losses == expected and len(losses) == 5
+    assert all(torch.equal(weights[name], weight) for name, weight in untouched.items())
+    assert torch.equal(torch.cat(writes.written), torch.cat(writes.own))
+    assert len({tuple(text.flatten().tolist()) for text in writes.written}) > 1
 
 
 def test_an_exported_folder_takes_every_option(model, exported, tiny_tokenizer):

@@ -1,5 +1,7 @@
 """Loading, identity, features and logits of targets."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
@@ -46,11 +48,22 @@ def test_identity_names_what_differs(tiny_target, tiny_model, tiny_tokenizer):
     assert tiny_target.identity.differences(without_tokenizer.identity) == []
 
 
-def test_the_target_is_frozen(tiny_target):
-    assert not any(parameter.requires_grad for parameter in tiny_target.model.parameters())
+def test_gradients_end_at_the_target(tiny_target, tiny_target_folder):
+    assert not any(parameter.requires_grad for parameter in Target.load(tiny_target_folder).model.parameters())
+    head = tiny_target.model.get_output_embeddings()
+    assert head.weight.requires_grad  # it is its owner's
     state = torch.randn(1, 32, requires_grad=True)
     tiny_target.logits(state).sum().backward()
-    assert state.grad is not None
+    assert state.grad is not None and head.weight.grad is None
+    assert not tiny_target.output_rows().requires_grad
+
+
+def test_features_of_a_model_in_training_are_those_of_evaluation(tiny_target):
+    model, ids = deepcopy(tiny_target.model).train(), torch.arange(3, 13)[None]
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    assert torch.equal(Target(model).features(ids), tiny_target.features(ids))
+    assert all(module.training for module in model.modules())
 
 
 @pytest.mark.parametrize("where", ["nowhere/at-all", "."])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shape.drafters.base import Drafter, Settled, common_length
 from shape.errors import ConfigError, TargetMismatch, UnsupportedGeneration
+from shape.inference import evaluating
 from shape.target import Target
 from shape.verification.cache import KVArena
 from shape.verification.forward import new_arena, prefill, probe, tree_forward
@@ -191,7 +192,8 @@ class ModelDrafter(Drafter):
         self._target_size = target.vocab_size
         self._share = _size(self.model) / _size(target)
         if self.model.support is None:
-            self.model.support = probe(self.model)
+            with evaluating(self.networks):
+                self.model.support = probe(self.model)
         # Tables of tokens are padded to other sizes in models of one family.
         self._size = min(self.model.vocab_size, target.vocab_size)
         self._words = token_words(torch.arange(self._size, device=self.model.device))
