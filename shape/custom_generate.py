@@ -11,8 +11,9 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shape.decoder import HUB_OPTIONS, ShapeDecoder, ShapeOutput
+from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.errors import CheckpointError
+from shape.loading import HUB_OPTIONS
 
 # The import stands in a try, or else transformers asks for a package named "shape".
 _CODE = '''"""transformers' generate with this predictor, in a few lines: shape does the work."""
@@ -71,7 +72,8 @@ def _decoder(model: PreTrainedModel, source: str | Path, hub: dict[str, Any]) ->
     path = Path(source)
     where = str(path.resolve() if path.is_dir() else source)
     made = vars(model).setdefault("_shape_decoders", {})
-    key = (where, hub.get("revision"), model.device, model.dtype)
+    revision = hub.pop("revision", None)
+    key = (where, revision, model.device, model.dtype)
     if key not in made:
-        made[key] = ShapeDecoder.from_pretrained(where, target=model, **hub)
+        made[key] = ShapeDecoder.from_pretrained(where, target=model, predictor_revision=revision, **hub)
     return made[key]

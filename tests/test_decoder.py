@@ -659,7 +659,7 @@ def test_from_pretrained_mistakes(tiny_target, tiny_target_folder, tiny_model, t
         ShapeDecoder.from_pretrained(None)
     with pytest.raises(ConfigError, match="needs a predictor"):
         ShapeDecoder.from_pretrained(None, target=tiny_target, drafter="shape")
-    with pytest.raises(ConfigError, match="option drafer is not one of from_pretrained's"):
+    with pytest.raises(ConfigError, match="option drafer is unknown, or says how a target is loaded"):
         ShapeDecoder.from_pretrained(None, target=tiny_target, drafer="ngram")
     with pytest.raises(ConfigError, match="drafter 'medusa' is unknown"):
         ShapeDecoder.from_pretrained(None, target=tiny_target, drafter="medusa")
