@@ -27,7 +27,7 @@ from shape.decoder import ShapeDecoder, is_language_model
 from shape.drafters import DRAFTERS, Drafter, TreeShape
 from shape.errors import ConfigError, DataError, exit_on_error
 from shape.evaluation.speed import JOURNAL, Assisted, Method, Outside, Ruled, SpeedResults, measure_in
-from shape.loading import SOURCE, PairOptions, only
+from shape.loading import SOURCE, PairOptions, of_pair, of_predictor, of_target, only
 from shape.rules import Match, TrsLossy, TypicalLossy, make_rule
 from shape.target import Target, announce
 
@@ -172,10 +172,10 @@ def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
     names = options.methods or ["transformers", "plain", "ngram", "shape" if predictors else "suffix"]
     place: dict[str, Any] = {"dtype": options.dtype, "prepacked": options.prepacked}
     if options.target is not None:
-        target = Target.load(options.target, **place, **options.loading())
+        target = Target.load(options.target, **place, **of_target(options))
     else:
         first = next(iter(predictors.values()))
-        both = options.loading_both()
+        both = of_pair(options)
         target = ShapeDecoder.from_pretrained(predictor=first, drafter="none", **place, **both).target
     announce(target)
     methods: dict[str, Method] = {}
@@ -197,12 +197,13 @@ def _drafters(
     if name in get_args(Outside):
         return {name: cast(Outside, name)}
     if name == _ASSISTED:
-        smaller = {label: folder for label, folder in predictors.items() if is_language_model(folder, **options.hub())}
+        hub = of_predictor(options)
+        smaller = {label: folder for label, folder in predictors.items() if is_language_model(folder, **hub)}
         if not smaller:
             raise ConfigError(f"method {name} needs a smaller language model; give one with --predictor NAME=DIR")
         place: dict[str, Any] = {"dtype": options.dtype, "prepacked": options.prepacked}
-        place |= {"device_map": options.draft_device or target.device, **options.hub()}
-        place |= only({"trust_remote_code"}, options.loading())
+        place |= {"device_map": options.draft_device or target.device, **hub}
+        place |= only({"trust_remote_code"}, of_target(options))
         return {f"{name} by {label}": Assisted(Target.load(folder, **place)) for label, folder in smaller.items()}
     if name == "plain":
         return {name: None}
@@ -211,7 +212,7 @@ def _drafters(
     if "shape" in parts and not predictors:
         raise ConfigError(f"method {name} needs a predictor; give one with --predictor DIR")
     for label, folder in predictors.items() if "shape" in parts else [(name, None)]:
-        own = "model" if folder is not None and is_language_model(folder, **options.hub()) else "shape"
+        own = "model" if folder is not None and is_language_model(folder, **of_predictor(options)) else "shape"
         decoder = ShapeDecoder.from_pretrained(
             predictor=folder,
             target=target,
@@ -222,7 +223,7 @@ def _drafters(
             pack=options.pack,
             prepacked=options.prepacked,
             predictor_revision=options.predictor_revision,
-            **only(SOURCE | {"trust_remote_code"}, options.loading()),
+            **only(SOURCE | {"trust_remote_code"}, of_target(options)),
         )
         found["+".join(label if part == "shape" else part for part in parts)] = decoder.drafter
     return found

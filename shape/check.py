@@ -25,7 +25,7 @@ from shape.errors import ConfigError, DataError, exit_on_error
 from shape.evaluation.cells import show, show_interval
 from shape.evaluation.environment import Environment
 from shape.evaluation.speed import measure
-from shape.loading import PairOptions
+from shape.loading import PairOptions, of_pair, of_target
 from shape.planning import (
     CANDIDATES,
     Costs,
@@ -95,10 +95,10 @@ def check(options: CheckOptions) -> dict[str, Any]:
     prompts = evenly(load_prompts(source), options.limit)
     if options.predictor is not None:
         decoder = ShapeDecoder.from_pretrained(
-            predictor=options.predictor, target=options.target, dtype=options.dtype, **options.loading_both()
+            predictor=options.predictor, target=options.target, dtype=options.dtype, **of_pair(options)
         )
     else:
-        target = Target.load(options.target or "quickstart-target", dtype=options.dtype, **options.loading())
+        target = Target.load(options.target or "quickstart-target", dtype=options.dtype, **of_target(options))
         decoder = ShapeDecoder(target, _untrained(target))
     target = decoder.target
     announce(target)

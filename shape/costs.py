@@ -21,7 +21,7 @@ from shape import bundled
 from shape.conversations import evenly, load_conversations
 from shape.errors import ConfigError, UnsupportedTarget
 from shape.features import FeatureOptions, encode_row, human_bytes
-from shape.loading import FILE_OPTIONS, TargetOptions, only
+from shape.loading import FILE_OPTIONS, TargetOptions, of_target, only
 from shape.places import Place
 from shape.store import state_bytes
 from shape.target import read_config
@@ -214,7 +214,7 @@ def measured(options: CostOptions) -> Text:
     if options.target is None:
         raise ConfigError(f"data {options.data} is counted in a target's tokens; give --target, or leave out --data")
     conversations = load_conversations(options.data, skip_bad_rows=options.skip_bad_rows, limit=options.limit)
-    tokenizer = AutoTokenizer.from_pretrained(bundled.resolve(options.target), **only(FILE_OPTIONS, options.loading()))
+    tokenizer = AutoTokenizer.from_pretrained(bundled.resolve(options.target), **only(FILE_OPTIONS, of_target(options)))
     masks = [
         encode_row(each, tokenizer, options.max_length, options.skip_bad_rows).loss_mask
         for each in evenly(conversations, _SAMPLE)
@@ -249,7 +249,7 @@ def main(arguments: Sequence[str]) -> None:
         size = Size(options.parameters, options.parameters, options.hidden_size)
     else:
         try:
-            config = read_config(options.target, **options.loading())
+            config = read_config(options.target, **of_target(options))
         except UnsupportedTarget as error:
             raise UnsupportedTarget(f"{error}; or give --parameters and --hidden_size") from error
         size = size_of(config, options.trust_remote_code)

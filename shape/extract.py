@@ -18,7 +18,7 @@ from shape import costs
 from shape.conversations import load_conversations
 from shape.errors import exit_on_error
 from shape.features import FeatureOptions, TrainerOptions, extract, quiet
-from shape.loading import TargetOptions
+from shape.loading import TargetOptions, of_target
 from shape.store import FeatureStore
 from shape.target import Target, announce
 
@@ -50,7 +50,7 @@ def run(options: ExtractOptions) -> FeatureStore:
     """Extract, or complete what an earlier run left; returns the store."""
     trainer = options.trainer.for_extraction()
     place = options.device_map or trainer.strategy.root_device
-    target = Target.load(options.target, dtype=options.target_dtype, device_map=place, **options.loading())
+    target = Target.load(options.target, dtype=options.target_dtype, device_map=place, **of_target(options))
     options.check(target)
     conversations = load_conversations(options.data, skip_bad_rows=options.skip_bad_rows, limit=options.limit)
     rank_zero_only(announce)(target)

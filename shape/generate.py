@@ -22,7 +22,7 @@ from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.drafters import TreeShape
 from shape.errors import ConfigError, DataError, exit_on_error
 from shape.evaluation.environment import Environment
-from shape.loading import PairOptions
+from shape.loading import PairOptions, of_pair
 from shape.rules import Rule, TrsLossy, TypicalLossy, make_rule
 from shape.stats import DecodeStats
 from shape.target import announce
@@ -215,7 +215,7 @@ def load(options: GenerateOptions) -> ShapeDecoder:
         draft_device=options.draft_device,
         lookahead=options.lookahead,
         pack=options.pack,
-        **options.loading_both(),
+        **of_pair(options),
     )
     alone = predictor is None and options.drafter is None and options.pack is None
     drafter = getattr(decoder.drafter, "name", "none")

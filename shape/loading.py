@@ -38,16 +38,6 @@ class TargetOptions:
     quantization_config: dict[str, Any] | None = None
     target_options: dict[str, Any] = field(default_factory=dict)
 
-    def loading(self) -> dict[str, Any]:
-        """What was given, as options of ``Target.load`` and ``ShapeDecoder.from_pretrained``.
-
-        Raises:
-            ConfigError: one is given twice.
-        """
-        names = ("revision", "token", "trust_remote_code", "attn_implementation", "quantization_config")
-        given = {name: value for name in names if (value := getattr(self, name))}
-        return _joined(given, self.target_options)
-
 
 @dataclass(kw_only=True)
 class PlacedOptions(TargetOptions):
@@ -61,12 +51,6 @@ class PlacedOptions(TargetOptions):
     device: str | None = None
     device_map: str | dict[str, str | int] | None = None
 
-    def loading(self) -> dict[str, Any]:
-        if self.device is not None and self.device_map is not None:
-            raise ConfigError("device and device_map both say where the target is put; give one of them")
-        place = self.device_map if self.device is None else resolve_device(self.device)
-        return _joined(super().loading(), {} if place is None else {"device_map": place})
-
 
 @dataclass(kw_only=True)
 class PairOptions(PlacedOptions):
@@ -78,20 +62,42 @@ class PairOptions(PlacedOptions):
 
     predictor_revision: str | None = None
 
-    def loading_both(self) -> dict[str, Any]:
-        """``loading``, with the predictor's own revision, for ``ShapeDecoder.from_pretrained``."""
-        return {**self.loading(), "predictor_revision": self.predictor_revision}
 
-    def hub(self) -> dict[str, Any]:
-        """Where predictors are read from."""
-        revision = {} if self.predictor_revision is None else {"revision": self.predictor_revision}
-        return {**only(SOURCE, self.loading()), **revision}
+# No methods: jsonargparse would take public ones for commands.
 
 
-def _joined(given: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    if twice := sorted(given.keys() & more.keys()):
+def of_target(options: TargetOptions) -> dict[str, Any]:
+    """What was given, as options of ``Target.load``.
+
+    Raises:
+        ConfigError: one is given twice, or a device that is not there.
+    """
+    given: dict[str, Any] = {
+        "revision": options.revision,
+        "token": options.token,
+        "trust_remote_code": options.trust_remote_code or None,
+        "attn_implementation": options.attn_implementation,
+        "quantization_config": options.quantization_config,
+    }
+    if isinstance(options, PlacedOptions):
+        if options.device is not None and options.device_map is not None:
+            raise ConfigError("device and device_map both say where the target is put; give one of them")
+        given["device_map"] = options.device_map if options.device is None else resolve_device(options.device)
+    given = {name: value for name, value in given.items() if value is not None}
+    if twice := sorted(given.keys() & options.target_options.keys()):
         raise ConfigError(f"{twice[0]} is given by itself and in target_options; give it once")
-    return {**given, **more}
+    return {**given, **options.target_options}
+
+
+def of_predictor(options: PairOptions) -> dict[str, Any]:
+    """Where predictors are read from."""
+    revision = {} if options.predictor_revision is None else {"revision": options.predictor_revision}
+    return {**only(SOURCE, of_target(options)), **revision}
+
+
+def of_pair(options: PairOptions) -> dict[str, Any]:
+    """What was given, as options of ``ShapeDecoder.from_pretrained``."""
+    return {**of_target(options), "predictor_revision": options.predictor_revision}
 
 
 def recorded(options: Any) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from shape.conversations import Conversation, Message, fingerprint, load_convers
 from shape.decoder import ShapeDecoder
 from shape.errors import ConfigError, DataError, ShapeError, exit_on_error
 from shape.files import written_whole
-from shape.loading import PlacedOptions
+from shape.loading import PlacedOptions, of_target
 from shape.target import announce
 
 BATCHES_PER_CHUNK = 32
@@ -551,7 +551,7 @@ def make_backend(options: RegenerationOptions) -> Backend:
         raise ConfigError("give either target, to answer here, or endpoint and model, to ask a server")
     if options.endpoint is None:
         decoder = ShapeDecoder.from_pretrained(
-            target=options.target, dtype=options.dtype, drafter="none", **options.loading()
+            target=options.target, dtype=options.dtype, drafter="none", **of_target(options)
         )
         announce(decoder.target)
         return LocalBackend(decoder, options.max_new_tokens, options.temperature)

@@ -49,7 +49,7 @@ from shape.features import (
     place,
     quiet,
 )
-from shape.loading import TargetOptions
+from shape.loading import TargetOptions, of_target
 from shape.losses import Losses
 from shape.network import Predictor
 from shape.places import Place
@@ -343,7 +343,7 @@ def prepare(runs: Sequence[TrainOptions], home: Place) -> Material:
         dtype=options.target_dtype,
         device_map="cpu" if options.shard_target else trainer.strategy.root_device,
         prepacked=False if options.shard_target else None,
-        **options.loading(),
+        **of_target(options),
     )
     if target.tokenizer is None:
         raise DataError(f"target {target.name} has no tokenizer, and conversations are text; put one into its folder")

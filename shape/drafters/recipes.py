@@ -29,7 +29,7 @@ from shape.drafters.growing import Paths
 from shape.drafters.suffix import SuffixAutomaton
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, exit_on_error
 from shape.files import written_whole
-from shape.loading import PlacedOptions
+from shape.loading import PlacedOptions, of_target
 from shape.target import Target, TargetIdentity, announce
 from shape.verification.sampling import Sampler
 from shape.verification.tree import Drafted, TokenTree, ragged_tree
@@ -343,7 +343,7 @@ def compile_pack(options: CompileOptions) -> Pack:
     prompts = evenly(prompts, options.limit or len(prompts))
     misses = [miss for path in options.misses for miss in read_misses(path)]
     decoder = ShapeDecoder.from_pretrained(
-        target=options.target, dtype=options.dtype, drafter="suffix", **options.loading()
+        target=options.target, dtype=options.dtype, drafter="suffix", **of_target(options)
     )
     announce(decoder.target)
     target, counts = decoder.target, Counter[tuple[tuple[int, ...], ...]]()
@@ -437,7 +437,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         elif values.subcommand == "inspect":
             pack = Pack.load(values.inspect.pack)
             loading = PlacedOptions(**{entry.name: values.inspect[entry.name] for entry in fields(PlacedOptions)})
-            target = Target.load(values.inspect.target or pack.target.name, **loading.loading())
+            target = Target.load(values.inspect.target or pack.target.name, **of_target(loading))
             pack.require(target, f"pack {values.inspect.pack}")
             print(inspect(values.inspect.pack, values.inspect.show, target))
         else:

@@ -52,7 +52,7 @@ from shape.evaluation.results import SpeedResults, Tally
 from shape.evaluation.sizes import as_large_as, parameters
 from shape.evaluation.speed import Method, Outside, measure
 from shape.features import quiet
-from shape.loading import TargetOptions
+from shape.loading import TargetOptions, of_target
 from shape.target import Target, announce
 from shape.together import require_alike
 from shape.train import TrainOptions
@@ -230,7 +230,7 @@ def plan(options: AblationOptions) -> list[Run]:
     first = runs[0].options
     if first.token is not None:
         raise ConfigError("token would be written into the options of every training; leave it out, and set HF_TOKEN")
-    target = Target.load(first.target, dtype=first.target_dtype, device_map="cpu", **first.loading())
+    target = Target.load(first.target, dtype=first.target_dtype, device_map="cpu", **of_target(first))
     sizes: dict[str, dict[str, int]] = {}
     if (like := options.same_size_as) is not None:
         model = _run(reader, values, like, options.variants[like] or {}, 0, output)
@@ -601,7 +601,7 @@ def _measure(
     source: str,
 ) -> Ablation:
     chosen, given = options.measure, runs[0].options
-    target = Target.load(given.target, dtype=chosen.dtype, device_map=chosen.device_map, **given.loading())
+    target = Target.load(given.target, dtype=chosen.dtype, device_map=chosen.device_map, **of_target(given))
     announce(target)
     others = _others(chosen.methods)
     trees: dict[str | None, TreeShape | None] = {name: tree for name, tree in options.trees.items()} or {None: None}

@@ -44,7 +44,7 @@ from shape.evaluation.analysis_report import draw, report
 from shape.evaluation.environment import Environment
 from shape.examples import Reader, Texts, examples, known_in
 from shape.features import compute_features
-from shape.loading import SOURCE, PairOptions, only, recorded
+from shape.loading import SOURCE, PairOptions, of_pair, of_predictor, of_target, only, recorded
 from shape.losses import kl, mistake_costs, sinkhorn, total_variation
 from shape.network import Known, Predictor
 from shape.store import Stored, eligible
@@ -600,13 +600,13 @@ def run(options: AnalyzeOptions) -> dict[str, Any]:
     """Measures, and writes analysis.json, analysis.md and analysis.png. Returns what is in the first."""
     _check(options)
     decoder = ShapeDecoder.from_pretrained(
-        predictor=options.predictor, target=options.target, dtype=options.dtype, **options.loading_both()
+        predictor=options.predictor, target=options.target, dtype=options.dtype, **of_pair(options)
     )
     target = decoder.target
     announce(target)
-    predictor = refined = _predictor(options.predictor, target, options.hub())
+    predictor = refined = _predictor(options.predictor, target, of_predictor(options))
     if options.refined:
-        refined = _predictor(options.refined, target, only(SOURCE, options.loading()))
+        refined = _predictor(options.refined, target, only(SOURCE, of_target(options)))
         if refined.config.refinement != "sinkhorn":
             raise ConfigError(f'refined predictor {options.refined} has no refinement "sinkhorn"; give one that has')
     parts = [*range(0, options.positions, 16)]

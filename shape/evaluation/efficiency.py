@@ -36,7 +36,7 @@ from shape.errors import ConfigError, exit_on_error
 from shape.evaluation.cells import json_by_line, markdown, show
 from shape.evaluation.environment import Environment
 from shape.evaluation.results import Estimate, estimate, interval, ratio
-from shape.loading import PairOptions, recorded
+from shape.loading import PairOptions, of_pair, recorded
 from shape.stats import Step, quantile
 from shape.streams import Arrivals
 from shape.target import Target, announce
@@ -348,7 +348,7 @@ def run(options: EfficiencyOptions) -> list[Case]:
             dtype=dtype,
             drafter="none" if predictor is None else None,
             prepacked=options.prepacked,
-            **options.loading_both(),
+            **of_pair(options),
         )
         target = decoder.target
         announce(target)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.errors import ConfigError, exit_on_error
-from shape.loading import PairOptions
+from shape.loading import PairOptions, of_pair
 from shape.target import announce
 
 try:
@@ -88,7 +88,7 @@ class ShapeLM(HFLM):
             drafter=drafter,
             dtype=dtype,
             lookahead=lookahead,
-            **loading.loading_both(),
+            **of_pair(loading),
         )
         announce(self.decoder.target)
         if self.decoder.tokenizer is None:

@@ -25,7 +25,7 @@ from shape.errors import ConfigError, exit_on_error
 from shape.evaluation.cells import markdown, show
 from shape.evaluation.environment import Environment
 from shape.evaluation.journal import Journal
-from shape.loading import PlacedOptions, default_device, recorded
+from shape.loading import PlacedOptions, default_device, of_target, recorded
 from shape.stats import quantile
 from shape.streams import Arrivals
 from shape.target import Target, announce
@@ -141,7 +141,7 @@ def run(options: LatencyOptions) -> list[Latency]:
         raise ConfigError("targets and contexts need one entry at least, new_tokens, repeats and contexts at least 1")
     folder = Path(options.output)
     folder.mkdir(parents=True, exist_ok=True)
-    place = str(options.loading().get("device_map", default_device()))
+    place = str(of_target(options).get("device_map", default_device()))
     on_gpu = not place.startswith("cpu") and torch.cuda.is_available()
     environment = Environment.capture(torch.device("cuda" if on_gpu else "cpu"))
     journal = Journal(folder / "records.jsonl", {**recorded(options), **environment.machine()})
@@ -150,7 +150,7 @@ def run(options: LatencyOptions) -> list[Latency]:
     }
     for name in tqdm(options.targets, desc="latency", unit="target"):
         if name not in finished:
-            target = Target.load(name, dtype=options.dtype, **options.loading())
+            target = Target.load(name, dtype=options.dtype, **of_target(options))
             announce(target)
             finished[name] = measure(target, options.contexts, options.new_tokens, options.repeats, options.seed)
             journal.append({"target": name, "found": [asdict(one) for one in finished[name]]})

@@ -45,7 +45,7 @@ from shape.evaluation.quality_results import Ahead, QualityRecord, QualityResult
 from shape.evaluation.similarity import Encoder, Likeness
 from shape.evaluation.speed import describe, prompts_hash, target_settings
 from shape.examples import Reader, forced_drafts
-from shape.loading import PairOptions, recorded
+from shape.loading import PairOptions, of_pair, recorded
 from shape.rules import RULES, Match, Rule, TrsLossy, TypicalLossy, make_rule
 from shape.store import Stored
 from shape.target import announce
@@ -302,7 +302,7 @@ def run(options: QualityOptions) -> QualityResults:
         )
     isolation = str(sandbox.require()) if coded else None
     decoder = ShapeDecoder.from_pretrained(
-        predictor=options.predictor, target=options.target, dtype=options.dtype, **options.loading_both()
+        predictor=options.predictor, target=options.target, dtype=options.dtype, **of_pair(options)
     )
     target = decoder.target
     announce(target)

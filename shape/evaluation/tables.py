@@ -31,7 +31,7 @@ from shape.evaluation import ablate, analyze, efficiency, latency, quality
 from shape.evaluation.environment import Environment
 from shape.evaluation.paper_tables import LOOKAHEAD, NUMBERS, Found, Table, is_missing, made, render
 from shape.evaluation.speed import measure_in
-from shape.loading import PairOptions, PlacedOptions, TargetOptions
+from shape.loading import PairOptions, PlacedOptions, TargetOptions, of_pair, of_predictor, of_target
 
 SCHEMA_VERSION = 1
 BATCHES = (1, 2, 4, 8, 16, 24)
@@ -162,14 +162,14 @@ def _ablation(options: TablesOptions, folder: Path, name: str) -> object:
     given = {"target": options.target, "data": options.data, "measure.prompts": options.prompts}
     arguments = [f"--{key}={value}" for key, value in given.items() if value is not None]
     loading = {key: value for key, value in _loading(options, TargetOptions).items() if value}
-    if (place := options.loading().get("device_map")) is not None:
+    if (place := of_target(options).get("device_map")) is not None:
         arguments.append(f"--measure.device_map={place}")
     overrides = json.dumps([f"{key}={json.dumps(value)}" for key, value in loading.items()])
     return ablate.ablate(ablate.parse([name, f"--output={folder}", f"--override={overrides}", *arguments]))
 
 
 def _latency(options: TablesOptions, folder: Path) -> object:
-    known = load_predictor(_first(options), **options.hub()).config.target_identity
+    known = load_predictor(_first(options), **of_predictor(options)).config.target_identity
     target: str | None = options.target or (known["name"] if known else None)
     if target is None:
         raise ConfigError(f"predictor {_first(options)} does not say which target it was trained for; give it")
@@ -185,7 +185,7 @@ def _latency(options: TablesOptions, folder: Path) -> object:
 
 def _lookaheads(options: TablesOptions, folder: Path) -> object:
     decoder = ShapeDecoder.from_pretrained(
-        predictor=_first(options), target=options.target, dtype=options.dtype, **options.loading_both()
+        predictor=_first(options), target=options.target, dtype=options.dtype, **of_pair(options)
     )
     drafter = decoder.drafter
     if not isinstance(drafter, TrainedDrafter):
@@ -231,7 +231,7 @@ def collect(options: TablesOptions) -> Found:
     if not runs.resolve().is_relative_to(results.resolve()):
         found.add(runs, "runs/")
     for name, folder in named_predictors(_given(options)).items():
-        network = load_predictor(folder, **options.hub())
+        network = load_predictor(folder, **of_predictor(options))
         if network.config.training:
             described = {"training": network.config.training, "parameters": network.num_parameters()}
             found.trained[f"{name} ({Path(folder).name})"] = described
