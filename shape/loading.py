@@ -13,6 +13,7 @@ from shape.errors import ConfigError
 # target's and the predictor's.
 SOURCE = frozenset({"token", "cache_dir", "local_files_only", "force_download", "proxies"})
 HUB_OPTIONS = SOURCE | {"revision"}
+_OURS = {"dtype", "device_map", "tokenizer", "prepacked"}  # in Target.load, and options of commands by themselves
 # What says which files are read: all that a tokenizer takes, of which any other would become a setting.
 FILE_OPTIONS = HUB_OPTIONS | {"trust_remote_code", "code_revision", "subfolder", "gguf_file"}
 
@@ -84,6 +85,8 @@ def of_target(options: TargetOptions) -> dict[str, Any]:
             raise ConfigError("device and device_map both say where the target is put; give one of them")
         given["device_map"] = options.device_map if options.device is None else resolve_device(options.device)
     given = {name: value for name, value in given.items() if value is not None}
+    if ours := sorted(_OURS & options.target_options.keys()):
+        raise ConfigError(f"{ours[0]} stands in target_options, which are transformers' own; leave it out there")
     if twice := sorted(given.keys() & options.target_options.keys()):
         raise ConfigError(f"{twice[0]} is given by itself and in target_options; give it once")
     return {**given, **options.target_options}

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from shape.drafters import ModelDrafter, TrainedDrafter, recipes
 from shape.errors import CheckpointError, ConfigError, UnsupportedTarget
 from shape.evaluation import ablate, efficiency, latency, quality, tables
 from shape.evaluation.environment import Environment
-from shape.loading import PairOptions, PlacedOptions, default_device, of_predictor, of_target, recorded
+from shape.loading import PairOptions, PlacedOptions, TargetOptions, default_device, of_predictor, of_target, recorded
 from shape.target import Target
 
 TARGET, PREDICTOR = "somebody/target", "somebody/predictor"
@@ -153,8 +154,22 @@ def test_options_that_cannot_be_served(tiny_target, tiny_target_folder):
         ShapeDecoder.from_pretrained(tiny_target, tiny_target)
     with pytest.raises(ConfigError, match="device and device_map both say"):
         of_target(PlacedOptions(device="cpu", device_map="auto"))
+    with pytest.raises(ConfigError, match="device_map stands in target_options"):
+        of_target(TargetOptions(target_options={"device_map": "auto"}))
     with pytest.raises(ConfigError, match="revision is given by itself and in target_options"):
         of_target(PairOptions(revision="v1", target_options={"revision": "v2"}))
+
+
+def test_a_target_that_is_too_large_for_the_accelerator(tiny_target_folder, monkeypatch, capsys):
+    def full(*arguments, **options):
+        raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
+    with pytest.raises(SystemExit) as stopped:
+        generate.main(["--target", str(tiny_target_folder), "--prompt", "x"])
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and "does not fit into the memory of cuda; give device_map auto" in said
 
 
 def test_the_token_stays_a_secret(monkeypatch):
@@ -243,14 +258,16 @@ def test_every_command_hands_the_options_on(name, tiny_target_folder, tmp_path, 
         assert run(*given)["device_map"] == place
 
 
-def test_the_tables_and_ablations_of_other_commands_too(tiny_target_folder, tmp_path, asked_of_transformers):
+def test_tables_and_ablations_hand_them_on(tiny_target_folder, tmp_path, asked_of_transformers, monkeypatch):
+    monkeypatch.setattr(ablate, "ablate", lambda options: ablate.plan(replace(options, only=["none"])))  # that is quick
     options = tables.TablesOptions(target=str(tiny_target_folder), revision="v2", output=str(tmp_path))
     for command in ("speed", "quality", "batches", "latency", "refinement"):
         with pytest.raises(UnsupportedTarget):
             tables.RUNS[command][0](options, tmp_path / command)
         assert asked_of_transformers.pop()["revision"] == "v2", command
+    given = ["refinement", "--only=[none]", f"--output={tmp_path}", '--override=["token=hf_secret"]']
     with pytest.raises(ConfigError, match="token would be written into the options"):
-        ablate.plan(ablate.parse(["refinement", f"--output={tmp_path}", '--override=["token=hf_secret"]']))
+        ablate.plan(ablate.parse(given))
     assert "hf_secret" not in "".join(path.read_text() for path in tmp_path.rglob("*.yaml"))
 
 
