@@ -36,7 +36,7 @@ SHAPES = {"0.5B, 4 layers": (896, 4864, 14, 2, 4), "1B, 2 layers": (2048, 8192, 
 
 def load(name: str, dtype: str, prepacked: bool) -> Target:
     if name not in SHAPES:
-        return Target.load(name, dtype=dtype, prepacked=prepacked)
+        return Target.load(name, dtype=dtype, device_map="cpu", prepacked=prepacked)
     torch.manual_seed(0)
     widths = dict(zip(WIDTHS, SHAPES[name], strict=True))
     config = LlamaConfig(**widths, vocab_size=32_000, max_position_embeddings=2048)

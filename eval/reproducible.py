@@ -88,8 +88,8 @@ def main() -> None:
         for one in found
     ]  # fmt: skip
     note = (
-        f"The shipped target in bfloat16, at most 96 new tokens, batch size 1, {args.rounds} rounds in turn, prefill left "
-        "out. Same again: answers that equal those of the round before, token for token."
+        f"The shipped target in bfloat16, at most 96 new tokens, batch size 1, {args.rounds} rounds in turn, without "
+        "prefills. Same again: answers that equal those of the round before, token for token."
     )
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "reproducible.json").write_text(

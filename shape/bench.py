@@ -1,6 +1,7 @@
 """`python -m shape.bench`: how fast a predictor decodes, beside plain decoding and the other drafters.
 
     python -m shape.bench --output results                 # the quickstart pair on the bundled prompts
+    python -m shape.bench --target T --output results      # a target alone, with drafters that need no training
     python -m shape.bench --predictor ours=DIR --predictor paper=DIR --prompts FILE --output results
     python -m shape.bench --temperature '[0,1]' --batch_size '[1,4,16]' --context_length '[256,512]' --output results
     python -m shape.bench --render RESULTS_FOLDER README.md  # measured tables into a document
@@ -26,8 +27,9 @@ from shape.decoder import ShapeDecoder, is_language_model
 from shape.drafters import DRAFTERS, Drafter, TreeShape
 from shape.errors import ConfigError, DataError, exit_on_error
 from shape.evaluation.speed import JOURNAL, Assisted, Method, Outside, Ruled, SpeedResults, measure_in
+from shape.loading import SOURCE, PairOptions, of_pair, of_predictor, of_target, only
 from shape.rules import Match, TrsLossy, TypicalLossy, make_rule
-from shape.target import Target
+from shape.target import Target, announce
 
 _ASSISTED = "transformers-assisted"
 SUITES = ("bench", "kinds")
@@ -36,19 +38,21 @@ BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
 
 @dataclass
-class BenchOptions:
+class BenchOptions(PairOptions):
     """What to measure.
 
     Args:
         output: folder for results.json and results.md.
-        predictor: trained predictors, each DIR or NAME=DIR; the name stands in the table.
+        predictor: trained predictors, each DIR or NAME=DIR; the name stands in the table; default: quickstart-shape, or
+            none beside a target.
         target: path or hub id of the target; default: the one the first predictor was trained for.
         prompts: JSON lines with turns, messages, prompt or question; a bundled suite, bench (the default) or kinds; or
             a dataset of the hub, NAME, NAME:SPLIT or NAME:CONFIG:SPLIT (HuggingFaceH4/mt_bench_prompts,
             openai/gsm8k:main:test); or several, as a list.
         methods: what to measure: transformers, transformers-lookup (its own prompt lookup), transformers-assisted (its
             assisted generation, with every predictor that is a smaller model), plain, shape (every predictor), names of
-            other drafters, and several joined by + for a hybrid; behind a name @rejection, @traversal, @typical-lossy
+            other drafters, and several joined by + for a hybrid; default: transformers, plain, ngram and shape, or
+            suffix where there is no predictor; behind a name @rejection, @traversal, @typical-lossy
             or @trs-lossy is the acceptance rule, which else is match.
         typical_lossy: parameters of the rule typical-lossy.
         trs_lossy: parameters of the rule trs-lossy.
@@ -62,7 +66,6 @@ class BenchOptions:
         warmup: prompts answered once by every method before the measurement.
         seed: of the sampling.
         dtype: of the target, for example float32 or bfloat16; default: its checkpoint's.
-        device_map: where the target is put, for example cpu, cuda or auto; in YAML also a device for each part.
         prepacked: weights in the layout of the CPU's matrix kernels, for all methods (see `shape.prepack`); default:
             where there is room.
         draft_device: where the predictors draft, for example cuda:1 or cpu; default: beside the target.
@@ -75,10 +78,10 @@ class BenchOptions:
     """
 
     output: str = "bench-results"
-    predictor: list[str] = field(default_factory=lambda: ["quickstart-shape"])
+    predictor: list[str] | None = None
     target: str | None = None
     prompts: list[str] | str | None = None
-    methods: list[str] = field(default_factory=lambda: ["transformers", "plain", "ngram", "shape"])
+    methods: list[str] | None = None
     typical_lossy: TypicalLossy = field(default_factory=TypicalLossy)
     trs_lossy: TrsLossy = field(default_factory=TrsLossy)
     limit: int | None = None
@@ -90,7 +93,6 @@ class BenchOptions:
     warmup: int = 2
     seed: int = 0
     dtype: str | None = None
-    device_map: str | dict[str, str | int] | None = None
     prepacked: bool | None = None
     draft_device: str | None = None
     tree: TreeShape | None = None
@@ -165,14 +167,19 @@ def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
     Raises:
         ConfigError: a name given twice, or an unknown drafter.
     """
-    predictors = named_predictors(options.predictor)
-    place = _place(options, options.device_map)
+    given = ["quickstart-shape"] if options.predictor is None and options.target is None else options.predictor or []
+    predictors = named_predictors(given)
+    names = options.methods or ["transformers", "plain", "ngram", "shape" if predictors else "suffix"]
+    place: dict[str, Any] = {"dtype": options.dtype, "prepacked": options.prepacked}
     if options.target is not None:
-        target = Target.load(options.target, **place)
+        target = Target.load(options.target, **place, **of_target(options))
     else:
-        target = ShapeDecoder.from_pretrained(next(iter(predictors.values())), drafter="none", **place).target
+        first = next(iter(predictors.values()))
+        both = of_pair(options)
+        target = ShapeDecoder.from_pretrained(predictor=first, drafter="none", **place, **both).target
+    announce(target)
     methods: dict[str, Method] = {}
-    for entry in options.methods:
+    for entry in names:
         name, _, acceptance = entry.partition("@")
         rule = make_rule(acceptance or Match.name, options.typical_lossy, options.trs_lossy)
         for label, method in _drafters(name, predictors, target, options).items():
@@ -183,11 +190,6 @@ def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
     return target, methods
 
 
-def _place(options: BenchOptions, device_map: Any) -> dict[str, Any]:
-    """How models are loaded."""
-    return {"dtype": options.dtype, "device_map": device_map, "prepacked": options.prepacked}
-
-
 def _drafters(
     name: str, predictors: Mapping[str, str], target: Target, options: BenchOptions
 ) -> dict[str, Drafter | Assisted | Outside | None]:
@@ -195,19 +197,24 @@ def _drafters(
     if name in get_args(Outside):
         return {name: cast(Outside, name)}
     if name == _ASSISTED:
-        smaller = {label: folder for label, folder in predictors.items() if is_language_model(folder)}
+        hub = of_predictor(options)
+        smaller = {label: folder for label, folder in predictors.items() if is_language_model(folder, **hub)}
         if not smaller:
             raise ConfigError(f"method {name} needs a smaller language model; give one with --predictor NAME=DIR")
-        place = _place(options, options.draft_device or options.device_map)
+        place: dict[str, Any] = {"dtype": options.dtype, "prepacked": options.prepacked}
+        place |= {"device_map": options.draft_device or target.device, **hub}
+        place |= only({"trust_remote_code"}, of_target(options))
         return {f"{name} by {label}": Assisted(Target.load(folder, **place)) for label, folder in smaller.items()}
     if name == "plain":
         return {name: None}
     parts = name.split("+")
     found: dict[str, Drafter | Assisted | Outside | None] = {}
+    if "shape" in parts and not predictors:
+        raise ConfigError(f"method {name} needs a predictor; give one with --predictor DIR")
     for label, folder in predictors.items() if "shape" in parts else [(name, None)]:
-        own = "model" if folder is not None and is_language_model(folder) else "shape"
+        own = "model" if folder is not None and is_language_model(folder, **of_predictor(options)) else "shape"
         decoder = ShapeDecoder.from_pretrained(
-            folder,
+            predictor=folder,
             target=target,
             tree=options.tree,
             draft_device=options.draft_device,
@@ -215,6 +222,8 @@ def _drafters(
             lookahead=options.lookahead,
             pack=options.pack,
             prepacked=options.prepacked,
+            predictor_revision=options.predictor_revision,
+            **only(SOURCE | {"trust_remote_code"}, of_target(options)),
         )
         found["+".join(label if part == "shape" else part for part in parts)] = decoder.drafter
     return found
@@ -264,7 +273,8 @@ def parser() -> ArgumentParser:
         "--predictor",
         action="append",
         metavar="[NAME=]DIR",
-        help="a trained predictor and its name in the table; may be repeated (default: quickstart-shape)",
+        help="a trained predictor and its name in the table; may be repeated (default: quickstart-shape, or none "
+        "beside a target)",
     )
     parser.add_class_arguments(BenchOptions, skip={"predictor"})
     parser.add_argument(

@@ -25,6 +25,7 @@ from shape.errors import ConfigError, DataError, exit_on_error
 from shape.evaluation.cells import show, show_interval
 from shape.evaluation.environment import Environment
 from shape.evaluation.speed import measure
+from shape.loading import PairOptions, of_pair, of_target
 from shape.planning import (
     CANDIDATES,
     Costs,
@@ -37,14 +38,14 @@ from shape.planning import (
     throughput,
 )
 from shape.predictor import ShapePredictor
-from shape.target import Target
+from shape.target import Target, announce
 
 _RATES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _SHOWN_PLANS = 6
 
 
 @dataclass
-class CheckOptions:
+class CheckOptions(PairOptions):
     """What to look at.
 
     Args:
@@ -61,7 +62,6 @@ class CheckOptions:
         temperature: 0 decodes greedily.
         seed: of the sampling.
         dtype: of the target; default: its checkpoint's.
-        device_map: where the target is put.
         output: a JSON file for the report.
     """
 
@@ -76,7 +76,6 @@ class CheckOptions:
     temperature: float = 0.0
     seed: int = 0
     dtype: str | None = None
-    device_map: str | None = None
     output: str | None = None
 
 
@@ -94,13 +93,15 @@ def check(options: CheckOptions) -> dict[str, Any]:
         )
     source = Path(options.prompts) if options.prompts else bundled.path("data", "validation.jsonl.gz")
     prompts = evenly(load_prompts(source), options.limit)
-    place: dict[str, Any] = {"dtype": options.dtype, "device_map": options.device_map}
     if options.predictor is not None:
-        decoder = ShapeDecoder.from_pretrained(options.predictor, target=options.target, **place)
+        decoder = ShapeDecoder.from_pretrained(
+            predictor=options.predictor, target=options.target, dtype=options.dtype, **of_pair(options)
+        )
     else:
-        target = Target.load(options.target or "quickstart-target", **place)
+        target = Target.load(options.target or "quickstart-target", dtype=options.dtype, **of_target(options))
         decoder = ShapeDecoder(target, _untrained(target))
     target = decoder.target
+    announce(target)
     methods = _methods(options, target, decoder.drafter)
     encoded = [target.encode(prompt.opening)[0].tolist() for prompt in prompts]
     room = (target.max_positions or sys.maxsize) - options.max_new_tokens

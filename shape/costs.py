@@ -15,21 +15,23 @@ from dataclasses import asdict, dataclass
 
 import torch
 from jsonargparse import ArgumentParser
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from shape import bundled
 from shape.conversations import evenly, load_conversations
 from shape.errors import ConfigError, UnsupportedTarget
 from shape.features import FeatureOptions, encode_row, human_bytes
+from shape.loading import FILE_OPTIONS, TargetOptions, of_target, only
 from shape.places import Place
 from shape.store import state_bytes
+from shape.target import read_config
 
 _SAMPLE = 256  # conversations whose lengths are measured
 _WINDOW = 8  # states before an answer that the default predictor reads
 
 
 @dataclass(kw_only=True)
-class CostOptions(FeatureOptions):
+class CostOptions(FeatureOptions, TargetOptions):
     """What would be extracted, and on what.
 
     Attributes:
@@ -50,7 +52,6 @@ class CostOptions(FeatureOptions):
         bandwidth: bytes per second of its memory.
         memory: bytes of it.
         answered_together: conversations, when the target writes its answers.
-        trust_remote_code: run code that comes with the target.
     """
 
     target: str | None = None
@@ -70,7 +71,6 @@ class CostOptions(FeatureOptions):
     bandwidth: float = 3.35e12
     memory: float = 80e9
     answered_together: int = 64
-    trust_remote_code: bool = False
 
     def validate(self) -> None:
         """Raises ConfigError for values that cannot be meant."""
@@ -214,9 +214,7 @@ def measured(options: CostOptions) -> Text:
     if options.target is None:
         raise ConfigError(f"data {options.data} is counted in a target's tokens; give --target, or leave out --data")
     conversations = load_conversations(options.data, skip_bad_rows=options.skip_bad_rows, limit=options.limit)
-    tokenizer = AutoTokenizer.from_pretrained(
-        bundled.resolve(options.target), trust_remote_code=options.trust_remote_code
-    )
+    tokenizer = AutoTokenizer.from_pretrained(bundled.resolve(options.target), **only(FILE_OPTIONS, of_target(options)))
     masks = [
         encode_row(each, tokenizer, options.max_length, options.skip_bad_rows).loss_mask
         for each in evenly(conversations, _SAMPLE)
@@ -250,14 +248,10 @@ def main(arguments: Sequence[str]) -> None:
         assert options.parameters is not None and options.hidden_size is not None
         size = Size(options.parameters, options.parameters, options.hidden_size)
     else:
-        where = bundled.resolve(options.target)
         try:
-            config = AutoConfig.from_pretrained(where, trust_remote_code=options.trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise UnsupportedTarget(
-                f"the configuration of target {options.target} cannot be read; give a folder with config.json, the id "
-                f"of a reachable hub model, or --parameters and --hidden_size ({str(error).splitlines()[0]})"
-            ) from error
+            config = read_config(options.target, **of_target(options))
+        except UnsupportedTarget as error:
+            raise UnsupportedTarget(f"{error}; or give --parameters and --hidden_size") from error
         size = size_of(config, options.trust_remote_code)
     text = measured(options)
     print(report(size, text, options, costs(size, text, options, free_space(options))))

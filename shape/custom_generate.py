@@ -13,8 +13,9 @@ from weakref import WeakKeyDictionary, proxy
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shape.decoder import HUB_OPTIONS, ShapeDecoder, ShapeOutput
+from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.errors import CheckpointError
+from shape.loading import HUB_OPTIONS
 from shape.target import Target
 
 
@@ -83,7 +84,8 @@ def _decoder(model: PreTrainedModel, source: str | Path, hub: dict[str, Any]) ->
     """One per model and predictor."""
     path = Path(source)
     where = str(path.resolve() if path.is_dir() else source)
-    made, key = _DECODERS.setdefault(model, {}), (where, hub.get("revision"))
+    revision = hub.pop("revision", None)
+    made, key = _DECODERS.setdefault(model, {}), (where, revision)
     target = Target(model)
     now = (model.device, model.dtype, target.version)
     if (known := made.get(key)) is not None:
@@ -92,5 +94,6 @@ def _decoder(model: PreTrainedModel, source: str | Path, hub: dict[str, Any]) ->
         # Training changes the head by which the target was known; it stays the one that was accepted.
         target.identity = replace(target.identity, head_hash=known.decoder.target.identity.head_hash)
     target.model = proxy(model)  # or the decoder would keep alive what it is kept for
-    made[key] = _Made(now, ShapeDecoder.from_pretrained(where, target=target, **hub))
-    return made[key].decoder
+    decoder = ShapeDecoder.from_pretrained(where, target=target, predictor_revision=revision, **hub)
+    made[key] = _Made(now, decoder)
+    return decoder

@@ -10,7 +10,13 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PretrainedConfig,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from shape import bundled, streams
@@ -22,6 +28,7 @@ from shape.errors import CheckpointError, ConfigError, TargetMismatch, Unsupport
 from shape.fixed import FixedSteps, why_not
 from shape.fixed import decode as decode_fixed
 from shape.inference import each_step, evaluating, gradientless
+from shape.loading import FILE_OPTIONS, SOURCE, first_line, only, resolve_device
 from shape.loop import Memory, Row, decode
 from shape.network import Predictor
 from shape.pace import FIXED_BREAK_EVEN, Experience, Pace
@@ -30,14 +37,13 @@ from shape.prepack import prepack
 from shape.request import Prepared, Request
 from shape.rules import Rule, make_rule
 from shape.stats import DecodeStats
-from shape.target import Target, resolve_device
+from shape.target import Target
 from shape.trace import Trace
 from shape.verification.forward import Support, probe
 
 _EOS_AWARE_TOKENS = 4
 _WARMING = 16  # tokens, enough for a few steps
-# Where a hub repository is read from, in transformers' words.
-HUB_OPTIONS = frozenset({"revision", "token", "cache_dir", "local_files_only", "force_download", "proxies"})
+_WITHOUT_TRAINING = "suffix"  # drafts for a target alone
 
 
 @dataclass
@@ -105,7 +111,8 @@ class ShapeDecoder:
     @classmethod
     def from_pretrained(
         cls,
-        predictor: str | Path | None,
+        source: str | Path | PreTrainedModel | Target | None = None,
+        /,
         target: str | Path | PreTrainedModel | Target | None = None,
         tokenizer: Any = None,
         dtype: str | torch.dtype | None = None,
@@ -118,19 +125,29 @@ class ShapeDecoder:
         lookahead: str | int | Lookahead = "adaptive",
         pack: str | Path | None = None,
         prepacked: bool | None = None,
-        **hub: Any,
+        *,
+        predictor: str | Path | None = None,
+        predictor_revision: str | None = None,
+        **options: Any,
     ) -> "ShapeDecoder":
-        """A decoder from an exported predictor, from a target and the name of a drafter, or both.
+        """A decoder from a target, from an exported predictor, or from both.
+
+            from_pretrained("Qwen/Qwen3-0.6B")  # a target, which the drafter "suffix" serves
+            from_pretrained("Qwen/Qwen3-0.6B", predictor="checkpoints/mine")
+            from_pretrained("checkpoints/mine")  # a predictor, which knows its target
+            from_pretrained("checkpoints/mine", target="Qwen/Qwen3-0.6B")
+            from_pretrained("Qwen/Qwen3-0.6B", target="Qwen/Qwen3-8B")  # a smaller model drafts
 
         Args:
-            predictor: folder, hub id or bundled name of an exported predictor, or of a smaller causal LM with the
-                target's tokens, which then drafts; None for other drafters.
-            target: the target; None takes the one that the predictor was trained for.
+            source: the target, where a predictor or nothing else is named; else the predictor. Whether something is a
+                predictor is read from its configuration.
+            target: path, hub id or bundled name of the target, or a model at hand; None takes ``source``, or the one
+                that the predictor was trained for.
             dtype: of the target; None keeps the checkpoint's own.
             device_map: see ``Target.load``.
             drafter: "shape" (the default with a predictor), "model" (with a smaller LM), a name among
-                ``shape.drafters.DRAFTERS``, "none", or several, as a list or joined by "+", whose drafts are merged
-                ("suffix+shape").
+                ``shape.drafters.DRAFTERS`` ("suffix" is the default without either), "none", or several, as a list or
+                joined by "+", whose drafts are merged ("suffix+shape").
             tree: shape of the predictor's draft tree; None takes its own default.
             fall_back: see the class.
             graphs: see the class.
@@ -140,16 +157,25 @@ class ShapeDecoder:
             lookahead: of a smaller LM: "adaptive", "cost", a number of tokens, or one's own (see
                 ``shape.drafters.model``).
             prepacked: see ``Target.load``; for the predictor too.
-            hub: revision, token, cache_dir and the like, for a predictor from the hub.
+            predictor: folder, hub id or bundled name of an exported predictor, or of a smaller causal LM with the
+                target's tokens, which then drafts.
+            predictor_revision: of its hub repository.
+            options: of the target, see ``Target.load``: revision, attn_implementation, quantization_config, ... Of
+                them token, cache_dir, local_files_only, force_download and proxies also serve the predictor, and
+                trust_remote_code a smaller LM.
 
         Raises:
             ConfigError: neither predictor nor target, a predictor for a drafter that takes none, a device that is not
                 there, or an unknown option.
             CheckpointError: no predictor can be read there.
             TargetMismatch: predictor and target do not belong together.
+            UnsupportedTarget: no target can be loaded from there, or none that can be verified exactly.
         """
-        if unknown := sorted(hub.keys() - HUB_OPTIONS):
-            raise ConfigError(f"option {unknown[0]} is not one of from_pretrained's; see ShapeDecoder.from_pretrained")
+        options = {name: value for name, value in options.items() if value is not None}
+        hub, code = only(SOURCE, options), only({"trust_remote_code"}, options)
+        if predictor_revision is not None:
+            hub["revision"] = predictor_revision
+        predictor, target = _pair(source, target, predictor, hub, options)
         device = None if draft_device is None else resolve_device(draft_device)
         name = drafter if drafter is None or isinstance(drafter, str) else "+".join(drafter)
         parts = [] if name is None else name.split("+")
@@ -171,16 +197,22 @@ class ShapeDecoder:
             target = target or _target_of(network, predictor)
         if target is None:
             raise ConfigError(f"{predictor} is a language model, which drafts for any with its tokens: give a target")
-        loaded = Target.load(target, tokenizer=tokenizer, dtype=dtype, device_map=device_map, prepacked=prepacked)
+        if not isinstance(target, str | Path):  # these are the predictor's alone, then
+            options = {name: value for name, value in options.items() if name not in {*SOURCE, *code}}
+        loaded = Target.load(
+            target, tokenizer=tokenizer, dtype=dtype, device_map=device_map, prepacked=prepacked, **options
+        )
         where = device or loaded.device
         if network is not None and trained:
             network = network.to(where, _draft_dtype(loaded, where))  # type: ignore[arg-type]
             prepack(network, prepacked)
             given["shape"] = TrainedDrafter(network, tree)
         elif predictor is not None and trained:
-            small = Target.load(predictor, dtype=_draft_dtype(loaded, where), device_map=where, prepacked=prepacked)
+            small = Target.load(
+                predictor, dtype=_draft_dtype(loaded, where), device_map=where, prepacked=prepacked, **code, **hub
+            )
             given["model"] = ModelDrafter(small, make_lookahead(lookahead))
-        chosen = make_drafter(name or "+".join(given) or "none", given)
+        chosen = make_drafter(name or "+".join(given) or _WITHOUT_TRAINING, given)
         made = cls(loaded, chosen, fall_back=fall_back, graphs=graphs)
         made._made_target = loaded is not target
         return made
@@ -509,11 +541,64 @@ def _draft_dtype(target: Target, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
+def _pair(
+    source: str | Path | PreTrainedModel | Target | None,
+    target: str | Path | PreTrainedModel | Target | None,
+    predictor: str | Path | None,
+    hub: dict[str, Any],
+    options: dict[str, Any],
+) -> tuple[str | Path | None, str | Path | PreTrainedModel | Target | None]:
+    """Predictor and target, where the first argument may be either.
+
+    Args:
+        hub: where predictors are read from. options: where targets are.
+
+    Raises:
+        ConfigError: two of one kind.
+        CheckpointError: what is given alone cannot be read.
+    """
+    if source is None:
+        return predictor, target
+    if predictor is not None:
+        if target is not None:
+            raise ConfigError(f"{source}, {target} and {predictor} are given; give one target and one predictor")
+        return predictor, source
+    if not isinstance(source, str | Path):
+        if isinstance(target, PreTrainedModel | Target):
+            raise ConfigError("two models at hand are given; give one, and the folder or hub id of a predictor")
+        return target, source
+    if target is None:
+        for known in (only(FILE_OPTIONS, options), hub):
+            try:
+                predicts = _model_type(source, known) == ShapeConfig.model_type
+            except (OSError, ValueError) as error:
+                reason = first_line(error)
+            else:
+                return (source, None) if predicts else (None, source)
+        raise CheckpointError(
+            f"{source} cannot be read; give the folder or hub id of a target, or of a predictor that shape.train wrote "
+            f"({reason})"
+        )
+    return (target, source) if isinstance(target, str | Path) and _is_predictor(target, hub) else (source, target)
+
+
+def _model_type(source: str | Path, hub: dict[str, Any]) -> str | None:
+    """As its configuration says, of which no code is run."""
+    return PretrainedConfig.get_config_dict(bundled.resolve(str(source)), **hub)[0].get("model_type")
+
+
+def _is_predictor(source: str | Path, hub: dict[str, Any]) -> bool:
+    try:
+        return _model_type(source, hub) == ShapeConfig.model_type
+    except (OSError, ValueError):
+        return False
+
+
 def is_language_model(source: str | Path, **hub: Any) -> bool:
     """Whether a predictor is a causal LM. What cannot be read is left to whoever reads it."""
     try:
-        return AutoConfig.from_pretrained(bundled.resolve(str(source)), **hub).model_type != ShapeConfig.model_type
-    except (OSError, ValueError, KeyError):
+        return _model_type(source, hub) not in (None, ShapeConfig.model_type)
+    except (OSError, ValueError):
         return False
 
 
@@ -525,7 +610,7 @@ def _target_of(network: Predictor, source: str | Path) -> str:
 
 
 def load_predictor(source: str | Path, **hub: Any) -> Predictor:
-    """An exported predictor of any kind in eval mode; `hub` as in ``ShapeDecoder.from_pretrained``.
+    """An exported predictor of any kind in eval mode; `hub` says where it is read.
 
     Raises:
         CheckpointError: nothing that can be read there, or weights that are not those of its configuration.
@@ -535,9 +620,8 @@ def load_predictor(source: str | Path, **hub: Any) -> Predictor:
         config = ShapeConfig.from_pretrained(where, **hub)
         found: Any = PREDICTORS[config.kind].from_pretrained(where, config=config, output_loading_info=True, **hub)
     except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
-            f"predictor {source} cannot be read; give a folder written by shape.train or a hub id ({reason})"
+            f"predictor {source} cannot be read; give a folder written by shape.train or a hub id ({first_line(error)})"
         ) from error
     predictor, info = found
     # transformers would fill in what is missing at random, and every draft would be refused.

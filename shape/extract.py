@@ -18,12 +18,13 @@ from shape import costs
 from shape.conversations import load_conversations
 from shape.errors import exit_on_error
 from shape.features import FeatureOptions, TrainerOptions, extract, quiet
+from shape.loading import TargetOptions, of_target
 from shape.store import FeatureStore
-from shape.target import Target
+from shape.target import Target, announce
 
 
 @dataclass(kw_only=True)
-class ExtractOptions(FeatureOptions):
+class ExtractOptions(FeatureOptions, TargetOptions):
     """What to extract, from what, to where.
 
     Attributes:
@@ -32,7 +33,7 @@ class ExtractOptions(FeatureOptions):
         output: folder of the features, or an address that fsspec knows (s3://...).
         limit: at most so many conversations.
         target_dtype: dtype to run the target in; null is its checkpoint's own.
-        trust_remote_code: run code that comes with the target.
+        device_map: spreads the target over devices, for example auto; null puts it where the trainer computes.
         trainer: devices, processes and nodes, as Lightning's Trainer has them.
     """
 
@@ -41,16 +42,19 @@ class ExtractOptions(FeatureOptions):
     output: str
     limit: int | None = None
     target_dtype: str | None = None
-    trust_remote_code: bool = False
+    device_map: str | dict[str, str | int] | None = None
     trainer: TrainerOptions = field(default_factory=TrainerOptions)
 
 
 def run(options: ExtractOptions) -> FeatureStore:
     """Extract, or complete what an earlier run left; returns the store."""
-    target = Target.load(options.target, dtype=options.target_dtype, trust_remote_code=options.trust_remote_code)
+    trainer = options.trainer.for_extraction()
+    place = options.device_map or trainer.strategy.root_device
+    target = Target.load(options.target, dtype=options.target_dtype, device_map=place, **of_target(options))
     options.check(target)
     conversations = load_conversations(options.data, skip_bad_rows=options.skip_bad_rows, limit=options.limit)
-    return extract(target, conversations, options.output, options, options.trainer.for_extraction())
+    rank_zero_only(announce)(target)
+    return extract(target, conversations, options.output, options, trainer)
 
 
 def parser() -> ArgumentParser:

@@ -1,6 +1,7 @@
 """`python -m shape.generate`: answer a prompt, or chat, several tokens per target forward.
 
 python -m shape.generate --prompt "Book a table for two."     # the quickstart pair
+python -m shape.generate --target T --prompt "..."             # a target alone
 python -m shape.generate --predictor DIR --target T --prompt "..." --show-draft
 python -m shape.generate                                      # a chat, in a terminal
 """
@@ -21,18 +22,21 @@ from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.drafters import TreeShape
 from shape.errors import ConfigError, DataError, exit_on_error
 from shape.evaluation.environment import Environment
+from shape.loading import PairOptions, of_pair
 from shape.rules import Rule, TrsLossy, TypicalLossy, make_rule
 from shape.stats import DecodeStats
+from shape.target import announce
 from shape.trace import STYLES, pieces, view
 
 
 @dataclass
-class GenerateOptions:
+class GenerateOptions(PairOptions):
     """What to answer, and how.
 
     Args:
         prompt: the user's message; without one, a chat in a terminal, or the message from standard input.
-        predictor: folder, hub id or bundled name of a trained predictor, or of a smaller model of the target's tokens.
+        predictor: folder, hub id or bundled name of a trained predictor, or of a smaller model of the target's tokens;
+            default: quickstart-shape, and beside a target none, so that suffix drafts.
         target: path or hub id; default: the target that the predictor was trained for.
         drafter: another drafter (for example suffix), several in one (suffix+shape), or none for plain decoding.
         system: a system message before the first one.
@@ -46,7 +50,6 @@ class GenerateOptions:
         trs_lossy: parameters of the rule trs-lossy.
         eos_aware: let no answer end within its first four tokens.
         dtype: of the target, for example float32 or bfloat16; default: its checkpoint's.
-        device_map: where the target is put, for example cpu, cuda or auto; in YAML also a device for each part.
         draft_device: where the predictor drafts, for example cuda:1 or cpu; default: beside the target.
         tree: shape of the predictor's token tree; default: the predictor's own.
         lookahead: of a smaller model that drafts: adaptive, cost, or a number of tokens.
@@ -58,7 +61,7 @@ class GenerateOptions:
     """
 
     prompt: str | None = None
-    predictor: str = "quickstart-shape"
+    predictor: str | None = None
     target: str | None = None
     drafter: str | None = None
     system: str | None = None
@@ -72,7 +75,6 @@ class GenerateOptions:
     trs_lossy: TrsLossy = field(default_factory=TrsLossy)
     eos_aware: bool = False
     dtype: str | None = None
-    device_map: str | dict[str, str | int] | None = None
     draft_device: str | None = None
     tree: TreeShape | None = None
     lookahead: str = "adaptive"
@@ -202,17 +204,23 @@ def load(options: GenerateOptions) -> ShapeDecoder:
     """The decoder of these options. With another drafter the predictor only names the target, if need be."""
     trained = options.drafter is None or not {"shape", "model"}.isdisjoint(options.drafter.split("+"))
     predictor = options.predictor if trained or not options.target else None
-    return ShapeDecoder.from_pretrained(
-        predictor,
+    if predictor is None and options.target is None:
+        predictor = "quickstart-shape"
+    decoder = ShapeDecoder.from_pretrained(
+        predictor=predictor,
         target=options.target,
         dtype=options.dtype,
-        device_map=options.device_map,
         drafter=options.drafter,
         tree=options.tree,
         draft_device=options.draft_device,
         lookahead=options.lookahead,
         pack=options.pack,
+        **of_pair(options),
     )
+    alone = predictor is None and options.drafter is None and options.pack is None
+    drafter = getattr(decoder.drafter, "name", "none")
+    announce(decoder.target, f"; no predictor is given, so {drafter} drafts" if alone else "")
+    return decoder
 
 
 def generate(options: GenerateOptions) -> None:

@@ -30,6 +30,8 @@ from shape.conversations import Conversation, Message, fingerprint, load_convers
 from shape.decoder import ShapeDecoder
 from shape.errors import ConfigError, DataError, ShapeError, exit_on_error
 from shape.files import written_whole
+from shape.loading import PlacedOptions, of_target
+from shape.target import announce
 
 BATCHES_PER_CHUNK = 32
 
@@ -515,7 +517,7 @@ def _write_lines(output: Path, lines: Iterable[str]) -> None:
 
 
 @dataclass(kw_only=True)
-class RegenerationOptions(AnswerOptions):
+class RegenerationOptions(AnswerOptions, PlacedOptions):
     """Which prompts to answer, by whom, and how.
 
     Attributes:
@@ -529,7 +531,6 @@ class RegenerationOptions(AnswerOptions):
         exclude_ids: leave out ids that begin with one of these.
         skip_bad_rows: count malformed rows and go on.
         dtype: of the target, for example float32 or bfloat16; default: its checkpoint's.
-        device_map: where the target is put, for example cpu, cuda or auto.
     """
 
     data: str
@@ -541,7 +542,6 @@ class RegenerationOptions(AnswerOptions):
     exclude_ids: tuple[str, ...] = ()
     skip_bad_rows: bool = False
     dtype: str | None = None
-    device_map: str | None = None
 
 
 def make_backend(options: RegenerationOptions) -> Backend:
@@ -551,8 +551,9 @@ def make_backend(options: RegenerationOptions) -> Backend:
         raise ConfigError("give either target, to answer here, or endpoint and model, to ask a server")
     if options.endpoint is None:
         decoder = ShapeDecoder.from_pretrained(
-            None, target=options.target, dtype=options.dtype, device_map=options.device_map
+            target=options.target, dtype=options.dtype, drafter="none", **of_target(options)
         )
+        announce(decoder.target)
         return LocalBackend(decoder, options.max_new_tokens, options.temperature)
     if options.model is None:
         raise ConfigError(f"endpoint {options.endpoint} may serve several models; name one with model")

@@ -6,7 +6,9 @@ Indexing used everywhere: ``h_i`` is the vector that enters the target's output 
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property, partial
 from itertools import chain
@@ -19,12 +21,13 @@ from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from shape import bundled
 from shape.errors import ConfigError, DataError, UnsupportedTarget
 from shape.inference import evaluating
+from shape.loading import FILE_OPTIONS, commit_of, default_device, first_line, only, resolve_dtype
 from shape.prepack import PrepackedForward, is_prepacked, linear, prepack, unpack
 
 # Encoded by every tokenizer into its identity: vocabularies can be equal where the merges differ.
@@ -80,12 +83,15 @@ class Target:
             evaluation mode (see ``inference.evaluating``), and its weights get no gradient from here.
         tokenizer: its tokenizer, or None where only ids are used.
         name: how to load it again (a path, a hub id, or the name of a bundled checkpoint).
+        revision: the commit of its hub repository, where that is known.
 
     Raises:
         UnsupportedTarget: encoder-decoder models, or models without an output embedding.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any = None, name: str | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any = None, name: str | None = None, revision: str = ""
+    ) -> None:
         label = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
         if model.config.is_encoder_decoder:
             raise UnsupportedTarget(f"target {label} is an encoder-decoder model; give a decoder-only causal LM")
@@ -97,6 +103,7 @@ class Target:
         self.model: Any = model
         self.tokenizer = tokenizer
         self.name = str(label)
+        self.revision = revision or str(getattr(model.config, "_commit_hash", None) or "")
         self.config = model.config.get_text_config()
         self.head, self._body = head, body
         self._embedding: Any = model.get_input_embeddings()
@@ -116,8 +123,8 @@ class Target:
         tokenizer: Any = None,
         dtype: str | torch.dtype | None = None,
         device_map: Any = None,
-        trust_remote_code: bool = False,
         prepacked: bool | None = None,
+        **options: Any,
     ) -> "Target":
         """The target from a path, a hub id, the name of a bundled checkpoint, or a model at hand.
 
@@ -126,46 +133,59 @@ class Target:
 
         Args:
             dtype: "float32", "bfloat16", ... ; None keeps the checkpoint's own.
-            device_map: as in transformers: a device, "auto", or a device for each part; also offloading.
+            device_map: as in transformers: a device, "auto", or a device for each part; also offloading. None takes an
+                accelerator where there is one. A model at hand stays where it is.
             prepacked: on a CPU, use copies of the weights in the layout of its matrix kernels, which takes memory and
                 makes forwards over a few tokens up to three times as fast (see ``shape.prepack``); None does so where
                 memory allows it, for models that are loaded here.
+            options: any other of transformers' ``from_pretrained``: revision, token, trust_remote_code,
+                attn_implementation, quantization_config, ... The tokenizer is of the same revision.
 
         Raises:
+            ConfigError: an option that transformers does not know or that this target does not take; or any, beside a
+                model at hand.
             UnsupportedTarget: when nothing can be loaded from there.
         """
         if isinstance(target, Target | PreTrainedModel):
             given = target if isinstance(target, Target) else cls(target, tokenizer)
+            if options:
+                raise ConfigError(
+                    f"option {min(options)} is unknown, or says how a target is loaded, while {given.name} is at hand; "
+                    "leave it out, or give the target's folder or hub id"
+                )
             if prepacked:  # otherwise it stays as its owner has it
                 given._prepack(True)
             return given
-        where = bundled.resolve(str(target))
-        try:
-            config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise UnsupportedTarget(
-                f"target {target} cannot be loaded; give a folder with config.json or the id of a reachable hub "
-                f"model ({_first_line(error)})"
-            ) from error
+        where, options = bundled.resolve(str(target)), {"trust_remote_code": False, **options}
+        revision = commit_of(where, options)
+        if revision:  # all parts are of one, even while somebody uploads
+            options["revision"] = revision
+        config = read_config(target, **options)
         if config.is_encoder_decoder:
             raise UnsupportedTarget(f"target {target} is an encoder-decoder model; give a decoder-only causal LM")
+        if device_map is None and (place := default_device()).type != "cpu":
+            device_map = str(place)
         try:
             model = AutoModelForCausalLM.from_pretrained(
-                where,
-                dtype=resolve_dtype(dtype) or "auto",
-                device_map=device_map,
-                trust_remote_code=trust_remote_code,
+                where, dtype=resolve_dtype(dtype) or "auto", device_map=device_map, **options
             )
-        except torch.OutOfMemoryError:
-            raise
+        except torch.OutOfMemoryError as error:
+            raise UnsupportedTarget(
+                f"target {target} does not fit into the memory of {device_map}; give device_map auto, which spreads "
+                f"it, or cpu, or a smaller dtype ({first_line(error)})"
+            ) from error
+        except TypeError as error:  # transformers gives what it does not know to the model
+            raise ConfigError(
+                f"target {target} cannot be loaded with these options ({first_line(error)}); give such as ours, or "
+                "transformers' from_pretrained, takes"
+            ) from error
         except (OSError, ValueError, ImportError, RuntimeError) as error:  # the last two for want of a quantiser's own
-            raise UnsupportedTarget(f"target {target} cannot be loaded ({_first_line(error)})") from error
+            raise UnsupportedTarget(f"target {target} cannot be loaded ({first_line(error)})") from error
         if tokenizer is None:
-            try:
-                tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
-            except (OSError, ValueError, TypeError):
-                tokenizer = None  # ids in, ids out; rendering text then raises with the reason
-        loaded = cls(model.requires_grad_(False), tokenizer, name=str(target))
+            # Ids in, ids out; rendering text then raises with the reason.
+            with suppress(OSError, ValueError, TypeError):
+                tokenizer = AutoTokenizer.from_pretrained(where, **only(FILE_OPTIONS, options))
+        loaded = cls(model.requires_grad_(False), tokenizer, name=str(target), revision=revision)
         loaded._prepack(prepacked)
         return loaded
 
@@ -197,6 +217,12 @@ class Target:
         if isinstance(weight, Tensor):
             return weight.device
         return next(chain(self._embedding.parameters(), self._embedding.buffers())).device
+
+    @property
+    def places(self) -> str:
+        """For reports: the device, or all that it is spread over."""
+        spread = getattr(self.model, "hf_device_map", None) or {}
+        return ", ".join(sorted({str(place) for place in spread.values()})) or str(self.device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -337,7 +363,7 @@ class Target:
     def identity(self) -> TargetIdentity:
         return TargetIdentity(
             name=self.name,
-            revision=str(getattr(self.model.config, "_commit_hash", None) or ""),
+            revision=self.revision,
             hidden_size=self.hidden_size,
             vocab_size=self.vocab_size,
             tokenizer_hash=_tokenizer_hash(self.tokenizer),
@@ -381,30 +407,26 @@ class Target:
         return f"Target({self.name}, hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, {self.precision})"
 
 
-def resolve_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """A torch dtype from its name; None and "auto" mean the checkpoint's own.
+def read_config(target: str | Path, **options: Any) -> PretrainedConfig:
+    """The configuration of a target that is not loaded yet; options as in ``Target.load``.
 
     Raises:
-        ConfigError: not the name of a floating-point dtype.
+        UnsupportedTarget: nothing that can be read there.
     """
-    if dtype is None or dtype == "auto":
-        return None
-    found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ConfigError(f"dtype {dtype} is not a floating-point dtype; use float32, bfloat16 or float16")
-    return found
-
-
-def resolve_device(device: str | torch.device) -> torch.device:
-    """A device that is there, from its name.
-
-    Raises:
-        ConfigError: no such device.
-    """
+    known = {name: value for name, value in options.items() if name != "quantization_config"}  # it is not merged here
     try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:  # an unknown name; or torch was built without that kind
-        raise ConfigError(f"device {device} is not there; use cpu, cuda or cuda:1 ({_first_line(error)})") from error
+        config, _ = AutoConfig.from_pretrained(bundled.resolve(str(target)), return_unused_kwargs=True, **known)
+        return config
+    except (OSError, ValueError) as error:
+        raise UnsupportedTarget(
+            f"target {target} cannot be loaded; give a folder with config.json or the id of a reachable hub "
+            f"model ({first_line(error)})"
+        ) from error
+
+
+def announce(target: Target, more: str = "") -> None:
+    """What computes where, in one line: commands say it once, beside their output."""
+    print(f"target {target.name}: {target.precision} on {target.places}{more}", file=sys.stderr, flush=True)
 
 
 def _digest(content: str | bytes) -> str:
@@ -449,7 +471,3 @@ def _head_hash(head: nn.Module) -> str:
         rows = torch.linspace(0, weight.shape[0] - 1, min(_HEAD_SAMPLE_ROWS, weight.shape[0])).long()
         sample = weight.detach()[rows.to(weight.device)].to("cpu", torch.bfloat16).contiguous()
     return _digest(sample.view(torch.uint8).numpy().tobytes())
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

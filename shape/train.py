@@ -49,13 +49,14 @@ from shape.features import (
     place,
     quiet,
 )
+from shape.loading import TargetOptions, of_target
 from shape.losses import Losses
 from shape.network import Predictor
 from shape.places import Place
 from shape.regeneration import AnswerOptions, LocalBackend, answers_file, own_answers
 from shape.sharding import ShardTarget
 from shape.store import MANIFEST, FeatureStore, refuse_others
-from shape.target import Target
+from shape.target import Target, announce
 from shape.training import (
     AtomicCheckpointIO,
     DecodingValidation,
@@ -169,7 +170,7 @@ class MeasurementOptions:
 
 
 @dataclass
-class TrainOptions:
+class TrainOptions(TargetOptions):
     """What to train, on what, to where.
 
     Attributes:
@@ -190,7 +191,6 @@ class TrainOptions:
         skip_bad_rows: count malformed rows and go on.
         seed: of weights, order, noise and dropout.
         target_dtype: dtype to run the target in; null is its checkpoint's own.
-        trust_remote_code: run code that comes with the target.
         ckpt_path: resume from this checkpoint; "last" is the one in the output folder.
         predictor: the network.
         tree: default shape of the drafts.
@@ -216,7 +216,6 @@ class TrainOptions:
     skip_bad_rows: bool = False
     seed: int = 0
     target_dtype: str | None = None
-    trust_remote_code: bool = False
     ckpt_path: str | None = None
     predictor: PredictorOptions = field(default_factory=PredictorOptions)
     tree: TreeShape = field(default_factory=lambda: TreeShape(depth=8, width=2, nodes=12))
@@ -338,11 +337,13 @@ def prepare(runs: Sequence[TrainOptions], home: Place) -> Material:
         ConfigError, DataError, UnsupportedTarget, FeatureStoreError: what cannot be trained on.
     """
     options = runs[0]
+    trainer = options.trainer.for_extraction()
     target = Target.load(
         options.target,
         dtype=options.target_dtype,
-        trust_remote_code=options.trust_remote_code,
+        device_map="cpu" if options.shard_target else trainer.strategy.root_device,
         prepacked=False if options.shard_target else None,
+        **of_target(options),
     )
     if target.tokenizer is None:
         raise DataError(f"target {target.name} has no tokenizer, and conversations are text; put one into its folder")
@@ -351,9 +352,9 @@ def prepare(runs: Sequence[TrainOptions], home: Place) -> Material:
         run.predictor_config(target)
     prompts = _prompts_file(options)
     conversations = _load(options)
-    trainer = options.trainer.for_extraction()
     _require_divisible(options, trainer.world_size)
     refuse_others(home, target)
+    rank_zero_only(announce)(target)
     for_validation = _validation_data(options)
     if options.regenerate and not _ships_answers(options):
         conversations = _own_answers(options, target, conversations, home, trainer)

@@ -6,7 +6,9 @@ and whatever forgets to move something raises. The device type is one that torch
 registered for the life of the process: hence a process of its own.
 """
 
+import os
 from collections.abc import Iterator
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -59,6 +61,7 @@ class Pretended(torch.Tensor):
 
 
 silent = False  # whether the host must not be asked
+narrow = False  # whether there is no float64
 
 
 class Devices(TorchDispatchMode):
@@ -105,6 +108,8 @@ def carry_out(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return args[0]
     if home.type != KIND:
         return found
+    if narrow and any(isinstance(part, Tensor) and part.dtype == torch.float64 for part in tree_leaves(found)):
+        raise TypeError(f"{operation}: there is no float64 on this device")
     return tree_map(lambda part: Pretended(part, home) if isinstance(part, Tensor) else part, found)
 
 
@@ -259,6 +264,38 @@ def check_that_fixed_steps_are_silent(config: PretrainedConfig) -> None:
     assert steps > 50 and not expected
 
 
+def check_the_default_device(config: PretrainedConfig) -> None:
+    """What is loaded goes to the accelerator that is there, by default, and decodes there; a drafter goes beside it.
+    The accelerator has no float64, as Apple's do not.
+    """
+    global narrow
+    ids = torch.randint(3, 64, (1, 9), generator=torch.Generator().manual_seed(0))
+    sampled = {"do_sample": True, "temperature": 0.9, "top_k": 20, "top_p": 0.9, "seed": 3}
+
+    def found(decoder: ShapeDecoder) -> list[Tensor]:
+        return [decoder.generate(ids, max_new_tokens=12, **more) for more in ({}, sampled)]
+
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # in threads of its own transformers would not see the devices
+    with TemporaryDirectory() as whole, TemporaryDirectory() as drafts:
+        model = model_of(config).float()
+        model.save_pretrained(whole)
+        predictor_of(Target(model), step_mode="recursive", token_conditioning="path").float().save_pretrained(drafts)
+        expected = found(ShapeDecoder.from_pretrained(whole, predictor=drafts))
+        device = torch.device(KIND, 0)
+        with Devices(), patch("shape.target.default_device", lambda: device):
+            narrow = True
+            try:
+                decoder = ShapeDecoder.from_pretrained(whole, predictor=drafts)
+                assert decoder.target.device == device == next(decoder.drafter.predictor.parameters()).device
+                assert decoder.target.places == f"{KIND}:0" and not decoder.target.prepacked
+                assert all(torch.equal(*pair) for pair in zip(found(decoder), expected, strict=True))
+            finally:
+                narrow = False
+            for options in ({"device_map": "cpu"}, {"target": model_of(config)}):
+                decoder = ShapeDecoder.from_pretrained(*(() if "target" in options else (whole,)), **options)
+                assert decoder.target.device.type == "cpu"  # as asked for, or where its owner has it
+
+
 def check_that_mixing_raises() -> None:
     with Devices():
         here, there = (torch.ones(2, device=torch.device(KIND, index)) for index in range(2))
@@ -284,6 +321,7 @@ def main() -> None:
     check_sharded_target(MistralConfig(**tiny, sliding_window=6))
     check_that_fixed_steps_are_silent(LlamaConfig(**tiny))
     check_that_fixed_steps_are_silent(MistralConfig(**tiny, sliding_window=6))
+    check_the_default_device(LlamaConfig(**tiny))
     first, second = f"{KIND}:0", f"{KIND}:1"
     check_drafter_elsewhere(LlamaConfig(**tiny), [(first, second)])
     check_drafter_elsewhere(LlamaConfig(**tiny), [(first, "cpu"), ("cpu", second)], draft_vocab_size=24)

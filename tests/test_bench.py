@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shape.bench import BEGIN, END, main, named_predictors, parser, render, replace_region
+from shape.bench import BEGIN, END, BenchOptions, load_methods, main, named_predictors, parser, render, replace_region
 from shape.config import ShapeConfig
 from shape.errors import ConfigError, DataError
 from shape.evaluation.speed import _Bench
@@ -216,9 +216,18 @@ def test_documents_show_the_committed_results(results, document):
     assert replace_region(text, render(ROOT / results)) == text
 
 
+def test_methods_without_any_named(tiny_target_folder, capsys):
+    """The quickstart pair, or a target alone with drafters that need no training."""
+    usual = ["transformers", "plain", "ngram"]
+    assert list(load_methods(BenchOptions())[1]) == [*usual, "shape"]
+    target, methods = load_methods(BenchOptions(target=str(tiny_target_folder)))
+    assert list(methods) == [*usual, "suffix"] and f"target {target.name}: float32" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="method shape needs a predictor"):
+        load_methods(BenchOptions(target=str(tiny_target_folder), methods=["plain", "shape"]))
+
+
 def test_defaults_are_those_of_the_documentation():
     values = parser().parse_args([])
-    assert values.methods == ["transformers", "plain", "ngram", "shape"]
     assert values.temperature == 0 and values.predictor is None and values.prompts is None
 
 

@@ -85,7 +85,7 @@ def test_the_command_says_what_a_70b_target_takes_without_weights(tmp_path, caps
     [
         ([], "give either a target, or its parameters"),
         (["--target=T", "--parameters=1"], "give either a target"),
-        (["--target=no/such"], "no/such cannot be read"),
+        (["--target=no/such"], "no/such cannot be loaded"),
         (["--parameters=1", "--hidden_size=1", "--utilisation=2"], "it is a share"),
         (["--parameters=1", "--hidden_size=1", "--passes=0"], "passes is 0"),
         (["--parameters=1", "--hidden_size=1", "--data=D"], "give --target"),

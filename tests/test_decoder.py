@@ -654,12 +654,42 @@ def test_from_pretrained(tiny_target, tiny_target_folder, tmp_path):
     assert half.target.dtype == torch.bfloat16 == half.drafter.predictor.dtype
 
 
+def test_a_target_alone_and_what_comes_first(tiny_target, tiny_target_folder, tiny_predictor_folder):
+    """A target alone drafts with suffix; which of two is the predictor is read from their configurations."""
+    ids = torch.tensor([[5, 6, 7, 5, 6]])
+    expected = tiny_target.model.generate(ids, max_new_tokens=10, do_sample=False)
+    whole, drafts = str(tiny_target_folder), str(tiny_predictor_folder)
+    calls: list[tuple[str, tuple, dict]] = [
+        ("suffix", (whole,), {}),
+        ("suffix", (None,), {"target": whole}),
+        ("suffix", (tiny_target,), {}),
+        ("suffix", (tiny_target.model,), {}),
+        ("ngram", (whole,), {"drafter": "ngram"}),
+        ("none", (whole,), {"drafter": "none"}),
+        ("shape", (whole,), {"predictor": drafts}),
+        ("shape", (tiny_target.model, drafts), {}),
+        ("shape", (whole, drafts), {}),
+        ("shape", (drafts, whole), {}),
+        ("shape", (drafts,), {"target": tiny_target}),
+        ("shape", (), {"predictor": drafts, "target": whole}),
+        ("suffix+shape", (whole,), {"predictor": drafts, "drafter": "suffix+shape"}),
+        ("model", (whole,), {"target": whole}),
+        ("model", (whole,), {"predictor": whole}),
+    ]
+    for name, arguments, options in calls:
+        decoder = ShapeDecoder.from_pretrained(*arguments, **options)
+        assert getattr(decoder.drafter, "name", "none") == name, (arguments, options)
+        assert torch.equal(decoder.generate(ids, max_new_tokens=10), expected)
+    with pytest.raises(ConfigError, match="needs a predictor"):
+        ShapeDecoder.from_pretrained(whole, drafter="shape")
+
+
 def test_from_pretrained_mistakes(tiny_target, tiny_target_folder, tiny_model, tmp_path):
     with pytest.raises(ConfigError, match="neither a predictor nor a target"):
         ShapeDecoder.from_pretrained(None)
     with pytest.raises(ConfigError, match="needs a predictor"):
         ShapeDecoder.from_pretrained(None, target=tiny_target, drafter="shape")
-    with pytest.raises(ConfigError, match="option drafer is not one of from_pretrained's"):
+    with pytest.raises(ConfigError, match="option drafer is unknown, or says how a target is loaded"):
         ShapeDecoder.from_pretrained(None, target=tiny_target, drafer="ngram")
     with pytest.raises(ConfigError, match="drafter 'medusa' is unknown"):
         ShapeDecoder.from_pretrained(None, target=tiny_target, drafter="medusa")

@@ -47,6 +47,17 @@ def test_the_seed_fixes_the_answer_for_every_drafter(capsys, predictor_folder, d
     assert run(capsys, *sampled)[:-1] == run(capsys, *sampled, "--drafter", drafter)[:-1]
 
 
+def test_a_target_alone(capsys, predictor_folder, tiny_target_folder):
+    """Without a predictor suffix drafts, which is said; the answer is the same, and so is where it is computed."""
+    main(["--target", str(tiny_target_folder), "--prompt", "Hello", *FAST])
+    said = capsys.readouterr()
+    lines = said.out.rstrip("\n").splitlines()
+    assert "(suffix)" in lines[-1]
+    assert lines[:-1] == run(capsys, "--predictor", predictor_folder, "--prompt", "Hello")[:-1]
+    (line,) = (line for line in said.err.splitlines() if line.startswith(f"target {tiny_target_folder}: float32"))
+    assert line.endswith(" on cpu; no predictor is given, so suffix drafts")
+
+
 def test_a_smaller_model_in_a_hybrid(capsys, tiny_target_folder):
     """Its name in the hybrid is enough for the model given as predictor to be loaded."""
     model = ["--target", str(tiny_target_folder), "--predictor", str(tiny_target_folder), "--prompt", "Hello"]

@@ -253,6 +253,37 @@ def test_a_checkpoint_that_says_how_it_is_quantised(tiny_model, tiny_tokenizer, 
     assert "acceptance length" in capsys.readouterr().out
 
 
+def test_quantised_when_it_is_loaded(tiny_target, tiny_target_folder, capsys):
+    """By an object in the API and by a mapping in a command, which reach transformers' quantiser."""
+
+    @register_quantization_config("test-int8-later")
+    class Config(QuantizationConfigMixin):
+        def __init__(self, skip: tuple[str, ...] = ("lm_head",), **values: Any) -> None:
+            self.quant_method, self.skip = "test-int8-later", skip
+
+    @register_quantizer("test-int8-later")
+    class Quantizer(HfQuantizer):
+        requires_calibration = False
+
+        def _process_model_after_weight_loading(self, model: PreTrainedModel, **more: Any) -> PreTrainedModel:
+            return quantise(model, skip=self.quantization_config.skip)
+
+        def is_serializable(self, *given: Any, **named: Any) -> bool:
+            return True
+
+        @property
+        def is_trainable(self) -> bool:
+            return False
+
+    decoder = ShapeDecoder.from_pretrained(tiny_target_folder, quantization_config=Config())
+    assert decoder.target.precision == "float32, quantised by test-int8-later"
+    assert isinstance(decoder.target.model.model.layers[0].mlp.up_proj, Int8Linear)
+    assert_same_as_plain(decoder.target.model)
+    given = ["--quantization_config", "{quant_method: test-int8-later, skip: [lm_head]}"]
+    generate(["--target", str(tiny_target_folder), *given, "--prompt", "a b a b", "--max_new_tokens", "8"])
+    assert "float32, quantised by test-int8-later on cpu" in capsys.readouterr().err
+
+
 def test_a_quantised_checkpoint_without_its_library(tiny_target_folder, tmp_path):
     """transformers names the package; no traceback."""
     folder = shutil.copytree(tiny_target_folder, tmp_path / "quantised")

@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import log
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,8 @@ from shape.drafters.growing import Paths
 from shape.drafters.suffix import SuffixAutomaton
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, exit_on_error
 from shape.files import written_whole
-from shape.target import Target, TargetIdentity
+from shape.loading import PlacedOptions, of_target
+from shape.target import Target, TargetIdentity, announce
 from shape.verification.sampling import Sampler
 from shape.verification.tree import Drafted, TokenTree, ragged_tree
 
@@ -290,7 +291,7 @@ def kinds_of_tokens(target: Target) -> list[int]:
 
 
 @dataclass(kw_only=True)
-class CompileOptions:
+class CompileOptions(PlacedOptions):
     """What to compile a pack from.
 
     Attributes:
@@ -307,7 +308,6 @@ class CompileOptions:
         misses: log of a drafter that used an earlier pack; what it says at least twice is taken in.
         seed: of the sampling.
         dtype: of the target.
-        device_map: where the target is put.
     """
 
     target: str
@@ -323,7 +323,6 @@ class CompileOptions:
     misses: list[str] = field(default_factory=list)
     seed: int = 0
     dtype: str | None = None
-    device_map: str | None = None
 
     def check(self) -> None:
         """Raises ConfigError for the first value out of range."""
@@ -344,8 +343,9 @@ def compile_pack(options: CompileOptions) -> Pack:
     prompts = evenly(prompts, options.limit or len(prompts))
     misses = [miss for path in options.misses for miss in read_misses(path)]
     decoder = ShapeDecoder.from_pretrained(
-        None, target=options.target, dtype=options.dtype, device_map=options.device_map, drafter="suffix"
+        target=options.target, dtype=options.dtype, drafter="suffix", **of_target(options)
     )
+    announce(decoder.target)
     target, counts = decoder.target, Counter[tuple[tuple[int, ...], ...]]()
     for number, prompt in enumerate(tqdm(prompts, desc="compile", unit="prompt")):
         ids = target.encode(prompt.opening)
@@ -421,6 +421,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     reader.add_argument(
         "--target", type=str | None, default=None, help="shows text for tokens; default: that of the pack"
     )
+    reader.add_class_arguments(PlacedOptions)
     commands.add_subcommand("inspect", reader)
     reader = ArgumentParser(description="Make one pack of several.")
     reader.add_argument("packs", type=str, nargs="+", help="files that compile has written")
@@ -435,7 +436,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(inspect(options.output, 0, None))
         elif values.subcommand == "inspect":
             pack = Pack.load(values.inspect.pack)
-            target = Target.load(values.inspect.target or pack.target.name)
+            loading = PlacedOptions(**{entry.name: values.inspect[entry.name] for entry in fields(PlacedOptions)})
+            target = Target.load(values.inspect.target or pack.target.name, **of_target(loading))
             pack.require(target, f"pack {values.inspect.pack}")
             print(inspect(values.inspect.pack, values.inspect.show, target))
         else:

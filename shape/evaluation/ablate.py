@@ -24,7 +24,7 @@ from argparse import ArgumentError
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import count
 from pathlib import Path
 from statistics import mean
@@ -52,7 +52,8 @@ from shape.evaluation.results import SpeedResults, Tally
 from shape.evaluation.sizes import as_large_as, parameters
 from shape.evaluation.speed import Method, Outside, measure
 from shape.features import quiet
-from shape.target import Target
+from shape.loading import TargetOptions, of_target
+from shape.target import Target, announce
 from shape.together import require_alike
 from shape.train import TrainOptions
 from shape.verification.sampling import Sampler
@@ -62,7 +63,8 @@ from shape.verification.tree import TokenTree
 _OURS = ("output", "seed", "ckpt_path")
 _SHARED = (
     "target", "data", "validation_data", "regenerate", "features", "online", "max_length", "limit", "skip_bad_rows",
-    "target_dtype", "trust_remote_code", "measurement", "regeneration",
+    "target_dtype", "measurement", "regeneration",
+    *(entry.name for entry in fields(TargetOptions)),
 )  # fmt: skip
 # Differences between an earlier run's options and these do not make it another run: where it lies.
 _PLACES = {"output", "features"}
@@ -85,7 +87,7 @@ class MeasureOptions:
         seed: of the sampling.
         examined: so many of the prompts are decoded once more, untimed and traced, to count acceptance by depth and the
             operations of a draft.
-        device_map: where the target is put.
+        device_map: where the target is put; default: on a GPU where there is one.
     """
 
     prompts: str | None = None
@@ -98,7 +100,7 @@ class MeasureOptions:
     warmup: int = 2
     seed: int = 0
     examined: int = 8
-    device_map: str | None = None
+    device_map: str | dict[str, str | int] | None = None
 
     def check(self) -> None:
         """Raises ConfigError for the first value out of range."""
@@ -226,7 +228,9 @@ def plan(options: AblationOptions) -> list[Run]:
     runs = [_run(reader, values, name, changes, 0, output) for name, changes in chosen.items()]
     # What only the target can tell is checked with it. It is not kept, since the trainings have it to themselves.
     first = runs[0].options
-    target = Target.load(first.target, dtype=first.target_dtype, trust_remote_code=first.trust_remote_code)
+    if first.token is not None:
+        raise ConfigError("token would be written into the options of every training; leave it out, and set HF_TOKEN")
+    target = Target.load(first.target, dtype=first.target_dtype, device_map="cpu", **of_target(first))
     sizes: dict[str, dict[str, int]] = {}
     if (like := options.same_size_as) is not None:
         model = _run(reader, values, like, options.variants[like] or {}, 0, output)
@@ -597,9 +601,8 @@ def _measure(
     source: str,
 ) -> Ablation:
     chosen, given = options.measure, runs[0].options
-    target = Target.load(
-        given.target, dtype=chosen.dtype, device_map=chosen.device_map, trust_remote_code=given.trust_remote_code
-    )
+    target = Target.load(given.target, dtype=chosen.dtype, device_map=chosen.device_map, **of_target(given))
+    announce(target)
     others = _others(chosen.methods)
     trees: dict[str | None, TreeShape | None] = {name: tree for name, tree in options.trees.items()} or {None: None}
     lines = {_label(name, tree, trained): (name, tree) for name in trained for tree in trees}

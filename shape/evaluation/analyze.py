@@ -44,10 +44,11 @@ from shape.evaluation.analysis_report import draw, report
 from shape.evaluation.environment import Environment
 from shape.examples import Reader, Texts, examples, known_in
 from shape.features import compute_features
+from shape.loading import SOURCE, PairOptions, of_pair, of_predictor, of_target, only, recorded
 from shape.losses import kl, mistake_costs, sinkhorn, total_variation
 from shape.network import Known, Predictor
 from shape.store import Stored, eligible
-from shape.target import Target
+from shape.target import Target, announce
 from shape.transport import Plan, optimal_acceptance, squared_distances
 from shape.transport import sinkhorn as entropic_plan
 from shape.verification.acceptance import match, reject_in_turn
@@ -551,7 +552,7 @@ def _alignment(one: Tensor, other: Tensor) -> float:
 
 
 @dataclass
-class AnalyzeOptions:
+class AnalyzeOptions(PairOptions):
     """What to analyse.
 
     Args:
@@ -572,7 +573,6 @@ class AnalyzeOptions:
         draws: of each acceptance rule at each position.
         seed: of positions and draws.
         dtype: of the target.
-        device_map: where the target is put.
         label: heading of the report.
     """
 
@@ -593,7 +593,6 @@ class AnalyzeOptions:
     draws: int = 256
     seed: int = 0
     dtype: str = "float32"
-    device_map: str | None = None
     label: str = ""
 
 
@@ -601,12 +600,13 @@ def run(options: AnalyzeOptions) -> dict[str, Any]:
     """Measures, and writes analysis.json, analysis.md and analysis.png. Returns what is in the first."""
     _check(options)
     decoder = ShapeDecoder.from_pretrained(
-        options.predictor, target=options.target, dtype=options.dtype, device_map=options.device_map
+        predictor=options.predictor, target=options.target, dtype=options.dtype, **of_pair(options)
     )
     target = decoder.target
-    predictor = refined = _predictor(options.predictor, target)
+    announce(target)
+    predictor = refined = _predictor(options.predictor, target, of_predictor(options))
     if options.refined:
-        refined = _predictor(options.refined, target)
+        refined = _predictor(options.refined, target, only(SOURCE, of_target(options)))
         if refined.config.refinement != "sinkhorn":
             raise ConfigError(f'refined predictor {options.refined} has no refinement "sinkhorn"; give one that has')
     parts = [*range(0, options.positions, 16)]
@@ -642,7 +642,7 @@ def run(options: AnalyzeOptions) -> dict[str, Any]:
     environment = Environment.capture(target.device)
     environment = replace(environment, versions=environment.versions | {"POT": version("POT")})
     record = {
-        "options": asdict(options),
+        "options": recorded(options),
         "environment": asdict(environment),
         "texts": len(texts),
         "positions": {"states": len(states), "drafts": len(p)},
@@ -672,13 +672,13 @@ def _check(options: AnalyzeOptions) -> None:
         raise ConfigError("both data and prompts are given; give conversations or prompts to be answered")
 
 
-def _predictor(name: str, target: Target) -> Predictor:
+def _predictor(name: str, target: Target, hub: dict[str, Any]) -> Predictor:
     """In float32, which decoding does not insist on.
 
     Raises:
         ConfigError: it reads other layers than the last. TargetMismatch: it is another target's.
     """
-    predictor = load_predictor(name).float().to(target.device)
+    predictor = load_predictor(name, **hub).float().to(target.device)
     TrainedDrafter(predictor).bind(target)
     if len(predictor.config.feature_layers) > 1:
         raise ConfigError(

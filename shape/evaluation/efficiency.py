@@ -36,9 +36,10 @@ from shape.errors import ConfigError, exit_on_error
 from shape.evaluation.cells import json_by_line, markdown, show
 from shape.evaluation.environment import Environment
 from shape.evaluation.results import Estimate, estimate, interval, ratio
+from shape.loading import PairOptions, of_pair, recorded
 from shape.stats import Step, quantile
 from shape.streams import Arrivals
-from shape.target import Target
+from shape.target import Target, announce
 from shape.verification.forward import Support, attending, new_arena, tree_inputs
 from shape.verification.tree import chain
 
@@ -298,7 +299,7 @@ def report(cases: Sequence[Case]) -> str:
 
 
 @dataclass
-class EfficiencyOptions:
+class EfficiencyOptions(PairOptions):
     """What to measure.
 
     Args:
@@ -313,7 +314,6 @@ class EfficiencyOptions:
         temperatures: 0 is greedy.
         batches: numbers of rows.
         drafters: measured beside the predictor.
-        device_map: where the target is put.
         prepacked: weights in the layout of the CPU's matrix kernels (see `shape.prepack`); default: if there is room.
         label: heading of the table.
     """
@@ -329,7 +329,6 @@ class EfficiencyOptions:
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
     batches: list[int] = field(default_factory=lambda: [1])
     drafters: list[str] = field(default_factory=lambda: ["ngram"])
-    device_map: str | None = None
     prepacked: bool | None = None
     label: str = ""
 
@@ -344,13 +343,15 @@ def run(options: EfficiencyOptions) -> list[Case]:
     for dtype in options.dtypes:
         predictor = None if options.predictor == "none" else options.predictor
         decoder = ShapeDecoder.from_pretrained(
-            predictor,
+            predictor=predictor,
             target=options.target,
             dtype=dtype,
-            device_map=options.device_map,
+            drafter="none" if predictor is None else None,
             prepacked=options.prepacked,
+            **of_pair(options),
         )
         target = decoder.target
+        announce(target)
         drafters = {name: made for name in options.drafters if (made := make_drafter(name)) is not None}
         if decoder.drafter is not None:
             drafters[decoder.drafter.name] = decoder.drafter
@@ -378,7 +379,7 @@ def _write(
     folder = Path(options.output)
     folder.mkdir(parents=True, exist_ok=True)
     figures = [{**asdict(case), "gaps": [case.gap(0.5), case.gap(0.95)]} for case in cases]
-    head = {"options": asdict(options), "environment": asdict(environment)}
+    head = {"options": recorded(options), "environment": asdict(environment)}
     (folder / "efficiency.json").write_text(json_by_line(head, "cases", figures))
     times = f"each answered {options.repeats} times, " if options.repeats > 1 else ""
     title = options.label or f"Engine efficiency, {Path(target.name).name}"

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -95,7 +96,8 @@ def matrix_product_peak(device: torch.device, dtype: torch.dtype, size: int = 10
 def _command() -> str:
     module = getattr(sys.modules["__main__"], "__spec__", None)
     program = ["python", "-m", module.name] if module else [Path(sys.argv[0]).name or "python"]
-    return shlex.join(program + sys.argv[1:])
+    command = shlex.join(program + sys.argv[1:])
+    return re.sub(r"(--token[= ])\S+", r"\1...", command)  # a secret
 
 
 def _commit() -> str | None:

@@ -5,7 +5,7 @@
 
 Everything behind the module's name is lm-evaluation-harness's own command line, where releases after 0.4.13 know the
 model "shape" by themselves (`lm_eval --model shape ...`). It takes what `ShapeDecoder.from_pretrained` does (predictor,
-target, drafter, dtype, device_map, lookahead) and `acceptance`.
+target, drafter, dtype, device_map, lookahead, revision, trust_remote_code, ...) and `acceptance`.
 
 What a task generates is decoded with drafts. What it asks the probability of, as tasks of multiple choice do, is one
 forward of the target, in which nothing is generated and speculation has no part: those results are the target's own,
@@ -20,6 +20,8 @@ from torch import Tensor
 
 from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.errors import ConfigError, exit_on_error
+from shape.loading import PairOptions, of_pair
+from shape.target import announce
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -37,9 +39,12 @@ class ShapeLM(HFLM):
     """A decoder as lm-evaluation-harness sees it.
 
     Args:
-        predictor, target, drafter, dtype, device_map, lookahead: see `ShapeDecoder.from_pretrained`.
+        predictor, target, drafter, dtype, device_map, lookahead, predictor_revision: see
+            `ShapeDecoder.from_pretrained`.
         acceptance: a rule's name; the lossy ones change results, which is what they can be compared by.
         device: where the target is put, unless device_map says so.
+        revision, token, trust_remote_code, attn_implementation, quantization_config, target_options: how the target is
+            read (see `shape.loading.TargetOptions`).
         options: those of `lm_eval.models.huggingface.HFLM`: batch_size, max_length, add_bos_token, ...
 
     Raises:
@@ -56,14 +61,36 @@ class ShapeLM(HFLM):
         device: str | None = None,
         device_map: str | None = None,
         lookahead: str | int = "adaptive",
+        predictor_revision: str | None = None,
+        revision: str | None = None,
+        token: str | None = None,
+        trust_remote_code: bool = False,
+        attn_implementation: str | None = None,
+        quantization_config: dict[str, Any] | None = None,
+        target_options: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
             device = None  # what the library asks for where nobody has
-        place = device_map or device
-        self.decoder = ShapeDecoder.from_pretrained(
-            predictor, target=target, drafter=drafter, dtype=dtype, device_map=place, lookahead=lookahead
+        loading = PairOptions(
+            predictor_revision=predictor_revision,
+            device_map=device_map or device,
+            revision=revision,
+            token=token,
+            trust_remote_code=trust_remote_code,
+            attn_implementation=attn_implementation,
+            quantization_config=quantization_config,
+            target_options=target_options or {},
         )
+        self.decoder = ShapeDecoder.from_pretrained(
+            predictor=predictor,
+            target=target,
+            drafter=drafter,
+            dtype=dtype,
+            lookahead=lookahead,
+            **of_pair(loading),
+        )
+        announce(self.decoder.target)
         if self.decoder.tokenizer is None:
             raise ConfigError(f"target {self.decoder.target.name} has no tokenizer; give a folder that has one")
         self.acceptance, self.emitted, self.forwards = acceptance, 0, 0

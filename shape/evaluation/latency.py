@@ -25,13 +25,14 @@ from shape.errors import ConfigError, exit_on_error
 from shape.evaluation.cells import markdown, show
 from shape.evaluation.environment import Environment
 from shape.evaluation.journal import Journal
+from shape.loading import PlacedOptions, default_device, of_target, recorded
 from shape.stats import quantile
 from shape.streams import Arrivals
-from shape.target import Target
+from shape.target import Target, announce
 
 
 @dataclass
-class LatencyOptions:
+class LatencyOptions(PlacedOptions):
     """What to measure.
 
     Args:
@@ -41,7 +42,6 @@ class LatencyOptions:
         new_tokens: of each answer, which no end token stops.
         repeats: answers per context and method.
         dtype: of the targets; default: each checkpoint's own.
-        device_map: where they are put.
         seed: of the prompts.
         label: heading of the table.
     """
@@ -52,7 +52,6 @@ class LatencyOptions:
     new_tokens: int = 64
     repeats: int = 5
     dtype: str | None = None
-    device_map: str | None = None
     seed: int = 0
     label: str = ""
 
@@ -142,22 +141,24 @@ def run(options: LatencyOptions) -> list[Latency]:
         raise ConfigError("targets and contexts need one entry at least, new_tokens, repeats and contexts at least 1")
     folder = Path(options.output)
     folder.mkdir(parents=True, exist_ok=True)
-    on_gpu = options.device_map not in (None, "cpu") and torch.cuda.is_available()
+    place = str(of_target(options).get("device_map", default_device()))
+    on_gpu = not place.startswith("cpu") and torch.cuda.is_available()
     environment = Environment.capture(torch.device("cuda" if on_gpu else "cpu"))
-    journal = Journal(folder / "records.jsonl", {**asdict(options), **environment.machine()})
+    journal = Journal(folder / "records.jsonl", {**recorded(options), **environment.machine()})
     finished: dict[str, list[Latency]] = {
         record["target"]: [Latency(**one) for one in record["found"]] for record in journal.records
     }
     for name in tqdm(options.targets, desc="latency", unit="target"):
         if name not in finished:
-            target = Target.load(name, dtype=options.dtype, device_map=options.device_map)
+            target = Target.load(name, dtype=options.dtype, **of_target(options))
+            announce(target)
             finished[name] = measure(target, options.contexts, options.new_tokens, options.repeats, options.seed)
             journal.append({"target": name, "found": [asdict(one) for one in finished[name]]})
     found = [one for name in options.targets for one in finished[name]]
     if not found:
         raise ConfigError(f"no target has positions for contexts {options.contexts}; give shorter ones")
     record = {
-        "options": asdict(options),
+        "options": recorded(options),
         "environment": asdict(environment),
         "latencies": [asdict(one) for one in found],
     }

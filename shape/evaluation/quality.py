@@ -45,8 +45,10 @@ from shape.evaluation.quality_results import Ahead, QualityRecord, QualityResult
 from shape.evaluation.similarity import Encoder, Likeness
 from shape.evaluation.speed import describe, prompts_hash, target_settings
 from shape.examples import Reader, forced_drafts
+from shape.loading import PairOptions, of_pair, recorded
 from shape.rules import RULES, Match, Rule, TrsLossy, TypicalLossy, make_rule
 from shape.store import Stored
+from shape.target import announce
 
 PLAIN, SHAPE, ALONE, BEAM = "plain", "shape", "drafter-alone", "beam"
 TOO_LONG = "a prompt and its answer exceed the target's positions"
@@ -54,7 +56,7 @@ MODES = (PLAIN, SHAPE, *(name for name in RULES if name != Match.name), ALONE, B
 
 
 @dataclass
-class QualityOptions:
+class QualityOptions(PairOptions):
     """What to measure.
 
     Args:
@@ -76,7 +78,6 @@ class QualityOptions:
         timed: also report speed; only means something on a machine that does nothing else.
         seed: of the sampling, for the first prompt; the others count up.
         dtype: of the target.
-        device_map: where the target is put.
         label: heading of the table.
     """
 
@@ -97,7 +98,6 @@ class QualityOptions:
     timed: bool = False
     seed: int = 0
     dtype: str | None = None
-    device_map: str | None = None
     label: str = ""
 
 
@@ -302,9 +302,10 @@ def run(options: QualityOptions) -> QualityResults:
         )
     isolation = str(sandbox.require()) if coded else None
     decoder = ShapeDecoder.from_pretrained(
-        options.predictor, target=options.target, dtype=options.dtype, device_map=options.device_map
+        predictor=options.predictor, target=options.target, dtype=options.dtype, **of_pair(options)
     )
     target = decoder.target
+    announce(target)
     writer = _Writer(options, decoder)
     encoder = None if options.encoder is None else Encoder.load(options.encoder, target.device)
     measurement = _Measurement(options, writer, encoder)
@@ -314,7 +315,7 @@ def run(options: QualityOptions) -> QualityResults:
         raise DataError(f"no prompt leaves room for {options.max_new_tokens} new tokens; give shorter ones, or fewer")
     environment = Environment.capture(target.device)
     settings = {
-        **asdict(options),
+        **recorded(options),
         "output": None,
         **target_settings(target),
         "predictor": Path(options.predictor).name,

@@ -12,7 +12,7 @@ same command goes on after an interruption. Writes `tables.md` and `tables.json`
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from shape.evaluation import ablate, analyze, efficiency, latency, quality
 from shape.evaluation.environment import Environment
 from shape.evaluation.paper_tables import LOOKAHEAD, NUMBERS, Found, Table, is_missing, made, render
 from shape.evaluation.speed import measure_in
+from shape.loading import PairOptions, PlacedOptions, TargetOptions, of_pair, of_predictor, of_target
 
 SCHEMA_VERSION = 1
 BATCHES = (1, 2, 4, 8, 16, 24)
@@ -38,7 +39,7 @@ LOOKAHEADS = (1, 2, 3)
 
 
 @dataclass
-class TablesOptions:
+class TablesOptions(PairOptions):
     """Which tables, from what.
 
     Args:
@@ -56,7 +57,6 @@ class TablesOptions:
         limit: prompts of each measurement, evenly chosen.
         max_new_tokens: longest answer.
         dtype: of the target while measuring.
-        device_map: where the target is put.
     """
 
     tables: list[str | int] | None = None
@@ -72,7 +72,6 @@ class TablesOptions:
     limit: int = 24
     max_new_tokens: int = 96
     dtype: str | None = None
-    device_map: str | None = None
 
 
 Run = Callable[[TablesOptions, Path], object]
@@ -87,6 +86,11 @@ def _first(options: TablesOptions) -> str:
     return next(iter(named_predictors(_given(options)).values()))
 
 
+def _loading(options: TablesOptions, kind: type[TargetOptions] = PairOptions) -> dict[str, Any]:
+    """How models are loaded, for the options of another command."""
+    return {entry.name: getattr(options, entry.name) for entry in fields(kind)}
+
+
 def _analysis(options: TablesOptions, folder: Path) -> object:
     return analyze.run(
         analyze.AnalyzeOptions(
@@ -95,7 +99,7 @@ def _analysis(options: TablesOptions, folder: Path) -> object:
             predictor=_first(options),
             data=options.data,
             prompts=None if options.data else options.prompts,
-            device_map=options.device_map,
+            **_loading(options),
         )
     )
 
@@ -115,7 +119,7 @@ def _bench(options: TablesOptions, folder: Path) -> None:
                     limit=options.limit,
                     max_new_tokens=options.max_new_tokens,
                     dtype=options.dtype,
-                    device_map=options.device_map,
+                    **_loading(options),
                 )
             )
 
@@ -132,7 +136,7 @@ def _batches(options: TablesOptions, folder: Path) -> object:
             dtypes=[options.dtype or "bfloat16"],
             temperatures=[0.0],
             batches=[size for size in BATCHES if size <= options.limit],
-            device_map=options.device_map,
+            **_loading(options),
         )
     )
 
@@ -148,7 +152,7 @@ def _quality(options: TablesOptions, folder: Path, **more: Any) -> object:
             max_new_tokens=options.max_new_tokens,
             encoder=options.encoder,
             dtype=options.dtype,
-            device_map=options.device_map,
+            **_loading(options),
             **more,
         )
     )
@@ -157,11 +161,15 @@ def _quality(options: TablesOptions, folder: Path, **more: Any) -> object:
 def _ablation(options: TablesOptions, folder: Path, name: str) -> object:
     given = {"target": options.target, "data": options.data, "measure.prompts": options.prompts}
     arguments = [f"--{key}={value}" for key, value in given.items() if value is not None]
-    return ablate.ablate(ablate.parse([name, f"--output={folder}", *arguments]))
+    loading = {key: value for key, value in _loading(options, TargetOptions).items() if value}
+    if (place := of_target(options).get("device_map")) is not None:
+        arguments.append(f"--measure.device_map={place}")
+    overrides = json.dumps([f"{key}={json.dumps(value)}" for key, value in loading.items()])
+    return ablate.ablate(ablate.parse([name, f"--output={folder}", f"--override={overrides}", *arguments]))
 
 
 def _latency(options: TablesOptions, folder: Path) -> object:
-    known = load_predictor(_first(options)).config.target_identity
+    known = load_predictor(_first(options), **of_predictor(options)).config.target_identity
     target: str | None = options.target or (known["name"] if known else None)
     if target is None:
         raise ConfigError(f"predictor {_first(options)} does not say which target it was trained for; give it")
@@ -170,14 +178,14 @@ def _latency(options: TablesOptions, folder: Path) -> object:
             output=str(folder),
             targets=options.targets or [target],
             dtype=options.dtype,
-            device_map=options.device_map,
+            **_loading(options, PlacedOptions),
         )
     )
 
 
 def _lookaheads(options: TablesOptions, folder: Path) -> object:
     decoder = ShapeDecoder.from_pretrained(
-        _first(options), target=options.target, dtype=options.dtype, device_map=options.device_map
+        predictor=_first(options), target=options.target, dtype=options.dtype, **of_pair(options)
     )
     drafter = decoder.drafter
     if not isinstance(drafter, TrainedDrafter):
@@ -223,7 +231,7 @@ def collect(options: TablesOptions) -> Found:
     if not runs.resolve().is_relative_to(results.resolve()):
         found.add(runs, "runs/")
     for name, folder in named_predictors(_given(options)).items():
-        network = load_predictor(folder)
+        network = load_predictor(folder, **of_predictor(options))
         if network.config.training:
             described = {"training": network.config.training, "parameters": network.num_parameters()}
             found.trained[f"{name} ({Path(folder).name})"] = described

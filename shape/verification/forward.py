@@ -345,5 +345,5 @@ def _chain_failure(target: Target, support: Support, prompt: Tensor, drafts: Ten
 
 def _distance(found: Tensor, expected: Tensor) -> float:
     """Root mean square error relative to the expected values; NaN compares as failure."""
-    error = (found.double() - expected.double()).pow(2).mean()
-    return float((error / expected.double().pow(2).mean()).sqrt())
+    found, expected = found.cpu().double(), expected.cpu().double()  # Apple's accelerators have no float64
+    return float(((found - expected).pow(2).mean() / expected.pow(2).mean()).sqrt())

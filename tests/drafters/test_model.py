@@ -183,6 +183,6 @@ def test_from_pretrained(tiny_target, tiny_target_folder, tmp_path, tiny_model, 
     hybrid = ShapeDecoder.from_pretrained(tmp_path, target=tiny_target_folder, drafter=["suffix", "model"]).drafter
     assert isinstance(hybrid, HybridDrafter) and hybrid.name == "suffix+model"
     with pytest.raises(ConfigError, match="is a language model, which drafts for any with its tokens"):
-        ShapeDecoder.from_pretrained(tmp_path)
+        ShapeDecoder.from_pretrained(predictor=tmp_path)
     with pytest.raises(ConfigError, match="'model' is unknown"):
         make_drafter("model")

@@ -1,0 +1,165 @@
+"""How a target comes to be loaded: the options of transformers' ``from_pretrained``, one set for all commands."""
+
+from collections.abc import Mapping, Set
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from transformers.utils import cached_file, extract_commit_hash
+
+from shape.errors import ConfigError
+
+# Where hub repositories are read from, in transformers' words. A revision is one repository's own; the rest serves the
+# target's and the predictor's.
+SOURCE = frozenset({"token", "cache_dir", "local_files_only", "force_download", "proxies"})
+HUB_OPTIONS = SOURCE | {"revision"}
+_OURS = {"dtype", "device_map", "tokenizer", "prepacked"}  # in Target.load, and options of commands by themselves
+# What says which files are read: all that a tokenizer takes, of which any other would become a setting.
+FILE_OPTIONS = HUB_OPTIONS | {"trust_remote_code", "code_revision", "subfolder", "gguf_file"}
+
+
+@dataclass(kw_only=True)
+class TargetOptions:
+    """How a target is read, in the words of transformers' `from_pretrained`.
+
+    Attributes:
+        revision: branch, tag or commit of the target's hub repository.
+        token: for hub repositories that are not public; default: the one that you are logged in with, or HF_TOKEN.
+        trust_remote_code: run code that comes with the target.
+        attn_implementation: the target's attention, for example sdpa, eager or flash_attention_2.
+        quantization_config: how the target's weights are quantised when it is loaded, for example
+            '{quant_method: bitsandbytes, load_in_4bit: true}'.
+        target_options: whatever else transformers takes, for example '{variant: fp16, subfolder: model}'.
+    """
+
+    revision: str | None = None
+    token: str | None = field(default=None, repr=False)
+    trust_remote_code: bool = False
+    attn_implementation: str | None = None
+    quantization_config: dict[str, Any] | None = None
+    target_options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class PlacedOptions(TargetOptions):
+    """How a target is read, and where it is put.
+
+    Attributes:
+        device: where the target is put, for example cpu or cuda:1; default: on a GPU where there is one.
+        device_map: the same in transformers' words, to spread it: auto, or in YAML a device for each part.
+    """
+
+    device: str | None = None
+    device_map: str | dict[str, str | int] | None = None
+
+
+@dataclass(kw_only=True)
+class PairOptions(PlacedOptions):
+    """How a target and its predictor are read, and where the target is put.
+
+    Attributes:
+        predictor_revision: branch, tag or commit of the predictor's hub repository.
+    """
+
+    predictor_revision: str | None = None
+
+
+# No methods: jsonargparse would take public ones for commands.
+
+
+def of_target(options: TargetOptions) -> dict[str, Any]:
+    """What was given, as options of ``Target.load``.
+
+    Raises:
+        ConfigError: one is given twice, or a device that is not there.
+    """
+    given: dict[str, Any] = {
+        "revision": options.revision,
+        "token": options.token,
+        "trust_remote_code": options.trust_remote_code or None,
+        "attn_implementation": options.attn_implementation,
+        "quantization_config": options.quantization_config,
+    }
+    if isinstance(options, PlacedOptions):
+        if options.device is not None and options.device_map is not None:
+            raise ConfigError("device and device_map both say where the target is put; give one of them")
+        given["device_map"] = options.device_map if options.device is None else resolve_device(options.device)
+    given = {name: value for name, value in given.items() if value is not None}
+    if ours := sorted(_OURS & options.target_options.keys()):
+        raise ConfigError(f"{ours[0]} stands in target_options, which are transformers' own; leave it out there")
+    if twice := sorted(given.keys() & options.target_options.keys()):
+        raise ConfigError(f"{twice[0]} is given by itself and in target_options; give it once")
+    return {**given, **options.target_options}
+
+
+def of_predictor(options: PairOptions) -> dict[str, Any]:
+    """Where predictors are read from."""
+    revision = {} if options.predictor_revision is None else {"revision": options.predictor_revision}
+    return {**only(SOURCE, of_target(options)), **revision}
+
+
+def of_pair(options: PairOptions) -> dict[str, Any]:
+    """What was given, as options of ``ShapeDecoder.from_pretrained``."""
+    return {**of_target(options), "predictor_revision": options.predictor_revision}
+
+
+def recorded(options: Any) -> dict[str, Any]:
+    """A command's options as results keep them: without the token, which is a secret."""
+    return {name: value for name, value in asdict(options).items() if name != "token"}
+
+
+def default_device() -> torch.device:
+    """Where a target is put that nobody puts elsewhere: torch's default device if it was set, or else an accelerator if
+    there is one.
+    """
+    if (chosen := torch.get_default_device()).type != "cpu":
+        return chosen
+    if torch.cuda.is_available():
+        return torch.device("cuda")  # of several the process's own, by transformers' rule
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """A device that is there, from its name.
+
+    Raises:
+        ConfigError: no such device.
+    """
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:  # an unknown name; or torch was built without that kind
+        raise ConfigError(f"device {device} is not there; use cpu, cuda or cuda:1 ({first_line(error)})") from error
+
+
+def resolve_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """A torch dtype from its name; None and "auto" mean the checkpoint's own.
+
+    Raises:
+        ConfigError: not the name of a floating-point dtype.
+    """
+    if dtype is None or dtype == "auto":
+        return None
+    found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(f"dtype {dtype} is not a floating-point dtype; use float32, bfloat16 or float16")
+    return found
+
+
+def commit_of(where: str, options: dict[str, Any]) -> str:
+    """The commit that a revision of a hub repository stands for now; empty for a folder, and for what cannot be read,
+    which is said by whoever reads it.
+    """
+    try:
+        found = cached_file(where, "config.json", **only(HUB_OPTIONS | {"subfolder"}, options))
+        return extract_commit_hash(found, None) or ""
+    except (OSError, ValueError):
+        return ""
+
+
+def only(names: Set[str], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of these names."""
+    return {name: value for name, value in options.items() if name in names}
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
