@@ -10,6 +10,8 @@ Stop it whenever you like: the same command continues where it stopped.
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
 from jsonargparse import ArgumentParser
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
@@ -17,7 +19,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from shape import costs
 from shape.conversations import load_conversations
 from shape.errors import exit_on_error
-from shape.features import FeatureOptions, TrainerOptions, extract, quiet
+from shape.features import FeatureOptions, TrainerOptions, extract, quiet, rows_of
 from shape.store import FeatureStore
 from shape.target import Target
 
@@ -30,6 +32,7 @@ class ExtractOptions(FeatureOptions):
         target: folder or hub id of the target, or quickstart-target.
         data: file, folder or hub dataset with conversations.
         output: folder of the features, or an address that fsspec knows (s3://...).
+        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
         limit: at most so many conversations.
         target_dtype: dtype to run the target in; null is its checkpoint's own.
         trust_remote_code: run code that comes with the target.
@@ -39,6 +42,7 @@ class ExtractOptions(FeatureOptions):
     target: str
     data: str
     output: str
+    chat_template_kwargs: dict[str, Any] | None = None
     limit: int | None = None
     target_dtype: str | None = None
     trust_remote_code: bool = False
@@ -49,8 +53,14 @@ def run(options: ExtractOptions) -> FeatureStore:
     """Extract, or complete what an earlier run left; returns the store."""
     target = Target.load(options.target, dtype=options.target_dtype, trust_remote_code=options.trust_remote_code)
     options.check(target)
-    conversations = load_conversations(options.data, skip_bad_rows=options.skip_bad_rows, limit=options.limit)
-    return extract(target, conversations, options.output, options, options.trainer.for_extraction())
+    conversations = load_conversations(
+        options.data,
+        skip_bad_rows=options.skip_bad_rows,
+        limit=options.limit,
+        chat_template_kwargs=options.chat_template_kwargs,
+    )
+    rows = list(chain.from_iterable(rows_of(target, conversations)))
+    return extract(target, rows, options.output, options, options.trainer.for_extraction())
 
 
 def parser() -> ArgumentParser:
