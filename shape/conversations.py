@@ -103,9 +103,6 @@ class Tokens:
     input_ids: array
     loss_mask: bytes
 
-    def extends(self, other: "Tokens") -> bool:
-        return self.input_ids[: len(other.input_ids)] == other.input_ids
-
 
 @dataclass(frozen=True)
 class Conversation:
@@ -696,11 +693,11 @@ def joined(turns: Iterable[tuple[Sequence[int], Sequence[int]]]) -> tuple[Tokens
     """
     texts: list[Tokens] = []
     for prompt, answer in turns:
-        text = Tokens(array("i", [*prompt, *answer]), bytes(len(prompt)) + bytes([1] * len(answer)))
-        if texts and text.extends(texts[-1]):
-            mask = texts.pop().loss_mask
-            text = replace(text, loss_mask=mask + text.loss_mask[len(mask) :])
-        texts.append(text)
+        mask = bytes(len(prompt))
+        if texts and list(prompt[: len(texts[-1].input_ids)]) == texts[-1].input_ids.tolist():
+            known = texts.pop().loss_mask
+            mask = known + mask[len(known) :]
+        texts.append(Tokens(array("i", [*prompt, *answer]), mask + bytes([1] * len(answer))))
     return tuple(texts)
 
 
@@ -759,7 +756,7 @@ def encode(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, max_l
     mask: Sequence[int]
     if conversation.texts:
         (text,) = conversation.texts
-        ids, mask = text.input_ids, text.loss_mask
+        ids, mask = text.input_ids, list(text.loss_mask)
     elif conversation.kind == "chat":
         ids, mask = _tokenise(tokenizer, *_chat_spans(conversation, tokenizer))
     else:
@@ -995,6 +992,19 @@ def _tokenise(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span]) 
         edges = [0, *cuts, len(text)]
         parts = [_offsets(tokenizer, text[a:b], a) for a, b in pairwise(edges)]
         found, starts, stops = (np.concatenate(column) for column in zip(*parts, strict=True))
+    for start, _ in spans:
+        blank = len(text[:start].rstrip())
+        if (
+            start - blank > 1
+        ):  # some tokenizers read a run of blanks otherwise where words follow, as in decoding none do
+            prompt = _offsets(tokenizer, text[:start], 0)
+            same = np.intersect1d(starts[starts <= blank], prompt[1]).max(initial=0)
+            known = np.searchsorted(starts, same), np.searchsorted(starts, start)
+            tail = np.searchsorted(prompt[1], same)
+            found, starts, stops = (
+                np.concatenate([now[: known[0]], own[tail:], now[known[1] :]])
+                for now, own in zip((found, starts, stops), prompt, strict=True)
+            )
     special = np.isin(found, tokenizer.all_special_ids)  # may swallow the whitespace behind it
     inside = np.zeros(len(found), dtype=bool)
     for start, end in spans:
