@@ -992,20 +992,20 @@ def _tokenise(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span]) 
         edges = [0, *cuts, len(text)]
         parts = [_offsets(tokenizer, text[a:b], a) for a, b in pairwise(edges)]
         found, starts, stops = (np.concatenate(column) for column in zip(*parts, strict=True))
+    specials = tokenizer.all_special_ids
     for start, _ in spans:
         blank = len(text[:start].rstrip())
-        if (
-            start - blank > 1
-        ):  # some tokenizers read a run of blanks otherwise where words follow, as in decoding none do
-            prompt = _offsets(tokenizer, text[:start], 0)
-            same = np.intersect1d(starts[starts <= blank], prompt[1]).max(initial=0)
-            known = np.searchsorted(starts, same), np.searchsorted(starts, start)
-            tail = np.searchsorted(prompt[1], same)
+        # Some tokenizers read a run of blanks otherwise where words follow, and in decoding none do.
+        if start - blank > 1:
+            first = starts[np.isin(found, specials) & (starts <= blank)].max(initial=0)  # where reading begins anew
+            prompt = _offsets(tokenizer, text[first:start], first)
+            same = np.intersect1d(starts[starts <= blank], prompt[1]).max(initial=first)
+            tail, before, after = np.searchsorted(prompt[1], same), *np.searchsorted(starts, [same, start])
             found, starts, stops = (
-                np.concatenate([now[: known[0]], own[tail:], now[known[1] :]])
+                np.concatenate([now[:before], own[tail:], now[after:]])
                 for now, own in zip((found, starts, stops), prompt, strict=True)
             )
-    special = np.isin(found, tokenizer.all_special_ids)  # may swallow the whitespace behind it
+    special = np.isin(found, specials)  # may swallow the whitespace behind it
     inside = np.zeros(len(found), dtype=bool)
     for start, end in spans:
         inside |= (starts >= start) & (starts < end) & ((stops <= end) | special)
