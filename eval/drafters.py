@@ -155,7 +155,7 @@ def _first_tokens(target: Target, drafter: RecipeDrafter, prompts: Sequence[Prom
     decoder = ShapeDecoder(target, drafter, fall_back=False)
     steps = hits = right = 0
     for prompt in prompts:
-        ids = target.encode(prompt.opening)
+        ids = target.encode(prompt.opening, prompt.template)
         out = decoder.generate(ids, max_new_tokens=most, return_dict_in_generate=True, trace=True)
         assert isinstance(out, ShapeOutput) and out.trace is not None
         steps += out.stats.forwards

@@ -409,7 +409,7 @@ def main() -> None:
         small, predictor = loaded(args, "bfloat16", device)
         source = bundled.path("data", "bench.jsonl")
         chosen = evenly(load_prompts(source), max(batches))
-        prompts = [prompt_ids(prompt.messages, small.tokenizer) for prompt in chosen]
+        prompts = [prompt_ids(prompt.messages, small.tokenizer, prompt.template) for prompt in chosen]
         all_of(small, predictor, prompts, Path(small.name).name, 0.4)
         with record.part("equality of compiled, captured and eager steps", 60) as go:
             if go:

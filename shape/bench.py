@@ -56,6 +56,7 @@ class BenchOptions(PairOptions):
             or @trs-lossy is the acceptance rule, which else is match.
         typical_lossy: parameters of the rule typical-lossy.
         trs_lossy: parameters of the rule trs-lossy.
+        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
         limit: measure the first so many prompts of each file only.
         max_new_tokens: longest answer.
         temperature: 0 decodes greedily; above, every method samples with the same seed per prompt. One, or several.
@@ -84,6 +85,7 @@ class BenchOptions(PairOptions):
     methods: list[str] | None = None
     typical_lossy: TypicalLossy = field(default_factory=TypicalLossy)
     trs_lossy: TrsLossy = field(default_factory=TrsLossy)
+    chat_template_kwargs: dict[str, Any] | None = None
     limit: int | None = None
     max_new_tokens: int = 128
     temperature: float | list[float] = 0.0
@@ -113,7 +115,8 @@ def bench(options: BenchOptions) -> list[SpeedResults]:
         raise ConfigError("temperature, batch_size or context_length holds no value, or one twice; give each once")
     named = [options.prompts] if isinstance(options.prompts, str) else options.prompts or ["bench"]
     suites = [_suite(name) for name in named]
-    prompts = [prompt for suite in suites for prompt in load_prompts(suite)[: options.limit]]
+    every = [load_prompts(suite, options.chat_template_kwargs)[: options.limit] for suite in suites]
+    prompts = [prompt for some in every for prompt in some]
     names = [Path(suite).name for suite in suites]
     target, methods = load_methods(options)
     where = "+".join(name.split(".")[0] for name in names)

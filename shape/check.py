@@ -56,6 +56,7 @@ class CheckOptions(PairOptions):
         drafters: measured on the prompts, interleaved: names as in `shape.bench`; default: those without training, the
             predictor, the recipes, and hybrids of these; [] measures none.
         prompts: JSON-lines file, of the task in question; default: the bundled validation prompts.
+        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
         limit: prompts, evenly chosen, on which acceptance is estimated and drafters are measured.
         max_new_tokens: of each answer.
         rows: prompts decoded together.
@@ -70,6 +71,7 @@ class CheckOptions(PairOptions):
     pack: str | None = None
     drafters: list[str] | None = None
     prompts: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     limit: int = 12
     max_new_tokens: int = 64
     rows: int = 1
@@ -92,7 +94,7 @@ def check(options: CheckOptions) -> dict[str, Any]:
             f"{options.rows}, {options.limit}, {options.max_new_tokens} and {options.temperature:g}"
         )
     source = Path(options.prompts) if options.prompts else bundled.path("data", "validation.jsonl.gz")
-    prompts = evenly(load_prompts(source), options.limit)
+    prompts = evenly(load_prompts(source, options.chat_template_kwargs), options.limit)
     if options.predictor is not None:
         decoder = ShapeDecoder.from_pretrained(
             predictor=options.predictor, target=options.target, dtype=options.dtype, **of_pair(options)
@@ -103,7 +105,7 @@ def check(options: CheckOptions) -> dict[str, Any]:
     target = decoder.target
     announce(target)
     methods = _methods(options, target, decoder.drafter)
-    encoded = [target.encode(prompt.opening)[0].tolist() for prompt in prompts]
+    encoded = [target.encode(prompt.opening, prompt.template)[0].tolist() for prompt in prompts]
     room = (target.max_positions or sys.maxsize) - options.max_new_tokens
     contexts = [ids for ids in encoded if len(ids) <= room]
     if not contexts:

@@ -12,13 +12,15 @@ import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
+from typing import Any
 
 import torch
 from jsonargparse import ArgumentParser
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from shape import bundled
-from shape.conversations import evenly, load_conversations
+from shape.conversations import evenly, load_conversations, unfolded
 from shape.errors import ConfigError, UnsupportedTarget
 from shape.features import FeatureOptions, encode_row, human_bytes
 from shape.loading import FILE_OPTIONS, TargetOptions, of_target, only
@@ -43,6 +45,7 @@ class CostOptions(FeatureOptions, TargetOptions):
         tokens: of a conversation, in the mean.
         answers: share of the tokens that are the assistant's.
         turns: answers in a conversation, in the mean.
+        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
         limit: at most so many conversations of `data`.
         output: where features would lie; its free space decides, unless disk_gigabytes says so.
         disk_gigabytes: free for features.
@@ -62,6 +65,7 @@ class CostOptions(FeatureOptions, TargetOptions):
     tokens: float = 1000.0
     answers: float = 0.6
     turns: float = 2.0
+    chat_template_kwargs: dict[str, Any] | None = None
     limit: int | None = None
     output: str | None = None
     disk_gigabytes: float | None = None
@@ -213,16 +217,27 @@ def measured(options: CostOptions) -> Text:
         return Text(options.conversations, options.tokens, options.answers, options.turns)
     if options.target is None:
         raise ConfigError(f"data {options.data} is counted in a target's tokens; give --target, or leave out --data")
-    conversations = load_conversations(options.data, skip_bad_rows=options.skip_bad_rows, limit=options.limit)
+    conversations = load_conversations(
+        options.data,
+        skip_bad_rows=options.skip_bad_rows,
+        limit=options.limit,
+        chat_template_kwargs=options.chat_template_kwargs,
+    )
     tokenizer = AutoTokenizer.from_pretrained(bundled.resolve(options.target), **only(FILE_OPTIONS, of_target(options)))
+    sample = evenly(conversations, _SAMPLE)
     masks = [
         encode_row(each, tokenizer, options.max_length, options.skip_bad_rows).loss_mask
-        for each in evenly(conversations, _SAMPLE)
+        for each in chain.from_iterable(unfolded(sample, tokenizer))
     ]
     tokens = sum(len(mask) for mask in masks)
     answers = sum(int(mask.sum()) for mask in masks)
     runs = sum(int((mask.int().diff(prepend=torch.zeros(1, dtype=torch.int32)) == 1).sum()) for mask in masks)
-    return Text(len(conversations), tokens / len(masks), answers / max(tokens, 1), runs / len(masks))
+    return Text(
+        round(len(conversations) * len(masks) / len(sample)),
+        tokens / len(masks),
+        answers / max(tokens, 1),
+        runs / len(masks),
+    )
 
 
 def free_space(options: CostOptions) -> float:

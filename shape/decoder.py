@@ -1,7 +1,7 @@
 """ShapeDecoder: ``generate`` with the meaning of ``model.generate``, several tokens per target forward."""
 
 import sys
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -325,10 +325,21 @@ class ShapeDecoder:
     ) -> Iterator[list[int]]: ...
 
     @overload
-    def stream(self, input_ids: str | Sequence[dict[str, str]], **options: Any) -> Iterator[str]: ...
+    def stream(
+        self,
+        input_ids: str | Sequence[Mapping[str, Any]],
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Iterator[str]: ...
 
     def stream(
-        self, input_ids: Any, attention_mask: Tensor | None = None, **options: Any
+        self,
+        input_ids: Any,
+        attention_mask: Tensor | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> Iterator[list[int]] | Iterator[str]:
         """Continue one prompt, giving new tokens as they are settled: ids for ids, text for text.
 
@@ -339,6 +350,7 @@ class ShapeDecoder:
             input_ids: (1, L) int64, which yields lists of token ids, an end token included; or a text or the messages
                 of a chat, which yields text in whole words, without special tokens.
             attention_mask: (1, L), with ids only.
+            chat_template_kwargs: what the chat template is given beside the messages: `enable_thinking`, `tools`, ...
             options: those of ``generate`` but for streamer and those that say what to return.
 
         Raises:
@@ -347,7 +359,7 @@ class ShapeDecoder:
         """
         if isinstance(input_ids, Tensor):
             return streams.ids(self._start(input_ids, attention_mask, streaming=True, **options))
-        ids = self.target.encode(input_ids)
+        ids = self.target.encode(input_ids, chat_template_kwargs)
         tokens = streams.ids(self._start(ids, torch.ones_like(ids), streaming=True, **options))
         return streams.text(tokens, self.tokenizer)
 
@@ -357,7 +369,7 @@ class ShapeDecoder:
     ) -> AsyncIterator[list[int]]: ...
 
     @overload
-    def astream(self, input_ids: str | Sequence[dict[str, str]], **options: Any) -> AsyncIterator[str]: ...
+    def astream(self, input_ids: str | Sequence[Mapping[str, Any]], **options: Any) -> AsyncIterator[str]: ...
 
     def astream(self, input_ids: Any, attention_mask: Tensor | None = None, **options: Any) -> AsyncIterator[Any]:
         """``stream`` for ``async for``: each step is computed in a worker thread, and the event loop stays free."""

@@ -10,6 +10,8 @@ Stop it whenever you like: the same command continues where it stopped.
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
 from jsonargparse import ArgumentParser
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
@@ -17,7 +19,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from shape import costs
 from shape.conversations import load_conversations
 from shape.errors import exit_on_error
-from shape.features import FeatureOptions, TrainerOptions, extract, quiet
+from shape.features import FeatureOptions, TrainerOptions, extract, quiet, rows_of
 from shape.loading import TargetOptions, of_target
 from shape.store import FeatureStore
 from shape.target import Target, announce
@@ -31,6 +33,7 @@ class ExtractOptions(FeatureOptions, TargetOptions):
         target: folder or hub id of the target, or quickstart-target.
         data: file, folder or hub dataset with conversations.
         output: folder of the features, or an address that fsspec knows (s3://...).
+        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
         limit: at most so many conversations.
         target_dtype: dtype to run the target in; null is its checkpoint's own.
         device_map: spreads the target over devices, for example auto; null puts it where the trainer computes.
@@ -40,6 +43,7 @@ class ExtractOptions(FeatureOptions, TargetOptions):
     target: str
     data: str
     output: str
+    chat_template_kwargs: dict[str, Any] | None = None
     limit: int | None = None
     target_dtype: str | None = None
     device_map: str | dict[str, str | int] | None = None
@@ -52,9 +56,15 @@ def run(options: ExtractOptions) -> FeatureStore:
     place = options.device_map or trainer.strategy.root_device
     target = Target.load(options.target, dtype=options.target_dtype, device_map=place, **of_target(options))
     options.check(target)
-    conversations = load_conversations(options.data, skip_bad_rows=options.skip_bad_rows, limit=options.limit)
+    conversations = load_conversations(
+        options.data,
+        skip_bad_rows=options.skip_bad_rows,
+        limit=options.limit,
+        chat_template_kwargs=options.chat_template_kwargs,
+    )
     rank_zero_only(announce)(target)
-    return extract(target, conversations, options.output, options, trainer)
+    rows = list(chain.from_iterable(rows_of(target, conversations)))
+    return extract(target, rows, options.output, options, trainer)
 
 
 def parser() -> ArgumentParser:

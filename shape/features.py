@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers.utils import logging as transformers_logging
 
-from shape.conversations import Conversation, Encoded, encode, fingerprint
+from shape.conversations import Conversation, Encoded, encode, fingerprint, unfolded
 from shape.errors import ConfigError, DataError, DiskSpaceError, FeatureStoreError
 from shape.files import written_whole
 from shape.places import Place
@@ -198,6 +198,22 @@ def compute_features(target: Target, batch: Sequence[Encoded], layers: Sequence[
     return target.features(ids.to(target.device), layers=layers)
 
 
+def rows_of(target: Target, conversations: Sequence[Conversation]) -> list[list[Conversation]]:
+    """What features are computed of, for each conversation: see `shape.conversations.unfolded`.
+
+    Raises:
+        DataError: token ids that the target does not have.
+    """
+    for conversation in conversations:
+        largest = max((max(text.input_ids, default=0) for text in conversation.texts), default=0)
+        if largest >= target.vocab_size:
+            raise DataError(
+                f"conversation {conversation.id} holds token {largest}, and target {target.name} has "
+                f"{target.vocab_size} tokens; give token ids that were made for it"
+            )
+    return unfolded(conversations, target.tokenizer)
+
+
 def encode_row(conversation: Conversation, tokenizer: Any, max_length: int, skip_bad_rows: bool) -> Encoded:
     """`encode`, where with `skip_bad_rows` a chat that the template refuses becomes an empty text."""
     try:
@@ -247,6 +263,7 @@ def extract(
     Where another command of one process is at the same folder, this one waits and takes what that one made.
 
     Args:
+        conversations: each of one text, as `rows_of` makes them.
         address: a folder, or what fsspec reaches.
 
     Raises:

@@ -40,6 +40,7 @@ class GenerateOptions(PairOptions):
         target: path or hub id; default: the target that the predictor was trained for.
         drafter: another drafter (for example suffix), several in one (suffix+shape), or none for plain decoding.
         system: a system message before the first one.
+        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
         max_new_tokens: longest answer.
         temperature: 0 decodes greedily.
         top_k: sample from the k likeliest tokens; 0 means all.
@@ -65,6 +66,7 @@ class GenerateOptions(PairOptions):
     target: str | None = None
     drafter: str | None = None
     system: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     max_new_tokens: int = 256
     temperature: float = 0.0
     top_k: int = 0
@@ -91,7 +93,7 @@ class GenerateOptions(PairOptions):
 
 def answer(
     decoder: ShapeDecoder,
-    messages: list[dict[str, str]],
+    messages: list[dict[str, Any]],
     options: GenerateOptions,
     say: Callable[..., Any] | None = None,
 ) -> ShapeOutput:
@@ -102,7 +104,7 @@ def answer(
     Args:
         say: the session of the conversation; None computes all of it.
     """
-    input_ids = decoder.target.encode(messages)
+    input_ids = decoder.target.encode(messages, options.chat_template_kwargs)
     traced = options.show_draft or options.show_trace
     output = (say or decoder.generate)(
         input_ids,
@@ -142,7 +144,7 @@ def report(stats: DecodeStats) -> str:
 
 
 def about(
-    decoder: ShapeDecoder, messages: list[dict[str, str]], options: GenerateOptions, stats: DecodeStats
+    decoder: ShapeDecoder, messages: list[dict[str, Any]], options: GenerateOptions, stats: DecodeStats
 ) -> dict[str, Any]:
     """What a trace has to say about its call: question, target, drafter, rule, sampling, and the environment."""
     name = decoder.target.name
@@ -171,17 +173,17 @@ def chat(decoder: ShapeDecoder, options: GenerateOptions, console: Console) -> N
         if not question:
             break
         messages.append({"role": "user", "content": question})
-        messages.append({"role": "assistant", "content": _show(decoder, messages, options, console, say)})
+        messages.append(_show(decoder, messages, options, console, say))
 
 
 def _show(
     decoder: ShapeDecoder,
-    messages: list[dict[str, str]],
+    messages: list[dict[str, Any]],
     options: GenerateOptions,
     console: Console,
     say: Callable[..., Any] | None = None,
-) -> str:
-    """Answers on the screen, with the figures below; returns the answer."""
+) -> dict[str, Any]:
+    """Answers on the screen, with the figures below; returns the answer as a message."""
     output, tokenizer = answer(decoder, messages, options, say), decoder.tokenizer
     tokens = output.sequences[0, -output.stats.emitted - 1 :]
     if options.trace is not None and output.trace is not None:
@@ -193,10 +195,10 @@ def _show(
     if options.show_draft or options.show_trace:
         console.print(Text(" / ").join(Text(event, style=style) for event, style in STYLES.items()))
     console.print(report(output.stats), style="dim", soft_wrap=True)
-    return tokenizer.decode(tokens, skip_special_tokens=True)
+    return decoder.target.message(tokens.tolist(), options.chat_template_kwargs)
 
 
-def _system(options: GenerateOptions) -> list[dict[str, str]]:
+def _system(options: GenerateOptions) -> list[dict[str, Any]]:
     return [{"role": "system", "content": options.system}] if options.system else []
 
 

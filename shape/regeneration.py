@@ -14,9 +14,9 @@ import time
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +26,16 @@ from filelock import FileLock
 from jsonargparse import ArgumentParser
 from tqdm import tqdm
 
-from shape.conversations import Conversation, Message, fingerprint, load_conversations, prompt_ids
+from shape.conversations import (
+    Conversation,
+    Message,
+    answer_message,
+    fingerprint,
+    joined,
+    load_conversations,
+    parse_row,
+    prompt_ids,
+)
 from shape.decoder import ShapeDecoder
 from shape.errors import ConfigError, DataError, ShapeError, exit_on_error
 from shape.files import written_whole
@@ -34,6 +43,7 @@ from shape.loading import PlacedOptions, of_target
 from shape.target import announce
 
 BATCHES_PER_CHUNK = 32
+_TOKEN_IDS = "return_token_ids"  # asks vLLM for the ids of prompt and answer; most servers pass over it
 
 
 class EndpointError(ShapeError):
@@ -42,19 +52,31 @@ class EndpointError(ShapeError):
 
 @dataclass(frozen=True)
 class Request:
-    """One answer to write: after messages (chat), or as the continuation of a string."""
+    """One answer to write: after messages (chat), or as the continuation of a string.
+
+    template: what the chat template is given beside the messages.
+    """
 
     prompt: tuple[Message, ...] | str
     sampled: bool
     seed: int
+    template: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """finished is False if the answer was cut before its end token."""
+    """What was written.
+
+    Attributes:
+        finished: False if the answer was cut before its end token.
+        more: reasoning and calls of tools, as in `Message.more`.
+        tokens: ids of the prompt and of the answer, its end token included, where they are known.
+    """
 
     text: str
     finished: bool
+    more: Mapping[str, Any] = field(default_factory=dict)
+    tokens: tuple[list[int], list[int]] | None = None
 
 
 class Backend(Protocol):
@@ -101,14 +123,16 @@ class LocalBackend:
                         answers[index] = error
             if prompts:
                 seeds = [requests[index].seed for index in prompts]
-                answers.update(zip(prompts, self._decode(list(prompts.values()), sampled, seeds), strict=True))
+                written = self._decode(list(prompts.values()), sampled, seeds)
+                for (index, prompt), ids in zip(prompts.items(), written, strict=True):
+                    answers[index] = self._answer(requests[index], prompt, ids)
         return [answers[index] for index in range(len(requests))]
 
     def _prompt(self, request: Request) -> list[int]:
         target = self.decoder.target
         if target.tokenizer is None:
             raise ConfigError(f"target {target.name} has no tokenizer; give a folder that has one")
-        ids = prompt_ids(request.prompt, target.tokenizer)
+        ids = prompt_ids(request.prompt, target.tokenizer, request.template)
         room = None if target.max_positions is None else target.max_positions - self.max_new_tokens
         if not ids or (room is not None and len(ids) > room):
             raise DataError(
@@ -117,7 +141,7 @@ class LocalBackend:
             )
         return ids
 
-    def _decode(self, prompts: list[list[int]], sampled: bool, seeds: list[int]) -> list[Answer]:
+    def _decode(self, prompts: list[list[int]], sampled: bool, seeds: list[int]) -> list[list[int]]:
         target = self.decoder.target
         longest = max(map(len, prompts))
         padding = [longest - len(ids) for ids in prompts]
@@ -134,14 +158,16 @@ class LocalBackend:
             **(sampling if sampled else {"do_sample": False}),
         )
         assert isinstance(sequences, torch.Tensor)
-        return [self._answer(row) for row in sequences[:, longest:].tolist()]
+        return sequences[:, longest:].tolist()
 
-    def _answer(self, tokens: list[int]) -> Answer:
+    def _answer(self, request: Request, prompt: list[int], ids: list[int]) -> Answer:
         ends = self.decoder.target.eos_token_ids
-        end = next((index for index, token in enumerate(tokens) if token in ends), None)
-        text = self.decoder.tokenizer.decode(tokens[:end], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        end = next((index for index, token in enumerate(ids) if token in ends), None)
+        message = answer_message(ids[:end], self.decoder.tokenizer, request.template)
+        tokens = prompt, ids if end is None else ids[: end + 1]
         # A cut may fall inside a character, whose first bytes alone are no text.
-        return Answer(text, True) if end is not None else Answer(text.rstrip("\ufffd"), False)
+        text = message.content if end is not None else message.content.rstrip("\ufffd")
+        return Answer(text, end is not None, message.more, tokens)
 
 
 @dataclass(frozen=True)
@@ -188,20 +214,38 @@ class EndpointBackend:
             path, body["prompt"] = "completions", request.prompt
         else:
             path = "chat/completions"
-            body["messages"] = [{"role": m.role, "content": m.content} for m in request.prompt]
+            body["messages"] = [_spoken(message) for message in request.prompt]
+            given = dict(request.template)
+            if tools := given.pop("tools", None):
+                body["tools"] = tools
+            if given:
+                body["chat_template_kwargs"] = given
         try:
-            reply = self._post(f"{self.url.rstrip('/')}/{path}", body)
+            reply = self._reply(path, body)
         except DataError as error:
             return error
         try:
-            choice = json.loads(reply)["choices"][0]
-            text = choice["text"] if isinstance(request.prompt, str) else choice["message"]["content"] or ""
-            return Answer(text, choice["finish_reason"] == "stop")
+            said = json.loads(reply)
+            choice = said["choices"][0]
+            finished, tokens = choice["finish_reason"] in ("stop", "tool_calls"), _ids(said, choice)
+            if isinstance(request.prompt, str):
+                return Answer(choice["text"], finished, tokens=tokens)
+            message = parse_row({"messages": [{"content": "", **_present(choice["message"])}]}, "").messages[0]
+            return Answer(message.content, finished, message.more, tokens)
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise EndpointError(
                 f"endpoint {self.url} did not answer with a completion ({type(error).__name__}: {error}); "
                 "check that it speaks OpenAI's protocol"
             ) from None
+
+    def _reply(self, path: str, body: dict[str, Any]) -> bytes:
+        url = f"{self.url.rstrip('/')}/{path}"
+        try:
+            return self._post(url, {**body, _TOKEN_IDS: True})
+        except EndpointError as error:
+            if _TOKEN_IDS not in str(error):
+                raise
+            return self._post(url, body)  # from a server that refuses what it does not know
 
     def _post(self, url: str, body: dict[str, Any]) -> bytes:
         headers = {"Content-Type": "application/json"}
@@ -227,6 +271,27 @@ class EndpointBackend:
             f"endpoint {self.url} does not serve model {self.model} ({reason}); check the address, the name, "
             "the key, and that the server runs, then give the same command again to continue"
         )
+
+
+def _spoken(message: Message) -> dict[str, Any]:
+    """A message in OpenAI's protocol, where arguments of tools are text."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message.more.get("tool_calls", [])
+    ]
+    spoken = {"role": message.role, "content": message.content, **message.more}
+    return {**spoken, "tool_calls": calls} if calls else spoken
+
+
+def _present(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _ids(reply: Mapping[str, Any], choice: Mapping[str, Any]) -> tuple[list[int], list[int]] | None:
+    """Token ids of prompt and answer, where a server gives both."""
+    prompt = choice.get("prompt_token_ids") or reply.get("prompt_token_ids")
+    answer = choice.get("token_ids")
+    return (prompt, answer) if prompt and answer else None
 
 
 @dataclass(kw_only=True)
@@ -286,7 +351,11 @@ def regenerate(
     In a conversation the answers are written in order, each resting on those before it. An answer that is
     cut before its end is kept, marked `"finished": false`, and ends its conversation, for what followed would
     rest on something the target did not say; so does a prompt that cannot be answered (too long, say).
-    Conversations without any answer are left out. Existing assistant turns are ignored.
+    Conversations without any answer are left out. Existing assistant turns are ignored, but for calls of tools whose
+    results follow: the target is asked there too, and the dialogue goes on with the recorded call and its results.
+
+    Where the backend knows token ids, rows hold them (`input_ids`, `loss_mask`), as they were read and written at every
+    turn: one text, or several where the chat template rewrites earlier turns. These are what is learned from.
 
     About `sampled_share` of the conversations are sampled, the others greedy. Which, and their noise, is a
     function of (seed, conversation id) alone. Batches are fixed too, so that a resumed run repeats them.
@@ -305,10 +374,9 @@ def regenerate(
     check_output(output)
     AnswerOptions(sampled_share=sampled_share, batch_size=batch_size).check()
     for conversation in conversations:
-        if conversation.kind == "text":
-            raise DataError(
-                f"conversation {conversation.id} is plain text, which has no prompt to answer; leave it out"
-            )
+        if not conversation.asks:
+            what = "plain text" if conversation.kind == "text" else "token ids alone"
+            raise DataError(f"conversation {conversation.id} is {what}, which has no prompt to answer; leave it out")
     draws = [_draw(seed, conversation.id) for conversation in conversations]
     kinds = [(uniform < sampled_share, noise) for uniform, noise in draws]
     batches = _batches(conversations, [sampled for sampled, _ in kinds], batch_size)
@@ -330,15 +398,15 @@ def own_answers(
     leader: bool = True,
     progress: bool = True,
 ) -> list[Conversation]:
-    """The conversations with the backend's own answers; plain text, which has no prompt, stays as it is.
+    """The conversations with the backend's own answers; plain text and token ids alone, without a prompt, stay.
 
     Answers are kept in `folder` under a name that says what they depend on, so that they are written once.
 
     Args:
         leader: of several processes the one that writes; the others wait for the file.
     """
-    chats = [conversation for conversation in conversations if conversation.kind != "text"]
-    texts = [conversation for conversation in conversations if conversation.kind == "text"]
+    chats = [conversation for conversation in conversations if conversation.asks]
+    texts = [conversation for conversation in conversations if not conversation.asks]
     if not chats:
         return texts
     output = answers_file(chats, backend, folder, options)
@@ -362,7 +430,7 @@ def own_answers(
 
 def answers_file(conversations: Sequence[Conversation], backend: Backend, folder: Path, options: AnswerOptions) -> Path:
     """Where `own_answers` keeps the answers: another file for other questions, backends or options."""
-    chats = [conversation for conversation in conversations if conversation.kind != "text"]
+    chats = [conversation for conversation in conversations if conversation.asks]
     settings = _settings(chats, backend, options.sampled_share, options.seed, options.batch_size)
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     return folder / f"answers-{digest[:12]}.jsonl"
@@ -411,17 +479,18 @@ def _answer_batch(
 ) -> list[tuple[dict[str, Any] | None, int, str | None]]:
     """(row or None, user messages, what ended it early or None) of each; kinds: (sampled, noise seed)."""
     histories: list[list[Message]] = [[] for _ in conversations]
+    written: list[list[Answer]] = [[] for _ in conversations]
     problems: list[str | None] = [None] * len(conversations)
-    waiting = [[m for m in conversation.messages if m.role != "assistant"] for conversation in conversations]
+    waiting = [_recorded(conversation.messages) for conversation in conversations]
     questions = [sum(m.role == "user" for m in messages) for messages in waiting]
     active = [index for index, count in enumerate(questions) if count]
     while active:
         asked = []
         for index in active:
-            upto = next(i for i, m in enumerate(waiting[index]) if m.role == "user") + 1
+            upto = _question(waiting[index])
             history = (*histories[index], *waiting[index][:upto])
             prompt = history[-1].content if conversations[index].kind == "completion" else history
-            asked.append((history, Request(prompt, *kinds[index])))
+            asked.append((history, Request(prompt, *kinds[index], conversations[index].template)))
             waiting[index] = waiting[index][upto:]
         answers = backend.generate([request for _, request in asked])
         still = []
@@ -429,15 +498,50 @@ def _answer_batch(
             if isinstance(answer, DataError):
                 problems[index] = f"{conversations[index].id}: {answer}"
                 continue
-            histories[index] = [*history, Message("assistant", answer.text, answer.finished)]
-            if answer.finished and any(m.role == "user" for m in waiting[index]):
+            written[index].append(answer)
+            histories[index] = list(history)
+            recorded = bool(waiting[index]) and waiting[index][0].role == "assistant"
+            if not recorded:
+                histories[index].append(Message("assistant", answer.text, answer.finished, answer.more))
+            if (answer.finished or recorded) and _question(waiting[index]):
                 still.append(index)
         active = still
     rows = [
-        Conversation(conversation.id, tuple(history), conversation.kind).to_row() if history else None
-        for conversation, history in zip(conversations, histories, strict=True)
+        _row(conversation, history, answers)
+        for conversation, history, answers in zip(conversations, histories, written, strict=True)
     ]
     return list(zip(rows, questions, problems, strict=True))
+
+
+def _recorded(messages: Sequence[Message]) -> list[Message]:
+    """What stays of a conversation: all but the answers, and of these the calls of tools whose results follow."""
+    return [
+        replace(message, learned=False) if message.role == "assistant" else message
+        for message, after in _followed(messages)
+        if message.role != "assistant" or after == "tool"
+    ]
+
+
+def _question(waiting: Sequence[Message]) -> int:
+    """How many messages make up the next prompt: up to a user's, or the last of a tool's; 0 if there is none."""
+    for number, (message, after) in enumerate(_followed(waiting), 1):
+        if message.role == "user" or (message.role == "tool" and after != "tool"):
+            return number
+    return 0
+
+
+def _followed(messages: Sequence[Message]) -> list[tuple[Message, str | None]]:
+    """Each message with the role of the next."""
+    return list(zip(messages, [*(message.role for message in messages[1:]), None], strict=False))
+
+
+def _row(conversation: Conversation, history: Sequence[Message], answers: Sequence[Answer]) -> dict[str, Any] | None:
+    """What is written down; None where there is nothing to learn from."""
+    tokens = [answer.tokens for answer in answers if answer.tokens is not None]
+    texts = joined(tokens) if len(tokens) == len(answers) else ()
+    if not texts and not any(m.role == "assistant" and m.learned for m in history):
+        return None
+    return replace(conversation, messages=tuple(history), texts=texts).to_row()
 
 
 class _Journal:
@@ -495,9 +599,8 @@ def _finish(journal: _Journal, output: Path) -> Summary:
         raise DataError(f"none of the {len(entries)} conversations has a user message that could be answered")
     _write_lines(output, (json.dumps(row, ensure_ascii=False) for row in rows))
     journal.path.unlink()
-    answers = [
-        turn for row in rows for turn in row.get("conversations", [{"from": "gpt", **row}]) if turn["from"] == "gpt"
-    ]
+    turns = [turn for row in rows for turn in row.get("conversations", [{"from": "gpt", **row}])]
+    answers = [turn for turn in turns if turn["from"] == "gpt" and turn.get("weight") != 0]
     return Summary(
         rows=len(rows),
         left_out=len(entries) - len(rows),
@@ -527,6 +630,7 @@ class RegenerationOptions(AnswerOptions, PlacedOptions):
         endpoint: base URL of an OpenAI-compatible server that answers instead, for example
             http://localhost:8000/v1; the key, where it wants one, is read from OPENAI_API_KEY.
         model: the name under which the endpoint serves the target.
+        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
         limit: answer at most this many conversations.
         exclude_ids: leave out ids that begin with one of these.
         skip_bad_rows: count malformed rows and go on.
@@ -538,6 +642,7 @@ class RegenerationOptions(AnswerOptions, PlacedOptions):
     target: str | None = None
     endpoint: str | None = None
     model: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     limit: int | None = None
     exclude_ids: tuple[str, ...] = ()
     skip_bad_rows: bool = False
@@ -572,6 +677,7 @@ def run(options: RegenerationOptions) -> Summary:
         limit=options.limit,
         exclude_ids=options.exclude_ids,
         require_answers=False,
+        chat_template_kwargs=options.chat_template_kwargs,
     )
     return regenerate(
         conversations,

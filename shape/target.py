@@ -7,7 +7,7 @@ Indexing used everywhere: ``h_i`` is the vector that enters the target's output 
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property, partial
@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from transformers.cache_utils import Cache
 
 from shape import bundled
+from shape.conversations import answer_message, prompt_ids, render
 from shape.errors import ConfigError, DataError, UnsupportedTarget
 from shape.inference import evaluating
 from shape.loading import FILE_OPTIONS, commit_of, default_device, first_line, only, resolve_dtype
@@ -371,37 +372,58 @@ class Target:
             template_hash=_digest(getattr(self.tokenizer, "chat_template", None) or ""),
         )
 
-    def render(self, messages: list[dict[str, str]], add_generation_prompt: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
         """The chat template applied to messages.
 
+        Args:
+            chat_template_kwargs: what the template is given beside them: `enable_thinking`, `tools`, ...
+
         Raises:
-            DataError: no tokenizer, or one without a chat template.
+            DataError: no tokenizer, one without a chat template, or a template that refuses the messages.
         """
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise DataError(
                 f"target {self.name} has no chat template; give a target whose tokenizer has one, or data made of "
                 "plain text or prompt/completion pairs"
             )
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        return render(self.tokenizer, messages, add_generation_prompt, chat_template_kwargs)
 
-    def encode(self, prompt: str | Sequence[dict[str, str]]) -> Tensor:
+    def encode(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Tensor:
         """(1, T) int64 ids of a text, or of messages that await an answer; of their bare text without a chat template.
 
+        Prompts of regeneration and of training are made by the same function, `shape.conversations.prompt_ids`.
+
+        Args:
+            chat_template_kwargs: as in ``render``.
+
         Raises:
-            DataError: no tokenizer, or nothing to encode.
+            DataError: no tokenizer, nothing to encode, or a template that refuses the messages.
         """
         if self.tokenizer is None:
             raise DataError(f"target {self.name} has no tokenizer; give a folder that has one, or token ids")
-        if isinstance(prompt, str):
-            text, special = prompt, True
-        elif self.tokenizer.chat_template:
-            text, special = self.render(list(prompt), add_generation_prompt=True), False
-        else:
-            text, special = "\n".join(message["content"] for message in prompt), True
-        ids = self.tokenizer(text, add_special_tokens=special).input_ids
+        if not isinstance(prompt, str) and not self.tokenizer.chat_template:
+            prompt = "\n".join(message["content"] for message in prompt)
+        ids = prompt_ids(prompt, self.tokenizer, chat_template_kwargs)
         if not ids:
             raise DataError("the prompt is empty; give at least one token")
         return torch.tensor([ids], device=self.device)
+
+    def message(self, answer: list[int], chat_template_kwargs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Token ids of an answer, (T,), as the message that a chat goes on from: without special tokens, and with its
+        reasoning apart where the chat template has a place for it.
+        """
+        ends = set(self.eos_token_ids)
+        end = next((number for number, token in enumerate(answer) if token in ends), len(answer))
+        return answer_message(answer[:end], self.tokenizer, chat_template_kwargs).chat
 
     def __repr__(self) -> str:
         return f"Target({self.name}, hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, {self.precision})"

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,6 +49,7 @@ from shape.features import (
     extract,
     place,
     quiet,
+    rows_of,
 )
 from shape.loading import TargetOptions, of_target
 from shape.losses import Losses
@@ -186,6 +188,8 @@ class TrainOptions(TargetOptions):
         online: compute features in each training step and store none.
         shard_target: each of several processes keeps its part of the target's weights (FSDP), and they gather a block
             when it is computed; for targets that one device cannot hold. Online, on answers that are there already.
+        chat_template_kwargs: given to the target's chat template with every conversation and prompt, for example
+            {"enable_thinking": false}; a row's own go before them.
         max_length: tokens kept of each conversation.
         limit: at most so many conversations.
         skip_bad_rows: count malformed rows and go on.
@@ -211,6 +215,7 @@ class TrainOptions(TargetOptions):
     features: str | None = None
     online: bool = False
     shard_target: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
     max_length: int = 1024
     limit: int | None = None
     skip_bad_rows: bool = False
@@ -283,7 +288,8 @@ class Material:
     """What is learned from and validated on: the same for runs that differ in their network and its optimisation alone.
 
     Attributes:
-        held_out: numbers of the conversations that are validated on.
+        conversations: each of one text, as `rows_of` makes them.
+        held_out: numbers of those that are validated on.
         for_validation: those, or others.
         prompts: of the measurement at the end.
         home: where features and answers lie.
@@ -358,10 +364,20 @@ def prepare(runs: Sequence[TrainOptions], home: Place) -> Material:
     for_validation = _validation_data(options)
     if options.regenerate and not _ships_answers(options):
         conversations = _own_answers(options, target, conversations, home, trainer)
+    rows = rows_of(target, conversations)
     held_out = set() if for_validation else _held_out(options, conversations)
     for_validation = for_validation or [conversations[index] for index in sorted(held_out)]
     prompts = prompts or _as_prompts(for_validation)
-    return Material(target, conversations, held_out, for_validation, prompts, home, trainer)
+    owners = [number for number, own in enumerate(rows) for _ in own]
+    return Material(
+        target,
+        list(chain.from_iterable(rows)),
+        {row for row, number in enumerate(owners) if number in held_out},
+        list(chain.from_iterable(rows_of(target, for_validation))),
+        prompts,
+        home,
+        trainer,
+    )
 
 
 def decoding_validation(
@@ -486,6 +502,7 @@ def _load(options: TrainOptions) -> list[Conversation]:
         skip_bad_rows=options.skip_bad_rows,
         limit=options.limit,
         require_answers=not options.regenerate,
+        chat_template_kwargs=options.chat_template_kwargs,
     )
 
 
@@ -505,7 +522,7 @@ def _own_answers(
     chosen = replace(chosen, max_new_tokens=max(1, min(chosen.max_new_tokens, options.max_length // 2)))
     backend = LocalBackend(ShapeDecoder(target), chosen.max_new_tokens, chosen.temperature)
     answers = answers_file(conversations, backend, folder, chosen)
-    asked = any(conversation.kind != "text" for conversation in conversations)
+    asked = any(conversation.asks for conversation in conversations)
     if asked and home.exists(MANIFEST) and not answers.exists():
         raise FeatureStoreError(
             f"features in {home} are not of the target's answers to these conversations: the data or the options of "
@@ -527,7 +544,11 @@ def _validation_data(options: TrainOptions) -> list[Conversation]:
     given = options.validation_data
     if given is None and options.data is None:
         given = str(bundled.path("data", "validation.jsonl.gz"))
-    return [] if given is None else load_conversations(given, skip_bad_rows=options.skip_bad_rows)
+    if given is None:
+        return []
+    return load_conversations(
+        given, skip_bad_rows=options.skip_bad_rows, chat_template_kwargs=options.chat_template_kwargs
+    )
 
 
 def _held_out(options: TrainOptions, conversations: list[Conversation]) -> set[int]:
@@ -578,7 +599,7 @@ def _prompts_file(options: TrainOptions) -> list[Prompt]:
     path = options.measurement.prompts
     if path is None and options.data is None:
         path = str(bundled.path("data", "bench.jsonl"))
-    return [] if path is None else load_prompts(path)
+    return [] if path is None else load_prompts(path, options.chat_template_kwargs)
 
 
 def _as_prompts(conversations: Sequence[Conversation]) -> list[Prompt]:
@@ -588,7 +609,7 @@ def _as_prompts(conversations: Sequence[Conversation]) -> list[Prompt]:
         roles = [message.role for message in each.messages]
         if each.kind == "chat" and "assistant" in roles and "user" in roles[: roles.index("assistant")]:
             opening = each.messages[: roles.index("assistant")]
-            found.append(Prompt(each.id, "", (opening[-1].content,), opening))
+            found.append(Prompt(each.id, "", (opening[-1].content,), opening, each.template))
     return found
 
 
@@ -770,11 +791,9 @@ def _measure(options: TrainOptions, decoder: ShapeDecoder, prompts: Sequence[Pro
 def _show_sample(decoder: ShapeDecoder, prompts: Sequence[Prompt], options: TrainOptions, console: Console) -> None:
     if not prompts:
         return
-    messages = [{"role": message.role, "content": message.content} for message in prompts[0].messages]
-    text = decoder.target.render(messages, add_generation_prompt=True)
-    ids = decoder.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+    ids = decoder.target.encode(prompts[0].opening, prompts[0].template)
     out = decoder.generate(
-        ids.to(decoder.target.device),
+        ids,
         do_sample=False,
         max_new_tokens=options.measurement.max_new_tokens,
         return_dict_in_generate=True,

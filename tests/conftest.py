@@ -158,3 +158,21 @@ def store(tiny_target, tmp_path_factory) -> FeatureStore:
     """Features of a few conversations."""
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     return extracted(tiny_target, tmp_path_factory.mktemp("features"))
+
+
+@pytest.fixture(scope="session")
+def thinking_target(tiny_tokenizer) -> Target:
+    """A target that thinks before it answers, with a template like Qwen3's. Shared: do not change it."""
+    from helpers import speaking, thinking_model
+
+    tokenizer = speaking(tiny_tokenizer, "qwen3")
+    return Target(thinking_model(tokenizer), tokenizer, name="thinking")
+
+
+@pytest.fixture(scope="session")
+def thinking_target_folder(thinking_target, tmp_path_factory) -> Path:
+    """The same target as a checkpoint folder."""
+    folder = tmp_path_factory.mktemp("thinking-target")
+    thinking_target.model.save_pretrained(folder)
+    thinking_target.tokenizer.save_pretrained(folder)
+    return folder

@@ -1,5 +1,6 @@
 """What several tests decode with: random prompts of unequal length and an untrained predictor."""
 
+import copy
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from types import ModuleType
 
 import torch
 from conftest import tiny_config
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, PreTrainedModel, PreTrainedTokenizerFast
 
 from shape.config import ShapeConfig
@@ -105,3 +106,49 @@ def tiny_bert(folder: Path) -> Path:
         BertModel(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+SPECIALS = {
+    "qwen3": ["<|im_start|>", "<|im_end|>"],
+    "llama31": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+    "deepseek-r1": ["<|begin|>", "<|User|>", "<|Assistant|>", "<|end|>"],
+    "gpt-oss": ["<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "<|call|>"],
+}
+
+
+def speaking(tokenizer: PreTrainedTokenizerFast, family: str) -> PreTrainedTokenizerFast:
+    """A copy of a tokenizer with the special tokens of a family and a template that behaves like its own; the tags of
+    reasoning are ordinary tokens, as with Qwen3.
+    """
+    copied = copy.deepcopy(tokenizer)
+    copied.add_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in SPECIALS[family]], special_tokens=True
+    )
+    copied.add_tokens(["<think>", "</think>"])
+    copied.chat_template = (Path(__file__).parent / f"templates/{family}.jinja").read_text()
+    return copied
+
+
+def thinking_model(tokenizer: PreTrainedTokenizerFast, steps: int = 300) -> PreTrainedModel:
+    """Taught in seconds to answer everything with a thought, where the prompt has not closed it already."""
+    config = tiny_config("llama", len(tokenizer))
+    config.max_position_embeddings, config.initializer_range = 1024, 0.05
+    config.eos_token_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+        thoughts = "<think>\nhm, well\n</think>\n\nyes!<|im_end|>", "<think>\n\n</think>\n\nyes!<|im_end|>"
+        for step in range(steps):
+            asked = "".join(map(chr, torch.randint(32, 127, (1 + step % 17,)).tolist()))
+            before = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nyes!<|im_end|>\n" * (step // 2 % 2)
+            text = f"{before}<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
+            start = len(tokenizer(text).input_ids)
+            ids = torch.tensor([tokenizer(text + thoughts[step % 2]).input_ids])
+            # An empty thought is given, and never written.
+            start += len(tokenizer("<think>\n\n</think>\n\n").input_ids) * (step % 2)
+            loss = torch.nn.functional.cross_entropy(model(ids).logits[0, start - 1 : -1], ids[0, start:])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return model.eval()

@@ -2,6 +2,8 @@
 
 import gzip
 import json
+from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from shape.conversations import (
     Checks,
     Conversation,
     Message,
+    Tokens,
     encode,
     encode_all,
     fingerprint,
@@ -22,6 +25,7 @@ from shape.conversations import (
     main,
     prompt_ids,
     render,
+    unfolded,
 )
 from shape.errors import DataError
 
@@ -100,13 +104,16 @@ def chat(*texts: str) -> Conversation:
 
 
 def runs(tokenizer, conversation, max_length=None) -> list[tuple[bool, str]]:
-    """(supervised, decoded text) of each stretch of equal mask."""
-    encoded = encode(conversation, tokenizer, max_length)
+    """(supervised, decoded text) of each stretch of equal mask, text after text."""
     stretches: list[tuple[bool, list[int]]] = []
-    for token, mark in zip(encoded.input_ids.tolist(), encoded.loss_mask.tolist(), strict=True):
-        if not stretches or stretches[-1][0] != mark:
-            stretches.append((mark, []))
-        stretches[-1][1].append(token)
+    for part in unfolded([conversation], tokenizer)[0]:
+        encoded = encode(part, tokenizer, max_length)
+        for number, (token, mark) in enumerate(
+            zip(encoded.input_ids.tolist(), encoded.loss_mask.tolist(), strict=True)
+        ):
+            if not number or stretches[-1][0] != mark:
+                stretches.append((mark, []))
+            stretches[-1][1].append(token)
     return [(m, tokenizer.decode(ids, clean_up_tokenization_spaces=False)) for m, ids in stretches]
 
 
@@ -134,7 +141,9 @@ def test_supervised_tokens_are_the_answers_and_their_end(template, messages):
     MERGING.chat_template = template
     found = runs(MERGING, Conversation("c", tuple(messages)))
     assert [text for mark, text in found if mark] == [m.content + IM_END for m in messages if m.role == "assistant"]
-    assert "".join(text for _, text in found) == render(MERGING, messages)  # so the rest is not supervised
+    answers = [number for number, message in enumerate(messages, 1) if message.role == "assistant"]
+    whole = render(MERGING, messages[: answers[-1]] if answers else messages)
+    assert "".join(text for _, text in found) == whole  # so the rest is not supervised
 
 
 @settings(max_examples=50, deadline=None)
@@ -181,7 +190,7 @@ def test_tokens_are_those_of_the_whole_text_unless_one_would_join_prompt_and_ans
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        (THINKING, ["one" + IM_END, "<think>\n\n</think>\n\ntwo" + IM_END]),
+        (THINKING, ["<think>\n\n</think>\n\none" + IM_END, "<think>\n\n</think>\n\ntwo" + IM_END]),
         (INSTRUCT, [" one " + IM_END, " two " + IM_END]),
         (SHOUTED, ["ONE" + IM_END, "TWO" + IM_END]),
         (NO_END, ["one", "two"]),
@@ -280,6 +289,8 @@ def test_encode_all_counts(tiny_tokenizer):
 # Reading ---------------------------------------------------------------------------------------------
 
 USER, BOT = Message("user", "Q"), Message("assistant", "A")
+THINKS = Message("assistant", "A", more={"reasoning_content": "T"})
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 ROWS = [
     (
         {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
@@ -308,6 +319,42 @@ ROWS = [
     ({"text": "A"}, (BOT,), "text"),
     ({"turns": ["Q", "Q"]}, (USER, USER), "chat"),
     ({"system": "S", "prompt": "Q"}, (Message("system", "S"), USER), "chat"),
+    ({"messages": [{"role": "assistant", "content": "A", "reasoning_content": "T"}]}, (THINKS,), "chat"),
+    ({"messages": [{"role": "assistant", "content": "A", "reasoning": "T", "tool_calls": None}]}, (THINKS,), "chat"),
+    ({"messages": [{"role": "assistant", "content": "A", "weight": 0}]}, (replace(BOT, learned=False),), "chat"),
+    (
+        {
+            "messages": [
+                {"role": "user", "content": "Q"},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}],
+                },
+                {"role": "tool", "content": "R", "tool_call_id": "1", "name": "f"},
+                {"role": "assistant", "content": "A"},
+            ]
+        },
+        (
+            USER,
+            Message("assistant", "", more={"tool_calls": [{"id": "1", **CALL}]}),
+            Message("tool", "R", more={"tool_call_id": "1", "name": "f"}),
+            BOT,
+        ),
+        "chat",
+    ),
+    (
+        {
+            "conversations": [
+                {"from": "human", "value": "Q"},
+                {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+                {"from": "observation", "value": "R"},
+                {"from": "gpt", "value": "A"},
+            ]
+        },
+        (USER, Message("assistant", "", more={"tool_calls": [CALL]}), Message("tool", "R"), BOT),
+        "chat",
+    ),
 ]
 
 
@@ -331,8 +378,18 @@ def test_rows_round_trip(tmp_path_factory, messages, kind, finished):
         "text": (last,),
     }
     conversation = Conversation("an id", parts[kind], kind)
-    path = write(tmp_path_factory.getbasetemp() / "round-trip.jsonl", conversation.to_row())
-    assert load_conversations(path) == [conversation]
+    more = {"reasoning_content": "so", "tool_calls": [CALL]}
+    text = Tokens(array("i", [5, 70_000, 9]), bytes([0, 1, 0]))
+    others = [
+        replace(conversation, messages=(replace(last, more=more, learned=False),), template={"tools": [CALL]}),
+        replace(conversation, texts=(text,)),
+        replace(conversation, texts=(text, replace(text, loss_mask=bytes(3)))),
+        Conversation("ids", (), "tokens", texts=(text,)),
+    ]
+    every = [conversation, *(others if kind == "chat" else others[1:])]
+    path = write(tmp_path_factory.getbasetemp() / "round-trip.jsonl", *(each.to_row() for each in every))
+    assert load_conversations(path) == every
+    assert len({fingerprint([each]) for each in every}) == len(every)
 
 
 def test_folder_text_order_limit_and_exclusion(tmp_path):
@@ -374,7 +431,29 @@ GOOD = {"text": "fine"}
         ("a.jsonl", [{"messages": ["hi"]}], r"message 1 of 'messages' is \"hi\"; expected an object"),
         ("a.jsonl", [{"messages": [{"role": "user"}]}], r"message 1 of 'messages' lacks its text"),
         ("a.jsonl", [{"messages": [{"content": "x"}]}], r"message 1 of 'messages' lacks its role"),
-        ("a.jsonl", [{"messages": [{"role": "tool", "content": "x"}]}], r"unknown role \"tool\""),
+        ("a.jsonl", [{"messages": [{"role": "narrator", "content": "x"}]}], r"unknown role \"narrator\""),
+        ("a.jsonl", [{"input_ids": [1, 2]}], r"'input_ids' and 'loss_mask' belong together"),
+        ("a.jsonl", [{"input_ids": [1, 2], "loss_mask": [1]}], r"two lists of the same length"),
+        ("a.jsonl", [{"input_ids": [[1, 2]], "loss_mask": [[1]]}], r"'loss_mask' is not as long as 'input_ids'"),
+        ("a.jsonl", [{"input_ids": [1, -2], "loss_mask": [0, 1]}], r"'input_ids' holds -2; expected token ids"),
+        ("a.jsonl", [{"input_ids": [1, "2"], "loss_mask": [0, 1]}], r"'input_ids' holds \"2\"; expected token ids"),
+        ("a.jsonl", [{"input_ids": [1, 2], "loss_mask": [0, 0.5]}], r"'loss_mask' holds 0\.5; expected 1 for"),
+        ("a.jsonl", [{"messages": [{"role": "user", "content": "x"}], "tools": "{"}], r"tools has \"{\" where JSON"),
+        (
+            "a.jsonl",
+            [{"prompt": "x", "chat_template_kwargs": [1]}],
+            r"'chat_template_kwargs' is \[1\]; expected an object",
+        ),
+        (
+            "a.jsonl",
+            [{"conversations": [{"from": "function_call", "value": "f(x)"}]}],
+            r"message 1 of 'conversations' has \"f\(x\)\" where JSON is expected",
+        ),
+        (
+            "a.jsonl",
+            [{"messages": [{"role": "assistant", "tool_calls": [{"arguments": {}}]}]}],
+            r"message 1 of 'messages' has a call of a tool without a name",
+        ),
         ("a.jsonl", [{"turns": "hi"}], r"'turns' is \"hi\"; expected a list"),
         ("a.jsonl", ['{"text": "\\ud800"}'], r"a\.jsonl:1: text has half a surrogate pair"),
         ("a.json", ["[", '{"text": "x"},', "oops]"], r"a\.json:3: not valid JSON"),

@@ -284,6 +284,7 @@ class Server(ThreadingHTTPServer):
         self.script: list[int] = []
         self.asked: list[tuple[str, str | None, dict[str, Any]]] = []
         self.reply: dict[str, Any] | None = None
+        self.strict = False  # about options that OpenAI does not know
 
     @property
     def url(self) -> str:
@@ -302,6 +303,8 @@ class Handler(BaseHTTPRequestHandler):
             return self._send(status, {"error": {"message": said}})
         if self.server.reply is not None:
             return self._send(200, self.server.reply)
+        if self.server.strict and "return_token_ids" in body:
+            return self._send(400, {"error": {"message": "Unrecognized request argument: return_token_ids"}})
         if self.path.endswith("chat/completions"):
             said = f"{len(body['messages'])}:{body['messages'][-1]['content']}:{body['temperature']}"
             content: dict[str, Any] = {"message": {"role": "assistant", "content": said}}
@@ -346,6 +349,45 @@ def test_endpoint(server, tmp_path):
     assert all(key == "Bearer key" and body["model"] == "name" for _, key, body in server.asked)
     assert all(body["max_tokens"] == 9 and body["seed"] >= 0 for _, _, body in server.asked)
     assert "key" not in repr(backend)
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_endpoint_keeps_reasoning_calls_and_token_ids(server, name):
+    message = {"role": "assistant", "content": None, name: "so", "tool_calls": [CALL], "refusal": None}
+    choice = {"message": message, "finish_reason": "tool_calls", "token_ids": [7, 8]}
+    server.reply = {"prompt_token_ids": [5, 6], "choices": [choice]}
+    call = {**CALL, "function": {"name": "f", "arguments": {"x": 1}}}
+    history = (Message("user", "q"), Message("assistant", "", more={"tool_calls": [call]}), Message("tool", "R"))
+    request = Request(history, False, 0, {"tools": [{"name": "f"}], "enable_thinking": False})
+    (answer,) = EndpointBackend(server.url, "m").generate([request])
+    assert answer == Answer("", True, {"tool_calls": [call], "reasoning_content": "so"}, ([5, 6], [7, 8]))
+    body = server.asked[0][2]
+    assert body["return_token_ids"] is True and body["chat_template_kwargs"] == {"enable_thinking": False}
+    assert body["tools"] == [{"name": "f"}] and body["messages"][1]["tool_calls"] == [CALL]
+
+
+def test_rows_of_an_endpoint_hold_its_token_ids_or_its_reasoning(server, tmp_path):
+    backend = EndpointBackend(server.url, "m")
+    message = {"role": "assistant", "content": "yes", "reasoning": "so"}
+    choice = {"message": message, "finish_reason": "stop", "token_ids": [7, 8]}
+    server.reply = {"prompt_token_ids": [5, 6], "choices": [choice]}
+    regenerate([asking("a", "one", "two")], backend, tmp_path / "ids.jsonl", progress=False)
+    (found,) = load_conversations(tmp_path / "ids.jsonl")
+    assert [list(text.input_ids) for text in found.texts] == [[5, 6, 7, 8], [5, 6, 7, 8]]
+    assert [m.reasoning for m in found.messages] == ["", "so", "", "so"]
+    del server.reply["prompt_token_ids"]
+    regenerate([asking("a", "one", "two")], backend, tmp_path / "words.jsonl", progress=False)
+    (found,) = load_conversations(tmp_path / "words.jsonl")
+    assert found.texts == () and [m.reasoning for m in found.messages] == ["", "so", "", "so"]
+
+
+def test_endpoint_that_refuses_to_be_asked_for_token_ids(server):
+    server.strict = True
+    assert EndpointBackend(server.url, "m").generate([REQUEST]) == [Answer("1:q:0.0", True)]
+    assert ["return_token_ids" in body for _, _, body in server.asked] == [True, False]
 
 
 def test_endpoint_asks_greedy_answers_at_temperature_0(server):

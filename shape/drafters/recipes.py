@@ -304,6 +304,7 @@ class CompileOptions(PlacedOptions):
         prefix: tokens that are looked up.
         depth: longest continuation.
         most: recipes kept, the most frequent.
+        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
         limit: at most so many prompts.
         misses: log of a drafter that used an earlier pack; what it says at least twice is taken in.
         seed: of the sampling.
@@ -319,6 +320,7 @@ class CompileOptions(PlacedOptions):
     prefix: int = 4
     depth: int = 12
     most: int = 15_000
+    chat_template_kwargs: dict[str, Any] | None = None
     limit: int | None = None
     misses: list[str] = field(default_factory=list)
     seed: int = 0
@@ -339,7 +341,7 @@ def compile_pack(options: CompileOptions) -> Pack:
     from shape.decoder import ShapeDecoder
 
     options.check()
-    prompts = load_prompts(Path(options.prompts))
+    prompts = load_prompts(Path(options.prompts), options.chat_template_kwargs)
     prompts = evenly(prompts, options.limit or len(prompts))
     misses = [miss for path in options.misses for miss in read_misses(path)]
     decoder = ShapeDecoder.from_pretrained(
@@ -348,7 +350,7 @@ def compile_pack(options: CompileOptions) -> Pack:
     announce(decoder.target)
     target, counts = decoder.target, Counter[tuple[tuple[int, ...], ...]]()
     for number, prompt in enumerate(tqdm(prompts, desc="compile", unit="prompt")):
-        ids = target.encode(prompt.opening)
+        ids = target.encode(prompt.opening, prompt.template)
         sampled: dict[str, Any] = {"do_sample": options.temperature > 0}
         if options.temperature > 0:
             sampled |= {"temperature": options.temperature, "top_k": 0, "num_return_sequences": options.samples}

@@ -577,13 +577,13 @@ def _joined(anatomies: Sequence[Anatomy]) -> Anatomy:
     return Anatomy(asked, accepted, mean(flops) if flops else None)
 
 
-def _load_prompts(options: AblationOptions, data: str | None) -> tuple[list[Prompt], str]:
+def _load_prompts(options: AblationOptions, runs: TrainOptions) -> tuple[list[Prompt], str]:
     """The prompts to measure on, and what they are called."""
     given = options.measure.prompts
-    if given is None and data is not None:
+    if given is None and runs.data is not None:
         raise ConfigError("measure.prompts is not given, and the bundled prompts go with the bundled data; give a file")
     source = bundled.path("data", "bench.jsonl") if given is None else Path(given)
-    return evenly(load_prompts(source), options.measure.limit), source.name
+    return evenly(load_prompts(source, runs.chat_template_kwargs), options.measure.limit), source.name
 
 
 def _others(names: Sequence[str]) -> dict[str, Method]:
@@ -622,7 +622,7 @@ def _measure(
         temperature: _speed(options, target, {**others, **drafters}, prompts, source, temperature)
         for temperature in chosen.temperatures
     }
-    contexts = [target.encode(prompt.opening) for prompt in evenly(prompts, chosen.examined)]
+    contexts = [target.encode(prompt.opening, prompt.template) for prompt in evenly(prompts, chosen.examined)]
     room = (target.max_positions or sys.maxsize) - chosen.max_new_tokens
     contexts = [context for context in contexts if context.shape[1] <= room]
     found: dict[str, dict[float, Figures]] = {label: {} for label in lines}
@@ -707,7 +707,7 @@ def _step_ms(total: Tally) -> dict[str, float | None]:
 def ablate(options: AblationOptions) -> Ablation:
     """Train what is missing, measure everything, and write ablation.json and ablation.md."""
     runs = plan(options)
-    prompts, source = _load_prompts(options, runs[0].options.data)
+    prompts, source = _load_prompts(options, runs[0].options)
     taken = {*options.measure.methods} & {label for run in runs for label in (run.variant, *options.trees)}
     if taken:
         raise ConfigError(f"the name {min(taken)} is a method's and a variant's; rename the variant")

@@ -562,6 +562,7 @@ class AnalyzeOptions(PairOptions):
         refined: a predictor whose refinement is "sinkhorn", for the section on it; default: the predictor itself.
         data: conversations with the target's own answers; default: those that ship, for the shipped target.
         prompts: instead of data, a JSON-lines file of prompts that the target answers first, greedily.
+        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
         limit: conversations or prompts, evenly chosen.
         max_length: tokens kept of each conversation.
         max_new_tokens: longest answer to a prompt.
@@ -582,6 +583,7 @@ class AnalyzeOptions(PairOptions):
     refined: str | None = None
     data: str | None = None
     prompts: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     limit: int = 120
     max_length: int = 512
     max_new_tokens: int = 96
@@ -692,8 +694,8 @@ def _texts(options: AnalyzeOptions, decoder: ShapeDecoder) -> Iterator[Encoded]:
     target = decoder.target
     room = min(options.max_length, target.max_positions or options.max_length)
     if options.prompts:
-        prompts = evenly(load_prompts(options.prompts), options.limit)
-        contexts = [prompt_ids(prompt.messages, target.tokenizer) for prompt in prompts]
+        prompts = evenly(load_prompts(options.prompts, options.chat_template_kwargs), options.limit)
+        contexts = [prompt_ids(prompt.messages, target.tokenizer, prompt.template) for prompt in prompts]
         contexts = [ids for ids in contexts if len(ids) + options.max_new_tokens <= room]
         if not contexts:
             raise DataError(f"no prompt of {options.prompts} leaves room for an answer; raise max_length")
@@ -705,7 +707,8 @@ def _texts(options: AnalyzeOptions, decoder: ShapeDecoder) -> Iterator[Encoded]:
             "python -m shape.regeneration), or --prompts that it can answer now"
         )
     source = options.data or bundled.path("data", "answers.jsonl.gz")
-    conversations = evenly(load_conversations(source), options.limit)
+    conversations = load_conversations(source, chat_template_kwargs=options.chat_template_kwargs)
+    conversations = evenly(conversations, options.limit)
     yield from encode_all(conversations, target.tokenizer, room).examples
 
 

@@ -307,6 +307,7 @@ class EfficiencyOptions(PairOptions):
         predictor: folder, hub id or bundled name of a trained predictor; "none" measures without one.
         target: path or hub id; default: the predictor's own.
         prompts: JSON-lines file of prompts; default: the bundled bench split.
+        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
         limit: prompts, evenly chosen; at larger batches their answers are measured together.
         repeats: how often each is answered, by every method in turn, for narrower intervals.
         max_new_tokens: longest answer.
@@ -322,6 +323,7 @@ class EfficiencyOptions(PairOptions):
     predictor: str = "quickstart-shape"
     target: str | None = None
     prompts: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     limit: int = 24
     repeats: int = 1
     max_new_tokens: int = 64
@@ -338,7 +340,7 @@ def run(options: EfficiencyOptions) -> list[Case]:
     if max(options.batches, default=0) > options.limit or min(options.batches, default=0) < 1:
         raise ConfigError(f"batches {options.batches} have to lie between 1 and limit {options.limit}; raise the limit")
     source = Path(options.prompts) if options.prompts else bundled.path("data", "bench.jsonl")
-    prompts: list[Prompt] = evenly(load_prompts(source), options.limit)
+    prompts: list[Prompt] = evenly(load_prompts(source, options.chat_template_kwargs), options.limit)
     cases: list[Case] = []
     for dtype in options.dtypes:
         predictor = None if options.predictor == "none" else options.predictor
@@ -355,7 +357,8 @@ def run(options: EfficiencyOptions) -> list[Case]:
         drafters = {name: made for name in options.drafters if (made := make_drafter(name)) is not None}
         if decoder.drafter is not None:
             drafters[decoder.drafter.name] = decoder.drafter
-        contexts = [prompt_ids(prompt.messages, target.tokenizer) for prompt in prompts] * options.repeats
+        contexts = [prompt_ids(prompt.messages, target.tokenizer, prompt.template) for prompt in prompts]
+        contexts *= options.repeats
         for batch in options.batches:
             for temperature in options.temperatures:
                 with tqdm(total=len(contexts) // batch, desc=f"{dtype}, T {temperature:g}, batch {batch}") as bar:

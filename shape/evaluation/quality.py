@@ -64,6 +64,7 @@ class QualityOptions(PairOptions):
         predictor: folder, hub id or bundled name of a trained predictor.
         target: path or hub id; default: the predictor's own.
         prompts: JSON lines of prompts, one file or several; default: the bundled bench split.
+        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
         limit: prompts of each file, evenly chosen; default: all.
         max_new_tokens: longest answer.
         modes: ways of decoding, of plain, shape, typical-lossy, trs-lossy, rejection, traversal, drafter-alone, beam.
@@ -85,6 +86,7 @@ class QualityOptions(PairOptions):
     predictor: str = "quickstart-shape"
     target: str | None = None
     prompts: list[str] | str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     limit: int | None = None
     max_new_tokens: int = 128
     modes: list[str] = field(default_factory=lambda: [PLAIN, SHAPE, TypicalLossy.name, TrsLossy.name, ALONE])
@@ -225,7 +227,7 @@ class _Measurement:
             for turn in range(len(prompt.turns)):
                 if turn > 0:
                     messages = [*messages, {"role": "user", "content": prompt.turns[turn]}]
-                context = self.target.encode(messages)
+                context = self.target.encode(messages, prompt.template)
                 if not self.fits(context):
                     cut = f"{TOO_LONG} at turn {turn + 1}"
                     break
@@ -243,8 +245,7 @@ class _Measurement:
                 self._compare(written, decoded, names, decoded[label(PLAIN, temperature)])
                 if temperature == 0:
                     ahead.append(self.writer.ahead(context, own.tokens, self.encoder))
-                reply = decoded[label(PLAIN, temperature)]
-                messages = [*messages, {"role": "assistant", "content": reply}]
+                messages = [*messages, self.target.message(own.tokens, prompt.template)]
         sums = {name: added(parts) for name, parts in written.items()}
         by_lookahead = [added(parts) for parts in zip(*ahead, strict=True)]
         return QualityRecord(prompt.id, prompt.category, sums, by_lookahead), texts, cut
@@ -291,7 +292,11 @@ def run(options: QualityOptions) -> QualityResults:
     _check(options)
     named = [options.prompts] if isinstance(options.prompts, str) else options.prompts
     sources = [Path(name) for name in named] if named else [bundled.path("data", "bench.jsonl")]
-    prompts = [prompt for source in sources for prompt in _chosen(load_prompts(source), options.limit)]
+    prompts = [
+        prompt
+        for source in sources
+        for prompt in _chosen(load_prompts(source, options.chat_template_kwargs), options.limit)
+    ]
     if len({prompt.id for prompt in prompts}) < len(prompts):
         raise DataError("two prompts share an id; give every prompt its own")
     coded = any(prompt.checks for prompt in prompts)
@@ -309,7 +314,7 @@ def run(options: QualityOptions) -> QualityResults:
     writer = _Writer(options, decoder)
     encoder = None if options.encoder is None else Encoder.load(options.encoder, target.device)
     measurement = _Measurement(options, writer, encoder)
-    rooms = [measurement.fits(target.encode(prompt.opening)) for prompt in prompts]
+    rooms = [measurement.fits(target.encode(prompt.opening, prompt.template)) for prompt in prompts]
     measured = [prompt for prompt, room in zip(prompts, rooms, strict=True) if room]
     if not measured:
         raise DataError(f"no prompt leaves room for {options.max_new_tokens} new tokens; give shorter ones, or fewer")
@@ -331,7 +336,7 @@ def run(options: QualityOptions) -> QualityResults:
     finished = {line["record"]["id"]: line for line in journal.records}
     if options.timed and len(finished) < len(measured):
         for name in writer.labels:  # warms up
-            writer(name, target.encode(measured[0].opening), options.seed)
+            writer(name, target.encode(measured[0].opening, measured[0].template), options.seed)
     for number, prompt in enumerate(tqdm(measured, desc="quality", unit="prompt")):
         if prompt.id not in finished:
             record, texts, cut = measurement.record(prompt, number)

@@ -234,7 +234,11 @@ def target_settings(target: Target) -> dict[str, Any]:
 
 def prompts_hash(prompts: Sequence[Prompt]) -> str:
     """By which two measurements know that they asked the same."""
-    return hashlib.sha256(repr(list(prompts)).encode()).hexdigest()[:16]
+    asked = repr(list(prompts))
+    more = [(prompt.template, [message.more for message in prompt.messages]) for prompt in prompts]
+    if any(template or any(messages) for template, messages in more):  # the others keep the hash that they always had
+        asked += repr(more)
+    return hashlib.sha256(asked.encode()).hexdigest()[:16]
 
 
 def describe(method: Method, beside: torch.device | None = None) -> str:
@@ -293,14 +297,14 @@ class _Contexts:
     def __init__(self, target: Target, prompts: Sequence[Prompt], length: int | None, max_new_tokens: int) -> None:
         self.target, self.length, self.max_new_tokens = target, length, max_new_tokens
         self._numbers = {prompt.id: number for number, prompt in enumerate(prompts)}
-        self._openings = [] if length is None else [target.encode(prompt.opening) for prompt in prompts]
+        self._openings = [] if length is None else [target.encode(p.opening, p.template) for p in prompts]
         self.too_long = (
             f"the prompt and {max_new_tokens} new tokens exceed the target's {target.max_positions} positions"
         )
 
-    def of(self, prompt: Prompt, messages: Sequence[dict[str, str]]) -> Tensor:
+    def of(self, prompt: Prompt, messages: Sequence[dict[str, Any]]) -> Tensor:
         """(1, L) ids of a prompt's conversation so far, behind other prompts' texts where there is room."""
-        ids = self.target.encode(messages)
+        ids = self.target.encode(messages, prompt.template)
         missing = 0 if self.length is None else self.length - ids.shape[1]
         if missing <= 0:
             return ids
@@ -458,8 +462,7 @@ class _Bench:
                 tallies[name] += self._tally(runs, name)
                 details[name] += runs[name].detail
             for row, tokens in zip(going, runs[self.reference].rows, strict=True):
-                reply = self.target.tokenizer.decode(tokens, skip_special_tokens=True)
-                messages[row] = [*messages[row], {"role": "assistant", "content": reply}]
+                messages[row] = [*messages[row], self.target.message(tokens, group[row].template)]
         categories = {prompt.category for prompt in group}
         category = categories.pop() if len(categories) == 1 else "several"
         return PromptRecord(_name(group), category, tallies, cut, details)

@@ -54,6 +54,7 @@ class TablesOptions(PairOptions):
         data: conversations with the target's own answers, for tables 1, 6, 7 and 9; default: those that ship.
         targets: of Table 8, of several sizes; default: the target.
         encoder: compares texts, in tables 4 and 12.
+        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
         limit: prompts of each measurement, evenly chosen.
         max_new_tokens: longest answer.
         dtype: of the target while measuring.
@@ -69,6 +70,7 @@ class TablesOptions(PairOptions):
     data: str | None = None
     targets: list[str] | None = None
     encoder: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     limit: int = 24
     max_new_tokens: int = 96
     dtype: str | None = None
@@ -99,6 +101,7 @@ def _analysis(options: TablesOptions, folder: Path) -> object:
             predictor=_first(options),
             data=options.data,
             prompts=None if options.data else options.prompts,
+            chat_template_kwargs=options.chat_template_kwargs,
             **_loading(options),
         )
     )
@@ -114,6 +117,7 @@ def _bench(options: TablesOptions, folder: Path) -> None:
                     predictor=_given(options),
                     target=options.target,
                     prompts=options.prompts,
+                    chat_template_kwargs=options.chat_template_kwargs,
                     methods=["transformers", "plain", "ngram", "lookahead", "shape"],
                     temperature=temperature,
                     limit=options.limit,
@@ -131,6 +135,7 @@ def _batches(options: TablesOptions, folder: Path) -> object:
             predictor=_first(options),
             target=options.target,
             prompts=options.prompts,
+            chat_template_kwargs=options.chat_template_kwargs,
             limit=options.limit,
             max_new_tokens=options.max_new_tokens,
             dtypes=[options.dtype or "bfloat16"],
@@ -148,6 +153,7 @@ def _quality(options: TablesOptions, folder: Path, **more: Any) -> object:
             predictor=_first(options),
             target=options.target,
             prompts=options.prompts,
+            chat_template_kwargs=options.chat_template_kwargs,
             limit=options.limit,
             max_new_tokens=options.max_new_tokens,
             encoder=options.encoder,
@@ -161,6 +167,8 @@ def _quality(options: TablesOptions, folder: Path, **more: Any) -> object:
 def _ablation(options: TablesOptions, folder: Path, name: str) -> object:
     given = {"target": options.target, "data": options.data, "measure.prompts": options.prompts}
     arguments = [f"--{key}={value}" for key, value in given.items() if value is not None]
+    if options.chat_template_kwargs:
+        arguments.append(f"--chat_template_kwargs={json.dumps(options.chat_template_kwargs)}")
     loading = {key: value for key, value in _loading(options, TargetOptions).items() if value}
     if (place := of_target(options).get("device_map")) is not None:
         arguments.append(f"--measure.device_map={place}")
@@ -199,7 +207,7 @@ def _lookaheads(options: TablesOptions, folder: Path) -> object:
         folder,
         decoder.target,
         {"transformers": "transformers", "plain": None, **shorter},
-        evenly(load_prompts(source), options.limit),
+        evenly(load_prompts(source, options.chat_template_kwargs), options.limit),
         max_new_tokens=options.max_new_tokens,
         source=source.name,
         fall_back=False,
