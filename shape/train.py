@@ -354,13 +354,13 @@ def prepare(runs: Sequence[TrainOptions], home: Place) -> Material:
     conversations = _load(options)
     _require_divisible(options, trainer.world_size)
     refuse_others(home, target)
-    rank_zero_only(announce)(target)
     for_validation = _validation_data(options)
     if options.regenerate and not _ships_answers(options):
         conversations = _own_answers(options, target, conversations, home, trainer)
     held_out = set() if for_validation else _held_out(options, conversations)
     for_validation = for_validation or [conversations[index] for index in sorted(held_out)]
     prompts = prompts or _as_prompts(for_validation)
+    rank_zero_only(announce)(target)
     return Material(target, conversations, held_out, for_validation, prompts, home, trainer)
 
 
