@@ -360,7 +360,6 @@ def prepare(runs: Sequence[TrainOptions], home: Place) -> Material:
     conversations = _load(options)
     _require_divisible(options, trainer.world_size)
     refuse_others(home, target)
-    rank_zero_only(announce)(target)
     for_validation = _validation_data(options)
     if options.regenerate and not _ships_answers(options):
         conversations = _own_answers(options, target, conversations, home, trainer)
@@ -369,6 +368,7 @@ def prepare(runs: Sequence[TrainOptions], home: Place) -> Material:
     for_validation = for_validation or [conversations[index] for index in sorted(held_out)]
     prompts = prompts or _as_prompts(for_validation)
     owners = [number for number, own in enumerate(rows) for _ in own]
+    rank_zero_only(announce)(target)
     return Material(
         target,
         list(chain.from_iterable(rows)),

@@ -36,12 +36,11 @@ def published(cache: Path, name: str, revisions: dict[str, Path]) -> dict[str, s
 
 
 @pytest.fixture
-def hub(tiny_model, tiny_tokenizer, tiny_target_folder, tiny_predictor_folder, tmp_path, monkeypatch):
+def hub(tiny_model, tiny_tokenizer, tiny_target_folder, tiny_predictor_folder, tmp_path):
     """Two revisions of a target and of a predictor for both, in a cache -> (how it is read, commits of the target).
 
     The second target has other weights, template and generation config; the second predictor drafts deeper.
     """
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     second = tmp_path / "second"
     tiny_model("llama", torch.float32, seed=2, vocab_size=len(tiny_tokenizer)).save_pretrained(second)
     tiny_tokenizer.save_pretrained(second)
