@@ -992,20 +992,22 @@ def _tokenise(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span]) 
         edges = [0, *cuts, len(text)]
         parts = [_offsets(tokenizer, text[a:b], a) for a, b in pairwise(edges)]
         found, starts, stops = (np.concatenate(column) for column in zip(*parts, strict=True))
-    specials = tokenizer.all_special_ids
+    added = list(tokenizer.added_tokens_decoder)
+    anew = starts[np.isin(found, added)]  # where reading begins anew
     for start, _ in spans:
         blank = len(text[:start].rstrip())
         # Some tokenizers read a run of blanks otherwise where words follow, and in decoding none do.
         if start - blank > 1:
-            first = starts[np.isin(found, specials) & (starts <= blank)].max(initial=0)  # where reading begins anew
+            first = anew[anew <= blank].max(initial=0)
             prompt = _offsets(tokenizer, text[first:start], first)
-            same = np.intersect1d(starts[starts <= blank], prompt[1]).max(initial=first)
-            tail, before, after = np.searchsorted(prompt[1], same), *np.searchsorted(starts, [same, start])
+            low, high, after = np.searchsorted(starts, [first, blank + 1, start])
+            same = np.intersect1d(starts[low:high], prompt[1]).max(initial=first)
+            before, tail = low + np.searchsorted(starts[low:high], same), np.searchsorted(prompt[1], same)
             found, starts, stops = (
                 np.concatenate([now[:before], own[tail:], now[after:]])
                 for now, own in zip((found, starts, stops), prompt, strict=True)
             )
-    special = np.isin(found, specials)  # may swallow the whitespace behind it
+    special = np.isin(found, added)  # may swallow the whitespace behind it
     inside = np.zeros(len(found), dtype=bool)
     for start, end in spans:
         inside |= (starts >= start) & (starts < end) & ((stops <= end) | special)
