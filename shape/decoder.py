@@ -1,6 +1,5 @@
 """ShapeDecoder: ``generate`` with the meaning of ``model.generate``, several tokens per target forward."""
 
-import sys
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from shape.network import Predictor
 from shape.pace import Experience, Pace
 from shape.pipeline import DraftingPipeline
 from shape.prepack import prepack
-from shape.request import Prepared, Request
+from shape.request import Prepared, Request, Seed
 from shape.rules import Rule, make_rule
 from shape.stats import DecodeStats
 from shape.target import Target, resolve_device
@@ -203,7 +202,7 @@ class ShapeDecoder:
         attention_mask: Tensor | None = None,
         generation_config: GenerationConfig | None = None,
         *,
-        seed: int | Sequence[int] | None = None,
+        seed: Seed | None = None,
         streamer: BaseStreamer | None = None,
         return_dict_in_generate: bool = False,
         acceptance: str | Rule = "match",
@@ -221,9 +220,9 @@ class ShapeDecoder:
             input_ids: (B, L) int64, padded on either side where attention_mask is 0.
             attention_mask: (B, L); None infers padding from the pad token as transformers does.
             generation_config: None takes the target's; options given by name go before it.
-            seed: of the sampling noise, one number or one per prompt; None draws one from torch's global
-                generator.
-            streamer: gets the prompt, then new tokens as they are settled; one row only.
+            seed: of the sampling noise, one integer (also numpy's or torch's) or one per prompt; None draws one from
+                torch's global generator.
+            streamer: gets the prompt, then new tokens as they are settled; one row only. It is ended on errors too.
             acceptance: a rule, or its name among ``shape.rules.RULES``: "match"; "rejection" and "traversal", lossless
                 too, whose samples depend on the drafter as well as on the seed; the lossy "typical-lossy" (Medusa's)
                 and "trs-lossy" (the paper's), whose parameters TypicalLossy(...) and TrsLossy(...) take.
@@ -233,26 +232,27 @@ class ShapeDecoder:
             trace: record what became of every token (see ``shape.trace``).
             options: those of ``model.generate`` that greedy search and sampling have (see ``shape.request``),
                 prepared by transformers itself; also logits_processor, stopping_criteria and
-                prefix_allowed_tokens_fn, which see each row without padding.
+                prefix_allowed_tokens_fn. These see one prompt as it is given, as in transformers, and each of several
+                without padding; criteria get int64 ids on the target's device.
 
         Raises:
-            UnsupportedGeneration: an option or a prompt that cannot be served, before anything is computed.
+            UnsupportedGeneration: an option, an input of the model, a token or a prompt that cannot be served, before
+                anything is computed.
         """
-        steps = self._start(
-            input_ids,
-            attention_mask,
-            generation_config,
-            seed=seed,
-            streaming=streamer is not None,
-            acceptance=acceptance,
-            eos_aware=eos_aware,
-            memory=memory,
-            trace=trace,
-            **options,
-        )
-        if streamer is not None:
-            streamer.put(input_ids.cpu())
-        out = _finish(steps, streamer)
+        with streams.ended(streamer):
+            steps = self._start(
+                input_ids,
+                attention_mask,
+                generation_config,
+                seed=seed,
+                streaming=streamer is not None,
+                acceptance=acceptance,
+                eos_aware=eos_aware,
+                memory=memory,
+                trace=trace,
+                **options,
+            )
+            out = _finish(steps, input_ids, streamer)
         return out if return_dict_in_generate else out.sequences
 
     @overload
@@ -324,11 +324,16 @@ class ShapeDecoder:
         """
         return partial(self.generate, memory=Memory())
 
-    def as_custom_generate(self) -> Callable[..., Tensor | ShapeOutput]:
+    def as_custom_generate(self, streamer: BaseStreamer | None = None) -> Callable[..., Tensor | ShapeOutput]:
         """For those who call the target: ``model.generate(**inputs, custom_generate=decoder.as_custom_generate())``.
 
-        It takes ``seed`` beside transformers' own options. transformers keeps the tokenizer to itself, so that stop
-        strings need ``ShapeDecoder.generate``.
+        It takes ``seed`` beside transformers' own options. What it cannot serve it refuses, inputs of the model too.
+        transformers hands no ``streamer``, ``tokenizer`` or ``assistant_model`` to functions of others: a streamer
+        would get the prompt alone and no end, stop strings need ``ShapeDecoder.generate`` or transformers'
+        ``StopStringCriteria``, and the assistant, which changes no token, is not asked.
+
+        Args:
+            streamer: to be given here, not to ``model.generate``; gets the prompt, then new tokens as they are settled.
         """
 
         def decode_with_drafts(
@@ -337,17 +342,18 @@ class ShapeDecoder:
             logits_processor: LogitsProcessorList,
             stopping_criteria: StoppingCriteriaList,
             generation_config: GenerationConfig,
-            seed: int | None = None,
+            seed: Seed | None = None,
             **inputs: Any,
         ) -> Tensor | ShapeOutput:
-            if model is not self.target.model:
-                raise UnsupportedGeneration("this decoder belongs to another model; call generate of its own target")
-            prepared = Prepared(generation_config, logits_processor, stopping_criteria)
-            request = Request.of_prepared(self.target, input_ids, inputs.get("attention_mask"), prepared)
-            # transformers puts the prompt into a streamer, and hands the streamer to its own decoding methods only.
-            caller = sys._getframe(1).f_locals
-            streamer = caller.get("streamer") if caller.get("custom_generate") is decode_with_drafts else None
-            out = _finish(self._carry_out(request, input_ids, seed, streaming=streamer is not None), streamer)
+            with streams.ended(streamer):
+                if model is not self.target.model:
+                    raise UnsupportedGeneration(
+                        "this decoder belongs to another model; call generate of its own target"
+                    )
+                prepared = Prepared(generation_config, logits_processor, stopping_criteria)
+                request = Request.of_prepared(self.target, input_ids, inputs, prepared)
+                ids = input_ids[:: request.samples]
+                out = _finish(self._carry_out(request, ids, seed, streamer is not None), ids, streamer)
             return out if generation_config.return_dict_in_generate else out.sequences
 
         return decode_with_drafts
@@ -358,7 +364,7 @@ class ShapeDecoder:
         attention_mask: Tensor | None = None,
         generation_config: GenerationConfig | None = None,
         *,
-        seed: int | Sequence[int] | None = None,
+        seed: Seed | None = None,
         streaming: bool = False,
         acceptance: str | Rule = "match",
         eos_aware: bool = False,
@@ -380,7 +386,7 @@ class ShapeDecoder:
         self,
         request: Request,
         input_ids: Tensor,
-        seed: int | Sequence[int] | None,
+        seed: Seed | None,
         streaming: bool = False,
         acceptance: str | Rule = "match",
         memory: Memory | None = None,
@@ -441,14 +447,14 @@ class ShapeDecoder:
         return Pace(past, None if self.fall_back is True else float(self.fall_back))
 
 
-def _finish(steps: Steps, streamer: BaseStreamer | None) -> ShapeOutput:
-    """All steps, told to a streamer that knows the prompt."""
+def _finish(steps: Steps, input_ids: Tensor, streamer: BaseStreamer | None) -> ShapeOutput:
+    """All steps, told to a streamer behind the prompt."""
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
     while True:
         try:
             _, tokens = next(steps)
         except StopIteration as done:
-            if streamer is not None:
-                streamer.end()
             return done.value
         if streamer is not None:
             streamer.put(torch.tensor(tokens))
