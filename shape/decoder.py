@@ -18,6 +18,7 @@ from shape.drafters import PREDICTORS, Drafter, ModelDrafter, TrainedDrafter, Tr
 from shape.drafters.model import Lookahead, make_lookahead
 from shape.drafters.recipes import Pack, RecipeDrafter
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, UnsupportedGeneration
+from shape.files import reading, typed
 from shape.fixed import FixedSteps, why_not
 from shape.fixed import decode as decode_fixed
 from shape.inference import gradientless
@@ -29,7 +30,7 @@ from shape.prepack import prepack
 from shape.request import Prepared, Request, Seed
 from shape.rules import Rule, make_rule
 from shape.stats import DecodeStats
-from shape.target import Target, resolve_device
+from shape.target import Target, TargetIdentity, resolve_device
 from shape.trace import Trace
 from shape.verification.forward import Support, probe
 
@@ -475,7 +476,7 @@ def is_language_model(source: str | Path, **hub: Any) -> bool:
     """Whether a predictor is a causal LM. What cannot be read is left to whoever reads it."""
     try:
         return AutoConfig.from_pretrained(bundled.resolve(str(source)), **hub).model_type != ShapeConfig.model_type
-    except (OSError, ValueError, KeyError):
+    except Exception:  # damaged files have errors of many kinds
         return False
 
 
@@ -490,22 +491,29 @@ def load_predictor(source: str | Path, **hub: Any) -> Predictor:
     """An exported predictor of any kind in eval mode; `hub` as in ``ShapeDecoder.from_pretrained``.
 
     Raises:
-        CheckpointError: nothing that can be read there, or weights that are not those of its configuration.
+        CheckpointError: nothing that can be read there, weights that are not those of its configuration, or damage to
+            either that can be seen.
     """
     where = bundled.resolve(str(source))
-    try:
+    with reading(f"predictor {source}", CheckpointError, "give a folder written by shape.train or a hub id"):
         config = ShapeConfig.from_pretrained(where, **hub)
+        shape = typed(TreeShape, config.draft or {})
+        if min(size for size in (shape.depth, shape.width, shape.branching, shape.nodes) if size is not None) < 1:
+            raise ValueError(f"draft is {config.draft}")
+        known = None if config.target_identity is None else TargetIdentity.from_dict(config.target_identity)
         found: Any = PREDICTORS[config.kind].from_pretrained(where, config=config, output_loading_info=True, **hub)
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(
-            f"predictor {source} cannot be read; give a folder written by shape.train or a hub id ({reason})"
-        ) from error
     predictor, info = found
     # transformers would fill in what is missing at random, and every draft would be refused.
-    if wrong := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
+    if wrong := sorted({*info["missing_keys"], *info["unexpected_keys"], *map(str, info["mismatched_keys"])}):
         raise CheckpointError(
             f"the weights of predictor {source} are not those of its configuration ({', '.join(wrong[:3])} missing or "
             "too many); it may be of another version of this package: train it anew"
+        )
+    vocabulary, size = predictor.draft_vocabulary, config.vocab_size if known is None else known.vocab_size
+    strange = vocabulary is not None and bool((vocabulary < 0).any() or (size and (vocabulary >= size).any()))
+    if strange or not all(bool(weight.isfinite().all()) for weight in predictor.parameters()):
+        raise CheckpointError(
+            f"the weights of predictor {source} are damaged: they hold numbers that are not finite, or tokens that the "
+            "target has not; copy them again, or train it anew"
         )
     return predictor.eval().requires_grad_(False)

@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache
 
 from shape import bundled
 from shape.errors import ConfigError, DataError, UnsupportedTarget
+from shape.files import typed
 from shape.prepack import PrepackedForward, is_prepacked, linear, prepack
 
 # Encoded by every tokenizer into its identity: vocabularies can be equal where the merges differ.
@@ -47,7 +48,7 @@ class TargetIdentity:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TargetIdentity":
-        return cls(**{field.name: values[field.name] for field in fields(cls)})
+        return typed(cls, {field.name: values[field.name] for field in fields(cls)})
 
     def differences(self, other: "TargetIdentity") -> list[str]:
         """Phrases naming what differs; name and revision do not count, so a moved folder stays the same target."""
