@@ -448,11 +448,8 @@ def _json_lines(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, object]
         if line.strip():
             try:
                 yield f"{path}:{number}", json.loads(line)
-            except json.JSONDecodeError as error:
-                yield (
-                    f"{path}:{number}",
-                    DataError(f"not valid JSON ({error.msg.removesuffix(' at')} at column {error.colno})"),
-                )
+            except (ValueError, RecursionError) as error:
+                yield f"{path}:{number}", DataError(_no_json(error))
 
 
 def _json_list(path: Path, file: TextIO) -> Iterator[tuple[str, object]]:
@@ -461,15 +458,19 @@ def _json_list(path: Path, file: TextIO) -> Iterator[tuple[str, object]]:
         return
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # several documents: JSON lines under the wrong name
+    except (ValueError, RecursionError) as error:
+        if getattr(error, "msg", None) == "Extra data":  # several documents: JSON lines under the wrong name
             yield from _json_lines(path, io.StringIO(text))
             return
-        raise DataError(
-            f"{path}:{error.lineno}: not valid JSON ({error.msg.removesuffix(' at')} at column {error.colno})"
-        ) from None
+        raise DataError(f"{path}:{getattr(error, 'lineno', 1)}: {_no_json(error)}") from None
     rows = data if isinstance(data, list) else [data]
     yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def _no_json(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"not valid JSON ({error.msg.removesuffix(' at')} at column {error.colno})"
+    return f"not valid JSON ({error})"  # nested too deep, or a number of too many digits
 
 
 def _text_blocks(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, object]]:

@@ -1,6 +1,5 @@
 """ShapeDecoder: ``generate`` with the meaning of ``model.generate``, several tokens per target forward."""
 
-import sys
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from shape.drafters import PREDICTORS, Drafter, ModelDrafter, TrainedDrafter, Tr
 from shape.drafters.model import Lookahead, make_lookahead
 from shape.drafters.recipes import Pack, RecipeDrafter
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, UnsupportedGeneration
+from shape.files import reading, typed
 from shape.fixed import FixedSteps, why_not
 from shape.fixed import decode as decode_fixed
 from shape.inference import each_step, evaluating, gradientless
@@ -34,10 +34,10 @@ from shape.network import Predictor
 from shape.pace import FIXED_BREAK_EVEN, Experience, Pace
 from shape.pipeline import DraftingPipeline
 from shape.prepack import prepack
-from shape.request import Prepared, Request
+from shape.request import Prepared, Request, Seed
 from shape.rules import Rule, make_rule
 from shape.stats import DecodeStats
-from shape.target import Target
+from shape.target import Target, TargetIdentity
 from shape.trace import Trace
 from shape.verification.forward import Support, probe
 
@@ -261,7 +261,7 @@ class ShapeDecoder:
         attention_mask: Tensor | None = None,
         generation_config: GenerationConfig | None = None,
         *,
-        seed: int | Sequence[int] | None = None,
+        seed: Seed | None = None,
         reproducible: bool | None = None,
         streamer: BaseStreamer | None = None,
         return_dict_in_generate: bool = False,
@@ -280,13 +280,13 @@ class ShapeDecoder:
             input_ids: (B, L) int64, padded on either side where attention_mask is 0.
             attention_mask: (B, L); None infers padding from the pad token as transformers does.
             generation_config: None takes the target's; options given by name go before it.
-            seed: of the sampling noise, one number or one per prompt; None draws one from torch's global
-                generator.
+            seed: of the sampling noise, one integer (also numpy's or torch's) or one per prompt; None draws one from
+                torch's global generator.
             reproducible: whether what is drafted, and with it the sizes of forwards, depends on nothing but this call,
                 neither on the clock nor on earlier calls: then the same call on the same machine gives the same tokens
                 in every dtype. None does so where a seed is given. Without it two runs in bfloat16 may differ where two
                 tokens are nearly as likely. Samples of rules that depend on the drafts always are.
-            streamer: gets the prompt, then new tokens as they are settled; one row only.
+            streamer: gets the prompt, then new tokens as they are settled; one row only. It is ended on errors too.
             acceptance: a rule, or its name among ``shape.rules.RULES``: "match"; "rejection" and "traversal", lossless
                 too, whose samples depend on the drafter as well as on the seed; the lossy "typical-lossy" (Medusa's)
                 and "trs-lossy" (the paper's), whose parameters TypicalLossy(...) and TrsLossy(...) take.
@@ -296,27 +296,28 @@ class ShapeDecoder:
             trace: record what became of every token (see ``shape.trace``).
             options: those of ``model.generate`` that greedy search and sampling have (see ``shape.request``),
                 prepared by transformers itself; also logits_processor, stopping_criteria and
-                prefix_allowed_tokens_fn, which see each row without padding.
+                prefix_allowed_tokens_fn. These see one prompt as it is given, as in transformers, and each of several
+                without padding; criteria get int64 ids on the target's device.
 
         Raises:
-            UnsupportedGeneration: an option or a prompt that cannot be served, before anything is computed.
+            UnsupportedGeneration: an option, an input of the model, a token or a prompt that cannot be served, before
+                anything is computed.
         """
-        steps = self._start(
-            input_ids,
-            attention_mask,
-            generation_config,
-            seed=seed,
-            reproducible=reproducible,
-            streaming=streamer is not None,
-            acceptance=acceptance,
-            eos_aware=eos_aware,
-            memory=memory,
-            trace=trace,
-            **options,
-        )
-        if streamer is not None:
-            streamer.put(input_ids.cpu())
-        out = _finish(steps, streamer)
+        with streams.ended(streamer):
+            steps = self._start(
+                input_ids,
+                attention_mask,
+                generation_config,
+                seed=seed,
+                reproducible=reproducible,
+                streaming=streamer is not None,
+                acceptance=acceptance,
+                eos_aware=eos_aware,
+                memory=memory,
+                trace=trace,
+                **options,
+            )
+            out = _finish(steps, input_ids, streamer)
         return out if return_dict_in_generate else out.sequences
 
     @overload
@@ -400,11 +401,16 @@ class ShapeDecoder:
         """
         return partial(self.generate, memory=Memory())
 
-    def as_custom_generate(self) -> Callable[..., Tensor | ShapeOutput]:
+    def as_custom_generate(self, streamer: BaseStreamer | None = None) -> Callable[..., Tensor | ShapeOutput]:
         """For those who call the target: ``model.generate(**inputs, custom_generate=decoder.as_custom_generate())``.
 
-        It takes ``seed`` beside transformers' own options. transformers keeps the tokenizer to itself, so that stop
-        strings need ``ShapeDecoder.generate``.
+        It takes ``seed`` beside transformers' own options. What it cannot serve it refuses, inputs of the model too.
+        transformers hands no ``streamer``, ``tokenizer`` or ``assistant_model`` to functions of others: a streamer
+        would get the prompt alone and no end, stop strings need ``ShapeDecoder.generate`` or transformers'
+        ``StopStringCriteria``, and the assistant, which changes no token, is not asked.
+
+        Args:
+            streamer: to be given here, not to ``model.generate``; gets the prompt, then new tokens as they are settled.
         """
 
         def decode_with_drafts(
@@ -413,18 +419,19 @@ class ShapeDecoder:
             logits_processor: LogitsProcessorList,
             stopping_criteria: StoppingCriteriaList,
             generation_config: GenerationConfig,
-            seed: int | None = None,
+            seed: Seed | None = None,
             **inputs: Any,
         ) -> Tensor | ShapeOutput:
-            if model is not self.target.model:
-                raise UnsupportedGeneration("this decoder belongs to another model; call generate of its own target")
-            prepared = Prepared(generation_config, logits_processor, stopping_criteria)
-            request = Request.of_prepared(self.target, input_ids, inputs.get("attention_mask"), prepared)
-            # transformers puts the prompt into a streamer, and hands the streamer to its own decoding methods only.
-            caller = sys._getframe(1).f_locals
-            streamer = caller.get("streamer") if caller.get("custom_generate") is decode_with_drafts else None
-            steps = self._carry_out(request, input_ids, seed, seed is not None, streaming=streamer is not None)
-            out = _finish(steps, streamer)
+            with streams.ended(streamer):
+                if model is not self.target.model:
+                    raise UnsupportedGeneration(
+                        "this decoder belongs to another model; call generate of its own target"
+                    )
+                prepared = Prepared(generation_config, logits_processor, stopping_criteria)
+                request = Request.of_prepared(self.target, input_ids, inputs, prepared)
+                ids = input_ids[:: request.samples]
+                steps = self._carry_out(request, ids, seed, seed is not None, streamer is not None)
+                out = _finish(steps, ids, streamer)
             return out if generation_config.return_dict_in_generate else out.sequences
 
         return decode_with_drafts
@@ -435,7 +442,7 @@ class ShapeDecoder:
         attention_mask: Tensor | None = None,
         generation_config: GenerationConfig | None = None,
         *,
-        seed: int | Sequence[int] | None = None,
+        seed: Seed | None = None,
         reproducible: bool | None = None,
         streaming: bool = False,
         acceptance: str | Rule = "match",
@@ -460,7 +467,7 @@ class ShapeDecoder:
         self,
         request: Request,
         input_ids: Tensor,
-        seed: int | Sequence[int] | None,
+        seed: Seed | None,
         reproducible: bool,
         streaming: bool = False,
         acceptance: str | Rule = "match",
@@ -529,14 +536,14 @@ class ShapeDecoder:
         return Pace(self._experience.setdefault(steps, Experience()), least)
 
 
-def _finish(steps: Steps, streamer: BaseStreamer | None) -> ShapeOutput:
-    """All steps, told to a streamer that knows the prompt."""
+def _finish(steps: Steps, input_ids: Tensor, streamer: BaseStreamer | None) -> ShapeOutput:
+    """All steps, told to a streamer behind the prompt."""
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
     while True:
         try:
             _, tokens = next(steps)
         except StopIteration as done:
-            if streamer is not None:
-                streamer.end()
             return done.value
         if streamer is not None:
             streamer.put(torch.tensor(tokens))
@@ -610,7 +617,7 @@ def is_language_model(source: str | Path, **hub: Any) -> bool:
     """Whether a predictor is a causal LM. What cannot be read is left to whoever reads it."""
     try:
         return _model_type(source, hub) not in (None, ShapeConfig.model_type)
-    except (OSError, ValueError):
+    except Exception:  # damaged files have errors of many kinds
         return False
 
 
@@ -625,21 +632,29 @@ def load_predictor(source: str | Path, **hub: Any) -> Predictor:
     """An exported predictor of any kind in eval mode; `hub` says where it is read.
 
     Raises:
-        CheckpointError: nothing that can be read there, or weights that are not those of its configuration.
+        CheckpointError: nothing that can be read there, weights that are not those of its configuration, or damage to
+            either that can be seen.
     """
     where = bundled.resolve(str(source))
-    try:
+    with reading(f"predictor {source}", CheckpointError, "give a folder written by shape.train or a hub id"):
         config = ShapeConfig.from_pretrained(where, **hub)
+        shape = typed(TreeShape, config.draft or {})
+        if min(size for size in (shape.depth, shape.width, shape.branching, shape.nodes) if size is not None) < 1:
+            raise ValueError(f"draft is {config.draft}")
+        known = None if config.target_identity is None else TargetIdentity.from_dict(config.target_identity)
         found: Any = PREDICTORS[config.kind].from_pretrained(where, config=config, output_loading_info=True, **hub)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"predictor {source} cannot be read; give a folder written by shape.train or a hub id ({first_line(error)})"
-        ) from error
     predictor, info = found
     # transformers would fill in what is missing at random, and every draft would be refused.
-    if wrong := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
+    if wrong := sorted({*info["missing_keys"], *info["unexpected_keys"], *map(str, info["mismatched_keys"])}):
         raise CheckpointError(
             f"the weights of predictor {source} are not those of its configuration ({', '.join(wrong[:3])} missing or "
             "too many); it may be of another version of this package: train it anew"
+        )
+    vocabulary, size = predictor.draft_vocabulary, config.vocab_size if known is None else known.vocab_size
+    strange = vocabulary is not None and bool((vocabulary < 0).any() or (size and (vocabulary >= size).any()))
+    if strange or not all(bool(weight.isfinite().all()) for weight in predictor.parameters()):
+        raise CheckpointError(
+            f"the weights of predictor {source} are damaged: they hold numbers that are not finite, or tokens that the "
+            "target has not; copy them again, or train it anew"
         )
     return predictor.eval().requires_grad_(False)

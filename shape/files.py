@@ -1,11 +1,20 @@
-"""Files that are there completely or not at all, also after a crash of the machine or on a full disk."""
+"""Files that are written completely or not at all, also after a crash of the machine or on a full disk; and that are
+read as what they should be, or refused in one sentence.
+"""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, overload
 
-from shape.errors import DiskSpaceError, is_full_disk
+import torch
+
+from shape.errors import DiskSpaceError, ShapeError, is_full_disk
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -33,6 +42,85 @@ def written_whole(path: Path, writer: str = "") -> Iterator[Path]:
                 "finished is kept"
             ) from error
         raise
+
+
+@contextmanager
+def reading(what: str, error: type[ShapeError], advice: str) -> Iterator[None]:
+    """Makes one sentence of whatever a file brings about that is damaged or of another kind: every library that reads,
+    and every line that takes apart what was read, has errors of its own.
+
+    Raises:
+        `error`: "`what` cannot be read; `advice`", with the reason; one that was raised inside stays as it is.
+    """
+    try:
+        yield
+    except (error, torch.OutOfMemoryError):
+        raise
+    except Exception as reason:
+        said = (" ".join(str(reason).split()) or type(reason).__name__)[:200]
+        raise error(f"{what} cannot be read; {advice} ({said})") from reason
+
+
+@overload
+def typed(kind: type[T], value: Any) -> T: ...
+
+
+@overload
+def typed(kind: Any, value: Any) -> Any: ...
+
+
+def typed(kind: Any, value: Any) -> Any:
+    """What JSON says, as a value of a kind: dataclasses of objects, tuples of lists, numbers as keys.
+
+    Args:
+        kind: a type as in annotations.
+
+    Raises:
+        TypeError: it is none.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (Union, UnionType):
+        for each in inner:
+            try:
+                return typed(each, value)
+            except TypeError:
+                continue
+    elif origin is Literal:
+        if value in inner:
+            return value
+    elif origin in (list, tuple, Sequence):
+        if isinstance(value, list | tuple):
+            several = origin is not tuple or inner[-1] is ...
+            kinds = [inner[0]] * len(value) if several else inner
+            if len(kinds) == len(value):
+                return (tuple if origin is tuple else list)(map(typed, kinds, value))
+    elif origin in (dict, Mapping):
+        if isinstance(value, dict):
+            return {typed(inner[0], _key(inner[0], key)): typed(inner[1], each) for key, each in value.items()}
+    elif is_dataclass(kind):
+        if isinstance(value, dict):
+            hints = get_type_hints(kind)
+            if unknown := value.keys() - hints.keys():
+                raise TypeError(f"it has no field {min(unknown)}")
+            return kind(**{name: typed(hints[name], each) for name, each in value.items()})  # type: ignore[operator]
+    elif kind is float:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return value
+    elif isinstance(value, NoneType if kind is None else kind) and (kind is bool or not isinstance(value, bool)):
+        return value
+    raise TypeError(f"{str(value)[:40]!r} is no {getattr(kind, '__name__', kind)}")
+
+
+def _key(kind: Any, key: str) -> Any:
+    """JSON has texts as keys alone."""
+    if kind is not int:
+        return key
+    try:
+        return int(key)
+    except ValueError:
+        raise TypeError(f"{key[:40]!r} is no int") from None
 
 
 def _sync(path: Path) -> None:

@@ -31,7 +31,6 @@ from transformers import (
     EpsilonLogitsWarper,
     LogitNormalization,
     MinPLogitsWarper,
-    StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -41,7 +40,7 @@ from transformers import (
 from shape.drafters import Drafter, OracleDrafter, TrainedDrafter
 from shape.drafters.base import Settled
 from shape.errors import UnsupportedTarget
-from shape.loop import Row, begin, settle_prompts
+from shape.loop import Row, Stops, begin, settle_prompts
 from shape.pace import Pace
 from shape.rules import Match, Rule
 from shape.stats import DecodeStats, Step
@@ -555,7 +554,7 @@ def decode(
     *,
     max_new_tokens: int,
     eos_token_ids: tuple[int, ...],
-    criteria: list[StoppingCriteriaList] | None,
+    criteria: list[Stops] | None,
     stats: DecodeStats,
     rows: list[int],
     pace: Pace | None = None,

@@ -24,6 +24,34 @@ AcceptanceRule = Callable[[TokenTree, Tensor, Sampler], Accepted]
 _NEW_SLOTS, _TREE_SLOTS = 512, 64
 
 
+class Stops:
+    """A row's reasons to stop beside length and end tokens, asked after every token.
+
+    They are shown all tokens so far, as a view of one tensor that grows in place: what was shown before never changes.
+
+    Args:
+        criteria: transformers', each of which can stop the row.
+        text: (1, L) int64, the prompt as they see it, on the device on which they are to compute.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, text: Tensor) -> None:
+        self._criteria, self._text, self._length = criteria, text, text.shape[1]
+
+    def until_met(self, tokens: list[int]) -> tuple[int, bool]:
+        """How many of some new tokens there are up to a stop, and whether there is one."""
+        start, end = self._length, self._length + len(tokens)
+        if end > self._text.shape[1]:
+            grown = self._text.new_empty(1, 2 * end)
+            grown[:, :start] = self._text[:, :start]
+            self._text = grown
+        self._text[0, start:end] = torch.tensor(tokens, device=self._text.device)
+        self._length = end
+        for count in range(1, len(tokens) + 1):
+            if self._criteria(self._text[:, : start + count], None).all():  # type: ignore[arg-type]  # no scores are kept
+                return count, True
+        return len(tokens), False
+
+
 @dataclass
 class Row:
     """One row of the batch as it grows.
@@ -31,36 +59,30 @@ class Row:
     Attributes:
         index: its number in the batch that ``generate`` was given.
         prompt: its tokens, without padding.
-        criteria: further reasons to stop, asked after every token.
+        stops: further reasons to stop.
         new: emitted tokens, an EOS included.
         finished: stopped by EOS, by length or by a criterion.
     """
 
     index: int
     prompt: list[int]
-    criteria: StoppingCriteriaList | None = None
+    stops: Stops | None = None
     new: list[int] = field(default_factory=list)
     finished: bool = False
 
     def extend(self, tokens: list[int], limit: int, eos: tuple[int, ...]) -> int:
         """Emit tokens up to a stop; the number that was emitted."""
-        emitted = 0
-        for token in tokens:
-            self.new.append(token)
-            emitted += 1
-            if token in eos or len(self.new) == limit or self._criteria_met():
-                self.finished = True
-                break
-        return emitted
-
-    def _criteria_met(self) -> bool:
-        if not self.criteria:
-            return False
-        text = torch.tensor([[*self.prompt, *self.new]])
-        return bool(self.criteria(text, None).all())  # type: ignore[arg-type]  # scores are not kept
+        count = min(len(tokens), limit - len(self.new))
+        count = next((at for at, token in enumerate(tokens[:count], 1) if token in eos), count)
+        met = False
+        if self.stops is not None:
+            count, met = self.stops.until_met(tokens[:count])
+        self.new += tokens[:count]
+        self.finished = met or len(self.new) == limit or self.new[-1] in eos
+        return count
 
 
-def begin(rows: list[int], prompts: list[list[int]], criteria: list[StoppingCriteriaList] | None) -> list[Row]:
+def begin(rows: list[int], prompts: list[list[int]], criteria: list[Stops] | None) -> list[Row]:
     """The rows of a call, with nothing emitted yet."""
     return [
         Row(index, prompt, criteria[at] if criteria else None)
@@ -108,7 +130,7 @@ def decode(
     *,
     max_new_tokens: int,
     eos_token_ids: tuple[int, ...],
-    criteria: list[StoppingCriteriaList] | None,
+    criteria: list[Stops] | None,
     acceptance: AcceptanceRule,
     stats: DecodeStats,
     rows: list[int],

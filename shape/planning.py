@@ -21,6 +21,7 @@ from torch import Tensor
 from shape.decoder import ShapeDecoder
 from shape.drafters import Drafter, TrainedDrafter, TreeShape
 from shape.drafters.base import Settled, Wrapped
+from shape.files import typed
 from shape.rules import Match
 from shape.verification.forward import new_arena, prefill, tree_forward
 from shape.verification.sampling import Sampler
@@ -140,17 +141,24 @@ def calibrate(
     context = max(1, min(1 << (context - 1).bit_length(), limit - max(sizes)))
     key = json.dumps([*_machine(decoder), rows, context, repeats])
     cache = cache or Path(os.environ.get("SHAPE_CACHE") or Path.home() / ".cache" / "shape-decoding") / "costs.json"
-    known = json.loads(cache.read_text()) if cache.exists() else {}
-    if key not in known:
+    known = _kept(cache)
+    costs = known.get(key)
+    if costs is None:
         with decoder.gradientless():
-            known[key] = asdict(_measure(decoder, rows, context, sizes, repeats))
+            costs = known[key] = _measure(decoder, rows, context, sizes, repeats)
         cache.parent.mkdir(parents=True, exist_ok=True)
         part = cache.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(known))
+        part.write_text(json.dumps({name: asdict(each) for name, each in known.items()}))
         part.replace(cache)
-    values = known[key]
-    by_number = {name: {int(n): seconds for n, seconds in values[name].items()} for name in ("verify", "draft")}
-    return Costs(values["rows"], values["context"], **by_number)
+    return costs
+
+
+def _kept(cache: Path) -> dict[str, Costs]:
+    """Earlier calibrations; none where the file is damaged or absent, for they can be made again."""
+    try:
+        return typed(dict[str, Costs], json.loads(cache.read_bytes()))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return {}
 
 
 def _machine(decoder: ShapeDecoder) -> list[object]:

@@ -16,6 +16,7 @@ import urllib.request
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from http.client import HTTPException
 from pathlib import Path
@@ -38,7 +39,7 @@ from shape.conversations import (
 )
 from shape.decoder import ShapeDecoder
 from shape.errors import ConfigError, DataError, ShapeError, exit_on_error
-from shape.files import written_whole
+from shape.files import reading, typed, written_whole
 from shape.loading import PlacedOptions, of_target
 from shape.target import announce
 
@@ -544,6 +545,9 @@ def _row(conversation: Conversation, history: Sequence[Message], answers: Sequen
     return replace(conversation, messages=tuple(history), texts=texts).to_row()
 
 
+Entry = tuple[int, dict[str, Any] | None, int, str | None]
+
+
 class _Journal:
     """Finished batches, one line each, behind a line that says what the run depends on.
 
@@ -556,7 +560,9 @@ class _Journal:
         text = text[: text.rfind(b"\n") + 1]
         lines = text.splitlines()
         if lines:
-            _compare(path, json.loads(lines[0]), settings)
+            with _of_journal(path):
+                begun = typed(dict[str, Any], json.loads(lines[0]))
+            _compare(path, begun, settings)
         else:
             text = json.dumps(settings).encode() + b"\n"
         with open(path, "r+b" if path.exists() else "xb") as file:
@@ -571,10 +577,16 @@ class _Journal:
             file.flush()
             os.fsync(file.fileno())
 
-    def entries(self) -> list[list[Any]]:
+    def entries(self) -> list[Entry]:
         """[index, row or None, questions, problem or None] of every conversation, by index."""
-        lines = self.path.read_bytes().splitlines()[1:]
-        return sorted((entry for line in lines for entry in json.loads(line)), key=lambda entry: entry[0])
+        with _of_journal(self.path):
+            lines = self.path.read_bytes().splitlines()[1:]
+            batches = [typed(list[Entry], json.loads(line)) for line in lines]
+        return sorted((entry for batch in batches for entry in batch), key=lambda entry: entry[0])
+
+
+def _of_journal(path: Path) -> AbstractContextManager[None]:
+    return reading(str(path), DataError, "delete it, and give the same command again: its answers are written anew")
 
 
 def _compare(path: Path, begun: dict[str, Any], settings: dict[str, Any]) -> None:

@@ -4,11 +4,13 @@ transformers prepares each call: precedence of options, logits processors, stopp
 us stop behind that preparation and take what it made, so that options mean here what they mean there.
 """
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
@@ -32,6 +34,7 @@ from transformers.generation import (
 )
 
 from shape.errors import UnsupportedGeneration
+from shape.loop import Stops
 from shape.target import Target
 from shape.verification.noise import row_keys
 from shape.verification.sampling import Sampler
@@ -49,7 +52,8 @@ _SERVED = {
 # Options that only say how to compute or what else to return, and change no token here.
 _NEUTRAL = {
     "use_cache", "bos_token_id", "cache_implementation", "cache_config", "disable_compile", "compile_config",
-    "return_dict_in_generate", "transformers_version", "max_matching_ngram_size", "use_mtp",
+    "return_dict_in_generate", "transformers_version", "max_matching_ngram_size", "use_mtp", "max_cache_len",
+    "prefill_chunk_size", "low_memory", "continuous_batching_config", "decoder_start_token_id", "logits_to_keep",
     # How an assistant drafts; the assistant itself is refused.
     "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind",
     "target_lookbehind",
@@ -73,7 +77,10 @@ _NEUTRAL_VALUES: dict[str, Any] = {
     "past_key_values": None,
     "negative_prompt_ids": None,
     "negative_prompt_attention_mask": None,
+    "synced_gpus": False,
 }
+# One number, or one per prompt; also numpy's and torch's.
+Seed = int | Sequence[int] | np.integer | np.ndarray | Tensor
 # These look at the scores of a token alone; all others may look at the text before it.
 _SCORES_ALONE = (
     TemperatureLogitsWarper,
@@ -109,6 +116,16 @@ class Prepared(NamedTuple):
         """Whether anything here depends on the text before a token, and so on the row."""
         return self.processors_look_back or bool(_others(self.criteria))
 
+    def processors_of(self, seen: list[int], prompt: list[int]) -> LogitsProcessorList:
+        """Those that are not carried out here, for a row that they see otherwise than it is decoded: with padding."""
+        others = LogitsProcessorList(_others(self.processors))
+
+        def padded(ids: Tensor, scores: Tensor) -> Tensor:
+            whole: Any = torch.cat([ids.new_tensor([seen]), ids[:, len(prompt) :]], dim=1)
+            return others(whole, scores)  # type: ignore[arg-type]  # they name a type that no tensor has
+
+        return others if seen == prompt else LogitsProcessorList([padded])
+
 
 @dataclass(frozen=True)
 class Request:
@@ -119,6 +136,9 @@ class Request:
         samples: rows per prompt.
         warpers, processors: see ``Sampler``.
         criteria: per row, reasons to stop beside length and end tokens; None where there are none.
+
+    Processors and criteria see the text of a prompt alone as it was given, padding included, as in transformers; that
+    of one of several without padding, so that each gets what it gets alone.
     """
 
     prompts: list[list[int]]
@@ -128,7 +148,7 @@ class Request:
     temperature: float
     warpers: tuple[LogitsProcessor, ...]
     processors: list[LogitsProcessorList] | None
-    criteria: list[StoppingCriteriaList] | None
+    criteria: list[Stops] | None
     eos_token_ids: tuple[int, ...]
     pad_token_id: int
     device: torch.device
@@ -147,41 +167,65 @@ class Request:
         Raises:
             UnsupportedGeneration: anything that cannot be served, in one sentence.
         """
+        options = dict(options)
+        positions = options.pop("position_ids", None)
         given = _merged(target, generation_config, options)
-        _refuse(given)
+        _refuse(target, given)
         if given.get("eos_token_id") == [] and given.get("pad_token_id") is None:
             options = {**options, "pad_token_id": 0}  # transformers would look for an end token to pad with
         generation_config, options = _with_stop_strings(target, generation_config, options)
         width = _width(input_ids)
 
-        def prepare(ids: list[int], **more: Any) -> Prepared:
-            return _prepare(target, ids, generation_config, {**options, **more})
+        def prepare(ids: list[int], mask: list[bool] | None = None, **more: Any) -> Prepared:
+            return _prepare(target, ids, mask, generation_config, {**options, **more})
 
         # A row as wide as the batch: lengths count from there, padding included, as in transformers.
         first = prepare([0] * width)
-        prompts = _prompts(input_ids, attention_mask, given.get("pad_token_id"), _end_tokens(first.config))
+        mask = _mask(input_ids, attention_mask, given.get("pad_token_id"), _end_tokens(first.config))
+        prompts = _prompts(target, input_ids, mask, positions)
         new = _new_tokens(target, first.config, width, max(map(len, prompts)))
         samples = first.config.num_return_sequences or 1
-        each = [first]
+        each, seen = [first], prompts
         if first.looks_back:
-            each = [prepare(prompt, max_new_tokens=new, **_for_row(options, row)) for row, prompt in enumerate(prompts)]
-        return cls._of(target, prompts, samples, width, new, first, each)
+            seen = _seen(target, input_ids, prompts)
+            there = mask.tolist() if len(seen) == 1 else [None] * len(seen)
+            each = [
+                prepare(text, here, max_new_tokens=new, **_for_row(options, row))
+                for row, (text, here) in enumerate(zip(seen, there, strict=True))
+            ]
+        return cls._of(target, prompts, samples, width, new, first, each, seen)
 
     @classmethod
-    def of_prepared(
-        cls, target: Target, input_ids: Tensor, attention_mask: Tensor | None, prepared: Prepared
-    ) -> "Request":
-        """The call that transformers has prepared itself, for `generate(custom_generate=...)`."""
-        width = _width(input_ids)
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        prompts = _prompts(input_ids, mask, None, ())
-        if len(prompts) > 1 and prepared.looks_back:
+    def of_prepared(cls, target: Target, input_ids: Tensor, inputs: Mapping[str, Any], prepared: Prepared) -> "Request":
+        """The call that transformers has prepared itself, for `generate(custom_generate=...)`.
+
+        Args:
+            input_ids: (B * samples, L) int64, each prompt once for every sample; so are inputs.
+            inputs: what else the model would be given at first, the caller's and what transformers has added.
+
+        Raises:
+            UnsupportedGeneration: as ``resolve``; it does not look at what transformers has added.
+        """
+        config, width = prepared.config, _width(input_ids)
+        samples = config.num_return_sequences or 1
+        given = _set(config.to_dict()) | _set(inputs)
+        positions, mask = (
+            None if rows is None else rows[..., ::samples, :]
+            for rows in (given.pop("position_ids", None), given.pop("attention_mask", None))
+        )
+        if not getattr(given.get("past_key_values"), "_is_user_defined", False):
+            given.pop("past_key_values", None)
+        _refuse(target, given)
+        input_ids = input_ids[::samples]
+        prompts = _prompts(target, input_ids, _mask(input_ids, mask, None, ()), positions)
+        if len(prompts) * samples > 1 and prepared.looks_back:
             raise UnsupportedGeneration(
                 "options that look at the text so far were prepared for the batch with its padding; give one prompt at "
-                "a time, or call ShapeDecoder.generate"
+                "a time and ask for one sample, or call ShapeDecoder.generate"
             )
-        new = _new_tokens(target, prepared.config, width, max(map(len, prompts)))
-        return cls._of(target, prompts, 1, width, new, prepared, [prepared])
+        new = _new_tokens(target, config, width, max(map(len, prompts)))
+        seen = _seen(target, input_ids, prompts) if prepared.looks_back else prompts
+        return cls._of(target, prompts, samples, width, new, prepared, [prepared], seen)
 
     @classmethod
     def _of(
@@ -193,14 +237,23 @@ class Request:
         new: int,
         shared: Prepared,
         each: list[Prepared],
+        seen: list[list[int]],
     ) -> "Request":
-        config, eos = shared.config, _end_tokens(shared.config)
+        config, eos, device = shared.config, _end_tokens(shared.config), target.device
         pad = config._pad_token_tensor
         processors = criteria = None
         if shared.processors_look_back:
-            processors = [LogitsProcessorList(_others(own.processors)) for own in each for _ in range(samples)]
+            processors = [
+                own.processors_of(text, prompt)
+                for own, text, prompt in zip(each, seen, prompts, strict=True)
+                for _ in range(samples)
+            ]
         if _others(shared.criteria):
-            criteria = [StoppingCriteriaList(_others(own.criteria)) for own in each for _ in range(samples)]
+            criteria = [
+                Stops(StoppingCriteriaList(_others(own.criteria)), torch.tensor([text], device=device))
+                for own, text in zip(each, seen, strict=True)
+                for _ in range(samples)
+            ]
         return cls(
             prompts=[prompt for prompt in prompts for _ in range(samples)],
             samples=samples,
@@ -212,19 +265,26 @@ class Request:
             criteria=criteria,
             eos_token_ids=eos,
             pad_token_id=int(pad) if pad is not None else (eos[0] if eos else 0),
-            device=target.device,
+            device=device,
         )
 
-    def keys(self, seed: int | Sequence[int] | None) -> Tensor | None:
-        """Keys of the rows' noise; None when greedy."""
+    def keys(self, seed: Seed | None) -> Tensor | None:
+        """Keys of the rows' noise; None when greedy.
+
+        Raises:
+            UnsupportedGeneration: a seed that is no integer, or not one per prompt.
+        """
+        numbers = None if seed is None else _integers(seed)
         if self.temperature == 0.0:
             return None
         rows = len(self.prompts) // self.samples
-        if seed is None:
-            seed = int(torch.randint(2**62, ()))
-        elif not isinstance(seed, int) and len(seed) != rows:
-            raise UnsupportedGeneration(f"{len(seed)} seeds are given for {rows} prompts; give one, or one per prompt")
-        return row_keys(seed, rows, self.samples, self.device)
+        if numbers is None:
+            numbers = int(torch.randint(2**62, ()))
+        elif not isinstance(numbers, int) and len(numbers) != rows:
+            raise UnsupportedGeneration(
+                f"{len(numbers)} seeds are given for {rows} prompts; give one, or one per prompt"
+            )
+        return row_keys(numbers, rows, self.samples, self.device)
 
     def sampler(self, rows: list[int], keys: Tensor | None, coupled: bool = True) -> Sampler:
         """The sampler of some rows."""
@@ -247,21 +307,31 @@ class Request:
         return torch.cat([prompts, torch.tensor(padded, device=input_ids.device)], dim=1)
 
 
+def _set(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def _merged(target: Target, generation_config: GenerationConfig | None, options: dict[str, Any]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for config in (target.model.generation_config, generation_config):
         if config is not None:
-            merged.update({name: value for name, value in config.to_dict().items() if value is not None})
-    return merged | {name: value for name, value in options.items() if value is not None}
+            merged |= _set(config.to_dict())
+    return merged | _set(options)
 
 
-def _refuse(given: dict[str, Any]) -> None:
-    """Raises for options that do not exist, and for those that exist and would be ignored here."""
+def _refuse(target: Target, given: dict[str, Any]) -> None:
+    """Raises for options that do not exist, and for those and the model's inputs that would be ignored here."""
     known = GenerationConfig().to_dict() | _NEUTRAL_VALUES
     for name, value in given.items():
         if name in _SERVED or name in _NEUTRAL or name.startswith("_"):
             continue
         if name not in known:
+            takers = target.model.forward, target.model.prepare_inputs_for_generation
+            if any(name in inspect.signature(taker).parameters for taker in takers):
+                raise UnsupportedGeneration(
+                    f"input {name} of the model is not supported by speculative decoding here; leave it out, or use "
+                    "the target's own generate"
+                )
             raise UnsupportedGeneration(f"option {name} is not one of generate's; see ShapeDecoder.generate")
         simple = isinstance(value, bool | int | float | str)
         if value is not False and not (simple and value in (known[name], _NEUTRAL_VALUES.get(name))):
@@ -270,12 +340,17 @@ def _refuse(given: dict[str, Any]) -> None:
                 f"option {shown} is not supported by speculative decoding here; set it to "
                 f"{_NEUTRAL_VALUES.get(name)!r}, or use the target's own generate"
             )
+    for name in ("forced_bos_token_id", "forced_eos_token_id"):
+        if (forced := given.get(name)) is not None:
+            _require_tokens(target, forced if isinstance(forced, list) else [forced], f"{name} is")
     if given.get("do_sample") and not float(given.get("temperature", 1.0)) > 0.0:
         raise UnsupportedGeneration(
             f"temperature {given['temperature']} cannot be sampled at; leave do_sample off to decode greedily"
         )
-    if (new := given.get("max_new_tokens")) is not None and new < 1:
-        raise UnsupportedGeneration(f"max_new_tokens is {new}; it must be at least 1")
+    for name in ("max_new_tokens", "num_return_sequences"):
+        count = given.get(name, 1)
+        if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
+            raise UnsupportedGeneration(f"{name} is {count!r}; it must be at least 1 and an integer")
 
 
 def _with_stop_strings(
@@ -299,7 +374,11 @@ def _with_stop_strings(
 
 
 def _prepare(
-    target: Target, ids: list[int], generation_config: GenerationConfig | None, options: dict[str, Any]
+    target: Target,
+    ids: list[int],
+    mask: list[bool] | None,
+    generation_config: GenerationConfig | None,
+    options: dict[str, Any],
 ) -> Prepared:
     """transformers' own preparation of a call, stopped before it decodes."""
 
@@ -314,15 +393,18 @@ def _prepare(
         return Prepared(generation_config, logits_processor, stopping_criteria)
 
     prompt = torch.tensor([ids], device=target.device)
+    attended = torch.tensor([mask or [True] * len(ids)], device=target.device).long()
     try:
         return target.model.generate(
             prompt,
-            attention_mask=torch.ones_like(prompt),
+            attention_mask=attended,
             generation_config=generation_config,
             custom_generate=stop_here,
             **{name: value for name, value in options.items() if name not in _NEUTRAL},
         )
-    except (ValueError, TypeError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, TypeError, LookupError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise UnsupportedGeneration(f"transformers refuses these options: {reason}") from error
 
@@ -359,6 +441,10 @@ def _new_tokens(target: Target, config: GenerationConfig, width: int, longest: i
 def _width(input_ids: Tensor | None) -> int:
     if input_ids is None:
         raise UnsupportedGeneration("no prompt is given; give input_ids of at least one token")
+    if not isinstance(input_ids, Tensor):
+        raise UnsupportedGeneration(
+            f"input_ids is of type {type(input_ids).__name__}; give a tensor of int64 ids of shape (B, L)"
+        )
     if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
         raise UnsupportedGeneration(
             f"input_ids has shape {tuple(input_ids.shape)} and dtype {input_ids.dtype}; give int64 ids of shape (B, L)"
@@ -366,22 +452,25 @@ def _width(input_ids: Tensor | None) -> int:
     return input_ids.shape[1]
 
 
-def _prompts(
-    input_ids: Tensor, attention_mask: Tensor | None, pad: int | None, eos: tuple[int, ...]
-) -> list[list[int]]:
-    """Token ids per row without padding."""
+def _mask(input_ids: Tensor, attention_mask: Tensor | None, pad: int | None, eos: tuple[int, ...]) -> Tensor:
+    """(B, L) bool, where a prompt is."""
     if attention_mask is None:
         # As transformers: padding is inferred only where the pad token cannot also be an end token.
         inferable = pad is not None and pad not in eos
-        attention_mask = input_ids.ne(pad) if inferable and pad is not None else torch.ones_like(input_ids)
-    elif attention_mask.shape != input_ids.shape:
+        return input_ids.ne(pad) if inferable and pad is not None else torch.ones_like(input_ids, dtype=torch.bool)
+    if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
+        shape = tuple(getattr(attention_mask, "shape", ()))
         raise UnsupportedGeneration(
-            f"attention_mask has shape {tuple(attention_mask.shape)}, and input_ids {tuple(input_ids.shape)}; "
-            "give one of equal shape"
+            f"attention_mask has shape {shape}, and input_ids {tuple(input_ids.shape)}; give one of equal shape"
         )
+    return attention_mask.bool()
+
+
+def _prompts(target: Target, input_ids: Tensor, mask: Tensor, positions: Tensor | None) -> list[list[int]]:
+    """Token ids per row without padding."""
     prompts = []
-    for row, (ids, mask) in enumerate(zip(input_ids.tolist(), attention_mask.bool().tolist(), strict=True)):
-        kept = [i for i, here in enumerate(mask) if here]
+    for row, (ids, here) in enumerate(zip(input_ids.tolist(), mask.tolist(), strict=True)):
+        kept = [i for i, one in enumerate(here) if one]
         if not kept:
             raise UnsupportedGeneration(f"prompt {row} is empty; give at least one token per row")
         if kept[-1] - kept[0] + 1 != len(kept):
@@ -390,4 +479,46 @@ def _prompts(
                 "can be masked"
             )
         prompts.append([ids[i] for i in kept])
+        _require_tokens(target, prompts[-1], f"prompt {row} has")
+    if positions is not None:
+        counted, shape = mask.long().cumsum(-1) - 1, getattr(positions, "shape", (0,))
+        fits = shape[-1] == mask.shape[1] and shape[-2:-1] in ((), (1,), mask.shape[:1])
+        if not fits or not ((positions.to(mask.device) == counted) | ~mask).all():
+            raise UnsupportedGeneration(
+                "position_ids do not number each prompt's tokens from 0 on, and others are not supported by "
+                "speculative decoding here; leave them out, or use the target's own generate"
+            )
     return prompts
+
+
+def _seen(target: Target, input_ids: Tensor, prompts: list[list[int]]) -> list[list[int]]:
+    """The prompts as processors and criteria see them: see ``Request``."""
+    if len(prompts) > 1:
+        return prompts
+    seen: list[list[int]] = input_ids.tolist()
+    _require_tokens(target, seen[0], "the padding of prompt 0, which processors look at, has")
+    return seen
+
+
+def _require_tokens(target: Target, tokens: Sequence[Any], label: str) -> None:
+    size = target.vocab_size
+    if strangers := [token for token in tokens if type(token) is not int or not 0 <= token < size]:
+        raise UnsupportedGeneration(
+            f"{label} token {strangers[0]!r}, and target {target.name} has tokens 0 to {size - 1}; give ids of its own "
+            "tokenizer"
+        )
+
+
+def _integers(seed: Any) -> int | list[int]:
+    """A seed, or one per prompt, as plain numbers."""
+
+    def plain(value: Any) -> Any:
+        return value.tolist() if isinstance(value, Tensor | np.ndarray | np.generic) else value
+
+    seed = plain(seed)
+    several = isinstance(seed, Sequence) and not isinstance(seed, str | bytes)
+    numbers = [plain(one) for one in seed] if several else [seed]
+    for one in numbers:
+        if isinstance(one, bool) or not isinstance(one, int):
+            raise UnsupportedGeneration(f"seed {one!r} is not an integer; give one, or one per prompt")
+    return numbers if several else numbers[0]

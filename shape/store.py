@@ -16,6 +16,7 @@ import json
 import math
 import zlib
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,12 +27,17 @@ from safetensors.torch import save, save_file
 from torch import Tensor
 
 from shape.errors import ConfigError, FeatureStoreError, TargetMismatch
-from shape.files import written_whole
+from shape.files import reading, typed, written_whole
 from shape.places import Fetched, Place
 from shape.target import Target, TargetIdentity
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
+# Numbers that a shard holds, as safetensors names them.
+_KINDS = {
+    torch.bool: "BOOL", torch.int8: "I8", torch.int32: "I32", torch.int64: "I64", torch.float16: "F16",
+    torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
+}  # fmt: skip
 _HEADER = 4096  # bytes that hold a shard's header with certainty
 _ROOM = 50 * 10**9
 # Relative error of a state recomputed in another batch shape, or rounded; a wrong target or a shifted position gives
@@ -63,23 +69,23 @@ class Manifest:
     def read(cls, address: str | Path | Place) -> "Manifest":
         place = Place(address)
         try:
-            values = json.loads(place.read(MANIFEST))
+            content = place.read(MANIFEST)
+        except FileNotFoundError:
+            raise FeatureStoreError(
+                f"{place} is not a feature folder: it has no {MANIFEST}; make one with python -m shape.extract"
+            ) from None
+        with reading(f"{MANIFEST} of {place}", FeatureStoreError, "it is damaged: extract again into an empty folder"):
+            values = json.loads(content)
             if values["format_version"] != FORMAT_VERSION:
                 raise FeatureStoreError(
                     f"feature folder {place} has format {values['format_version']}, this version reads "
                     f"{FORMAT_VERSION}; extract it again"
                 )
-            values["target"] = TargetIdentity.from_dict(values["target"])
-            values["layers"] = tuple(values["layers"])
-            return cls(**values)
-        except FileNotFoundError:
-            raise FeatureStoreError(
-                f"{place} is not a feature folder: it has no {MANIFEST}; make one with python -m shape.extract"
-            ) from None
-        except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
-            raise FeatureStoreError(
-                f"{MANIFEST} of {place} is damaged ({error!r}); extract again into an empty folder"
-            ) from error
+            found = typed(cls, values)
+            sizes = found.hidden_size, found.max_length, found.shard_size, found.conversations, len(found.layers)
+            if min(sizes) < 1 or (found.before or 0) < 0 or found.stored_dtype not in _TOLERANCE:
+                raise ValueError("a size or the dtype is impossible")
+            return found
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, sort_keys=True) + "\n"
@@ -254,11 +260,18 @@ class FeatureStore(Sequence[Stored]):
             self._texts = _texts(place, [header for header in headers if header is not None])
             self._copies = Fetched(place, self._cache / manifest.digest, room, self._checked)
         self._first_row = torch.tensor([0, *(len(text["input_ids"]) for text in self._texts)]).cumsum(0)
+        for shard, text in enumerate(self._texts):
+            ends = text["offsets"]
+            if int(ends[0]) or int(ends[-1]) != len(text["input_ids"]) or bool((ends.diff() < 0).any()):
+                raise _damaged(place, shard)
         parts = [text["offsets"][:-1] + start for text, start in zip(self._texts, self._first_row, strict=False)]
         self.offsets = torch.cat([*parts, self._first_row[-1:]])
         # Where only some states are stored: which rows have one, and its number.
         some = self._texts if manifest.before is not None else []
         self._kept = [kept(text["loss_mask"], text["offsets"], manifest.before) for text in some]
+        for shard, (rows, header) in enumerate(zip(self._kept, headers, strict=False)):
+            if header is not None and int(rows.sum()) != header.tensors["hidden"][1][0]:
+                raise _damaged(place, shard)
         self._state_of = [rows.cumsum(0) - 1 for rows in self._kept]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -305,10 +318,12 @@ class FeatureStore(Sequence[Stored]):
 
     def _checked(self, path: Path) -> dict[str, Tensor]:
         """A copy of a shard, mapped, once its checksum is found right."""
-        with safe_open(path, framework="pt") as file:
-            said = file.metadata()["of"]
-        tensors = _load(path)
-        if said != _label(self.manifest, tensors):
+        try:
+            said, tensors = _said(path), _load(path)
+            sound = said == _label(self.manifest, tensors)
+        except FeatureStoreError:
+            sound = False
+        if not sound:
             path.unlink()
             raise FeatureStoreError(
                 f"{path.name} of {self.place} is damaged, or was on its way here; give the same command again, and if "
@@ -428,9 +443,11 @@ def is_sound(place: Place, manifest: Manifest, shard: int) -> bool:
     if place.folder is None:
         return True
     path = place.folder / shard_name(shard)
-    with safe_open(path, framework="pt") as file:
-        said = file.metadata()["of"]
-    return said == _label(manifest, _load(path))
+    try:
+        said, tensors = _said(path), _load(path)
+    except FeatureStoreError:
+        return False
+    return said == _label(manifest, tensors)
 
 
 def write_shard(place: Place, manifest: Manifest, shard: int, tensors: dict[str, Tensor]) -> None:
@@ -486,13 +503,28 @@ def _header(manifest: Manifest, shard: int, start: bytes, size: int) -> _Header 
             name: (each["dtype"], each["shape"], length + each["data_offsets"][0], length + each["data_offsets"][1])
             for name, each in values.items()
         }
-        (rows,), states = tensors["input_ids"][1], tensors["hidden"][1]
-    except (ValueError, KeyError, TypeError):
+        whole = size == max(end for *_, end in tensors.values())
+        rows, states = tensors["input_ids"][1][0], tensors["hidden"][1][0]
+        wanted = {
+            "input_ids": (torch.int32, [rows]),
+            "loss_mask": (torch.bool, [rows]),
+            "offsets": (torch.int64, [len(manifest.conversations_of(shard)) + 1]),
+            "hidden": (manifest.stored_dtype, [states, manifest.width]),
+        }
+        if manifest.stored_dtype == torch.int8:
+            wanted["scale"] = (torch.bfloat16, [states, len(manifest.layers)])
+        fits = tensors.keys() == wanted.keys() and (states == rows if manifest.before is None else states <= rows)
+        for name, (dtype, shape) in wanted.items():
+            kind, found, start_at, end = tensors[name]
+            fits = (
+                fits
+                and kind == _KINDS[dtype]
+                and found == shape
+                and end - start_at == math.prod(shape) * dtype.itemsize
+            )
+        return _Header(shard_name(shard), size, tensors) if whole and fits and of.startswith(manifest.digest) else None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
-    whole = size == max(end for *_, end in tensors.values())
-    fits = tensors["offsets"][1] == [len(manifest.conversations_of(shard)) + 1] and states[1] == manifest.width
-    fits = fits and (states[0] == rows if manifest.before is None else states[0] <= rows)
-    return _Header(shard_name(shard), size, tensors) if whole and fits and of.startswith(manifest.digest) else None
 
 
 def _texts(place: Place, headers: Sequence[_Header]) -> list[dict[str, Tensor]]:
@@ -507,8 +539,31 @@ def _texts(place: Place, headers: Sequence[_Header]) -> list[dict[str, Tensor]]:
 
 
 def _load(path: Path) -> dict[str, Tensor]:
-    with safe_open(path, framework="pt") as file:  # tensors are views of the mapped file
+    with _opened(path) as file:  # tensors are views of the mapped file
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+
+
+def _said(path: Path) -> str:
+    """The label that a shard carries."""
+    with _opened(path) as file:
+        return file.metadata()["of"]
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    if not path.exists():  # a copy that another process has dropped
+        raise FileNotFoundError(path)
+    with (
+        reading(f"shard {path}", FeatureStoreError, "delete it and extract again, which makes it anew"),
+        safe_open(path, framework="pt") as file,
+    ):
+        yield file
+
+
+def _damaged(place: Place, shard: int) -> FeatureStoreError:
+    return FeatureStoreError(
+        f"{shard_name(shard)} of {place} is damaged; delete it there and extract again, which makes it anew"
+    )
 
 
 def _label(manifest: Manifest, tensors: dict[str, Tensor]) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from time import perf_counter
 from typing import Any, TypeVar
@@ -40,6 +41,16 @@ async def in_threads(pieces: Iterator[T]) -> AsyncIterator[T]:
     done: Any = object()  # StopIteration cannot pass through a future
     while (piece := await asyncio.to_thread(next, pieces, done)) is not done:
         yield piece
+
+
+@contextmanager
+def ended(streamer: BaseStreamer | None) -> Iterator[None]:
+    """Ends a streamer, whether what it follows ends well or not: another thread may wait for more."""
+    try:
+        yield
+    finally:
+        if streamer is not None:
+            streamer.end()
 
 
 class Arrivals(BaseStreamer):

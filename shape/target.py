@@ -27,6 +27,7 @@ from transformers.cache_utils import Cache
 from shape import bundled
 from shape.conversations import answer_message, prompt_ids, render
 from shape.errors import ConfigError, DataError, UnsupportedTarget
+from shape.files import typed
 from shape.inference import evaluating
 from shape.loading import FILE_OPTIONS, commit_of, default_device, first_line, only, resolve_dtype
 from shape.prepack import PrepackedForward, is_prepacked, linear, prepack, unpack
@@ -54,7 +55,7 @@ class TargetIdentity:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TargetIdentity":
-        return cls(**{field.name: values[field.name] for field in fields(cls)})
+        return typed(cls, {field.name: values[field.name] for field in fields(cls)})
 
     def differences(self, other: "TargetIdentity") -> list[str]:
         """Phrases naming what differs; name and revision do not count, so a moved folder stays the same target."""

@@ -26,6 +26,7 @@ from shape import train as training
 from shape.batches import Batch
 from shape.errors import CheckpointError, ConfigError, exit_on_error
 from shape.features import quiet
+from shape.files import reading
 from shape.places import Place
 from shape.train import TrainOptions
 from shape.training import BesideTarget, Learner, Operations, Together, computed_texts
@@ -217,10 +218,8 @@ def parser() -> ArgumentParser:
 
 def _options(file: str) -> TrainOptions:
     """Of one run, as `python -m shape.train --config FILE` reads them."""
-    try:
+    with reading(file, ConfigError, "give a YAML file with options of shape.train"):
         values = yaml.safe_load(Path(file).read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file} cannot be read ({error}); give a YAML file with options of shape.train") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{file} has no options; give a YAML file with options of shape.train")
     return training.parse([f"--config={file}"])

@@ -1,17 +1,23 @@
 """ShapeDecoder end to end: equal to transformers when greedy, to the plain loop at the same seed when sampling."""
 
+import inspect
 from itertools import pairwise, product
 
+import numpy as np
 import pytest
 import torch
 from helpers import FAMILIES, LENGTHS, RIVALS, predictor, prompts, weaker_model
 from transformers import (
+    DynamicCache,
     GenerationConfig,
     GPTNeoConfig,
     GPTNeoForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
+    StoppingCriteria,
     StoppingCriteriaList,
+    StopStringCriteria,
+    WatermarkingConfig,
 )
 from transformers.generation.streamers import BaseStreamer
 
@@ -34,6 +40,7 @@ from shape.drafters import (
 )
 from shape.drafters.model import Adaptive
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, UnsupportedGeneration
+from shape.request import _NEUTRAL, _SERVED
 from shape.rules import RULES, TrsLossy, TypicalLossy
 from shape.target import Target
 from shape.verification.noise import token_words
@@ -513,6 +520,182 @@ def test_as_custom_generate(tiny_model, options):
         model.generate(**prompts(), repetition_penalty=1.3, custom_generate=decoder.as_custom_generate())
     with pytest.raises(UnsupportedGeneration, match="belongs to another model"):
         tiny_model("llama", seed=5).generate(**prompts(), custom_generate=decoder.as_custom_generate())
+
+
+PADDED = {"own stop at twelve": {"stopping_criteria": StoppingCriteriaList([lambda ids, _: ids.shape[1] == 12])}}
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, *PADDED])
+def test_one_padded_prompt_is_seen_with_its_padding(tiny_model, name):
+    """As by transformers, where a penalty falls on the padding too and a forced token has its place behind it."""
+    model, batch = tiny_model("llama"), prompts([7, 1])
+    batch = {key: value[1:] for key, value in batch.items()}
+    batch["input_ids"][0, :3] = torch.tensor([2, 11, 5])  # padding that is text, or an end, where it is not masked
+    options = {"max_new_tokens": 20, "do_sample": False, **(OPTIONS | PADDED)[name]}
+    expected = model.generate(**batch, **options)
+    decoder = ShapeDecoder(model, AdversaryDrafter(seed=3), fall_back=False)
+    assert torch.equal(model.generate(**batch, **options, custom_generate=decoder.as_custom_generate()), expected)
+    assert torch.equal(decoder.generate(**batch, **options), expected)
+
+
+# What makes an option or an input other than its default; what is refused is refused wherever it is given.
+UNLIKE = {
+    "num_beams": 4, "num_beam_groups": 2, "length_penalty": 2.0, "diversity_penalty": 1.0, "early_stopping": True,
+    "penalty_alpha": 0.6, "dola_layers": "high", "constraints": [1], "force_words_ids": [[5]], "guidance_scale": 1.5,
+    "token_healing": True, "watermarking_config": WatermarkingConfig(), "is_assistant": True,
+    "prompt_lookup_num_tokens": 3, "assistant_early_exit": 1, "assistant_ensemble_weight": 0.5,
+    "speculation_type": "dflash", "output_scores": True, "output_logits": True, "output_attentions": True,
+    "output_hidden_states": True,
+}  # fmt: skip
+
+
+def forward_inputs() -> dict:
+    """Inputs of the model that would change what it says, or be changed by it, were they not ignored."""
+    ids = prompts([7])["input_ids"]
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 2, 3, 8).double(), torch.zeros(1, 2, 3, 8).double(), 0)
+    return {
+        "inputs_embeds": torch.zeros(1, 7, 32).double(), "past_key_values": cache, "position_ids": ids * 0 + 3,
+        "token_type_ids": torch.ones_like(ids), "labels": ids, "encoder_hidden_states": torch.zeros(1, 2, 32).double(),
+        "encoder_attention_mask": torch.ones(1, 2).long(),
+    }  # fmt: skip
+
+
+def test_every_option_of_generate_is_served_or_refused(tiny_model):
+    """By name: what transformers comes to know beside these fails here until somebody has thought about it."""
+    known = {name for name in GenerationConfig().to_dict() if not name.startswith("_")}
+    assert known <= _SERVED | _NEUTRAL | UNLIKE.keys(), "an option that nobody has thought about"
+    model = tiny_model("gpt2")
+    decoder, batch = ShapeDecoder(model), prompts([7])
+    run = {"custom_generate": decoder.as_custom_generate(), "max_new_tokens": 4}
+    for name, value in UNLIKE.items():
+        config = GenerationConfig(max_new_tokens=4)
+        setattr(config, name, value)
+        for options in ({name: value}, {"generation_config": config}):
+            with pytest.raises(UnsupportedGeneration):
+                decoder.generate(**batch, max_new_tokens=4, **options)
+            # Some are wrong for transformers too, which says so itself.
+            by = UnsupportedGeneration if name not in ("token_healing", "guidance_scale") else (ValueError, TypeError)
+            with pytest.raises(by):
+                model.generate(**batch, **run, **options)
+    accepted = inspect.signature(model.forward).parameters
+    for name, value in forward_inputs().items():
+        with pytest.raises(UnsupportedGeneration, match=name):
+            decoder.generate(**batch, **{name: value})
+        if name in accepted:
+            with pytest.raises(UnsupportedGeneration, match=name):
+                model.generate(**batch, **{name: value}, **run)
+    with pytest.raises(UnsupportedGeneration, match="typo is not one of generate's"):
+        decoder.generate(**batch, typo=1)
+
+
+def test_what_transformers_adds_is_not_the_callers(tiny_model):
+    """Positions, masks and caches that say nothing of their own are no inputs; given by hand they are served."""
+    model = tiny_model("llama")
+    decode = ShapeDecoder(model, AdversaryDrafter(seed=3)).as_custom_generate()
+    for batch in (prompts([7]), prompts()):
+        positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        plain = {"max_new_tokens": 9, "use_cache": True, "logits_to_keep": 1, "return_dict_in_generate": False}
+        for more in (plain, {**plain, "position_ids": positions}):
+            expected = model.generate(**batch, **more)
+            assert torch.equal(model.generate(**batch, **more, custom_generate=decode), expected)
+    seeded = {"do_sample": True, "max_new_tokens": 9, "num_return_sequences": 2, "seed": [3, 4, 5, 6, 7]}
+    expected = ShapeDecoder(model).generate(**prompts(), **seeded)
+    assert torch.equal(model.generate(**prompts(), **seeded, custom_generate=decode), expected)
+
+
+def test_stop_strings_in_a_custom_generate(tiny_target):
+    """As the criterion that they become: transformers keeps the tokenizer to itself."""
+    model, tokenizer = tiny_target.model, tiny_target.tokenizer
+    ids = torch.tensor([[40, 50, 60]])
+    stop = tokenizer.decode(model.generate(ids, max_new_tokens=30)[0, -12:-10])
+    expected = model.generate(ids, max_new_tokens=30, stop_strings=[stop], tokenizer=tokenizer)
+    run = {"max_new_tokens": 30, "custom_generate": ShapeDecoder(tiny_target).as_custom_generate()}
+    found = model.generate(ids, stopping_criteria=StoppingCriteriaList([StopStringCriteria(tokenizer, [stop])]), **run)
+    assert torch.equal(found, expected) and expected.shape[1] < 33
+    with pytest.raises(ValueError, match="stop strings"):
+        model.generate(ids, stop_strings=[stop], tokenizer=tokenizer, **run)
+
+
+class Follows(StoppingCriteria):
+    """Remembers what it was shown."""
+
+    def __init__(self, last: int) -> None:
+        self.last, self.shown = last, []
+
+    def __call__(self, input_ids, scores, **more):
+        self.shown.append(input_ids)
+        return torch.full((len(input_ids),), input_ids.shape[1] == self.last, device=input_ids.device)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_criteria_are_shown_a_text_that_grows_in_place(tiny_model, fixed):
+    """Every token in turn, int64 and on the target's device, and at no copy of the text for each."""
+    model, batch = tiny_model("llama"), prompts([9])
+    plain = ShapeDecoder(model).generate(**batch, max_new_tokens=200, eos_token_id=[])
+    drafter = OracleDrafter(plain.tolist(), 0.2, 4)
+    decoder = ShapeDecoder(model, drafter, fall_back=False, graphs=fixed)
+    for last, more in ((150, {}), (50, {"eos_token_id": [int(plain[0, 49])]}), (209, {})):
+        follows = Follows(last)
+        options = {"max_new_tokens": 200, "eos_token_id": [], **more}
+        out = decoder.generate(**batch, stopping_criteria=StoppingCriteriaList([follows]), **options)
+        end = min(last, int((plain[0, 9:] == more["eos_token_id"][0]).nonzero()[0]) + 10 if more else 209)
+        assert torch.equal(out, plain[:, :end])
+        assert [ids.shape for ids in follows.shown] == [(1, length) for length in range(10, end + 1)]
+        for ids in follows.shown:
+            assert torch.equal(ids, plain[:, : ids.shape[1]]) and ids.dtype == torch.int64
+        assert len({ids.untyped_storage().data_ptr() for ids in follows.shown}) < 8
+
+
+def test_a_row_stops_by_time_alone(tiny_model):
+    model, batch = tiny_model("llama"), prompts([9])
+    out = ShapeDecoder(model, AdversaryDrafter(seed=3)).generate(**batch, max_time=1e-6, eos_token_id=[])
+    assert torch.equal(out, model.generate(**batch, max_time=1e-6, eos_token_id=None)) and out.shape[1] == 10
+
+
+@pytest.mark.parametrize("token", [-1, 64, 2**40])
+def test_tokens_that_the_target_has_not_are_refused(tiny_model, token):
+    model, batch = tiny_model("llama"), prompts([7, 3])
+    decoder = ShapeDecoder(model)
+    run = {"custom_generate": decoder.as_custom_generate()}
+    batch["input_ids"][1, 0] = token  # padding, which nobody looks at
+    found, expected = (decoder.generate(**each, max_new_tokens=5) for each in (batch, prompts([7, 3])))
+    assert torch.equal(found[:, 7:], expected[:, 7:])
+    alone = {name: rows[1:] for name, rows in batch.items()}
+    with pytest.raises(UnsupportedGeneration, match=f"padding of prompt 0, .*{token}"):
+        decoder.generate(**alone, repetition_penalty=1.2)
+    batch["input_ids"][1, -1] = token
+    for more in ({}, {"repetition_penalty": 1.2}):
+        with pytest.raises(UnsupportedGeneration, match=f"prompt 1 has token {token}.* tokens 0 to 63"):
+            decoder.generate(**batch, max_new_tokens=4, **more)
+    with pytest.raises(UnsupportedGeneration, match=f"prompt 1 has token {token}.* tokens 0 to 63"):
+        model.generate(**batch, max_new_tokens=4, **run)
+    for name in ("forced_bos_token_id", "forced_eos_token_id"):
+        with pytest.raises(UnsupportedGeneration, match=f"{name} is token {token}"):
+            decoder.generate(**prompts([7]), max_new_tokens=4, **{name: token})
+        with pytest.raises(ValueError, match=f"{name} is token {token}|positive integers"):
+            model.generate(**prompts([7]), max_new_tokens=4, **{name: token}, **run)
+    with pytest.raises(UnsupportedGeneration, match="transformers refuses these options"):
+        decoder.generate(**prompts([7]), eos_token_id=2**70)
+    if token < 2**40:  # an end that cannot be written ends nothing, as in transformers
+        options = {"max_new_tokens": 9, "eos_token_id": token, "pad_token_id": 0}
+        assert torch.equal(decoder.generate(**prompts([7]), **options), model.generate(**prompts([7]), **options))
+
+
+def test_seeds_of_every_kind_of_integer(tiny_model):
+    decoder = ShapeDecoder(tiny_model("llama"))
+    options = {**prompts([5, 5]), "do_sample": True, "max_new_tokens": 6}
+    one, each = decoder.generate(**options, seed=3), decoder.generate(**options, seed=[3, 2**63])
+    for seed in (np.int64(3), np.uint8(3), torch.tensor(3), np.array(3)):
+        assert torch.equal(decoder.generate(**options, seed=seed), one)
+    big = np.array([3, 2**63], dtype=np.uint64)
+    for seeds in ((3, 2**63), big, list(big), [torch.tensor(3), 2**63]):
+        assert torch.equal(decoder.generate(**options, seed=seeds), each)
+    wrong = [True, 3.0, "3", np.float32(3), np.True_, torch.tensor(3.0), [3, 4.0], [[3], [4]], {3: 4}, b"34"]
+    for seed in wrong:
+        for sample in (True, False):
+            with pytest.raises(UnsupportedGeneration, match="is not an integer; give one, or one per prompt"):
+                decoder.generate(**options | {"do_sample": sample}, seed=seed)
 
 
 def test_eos_aware_is_a_minimum_of_four_tokens(tiny_model):

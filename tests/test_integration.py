@@ -113,17 +113,23 @@ class FailsLater(LogitsProcessor):
 # ------------------------------------------------------------------------------------- an exported folder
 
 
+def run_of(folder: Path) -> dict:
+    """What makes transformers' generate run a folder."""
+    return {"custom_generate": str(folder), "predictor": str(folder), "trust_remote_code": True}
+
+
 def hub_repository(exported: Path, cache: Path) -> str:
     """The folder as it lies in the hub's cache after a download."""
-    root, commit = cache / "models--someone--mine", "0" * 40
+    root, commit = cache / "models--some-one--4.my_own-1", "0" * 40
     (root / "refs").mkdir(parents=True)
     (root / "refs" / "main").write_text(commit)
     shutil.copytree(exported, root / "snapshots" / commit)
-    return "someone/mine"
+    return "some-one/4.my_own-1"
 
 
 @pytest.mark.parametrize("place", ["path", "relative path", "moved", "hub"])
 def test_an_exported_folder_decodes_for_its_target(model, exported, tiny_tokenizer, tmp_path, monkeypatch, place):
+    """A repository of the hub is known by the copy that transformers makes of its code, a folder has to be named."""
     where, options = str(exported), {"trust_remote_code": True, "max_new_tokens": 20}
     if place == "relative path":
         monkeypatch.chdir(exported.parent)
@@ -133,6 +139,8 @@ def test_an_exported_folder_decodes_for_its_target(model, exported, tiny_tokeniz
     if place == "hub":
         where = hub_repository(exported, tmp_path / "hub")
         options |= {"cache_dir": str(tmp_path / "hub"), "local_files_only": True}
+    else:
+        options["predictor"] = where
     inputs = tiny_tokenizer(TEXTS, return_tensors="pt", padding=True, padding_side="left")
     expected = model.generate(**inputs, max_new_tokens=20)
     out = model.generate(**inputs, custom_generate=where, return_dict_in_generate=True, **options)
@@ -153,10 +161,10 @@ def test_the_decoder_is_made_once_and_lives_as_long_as_its_model(
     monkeypatch.setattr(ShapeDecoder, "from_pretrained", classmethod(count))
     ids, attributes = torch.tensor([[40, 50, 60]]), set(vars(model))
     another = str(shutil.copytree(exported, tmp_path / "another"))
-    for folder in (str(exported), str(exported), another, str(exported)):
-        model.generate(ids, custom_generate=folder, trust_remote_code=True, max_new_tokens=4)
+    for folder in (exported, exported, another, exported):
+        model.generate(ids, max_new_tokens=4, **run_of(folder))
     assert len(made) == 2
-    run = {"custom_generate": another, "trust_remote_code": True, "max_new_tokens": 12}
+    run = {**run_of(another), "max_new_tokens": 12}
     head, expected = model.get_output_embeddings(), []
     # Moved there and back, too: the weights are rounded, and may lie where they lay.
     for change in (model.double, model.float, model.float, lambda: model.bfloat16().float(), lambda: None):
@@ -178,7 +186,7 @@ def test_the_decoder_is_made_once_and_lives_as_long_as_its_model(
     gc.disable()
     try:
         own = AutoModelForCausalLM.from_pretrained(tiny_target_folder)
-        own.generate(ids, custom_generate=str(exported), trust_remote_code=True, max_new_tokens=4)
+        own.generate(ids, max_new_tokens=4, **run_of(exported))
         decoder, known = weakref.ref(made.pop()), weakref.ref(own)
         del own
         assert known() is None and decoder() is None
@@ -187,7 +195,7 @@ def test_the_decoder_is_made_once_and_lives_as_long_as_its_model(
 
 
 def test_a_model_that_has_decoded_is_copied_pickled_and_saved(model, exported, tmp_path):
-    ids, run = torch.tensor([[40, 50, 60]]), {"custom_generate": str(exported), "trust_remote_code": True}
+    ids, run = torch.tensor([[40, 50, 60]]), run_of(exported)
     expected = model.generate(ids, max_new_tokens=12, **run)
     model.save_pretrained(tmp_path)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -215,7 +223,7 @@ class Writes(Callback):
     """Shows what the model has learned, by several ways to decode."""
 
     def __init__(self, folder: str) -> None:
-        self.run = {"custom_generate": folder, "trust_remote_code": True, "max_new_tokens": 9, "eos_token_id": []}
+        self.run = {**run_of(folder), "max_new_tokens": 9, "eos_token_id": []}
         self.written, self.own = [], []
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
@@ -225,7 +233,9 @@ class Writes(Callback):
         modes = [part.training for part in model.modules()]
         trained = [weight.requires_grad for weight in model.parameters()]
         out = model.generate(ids, return_dict_in_generate=True, **self.run)
-        again = model.generate(ids, **{**self.run, "custom_generate": self.decoder.as_custom_generate()})
+        again = model.generate(
+            ids, max_new_tokens=9, eos_token_id=[], custom_generate=self.decoder.as_custom_generate()
+        )
         self.decoder.generate(ids, max_new_tokens=5, do_sample=True, seed=batch_idx)
         next(self.decoder.stream(ids, max_new_tokens=5))
         assert out.stats.drafter == "shape" and torch.equal(again, out.sequences)
@@ -260,7 +270,7 @@ def test_a_model_in_training_that_decodes_in_a_callback_trains_on(tiny_target_fo
 
 
 def test_an_exported_folder_takes_every_option(model, exported, tiny_tokenizer):
-    run = {"custom_generate": str(exported), "trust_remote_code": True}
+    run = run_of(exported)
     batch = tiny_tokenizer(TEXTS, return_tensors="pt", padding=True, padding_side="left")
     options = {"max_new_tokens": 30, "repetition_penalty": 1.3}
     assert torch.equal(model.generate(**batch, **run, **options), model.generate(**batch, **options))
@@ -275,10 +285,11 @@ def test_an_exported_folder_takes_every_option(model, exported, tiny_tokenizer):
 
 
 def test_what_an_exported_folder_refuses(model, exported, tiny_model, tmp_path):
-    ids = torch.tensor([[40, 50, 60]])
-    run = {"custom_generate": str(exported), "trust_remote_code": True}
+    ids, run = torch.tensor([[40, 50, 60]]), run_of(exported)
     with pytest.raises(UnsupportedGeneration, match="no prompt is given"):
         model.generate(**run)
+    with pytest.raises(UnsupportedGeneration, match="the prompt is given twice"):
+        model.generate(ids, input_ids=ids, **run)
     with pytest.raises(UnsupportedGeneration, match="option num_beams=2 is not supported"):
         model.generate(ids, num_beams=2, **run)
     with pytest.raises(TargetMismatch, match="output embedding"):
@@ -287,20 +298,15 @@ def test_what_an_exported_folder_refuses(model, exported, tiny_model, tmp_path):
         model.generate(ids, custom_generate=str(exported), trust_remote_code=False)
     empty = tmp_path / "empty"
     shutil.copytree(exported / "custom_generate", empty / "custom_generate")
+    waiting = Recorder()
     with pytest.raises(CheckpointError, match="cannot be read"):
-        model.generate(ids, custom_generate=str(empty), trust_remote_code=True)
-
-
-def test_the_predictor_can_be_named_by_itself(model, exported):
-    """Should transformers come to call its custom functions from somewhere else, the error says what to do."""
-    ids = torch.tensor([[40, 50, 60]])
-    expected = model.generate(ids, max_new_tokens=5)
-    loaded = model.load_custom_generate(str(exported), trust_remote_code=True)
+        model.generate(ids, streamer=waiting, **run_of(empty))
+    assert waiting.ended == 1 and waiting.pieces == []
     with pytest.raises(CheckpointError, match="give the same one as predictor=FOLDER"):
-        loaded(model, ids)
-    assert torch.equal(loaded(model, ids, predictor=exported, max_new_tokens=5), expected)
-    run = {"custom_generate": str(exported), "trust_remote_code": True, "predictor": str(exported)}
-    assert torch.equal(model.generate(ids, max_new_tokens=5, **run), expected)
+        model.generate(ids, custom_generate=str(exported), trust_remote_code=True)
+    custom_generate = "a local variable of that name is nobody's business"  # noqa: F841
+    with pytest.raises(CheckpointError, match="give the same one as predictor=FOLDER"):
+        model.load_custom_generate(str(exported), trust_remote_code=True)(model, ids)
 
 
 def test_without_the_package_the_folder_says_what_to_install(exported, tmp_path):
@@ -318,8 +324,7 @@ def test_the_shipped_predictor_has_it_too(exported, shipped):
     files = [place / "custom_generate" / "generate.py" for place in (folder, exported)]
     assert files[0].read_text() == files[1].read_text()
     model, ids = shipped.target.model, shipped.target.encode(BOOKING)
-    run = {"custom_generate": str(folder), "trust_remote_code": True, "return_dict_in_generate": True}
-    out = model.generate(ids, max_new_tokens=40, **run)
+    out = model.generate(ids, max_new_tokens=40, return_dict_in_generate=True, **run_of(folder))
     assert torch.equal(out.sequences, model.generate(ids, max_new_tokens=40))
     assert out.stats.drafter == "shape" and out.stats.accepted > 0
 
@@ -535,22 +540,43 @@ def test_bad_streams_are_refused_at_once(decoder, tiny_model):
 
 
 def test_streamers_reach_a_custom_generate(decoder):
-    """transformers hands a streamer the prompt, and does not hand it to functions of others."""
+    """transformers hands a streamer the prompt, and does not hand it to functions of others: it is given beside them,
+    and nothing is looked up in the caller."""
     model = decoder.target.model
     ids, mask = torch.tensor([[40, 50, 60]]), torch.ones(1, 3)
-    recorder = Recorder()
-    run = {"attention_mask": mask, "max_new_tokens": 20, "custom_generate": decoder.as_custom_generate()}
-    out = model.generate(ids, streamer=recorder, **run)
+    recorder, run = Recorder(), {"attention_mask": mask, "max_new_tokens": 20}
+    out = model.generate(ids, custom_generate=decoder.as_custom_generate(streamer=recorder), **run)
     assert recorder.tokens == out[0].tolist() and recorder.ended == 1
     assert torch.equal(out, decoder.generate(ids, mask, max_new_tokens=20))
+    recorder = Recorder()
     with pytest.raises(UnsupportedGeneration, match="streaming follows one row"):
-        model.generate(ids, streamer=Recorder(), num_return_sequences=2, do_sample=True, **run)
+        decode = decoder.as_custom_generate(streamer=recorder)
+        model.generate(ids, num_return_sequences=2, do_sample=True, custom_generate=decode, **run)
+    assert recorder.ended == 1
+    recorder = Recorder()
+    assert torch.equal(model.generate(ids, streamer=recorder, custom_generate=decoder.as_custom_generate(), **run), out)
+    assert recorder.tokens == ids[0].tolist() and recorder.ended == 0  # the one that transformers keeps to itself
 
-    def called_by_another(*given, **more):
-        streamer = Recorder()  # a variable of that name in a caller that is not transformers
-        out = decode(*given, **more)
-        assert streamer.pieces == []
-        return out
 
-    decode = decoder.as_custom_generate()
-    assert torch.equal(model.generate(ids, **(run | {"custom_generate": called_by_another})), out)
+class Leaves(Recorder):
+    """Is interrupted behind so many pieces."""
+
+    def put(self, value) -> None:
+        super().put(value)
+        if len(self.pieces) == 3:
+            raise KeyboardInterrupt
+
+
+def test_a_streamer_is_ended_whatever_happens(decoder):
+    """Once, or the thread that reads it would wait for ever, or the next text end at once."""
+    ids = torch.tensor([[40, 50, 60]])
+    options = {"max_new_tokens": 20, "eos_token_id": []}
+    failing = LogitsProcessorList([FailsLater()])
+    for error, recorder, more in (
+        (RuntimeError, Recorder(), {"logits_processor": failing}),
+        (UnsupportedGeneration, Recorder(), {"num_beams": 2}),
+        (KeyboardInterrupt, Leaves(), {}),
+    ):
+        with pytest.raises(error):
+            decoder.generate(ids, streamer=recorder, **options, **more)
+        assert recorder.ended == 1

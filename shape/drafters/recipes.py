@@ -28,7 +28,7 @@ from shape.drafters.base import Drafter, Settled
 from shape.drafters.growing import Paths
 from shape.drafters.suffix import SuffixAutomaton
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, exit_on_error
-from shape.files import written_whole
+from shape.files import reading, typed, written_whole
 from shape.loading import PlacedOptions, of_target
 from shape.target import Target, TargetIdentity, announce
 from shape.verification.sampling import Sampler
@@ -71,7 +71,7 @@ class Pack:
     @classmethod
     def load(cls, path: str | Path) -> "Pack":
         """Raises CheckpointError: no pack, one of another version, or one that has been changed or cut."""
-        try:
+        with reading(f"pack {path}", CheckpointError, "give a file of `compile`"):
             values = json.loads(gzip.decompress(Path(path).read_bytes()))
             claimed, version = values.pop("hash"), values["version"]
             if version != VERSION:
@@ -82,10 +82,6 @@ class Pack:
                 values["samples"],
                 values["prompts"],
             )
-        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"pack {path} cannot be read; give a file of `compile` ({error})") from error
         if claimed != pack.hash:
             raise CheckpointError(f"pack {path} is damaged: its content is not that of its hash; compile it anew")
         return pack
@@ -380,11 +376,9 @@ def read_misses(path: str | Path) -> list[list[int]]:
     Raises:
         CheckpointError: no such log.
     """
-    try:
+    with reading(f"log {path}", CheckpointError, "give one that RecipeDrafter wrote"):
         rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
-        return [[*row["prefix"], *row["tokens"]] for row in rows]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"log {path} cannot be read; give one that RecipeDrafter wrote ({error})") from error
+        return [typed(list[int], [*row["prefix"], *row["tokens"]]) for row in rows]
 
 
 def _repeated(misses: Sequence[Sequence[int]], prefix: int) -> list[Sequence[int]]:

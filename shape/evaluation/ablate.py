@@ -52,6 +52,7 @@ from shape.evaluation.results import SpeedResults, Tally
 from shape.evaluation.sizes import as_large_as, parameters
 from shape.evaluation.speed import Method, Outside, measure
 from shape.features import quiet
+from shape.files import reading, typed
 from shape.loading import TargetOptions, of_target
 from shape.target import Target, announce
 from shape.together import require_alike
@@ -484,7 +485,9 @@ def _keep(run: Run, threads: int) -> None:
 
 
 def _kept(run: Run) -> Trained:
-    return Trained(**json.loads((run.folder / "run.json").read_text()))
+    done = run.folder / "run.json"
+    with reading(str(done), CheckpointError, "delete it, and the training is looked at again"):
+        return typed(Trained, json.loads(done.read_text()))
 
 
 def _trained(run: Run, threads: int) -> Trained:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from shape.errors import ConfigError
+from shape.files import reading, typed
 
 
 class Journal:
@@ -26,10 +27,12 @@ class Journal:
         self.records: list[dict[str, Any]] = []
         if path is None:
             return
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
         whole = [line for line in lines if line.endswith("\n")]
         header = json.loads(json.dumps(header))  # as it will be read
-        if whole and (theirs := json.loads(whole[0])) != header:
+        with reading(str(path), ConfigError, "give another output folder, or delete it to measure anew"):
+            theirs, *self.records = [typed(dict[str, Any], json.loads(line)) for line in whole] or [header]
+        if theirs != header:
             names = ", ".join(key for key in header if theirs.get(key) != header[key])
             raise ConfigError(
                 f"{path} holds a measurement with other settings ({names}); give another output folder, or delete it"
@@ -37,7 +40,6 @@ class Journal:
         whole = whole or [json.dumps(header) + "\n"]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(whole))
-        self.records = [json.loads(line) for line in whole[1:]]
 
     def append(self, record: dict[str, Any]) -> None:
         if self.path is not None:

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from shape.drafters import PREDICTORS, LookaheadDrafter, NgramDrafter
+from shape.errors import DataError
 from shape.evaluation import efficiency, latency
 from shape.evaluation.cells import DASH, markdown, show, show_interval
 from shape.evaluation.environment import Environment
 from shape.evaluation.quality_results import AHEAD_NOTE, QualityResults, interval
 from shape.evaluation.results import SpeedResults, Summary
+from shape.files import reading
 
 LOOKAHEAD = "lookahead "  # what methods of Table 11 are called, before the number
 _GRID = re.compile(r"k = (\d+), N = (\d+)")
@@ -47,16 +49,20 @@ class Found:
         """
         for path in sorted(folder.rglob("*.json")):
             name = f"{below}{path.relative_to(folder).as_posix()}"
-            if path.name == "results.json":
-                self.speed[name] = SpeedResults.from_json(path.read_text())
-            elif path.name == "quality.json":
-                self.quality[name] = QualityResults.from_json(path.read_text())
-            elif path.stem in ("efficiency", "ablation", "analysis", "latency"):
-                getattr(self, path.stem)[name] = json.loads(path.read_text())
-            elif path.name.startswith("results_"):
-                record = json.loads(path.read_text())
-                if record.get("model_name") is not None and "results" in record:
-                    self.harness[name] = record
+            with reading(str(path), DataError, "measure again, or move it away"):
+                self._add(name, path)
+
+    def _add(self, name: str, path: Path) -> None:
+        if path.name == "results.json":
+            self.speed[name] = SpeedResults.from_json(path.read_text())
+        elif path.name == "quality.json":
+            self.quality[name] = QualityResults.from_json(path.read_text())
+        elif path.stem in ("efficiency", "ablation", "analysis", "latency"):
+            getattr(self, path.stem)[name] = json.loads(path.read_text())
+        elif path.name.startswith("results_"):
+            record = json.loads(path.read_text())
+            if record.get("model_name") is not None and "results" in record:
+                self.harness[name] = record
 
 
 @dataclass(frozen=True)

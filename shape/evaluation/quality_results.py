@@ -4,16 +4,18 @@ Every figure is a ratio of sums over prompts, with an interval by bootstrap over
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
 
+from shape.errors import DataError
 from shape.evaluation.cells import DASH, json_by_line, markdown, share, show
 from shape.evaluation.environment import Environment
 from shape.evaluation.results import Estimate, estimate, interval, number, of_schema, ratio
 from shape.evaluation.similarity import f1
+from shape.files import reading, typed
 
 SCHEMA_VERSION = 1
 
@@ -73,12 +75,9 @@ class QualityRecord:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "QualityRecord":
-        return cls(
-            values["id"],
-            values["category"],
-            {label: Written(**sums) for label, sums in values["written"].items()},
-            [Ahead(**sums) for sums in values["ahead"]],
-        )
+        typed(dict[str, dict[str, float]], values["written"])  # whose fields may be arrays too
+        typed(list[dict[str, float]], values["ahead"])
+        return typed(cls, values)
 
 
 @dataclass(frozen=True)
@@ -202,16 +201,13 @@ class QualityResults:
 
     @classmethod
     def from_json(cls, text: str) -> "QualityResults":
-        """Raises `DataError` on another schema."""
-        values = of_schema(text, SCHEMA_VERSION, "this measurement of quality has")
-        return cls(
-            values["label"],
-            values["settings"],
-            values["own"],
-            Environment(**values["environment"]),
-            tuple(QualityRecord.from_dict(record) for record in values["records"]),
-            values["skipped"],
-        )
+        """Raises `DataError` on another schema, or where it is damaged."""
+        with reading("this measurement of quality", DataError, "measure again"):
+            values = of_schema(text, SCHEMA_VERSION, "this measurement of quality has")
+            records = tuple(map(QualityRecord.from_dict, values["records"]))
+            found = typed(cls, {each.name: values[each.name] for each in fields(cls)} | {"records": []})
+            typed(dict[str, str], found.modes)
+            return replace(found, records=records)
 
     def rows(self) -> tuple[list[str], list[list[str]]]:
         """Header and cells: columns of what nobody was asked, or no encoder compared, are left out."""

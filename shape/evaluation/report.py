@@ -25,6 +25,7 @@ from shape.evaluation import plots, traced
 from shape.evaluation.environment import Environment
 from shape.evaluation.results import SpeedResults
 from shape.evaluation.sections import Found, Plot, Section, Source, sections, slug
+from shape.files import reading
 
 _PARTS_OF_CHECK = {"target", "costs", "chains", "break_even", "measured"}
 
@@ -66,19 +67,16 @@ def find(folder: Path) -> Found:
 
 def _load(kind: _Kind, name: str, text: str) -> Source[Any]:
     try:
-        return kind.source(name, text)
+        with reading("it", DataError, "it is damaged or of another version: measure again, or move it away"):
+            return kind.source(name, text)
     except DataError as error:
         raise DataError(f"{name}: {error}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{name} is damaged or of another version ({error!r}); measure again, or move it away"
-        ) from None
 
 
 def _is_check(text: str) -> bool:
     try:
         values = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(values, dict) and values.keys() >= _PARTS_OF_CHECK
 

@@ -18,6 +18,7 @@ from rich.table import Table
 from shape.errors import DataError
 from shape.evaluation.cells import json_by_line, markdown, share, show, show_interval
 from shape.evaluation.environment import Environment
+from shape.files import reading, typed
 
 SCHEMA_VERSION = 1
 _BOOTSTRAP_SAMPLES = 2000
@@ -97,10 +98,6 @@ class Detail:
             },
         )
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Detail":
-        return cls(**{**values, "histogram": {int(size): count for size, count in values["histogram"].items()}})
-
 
 @dataclass(frozen=True)
 class PromptRecord:
@@ -117,9 +114,8 @@ class PromptRecord:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "PromptRecord":
-        tallies = {name: Tally(**sums) for name, sums in values["tallies"].items()}
-        details = {name: Detail.from_dict(steps) for name, steps in values.get("details", {}).items()}
-        return cls(**{**values, "tallies": tallies, "details": details})
+        numbers = typed(dict[str, dict[str, float]], values["tallies"])  # whose fields may be arrays too
+        return typed(cls, {**values, "tallies": numbers})
 
 
 @dataclass(frozen=True)
@@ -300,16 +296,13 @@ class SpeedResults:
 
     @classmethod
     def from_json(cls, text: str) -> "SpeedResults":
-        """Raises `DataError` on another schema."""
-        values = of_schema(text, SCHEMA_VERSION, "these results have")
-        return cls(
-            values["label"],
-            values["settings"],
-            Environment(**values["environment"]),
-            values["projected_cost"],
-            tuple(PromptRecord.from_dict(record) for record in values["records"]),
-            values["skipped"],
-        )
+        """Raises `DataError` on another schema, or where it is damaged."""
+        with reading("this file of results", DataError, "measure again"):
+            values = of_schema(text, SCHEMA_VERSION, "these results have")
+            records = tuple(map(PromptRecord.from_dict, values["records"]))
+            found = typed(cls, {each.name: values[each.name] for each in fields(cls)} | {"records": []})
+            typed(dict[str, str], found.methods)
+            return replace(found, records=records)
 
     def rows(self) -> tuple[list[str], list[list[str]]]:
         """Header and cells of the table, as text."""

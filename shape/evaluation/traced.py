@@ -9,10 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from shape.errors import DataError
+from shape.files import reading, typed
 from shape.trace import OWN
 
 Record = dict[str, Any]
 PARTS = ("draft", "verify", "commit")
+# What figures are made of, by type of record.
+_READ: dict[str, dict[str, Any]] = {
+    "step": {"step": int, "rows": list[int], "lengths": list[int], **dict.fromkeys(PARTS, float)},
+    "token": {"row": int, "step": int, "depth": int | None, "event": str, "emitted": bool, "source": str | None},
+    "choice": {"row": int, "step": int},
+}
 
 
 @dataclass(frozen=True)
@@ -110,18 +117,22 @@ def read(path: Path) -> Traced | None:
     with path.open(encoding="utf-8") as file:
         try:
             first = json.loads(file.readline())
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         if not isinstance(first, dict) or first.get("type") not in ("call", "step"):
             return None
-        records = [first]
-        for number, line in enumerate(file, start=2):
-            try:
-                records.append(json.loads(line))
-            except ValueError as error:
-                raise DataError(
-                    f"line {number} of trace {path} is cut or damaged ({error}); write the trace again"
-                ) from None
+        with reading(f"trace {path}", DataError, "write it again"):
+            records = [first]
+            for number, line in enumerate(file, start=2):
+                with reading(f"line {number} of trace {path}", DataError, "it is cut or damaged: write it again"):
+                    record = typed(dict[str, Any], json.loads(line))
+                    kinds = {} if record.get("step") == 0 else _READ.get(record["type"], {})
+                    records.append(record | {field: typed(kind, record[field]) for field, kind in kinds.items()})
+            return _traced(path, records)
+
+
+def _traced(path: Path, records: list[Record]) -> Traced:
+    first = records[0]
     rows = [record["row"] for record in records if record["type"] == "token"]
     if not rows:
         raise DataError(f"trace {path} holds no token; write the trace again")

@@ -76,7 +76,7 @@ def test_other_files(tmp_path):
         path.write_text(text)
         assert read(path) is None
     path.write_text('{"type": "call"}\n{"type": "tok')
-    with pytest.raises(DataError, match=r"line 2 of trace .*some\.jsonl is cut or damaged"):
+    with pytest.raises(DataError, match=r"line 2 of trace .*some\.jsonl cannot be read; it is cut or damaged"):
         read(path)
     path.write_text(json.dumps({"type": "call"}) + "\n")
     with pytest.raises(DataError, match="holds no token"):

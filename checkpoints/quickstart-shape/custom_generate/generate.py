@@ -1,8 +1,8 @@
 """transformers' generate with this predictor, in a few lines: shape does the work."""
 
 try:
-    from shape.custom_generate import generate
+    from shape.custom_generate import generate_of
 except ImportError as error:
     raise ImportError("this predictor needs the package shape-decoding; install it, then try again") from error
 
-__all__ = ["generate"]
+generate = generate_of(__name__)
