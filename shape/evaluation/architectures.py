@@ -39,6 +39,17 @@ _LLAMA = _BASE | _WIDE | {"num_key_value_heads": 2, "max_position_embeddings": 2
 _FALCON = _BASE | _WIDE | {"new_decoder_architecture": False}
 _OLD = _BASE | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}  # fmt: skip
+
+_LONG = {
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 24,
+        "short_factor": [1.0] * 4, "long_factor": [4.0, 5.0, 6.0, 7.0],
+    }
+}  # fmt: skip
 
 # Family: (what is special about it, model type, configuration).
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -65,6 +76,22 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": ("sliding and full layers", "gemma3_text", _LLAMA | {"head_dim": 8, "sliding_window": 6}),
     "phi": ("partial rotary, parallel blocks", "phi", _LLAMA),
     "phi3": ("packed projections", "phi3", _LLAMA),
+    "phi3, LongRoPE": (
+        "another rotary table from 25 tokens on, for which the cache is computed anew", "phi3",
+        _LLAMA | _LONG | {"original_max_position_embeddings": 24},
+    ),
+    "phimoe, LongRoPE": (
+        "another rotary scale from 25 tokens on, for which the cache is computed anew; mixture of experts", "phimoe",
+        _LLAMA | _EXPERTS | {
+            "rope_parameters": _LONG["rope_parameters"] | {"short_mscale": 1.0, "long_mscale": 1.3},
+            "original_max_position_embeddings": 24,
+        },
+    ),
+    "llama, LongRoPE": ("another rotary table from 25 tokens on", "llama", _LLAMA | _LONG),
+    "minicpm3, LongRoPE": (
+        "latent attention, another rotary table from 25 tokens on", "minicpm3",
+        _LLAMA | _LATENT | _LONG,
+    ),
     "olmo2": ("norms behind the blocks", "olmo2", _LLAMA),
     "olmoe": ("mixture of experts", "olmoe", _LLAMA | {"num_experts": 4, "num_experts_per_tok": 2}),
     "smollm3": ("layers without positions", "smollm3", _LLAMA),
@@ -77,9 +104,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "nemotron": ("squared ReLU", "nemotron", _LLAMA),
     "deepseek_v3": (
         "latent attention, mixture of experts", "deepseek_v3",
-        _LLAMA | {
-            "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+        _LLAMA | _LATENT | {
+            "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
             "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
         },
     ),

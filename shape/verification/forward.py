@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -45,6 +46,8 @@ class Support:
         sliding_window: window of the sliding layers, or None.
         mask_by_layer_type: the model takes a dict of masks, one per layer type.
         grouped_queries: trees are attended to without repeated keys and values (see ``attention``).
+        positions: that forwards may reach, where a call is sure to need no more and has the first rotary table
+            throughout; None leaves it to the target.
     """
 
     mode: Literal["tree", "chain"]
@@ -53,6 +56,7 @@ class Support:
     sliding_window: int | None
     mask_by_layer_type: bool
     grouped_queries: bool = False
+    positions: int | None = None
 
 
 def new_arena(target: Target, support: Support, batch: int, capacity: int) -> KVArena:
@@ -75,11 +79,16 @@ def prefill(
         arena: empty, or with the same number of settled tokens in every row, which the given ones follow.
         input_ids: (B, T) int64, padded on the right: under the model's causal mask no token sees the padding,
             and later writes overwrite it.
-        portion: tokens of a row per forward, which bounds the memory that activations take.
+        portion: tokens of a row per forward, which bounds the memory that activations take. The first is larger where
+            it has to reach the rotary table that a long prompt has throughout (see ``shape.rotary``).
         layers: as in ``Target.hidden``.
     """
     hidden = []
-    for tokens in input_ids.split(portion, dim=1):
+    first, width = portion, input_ids.shape[1]
+    if target.switch is not None and arena.longest + width > target.switch.positions:
+        first = max(portion, target.switch.positions + 1 - arena.longest)
+    for begin, end in pairwise([0, *range(first, width, portion), width]):
+        tokens = input_ids[:, begin:end]
         start, rows = arena.longest, tokens.shape[0]
         arena.reserve(tokens.shape[1])
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -87,6 +96,17 @@ def prefill(
         arena.set_lengths([start + tokens.shape[1]] * rows)
     arena.set_lengths(lengths)
     return torch.cat(hidden, dim=1)
+
+
+def recompute(target: Target, arena: KVArena, texts: list[list[int]], layers: Sequence[int] = (-1,)) -> Tensor:
+    """Settle anew all but the last token of texts of one length, which goes through with them: its position says
+    which rotary table they have. Their states, (B, T - 1, len(layers) * H).
+    """
+    settled = len(texts[0]) - 1
+    arena.set_lengths([0] * len(texts))
+    return prefill(target, arena, torch.tensor(texts, device=target.device), [settled] * len(texts), layers=layers)[
+        :, :settled
+    ]
 
 
 def tree_forward(
@@ -116,9 +136,10 @@ def tree_inputs(
         positions, masks = placed(*given, support.sliding_window)
         if support.mask_by_layer_type:
             masks = {"full_attention": placed(*given, None)[1], "sliding_attention": masks}
-    if target.max_positions is not None and arena.longest + tree.size > target.max_positions:
+    limit = support.positions or target.max_positions
+    if limit is not None and arena.longest + tree.size > limit:
         # Nodes past the last position cannot be emitted any more, but must not index out of a position table.
-        positions = positions.clamp(max=target.max_positions - 1)
+        positions = positions.clamp(max=limit - 1)
     return positions, masks
 
 
@@ -138,6 +159,7 @@ def probe(target: Target) -> Support:
         noise = max(cached_noise, _sensitivity(target, prompt, _tolerance(target) / 10))
         mixing, where = _mixing(target, prompt)
         window, by_type = _sliding_window(target)
+        target.switch  # noqa: B018  # found out here, where what goes wrong has a name
     except UnsupportedTarget:
         raise
     except Exception as error:  # any architecture may fail in its own way; the user needs one sentence
