@@ -99,7 +99,9 @@ class Target:
         self._embedding: Any = model.get_input_embeddings()
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = self.config.vocab_size
-        self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
+        self.max_positions: int | None = getattr(
+            self.config, "max_position_embeddings", getattr(self.config, "max_seq_len", None)
+        )
         # What the probe found out (verification.forward.Support); kept here so that it runs once per target.
         self.support: Any = None
         self.sharded = False  # over processes, which then have to run every layer together: see `shape.sharding`

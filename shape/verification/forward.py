@@ -21,6 +21,7 @@ from shape.target import Target
 from shape.verification.attention import grouped_queries
 from shape.verification.cache import KVArena, LayerShape
 from shape.verification.tree import TokenTree, chain, placed, root_only
+from shape.verification.windows import FarArena, far, too_wide
 
 # Allowed relative error (root mean square) between a cached tree forward and plain forwards of its paths. Some
 # models take their softmax in float32 whatever their dtype; a wrong mask or position is off by far more.
@@ -31,7 +32,6 @@ _MOST_NOISE = 5e-2
 # depend at all; outliers that are taken out of 8-bit products (LLM.int8(), arXiv 2208.07339) move it by about 1e-2, one
 # 8-bit scale for all tokens by more than 0.1.
 _SLIGHT_MIXING, _MOST_MIXING = 1e-3, 1e-1
-_KNOWN_ATTENTION = {"attention", "full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True)
@@ -189,11 +189,6 @@ def _sliding_window(target: Target) -> tuple[int | None, bool]:
     """(window, whether masks are given per layer type)."""
     config = target.config
     kinds = set(getattr(config, "layer_types", None) or [])
-    if unknown := sorted(kind for kind in kinds - _KNOWN_ATTENTION if kind.endswith("attention")):
-        raise UnsupportedTarget(
-            f"target {target.name} has layers of {unknown[0].replace('_', ' ')}, and how far they look cannot be "
-            "found out on a short text; add their masks to verification.forward"
-        )
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False or (kinds and "sliding_attention" not in kinds):
         window = None
@@ -349,7 +344,32 @@ def _tree_failure(target: Target, support: Support, prompt: Tensor, drafts: Tens
             text = torch.cat([prompt[row, :length], tree.tokens[row, path]])
             expected[row, node] = target.hidden(text[None])[0, -1]
     distances = _distance(states, expected), _distance(single[0, 0], expected[0, 0])
-    return None if all(one <= allowed for one in distances) else f"states are off by {max(distances):.2g}"
+    if not all(one <= allowed for one in distances):
+        return f"states are off by {max(distances):.2g}"
+    return _far_failure(target, support, TokenTree(tree.tokens[:1], tree.parent[:1]), allowed)
+
+
+def _far_failure(target: Target, support: Support, tree: TokenTree, allowed: float) -> str | None:
+    """A tree of one row behind a long text, against its paths under the model's own masks, which must not show what
+    its own cache drops.
+    """
+    if support.mode == "tree" and (window := too_wide(target)) is not None:
+        return f"its window of {window} tokens is wider than can be looked beyond"
+    if (length := far(target, tree.size)) is None:
+        return None
+    try:
+        states = tree_forward(target, support, FarArena(target, support.layers, length, tree.size), tree)
+    except Exception as error:
+        return f"it raises {type(error).__name__} behind {length} tokens"
+    arena = FarArena(target, support.layers, length, tree.size, cropped=True)
+    expected = torch.zeros_like(states)
+    for node in range(tree.size):
+        path = tree.ancestors[0, node].nonzero()[:, 0]
+        positions = length + torch.arange(len(path), device=path.device)
+        found = target.hidden(tree.tokens[:, path], position_ids=positions[None], cache=arena)
+        expected[0, node] = found[0, -1]
+    distance = _distance(states, expected)
+    return None if distance <= allowed else f"states are off by {distance:.2g} behind {length} tokens"
 
 
 def _chain_failure(target: Target, support: Support, prompt: Tensor, drafts: Tensor, allowed: float) -> str | None:
@@ -362,7 +382,7 @@ def _chain_failure(target: Target, support: Support, prompt: Tensor, drafts: Ten
         return f"it raises {type(error).__name__}"
     expected = target.hidden(torch.cat([prompt, tree.tokens], dim=1))[:, prompt.shape[1] :]
     distance = _distance(states, expected)
-    return None if distance <= allowed else f"states are off by {distance:.2g}"
+    return _far_failure(target, support, tree, allowed) if distance <= allowed else f"states are off by {distance:.2g}"
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
