@@ -49,17 +49,17 @@ class Switch:
         """
         rows = range(len(lengths))
         crossing = [row for row in rows if self.crosses(lengths[row], new_tokens)]
-        apart = [[row for row in rows if row not in crossing and (lengths[row] > self.positions) == long]
-                 for long in (False, True)]  # fmt: skip
-        return [group for group in apart if group] + [[row] for row in crossing]
+        short, long = (
+            [row for row in rows if row not in crossing and (lengths[row] > self.positions) == beyond]
+            for beyond in (False, True)
+        )
+        return [group for group in (short, long, *([row] for row in crossing)) if group]
 
     def check(self, target: "Target", lengths: Sequence[int], new_tokens: int) -> None:
-        """Raises UnsupportedGeneration where a call crosses a switch that is not served."""
+        """Raises UnsupportedGeneration where a call needs a table that is not served."""
         most = max(lengths)
-        beyond = any(self.crosses(length, new_tokens) for length in lengths) or not (
-            self.steady or most <= self.positions
-        )
-        if self.unserved and beyond:
+        crosses = any(self.crosses(length, new_tokens) for length in lengths)
+        if self.unserved and (crosses or (not self.steady and most > self.positions)):
             raise UnsupportedGeneration(
                 f"a prompt of {most} tokens and max_new_tokens {new_tokens} go past {self.positions} tokens, "
                 f"where target {target.name} changes its rotary table and {self.unserved}; "

@@ -13,7 +13,8 @@ WINDOW = 20  # wider than the text of a probe
 # What architectures call their sizes. Each takes those that it has.
 _SIZES: dict[Any, str] = {
     64: "vocab_size type_vocab_size vocab_size_per_layer_input shape_vocab_size pronunciation_vocab_size",
-    32: "hidden_size n_embd d_model dim emb_dim embedding_size word_embed_proj_dim lru_width",
+    32: "hidden_size n_embd d_model dim emb_dim embedding_size word_embed_proj_dim lru_width input_embedding_size "
+    "output_embedding_size",
     48: "intermediate_size n_inner ffn_dim encoder_ffn_dim decoder_ffn_dim feed_forward_size dim_ff dff "
     "ffn_hidden_size shared_intermediate_size intermediate_size_mlp",
     24: "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size",

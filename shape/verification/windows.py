@@ -41,22 +41,23 @@ class FarArena(KVArena):
         super().__init__(shapes, 1, 0, target.dtype, target.device)
         self.set_lengths([length])
         # Attention to all tokens in sight, or to those in a window, makes these a mean.
-        loud = [(slice(0, _LOUD), length)]
-        loud += [(slice(max(0, length - one - new), length - one + new), one) for one in windows(target) if one > new]
-        contents: dict[tuple[Group, int], tuple[Tensor, Tensor]] = {}
+        volume = torch.ones(length, 1)
+        volume[:_LOUD] = min(length, _LOUDEST)
+        for window in (number for number in windows(target) if number > new):
+            volume[max(0, length - window - new) : length - window + new] = min(window, _LOUDEST)
+        contents: dict[tuple[Group, Group, int], tuple[Tensor, Tensor]] = {}
         self.layers = []
         stock: list[Any] = DynamicCache(config=target.model.config).layers
         for own, (keys, group) in zip(stock, self._groups, strict=True):
             dropped = max(0, length + 1 - own.sliding_window) if cropped and own.is_sliding else 0
-            if (group, dropped) not in contents:
+            if (keys, group, dropped) not in contents:
                 # All keys are 0, so that no token is looked at more than others.
                 zeros = torch.zeros(1, keys.heads, length, keys.size, dtype=keys.dtype, device=keys.device)
                 values = torch.randn(1, group.heads, length, group.size, generator=torch.Generator().manual_seed(0))
-                for slots, volume in loud:
-                    values[:, :, slots] *= min(volume, _LOUDEST)
+                values *= volume
                 values[:, :, :dropped] = 0
-                contents[group, dropped] = zeros, values.to(group.device, group.dtype)
-            self.layers.append(FarLayer(self, *contents[group, dropped]))
+                contents[keys, group, dropped] = zeros, values.to(group.device, group.dtype)
+            self.layers.append(FarLayer(self, *contents[keys, group, dropped]))
 
 
 def far(target: Target, new: int) -> int | None:
