@@ -495,9 +495,7 @@ class ShapeDecoder:
             drafter = drafter.reproducible() if reproducible else copy(drafter)
         keys = request.keys(seed)
         record = Trace() if trace else None
-        everyone = list(range(len(request.prompts)))
-        # Targets that can only verify chains do so for one row at a time.
-        groups = [everyone] if self.support.mode == "tree" else [[row] for row in everyone]
+        groups = self._groups(request)
 
         def steps() -> Steps:
             rows: list[Row] = []
@@ -506,7 +504,9 @@ class ShapeDecoder:
                 prompts = [request.prompts[row] for row in group]
                 inputs = (self.target, self.support, drafter, prompts, sampler)
                 fixed = self.graphs if memory is None and record is None else None
-                if fixed is not None and why_not(self.target, self.support, drafter, sampler, rule) is not None:
+                longest = max(map(len, prompts))
+                asked = self.target, self.support, drafter, sampler, rule, longest, request.max_new_tokens
+                if fixed is not None and why_not(*asked) is not None:
                     fixed = None
                 options: dict[str, Any] = {
                     "max_new_tokens": request.max_new_tokens,
@@ -522,10 +522,20 @@ class ShapeDecoder:
                 else:
                     options |= {"acceptance": rule, "memory": memory, "trace": record}
                     rows += yield from self.gradientless()(decode)(*inputs, **options)
+            rows.sort(key=lambda row: row.index)
             sequences = request.assemble(input_ids, [row.new for row in rows])
             return ShapeOutput(sequences, stats, record)
 
         return each_step(evaluating(self._networks), steps())
+
+    def _groups(self, request: Request) -> list[list[int]]:
+        """The rows that are decoded together. Targets that can only verify chains do so for one row at a time."""
+        lengths, switch = [len(prompt) for prompt in request.prompts], self.target.switch
+        if switch is not None:
+            switch.check(self.target, lengths, request.max_new_tokens)
+        if self.support.mode == "chain":
+            return [[row] for row in range(len(lengths))]
+        return [list(range(len(lengths)))] if switch is None else switch.groups(lengths, request.max_new_tokens)
 
     def _pace(self, drafter: Drafter | None, steps: tuple[int, bool], reproducible: bool) -> Pace | None:
         if drafter is None or self.fall_back is False:

@@ -191,11 +191,11 @@ def compute_features(target: Target, batch: Sequence[Encoded], layers: Sequence[
     T is the longest conversation; rows past a conversation's end hold states of padding, to be ignored. The
     store and the online mode both call this.
     """
-    length = max(1, *(len(encoded.input_ids) for encoded in batch))
-    ids = torch.zeros(len(batch), length, dtype=torch.int64)
+    lengths = [max(1, len(encoded.input_ids)) for encoded in batch]
+    ids = torch.zeros(len(batch), max(lengths), dtype=torch.int64)
     for row, encoded in enumerate(batch):
         ids[row, : len(encoded.input_ids)] = encoded.input_ids
-    return target.features(ids.to(target.device), layers=layers)
+    return target.features(ids.to(target.device), layers, lengths)
 
 
 def rows_of(target: Target, conversations: Sequence[Conversation]) -> list[list[Conversation]]:

@@ -300,7 +300,7 @@ class Plan:
         sampler = self.sampler
         warpers = [(type(one).__name__, sorted(vars(one).items())) for one in sampler.warpers]
         options = (sampler.temperature, repr(warpers), sampler.min_new_tokens, sampler.eos_token_ids)
-        return (*self.proposer.key, self.state.shape[1:], self.state.dtype, *options)
+        return (*self.proposer.key, self.state.shape[1:], self.state.dtype, self.support.positions, *options)
 
 
 class Stage:
@@ -521,8 +521,18 @@ def bucket(rows: int) -> int:
     return next((size for size in _ROWS if size >= rows), -(-rows // _ROWS[-1]) * _ROWS[-1])
 
 
-def why_not(target: Target, support: Support, drafter: Drafter | None, sampler: Sampler, rule: Rule) -> str | None:
-    """Why a call cannot be served here; None where it can."""
+def why_not(
+    target: Target,
+    support: Support,
+    drafter: Drafter | None,
+    sampler: Sampler,
+    rule: Rule,
+    length: int,
+    new_tokens: int,
+) -> str | None:
+    """Why a call cannot be served here; None where it can. ``length`` is the longest prompt's."""
+    if target.switch is not None and target.switch.crosses(length, new_tokens):
+        return f"the call crosses {target.switch.positions} tokens, where the rotary table changes"
     places = set((getattr(target.model, "hf_device_map", None) or {}).values())
     if support.mode != "tree" or any(layer.device is not None for layer in support.layers) or len(places) > 1:
         return f"target {target.name} verifies chains only, or is spread over devices"
@@ -570,6 +580,8 @@ def decode(
     for row, token in zip(live, settled.root.tolist(), strict=True):
         row.extend([token], max_new_tokens, eos_token_ids)
         yield row.index, [token]
+    if target.switch is not None and not target.switched(max(map(len, prompts))):
+        support = replace(support, positions=target.switch.positions)  # rows that have ended go on, but not across it
     proposer = proposer_of(drafter)
     state = proposer.start(settled, hidden)
     plan = Plan(target, support, proposer, sampler, state)

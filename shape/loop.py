@@ -15,9 +15,9 @@ from shape.target import Target
 from shape.trace import Trace
 from shape.verification.acceptance import Accepted
 from shape.verification.cache import KVArena
-from shape.verification.forward import Support, new_arena, prefill, tree_forward
+from shape.verification.forward import Support, new_arena, prefill, recompute, tree_forward
 from shape.verification.sampling import Sampler
-from shape.verification.tree import TokenTree, first_path, root_only
+from shape.verification.tree import TokenTree, first_path, root_only, shallow
 
 AcceptanceRule = Callable[[TokenTree, Tensor, Sampler], Accepted]
 # Cache slots allocated at first behind the prompt for new tokens and the tree under verification; grown on demand.
@@ -97,28 +97,31 @@ class Memory:
     Attributes:
         tokens: ids in the first slots of the arena.
         hidden: (1, len(tokens), F), the states that the drafter reads.
+        switched: whether the first tokens have the rotary table of long texts (see ``shape.rotary``).
     """
 
     tokens: list[int] = field(default_factory=list)
     hidden: Tensor | None = None
     arena: KVArena | None = None
+    switched: bool = False
 
-    def take(self, prompt: list[int]) -> tuple[KVArena, Tensor] | None:
-        """Arena and states, cut to what they have in common with a prompt; None where that is nothing.
+    def take(self, prompt: list[int], switched: bool) -> tuple[KVArena, Tensor] | None:
+        """Arena and states, cut to what they have in common with a prompt; None where that is nothing, as it is with
+        a prompt that has the other rotary table.
 
         They leave the memory, so that a call that breaks off leaves none rather than a wrong one.
         """
-        arena, hidden, tokens = self.arena, self.hidden, self.tokens
-        self.keep([], None, None)
+        arena, hidden, tokens, same_table = self.arena, self.hidden, self.tokens, self.switched == switched
+        self.keep([], None, None, False)
         # The prompt's last token always goes through the target: its state says what comes next.
         common = common_length(tokens, prompt[:-1])
-        if arena is None or hidden is None or common == 0:
+        if arena is None or hidden is None or common == 0 or not same_table:
             return None
         arena.set_lengths([common])
         return arena, hidden[:, :common]
 
-    def keep(self, tokens: list[int], hidden: Tensor | None, arena: KVArena | None) -> None:
-        self.tokens, self.hidden, self.arena = tokens, hidden, arena
+    def keep(self, tokens: list[int], hidden: Tensor | None, arena: KVArena | None, switched: bool) -> None:
+        self.tokens, self.hidden, self.arena, self.switched = tokens, hidden, arena, switched
 
 
 def decode(
@@ -169,6 +172,7 @@ def decode(
         row.extend([token], max_new_tokens, eos_token_ids)
         yield row.index, [token]
     states_so_far = [hidden] if memory is not None else []
+    switch, switched = target.switch, target.switched(len(prompts[0]))
     if drafter is not None:
         drafter.start(settled, hidden)
     del hidden  # of long prompts a large part of the memory, and nobody needs it any more
@@ -189,12 +193,18 @@ def decode(
             if drafter is not None:
                 drafter.select(index)
 
+        if switch is not None and switch.recomputes and arena.longest == switch.positions:
+            hidden, switched = recompute(target, arena, settled.texts, layers), True
+            states_so_far = [hidden] if memory is not None else []
+            del hidden
         drafting = perf_counter()
         sampler.settle(settled.lengths, settled.texts)
         active = drafter if pace is None or pace.draft_next(arena.longest) else None
         tree = root_only(settled.root) if active is None else active.draft(settled, sampler)
         if support.mode == "chain":
             tree = first_path(tree)
+        if switch is not None and arena.longest < switch.positions < arena.longest + tree.size:
+            tree = shallow(tree, switch.positions - 1 - arena.longest)  # no forward has two tables
         verifying = perf_counter()
         arena.reserve(tree.size)
         states = tree_forward(target, support, arena, tree, layers)
@@ -246,7 +256,7 @@ def decode(
     if pace is not None:
         stats.pauses += pace.pauses
     if memory is not None:
-        memory.keep(settled.texts[0][: arena.longest], torch.cat(states_so_far, dim=1), arena)
+        memory.keep(settled.texts[0][: arena.longest], torch.cat(states_so_far, dim=1), arena, switched)
     return finished
 
 
@@ -272,7 +282,7 @@ def settle_prompts(
     # Samples of one prompt share its prefill.
     distinct = {prompt: number for number, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
     lengths = [len(prompt) for prompt in distinct]
-    known = memory.take(prompts[0]) if memory is not None else None
+    known = memory.take(prompts[0], target.switched(len(prompts[0]))) if memory is not None else None
     if known is None:
         arena = new_arena(target, support, len(distinct), max(lengths) + room)
         padded = [[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in distinct]

@@ -31,6 +31,7 @@ from shape.files import typed
 from shape.inference import evaluating
 from shape.loading import FILE_OPTIONS, commit_of, default_device, first_line, only, resolve_dtype
 from shape.prepack import PrepackedForward, is_prepacked, linear, prepack, unpack
+from shape.rotary import Switch, find_switch
 
 # Encoded by every tokenizer into its identity: vocabularies can be equal where the merges differ.
 _TOKENIZER_PROBE = "The 3 quick  brown foxes, 1,024 émigrés & 東京\n\tdef f(x): return x**2 <|im_start|> </s>"
@@ -111,7 +112,9 @@ class Target:
         self._embedding: Any = model.get_input_embeddings()
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = self.config.vocab_size
-        self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
+        self.max_positions: int | None = getattr(
+            self.config, "max_position_embeddings", getattr(self.config, "max_seq_len", None)
+        )
         # What the probe found out (verification.forward.Support); kept here so that it runs once per target.
         self.support: Any = None
         self._packed = False  # whether the model's prepacked layers are this object's doing
@@ -237,6 +240,15 @@ class Target:
         """Where the embedding is quantised: the dtype of what it gives."""
         return self.embed(torch.zeros(1, dtype=torch.long, device=self.device)).dtype
 
+    @cached_property
+    def switch(self) -> Switch | None:
+        """Where the target changes its rotary table, as LongRoPE does; None where it does not."""
+        return find_switch(self)
+
+    def switched(self, length: int) -> bool:
+        """Whether a prompt of so many tokens has the second rotary table throughout."""
+        return self.switch is not None and length > self.switch.positions
+
     @property
     def prepacked(self) -> bool:
         """Whether layers use weights laid out for the CPU (see ``shape.prepack``)."""
@@ -288,13 +300,27 @@ class Target:
         states = [outputs.last_hidden_state if layer == -1 else outputs.hidden_states[layer] for layer in layers]
         return torch.cat([state.to(self.device) for state in states], dim=-1)
 
-    def features(self, input_ids: Tensor, layers: Sequence[int] = (-1,)) -> Tensor:
+    def features(
+        self, input_ids: Tensor, layers: Sequence[int] = (-1,), lengths: Sequence[int] | None = None
+    ) -> Tensor:
         """``hidden`` of whole texts, (B, T) int64 padded on the right -> (B, T, len(layers) * H).
 
         Right padding needs no mask: under a causal mask no real token sees it.
+
+        Args:
+            lengths: of the texts, where they differ: each has the rotary table that it has by itself (see ``switch``).
         """
         with evaluating([self.model]):
-            return self.hidden(input_ids, layers=layers)
+            if lengths is None or self.switch is None:
+                return self.hidden(input_ids, layers=layers)
+            groups = self.switch.groups(lengths, 1)
+            found = [
+                self.hidden(input_ids[rows, : max(lengths[row] for row in rows)], layers=layers) for rows in groups
+            ]
+        states = found[0].new_zeros(*input_ids.shape, found[0].shape[-1])
+        for rows, some in zip(groups, found, strict=True):
+            states[rows, : some.shape[1]] = some
+        return states
 
     def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """The target's own logit function, (..., H) -> (..., V), with its scaling and soft-capping.

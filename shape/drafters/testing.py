@@ -31,12 +31,17 @@ class OracleDrafter(Drafter):
         self._vocab_size = target.vocab_size
 
     def start(self, settled: Settled, hidden: Tensor) -> None:
-        self._rows = list(range(len(settled.texts)))
+        self._rows = [self._row_of(row, text) for row, text in enumerate(settled.texts)]
         self.drafts = [self._corrupted(row, text) for row, text in enumerate(self.texts)]
 
     def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
         drafts = zip(self._rows, map(len, settled.texts), strict=True)
         return ragged_chain(settled.root, [self.drafts[row][start : start + self.depth] for row, start in drafts])
+
+    def _row_of(self, row: int, text: list[int]) -> int:
+        """The text that begins so: rows may be decoded in groups."""
+        begins = [number for number, whole in enumerate(self.texts) if whole[: len(text)] == text]
+        return row if row in begins or not begins else begins[0]
 
     def _corrupted(self, row: int, text: list[int]) -> list[int]:
         positions = torch.arange(len(text))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from shape.target import Target
 from shape.verification.attention import grouped_queries
 from shape.verification.cache import KVArena, LayerShape
 from shape.verification.tree import TokenTree, chain, placed, root_only
+from shape.verification.windows import FarArena, far, too_wide
 
 # Allowed relative error (root mean square) between a cached tree forward and plain forwards of its paths. Some
 # models take their softmax in float32 whatever their dtype; a wrong mask or position is off by far more.
@@ -30,7 +32,6 @@ _MOST_NOISE = 5e-2
 # depend at all; outliers that are taken out of 8-bit products (LLM.int8(), arXiv 2208.07339) move it by about 1e-2, one
 # 8-bit scale for all tokens by more than 0.1.
 _SLIGHT_MIXING, _MOST_MIXING = 1e-3, 1e-1
-_KNOWN_ATTENTION = {"attention", "full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Support:
         sliding_window: window of the sliding layers, or None.
         mask_by_layer_type: the model takes a dict of masks, one per layer type.
         grouped_queries: trees are attended to without repeated keys and values (see ``attention``).
+        positions: that forwards may reach, where a call is sure to need no more and has the first rotary table
+            throughout; None leaves it to the target.
     """
 
     mode: Literal["tree", "chain"]
@@ -53,6 +56,7 @@ class Support:
     sliding_window: int | None
     mask_by_layer_type: bool
     grouped_queries: bool = False
+    positions: int | None = None
 
 
 def new_arena(target: Target, support: Support, batch: int, capacity: int) -> KVArena:
@@ -75,11 +79,16 @@ def prefill(
         arena: empty, or with the same number of settled tokens in every row, which the given ones follow.
         input_ids: (B, T) int64, padded on the right: under the model's causal mask no token sees the padding,
             and later writes overwrite it.
-        portion: tokens of a row per forward, which bounds the memory that activations take.
+        portion: tokens of a row per forward, which bounds the memory that activations take. The first is larger where
+            it has to reach the rotary table that a long prompt has throughout (see ``shape.rotary``).
         layers: as in ``Target.hidden``.
     """
     hidden = []
-    for tokens in input_ids.split(portion, dim=1):
+    first, width = portion, input_ids.shape[1]
+    if target.switch is not None and arena.longest + width > target.switch.positions:
+        first = max(portion, target.switch.positions + 1 - arena.longest)
+    for begin, end in pairwise([0, *range(first, width, portion), width]):
+        tokens = input_ids[:, begin:end]
         start, rows = arena.longest, tokens.shape[0]
         arena.reserve(tokens.shape[1])
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -87,6 +96,17 @@ def prefill(
         arena.set_lengths([start + tokens.shape[1]] * rows)
     arena.set_lengths(lengths)
     return torch.cat(hidden, dim=1)
+
+
+def recompute(target: Target, arena: KVArena, texts: list[list[int]], layers: Sequence[int] = (-1,)) -> Tensor:
+    """Settle anew all but the last token of texts of one length, which goes through with them: its position says
+    which rotary table they have. Their states, (B, T - 1, len(layers) * H).
+    """
+    settled = len(texts[0]) - 1
+    arena.set_lengths([0] * len(texts))
+    return prefill(target, arena, torch.tensor(texts, device=target.device), [settled] * len(texts), layers=layers)[
+        :, :settled
+    ]
 
 
 def tree_forward(
@@ -116,9 +136,10 @@ def tree_inputs(
         positions, masks = placed(*given, support.sliding_window)
         if support.mask_by_layer_type:
             masks = {"full_attention": placed(*given, None)[1], "sliding_attention": masks}
-    if target.max_positions is not None and arena.longest + tree.size > target.max_positions:
+    limit = support.positions or target.max_positions
+    if limit is not None and arena.longest + tree.size > limit:
         # Nodes past the last position cannot be emitted any more, but must not index out of a position table.
-        positions = positions.clamp(max=target.max_positions - 1)
+        positions = positions.clamp(max=limit - 1)
     return positions, masks
 
 
@@ -138,6 +159,7 @@ def probe(target: Target) -> Support:
         noise = max(cached_noise, _sensitivity(target, prompt, _tolerance(target) / 10))
         mixing, where = _mixing(target, prompt)
         window, by_type = _sliding_window(target)
+        target.switch  # noqa: B018  # found out here, where what goes wrong has a name
     except UnsupportedTarget:
         raise
     except Exception as error:  # any architecture may fail in its own way; the user needs one sentence
@@ -167,11 +189,6 @@ def _sliding_window(target: Target) -> tuple[int | None, bool]:
     """(window, whether masks are given per layer type)."""
     config = target.config
     kinds = set(getattr(config, "layer_types", None) or [])
-    if unknown := sorted(kind for kind in kinds - _KNOWN_ATTENTION if kind.endswith("attention")):
-        raise UnsupportedTarget(
-            f"target {target.name} has layers of {unknown[0].replace('_', ' ')}, and how far they look cannot be "
-            "found out on a short text; add their masks to verification.forward"
-        )
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False or (kinds and "sliding_attention" not in kinds):
         window = None
@@ -327,7 +344,32 @@ def _tree_failure(target: Target, support: Support, prompt: Tensor, drafts: Tens
             text = torch.cat([prompt[row, :length], tree.tokens[row, path]])
             expected[row, node] = target.hidden(text[None])[0, -1]
     distances = _distance(states, expected), _distance(single[0, 0], expected[0, 0])
-    return None if all(one <= allowed for one in distances) else f"states are off by {max(distances):.2g}"
+    if not all(one <= allowed for one in distances):
+        return f"states are off by {max(distances):.2g}"
+    return _far_failure(target, support, TokenTree(tree.tokens[:1], tree.parent[:1]), allowed)
+
+
+def _far_failure(target: Target, support: Support, tree: TokenTree, allowed: float) -> str | None:
+    """A tree of one row behind a long text, against its paths under the model's own masks, which must not show what
+    its own cache drops.
+    """
+    if support.mode == "tree" and (window := too_wide(target)) is not None:
+        return f"its window of {window} tokens is wider than can be looked beyond"
+    if (length := far(target, tree.size)) is None:
+        return None
+    try:
+        states = tree_forward(target, support, FarArena(target, support.layers, length, tree.size), tree)
+    except Exception as error:
+        return f"it raises {type(error).__name__} behind {length} tokens"
+    arena = FarArena(target, support.layers, length, tree.size, cropped=True)
+    expected = torch.zeros_like(states)
+    for node in range(tree.size):
+        path = tree.ancestors[0, node].nonzero()[:, 0]
+        positions = length + torch.arange(len(path), device=path.device)
+        found = target.hidden(tree.tokens[:, path], position_ids=positions[None], cache=arena)
+        expected[0, node] = found[0, -1]
+    distance = _distance(states, expected)
+    return None if distance <= allowed else f"states are off by {distance:.2g} behind {length} tokens"
 
 
 def _chain_failure(target: Target, support: Support, prompt: Tensor, drafts: Tensor, allowed: float) -> str | None:
@@ -340,7 +382,7 @@ def _chain_failure(target: Target, support: Support, prompt: Tensor, drafts: Ten
         return f"it raises {type(error).__name__}"
     expected = target.hidden(torch.cat([prompt, tree.tokens], dim=1))[:, prompt.shape[1] :]
     distance = _distance(states, expected)
-    return None if distance <= allowed else f"states are off by {distance:.2g}"
+    return _far_failure(target, support, tree, allowed) if distance <= allowed else f"states are off by {distance:.2g}"
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:

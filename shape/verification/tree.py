@@ -165,6 +165,11 @@ def first_path(tree: TokenTree) -> TokenTree:
     return replace(chain(tree.tokens[:, 0], tree.tokens[:, path[1:]]), log_q=drawn, source=source)
 
 
+def shallow(tree: TokenTree, depth: int) -> TokenTree:
+    """The tree with padding for all nodes that lie deeper."""
+    return replace(tree, parent=tree.parent.masked_fill(tree.depth > depth, -1))
+
+
 def keep_best(tree: TokenTree, nodes: int) -> TokenTree:
     """The ``nodes`` likeliest nodes of a tree by ``joint``, still in topological order.
 

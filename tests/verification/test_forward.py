@@ -2,16 +2,21 @@
 
 import pytest
 import torch
+from helpers import prompts
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
-    GPTNeoConfig,
-    GPTNeoForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    PreTrainedModel,
 )
 
+from shape.decoder import ShapeDecoder
+from shape.drafters import OracleDrafter
 from shape.errors import UnsupportedTarget
+from shape.evaluation import families
 from shape.target import Target
 from shape.verification.forward import probe
 
@@ -28,13 +33,61 @@ def test_trees_are_supported(tiny_model, arch, dtype):
     assert support.grouped_queries == (arch not in ("gpt2", "gpt_neox"))
 
 
-def test_local_attention_is_decoded_as_chains():
-    config = GPTNeoConfig(
-        vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, window_size=5, max_position_embeddings=128,
-        attention_types=[[["global", "local"], 1]], initializer_range=0.3,
-    )  # fmt: skip
-    support = probe(Target(GPTNeoForCausalLM(config).double()))
+# Of tiny models that look back in a way that their configuration says under a name of its own.
+_SMALL = {"vocab_size": 64, "hidden_size": 32, "max_position_embeddings": 512, "initializer_range": 0.3}
+_HEADS = {
+    "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
+_EXPERTS = {"intermediate_size_mlp": 48, "num_local_experts": 2}
+_LOCAL = {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
+
+
+def looking_back(kind: str, window: int, **more) -> PreTrainedModel:
+    name = {"gpt_neo": "window_size", "llama4_text": "attention_chunk_size"}.get(kind, "sliding_window")
+    own = {"gpt_neo": _LOCAL, "llama4_text": _HEADS | _EXPERTS}.get(kind, _HEADS)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(kind, **_SMALL | own | {name: window} | more)
+        return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("window", [5, 40, 300])  # the first is shorter than the texts of the probe
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_window_of_any_size_is_seen(window, dtype):
+    """GPT-Neo hides by the place in the cache, which a tree's nodes have in another order."""
+    support = probe(Target(looking_back("gpt_neo", window).to(dtype)))
     assert support.mode == "chain" and "off by" in support.reason
+    known = probe(Target(looking_back("gemma2", window).to(dtype)))
+    assert known.mode == "tree" and known.sliding_window == window
+
+
+def test_chunks_are_seen_and_decoded_as_chains():
+    assert probe(Target(looking_back("llama4_text", 40))).mode == "chain"
+    # No text of this target is longer than a chunk.
+    assert probe(Target(looking_back("llama4_text", 512))).mode == "tree"
+
+
+def test_a_window_further_than_can_be_looked_is_no_tree():
+    wide = looking_back("llama4_text", 70_000, max_position_embeddings=80_000)
+    support = probe(Target(wide))
+    assert support.mode == "chain" and "window of 70000 tokens is wider than can be looked beyond" in support.reason
+
+
+def test_a_cache_that_drops_what_the_mask_shows_is_refused():
+    """Moshi's window is in its cache alone: with a whole cache it sees more than ``generate`` lets it see."""
+    with pytest.raises(UnsupportedTarget, match=r"as a chain, states are off by .* behind"):
+        probe(Target(families.build("moshi")))
+
+
+@pytest.mark.parametrize(("kind", "window"), [("gpt_neo", 40), ("llama4_text", 24)])
+def test_answers_across_a_wide_window_are_the_targets_own(kind, window):
+    model = looking_back(kind, window).double()
+    batch, options = prompts([33, 9, 50]), {"max_new_tokens": 30, "do_sample": False, "eos_token_id": []}
+    rows = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
+    expected = [model.generate(ids[mask][None], pad_token_id=0, **options)[0].tolist() for ids, mask in rows]
+    for drafter in (None, OracleDrafter(expected, error_rate=0.3, depth=5)):
+        found = ShapeDecoder(model, drafter, fall_back=False).generate(**batch, **options)
+        assert [row[-30:] for row in found.tolist()] == [text[-30:] for text in expected]
 
 
 def test_alibi_in_the_mask_is_decoded_as_chains_or_refused():
