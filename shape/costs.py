@@ -10,21 +10,24 @@ with them; measure a few conversations (`--limit`) before you rent machines for 
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from random import Random
 
 import torch
 from jsonargparse import ArgumentParser
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from shape import bundled
-from shape.conversations import evenly, load_conversations
+from shape.conversations import Conversation, Encoded, load_conversations
 from shape.errors import ConfigError, UnsupportedTarget
-from shape.features import FeatureOptions, encode_row, human_bytes
+from shape.features import FeatureOptions, encode_row, human_bytes, longest
 from shape.places import Place
 from shape.store import state_bytes
 
-_SAMPLE = 256  # conversations whose lengths are measured
+_SAMPLE = 1000  # conversations whose tokens are counted
+_COVERED = 0.995  # share of the answers' tokens
 _WINDOW = 8  # states before an answer that the default predictor reads
 
 
@@ -87,24 +90,39 @@ class CostOptions(FeatureOptions):
 
 @dataclass(frozen=True)
 class Size:
-    """Of a target: parameters, those that one token's forward multiplies with (without the head), width of a state, and
-    operations of attention per token and token before it.
+    """Of a target: parameters, those that one token's forward multiplies with (without the head), width of a state,
+    operations of attention per token and token before it, tokens it knows, and positions it has.
     """
 
     parameters: float
     active: float
     hidden_size: int
     attention: float = 0.0
+    vocab_size: int = 0
+    positions: int | None = None
+
+    @property
+    def read(self) -> float:
+        """Weights that a step of one token reads, the output embedding among them."""
+        return self.active + self.hidden_size * self.vocab_size
 
 
 @dataclass(frozen=True)
 class Text:
-    """Of the data: conversations, mean tokens of one, share that are answers, answers in one."""
+    """Of the data: conversations, mean tokens of one, share that are answers, answers in one; and how many of the
+    vocabulary's tokens make up 99.5 % of the answers, where that was counted.
+    """
 
     conversations: int
     tokens: float
     answers: float
     turns: float
+    covering: int | None = None
+
+    @property
+    def positions(self) -> int:
+        """To learn from (`shape.store.eligible`): all of an answer but its last token."""
+        return round(self.conversations * max(self.tokens * self.answers - self.turns, 0.0))
 
     def stored(self, before: int | None) -> float:
         """Positions whose states are kept: all, or those of answers and so many before each."""
@@ -124,11 +142,29 @@ class Costs:
     chosen: str | None
 
 
-def size_of(config: PretrainedConfig, trust_remote_code: bool = False) -> Size:
-    """From the configuration alone: the model is made without memory for its weights."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    text = config.get_text_config()
+def configuration(target: str, trust_remote_code: bool = False) -> PretrainedConfig:
+    """Of a target, by its config.json alone.
+
+    Raises:
+        UnsupportedTarget: it cannot be read.
+    """
+    try:
+        return AutoConfig.from_pretrained(bundled.resolve(target), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UnsupportedTarget(
+            f"the configuration of target {target} cannot be read; give a folder with config.json, or the id of a "
+            f"reachable hub model ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def size_of(target: PretrainedConfig | PreTrainedModel, trust_remote_code: bool = False) -> Size:
+    """Of a model, or from a configuration alone: the model is then made without memory for its weights."""
+    if isinstance(target, PreTrainedModel):
+        model = target
+    else:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(target, trust_remote_code=trust_remote_code)
+    text = model.config.get_text_config()
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     outside = {id(weight): weight.numel() for each in (embedding, head) for weight in each.parameters()}
     parameters = sum(weight.numel() for weight in model.parameters())
@@ -142,6 +178,8 @@ def size_of(config: PretrainedConfig, trust_remote_code: bool = False) -> Size:
         active=parameters - sum(outside.values()) - experts + met,
         hidden_size=text.hidden_size,
         attention=4.0 * width * text.num_hidden_layers,
+        vocab_size=text.vocab_size,
+        positions=getattr(text, "max_position_embeddings", None),
     )
 
 
@@ -207,8 +245,12 @@ def report(size: Size, text: Text, options: CostOptions, found: Costs) -> str:
     return "\n".join(lines)
 
 
-def measured(options: CostOptions) -> Text:
-    """Of the data, by a sample of it; of the options where there is none."""
+def measured(options: CostOptions, positions: int | None = None) -> Text:
+    """Of the data, by a sample of it; of the options where there is none.
+
+    Args:
+        positions: of the target.
+    """
     if options.data is None:
         return Text(options.conversations, options.tokens, options.answers, options.turns)
     if options.target is None:
@@ -217,14 +259,30 @@ def measured(options: CostOptions) -> Text:
     tokenizer = AutoTokenizer.from_pretrained(
         bundled.resolve(options.target), trust_remote_code=options.trust_remote_code
     )
-    masks = [
-        encode_row(each, tokenizer, options.max_length, options.skip_bad_rows).loss_mask
-        for each in evenly(conversations, _SAMPLE)
-    ]
-    tokens = sum(len(mask) for mask in masks)
-    answers = sum(int(mask.sum()) for mask in masks)
-    runs = sum(int((mask.int().diff(prepend=torch.zeros(1, dtype=torch.int32)) == 1).sum()) for mask in masks)
-    return Text(len(conversations), tokens / len(masks), answers / max(tokens, 1), runs / len(masks))
+    encode = partial(
+        encode_row,
+        tokenizer=tokenizer,
+        max_length=longest(options.max_length, positions),
+        skip_bad_rows=options.skip_bad_rows,
+    )
+    return counted(conversations, encode)
+
+
+def counted(conversations: Sequence[Conversation], encode: Callable[[Conversation], Encoded]) -> Text:
+    """What conversations hold, by a sample of them: drawn, as many data sets go round by some period."""
+    drawn = Random(0).sample(range(len(conversations)), min(_SAMPLE, len(conversations)))
+    sample = [encode(conversations[number]) for number in drawn]
+    tokens = sum(len(each.loss_mask) for each in sample)
+    answers = torch.cat([each.input_ids[each.loss_mask] for each in sample])
+    starts = (each.loss_mask.int().diff(prepend=torch.zeros(1, dtype=torch.int32)) == 1 for each in sample)
+    often = answers.bincount().sort(descending=True).values.cumsum(0)
+    return Text(
+        len(conversations),
+        tokens / len(sample),
+        len(answers) / max(tokens, 1),
+        sum(int(each.sum()) for each in starts) / len(sample),
+        int((often < _COVERED * len(answers)).sum()) + 1,
+    )
 
 
 def free_space(options: CostOptions) -> float:
@@ -250,14 +308,6 @@ def main(arguments: Sequence[str]) -> None:
         assert options.parameters is not None and options.hidden_size is not None
         size = Size(options.parameters, options.parameters, options.hidden_size)
     else:
-        where = bundled.resolve(options.target)
-        try:
-            config = AutoConfig.from_pretrained(where, trust_remote_code=options.trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise UnsupportedTarget(
-                f"the configuration of target {options.target} cannot be read; give a folder with config.json, the id "
-                f"of a reachable hub model, or --parameters and --hidden_size ({str(error).splitlines()[0]})"
-            ) from error
-        size = size_of(config, options.trust_remote_code)
-    text = measured(options)
+        size = size_of(configuration(options.target, options.trust_remote_code), options.trust_remote_code)
+    text = measured(options, size.positions)
     print(report(size, text, options, costs(size, text, options, free_space(options))))
