@@ -3,9 +3,9 @@
     python eval/default_sizes.py --output eval/results/sizes
 
 On random Llamas with the sizes of models that people have, and on the bundled target: costs do not depend on what was
-learned. Each line is a whole draft (8 deep, 12 nodes) and a plain step in turn, the lower quartile of many; beside it
-stands the share by weights read, which is what `shape.forecast` says where nothing is measured, and which of the lines
-the rule (`shape.defaults`) chooses.
+learned. Each line is a whole draft (8 deep, 12 nodes) and a plain step in turn, the lower quartile of many, in time of
+one thread's own, so that other work on the machine counts little; beside it is the share by weights read, which is
+what `shape.forecast` says where nothing is measured, and which of the lines the rule (`shape.defaults`) chooses.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from time import thread_time
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -66,7 +67,7 @@ def measure(name: str, repeats: int) -> list[dict[str, object]]:
         if config.draft_vocab_size is not None:
             network.draft_vocabulary = torch.arange(config.draft_vocab_size)
         drafter = TrainedDrafter(network.to(target.dtype).eval(), options.tree)
-        draft, plain = draft_cost(ShapeDecoder(target, drafter), repeats=repeats)
+        draft, plain = draft_cost(ShapeDecoder(target, drafter), repeats=repeats, clock=thread_time)
         learned = network_size(options, size)
         rows.append(
             {
@@ -91,6 +92,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--targets", nargs="+", default=["quickstart-target", *SHAPES])
     args = parser.parse_args()
+    torch.set_num_threads(1)
     rows = [row for name in args.targets for row in measure(name, args.repeats)]
     environment = Environment.capture(torch.device("cpu"))
     head = [
@@ -111,9 +113,9 @@ def main() -> None:
         for row in rows
     ]  # fmt: skip
     note = (
-        "A draft 8 deep of 12 nodes over a step of one token, behind 128 tokens, bfloat16, one row, lower quartile of "
-        f"{args.repeats}; all targets but the first are random Llamas. By weights: what a draft reads over what a step "
-        "reads."
+        "A draft 8 deep of 12 nodes over a step of one token, behind 128 tokens, bfloat16, one row, one thread's own "
+        f"time, lower quartile of {args.repeats}; all but the first target are random Llamas. By weights: what a draft "
+        "reads over what a step reads."
     )
     args.output.mkdir(parents=True, exist_ok=True)
     record = {"repeats": args.repeats, "environment": asdict(environment), "rows": rows}

@@ -8,7 +8,7 @@ puts the two together for any shape of draft, "none" included, without decoding 
 import json
 import os
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import log
@@ -142,8 +142,7 @@ def calibrate(
     cache = cache or Path(os.environ.get("SHAPE_CACHE") or Path.home() / ".cache" / "shape-decoding") / "costs.json"
     known = json.loads(cache.read_text()) if cache.exists() else {}
     if key not in known:
-        with decoder.gradientless():
-            known[key] = asdict(_measure(decoder, rows, context, sizes, repeats))
+        known[key] = asdict(_measure(decoder, rows, context, sizes, repeats))
         cache.parent.mkdir(parents=True, exist_ok=True)
         part = cache.with_suffix(f".{os.getpid()}")
         part.write_text(json.dumps(known))
@@ -199,44 +198,47 @@ class _Bench:
 
 
 def _measure(decoder: ShapeDecoder, rows: int, context: int, sizes: Sequence[int], repeats: int) -> Costs:
-    bench, device = _Bench(decoder, rows, context, max(sizes)), decoder.target.device
-    timed = [partial(bench.verify, size) for size in sizes]
-    costs = dict(zip(sizes, _seconds(timed, repeats, device), strict=True))
-    draft: dict[int, float] = {}
+    device, passes = decoder.target.device, 1
+    drafters: dict[int, TrainedDrafter] = {}
     if isinstance(decoder.drafter, TrainedDrafter):
         predictor = decoder.drafter.predictor
-        drafters = [TrainedDrafter(predictor, TreeShape(depth=4, width=width)) for width in _WIDTHS]
-        for drafter in drafters:
-            drafter.bind(decoder.target)
-        drafts = [bench.drafts(drafter) for drafter in drafters]
         passes = 4 if predictor.config.step_mode == "recursive" else min(4, predictor.config.num_steps)
-        draft = {
-            width: seconds / passes for width, seconds in zip(_WIDTHS, _seconds(drafts, repeats, device), strict=True)
-        }
-    return Costs(rows, context, costs, draft)
+        drafters = {width: TrainedDrafter(predictor, TreeShape(depth=4, width=width)) for width in _WIDTHS}
+    for drafter in drafters.values():  # outside of inference mode, as decoders do: prepacked layers ask for versions
+        drafter.bind(decoder.target)
+    with decoder.gradientless():
+        bench = _Bench(decoder, rows, context, max(sizes))
+        verify = _seconds([partial(bench.verify, size) for size in sizes], repeats, device)
+        draft = _seconds([bench.drafts(drafter) for drafter in drafters.values()], repeats, device)
+    per_pass = [seconds / passes for seconds in draft]
+    return Costs(rows, context, dict(zip(sizes, verify, strict=True)), dict(zip(drafters, per_pass, strict=True)))
 
 
-def draft_cost(decoder: ShapeDecoder, context: int = 128, repeats: int = 9) -> tuple[float, float]:
+def draft_cost(
+    decoder: ShapeDecoder, context: int = 128, repeats: int = 9, clock: Callable[[], float] = perf_counter
+) -> tuple[float, float]:
     """Seconds of one draft of the decoder's own shape, for one row, and of a step of one token."""
     assert decoder.drafter is not None
     with decoder.gradientless():
         bench = _Bench(decoder, 1, context, 1)
         calls = [bench.drafts(decoder.drafter), partial(bench.verify, 1)]
-        draft, plain = _seconds(calls, repeats, decoder.target.device)
+        draft, plain = _seconds(calls, repeats, decoder.target.device, clock)
     return draft, plain
 
 
-def _seconds(calls: Sequence[partial], repeats: int, device: torch.device) -> list[float]:
+def _seconds(
+    calls: Sequence[partial], repeats: int, device: torch.device, clock: Callable[[], float] = perf_counter
+) -> list[float]:
     """The time of each, measured in turn so that a slow moment falls on all of them."""
     times: list[list[float]] = [[] for _ in calls]
     for repeat in range(repeats + 1):
         for call, taken in zip(calls, times, strict=True):
-            start = perf_counter()
+            start = clock()
             call()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             if repeat > 0:  # the first warms up
-                taken.append(perf_counter() - start)
+                taken.append(clock() - start)
     # The lower quartile: other work on the machine only ever adds.
     return [sorted(taken)[len(taken) // 4] for taken in times]
 
