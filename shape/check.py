@@ -11,13 +11,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from jsonargparse import ArgumentParser
 from rich.console import Console
 from rich.table import Table
 
 from shape import bundled
-from shape.config import ShapeConfig
 from shape.conversations import Prompt, evenly, load_prompts
+from shape.costs import size_of
 from shape.decoder import ShapeDecoder
 from shape.drafters import Drafter, NgramDrafter, TrainedDrafter, TreeShape, make_drafter
 from shape.drafters.recipes import Pack, RecipeDrafter
@@ -39,6 +40,7 @@ from shape.planning import (
 )
 from shape.predictor import ShapePredictor
 from shape.target import Target, announce
+from shape.train import PredictorOptions, TrainOptions
 
 _RATES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _SHOWN_PLANS = 6
@@ -208,8 +210,13 @@ def _untrained(target: Target) -> TrainedDrafter:
     """Of recursive steps, a pass per depth, so that no depth is out of its reach; the default's one pass costs less.
     What a draft costs does not depend on what was learned.
     """
-    config = ShapeConfig(hidden_size=target.hidden_size, step_mode="recursive", token_conditioning="path")
-    return TrainedDrafter(ShapePredictor(config).to(target.device, target.dtype).eval())  # type: ignore[arg-type]
+    steps = PredictorOptions(step_mode="recursive", token_conditioning="path", markov_rank=0)
+    config = TrainOptions(predictor=steps).settled(size_of(target.model), None).predictor_config(target)
+    assert config is not None
+    predictor = ShapePredictor(config)
+    if config.draft_vocab_size is not None:
+        predictor.draft_vocabulary = torch.arange(config.draft_vocab_size)
+    return TrainedDrafter(predictor.to(target.device, target.dtype).eval())  # type: ignore[arg-type]
 
 
 def _chain(costs: Costs, rate: float) -> dict[str, float]:

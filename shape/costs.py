@@ -13,22 +13,24 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
+from random import Random
 from typing import Any
 
 import torch
 from jsonargparse import ArgumentParser
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from shape import bundled
-from shape.conversations import evenly, load_conversations, unfolded
+from shape.conversations import Conversation, load_conversations, unfolded
 from shape.errors import ConfigError, UnsupportedTarget
-from shape.features import FeatureOptions, encode_row, human_bytes
+from shape.features import FeatureOptions, encode_row, human_bytes, longest
 from shape.loading import FILE_OPTIONS, TargetOptions, of_target, only
 from shape.places import Place
 from shape.store import state_bytes
 from shape.target import read_config
 
-_SAMPLE = 256  # conversations whose lengths are measured
+_SAMPLE = 1000  # conversations whose tokens are counted
+_COVERED = 0.995  # share of the answers' tokens
 _WINDOW = 8  # states before an answer that the default predictor reads
 
 
@@ -91,24 +93,39 @@ class CostOptions(FeatureOptions, TargetOptions):
 
 @dataclass(frozen=True)
 class Size:
-    """Of a target: parameters, those that one token's forward multiplies with (without the head), width of a state, and
-    operations of attention per token and token before it.
+    """Of a target: parameters, those that one token's forward multiplies with (without the head), width of a state,
+    operations of attention per token and token before it, tokens it knows, and positions it has.
     """
 
     parameters: float
     active: float
     hidden_size: int
     attention: float = 0.0
+    vocab_size: int = 0
+    positions: int | None = None
+
+    @property
+    def read(self) -> float:
+        """Weights that a step of one token reads, the output embedding among them."""
+        return self.active + self.hidden_size * self.vocab_size
 
 
 @dataclass(frozen=True)
 class Text:
-    """Of the data: conversations, mean tokens of one, share that are answers, answers in one."""
+    """Of the data: conversations, mean tokens of one, share that are answers, answers in one; and how many of the
+    vocabulary's tokens make up 99.5 % of the answers, where that was counted.
+    """
 
     conversations: int
     tokens: float
     answers: float
     turns: float
+    covering: int | None = None
+
+    @property
+    def positions(self) -> int:
+        """To learn from (`shape.store.eligible`): all of an answer but its last token."""
+        return round(self.conversations * max(self.tokens * self.answers - self.turns, 0.0))
 
     def stored(self, before: int | None) -> float:
         """Positions whose states are kept: all, or those of answers and so many before each."""
@@ -128,11 +145,14 @@ class Costs:
     chosen: str | None
 
 
-def size_of(config: PretrainedConfig, trust_remote_code: bool = False) -> Size:
-    """From the configuration alone: the model is made without memory for its weights."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    text = config.get_text_config()
+def size_of(target: PretrainedConfig | PreTrainedModel, trust_remote_code: bool = False) -> Size:
+    """Of a model, or from a configuration alone: the model is then made without memory for its weights."""
+    if isinstance(target, PreTrainedModel):
+        model = target
+    else:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(target, trust_remote_code=trust_remote_code)
+    text = model.config.get_text_config()
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     outside = {id(weight): weight.numel() for each in (embedding, head) for weight in each.parameters()}
     parameters = sum(weight.numel() for weight in model.parameters())
@@ -146,6 +166,8 @@ def size_of(config: PretrainedConfig, trust_remote_code: bool = False) -> Size:
         active=parameters - sum(outside.values()) - experts + met,
         hidden_size=text.hidden_size,
         attention=4.0 * width * text.num_hidden_layers,
+        vocab_size=text.vocab_size,
+        positions=getattr(text, "max_position_embeddings", None),
     )
 
 
@@ -211,8 +233,12 @@ def report(size: Size, text: Text, options: CostOptions, found: Costs) -> str:
     return "\n".join(lines)
 
 
-def measured(options: CostOptions) -> Text:
-    """Of the data, by a sample of it; of the options where there is none."""
+def measured(options: CostOptions, positions: int | None = None) -> Text:
+    """Of the data, by a sample of it; of the options where there is none.
+
+    Args:
+        positions: of the target.
+    """
     if options.data is None:
         return Text(options.conversations, options.tokens, options.answers, options.turns)
     if options.target is None:
@@ -224,19 +250,24 @@ def measured(options: CostOptions) -> Text:
         chat_template_kwargs=options.chat_template_kwargs,
     )
     tokenizer = AutoTokenizer.from_pretrained(bundled.resolve(options.target), **only(FILE_OPTIONS, of_target(options)))
-    sample = evenly(conversations, _SAMPLE)
-    masks = [
-        encode_row(each, tokenizer, options.max_length, options.skip_bad_rows).loss_mask
-        for each in chain.from_iterable(unfolded(sample, tokenizer))
-    ]
-    tokens = sum(len(mask) for mask in masks)
-    answers = sum(int(mask.sum()) for mask in masks)
-    runs = sum(int((mask.int().diff(prepend=torch.zeros(1, dtype=torch.int32)) == 1).sum()) for mask in masks)
+    return counted(conversations, tokenizer, longest(options.max_length, positions), options.skip_bad_rows)
+
+
+def counted(conversations: Sequence[Conversation], tokenizer: Any, max_length: int, skip_bad_rows: bool) -> Text:
+    """What conversations hold, by a sample of them: drawn, as many data sets go round by some period."""
+    drawn = Random(0).sample(range(len(conversations)), min(_SAMPLE, len(conversations)))
+    rows = list(chain.from_iterable(unfolded([conversations[number] for number in drawn], tokenizer)))
+    sample = [encode_row(row, tokenizer, max_length, skip_bad_rows) for row in rows]
+    tokens = sum(len(each.loss_mask) for each in sample)
+    answers = torch.cat([each.input_ids[each.loss_mask] for each in sample])
+    starts = (each.loss_mask.int().diff(prepend=torch.zeros(1, dtype=torch.int32)) == 1 for each in sample)
+    often = answers.bincount().sort(descending=True).values.cumsum(0)
     return Text(
-        round(len(conversations) * len(masks) / len(sample)),
-        tokens / len(masks),
-        answers / max(tokens, 1),
-        runs / len(masks),
+        round(len(conversations) * len(sample) / len(drawn)),
+        tokens / len(sample),
+        len(answers) / max(tokens, 1),
+        sum(int(each.sum()) for each in starts) / len(sample),
+        int((often < _COVERED * len(answers)).sum()) + 1,
     )
 
 
@@ -268,5 +299,5 @@ def main(arguments: Sequence[str]) -> None:
         except UnsupportedTarget as error:
             raise UnsupportedTarget(f"{error}; or give --parameters and --hidden_size") from error
         size = size_of(config, options.trust_remote_code)
-    text = measured(options)
+    text = measured(options, size.positions)
     print(report(size, text, options, costs(size, text, options, free_space(options))))

@@ -42,6 +42,7 @@ from shape.store import (
 from shape.target import Target
 
 _ESTIMATE_SAMPLE = 256
+_LONGEST = 1024
 _STORABLE = ("float32", "bfloat16", "float16", "int8")
 
 
@@ -132,13 +133,13 @@ class FeatureOptions(StorageOptions):
     """Which features are computed, and how they are stored.
 
     Attributes:
-        max_length: tokens kept of each conversation.
+        max_length: tokens kept of each conversation; null is 1,024, or as many as the target has positions.
         skip_bad_rows: count malformed rows and go on; chats that the template refuses are stored empty.
         layers: -1 is h, the vector that enters the output embedding; k >= 0 is the output of block k. h comes
             last: it is what predictors predict.
     """
 
-    max_length: int = 1024
+    max_length: int | None = None
     layers: list[int] = field(default_factory=lambda: [-1])
     skip_bad_rows: bool = False
 
@@ -149,25 +150,34 @@ class FeatureOptions(StorageOptions):
 
     def check(self, target: Target) -> None:
         """Raises ConfigError for values that cannot be meant, before any work is done."""
+        self.check_for(target.name, target.max_positions, target.config.num_hidden_layers)
+
+    def check_for(self, target: str, positions: int | None, depth: int) -> None:
+        """The same where the target is known by name, positions and number of blocks alone."""
         for name in ("max_length", "batch_size", "shard_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; give a positive number")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; give a positive number")
         if self.dtype is not None and self.dtype not in _STORABLE:
             raise ConfigError(f"dtype is {self.dtype}; features are stored in {', '.join(_STORABLE)}")
         if self.before is not None and self.before < 1:
             raise ConfigError(f"before is {self.before}; give a positive number of states, or null for all")
-        if target.max_positions is not None and self.max_length > target.max_positions:
+        if longest(self.max_length, positions) > (positions or math.inf):
             raise ConfigError(
-                f"max_length is {self.max_length}, but target {target.name} has {target.max_positions} positions; "
-                f"give max_length {target.max_positions} or less"
+                f"max_length is {self.max_length}, but target {target} has {positions} positions; "
+                f"give max_length {positions} or less"
             )
         if not self.layers or self.layers[-1] != -1:
             raise ConfigError(f"layers are {self.layers}; end them in -1, the state that predictors predict")
         if len(set(self.layers)) < len(self.layers):
             raise ConfigError(f"layers {self.layers} name one twice; give each once")
-        depth = target.config.num_hidden_layers
         if wrong := [layer for layer in self.stored if not -1 <= layer <= depth]:
-            raise ConfigError(f"layers {wrong} do not exist in target {target.name}; its blocks are 0 to {depth}")
+            raise ConfigError(f"layers {wrong} do not exist in target {target}; its blocks are 0 to {depth}")
+
+
+def longest(max_length: int | None, positions: int | None) -> int:
+    """Tokens kept of each conversation: as given, or 1,024 as far as the target's positions reach."""
+    return max_length if max_length is not None else min(_LONGEST, positions or _LONGEST)
 
 
 def planned(target: Target, conversations: Sequence[Conversation], options: FeatureOptions) -> Manifest:
@@ -177,7 +187,7 @@ def planned(target: Target, conversations: Sequence[Conversation], options: Feat
         layers=options.stored,
         dtype=options.dtype or str(target.dtype).removeprefix("torch."),
         hidden_size=target.hidden_size,
-        max_length=options.max_length,
+        max_length=longest(options.max_length, target.max_positions),
         shard_size=options.shard_size,
         conversations=len(conversations),
         fingerprint=fingerprint(conversations),
@@ -369,8 +379,8 @@ class _Extraction(pl.LightningModule):
 
     def _encode(self, index: int) -> Encoded | None:
         """The conversation's tokens, or None (stored as empty) where they hold nothing to learn from."""
-        options, tokenizer = self.options, self.target.tokenizer
-        encoded = encode_row(self.conversations[index], tokenizer, options.max_length, options.skip_bad_rows)
+        limit, tokenizer = self.manifest.max_length, self.target.tokenizer
+        encoded = encode_row(self.conversations[index], tokenizer, limit, self.options.skip_bad_rows)
         whole = torch.tensor([0, len(encoded.input_ids)])
         return encoded if bool(eligible(encoded.loss_mask, whole).any()) else None
 
@@ -407,7 +417,7 @@ def _estimate(
     todo = [index for shard in missing for index in manifest.conversations_of(shard)]
     sample = todo[:: max(1, len(todo) // _ESTIMATE_SAMPLE)]
     rows = (
-        encode_row(conversations[index], target.tokenizer, options.max_length, options.skip_bad_rows)
+        encode_row(conversations[index], target.tokenizer, manifest.max_length, options.skip_bad_rows)
         for index in sample
     )
     counts = []

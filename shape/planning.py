@@ -8,7 +8,7 @@ puts the two together for any shape of draft, "none" included, without decoding 
 import json
 import os
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import log
@@ -144,8 +144,7 @@ def calibrate(
     known = _kept(cache)
     costs = known.get(key)
     if costs is None:
-        with decoder.gradientless():
-            costs = known[key] = _measure(decoder, rows, context, sizes, repeats)
+        costs = known[key] = _measure(decoder, rows, context, sizes, repeats)
         cache.parent.mkdir(parents=True, exist_ok=True)
         part = cache.with_suffix(f".{os.getpid()}")
         part.write_text(json.dumps({name: asdict(each) for name, each in known.items()}))
@@ -179,51 +178,75 @@ def _machine(decoder: ShapeDecoder) -> list[object]:
     ]
 
 
-def _measure(decoder: ShapeDecoder, rows: int, context: int, sizes: Sequence[int], repeats: int) -> Costs:
-    target, support = decoder.target, decoder.support
-    arena = new_arena(target, support, rows, context + max(sizes))
-    generator = torch.Generator().manual_seed(0)
-    text = torch.randint(target.vocab_size, (rows, context), generator=generator).to(target.device)
-    hidden = prefill(target, arena, text, [context] * rows)
-    root = text[:, -1]
-    settled = Settled([[*row, row[-1]] for row in text.tolist()], arena.lengths + 1, root)
-    sampler = Sampler(arena.lengths)
-    sampler.settle(settled.lengths, settled.texts)
+class _Bench:
+    """A target and its drafter behind a random text, ready to be timed."""
 
-    def verify(size: int) -> None:
+    def __init__(self, decoder: ShapeDecoder, rows: int, context: int, room: int) -> None:
+        self.target, self.support = decoder.target, decoder.support
+        self.arena = new_arena(self.target, self.support, rows, context + room)
+        generator = torch.Generator().manual_seed(0)
+        text = torch.randint(self.target.vocab_size, (rows, context), generator=generator).to(self.target.device)
+        self.hidden = prefill(self.target, self.arena, text, [context] * rows)
+        self.root = text[:, -1]
+        self.settled = Settled([[*row, row[-1]] for row in text.tolist()], self.arena.lengths + 1, self.root)
+        self.sampler = Sampler(self.arena.lengths)
+        self.sampler.settle(self.settled.lengths, self.settled.texts)
+
+    def verify(self, size: int) -> None:
+        """A forward over so many tokens, the choice and the acceptance."""
+        root = self.root
         tree = root_only(root) if size == 1 else chain(root, root[:, None].expand(-1, size - 1))
-        Match()(tree, target.logits(tree_forward(target, support, arena, tree)), sampler)
+        states = tree_forward(self.target, self.support, self.arena, tree)
+        Match()(tree, self.target.logits(states), self.sampler)
 
-    timed = {size: partial(verify, size) for size in sizes}
-    costs = dict(zip(timed, _seconds(list(timed.values()), repeats, target.device), strict=True))
-    draft: dict[int, float] = {}
+    def drafts(self, drafter: Drafter) -> partial:
+        """What drafts once, of a drafter that is bound."""
+        drafter.start(self.settled, self.hidden)
+        return partial(drafter.draft, self.settled, self.sampler)
+
+
+def _measure(decoder: ShapeDecoder, rows: int, context: int, sizes: Sequence[int], repeats: int) -> Costs:
+    device, passes = decoder.target.device, 1
+    drafters: dict[int, TrainedDrafter] = {}
     if isinstance(decoder.drafter, TrainedDrafter):
         predictor = decoder.drafter.predictor
-        drafts = []
-        for width in _WIDTHS:
-            drafter = TrainedDrafter(predictor, TreeShape(depth=4, width=width))
-            drafter.bind(target)
-            drafter.start(settled, hidden)
-            drafts.append(partial(drafter.draft, settled, sampler))
         passes = 4 if predictor.config.step_mode == "recursive" else min(4, predictor.config.num_steps)
-        draft = {
-            width: seconds / passes
-            for width, seconds in zip(_WIDTHS, _seconds(drafts, repeats, target.device), strict=True)
-        }
-    return Costs(rows, context, costs, draft)
+        drafters = {width: TrainedDrafter(predictor, TreeShape(depth=4, width=width)) for width in _WIDTHS}
+    for drafter in drafters.values():  # outside of inference mode, as decoders do: prepacked layers ask for versions
+        drafter.bind(decoder.target)
+    with decoder.gradientless():
+        bench = _Bench(decoder, rows, context, max(sizes))
+        verify = _seconds([partial(bench.verify, size) for size in sizes], repeats, device)
+        draft = _seconds([bench.drafts(drafter) for drafter in drafters.values()], repeats, device)
+    per_pass = [seconds / passes for seconds in draft]
+    return Costs(rows, context, dict(zip(sizes, verify, strict=True)), dict(zip(drafters, per_pass, strict=True)))
 
 
-def _seconds(calls: Sequence[partial], repeats: int, device: torch.device) -> list[float]:
+def draft_cost(
+    decoder: ShapeDecoder, context: int = 128, repeats: int = 9, clock: Callable[[], float] = perf_counter
+) -> tuple[float, float]:
+    """Seconds of one draft of the decoder's own shape, for one row, and of a step of one token."""
+    assert decoder.drafter is not None
+    with decoder.gradientless():
+        bench = _Bench(decoder, 1, context, 1)
+        calls = [bench.drafts(decoder.drafter), partial(bench.verify, 1)]
+        draft, plain = _seconds(calls, repeats, decoder.target.device, clock)
+    return draft, plain
+
+
+def _seconds(
+    calls: Sequence[partial], repeats: int, device: torch.device, clock: Callable[[], float] = perf_counter
+) -> list[float]:
     """The time of each, measured in turn so that a slow moment falls on all of them."""
     times: list[list[float]] = [[] for _ in calls]
     for repeat in range(repeats + 1):
         for call, taken in zip(calls, times, strict=True):
-            start = perf_counter()
+            start = clock()
             call()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             if repeat > 0:  # the first warms up
-                taken.append(perf_counter() - start)
+                taken.append(clock() - start)
     # The lower quartile: other work on the machine only ever adds.
     return [sorted(taken)[len(taken) // 4] for taken in times]
 

@@ -137,6 +137,7 @@ def train_together(runs: Sequence[TrainOptions], output: str | Path, ckpt_path: 
         training.writable(Path(run.output))
     checkpoint = training.checkpoint_named(ckpt_path, shared)
     material = training.prepare(runs, Place(shared))
+    runs = material.runs
     made = [training.make_learner(run, material, None) for run in runs]
     learners = {name: learner for name, (learner, _) in zip(names, made, strict=True)}
     validations = [

@@ -2,12 +2,14 @@
 
     python -m shape.train                                        # the embedded default
     python -m shape.train --target T --data D --output DIR       # your own target and data
+    python -m shape.train --target T --data D --dry-run          # what that would take
     python -m shape.train --config configs/paper.yaml            # another predictor
     python -m shape.train ... --ckpt_path last                   # go on where a run was stopped
 
 Every option of `--help` may stand in a YAML file (`--config`), and `--print_config` writes one. What is given nowhere
-comes from configs/quickstart.yaml for the target that ships, and for any other from the defaults of the options, which
-describe the same predictor at sizes relative to the target's.
+comes from configs/quickstart.yaml for the target that ships, and for any other from the defaults of the options: the
+same predictor, its sizes and its number of steps chosen for target and data (`shape.defaults`). `--dry-run` says what
+that would be, and what it would take, before anything is done.
 """
 
 import ctypes
@@ -17,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pytorch_lightning as pl
 import torch
@@ -29,15 +31,17 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shape import bundled
+from shape import bundled, defaults
 from shape.batches import ShapeDataModule, derive_seed
 from shape.config import ShapeConfig
 from shape.conversations import Conversation, Prompt, evenly, fingerprint, load_conversations, load_prompts
+from shape.costs import Size, Text, counted, size_of
 from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.distillation import DistillModule, draft_model
 from shape.drafters import PREDICTORS, TreeShape
 from shape.errors import ConfigError, DataError, FeatureStoreError, exit_on_error
 from shape.evaluation.environment import Environment, matrix_product_peak, peak_memory
+from shape.evaluation.sizes import parameters
 from shape.evaluation.speed import SpeedResults, measure
 from shape.examples import draft_vocabulary
 from shape.export import export, export_model
@@ -47,10 +51,12 @@ from shape.features import (
     TrainerOptions,
     encode_row,
     extract,
+    longest,
     place,
     quiet,
     rows_of,
 )
+from shape.forecast import Forecast
 from shape.loading import TargetOptions, of_target
 from shape.losses import Losses
 from shape.network import Predictor
@@ -72,6 +78,7 @@ from shape.training import (
     sound_checkpoint,
 )
 
+DRY_RUN = ("--dry_run", "--dry-run")
 QUICKSTART_TARGET = "quickstart-target"
 _HELD_OUT_SHARE = 0.1
 _COMPARED = 8  # validation prompts on which decoding is compared with training
@@ -88,7 +95,8 @@ class PredictorOptions:
             step_mode and token_conditioning. Or model, a small language model of the target's tokens, which reads no
             states and of these options num_layers, num_heads and intermediate_size alone: the width of its states.
         window: known states that the predictor reads.
-        intermediate_size: its width; null is twice the target's hidden size.
+        intermediate_size: its width; null follows from the target (`shape.defaults`), and is twice its hidden size for
+            rivals.
         num_layers: residual blocks at that width; decoder layers of block.
         attention: SHAPE's steps also attend to all known positions.
         num_heads: attention heads; null makes them 64 wide.
@@ -105,7 +113,8 @@ class PredictorOptions:
         refinement_last_update: which marginal is exact in the end.
         dropout: probability.
         feature_layers: layers of the target that are read; the last is -1.
-        draft_vocab_size: draft from so many of the most frequent tokens only; null drafts from all.
+        draft_vocab_size: draft from so many of the most frequent tokens only; null drafts from all, auto from as many
+            as target and data suggest (`shape.defaults`).
         markov_rank: rank of a bias by the token before, for steps that do not read it; 0 is none.
         coupling: keep the steps' marginals under the bias, by a coupling over so many candidates; 0 does not.
         confidence: estimate where the target will agree, for dynamic trees.
@@ -131,7 +140,7 @@ class PredictorOptions:
     refinement_last_update: Literal["column", "row"] = "row"
     dropout: float = 0.0
     feature_layers: list[int] = field(default_factory=lambda: [-1])
-    draft_vocab_size: int | None = None
+    draft_vocab_size: int | Literal["auto"] | None = "auto"
     markov_rank: int = 64
     coupling: int = 0
     confidence: bool = False
@@ -145,12 +154,12 @@ class ValidationOptions:
     Attributes:
         prompts: how many, from the validation data.
         max_new_tokens: per prompt.
-        every: steps between measurements.
+        every: steps between measurements; null is a fifth of all.
     """
 
     prompts: int = 32
     max_new_tokens: int = 64
-    every: int = 200
+    every: int | None = None
 
 
 @dataclass
@@ -190,7 +199,7 @@ class TrainOptions(TargetOptions):
             when it is computed; for targets that one device cannot hold. Online, on answers that are there already.
         chat_template_kwargs: given to the target's chat template with every conversation and prompt, for example
             {"enable_thinking": false}; a row's own go before them.
-        max_length: tokens kept of each conversation.
+        max_length: tokens kept of each conversation; null is 1,024, or as many as the target has positions.
         limit: at most so many conversations.
         skip_bad_rows: count malformed rows and go on.
         seed: of weights, order, noise and dropout.
@@ -216,7 +225,7 @@ class TrainOptions(TargetOptions):
     online: bool = False
     shard_target: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    max_length: int = 1024
+    max_length: int | None = None
     limit: int | None = None
     skip_bad_rows: bool = False
     seed: int = 0
@@ -248,8 +257,9 @@ class TrainOptions(TargetOptions):
                 "with it; give --online true, --regenerate false, and data with its answers (shape.regeneration)"
             )
         for name in ("prompts", "max_new_tokens", "every"):
-            if getattr(self.validation, name) < 1:
-                raise ConfigError(f"validation.{name} is {getattr(self.validation, name)}; give a positive number")
+            value = getattr(self.validation, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"validation.{name} is {value}; give a positive number")
         if self.measurement.limit < 0 or self.measurement.max_new_tokens < 1 or self.measurement.temperature < 0:
             raise ConfigError("measurement needs limit >= 0, max_new_tokens >= 1 and temperature >= 0; correct them")
 
@@ -261,25 +271,53 @@ class TrainOptions(TargetOptions):
             **asdict(self.extraction),
         )
 
-    def predictor_config(self, target: Target) -> ShapeConfig | None:
+    def settled(self, size: Size, text: Text | None) -> "TrainOptions":
+        """With what was left open filled in for a target and data (`shape.defaults`); what is given stays.
+
+        Args:
+            text: what is learned from, where it is known yet.
+        """
+        predictor, training, validation = self.predictor, self.training, self.validation
+        if predictor.draft_vocab_size == "auto":
+            drafted = None if predictor.kind == "model" else defaults.draft_vocab_size(size, text)
+            predictor = replace(predictor, draft_vocab_size=drafted)
+        if predictor.intermediate_size is None and predictor.kind == "shape":
+
+            def learned(width: int) -> int:
+                own = replace(self, predictor=replace(predictor, intermediate_size=width)).predictor_config(size)
+                assert own is not None
+                return parameters(own)
+
+            predictor = replace(predictor, intermediate_size=defaults.width(size, learned))
+        steps = training.steps or defaults.steps(text.positions if text else 0, training.batch_size)
+        return replace(
+            self,
+            max_length=longest(self.max_length, size.positions),
+            predictor=predictor,
+            training=replace(training, steps=steps),
+            validation=replace(validation, every=validation.every or defaults.validation_interval(steps)),
+        )
+
+    def predictor_config(self, target: Target | Size) -> ShapeConfig | None:
         """What the network is for this target; None for a language model.
 
         Raises:
             ConfigError: it cannot be for this target.
         """
+        chosen = asdict(self.predictor)
         if self.predictor.kind == "model":
             return None
-        if (self.predictor.draft_vocab_size or 0) > target.vocab_size:
+        if (chosen["draft_vocab_size"] or 0) > target.vocab_size:
             raise ConfigError(
-                f"predictor.draft_vocab_size is {self.predictor.draft_vocab_size}, and target {target.name} has "
-                f"{target.vocab_size} tokens; give fewer, or null"
+                f"predictor.draft_vocab_size is {chosen['draft_vocab_size']}, and the target has {target.vocab_size} "
+                "tokens; give fewer, or null"
             )
         return ShapeConfig(
             hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
-            target_identity=target.identity.to_dict(),
+            target_identity=target.identity.to_dict() if isinstance(target, Target) else None,
             draft=asdict(self.tree),
-            **asdict(self.predictor),
+            **chosen,
         )
 
 
@@ -288,6 +326,7 @@ class Material:
     """What is learned from and validated on: the same for runs that differ in their network and its optimisation alone.
 
     Attributes:
+        runs: the options of each, settled.
         conversations: each of one text, as `rows_of` makes them.
         held_out: numbers of those that are validated on.
         for_validation: those, or others.
@@ -296,6 +335,7 @@ class Material:
         trainer: runs the target beforehand.
     """
 
+    runs: list[TrainOptions]
     target: Target
     conversations: list[Conversation]
     held_out: set[int]
@@ -312,6 +352,7 @@ def train(options: TrainOptions) -> Path:
     checkpoint = checkpoint_named(options.ckpt_path, output)
     home = Place(output if options.online else options.features or output / "features")
     material = prepare([options], home)
+    (options,) = material.runs
     validation = decoding_validation(options, material)
     operations = Operations()
     trainer = make_trainer(options, material.target, output, [validation, operations])
@@ -344,32 +385,33 @@ def prepare(runs: Sequence[TrainOptions], home: Place) -> Material:
     """
     options = runs[0]
     trainer = options.trainer.for_extraction()
-    target = Target.load(
-        options.target,
-        dtype=options.target_dtype,
-        device_map="cpu" if options.shard_target else trainer.strategy.root_device,
-        prepacked=False if options.shard_target else None,
-        **of_target(options),
-    )
+    target = load_target(options, trainer)
     if target.tokenizer is None:
         raise DataError(f"target {target.name} has no tokenizer, and conversations are text; put one into its folder")
+    size = size_of(target.model)
     for run in runs:
         run.feature_options().check(target)
-        run.predictor_config(target)
+        run.settled(size, None).predictor_config(target)
     prompts = _prompts_file(options)
-    conversations = _load(options)
+    conversations = load_data(options)
     _require_divisible(options, trainer.world_size)
     refuse_others(home, target)
-    for_validation = _validation_data(options)
-    if options.regenerate and not _ships_answers(options):
+    for_validation = validation_data(options)
+    options = options.settled(size, None)  # what follows reads its length
+    if options.regenerate and not ships_answers(options):
         conversations = _own_answers(options, target, conversations, home, trainer)
     rows = rows_of(target, conversations)
-    held_out = set() if for_validation else _held_out(options, conversations)
+    held_out = set() if for_validation else numbers_held_out(options, conversations)
+    text = what_is_learned(options, conversations, held_out, target.tokenizer)
+    settled = [run.settled(size, text) for run in runs]
     for_validation = for_validation or [conversations[index] for index in sorted(held_out)]
-    prompts = prompts or _as_prompts(for_validation)
-    owners = [number for number, own in enumerate(rows) for _ in own]
+    prompts = _fitting(prompts or _as_prompts(for_validation), target, options)
     rank_zero_only(announce)(target)
+    for run in settled:
+        _say(Forecast.of(run, size, text, target.dtype).brief())
+    owners = [number for number, own in enumerate(rows) for _ in own]
     return Material(
+        settled,
         target,
         list(chain.from_iterable(rows)),
         {row for row, number in enumerate(owners) if number in held_out},
@@ -380,13 +422,35 @@ def prepare(runs: Sequence[TrainOptions], home: Place) -> Material:
     )
 
 
+def load_target(options: TrainOptions, trainer: pl.Trainer) -> Target:
+    """As its options say, and where the trainer computes."""
+    return Target.load(
+        options.target,
+        dtype=options.target_dtype,
+        device_map="cpu" if options.shard_target else trainer.strategy.root_device,
+        prepacked=False if options.shard_target else None,
+        **of_target(options),
+    )
+
+
+def what_is_learned(
+    options: TrainOptions, conversations: Sequence[Conversation], held_out: set[int], tokenizer: Any
+) -> Text:
+    """What the conversations that are learned from hold, in the target's tokens, by a sample of them."""
+    numbers = range(len(conversations))
+    left_out = held_out | _left_out(numbers, held_out, options.training.conversations)
+    assert options.max_length is not None  # settled
+    learned = [conversations[number] for number in numbers if number not in left_out]
+    return counted(learned, tokenizer, options.max_length, options.skip_bad_rows)
+
+
 def decoding_validation(
     options: TrainOptions, material: Material, name: str = "", learner: Learner | None = None
 ) -> DecodingValidation:
     """The validation of one run; see there."""
     return DecodingValidation(
         validation_prompts(material.for_validation, material.target, options),
-        options.validation.every,
+        cast(int, options.validation.every),
         options.validation.max_new_tokens,
         Path(options.output) / "checkpoints/best.safetensors",
         name,
@@ -407,13 +471,13 @@ def make_learner(
     data = ShapeDataModule(
         material.conversations if store is None else store,
         target,
-        steps=options.training.steps,
+        steps=cast(int, options.training.steps),
         batch_size=options.training.batch_size,
         workers=options.training.workers,
         window=predictor.config.window if reads_window else None,
         ahead=1 if config is None else config.num_steps,
         exclude=held_out | _left_out(numbers, held_out, options.training.conversations),
-        max_length=options.max_length,
+        max_length=cast(int, options.max_length),
         skip_bad_rows=options.skip_bad_rows,
         seed=options.seed,
     )
@@ -491,12 +555,12 @@ def set_aside(folder: Path) -> None:
     )
 
 
-def _load(options: TrainOptions) -> list[Conversation]:
+def load_data(options: TrainOptions) -> list[Conversation]:
     """The conversations to train on; those that ship come with the shipped target's own answers."""
     if options.data is not None:
         source: str | Path = options.data
     else:
-        source = bundled.path("data", "answers.jsonl.gz" if _ships_answers(options) else "train.jsonl.gz")
+        source = bundled.path("data", "answers.jsonl.gz" if ships_answers(options) else "train.jsonl.gz")
     return load_conversations(
         source,
         skip_bad_rows=options.skip_bad_rows,
@@ -506,7 +570,7 @@ def _load(options: TrainOptions) -> list[Conversation]:
     )
 
 
-def _ships_answers(options: TrainOptions) -> bool:
+def ships_answers(options: TrainOptions) -> bool:
     return options.data is None and options.target == QUICKSTART_TARGET
 
 
@@ -519,7 +583,7 @@ def _own_answers(
     folder = home.folder or Path(options.output)
     place(target, trainer.strategy.root_device)
     chosen = options.regeneration
-    chosen = replace(chosen, max_new_tokens=max(1, min(chosen.max_new_tokens, options.max_length // 2)))
+    chosen = replace(chosen, max_new_tokens=longest_answer(options))
     backend = LocalBackend(ShapeDecoder(target), chosen.max_new_tokens, chosen.temperature)
     answers = answers_file(conversations, backend, folder, chosen)
     asked = any(conversation.asks for conversation in conversations)
@@ -539,7 +603,12 @@ def _own_answers(
     )
 
 
-def _validation_data(options: TrainOptions) -> list[Conversation]:
+def longest_answer(options: TrainOptions) -> int:
+    """Tokens of an answer that the target writes, at most."""
+    return max(1, min(options.regeneration.max_new_tokens, cast(int, options.max_length) // 2))
+
+
+def validation_data(options: TrainOptions) -> list[Conversation]:
     """Conversations that are only validated on; empty where a part of the data has to be held out."""
     given = options.validation_data
     if given is None and options.data is None:
@@ -551,7 +620,7 @@ def _validation_data(options: TrainOptions) -> list[Conversation]:
     )
 
 
-def _held_out(options: TrainOptions, conversations: list[Conversation]) -> set[int]:
+def numbers_held_out(options: TrainOptions, conversations: list[Conversation]) -> set[int]:
     """Numbers of the conversations to validate on and not to train on."""
     if len(conversations) < 2:
         raise DataError(
@@ -573,12 +642,12 @@ def validation_prompts(conversations: Sequence[Conversation], target: Target, op
     Raises:
         DataError: no prompt fits the target's positions.
     """
-    room = options.max_length
+    room = length = cast(int, options.max_length)
     if target.max_positions is not None:
         room = min(room, target.max_positions - options.validation.max_new_tokens)
     found: list[Tensor] = []
     for index, conversation in enumerate(conversations):
-        encoded = encode_row(conversation, target.tokenizer, options.max_length, options.skip_bad_rows)
+        encoded = encode_row(conversation, target.tokenizer, length, options.skip_bad_rows)
         previous = torch.cat([encoded.loss_mask.new_zeros(1), encoded.loss_mask[:-1]])
         starts = (encoded.loss_mask & ~previous).nonzero()[:, 0].tolist()
         if conversation.kind == "text":
@@ -613,6 +682,14 @@ def _as_prompts(conversations: Sequence[Conversation]) -> list[Prompt]:
     return found
 
 
+def _fitting(prompts: Sequence[Prompt], target: Target, options: TrainOptions) -> list[Prompt]:
+    """Those that leave room for an answer within the target's positions."""
+    if target.max_positions is None:
+        return list(prompts)
+    room = target.max_positions - options.measurement.max_new_tokens
+    return [prompt for prompt in prompts if target.encode(prompt.opening).shape[1] <= room]
+
+
 def _features(options: TrainOptions, material: Material) -> FeatureStore:
     """The feature store: extracted, completed, or an existing one after checking that it is the target's."""
     wanted = options.feature_options()
@@ -640,7 +717,7 @@ def make_trainer(options: TrainOptions, target: Target, output: Path, callbacks:
     csv = CSVLogger(output, name="logs")
     return pl.Trainer(
         **{**asdict(options.trainer), "precision": options.trainer.chosen_precision()},
-        max_steps=options.training.steps,
+        max_steps=cast(int, options.training.steps),
         max_epochs=1,  # one run over the loader, which counts in steps
         logger=[csv, TensorBoardLogger(output, name="logs", version=csv.version)],
         callbacks=[
@@ -819,6 +896,7 @@ def parser(defaults: Path | None) -> ArgumentParser:
         default_config_files=[str(defaults)] if defaults else None,
     )
     parser.add_argument("--config", action="config", help="a YAML file with these options")
+    parser.add_argument(*DRY_RUN, action="store_true", help="say what the training would take, and do nothing")
     parser.add_class_arguments(TrainOptions, as_group=False)
     return parser
 
@@ -830,9 +908,12 @@ def parse(arguments: Sequence[str]) -> TrainOptions:
     first = [argument for argument in arguments if not argument.startswith("--print_config")]
     ships = parser(defaults).parse_args(first).target == QUICKSTART_TARGET
     reader = parser(defaults if ships else None)
-    values = reader.instantiate(reader.parse_args(arguments)).as_dict()
-    values.pop("config")
-    return TrainOptions(**values)
+    return as_options(reader.instantiate(reader.parse_args(arguments)).as_dict())
+
+
+def as_options(values: Mapping[str, Any]) -> TrainOptions:
+    """Out of all that the parser knows."""
+    return TrainOptions(**{name: value for name, value in values.items() if name not in ("config", "dry_run")})
 
 
 def keep_freed_memory() -> None:
@@ -846,10 +927,16 @@ def keep_freed_memory() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parse(sys.argv[1:] if arguments is None else arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options = parse(given)
     keep_freed_memory()
     with exit_on_error(), quiet():
-        train(options)
+        if set(DRY_RUN) & set(given):
+            from shape.dry_run import dry_run  # which trains a little, by what is here
+
+            print(dry_run(options), flush=True)
+        else:
+            train(options)
 
 
 if __name__ == "__main__":

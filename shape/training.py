@@ -57,7 +57,7 @@ class TrainingOptions:
     """How the predictor is optimised.
 
     Attributes:
-        steps: optimiser steps.
+        steps: optimiser steps; null follows from the data (`shape.defaults`).
         batch_size: positions (roots) per optimiser step, over all processes and accumulated parts together.
         optimizer: "adamw", or "muon" for the network's matrices (its updates scaled to AdamW's size, so that the
             learning rate means the same) and AdamW for all else.
@@ -77,7 +77,7 @@ class TrainingOptions:
         workers: processes that read features ahead; 0 reads in the training process.
     """
 
-    steps: int = 1000
+    steps: int | None = None
     batch_size: int = 1024
     optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 1e-3
@@ -94,8 +94,9 @@ class TrainingOptions:
     def check(self) -> None:
         """Raises ConfigError for the first value out of range."""
         for name in ("steps", "batch_size", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"training.{name} is {getattr(self, name)}; give a positive number")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"training.{name} is {value}; give a positive number")
         for name in ("warmup_steps", "weight_decay", "noise", "workers"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"training.{name} is {getattr(self, name)}; give 0 or more")
@@ -110,6 +111,7 @@ class TrainingOptions:
 
     def learning_rate_factor(self, step: int, progress: float) -> float:
         """Share of the peak learning rate at a step; `progress` in [0, 1] is how much of the run is over."""
+        assert self.steps is not None
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
         if self.decay == "none":
@@ -297,6 +299,7 @@ class Learner(BesideTarget):
             self.averaged.update_parameters(self.predictor)
 
     def _progress(self, step: int) -> float:
+        assert self.options.steps is not None
         by_steps = step / self.options.steps
         if self.options.max_minutes is None:
             return by_steps

@@ -7,10 +7,11 @@ import pytest
 import torch
 from helpers import predictor
 
-from shape.check import main
+from shape.check import _untrained, main
 from shape.drafters.recipes import Pack, Recipe
 from shape.export import export
 from shape.predictor import ShapePredictor
+from shape.target import Target
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +40,8 @@ def test_before_training(capsys, questions, tiny_target_folder, tmp_path):
     speeds = [one["speed_up"] for one in report["chains"]]
     assert speeds == sorted(speeds) and speeds[0] > 0.999  # not to draft is among the choices
     assert "plans" not in report
+    network = _untrained(Target.load("quickstart-target")).predictor.config
+    assert (network.intermediate_size, network.draft_vocab_size) == (512, 2048)  # as the default of training
     measured = {one["drafter"]: one for one in report["measured"]}
     assert measured.keys() == {"none", "ngram", "suffix", "lookahead"} and measured["none"]["speed_up"] == 1.0
     assert report["target"]["identity"]["hidden_size"] == 32 and f"--drafter {report['measured'][0]['drafter']}" in out

@@ -19,12 +19,14 @@ from shape.planning import (
     calibrate,
     compression_gain,
     cut,
+    draft_cost,
     expected_length,
     plan,
     sketch,
     throughput,
     tune,
 )
+from shape.target import Target
 
 
 @pytest.mark.parametrize("rate,depth", [(0.9, 8), (0.5, 3), (0.0, 4), (1.0, 5)])
@@ -136,6 +138,17 @@ def test_calibration_is_kept(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setenv("SHAPE_CACHE", str(tmp_path / "other"))
     assert calibrate(ShapeDecoder(tiny_model("gpt2"), NgramDrafter()), context=40).draft == {}
     assert (tmp_path / "other" / "costs.json").exists()
+
+
+def test_drafts_from_few_tokens_by_prepacked_layers_are_timed(tiny_model, tmp_path):
+    """As those of the shipped predictor, whose heads were once made in inference mode, where they cannot be used."""
+    network = predictor(torch.float32, draft_vocab_size=24)
+    network.draft_vocabulary = torch.arange(24)
+    target = Target.load(tiny_model("llama", torch.float32), prepacked=True)
+    decoder = ShapeDecoder(target, TrainedDrafter(network))
+    costs = calibrate(decoder, context=40, repeats=1, cache=tmp_path / "costs.json")
+    assert costs.draft.keys() == {1, 2, 3, 4} and min(costs.draft.values()) > 0
+    assert min(draft_cost(decoder, repeats=1)) > 0
 
 
 def test_tuning_sets_the_shape(tiny_model, tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 import csv
 import json
 import shutil
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -13,14 +13,25 @@ import yaml
 from rich.console import Console
 from safetensors.torch import load_file
 from training_runs import arguments, command, kill_when, talks
+from transformers import AutoTokenizer
 
 from shape import bundled
 from shape.config import ShapeConfig
 from shape.conversations import Conversation, Message
 from shape.decoder import ShapeDecoder
+from shape.errors import ConfigError
 from shape.features import TrainerOptions
+from shape.places import Place
 from shape.store import FeatureStore
-from shape.train import PredictorOptions, TrainOptions, _compare_with_training, main, parse, validation_prompts
+from shape.train import (
+    PredictorOptions,
+    TrainOptions,
+    _compare_with_training,
+    main,
+    parse,
+    prepare,
+    validation_prompts,
+)
 from shape.training import DecodingValidation
 
 
@@ -178,7 +189,7 @@ def test_own_target_gets_the_same_kind_of_predictor_at_its_own_size():
     for axis in ("window", "attention", "step_mode", "token_conditioning", "markov_rank", "num_steps", "refinement"):
         assert getattr(options.predictor, axis) == getattr(quickstart, axis)
     assert options.tree == parse([]).tree
-    assert options.predictor.intermediate_size is None and options.predictor.draft_vocab_size is None
+    assert options.predictor.intermediate_size is None and options.predictor.draft_vocab_size == "auto"
 
 
 def test_own_data_and_configuration_files_keep_the_other_defaults(tmp_path):
@@ -241,6 +252,62 @@ def test_validation_prompts_end_where_answers_begin(tiny_target):
     texts = [tiny_target.tokenizer.decode(ids) for ids in validation_prompts(conversations, tiny_target, options)]
     assert len(texts) == 6 and all(text.endswith("<|im_start|>assistant\n") for text in texts)
     assert {text.count("<|im_start|>assistant") for text in texts} == {1, 2}
+
+
+def test_a_target_of_few_positions_needs_no_option(tiny_model, tiny_tokenizer, tmp_path):
+    """Nothing but a target and data, whose conversations and prompts go beyond the positions."""
+    folder, data = small_target(tiny_model, tiny_tokenizer, tmp_path), long_talks(tmp_path / "long.jsonl")
+    options = parse([f"--target={folder}", f"--data={data}", f"--output={tmp_path}", "--regenerate=false"])
+    material = prepare([options], Place(tmp_path / "features"))
+    (settled,) = material.runs
+    assert settled.max_length == material.target.max_positions == 512
+    assert settled.feature_options().max_length == 512 and settled.training.steps == 200
+    lengths = [len(ids) for ids in validation_prompts(material.for_validation, material.target, settled)]
+    assert lengths and max(lengths) + settled.validation.max_new_tokens <= 512
+    room = 512 - settled.measurement.max_new_tokens
+    assert material.prompts and all(material.target.encode(each.opening).shape[1] <= room for each in material.prompts)
+    with pytest.raises(ConfigError, match=r"max_length is 513, but target .* has 512 positions"):
+        prepare([replace(options, max_length=513)], Place(tmp_path / "features"))
+
+
+@pytest.mark.slow
+def test_a_target_of_few_positions_is_trained_for_and_decoded_with(tiny_model, tmp_path):
+    """By the default commands, with the shipped tokenizer and its template: it answers, and nothing else is given."""
+    tokenizer = AutoTokenizer.from_pretrained(bundled.path("checkpoints", "quickstart-target"))
+    folder, data = small_target(tiny_model, tokenizer, tmp_path), long_talks(tmp_path / "long.jsonl")
+    output = tmp_path / "out"
+    main([f"--target={folder}", f"--data={data}", f"--output={output}"])
+    record = json.loads((output / "config.json").read_text())
+    assert record["training"]["steps"] == 200 and record["draft_vocab_size"] == 2048
+    assert FeatureStore(output / "features").manifest.max_length == 512
+    decoder = ShapeDecoder.from_pretrained(output, fall_back=False)
+    ids = decoder.target.encode([{"role": "user", "content": "Book a table for two."}])
+    out = decoder.generate(ids, max_new_tokens=512 - ids.shape[1])
+    assert torch.equal(out, decoder.target.model.generate(ids, max_new_tokens=512 - ids.shape[1], do_sample=False))
+
+
+def small_target(tiny_model, tokenizer, folder: Path) -> Path:
+    """A tiny float32 Llama of 512 positions, saved with a tokenizer."""
+    model = tiny_model("llama", torch.float32, vocab_size=len(tokenizer))
+    model.config.max_position_embeddings = 512
+    model.save_pretrained(folder / "small")
+    tokenizer.save_pretrained(folder / "small")
+    return folder / "small"
+
+
+def long_talks(path: Path) -> Path:
+    """Conversations of which each third is longer than 512 tokens, or its question is."""
+    rows = [
+        {"id": f"c{i}", "messages": [
+            {"role": "user", "content": "why? " * (300 if i % 3 == 2 else 2)},
+            {"role": "assistant", "content": "since it is so, " * (100 if i % 3 == 1 else 3)},
+            {"role": "user", "content": "and then?"},
+            {"role": "assistant", "content": f"then it is {i}"},
+        ]}
+        for i in range(24)
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 # ------------------------------------------------------------------------------------------------- errors

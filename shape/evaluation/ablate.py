@@ -42,6 +42,7 @@ from shape import bundled
 from shape import train as training
 from shape.config import ShapeConfig
 from shape.conversations import Prompt, evenly, load_prompts
+from shape.costs import size_of
 from shape.decoder import ShapeDecoder, ShapeOutput
 from shape.drafters import Drafter, TreeShape, make_drafter
 from shape.drafters.base import Settled, Wrapped
@@ -284,8 +285,7 @@ def _run(
         if values.features is None and not values.online:
             ours["features"] = str(store)
         values = _with(reader, values, ours)
-        everything = {name: value for name, value in reader.instantiate(values).as_dict().items() if name != "config"}
-        options = TrainOptions(**everything)
+        options = training.as_options(reader.instantiate(values).as_dict())
         options.check()
     # Nulls too: where shape.train reads the file, they go before the defaults of the target that ships.
     text = reader.dump(values, skip_unset=False)
@@ -324,7 +324,7 @@ def _checked(run: Run, target: Target) -> ShapeConfig | None:
     """The network's configuration for this target; None for a language model."""
     with _one_sentence(f"variant {run.variant}"):
         run.options.feature_options().check(target)
-        return run.options.predictor_config(target)
+        return run.options.settled(size_of(target.model), None).predictor_config(target)
 
 
 def _require_unchanged(run: Run) -> None:
