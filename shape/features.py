@@ -189,13 +189,14 @@ def compute_features(target: Target, batch: Sequence[Encoded], layers: Sequence[
     """States of a batch of conversations, (B, T, layers * H) in the target's dtype, on its device.
 
     T is the longest conversation; rows past a conversation's end hold states of padding, to be ignored. The
-    store and the online mode both call this.
+    store and the online mode both call this, the latter within a step whose autocast has no say here.
     """
     length = max(1, *(len(encoded.input_ids) for encoded in batch))
     ids = torch.zeros(len(batch), length, dtype=torch.int64)
     for row, encoded in enumerate(batch):
         ids[row, : len(encoded.input_ids)] = encoded.input_ids
-    return target.features(ids.to(target.device), layers=layers)
+    with torch.autocast(target.device.type, enabled=False):
+        return target.features(ids.to(target.device), layers=layers)
 
 
 def encode_row(conversation: Conversation, tokenizer: Any, max_length: int, skip_bad_rows: bool) -> Encoded:

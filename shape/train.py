@@ -352,7 +352,6 @@ def prepare(runs: Sequence[TrainOptions], home: Place) -> Material:
     prompts = _prompts_file(options)
     conversations = _load(options)
     trainer = options.trainer.for_extraction()
-    _require_divisible(options, trainer.world_size)
     refuse_others(home, target)
     for_validation = _validation_data(options)
     if options.regenerate and not _ships_answers(options):
@@ -447,16 +446,6 @@ def checkpoint_named(name: str | None, output: Path) -> str | None:
     if (found := sound_checkpoint(path)) != path:
         _say(f"checkpoint {path} is damaged or lost; going on from the one before, {found}")
     return str(found)
-
-
-def _require_divisible(options: TrainOptions, processes: int) -> None:
-    """Known before features are computed, so said before; online batches count conversations instead."""
-    parts = processes * options.trainer.accumulate_grad_batches
-    if not options.online and options.training.batch_size % parts:
-        raise ConfigError(
-            f"training.batch_size is {options.training.batch_size}, which does not divide among {processes} "
-            f"process(es) x {options.trainer.accumulate_grad_batches} accumulated part(s); give a multiple of {parts}"
-        )
 
 
 @rank_zero_only

@@ -261,7 +261,6 @@ def test_validation_prompts_end_where_answers_begin(tiny_target):
         (["--predictor.token_conditioning=path", "--predictor.markov_rank=0"], "recursive"),
         (["--limit=1"], "one conversation"),
         (["--predictor.draft_vocab_size=1000"], "259 tokens"),
-        (["--trainer.accumulate_grad_batches=3"], "multiple of 3"),
         (["--regeneration.sampled_share=2"], "sampled_share"),
         (["--regenerate=true", "--validation_data=missing.jsonl"], "missing.jsonl"),
     ],
