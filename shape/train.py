@@ -505,7 +505,7 @@ def _own_answers(
         backend,
         folder,
         chosen,
-        leader=trainer.is_global_zero,
+        replace(options.trainer, enable_progress_bar=False).for_extraction(),
         progress=options.trainer.enable_progress_bar,
     )
 

@@ -124,6 +124,30 @@ def test_a_run_goes_on_with_another_number_of_processes(options, tmp_path, netwo
 
 
 @pytest.mark.slow
+def test_answers_are_written_by_all_processes(options, tiny_target_folder, tmp_path):
+    """By those of torchrun in training, and by those that the command starts itself; as one process writes them."""
+    given = [option for option in options if not option.startswith(("--trainer.devices", "--regenerate"))]
+    given += [
+        "--regenerate=true",
+        "--regeneration.max_new_tokens=8",
+        "--regeneration.batch_size=4",
+        "--training.steps=2",
+    ]
+    for name, script in (("one", "1"), ("two", "2")):
+        launch(str(ROOT / "train/torchrun.sh"), script, *given, f"--output={tmp_path / name}")
+    one, two = (next((tmp_path / name).glob("features/answers-*.jsonl")) for name in ("one", "two"))
+    assert one.name == two.name and one.read_bytes() == two.read_bytes()
+    talks, ask = tmp_path / "talks.jsonl", [sys.executable, "-m", "shape.regeneration", "--max_new_tokens=8"]
+    ask += [f"--target={tiny_target_folder}", f"--data={talks}", "--batch_size=4", "--trainer.accelerator=cpu"]
+    for devices in (1, 2):
+        output = tmp_path / f"by-{devices}.jsonl"
+        strategy = "ddp" if devices > 1 else "auto"
+        said = launch(*ask, f"--output={output}", f"--trainer.devices={devices}", f"--trainer.strategy={strategy}")
+        assert said.count("60 conversations (0 left out)") == 1
+    assert (tmp_path / "by-1.jsonl").read_bytes() == (tmp_path / "by-2.jsonl").read_bytes()
+
+
+@pytest.mark.slow
 def test_weights_shared_out_by_fsdp_are_trained_alike(options, tmp_path):
     """By two processes on a CPU; resumed in the middle, validated, and exported whole."""
     one, several = tmp_path / "one", tmp_path / "several"
