@@ -155,8 +155,8 @@ class MeasurementOptions:
     """The comparison with plain decoding that ends the run.
 
     Attributes:
-        prompts: JSON lines with prompts; null is the bundled bench split for bundled data, and otherwise the
-            validation conversations.
+        prompts: JSON lines with prompts; null is the bundled bench split for bundled data, and otherwise every other
+            validation conversation, which then chooses no weights.
         limit: at most so many; 0 measures nothing.
         max_new_tokens: per prompt.
         temperature: 0 decodes greedily.
@@ -175,7 +175,8 @@ class TrainOptions:
     Attributes:
         target: folder or hub id of the target, or quickstart-target, which ships.
         data: file, folder or hub dataset with conversations; null is the data that ships.
-        validation_data: conversations to validate on; null is those that ship, or a part held out of `data`.
+        validation_data: conversations to validate on, and to measure on at the end; null is those that ship, or a part
+            held out of `data`.
         output: folder of the exported predictor; checkpoints, logs and features go below it.
         regenerate: let the target answer the prompts of `data` itself, and learn from its answers (kept in the
             features folder); false learns from the answers as they are, which is right where shape.regeneration
@@ -285,8 +286,8 @@ class Material:
 
     Attributes:
         held_out: numbers of the conversations that are validated on.
-        for_validation: those, or others.
-        prompts: of the measurement at the end.
+        for_validation: those, or others, that choose the weights.
+        prompts: of the measurement at the end; they chose nothing.
         home: where features and answers lie.
         trainer: runs the target beforehand.
     """
@@ -358,7 +359,14 @@ def prepare(runs: Sequence[TrainOptions], home: Place) -> Material:
         conversations = _own_answers(options, target, conversations, home, trainer)
     held_out = set() if for_validation else _held_out(options, conversations)
     for_validation = for_validation or [conversations[index] for index in sorted(held_out)]
-    prompts = prompts or _as_prompts(for_validation)
+    if not prompts:
+        if options.measurement.limit and len(for_validation) < 2:
+            raise DataError(
+                "there is one conversation to validate on, and none is left to measure on; give more "
+                "--validation_data, or --measurement.prompts, or --measurement.limit 0"
+            )
+        # The best of many measurements owes something to luck on its own prompts, and is measured on others.
+        for_validation, prompts = for_validation[::2], _as_prompts(for_validation[1::2])
     return Material(target, conversations, held_out, for_validation, prompts, home, trainer)
 
 
@@ -519,12 +527,15 @@ def _validation_data(options: TrainOptions) -> list[Conversation]:
 
 
 def _held_out(options: TrainOptions, conversations: list[Conversation]) -> set[int]:
-    """Numbers of the conversations to validate on and not to train on."""
-    if len(conversations) < 2:
+    """Numbers of the conversations to validate on, to measure on at the end, and not to train on: whatever is measured,
+    the same, so that the same is learned.
+    """
+    if len(conversations) < 3:
         raise DataError(
-            f"{options.data} has one conversation, and none is left to validate on; give more, or --validation_data"
+            f"{options.data} has {len(conversations)} conversation(s), too few to train on, to validate on and to "
+            "measure on; give more, or --validation_data"
         )
-    count = max(1, min(options.validation.prompts, int(len(conversations) * _HELD_OUT_SHARE)))
+    count = max(2, min(2 * options.validation.prompts, int(len(conversations) * _HELD_OUT_SHARE)))
     return set(range(0, len(conversations), len(conversations) // count)[:count])
 
 
@@ -678,13 +689,14 @@ def finish(
     if best:
         console.print(
             f"validation: acceptance length {best['value']:.2f} [{best['low']:.2f}, {best['high']:.2f}] at step "
-            f"{best['step']} of {module.trainer.global_step}, {len(validation.prompts)} prompts"
+            f"{best['step']} of {module.trainer.global_step}, {len(validation.prompts)} prompts, which chose that step"
         )
     if prompts and options.measurement.limit:
         results = _measure(options, decoder, prompts)
         console.print(results.table())
         line = results.summary["shape"]  # whatever drafts
         record["acceptance_length"] = asdict(line.acceptance_length)
+        record["measured_prompts"] = f"{min(len(prompts), options.measurement.limit)}, which chose nothing"
         record["speed_up"] = asdict(line.speed_up)
         place = results.environment
         record["measured_on"] = f"{place.device}, {place.cpu}, {place.threads} threads, {place.date}"
