@@ -6,7 +6,7 @@ So a resumed run goes on exactly where it stopped, and several processes see the
 import hashlib
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from shape.conversations import Conversation, Encoded
 from shape.errors import ConfigError, DataError
 from shape.examples import Texts, whole_texts
 from shape.features import encode_row
-from shape.store import FeatureStore, eligible
+from shape.store import FeatureStore, eligible, followers
 from shape.target import Target
 
 _ROOTS_SAMPLE = 256
@@ -31,9 +31,7 @@ _EARLY = 0.5  # of such a group's steps, by which its shards are fetched before
 
 @dataclass(frozen=True)
 class Split:
-    """Which part of every step's batch a process works on, and in how many portions. Positions divide evenly, texts as
-    evenly as they can.
-    """
+    """Which part of every step's batch a process works on, and in how many portions."""
 
     rank: int = 0
     world: int = 1
@@ -50,24 +48,34 @@ class Batch:
 
     Attributes:
         step: the optimiser step it belongs to.
-        part: its number among the step's portions, over all processes.
+        part: its number among the step's portions, over all processes, of which there are `parts`.
         samples: (B,) int64 numbers of the texts in the data: of roots where each text is one root's surroundings, of
             conversations otherwise.
+        followers: (R,) integers, supervised positions directly behind each root of the whole step, of all its portions.
     """
 
     step: int
     part: int
+    parts: int
     samples: Tensor
+    followers: Tensor
     texts: Texts | None = None
     conversations: list[Encoded] | None = None
 
+    def whole(self, steps: int) -> Tensor:
+        """(M,) int64: n of every unrolled step n < `steps` that counts in the whole optimiser step, in rising order.
+
+        A loss is a mean over these, so that a position weighs the same whatever portion it is in.
+        """
+        each = torch.arange(steps)
+        return each.repeat_interleave((self.followers > each[:, None]).sum(-1))
+
     def to(self, device: torch.device) -> "Batch":
         moved = self.texts and Texts(*(tensor.to(device, non_blocking=True) for tensor in self.texts))
-        return Batch(self.step, self.part, self.samples.to(device), moved, self.conversations)
+        return replace(self, samples=self.samples.to(device), texts=moved)
 
     def pin_memory(self) -> "Batch":
-        pinned = self.texts and Texts(*(tensor.pin_memory() for tensor in self.texts))
-        return Batch(self.step, self.part, self.samples, pinned, self.conversations)
+        return replace(self, texts=self.texts and Texts(*(tensor.pin_memory() for tensor in self.texts)))
 
 
 class StepOrder:
@@ -134,14 +142,27 @@ class _Batches(Dataset[Batch]):
         if index >= len(self):
             raise IndexError(index)
         step, portion = divmod(index, self.split.accumulate)
-        part = portion * self.split.world + self.split.rank
-        return self._load(step, part, self._samples(step, part))
+        part, whole = portion * self.split.world + self.split.rank, self._step(step)
+        samples, followers = self._portions(whole)[part], self._followers(whole)
+        if len(samples):
+            return self._load(Batch(step, part, self.split.parts, samples, followers))
+        # All processes run the same networks, one without a text of its own too: on one that teaches it nothing.
+        return _taught_nothing(self._load(Batch(step, part, self.split.parts, whole[:1], followers)))
 
-    def _samples(self, step: int, part: int) -> Tensor:
-        """Those of a step that one of its portions has."""
-        return self.order.step(step).tensor_split(self.split.parts)[part]
+    def _step(self, step: int) -> Tensor:
+        """The samples of a step, whatever the number of its portions."""
+        return self.order.step(step)
 
-    def _load(self, step: int, part: int, samples: Tensor) -> Batch:
+    def _portions(self, samples: Tensor) -> Sequence[Tensor]:
+        """Samples of a step, dealt; where there are fewer than portions, the first ones have one each."""
+        return samples.tensor_split(self.split.parts)
+
+    def _load(self, batch: Batch) -> Batch:
+        """The same with its texts, or the conversations to compute them from."""
+        raise NotImplementedError
+
+    def _followers(self, samples: Tensor) -> Tensor:
+        """Supervised positions directly behind each root of some samples."""
         raise NotImplementedError
 
 
@@ -160,11 +181,15 @@ class StoredBatches(_Batches):
     ) -> None:
         super().__init__(order, split, steps)
         self.store, self.roots, self.window, self.ahead = store, roots, window, ahead
+        self.followers = store.followers(roots)
 
-    def _load(self, step: int, part: int, samples: Tensor) -> Batch:
-        around = self.store.gather(self.roots[samples], self.window, self.ahead)
-        roots = torch.full((len(samples), 1), self.window)
-        return Batch(step, part, samples, Texts(around.hidden, around.input_ids, around.loss_mask, roots))
+    def _followers(self, samples: Tensor) -> Tensor:
+        return self.followers[samples]
+
+    def _load(self, batch: Batch) -> Batch:
+        around = self.store.gather(self.roots[batch.samples], self.window, self.ahead)
+        roots = torch.full((len(batch.samples), 1), self.window)
+        return replace(batch, texts=Texts(around.hidden, around.input_ids, around.loss_mask, roots))
 
 
 class FetchedBatches(StoredBatches):
@@ -179,45 +204,53 @@ class FetchedBatches(StoredBatches):
         super().__init__(*arguments)
         self.early = early
 
-    def _samples(self, step: int, part: int) -> Tensor:
-        return self.order.step(step).sort().values.tensor_split(self.split.parts)[part]
+    def _step(self, step: int) -> Tensor:
+        return super()._step(step).sort().values
 
-    def _load(self, step: int, part: int, samples: Tensor) -> Batch:
-        later = self._samples(step + self.early, part) if step + self.early < self.steps else samples[:0]
-        self.store.ahead(self.roots[torch.cat([samples, later])])
-        return super()._load(step, part, samples)
+    def _load(self, batch: Batch) -> Batch:
+        coming = batch.step + self.early
+        later = self._portions(self._step(coming))[batch.part] if coming < self.steps else batch.samples[:0]
+        self.store.ahead(self.roots[torch.cat([batch.samples, later])])
+        return super()._load(batch)
 
 
 class TextBatches(_Batches):
     """Whole conversations of a feature store, for networks that attend to everything before a root.
 
-    Texts of a portion stand in rows of their own: no document sees another. Those of several steps are dealt to
-    portions by their number of roots, so that little is padding, and every step gets short ones and long ones.
+    Texts of a portion stand in rows of their own: no document sees another. Those of several steps are sorted by their
+    number of roots and cut where these add up to a step's, and a step's to a portion's: little is padding, steps are
+    about equally large, and so are portions.
 
     Args:
-        numbers: (N,) int64, the texts in the store. roots: (N,) int64, how many each has.
+        roots: (R,) int64, rows of the store, ascending.
     """
 
-    def __init__(
-        self, store: FeatureStore, numbers: Tensor, roots: Tensor, order: StepOrder, split: Split, steps: int
-    ) -> None:
+    def __init__(self, store: FeatureStore, roots: Tensor, order: StepOrder, split: Split, steps: int) -> None:
         super().__init__(order, split, steps)
-        self.store, self.numbers, self.roots = store, numbers, roots
+        self.store, self.followers = store, store.followers(roots)
+        self.numbers, self.counts = store.owner(roots).unique(return_counts=True)  # texts with roots, and how many
+        self.ends = self.counts.cumsum(0)
 
-    def _samples(self, step: int, part: int) -> Tensor:
+    def _step(self, step: int) -> Tensor:
         pool, turn = divmod(step, _STEPS_POOLED)
         samples = torch.cat([self.order.step(pool * _STEPS_POOLED + each) for each in range(_STEPS_POOLED)])
-        portions = samples[self.roots[samples].sort(stable=True).indices].tensor_split(_STEPS_POOLED * self.split.parts)
+        samples = samples[self.counts[samples].sort(stable=True).indices]
         generator = torch.Generator().manual_seed(derive_seed(self.order.seed, "pool", pool))
         turn = int(torch.randperm(_STEPS_POOLED, generator=generator)[turn])
-        # There and back, so that steps are about equally large.
-        return portions[part * _STEPS_POOLED + (turn if part % 2 == 0 else _STEPS_POOLED - 1 - turn)]
+        return samples.tensor_split(cuts(self.counts[samples], _STEPS_POOLED))[turn]
 
-    def _load(self, step: int, part: int, samples: Tensor) -> Batch:
-        stored = [self.store[int(self.numbers[sample])] for sample in samples]
+    def _portions(self, samples: Tensor) -> Sequence[Tensor]:
+        return samples.tensor_split(cuts(self.counts[samples], self.split.parts))
+
+    def _followers(self, samples: Tensor) -> Tensor:
+        spans = zip((self.ends - self.counts)[samples].tolist(), self.ends[samples].tolist(), strict=True)
+        return torch.cat([self.followers[first:end] for first, end in spans])
+
+    def _load(self, batch: Batch) -> Batch:
+        stored = [self.store[int(self.numbers[sample])] for sample in batch.samples]
         hidden = pad_sequence([each.hidden for each in stored], batch_first=True)
         texts = whole_texts(hidden, [each.input_ids for each in stored], [each.loss_mask for each in stored])
-        return Batch(step, part, samples, texts)
+        return replace(batch, texts=texts)
 
 
 class ConversationBatches(_Batches):
@@ -233,10 +266,45 @@ class ConversationBatches(_Batches):
     ) -> None:
         super().__init__(order, split, steps)
         self.conversations, self.encode = conversations, encode
+        self._encoded: dict[int, Encoded] = {}  # of one step, for its portions
 
-    def _load(self, step: int, part: int, samples: Tensor) -> Batch:
-        chosen = [self.encode(self.conversations[index]) for index in samples.tolist()]
-        return Batch(step, part, samples, conversations=chosen)
+    def _load(self, batch: Batch) -> Batch:
+        return replace(batch, conversations=self._texts(batch.samples))
+
+    def _followers(self, samples: Tensor) -> Tensor:
+        texts = self._texts(samples)
+        self._encoded = dict(zip(samples.tolist(), texts, strict=True))
+        return torch.cat([_followers_of_roots(text) for text in texts])
+
+    def _texts(self, samples: Tensor) -> list[Encoded]:
+        known, numbers = self._encoded, samples.tolist()
+        return [known[number] if number in known else self.encode(self.conversations[number]) for number in numbers]
+
+
+def cuts(sizes: Tensor, parts: int) -> Tensor:
+    """Where to cut a row of samples so that the parts' sizes add up to about the same, (N,) -> (parts - 1,) int64.
+
+    No part is empty as long as there are enough samples; of fewer the first parts have one each.
+    """
+    count, number, sizes = len(sizes), torch.arange(1, parts), sizes.double()
+    found = torch.searchsorted(sizes.cumsum(0) - sizes / 2, sizes.sum() * number / parts)  # of samples' middles
+    found = (found - number).clamp(min=0).cummax(0).values + number
+    return found.minimum(number + max(count - parts, 0)).clamp(max=count)
+
+
+def _taught_nothing(batch: Batch) -> Batch:
+    """The same with no supervised position."""
+    texts, rows = batch.texts, batch.conversations
+    return replace(
+        batch,
+        texts=texts and texts._replace(loss_mask=torch.zeros_like(texts.loss_mask)),
+        conversations=rows and [replace(row, loss_mask=torch.zeros_like(row.loss_mask)) for row in rows],
+    )
+
+
+def _followers_of_roots(text: Encoded) -> Tensor:
+    whole = torch.tensor([0, len(text.loss_mask)])
+    return followers(text.loss_mask, whole)[eligible(text.loss_mask, whole)]
 
 
 class _FromStep(Sampler[int]):
@@ -304,12 +372,11 @@ class ShapeDataModule(pl.LightningDataModule):
         self.numbers = [number for number in range(len(source)) if number not in exclude]
         self.conversations: list[Conversation] = []
         self.roots_each = 0.0
-        self.texts_with_roots = self.roots_of_texts = torch.empty(0, dtype=torch.int64)
         if self.store is not None:
             self._require_states(self.store, window)
         if self.store is not None and window is None:
-            self.texts_with_roots, self.roots_of_texts = self.store.owner(self.roots).unique(return_counts=True)
-            self.roots_each = len(self.roots) / max(len(self.texts_with_roots), 1)
+            self.texts_with_roots = len(self.store.owner(self.roots).unique())
+            self.roots_each = len(self.roots) / max(self.texts_with_roots, 1)
         if not isinstance(source, FeatureStore):
             self.conversations = [source[number] for number in self.numbers]
             self.roots_each = self._mean_roots()
@@ -382,19 +449,15 @@ class ShapeDataModule(pl.LightningDataModule):
             group = min(_SHARDS_TOGETHER, len(counts)) * len(self.roots) / len(counts) / self.batch_size
             by_shard = ShardedOrder(self.seed, counts, self.batch_size)
             return FetchedBatches(*reading, by_shard, split, self.steps, early=math.ceil(_EARLY * group))
-        texts = max(split.parts, round(self.batch_size / self.roots_each))
-        count = len(self.conversations) if self.store is None else len(self.texts_with_roots)
-        order = StepOrder(self.seed, count, texts)
+        texts = max(1, round(self.batch_size / self.roots_each))
+        order = StepOrder(self.seed, len(self.conversations) or self.texts_with_roots, texts)
         if self.store is not None:
-            return TextBatches(self.store, self.texts_with_roots, self.roots_of_texts, order, split, self.steps)
+            return TextBatches(self.store, self.roots, order, split, self.steps)
         return ConversationBatches(self.conversations, self.encode, order, split, self.steps)
 
     def _mean_roots(self) -> float:
         sample = self.conversations[:: max(1, len(self.conversations) // _ROOTS_SAMPLE)]
-        counts = []
-        for conversation in sample:
-            mask = self.encode(conversation).loss_mask
-            counts.append(int(eligible(mask, torch.tensor([0, len(mask)])).sum()))
+        counts = [len(_followers_of_roots(self.encode(conversation))) for conversation in sample]
         return sum(counts) / max(len(counts), 1)
 
 

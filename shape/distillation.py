@@ -84,8 +84,7 @@ class DistillModule(Learner):
             wanted = self.target.logits(cut.states[kept].to(self.target.dtype))
         logits = head(own)
         rows_of_head = self.target.output_rows() if self.losses.sinkhorn > 0 else None
-        loss, parts = weighted_loss(self.losses, own, own, logits, wanted, kept[-1], rows_of_head)
+        loss, parts = weighted_loss(self.losses, own, own, logits, wanted, kept[-1], rows_of_head, batch.whole(1))
         agreement = (logits.argmax(-1) == wanted.argmax(-1)).float().mean()
-        self._log_losses(loss, parts, len(cut.mask))
         self.log("train/agreement", agreement, prog_bar=True, batch_size=len(cut.mask))
-        return loss
+        return self._share(batch, loss, parts)

@@ -228,4 +228,5 @@ def whole_texts(hidden: Tensor, input_ids: Sequence[Tensor], loss_masks: Sequenc
     """Texts of unequal length, each with all of its eligible roots; `hidden` is padded already."""
     ids, masks = (pad_sequence(list(rows), batch_first=True) for rows in (input_ids, loss_masks))
     starts = [eligible(mask, torch.tensor([0, len(mask)])).nonzero()[:, 0] for mask in loss_masks]
+    starts = [roots if len(roots) else roots.new_zeros(1) for roots in starts]  # networks get at least one to run for
     return Texts(hidden, ids, masks, pad_sequence(starts, batch_first=True))

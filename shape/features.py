@@ -199,13 +199,14 @@ def compute_features(target: Target, batch: Sequence[Encoded], layers: Sequence[
     """States of a batch of conversations, (B, T, layers * H) in the target's dtype, on its device.
 
     T is the longest conversation; rows past a conversation's end hold states of padding, to be ignored. The
-    store and the online mode both call this.
+    store and the online mode both call this, the latter within a step whose autocast has no say here.
     """
     lengths = [max(1, len(encoded.input_ids)) for encoded in batch]
     ids = torch.zeros(len(batch), max(lengths), dtype=torch.int64)
     for row, encoded in enumerate(batch):
         ids[row, : len(encoded.input_ids)] = encoded.input_ids
-    return target.features(ids.to(target.device), layers, lengths)
+    with torch.autocast(target.device.type, enabled=False):
+        return target.features(ids.to(target.device), layers, lengths)
 
 
 def rows_of(target: Target, conversations: Sequence[Conversation]) -> list[list[Conversation]]:

@@ -179,8 +179,9 @@ def weighted_loss(
     target_logits: Tensor | None,
     steps: Tensor,
     embeddings: Tensor | None = None,
+    whole: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The training loss over unrolled steps, and its parts.
+    """The training loss over unrolled steps, and its parts; of a portion of a batch, what it adds to the batch's.
 
     Args:
         losses: the weights.
@@ -188,16 +189,17 @@ def weighted_loss(
         predicted_logits, target_logits: (N, V); None where `losses.on_logits` is empty.
         steps: (N,) int64, the step n = 0..S-1 that each one is.
         embeddings: (V, H) rows of the output embedding that the logits are for; only `losses.sinkhorn` asks for them.
+        whole: (M,) int64, `steps` of the whole batch of which these are a portion; None where they are all of it.
 
     Returns:
-        The scalar sum_k weight_k mean_k, and every mean_k detached, by name: mean_k is the mean of term k, step n
-        counting `step_decay ** n`. With N = 0 all are 0.
+        The scalar sum_k weight_k mean_k, and every mean_k detached, by name: mean_k is the mean of term k over the
+        whole batch, step n counting `step_decay ** n`, as far as these states go. With N = 0 all are 0.
 
     Raises:
         ValueError: logits or embeddings are None but needed.
     """
-    weight = losses.step_decay ** steps.float()
-    weight = weight / weight.sum().clamp(min=torch.finfo(weight.dtype).tiny)
+    every = losses.step_decay ** (steps if whole is None else whole).float()
+    weight = losses.step_decay ** steps.float() / every.sum().clamp(min=torch.finfo(every.dtype).tiny)
     values = {name: _ON_STATES[name](predicted, target) for name in losses.on_states}
     if losses.on_logits:
         if predicted_logits is None or target_logits is None:

@@ -138,6 +138,12 @@ class Predictor(PreTrainedModel):
     def reads_tokens(self) -> bool:
         return self.config.token_conditioning != "none" or self.markov is not None or self.confidence is not None
 
+    @property
+    def reading(self) -> list[nn.Parameter]:
+        """What makes logits of states, and has no part in the states themselves."""
+        bias = [] if self.markov is None else list(self.markov.parameters())
+        return bias if self.heads is None else [self.heads, *bias]
+
     def own_head(self, states: Tensor) -> Tensor:
         """Where there are heads: (..., S', H) -> (..., S', K); with several of them S' counts steps from the first."""
         assert self.heads is not None

@@ -3,28 +3,34 @@
     python -m shape.regeneration --target T --data D --output FILE.jsonl
     python -m shape.regeneration --endpoint http://host:8000/v1 --model NAME --data D --output FILE.jsonl
 
-An interrupted run continues where it was when the same command is given again, and ends with the same bytes.
+An interrupted run continues where it was when the same command is given again, and ends with the same bytes. Several
+devices share the work (`--trainer.devices`, torchrun, SLURM, as in shape.extract); an endpoint is asked by many
+dialogues at a time (`--concurrency`), none of which waits for another.
 """
 
+import glob
 import gzip
 import hashlib
 import json
 import os
+import threading
 import time
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
+import pytorch_lightning as pl
 import torch
 from filelock import FileLock
 from jsonargparse import ArgumentParser
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from shape.conversations import (
@@ -39,6 +45,7 @@ from shape.conversations import (
 )
 from shape.decoder import ShapeDecoder
 from shape.errors import ConfigError, DataError, ShapeError, exit_on_error
+from shape.features import TrainerOptions, quiet
 from shape.files import reading, typed, written_whole
 from shape.loading import PlacedOptions, of_target
 from shape.target import announce
@@ -80,8 +87,18 @@ class Answer:
     tokens: tuple[list[int], list[int]] | None = None
 
 
+Ask = Callable[[Sequence[Request]], list[Answer | DataError]]
+
+
 class Backend(Protocol):
-    """Whoever writes the answers."""
+    """What writes the answers.
+
+    Attributes:
+        concurrency: conversations that it is asked about at a time, each at its own pace; 1 for one batch at a time.
+    """
+
+    @property
+    def concurrency(self) -> int: ...
 
     def describe(self) -> dict[str, Any]:
         """What the answers depend on, as JSON; a resumed run must agree with it."""
@@ -105,6 +122,7 @@ class LocalBackend:
     decoder: ShapeDecoder
     max_new_tokens: int = 512
     temperature: float = 1.0
+    concurrency: ClassVar[int] = 1
 
     def describe(self) -> dict[str, Any]:
         target = self.decoder.target
@@ -184,6 +202,7 @@ class EndpointBackend:
         timeout: seconds to wait for one answer.
         retries: further attempts after a lost connection or a status of 429 or 5xx.
         pause: seconds before the first of them; doubled before each next one.
+        concurrency: requests at a time: batching is the server's work.
     """
 
     url: str
@@ -194,14 +213,13 @@ class EndpointBackend:
     timeout: float = 600.0
     retries: int = 4
     pause: float = 1.0
+    concurrency: int = 64
 
     def describe(self) -> dict[str, Any]:
         return {"model": self.model, "max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
 
     def generate(self, requests: Sequence[Request]) -> list[Answer | DataError]:
-        """All requests at the same time: batching is the server's work."""
-        with ThreadPoolExecutor(max_workers=max(1, len(requests))) as threads:
-            return list(threads.map(self._answer, requests))
+        return [self._answer(request) for request in requests]
 
     def _answer(self, request: Request) -> Answer | DataError:
         body: dict[str, Any] = {
@@ -327,6 +345,20 @@ class AnswerOptions:
 
 
 @dataclass(frozen=True)
+class Share:
+    """Which part of the work a process does.
+
+    Attributes:
+        rank, world: its number, and how many there are.
+        meet: waits until all are there.
+    """
+
+    rank: int = 0
+    world: int = 1
+    meet: Callable[[], object] = field(default=lambda: None)
+
+
+@dataclass(frozen=True)
 class Summary:
     """Counts of a finished run: rows written and left out, user messages, answers, and cut answers."""
 
@@ -346,7 +378,8 @@ def regenerate(
     seed: int = 0,
     batch_size: int = 16,
     progress: bool = True,
-) -> Summary:
+    share: Share = Share(),
+) -> Summary | None:
     """Let the backend answer every user message and prompt, and write the rows to `output`.
 
     In a conversation the answers are written in order, each resting on those before it. An answer that is
@@ -359,13 +392,19 @@ def regenerate(
     turn: one text, or several where the chat template rewrites earlier turns. These are what is learned from.
 
     About `sampled_share` of the conversations are sampled, the others greedy. Which, and their noise, is a
-    function of (seed, conversation id) alone. Batches are fixed too, so that a resumed run repeats them.
+    function of (seed, conversation id) alone. Batches are fixed too, so that a resumed run repeats them, and processes
+    take turns at them. An endpoint has no batches: every conversation goes at its own pace, `concurrency` at a time.
 
     Args:
-        output: .jsonl or .jsonl.gz in the order of `conversations`; it appears only when complete. Finished
-            batches wait in `output` + ".partial", so that a killed run loses the batch at hand only.
+        output: .jsonl or .jsonl.gz in the order of `conversations`; it appears only when complete. What is
+            finished waits in `output` + ".partial" (".partial.1" and so on of other processes), so that a killed run
+            loses what is at hand only, and another number of processes may go on.
         batch_size: conversations answered together.
         progress: show a bar.
+        share: which part of the work is this process's.
+
+    Returns:
+        The counts; None in processes other than the first, which waits for them and writes `output`.
 
     Raises:
         DataError: plain text among the conversations, or no answer at all.
@@ -380,41 +419,87 @@ def regenerate(
             raise DataError(f"conversation {conversation.id} is {what}, which has no prompt to answer; leave it out")
     draws = [_draw(seed, conversation.id) for conversation in conversations]
     kinds = [(uniform < sampled_share, noise) for uniform, noise in draws]
-    batches = _batches(conversations, [sampled for sampled, _ in kinds], batch_size)
+    alone = backend.concurrency > 1
+    batches = _batches(conversations, [sampled for sampled, _ in kinds], 1 if alone else batch_size)
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(output.name + ".partial")
-    journal = _Journal(partial, _settings(conversations, backend, sampled_share, seed, batch_size))
-    for batch in tqdm(batches[journal.done :], "regenerate", len(batches), initial=journal.done, disable=not progress):
-        results = _answer_batch([conversations[i] for i in batch], [kinds[i] for i in batch], backend)
-        journal.append([[index, *result] for index, result in zip(batch, results, strict=True)])
+    journal = _Journal(partial, _settings(conversations, backend, sampled_share, seed, batch_size), share.rank)
+    share.meet()  # all have seen what is done, and nobody has cleared it away
+    mine = batches[share.rank :: share.world]
+    left = [batch for batch in mine if not journal.entries.keys() >= set(batch)]
+
+    def answer(batch: list[int], ask: Ask) -> None:
+        results = _answer_batch([conversations[i] for i in batch], [kinds[i] for i in batch], ask)
+        journal.append([(index, *result) for index, result in zip(batch, results, strict=True)])
+
+    disable = not progress or share.rank > 0
+    with tqdm(desc="regenerate", total=len(mine), initial=len(mine) - len(left), disable=disable) as bar:
+        _at_a_time(answer, left, backend, bar.update)
+    if share.rank > 0:
+        return None
+    while len(journal.entries) < len(conversations):
+        time.sleep(1.0)  # others are at work
+        journal.read()
     return _finish(journal, output)
+
+
+def _at_a_time(
+    work: Callable[[list[int], Ask], None],
+    batches: Sequence[list[int]],
+    backend: Backend,
+    done: Callable[[], object],
+) -> None:
+    """Do the work of every batch, as many at a time as the backend takes, and say so after each.
+
+    One that fails ends all: answers that are on their way are waited for, and no further ones are asked for.
+    """
+    if backend.concurrency == 1:
+        for batch in batches:
+            work(batch, backend.generate)
+            done()
+        return
+    stopped = threading.Event()
+
+    def ask(requests: Sequence[Request]) -> list[Answer | DataError]:
+        if stopped.is_set():
+            raise CancelledError
+        return backend.generate(requests)
+
+    with ThreadPoolExecutor(backend.concurrency) as threads:
+        try:
+            for each in as_completed([threads.submit(work, batch, ask) for batch in batches]):
+                each.result()
+                done()
+        finally:
+            stopped.set()
+            threads.shutdown(cancel_futures=True)
 
 
 def own_answers(
     conversations: Sequence[Conversation],
-    backend: Backend,
+    backend: LocalBackend,
     folder: Path,
     options: AnswerOptions,
+    trainer: pl.Trainer,
     *,
-    leader: bool = True,
     progress: bool = True,
 ) -> list[Conversation]:
-    """The conversations with the backend's own answers; plain text and token ids alone, without a prompt, stay.
+    """The conversations with the target's own answers; plain text and token ids alone, without a prompt, stay.
 
-    Answers are kept in `folder` under a name that says what they depend on, so that they are written once.
-
-    Args:
-        leader: of several processes the one that writes; the others wait for the file.
+    Answers are kept in `folder` under a name that says what they depend on, so that they are written once, by all
+    processes of the Trainer together.
     """
     chats = [conversation for conversation in conversations if conversation.asks]
     texts = [conversation for conversation in conversations if not conversation.asks]
     if not chats:
         return texts
     output = answers_file(chats, backend, folder, options)
-    if leader and not output.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(output.with_suffix(".lock")):  # another command may be writing them
-            if not output.exists():
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def work(share: Share) -> None:
+        # Another command may be writing them; several processes wait for each other, and not for a lock as well.
+        with FileLock(output.with_suffix(".lock")) if share.world == 1 else nullcontext():
+            if not trainer.strategy.broadcast(output.exists()):
                 regenerate(
                     chats,
                     backend,
@@ -423,10 +508,34 @@ def own_answers(
                     seed=options.seed,
                     batch_size=options.batch_size,
                     progress=progress,
+                    share=share,
                 )
-    while not output.exists():
-        time.sleep(1.0)
+        while not output.exists():
+            time.sleep(1.0)
+
+    _shared_out(work, trainer)
     return load_conversations(output) + texts
+
+
+def _shared_out(work: Callable[[Share], None], trainer: pl.Trainer) -> None:
+    """Call `work` with its share in every process of the Trainer."""
+    trainer.predict(_SharedOut(work), return_predictions=False)
+
+
+class _SharedOut(pl.LightningModule):
+    """One batch in each process, which is all that it does; nothing is trained."""
+
+    def __init__(self, work: Callable[[Share], None]) -> None:
+        super().__init__()
+        self.work = work
+
+    def predict_dataloader(self) -> DataLoader:
+        return DataLoader(range(1), batch_size=None)  # type: ignore[arg-type]
+
+    def predict_step(self, number: int) -> int:
+        trainer = self.trainer
+        self.work(Share(trainer.global_rank, trainer.world_size, trainer.strategy.barrier))
+        return number
 
 
 def answers_file(conversations: Sequence[Conversation], backend: Backend, folder: Path, options: AnswerOptions) -> Path:
@@ -476,7 +585,7 @@ def _batches(conversations: Sequence[Conversation], sampled: Sequence[bool], siz
 
 
 def _answer_batch(
-    conversations: Sequence[Conversation], kinds: Sequence[tuple[bool, int]], backend: Backend
+    conversations: Sequence[Conversation], kinds: Sequence[tuple[bool, int]], ask: Ask
 ) -> list[tuple[dict[str, Any] | None, int, str | None]]:
     """(row or None, user messages, what ended it early or None) of each; kinds: (sampled, noise seed)."""
     histories: list[list[Message]] = [[] for _ in conversations]
@@ -493,7 +602,7 @@ def _answer_batch(
             prompt = history[-1].content if conversations[index].kind == "completion" else history
             asked.append((history, Request(prompt, *kinds[index], conversations[index].template)))
             waiting[index] = waiting[index][upto:]
-        answers = backend.generate([request for _, request in asked])
+        answers = ask([request for _, request in asked])
         still = []
         for index, (history, _), answer in zip(active, asked, answers, strict=True):
             if isinstance(answer, DataError):
@@ -549,40 +658,61 @@ Entry = tuple[int, dict[str, Any] | None, int, str | None]
 
 
 class _Journal:
-    """Finished batches, one line each, behind a line that says what the run depends on.
+    """Finished conversations, a batch in each line, behind a line that says what the run depends on; a file for each
+    process that writes, of which all read all.
 
     A line is written at once and only counts with its newline: a half-written one is cut off on resuming.
+
+    Attributes:
+        entries: by index of the conversation, [index, row or None, questions, problem or None].
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        self.path = path
-        text = path.read_bytes() if path.exists() else b""
-        text = text[: text.rfind(b"\n") + 1]
-        lines = text.splitlines()
-        if lines:
-            with _of_journal(path):
-                begun = typed(dict[str, Any], json.loads(lines[0]))
-            _compare(path, begun, settings)
-        else:
-            text = json.dumps(settings).encode() + b"\n"
-        with open(path, "r+b" if path.exists() else "xb") as file:
-            file.truncate(len(text))
-            if not lines:
-                file.write(text)
-        self.done = max(0, len(lines) - 1)
+    def __init__(self, path: Path, settings: dict[str, Any], rank: int = 0) -> None:
+        self.path, self.settings = path, settings
+        self.entries: dict[int, Entry] = {}
+        self._read: dict[Path, int] = {}  # bytes of each file
+        self._writing = threading.Lock()
+        self._own = path.with_name(f"{path.name}.{rank}") if rank else path
+        self.read()
+        with open(self._own, "ab") as file:
+            file.truncate(self._read.get(self._own, 0))
+        if not self._read.get(self._own):
+            self._write(settings)
 
-    def append(self, batch: list[list[Any]]) -> None:
-        with open(self.path, "ab") as file:
-            file.write(json.dumps(batch).encode() + b"\n")
+    def read(self) -> None:
+        """Take up what the files hold by now."""
+        for path in self.files:
+            start = self._read.get(path, 0)
+            with open(path, "rb") as file:
+                file.seek(start)
+                text = file.read()
+            lines = text[: text.rfind(b"\n") + 1].splitlines(keepends=True)
+            self._read[path] = start + sum(map(len, lines))
+            if lines and not start:
+                with _of_journal(path):
+                    begun = typed(dict[str, Any], json.loads(lines.pop(0)))
+                _compare(path, begun, self.settings)
+            with _of_journal(path):
+                for line in lines:
+                    self.entries.update((entry[0], entry) for entry in typed(list[Entry], json.loads(line)))
+
+    @property
+    def files(self) -> list[Path]:
+        numbers = (
+            path for path in self.path.parent.glob(f"{glob.escape(self.path.name)}.*") if path.suffix[1:].isdigit()
+        )
+        return [path for path in (self.path, *sorted(numbers)) if path.exists()]
+
+    def append(self, batch: list[Entry]) -> None:
+        self._write(batch)
+        with self._writing:
+            self.entries.update((entry[0], entry) for entry in batch)
+
+    def _write(self, values: Any) -> None:
+        with self._writing, open(self._own, "ab") as file:
+            file.write(json.dumps(values).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
-
-    def entries(self) -> list[Entry]:
-        """[index, row or None, questions, problem or None] of every conversation, by index."""
-        with _of_journal(self.path):
-            lines = self.path.read_bytes().splitlines()[1:]
-            batches = [typed(list[Entry], json.loads(line)) for line in lines]
-        return sorted((entry for batch in batches for entry in batch), key=lambda entry: entry[0])
 
 
 def _of_journal(path: Path) -> AbstractContextManager[None]:
@@ -599,7 +729,7 @@ def _compare(path: Path, begun: dict[str, Any], settings: dict[str, Any]) -> Non
 
 def _finish(journal: _Journal, output: Path) -> Summary:
     """Write the rows in order, atomically, and forget the journal."""
-    entries = journal.entries()
+    entries = [journal.entries[index] for index in sorted(journal.entries)]
     rows = [row for _, row, _, _ in entries if row is not None]
     problems = [problem for *_, problem in entries if problem is not None]
     if problems:
@@ -610,7 +740,8 @@ def _finish(journal: _Journal, output: Path) -> Summary:
     if not rows:
         raise DataError(f"none of the {len(entries)} conversations has a user message that could be answered")
     _write_lines(output, (json.dumps(row, ensure_ascii=False) for row in rows))
-    journal.path.unlink()
+    for path in journal.files:
+        path.unlink()
     turns = [turn for row in rows for turn in row.get("conversations", [{"from": "gpt", **row}])]
     answers = [turn for turn in turns if turn["from"] == "gpt" and turn.get("weight") != 0]
     return Summary(
@@ -647,6 +778,8 @@ class RegenerationOptions(AnswerOptions, PlacedOptions):
         exclude_ids: leave out ids that begin with one of these.
         skip_bad_rows: count malformed rows and go on.
         dtype: of the target, for example float32 or bfloat16; default: its checkpoint's.
+        concurrency: requests to the endpoint at a time.
+        trainer: devices, processes and nodes, as Lightning's Trainer has them; each process answers its share.
     """
 
     data: str
@@ -659,6 +792,8 @@ class RegenerationOptions(AnswerOptions, PlacedOptions):
     exclude_ids: tuple[str, ...] = ()
     skip_bad_rows: bool = False
     dtype: str | None = None
+    concurrency: int = 64
+    trainer: TrainerOptions = field(default_factory=TrainerOptions)
 
 
 def make_backend(options: RegenerationOptions) -> Backend:
@@ -674,14 +809,23 @@ def make_backend(options: RegenerationOptions) -> Backend:
         return LocalBackend(decoder, options.max_new_tokens, options.temperature)
     if options.model is None:
         raise ConfigError(f"endpoint {options.endpoint} may serve several models; name one with model")
+    if options.concurrency < 1:
+        raise ConfigError(f"concurrency is {options.concurrency}; give the requests that the endpoint takes at a time")
     if not options.endpoint.startswith(("http://", "https://")):
         raise ConfigError(f"endpoint {options.endpoint} is no URL; it looks like http://localhost:8000/v1")
     key = os.environ.get("OPENAI_API_KEY")
-    return EndpointBackend(options.endpoint, options.model, options.max_new_tokens, options.temperature, key)
+    return EndpointBackend(
+        options.endpoint,
+        options.model,
+        options.max_new_tokens,
+        options.temperature,
+        key,
+        concurrency=options.concurrency,
+    )
 
 
-def run(options: RegenerationOptions) -> Summary:
-    """Carry out the command, cheap checks first."""
+def run(options: RegenerationOptions) -> Summary | None:
+    """Carry out the command, cheap checks first; None in processes other than the first."""
     check_output(Path(options.output))
     conversations = load_conversations(
         options.data,
@@ -691,14 +835,33 @@ def run(options: RegenerationOptions) -> Summary:
         require_answers=False,
         chat_template_kwargs=options.chat_template_kwargs,
     )
-    return regenerate(
-        conversations,
-        make_backend(options),
-        options.output,
-        sampled_share=options.sampled_share,
-        seed=options.seed,
-        batch_size=options.batch_size,
-    )
+    # A target whose place was given is one process's.
+    placed = options.device is not None or options.device_map is not None
+    lent = replace(options.trainer, devices=1, num_nodes=1) if placed else options.trainer
+    trainer = replace(lent, enable_progress_bar=False).for_extraction()
+    device = trainer.strategy.root_device
+    if options.endpoint is None and not placed:
+        options = replace(options, device_map=str(device))
+    backend = make_backend(options)
+    found: list[Summary | None] = []
+
+    def work(share: Share) -> None:
+        done = regenerate(
+            conversations,
+            backend,
+            options.output,
+            sampled_share=options.sampled_share,
+            seed=options.seed,
+            batch_size=options.batch_size,
+            share=share,
+        )
+        found.append(done)
+
+    if isinstance(backend, LocalBackend):
+        _shared_out(work, trainer)
+    elif trainer.is_global_zero:
+        work(Share())
+    return found[0] if found else None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -707,8 +870,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_class_arguments(RegenerationOptions)
     values = parser.instantiate(parser.parse_args(arguments))
     options = RegenerationOptions(**{entry.name: values[entry.name] for entry in fields(RegenerationOptions)})
-    with exit_on_error():
+    with exit_on_error(), quiet():
         done = run(options)
+        if done is None:
+            return
         print(
             f"{options.output}: {done.rows} conversations ({done.left_out} left out), {done.answers} answers "
             f"to {done.questions} questions, {done.unfinished} of them cut at {options.max_new_tokens} tokens"

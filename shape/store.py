@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save, save_file
 from torch import Tensor
@@ -168,6 +169,14 @@ def eligible(loss_mask: Tensor, offsets: Tensor) -> Tensor:
     first[offsets] = True
     following = torch.cat([loss_mask[1:], loss_mask.new_zeros(1)])
     return loss_mask & following & ~first[:-1] & ~first[1:]
+
+
+def followers(loss_mask: Tensor, offsets: Tensor) -> Tensor:
+    """How many supervised rows stand directly behind each, without a gap: (rows,) int64. Arguments as `eligible`'s."""
+    rows = torch.arange(len(loss_mask) + 1)
+    stops = torch.where(F.pad(loss_mask, (0, 1)), len(loss_mask), rows)
+    stops[offsets] = offsets
+    return stops.flip(0).cummin(0).values.flip(0)[1:] - rows[1:]
 
 
 def kept(loss_mask: Tensor, offsets: Tensor, before: int | None) -> Tensor:
@@ -362,6 +371,10 @@ class FeatureStore(Sequence[Stored]):
         if not exclude:
             return found
         return found[~torch.isin(self.owner(found), torch.tensor(sorted(exclude)))]
+
+    def followers(self, rows: Tensor) -> Tensor:
+        """How many supervised positions stand directly behind each of some rows of the store, (P,) -> (P,) int32."""
+        return torch.cat([followers(text["loss_mask"], text["offsets"]).int() for text in self._texts])[rows]
 
     def owner(self, rows: Tensor) -> Tensor:
         """Number of the conversation that each row belongs to."""

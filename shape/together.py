@@ -77,7 +77,8 @@ class SharedForward(BesideTarget):
             own = replace(batch, texts=texts._replace(hidden=hidden))
             losses.append(cast(Tensor, learner.training_step(own, batch_idx)))
         loss = torch.stack(losses).sum()
-        self.log("train/loss", loss, prog_bar=True, batch_size=len(batch.samples), sync_dist=True)
+        whole = sum(learner.shares["loss"] for learner in self.learners.values())
+        self.log("train/loss", whole, prog_bar=True, batch_size=len(batch.samples), sync_dist=True, reduce_fx="sum")
         return loss
 
     # -- optimisation

@@ -167,8 +167,8 @@ class MeasurementOptions:
     """The comparison with plain decoding that ends the run.
 
     Attributes:
-        prompts: JSON lines with prompts; null is the bundled bench split for bundled data, and otherwise the
-            validation conversations.
+        prompts: JSON lines with prompts; null is the bundled bench split for bundled data, and otherwise every other
+            validation conversation, which then chooses no weights.
         limit: at most so many; 0 measures nothing.
         max_new_tokens: per prompt.
         temperature: 0 decodes greedily.
@@ -187,7 +187,8 @@ class TrainOptions(TargetOptions):
     Attributes:
         target: folder or hub id of the target, or quickstart-target, which ships.
         data: file, folder or hub dataset with conversations; null is the data that ships.
-        validation_data: conversations to validate on; null is those that ship, or a part held out of `data`.
+        validation_data: conversations to validate on, and to measure on at the end; null is those that ship, or a part
+            held out of `data`.
         output: folder of the exported predictor; checkpoints, logs and features go below it.
         regenerate: let the target answer the prompts of `data` itself, and learn from its answers (kept in the
             features folder); false learns from the answers as they are, which is right where shape.regeneration
@@ -328,9 +329,9 @@ class Material:
     Attributes:
         runs: the options of each, settled.
         conversations: each of one text, as `rows_of` makes them.
-        held_out: numbers of those that are validated on.
-        for_validation: those, or others.
-        prompts: of the measurement at the end.
+        held_out: numbers of those that are validated on, or measured on.
+        for_validation: those, or others, that choose the weights.
+        prompts: of the measurement at the end; they chose nothing.
         home: where features and answers lie.
         trainer: runs the target beforehand.
     """
@@ -394,7 +395,6 @@ def prepare(runs: Sequence[TrainOptions], home: Place) -> Material:
         run.settled(size, None).predictor_config(target)
     prompts = _prompts_file(options)
     conversations = load_data(options)
-    _require_divisible(options, trainer.world_size)
     refuse_others(home, target)
     for_validation = validation_data(options)
     options = options.settled(size, None)  # what follows reads its length
@@ -405,7 +405,15 @@ def prepare(runs: Sequence[TrainOptions], home: Place) -> Material:
     text = what_is_learned(options, conversations, held_out, target.tokenizer)
     settled = [run.settled(size, text) for run in runs]
     for_validation = for_validation or [conversations[index] for index in sorted(held_out)]
-    prompts = _fitting(prompts or _as_prompts(for_validation), target, options)
+    if not prompts:
+        if options.measurement.limit and len(for_validation) < 2:
+            raise DataError(
+                "there is one conversation to validate on, and none is left to measure on; give more "
+                "--validation_data, or --measurement.prompts, or --measurement.limit 0"
+            )
+        # The best of many measurements owes something to luck on its own prompts, and is measured on others.
+        for_validation, prompts = for_validation[::2], _as_prompts(for_validation[1::2])
+    prompts = _fitting(prompts, target, options)
     rank_zero_only(announce)(target)
     for run in settled:
         _say(Forecast.of(run, size, text, target.dtype).brief())
@@ -530,16 +538,6 @@ def checkpoint_named(name: str | None, output: Path) -> str | None:
     return str(found)
 
 
-def _require_divisible(options: TrainOptions, processes: int) -> None:
-    """Known before features are computed, so said before; online batches count conversations instead."""
-    parts = processes * options.trainer.accumulate_grad_batches
-    if not options.online and options.training.batch_size % parts:
-        raise ConfigError(
-            f"training.batch_size is {options.training.batch_size}, which does not divide among {processes} "
-            f"process(es) x {options.trainer.accumulate_grad_batches} accumulated part(s); give a multiple of {parts}"
-        )
-
-
 @rank_zero_only
 def set_aside(folder: Path) -> None:
     """Rename an earlier run's checkpoints, so that `--ckpt_path last` can never mean another run's."""
@@ -598,7 +596,7 @@ def _own_answers(
         backend,
         folder,
         chosen,
-        leader=trainer.is_global_zero,
+        replace(options.trainer, enable_progress_bar=False).for_extraction(),
         progress=options.trainer.enable_progress_bar,
     )
 
@@ -621,12 +619,15 @@ def validation_data(options: TrainOptions) -> list[Conversation]:
 
 
 def numbers_held_out(options: TrainOptions, conversations: list[Conversation]) -> set[int]:
-    """Numbers of the conversations to validate on and not to train on."""
-    if len(conversations) < 2:
+    """Numbers of the conversations to validate on, to measure on at the end, and not to train on: whatever is measured,
+    the same, so that the same is learned.
+    """
+    if len(conversations) < 3:
         raise DataError(
-            f"{options.data} has one conversation, and none is left to validate on; give more, or --validation_data"
+            f"{options.data} has {len(conversations)} conversation(s), too few to train on, to validate on and to "
+            "measure on; give more, or --validation_data"
         )
-    count = max(1, min(options.validation.prompts, int(len(conversations) * _HELD_OUT_SHARE)))
+    count = max(2, min(2 * options.validation.prompts, int(len(conversations) * _HELD_OUT_SHARE)))
     return set(range(0, len(conversations), len(conversations) // count)[:count])
 
 
@@ -687,7 +688,7 @@ def _fitting(prompts: Sequence[Prompt], target: Target, options: TrainOptions) -
     if target.max_positions is None:
         return list(prompts)
     room = target.max_positions - options.measurement.max_new_tokens
-    return [prompt for prompt in prompts if target.encode(prompt.opening).shape[1] <= room]
+    return [prompt for prompt in prompts if target.encode(prompt.opening, prompt.template).shape[1] <= room]
 
 
 def _features(options: TrainOptions, material: Material) -> FeatureStore:
@@ -788,13 +789,14 @@ def finish(
     if best:
         console.print(
             f"validation: acceptance length {best['value']:.2f} [{best['low']:.2f}, {best['high']:.2f}] at step "
-            f"{best['step']} of {module.trainer.global_step}, {len(validation.prompts)} prompts"
+            f"{best['step']} of {module.trainer.global_step}, {len(validation.prompts)} prompts, which chose that step"
         )
     if prompts and options.measurement.limit:
         results = _measure(options, decoder, prompts)
         console.print(results.table())
         line = results.summary["shape"]  # whatever drafts
         record["acceptance_length"] = asdict(line.acceptance_length)
+        record["measured_prompts"] = f"{min(len(prompts), options.measurement.limit)}, which chose nothing"
         record["speed_up"] = asdict(line.speed_up)
         place = results.environment
         record["measured_on"] = f"{place.device}, {place.cpu}, {place.threads} threads, {place.date}"

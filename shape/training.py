@@ -228,6 +228,7 @@ class Learner(BesideTarget):
         self._seconds_before = 0.0
         self._started = monotonic()
         self._elapsed = 0.0
+        self._step, self.shares = -1, dict[str, float | Tensor]()
 
     @property
     def layers(self) -> Sequence[int]:
@@ -263,9 +264,20 @@ class Learner(BesideTarget):
     def _texts(self, batch: Batch) -> Texts:
         return batch.texts or computed_texts(self.target, batch, self.layers, self.device)
 
-    def _log_losses(self, loss: Tensor, parts: Mapping[str, Tensor], texts: int) -> None:
-        self.log("train/loss", loss, prog_bar=True, batch_size=texts, sync_dist=True)  # the whole step's
-        self.log_dict({f"train/{name}": value for name, value in parts.items()}, batch_size=texts)
+    def _share(self, batch: Batch, loss: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
+        """What training returns for a portion, given its shares of the whole step's losses: these have to add up, where
+        Lightning and DDP take means. What is logged is the whole step's.
+        """
+        shares = {"loss": loss, **parts}
+        if batch.step != self._step:
+            self._step, self.shares = batch.step, dict.fromkeys(shares, 0.0)
+        for name, share in shares.items():
+            self.shares[name] = self.shares[name] + share.detach()
+            self.log(
+                f"train/{name}", self.shares[name], prog_bar=name == "loss", batch_size=len(batch.samples),
+                sync_dist=True, reduce_fx="sum",
+            )  # fmt: skip
+        return loss * batch.parts
 
     # -- optimisation
 
@@ -377,8 +389,10 @@ class ShapeModule(Learner):
 
     predictor: Predictor
 
-    def __init__(self, predictor: Predictor, *arguments: Any, **options: Any) -> None:
-        super().__init__(predictor, *arguments, **options)
+    def __init__(self, predictor: Predictor, target: Target, losses: Losses, *arguments: Any, **options: Any) -> None:
+        for parameter in () if losses.on_logits else predictor.reading:
+            parameter.requires_grad_(False)  # no loss reaches it, and processes would wait for its gradient
+        super().__init__(predictor, target, losses, *arguments, **options)
         steps = predictor.config.num_steps
         self.agreement = nn.ModuleList(MeanMetric() for _ in range(steps))
         self.acceptance_length = MeanMetric()
@@ -411,19 +425,20 @@ class ShapeModule(Learner):
             with torch.no_grad():
                 target_logits = reader.frozen(true)
         rows = self.target.output_rows(predictor.draft_vocabulary) if self.losses.sinkhorn > 0 else None
-        loss, parts = weighted_loss(self.losses, states, true, predicted_logits, target_logits, kept[-1], rows)
+        whole = batch.whole(predictor.config.num_steps)
+        loss, parts = weighted_loss(self.losses, states, true, predicted_logits, target_logits, kept[-1], rows, whole)
         if predictor.confidence is not None and embeddings is not None:
             assert predicted_logits is not None and target_logits is not None
             agree = predicted_logits.argmax(-1) == target_logits.argmax(-1)
             estimate = predictor.estimate(states.detach(), embeddings[kept]).float()
-            parts["confidence"] = F.binary_cross_entropy_with_logits(estimate, agree.float())
+            refuted = F.binary_cross_entropy_with_logits(estimate, agree.float(), reduction="sum")
+            parts["confidence"] = refuted / max(len(whole), 1)
             loss = loss + parts["confidence"]
         if measuring and predicted_logits is not None:
             drafts = torch.full_like(cut.tokens, -1)
             drafts[kept] = predicted_logits.argmax(-1)
             self._log_agreement(drafts, cut)
-        self._log_losses(loss, parts, len(cut.mask))
-        return loss
+        return self._share(batch, loss, parts)
 
     def _reader(self) -> Reader:
         """With a draft vocabulary both distributions are restricted to it, as in EAGLE-3, which also saves most of a

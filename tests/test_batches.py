@@ -1,22 +1,19 @@
 """The order of data: everything once, the same for any number of processes, and what a batch holds."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_runs import CONVERSATIONS, OPTIONS, STEPS, WINDOW, data_of, network
+from training_runs import CONVERSATIONS, OPTIONS, STEPS, UNEQUAL, WINDOW, data_of, extracted, network, portions
 
-from shape.batches import Split, StepOrder, derive_seed
+from shape.batches import Split, StepOrder, cuts, derive_seed
 from shape.errors import DataError
 from shape.examples import Texts, examples
 from shape.losses import Losses
 from shape.store import eligible
-from shape.training import (
-    ShapeModule,
-)
+from shape.training import ShapeModule, computed_texts
 
 
 def test_stored_batches_equal_examples_of_whole_conversations(store, tiny_target):
@@ -37,27 +34,75 @@ def test_stored_batches_equal_examples_of_whole_conversations(store, tiny_target
             assert torch.equal(cut.states[index, 0][counts], expected.states[0, 0][counts])
 
 
-def test_whole_texts_are_dealt_by_roots_and_hold_every_root(store, tiny_target):
-    options = replace(OPTIONS, batch_size=64)
-    data = data_of(store, tiny_target, options, window=None, exclude=[0])
-    assert 0 not in data.texts_with_roots.tolist()
-    order, parts = data.batches(Split(0, 1, 2)).order, list(data.batches(Split(0, 1, 2)))
+def test_whole_texts_hold_every_root(store, tiny_target):
+    data = data_of(store, tiny_target, replace(OPTIONS, batch_size=64), window=None, exclude=[0])
+    batches = data.batches(Split(0, 1, 2))
+    assert 0 not in batches.numbers.tolist()
+    parts = list(batches)
     assert len(parts) == 2 * OPTIONS.steps == 2 * 8, "one pool"
-    drawn = torch.cat([order.step(step) for step in range(8)])
+    drawn = torch.cat([batches.order.step(step) for step in range(8)])
     assert torch.cat([batch.samples for batch in parts]).sort().values.tolist() == drawn.sort().values.tolist()
     for batch in parts:
         for row, sample in enumerate(batch.samples.tolist()):
-            stored = store[int(data.texts_with_roots[sample])]
+            stored = store[int(batches.numbers[sample])]
             length = len(stored.input_ids)
             assert torch.equal(batch.texts.hidden[row, :length], stored.hidden)
             assert not batch.texts.loss_mask[row, length:].any()
             roots = batch.texts.roots[row]
             ready = eligible(stored.loss_mask, torch.tensor([0, length])).nonzero()[:, 0]
             assert torch.equal(roots[roots > 0], ready)
-    counts = [data.roots_of_texts[batch.samples] for batch in parts]
-    by_size = sorted(counts, key=lambda each: each.sum())
-    for fewer, more in pairwise(by_size):
-        assert fewer.max() <= more.min()
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=60), st.integers(1, 9))
+@settings(max_examples=60, deadline=None)
+def test_cuts_are_even(sizes, parts):
+    found = torch.tensor(sizes).tensor_split(cuts(torch.tensor(sizes), parts))
+    assert torch.cat(found).tolist() == sizes and len(found) == parts
+    assert [len(part) > 0 for part in found] == [number < len(sizes) for number in range(parts)]
+    if len(sizes) > parts * max(sizes):  # no sample is as large as a part
+        assert max(part.sum() for part in found) - min(part.sum() for part in found) <= 2 * max(sizes)
+
+
+@pytest.fixture(scope="module")
+def unequal(tiny_target, tmp_path_factory):
+    return extracted(tiny_target, tmp_path_factory.mktemp("unequal"), UNEQUAL)
+
+
+# Of data, by how they are read; the batches are of fewer texts than there may be portions.
+READ = {"windows": (True, WINDOW), "whole texts": (True, None), "online": (False, None)}
+
+
+@pytest.mark.parametrize(("stored", "window"), READ.values(), ids=READ)
+def test_order_is_the_same_for_any_number_of_processes(unequal, tiny_target, stored, window):
+    options = replace(OPTIONS, batch_size=90)
+    data = data_of(unequal if stored else UNEQUAL, tiny_target, options, window=window, seed=5, max_length=160)
+
+    def samples(step: int, world: int, accumulate: int) -> list[int]:
+        found = []
+        for batch in portions(data, step, world, accumulate):
+            texts = batch.texts or computed_texts(tiny_target, batch, (-1,), torch.device("cpu"))
+            cut = examples(texts, WINDOW, STEPS, tiny_target.hidden_size)
+            found += batch.samples[cut.mask.flatten(1).any(-1)].tolist()
+        return found
+
+    steps = [samples(step, 1, 1) for step in range(OPTIONS.steps)]
+    assert len({tuple(step) for step in steps}) > 3
+    for world, accumulate in ((2, 1), (3, 1), (1, 2), (2, 4), (5, 2)):
+        assert steps == [samples(step, world, accumulate) for step in range(OPTIONS.steps)]
+
+
+@pytest.mark.parametrize(("stored", "window"), READ.values(), ids=READ)
+def test_a_portion_knows_what_counts_in_the_whole_step(unequal, tiny_target, stored, window):
+    options = replace(OPTIONS, batch_size=90)
+    data = data_of(unequal if stored else UNEQUAL, tiny_target, options, window=window, max_length=160)
+    for step, (world, accumulate) in enumerate([(1, 1), (2, 1), (1, 3), (3, 2)]):
+        count, batches = torch.zeros(STEPS, dtype=torch.int64), portions(data, step, world, accumulate)
+        for batch in batches:
+            texts = batch.texts or computed_texts(tiny_target, batch, (-1,), torch.device("cpu"))
+            mask = examples(texts, WINDOW, STEPS, tiny_target.hidden_size).mask
+            count += mask.flatten(0, -2).sum(0)
+        for batch in batches:
+            assert torch.equal(batch.whole(STEPS).bincount(minlength=STEPS), count) and count[0] > 0
 
 
 def test_online_examples_are_those_of_the_store(store, tiny_target):
@@ -84,25 +129,6 @@ def test_order_visits_everything_once_per_epoch(count, batches, seed, parts):
         assert sorted(seen[epoch * count : (epoch + 1) * count].tolist()) == list(range(count))
     again = StepOrder(seed, count, batches * parts)
     assert torch.equal(again.step(count - 1), order.step(count - 1))
-
-
-def test_order_is_the_same_for_any_number_of_processes(store, tiny_target):
-    data = data_of(store, tiny_target, seed=5)
-
-    def samples(step: int, world: int, accumulate: int) -> list[int]:
-        found = []
-        for portion in range(accumulate):
-            for rank in range(world):
-                batch = data.batches(Split(rank, world, accumulate))[step * accumulate + portion]
-                assert (batch.step, batch.part) == (step, portion * world + rank)
-                found += batch.samples.tolist()
-        return found
-
-    for step in (0, 3, 7):
-        one = samples(step, 1, 1)
-        assert len(one) == OPTIONS.batch_size
-        assert one == samples(step, 2, 1) == samples(step, 3, 1) == samples(step, 1, 2) == samples(step, 2, 4)
-    assert samples(0, 1, 1) != samples(1, 1, 1)
 
 
 def test_data_without_anything_to_learn_is_refused(store, tiny_target):

@@ -15,6 +15,7 @@ from shape.drafters import ModelDrafter
 from shape.errors import ConfigError
 from shape.examples import whole_texts
 from shape.losses import Losses
+from shape.store import eligible
 from shape.train import main
 from shape.training import TrainingOptions
 
@@ -60,7 +61,9 @@ def test_the_loss_is_that_of_the_texts(store, tiny_target):
     stored = list(store)
     hidden = pad_sequence([each.hidden for each in stored], batch_first=True)
     texts = whole_texts(hidden, [each.input_ids for each in stored], [each.loss_mask for each in stored])
-    batch = Batch(0, 0, torch.arange(len(stored)), texts)
+    roots = [eligible(each.loss_mask, torch.tensor([0, len(each.loss_mask)])) for each in stored]
+    counted = torch.ones(sum(int(each.sum()) for each in roots), dtype=torch.int64)
+    batch = Batch(0, 0, 1, torch.arange(len(stored)), counted, texts)
     module.log = module.log_dict = lambda *_, **__: None
     with torch.no_grad():
         loss = module.training_step(batch, 0)

@@ -3,13 +3,15 @@
 import gzip
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -25,6 +27,8 @@ from shape.regeneration import (
     EndpointError,
     LocalBackend,
     Request,
+    Share,
+    Summary,
     main,
     regenerate,
 )
@@ -37,6 +41,7 @@ class Echo:
 
     name: str = "echo"
     batches: list[list[Request]] = field(default_factory=list)
+    concurrency: int = 1
 
     def describe(self) -> dict[str, Any]:
         return {"name": self.name}
@@ -424,14 +429,88 @@ def test_endpoint_failures(server):
         EndpointBackend("http://127.0.0.1:9/v1", "m", retries=1, pause=0.01).generate([REQUEST])
 
 
-def test_endpoint_serves_a_batch_at_the_same_time(server, monkeypatch):
-    plain = Handler.do_POST
+def dialogues(count: int) -> list[Conversation]:
+    """Of one to four turns, the first of one turn."""
+    return [asking(f"d{i}", *(f"{turn} of {i}" for turn in range(1 + i % 4))) for i in range(count)]
 
-    def slow(self):
-        time.sleep(0.5)
-        plain(self)
 
-    monkeypatch.setattr(Handler, "do_POST", slow)
-    start = time.monotonic()
-    assert len(EndpointBackend(server.url, "m").generate([REQUEST] * 10)) == 10
-    assert time.monotonic() - start < 4
+def test_an_endpoint_is_asked_by_many_dialogues_and_none_waits_for_another(server, tmp_path, monkeypatch):
+    """The answer to the first comes when all others have all of theirs, after random delays; five at a time."""
+    conversations = dialogues(24)
+    others = sum(1 + i % 4 for i in range(1, 24))
+    send, lock, served, at_work, most = Handler._send, threading.Lock(), threading.Semaphore(0), set(), []
+
+    def slow(self, status, body):
+        with lock:
+            at_work.add(self)
+            most.append(len(at_work))
+        if ":0 of 0:" in body["choices"][0]["message"]["content"]:
+            assert all(served.acquire(timeout=30) for _ in range(others)), "the others wait for this one"
+        else:
+            time.sleep(random.uniform(0.002, 0.02))
+        with lock:
+            at_work.remove(self)
+        send(self, status, body)
+        served.release()
+
+    monkeypatch.setattr(Handler, "_send", slow)
+    backend = EndpointBackend(server.url, "m", concurrency=5)
+    done = regenerate(conversations, backend, tmp_path / "many.jsonl", progress=False)
+    assert done.answers == len(server.asked) == others + 1 and max(most) == 5
+    monkeypatch.setattr(Handler, "_send", send)
+    regenerate(conversations, replace(backend, concurrency=1), tmp_path / "one.jsonl", progress=False)
+    assert (tmp_path / "many.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
+
+
+def test_what_an_endpoint_answered_is_kept_when_it_fails(server, tmp_path, monkeypatch):
+    backend, send = EndpointBackend(server.url, "m", concurrency=4, retries=1, pause=0.01), Handler._send
+    regenerate(dialogues(40), backend, tmp_path / "straight.jsonl", progress=False)
+    asked = len(server.asked)
+
+    def failing(self, status, body):
+        broken = len(server.asked) > asked + 60
+        send(self, 503 if broken else status, {"error": "out of order"} if broken else body)
+
+    monkeypatch.setattr(Handler, "_send", failing)
+    with pytest.raises(EndpointError, match=r"status 503: .*out of order.*give the same command again to continue"):
+        regenerate(dialogues(40), backend, tmp_path / "out.jsonl", progress=False)
+    assert len(server.asked) < asked + 80, "it went on asking"
+    monkeypatch.setattr(Handler, "_send", send)
+    before = len(server.asked)
+    regenerate(dialogues(40), backend, tmp_path / "out.jsonl", progress=False)
+    assert len(server.asked) - before <= asked - 60 + 4 * 3, "what was finished was asked again"
+    assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "straight.jsonl").read_bytes()
+
+
+# Several processes -----------------------------------------------------------------------------------
+
+
+def test_processes_share_the_batches(tmp_path):
+    straight, output, barrier = tmp_path / "straight.jsonl", tmp_path / "out.jsonl", threading.Barrier(3)
+    whole, parts = Echo(), [Echo() for _ in range(3)]
+    expected = regenerate(many(60), whole, straight, batch_size=4, progress=False)
+
+    def work(rank: int) -> Summary | None:
+        share = Share(rank, 3, barrier.wait)
+        return regenerate(many(60), parts[rank], output, batch_size=4, progress=False, share=share)
+
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(work, range(3))) == [expected, None, None]
+    assert output.read_bytes() == straight.read_bytes()
+    asked = [len(part.batches) for part in parts]
+    assert sum(asked) == len(whole.batches) and max(asked) - min(asked) <= 6  # batches have up to three turns
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "straight.jsonl"]
+
+
+def test_another_number_of_processes_goes_on(tmp_path):
+    straight, output, whole, rest = tmp_path / "straight.jsonl", tmp_path / "out.jsonl", Echo(), Echo()
+    regenerate(many(60), whole, straight, batch_size=4, progress=False)
+    for rank in (1, 2):  # and the first is lost at once
+        part = Echo()
+        assert regenerate(many(60), part, output, batch_size=4, progress=False, share=Share(rank, 3)) is None
+    with open(tmp_path / "out.jsonl.partial.2", "ab") as file:
+        file.write(b'[[0, {"id": "half a line')
+    assert regenerate(many(60), Echo(), output, batch_size=4, progress=False, share=Share(1, 2)) is None
+    regenerate(many(60), rest, output, batch_size=4, progress=False)
+    assert output.read_bytes() == straight.read_bytes() and 0 < len(rest.batches) < len(whole.batches) / 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "straight.jsonl"]

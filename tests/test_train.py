@@ -19,11 +19,12 @@ from shape import bundled
 from shape.config import ShapeConfig
 from shape.conversations import Conversation, Message
 from shape.decoder import ShapeDecoder
-from shape.errors import ConfigError
+from shape.errors import ConfigError, DataError
 from shape.features import TrainerOptions
 from shape.places import Place
 from shape.store import FeatureStore
 from shape.train import (
+    MeasurementOptions,
     PredictorOptions,
     TrainOptions,
     _compare_with_training,
@@ -78,7 +79,7 @@ def test_a_part_of_the_conversations_can_be_learned_from(trained, tiny_target_fo
     main(arguments(tiny_target_folder, data, tmp_path, *more))
     record = json.loads((tmp_path / "config.json").read_text())["training"]
     whole = json.loads((trained / "config.json").read_text())["training"]
-    assert record["examples"].endswith("of 7 conversations") and whole["examples"].endswith("of 57 conversations")
+    assert record["examples"].endswith("of 7 conversations") and whole["examples"].endswith("of 54 conversations")
     with pytest.raises(SystemExit):
         main(arguments(tiny_target_folder, data, tmp_path, "--training.conversations=0"))
     assert "training.conversations is 0" in capsys.readouterr().err
@@ -245,6 +246,25 @@ def test_options_mirror_what_they_become():
     assert {field.name for field in fields(TrainerOptions)} <= inspect.signature(trainer).parameters.keys()
 
 
+def test_what_is_measured_on_chose_nothing(tiny_target_folder, data, tmp_path):
+    """The conversations of the last measurement neither taught nor chose the weights."""
+    options = TrainOptions(target=str(tiny_target_folder), data=str(data), regenerate=False, max_length=128)
+    few = talks(tmp_path / "few.jsonl", 7)
+    for given, choosing, measured in ((None, 3, 3), (str(few), 4, 3)):
+        material = prepare([replace(options, validation_data=given)], Place(tmp_path))
+        ids = {conversation.id for conversation in material.for_validation}
+        asked = {prompt.id for prompt in material.prompts}
+        assert (len(ids), len(asked)) == (choosing, measured) and not ids & asked
+        held = {material.conversations[number].id for number in material.held_out}
+        assert held == (ids | asked if given is None else set())
+    unmeasured = replace(options, measurement=MeasurementOptions(limit=0))
+    again = prepare([unmeasured], Place(tmp_path))
+    assert len(again.for_validation) == 3 and len(again.held_out) == 6, "what is learned depends on what is measured"
+    (tmp_path / "one.jsonl").write_text(few.read_text().splitlines()[0])
+    with pytest.raises(DataError, match="one conversation to validate on, and none is left to measure on"):
+        prepare([replace(options, validation_data=str(tmp_path / "one.jsonl"))], Place(tmp_path))
+
+
 def test_validation_prompts_end_where_answers_begin(tiny_target):
     turns = [Message("user", "a"), Message("assistant", "b"), Message("user", "c"), Message("assistant", "d")]
     conversations = [Conversation(str(i), tuple(turns[: 2 + 2 * (i % 2)])) for i in range(6)]
@@ -326,9 +346,8 @@ def long_talks(path: Path) -> Path:
         (["--training.steps=0"], "training.steps"),
         (["--validation.every=0"], "validation.every"),
         (["--predictor.token_conditioning=path", "--predictor.markov_rank=0"], "recursive"),
-        (["--limit=1"], "one conversation"),
+        (["--limit=2"], "2 conversation(s), too few to train on"),
         (["--predictor.draft_vocab_size=1000"], "259 tokens"),
-        (["--trainer.accumulate_grad_batches=3"], "multiple of 3"),
         (["--regeneration.sampled_share=2"], "sampled_share"),
         (["--regenerate=true", "--validation_data=missing.jsonl"], "missing.jsonl"),
     ],

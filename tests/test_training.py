@@ -7,17 +7,35 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
+from helpers import RIVALS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from training_runs import CONVERSATIONS, OPTIONS, fit, network, weights
+from training_runs import (
+    CONVERSATIONS,
+    OPTIONS,
+    UNEQUAL,
+    WINDOW,
+    data_of,
+    extracted,
+    fit,
+    network,
+    portions,
+    trainable,
+    weights,
+)
 
+from shape.batches import Split
+from shape.distillation import DistillModule, draft_model
 from shape.drafters import TrainedDrafter
 from shape.errors import CheckpointError, ConfigError
+from shape.features import compute_features
 from shape.losses import Losses
+from shape.store import FeatureStore
 from shape.training import (
     AtomicCheckpointIO,
     DecodingValidation,
+    Learner,
     Operations,
     ShapeModule,
     TrainingOptions,
@@ -27,6 +45,9 @@ from shape.training import (
     decode_counts,
     load_weights,
 )
+
+NETWORKS = {"shape": {}, **RIVALS}
+KL = Losses(smooth_l1=0.0, soft_cross_entropy=0.0, kl=1.0)
 
 
 def test_the_transport_loss_trains(store, tiny_target):
@@ -65,12 +86,84 @@ def test_same_seed_same_weights(store, tiny_target):
     assert not torch.equal(weights(first), weights(other))
 
 
-def test_accumulated_parts_are_the_whole_batch(store, tiny_target):
-    losses = Losses(step_decay=1.0, soft_cross_entropy=0.0, smooth_l1=1.0)
-    whole, parts = (fit(tiny_target, store, losses=losses, accumulate=n, num_layers=0) for n in (1, 2))
+@pytest.fixture(scope="module")
+def unequal(tiny_target, tmp_path_factory):
+    return extracted(tiny_target, tmp_path_factory.mktemp("unequal"), UNEQUAL)
+
+
+@pytest.mark.parametrize("kind", [*NETWORKS, "online", "model"])
+def test_one_position_has_one_weight(unequal, tiny_target, kind):
+    """However a step of very unequal texts is dealt to processes and portions, its loss and gradient are those of one
+    big batch; and these are what a plain mean over its positions has.
+    """
+    options, changes = replace(OPTIONS, batch_size=300), NETWORKS.get(kind, {"attention": True})
+    if kind == "model":
+        module: Learner = DistillModule(draft_model(tiny_target, 32, 1, 2), tiny_target, KL, options)
+        store, window = unequal, None
+    else:
+        module = ShapeModule(trainable(tiny_target, **changes), tiny_target, Losses(mse=0.5), options, log_every=1000)
+        store = UNEQUAL if kind == "online" else FeatureStore(unequal.place, layers=module.layers)
+        window = None if module.predictor.memory_shapes else WINDOW
+    data = data_of(store, tiny_target, options, window=window, max_length=160)
+    module.log = module.log_dict = lambda *_, **__: None  # type: ignore[method-assign,assignment]
+
+    def taught(step: int, split: tuple[int, int]) -> tuple[float, torch.Tensor]:
+        """The step's loss and its gradient, averaged over portions as Lightning and DDP do."""
+        module.zero_grad()
+        batches, loss = portions(data, step, *split), 0.0
+        for batch in batches:
+            one = module.training_step(batch, 0) / len(batches)
+            one.backward()
+            loss += float(one)
+        return loss, torch.cat([weight.grad.flatten() for weight in module.predictor.parameters()])
+
+    for step in range(2):
+        loss, gradient = taught(step, (1, 1))
+        assert gradient.norm() > 1e-3
+        for split in ((1, 3), (4, 2)):
+            other, summed = taught(step, split)
+            assert other == pytest.approx(loss, rel=1e-5), split
+            assert (summed - gradient).norm() < 1e-5 * gradient.norm(), split
+
+
+def test_accumulated_parts_are_the_whole_batch(unequal, tiny_target):
+    options = replace(OPTIONS, batch_size=300)
+    whole, parts = (fit(tiny_target, unequal, accumulate=n, attention=True, options=options) for n in (1, 3))
     assert parts.trainer.global_step == whole.trainer.global_step == OPTIONS.steps
-    # Means over parts weigh supervised steps slightly otherwise than the mean over the whole.
-    assert (weights(whole) - weights(parts)).norm() < 0.2 * (weights(whole) - weights(parts) * 0).norm()
+    begin = torch.cat([weight.flatten() for weight in network(tiny_target, attention=True).parameters()])
+    assert (weights(whole) - weights(parts)).norm() < 1e-3 * (weights(whole) - begin).norm()
+    logged = [run.trainer.callback_metrics for run in (whole, parts)]
+    for name in ("train/loss", "train/soft_cross_entropy", "train/smooth_l1"):
+        assert logged[0][name] == pytest.approx(float(logged[1][name]), rel=1e-4), name
+
+
+def test_online_features_are_computed_outside_of_autocast(tiny_target, monkeypatch):
+    """In the target's dtype, to the last bit what extraction would have stored."""
+    found = []
+    texts = ShapeModule._texts
+    monkeypatch.setattr(ShapeModule, "_texts", lambda *its: found.append((its[1], texts(*its))) or found[-1][1])
+    fit(tiny_target, UNEQUAL, precision="bf16-mixed", options=replace(OPTIONS, steps=2))
+    assert len(found) == 2
+    for batch, computed in found:
+        assert computed.hidden.dtype == tiny_target.dtype == torch.float32
+        assert torch.equal(computed.hidden, compute_features(tiny_target, batch.conversations))
+
+
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_what_no_loss_reaches_is_not_trained(unequal, tiny_target, kind):
+    """Processes wait for the gradient of every weight that is trained."""
+    for losses in (Losses(soft_cross_entropy=0.0), Losses(smooth_l1=0.0)):
+        predictor = trainable(tiny_target, **NETWORKS[kind])
+        module = ShapeModule(predictor, tiny_target, losses, OPTIONS, log_every=1)
+        module.log = module.log_dict = lambda *_, **__: None  # type: ignore[method-assign,assignment]
+        window = None if predictor.memory_shapes else WINDOW
+        data = data_of(FeatureStore(unequal.place, layers=module.layers), tiny_target, window=window)
+        module.training_step(data.batches(Split())[0], 0).backward()
+        named = list(predictor.named_parameters())
+        assert not [name for name, weight in named if weight.requires_grad and weight.grad is None]
+        frozen = {name for name, weight in named if not weight.requires_grad}
+        assert all(name.startswith(("heads", "markov")) for name in frozen)
+        assert bool(frozen) == (not losses.on_logits and bool(predictor.reading))
 
 
 @pytest.mark.parametrize("online", [False, True])

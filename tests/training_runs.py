@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import pytorch_lightning as pl
 import torch
 
-from shape.batches import ShapeDataModule
+from shape.batches import Batch, ShapeDataModule, Split
 from shape.config import ShapeConfig
 from shape.conversations import Conversation, Message
 from shape.drafters import PREDICTORS
@@ -43,17 +45,34 @@ def talk(number: int) -> Conversation:
 CONVERSATIONS = [talk(number) for number in range(9)]
 
 
-def extracted(target, folder: Path) -> FeatureStore:
+# Answers of 1 to 112 tokens; those of 1 have no root.
+UNEQUAL = [
+    Conversation(f"u{size}", (Message("user", "?"), Message("assistant", "yes" * size)))
+    for size in (1, 5, 0, 37, 1, 11, 1, 2, 21)
+]
+
+
+def extracted(target, folder: Path, conversations: Sequence[Conversation] = CONVERSATIONS) -> FeatureStore:
     """The last layer of a store that holds several."""
     trainer = TrainerOptions(accelerator="cpu", devices=1, enable_progress_bar=False).for_extraction()
-    options = FeatureOptions(max_length=128, shard_size=4, layers=[0, 1, 2, -1])
-    extract(target, CONVERSATIONS, folder, options, trainer)
+    options = FeatureOptions(max_length=160, shard_size=4, layers=[0, 1, 2, -1])
+    extract(target, conversations, folder, options, trainer)
     return FeatureStore(folder, layers=[-1])
 
 
 def data_of(source, target, options=OPTIONS, window: int | None = WINDOW, **others) -> ShapeDataModule:
     sizes = {"steps": options.steps, "batch_size": options.batch_size}
     return ShapeDataModule(source, target, **sizes, window=window, ahead=STEPS, **others)
+
+
+def portions(data: ShapeDataModule, step: int, world: int, accumulate: int) -> list[Batch]:
+    """All of a step, in the order of their numbers."""
+    pairs = product(range(accumulate), range(world))
+    found = [data.batches(Split(rank, world, accumulate))[step * accumulate + each] for each, rank in pairs]
+    assert [(batch.step, batch.part, batch.parts) for batch in found] == [
+        (step, part, len(found)) for part in range(len(found))
+    ]
+    return found
 
 
 def network(target, seed: int = 0, **changes) -> Predictor:
@@ -63,6 +82,16 @@ def network(target, seed: int = 0, **changes) -> Predictor:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return PREDICTORS[config.kind](config)
+
+
+def trainable(target, **changes) -> Predictor:
+    """The same with every weight away from its special initial value, and whatever it draws from at hand."""
+    predictor = network(target, **changes)
+    for weight in predictor.parameters():
+        torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(0))
+    if predictor.draft_vocabulary is not None:
+        predictor.draft_vocabulary = torch.arange(len(predictor.draft_vocabulary))
+    return predictor
 
 
 def fit(
@@ -75,6 +104,7 @@ def fit(
     accumulate=1,
     callbacks=(),
     ckpt_path=None,
+    precision="32-true",
     **changes,
 ) -> ShapeModule:
     predictor = network(target, **changes)
@@ -82,7 +112,7 @@ def fit(
         source = FeatureStore(source.place, layers=predictor.config.feature_layers)
     window = None if predictor.memory_shapes else predictor.config.window
     module = ShapeModule(predictor, target, losses or Losses(), options, seed=seed, log_every=2)
-    data = data_of(source, target, options, window=window, max_length=128, seed=seed)
+    data = data_of(source, target, options, window=window, max_length=160, seed=seed)
     if predictor.draft_vocabulary is not None:
         predictor.draft_vocabulary = draft_vocabulary(data.texts(), len(predictor.draft_vocabulary), target.vocab_size)
     if predictor.heads is not None:
@@ -93,6 +123,7 @@ def fit(
         max_steps=options.steps,
         max_epochs=1,
         accumulate_grad_batches=accumulate,
+        precision=precision,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
