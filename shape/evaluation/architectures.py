@@ -35,8 +35,8 @@ with random trees and with mostly right chains; the last column counts answers t
 `model.generate`. A "chain" is decoded row by row without branches. Windows and chunks are of {window} tokens and rotary
 tables change behind {boundary}, which is more than the probe's text and less than the answers'. The first families are
 configured by hand; those without a remark are all others that transformers has, in their default configuration with
-small numbers. Of {families} families {equal} are shown equal, {refused} are refused and {missing} are not built, most
-of them since their text model is a family of its own. Made by
+small numbers. Of {families} families {equal} are shown equal, {refused} are refused and {missing} are not built, for
+the reason given. Made by
 `python -m shape.evaluation.architectures --output eval/results/architectures.md`; a test checks it.
 """
 
@@ -184,8 +184,8 @@ class Verdict:
 
 
 def others() -> list[str]:
-    """Model types that are in no family above."""
-    known = {kind for _, kind, _ in FAMILIES.values()}
+    """Model types that are no family above, by name or by type."""
+    known = {*FAMILIES, *(kind for _, kind, _ in FAMILIES.values())}
     return [kind for kind in families.kinds() if kind not in known]
 
 

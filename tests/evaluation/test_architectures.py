@@ -25,3 +25,13 @@ def test_answers_are_the_targets_own(family):
 def test_the_table_has_every_family():
     lines = TABLE.read_text().splitlines()
     assert [line.split("|")[1].strip() for line in lines if line.startswith("| ")][2:] == [*FAMILIES, *others()]
+
+
+def test_what_is_said_of_the_table_is_in_it():
+    rows = [line.split("|") for line in TABLE.read_text().splitlines() if line.startswith("| ")][2:]
+    refused = sum(row[3].strip() == "refused" for row in rows)
+    equal = sum(row[5].strip() == "6 / 6" for row in rows)
+    said = f"[the table of {len(rows)} families](eval/results/architectures.md): {equal} are shown equal"
+    readme, page = ((TABLE.parents[2] / name).read_text() for name in ("README.md", "docs/losslessness.md"))
+    assert said in readme and f"{refused} are refused." in readme
+    assert f"The table of {len(rows)} families" in page and f"({equal}) or refused ({refused})" in page
