@@ -27,6 +27,7 @@ from shape.conversations import (
 )
 from shape.decoder import ShapeDecoder
 from shape.errors import DataError
+from shape.evaluation.speed import prompts_hash
 from shape.features import rows_of
 from shape.generate import main as generate_main
 from shape.places import Place
@@ -190,6 +191,12 @@ def test_options_of_the_template_reach_prompt_and_text(shipped, tmp_path):
     assert shown(tokenizer, *load_conversations(tmp_path / "own.jsonl", chat_template_kwargs=off)) == shown(
         tokenizer, plain
     )
+
+
+def test_measurements_know_prompts_with_other_options_apart():
+    source = bundled.path("data", "kinds.jsonl")
+    assert prompts_hash(load_prompts(source)) == "a18758138eaf8306"  # as in results of before
+    assert prompts_hash(load_prompts(source, {"enable_thinking": False})) != "a18758138eaf8306"
 
 
 @pytest.mark.parametrize(
@@ -369,7 +376,7 @@ def test_train_on_and_decode_with_a_thinking_target_by_target_and_data_alone(
     assert done.returncode == 0, done.stderr
     predictor = tmp_path / "checkpoints/shape"
     record = json.loads((predictor / "config.json").read_text())["training"]
-    assert record["acceptance_length"] > 2, record
+    assert record["acceptance_length"]["value"] > 2, record
     command = [sys.executable, "-m", "shape.generate", f"--predictor={predictor}", "--prompt=one 3"]
     said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert said.returncode == 0, said.stderr
