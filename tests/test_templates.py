@@ -287,6 +287,12 @@ def test_turns_of_one_text_where_the_template_keeps_what_was_said(thinking_targe
     assert found.template == {"enable_thinking": False} and len(found.texts) == 2  # the empty thought is dropped
 
 
+def test_raw_completions_are_not_taken_apart(thinking_target):
+    prompt = thinking_target.tokenizer.decode(thinking_target.encode([{"role": "user", "content": "one"}])[0])
+    (answer,) = LocalBackend(ShapeDecoder(thinking_target), 60).generate([Request(prompt, False, 0)])
+    assert (answer.text, answer.more) == ("<think>\nhm, well\n</think>\n\nyes!", {})
+
+
 def test_recorded_calls_stay_and_the_target_is_asked_there_too(thinking_target, tmp_path):
     conversation = Conversation("a", (*TOOLS, user("Q2"), bot("A2")))
     backend = LocalBackend(ShapeDecoder(thinking_target), 60)
