@@ -1029,9 +1029,9 @@ def _offsets(tokenizer: PreTrainedTokenizerBase, text: str, shift: int) -> tuple
 
 
 def _first_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The beginning-of-text token, where the tokenizer puts one before raw text."""
-    bos = tokenizer.bos_token_id
-    return [bos] if bos is not None and tokenizer("").input_ids[:1] == [bos] else []
+    """What the tokenizer puts before raw text: the beginning-of-text token, or several; not what it puts behind."""
+    bare, whole = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
+    return next((whole[:at] for at in range(len(whole)) if whole[at : at + len(bare)] == bare), [])
 
 
 def _chat_template(tokenizer: PreTrainedTokenizerBase, given: Mapping[str, Any]) -> str:

@@ -182,7 +182,12 @@ class LocalBackend:
     def _answer(self, request: Request, prompt: list[int], ids: list[int]) -> Answer:
         ends = self.decoder.target.eos_token_ids
         end = next((index for index, token in enumerate(ids) if token in ends), None)
-        message = answer_message(ids[:end], self.decoder.tokenizer, request.template)
+        tokenizer, said = self.decoder.tokenizer, ids[:end]
+        if isinstance(request.prompt, str):  # raw text, of which nothing is taken apart
+            text = tokenizer.decode(said, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            message = Message("assistant", text)
+        else:
+            message = answer_message(said, tokenizer, request.template)
         tokens = prompt, ids if end is None else ids[: end + 1]
         # A cut may fall inside a character, whose first bytes alone are no text.
         text = message.content if end is not None else message.content.rstrip("\ufffd")

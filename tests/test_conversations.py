@@ -266,6 +266,12 @@ def test_bos_of_raw_text_is_there_and_not_supervised():
     pair = Conversation("p", (Message("user", ""), Message("assistant", "answer")), "completion")
     assert runs(tokenizer, pair) == [(False, "<|endoftext|>"), (True, "answer" + IM_END)]
     assert prompt_ids("", tokenizer) == [0] and prompt_ids("é", tokenizer)[0] == 0
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"<|endoftext|> {IM_START} $A {IM_END}",
+        special_tokens=[("<|endoftext|>", 0), (IM_START, 1), (IM_END, 2)],
+    )
+    words = tokenizer("the answer", add_special_tokens=False).input_ids
+    assert prompt_ids("the answer", tokenizer) == [0, 1, *words]  # a prompt has not ended
 
 
 def test_templates_that_cannot_be_followed():

@@ -27,6 +27,7 @@ from shape.conversations import (
 )
 from shape.decoder import ShapeDecoder
 from shape.errors import DataError
+from shape.evaluation.speed import prompts_hash
 from shape.features import rows_of
 from shape.generate import main as generate_main
 from shape.places import Place
@@ -192,6 +193,12 @@ def test_options_of_the_template_reach_prompt_and_text(shipped, tmp_path):
     )
 
 
+def test_measurements_know_prompts_with_other_options_apart():
+    source = bundled.path("data", "kinds.jsonl")
+    assert prompts_hash(load_prompts(source)) == "a18758138eaf8306"  # as in results of before
+    assert prompts_hash(load_prompts(source, {"enable_thinking": False})) != "a18758138eaf8306"
+
+
 @pytest.mark.parametrize(
     ("family", "text", "content", "thought"),
     [
@@ -278,6 +285,12 @@ def test_turns_of_one_text_where_the_template_keeps_what_was_said(thinking_targe
     regenerate([plain], backend, tmp_path / "a.jsonl", sampled_share=0.0, progress=False)
     (found,) = load_conversations(tmp_path / "a.jsonl")
     assert found.template == {"enable_thinking": False} and len(found.texts) == 2  # the empty thought is dropped
+
+
+def test_raw_completions_are_not_taken_apart(thinking_target):
+    prompt = thinking_target.tokenizer.decode(thinking_target.encode([{"role": "user", "content": "one"}])[0])
+    (answer,) = LocalBackend(ShapeDecoder(thinking_target), 60).generate([Request(prompt, False, 0)])
+    assert (answer.text, answer.more) == ("<think>\nhm, well\n</think>\n\nyes!", {})
 
 
 def test_recorded_calls_stay_and_the_target_is_asked_there_too(thinking_target, tmp_path):
@@ -369,7 +382,7 @@ def test_train_on_and_decode_with_a_thinking_target_by_target_and_data_alone(
     assert done.returncode == 0, done.stderr
     predictor = tmp_path / "checkpoints/shape"
     record = json.loads((predictor / "config.json").read_text())["training"]
-    assert record["acceptance_length"] > 2, record
+    assert record["acceptance_length"]["value"] > 2, record
     command = [sys.executable, "-m", "shape.generate", f"--predictor={predictor}", "--prompt=one 3"]
     said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert said.returncode == 0, said.stderr
