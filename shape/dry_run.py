@@ -72,7 +72,7 @@ def dry_run(options: TrainOptions) -> str:
             notes.append("answers: the target's own are taken to be as long as those in the data")
     settled = options.settled(size, text)
     draft = hours = None
-    if reason := _obstacle(settled, size, dtype):
+    if reason := "there is no tokenizer" if tokenizer is None else _obstacle(settled, size, dtype):
         notes.append(f"measured: nothing, as {reason}")
     else:
         draft, hours = _measured(settled, conversations, text)
