@@ -175,7 +175,7 @@ def test_a_loss_that_is_no_number_stops_the_run(undisturbed, copy, tiny_target_f
     shutil.rmtree(copy / "checkpoints")
     shard = copy / "features/shard-00001.safetensors"
     tensors = {name: tensor.clone() for name, tensor in _load(shard).items()}
-    end = int(tensors["offsets"][4])
+    end = int(tensors["offsets"][6])
     assert tensors["loss_mask"][end - 2]
     tensors["hidden"][end - 8] = float("inf")
     write_shard(Place(copy / "features"), Manifest.read(copy / "features"), 1, tensors)
