@@ -458,11 +458,13 @@ class Flight:
 
 @torch.no_grad()
 def captured(run: Callable[[], None], target: Target, pool: Any = None) -> Callable[[], None]:
-    """A CUDA graph of the kernels that `run` launches, as a function.
+    """A CUDA graph of the kernels that `run` launches, as a function; off CUDA `run` itself.
 
     Raises:
         UnsupportedTarget: something in it waits for the host.
     """
+    if target.device.type != "cuda":
+        return run
     with torch.cuda.device(target.device):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

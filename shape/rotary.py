@@ -84,7 +84,7 @@ def find_switch(target: "Target") -> Switch | None:
         positions = torch.arange(_SEEN + 1)[None]
         positions[0, -1] = reach - 1
         states = target.hidden(ids.to(target.device), position_ids=positions.to(target.device))
-        return states[:, :_SEEN].double()
+        return states[:, :_SEEN].cpu().double()  # devices may have no float64
 
     def change(one: Tensor, two: Tensor) -> float:
         return float((one - two).norm() / two.norm())

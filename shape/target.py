@@ -466,7 +466,7 @@ def read_config(target: str | Path, **options: Any) -> PretrainedConfig:
     try:
         config, _ = AutoConfig.from_pretrained(bundled.resolve(str(target)), return_unused_kwargs=True, **known)
         return config
-    except (OSError, ValueError) as error:
+    except Exception as error:  # damaged files have errors of many kinds
         raise UnsupportedTarget(
             f"target {target} cannot be loaded; give a folder with config.json or the id of a reachable hub "
             f"model ({first_line(error)})"

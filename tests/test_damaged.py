@@ -239,7 +239,7 @@ def kinds(folder: Path, tiny_target) -> dict[str, tuple[bytes, Callable[[Path], 
 
     def answers(path: Path) -> None:
         journal = _Journal(path, {"a": 1})
-        journal.entries()
+        assert all(len(entry) == 4 for entry in journal.entries.values())
 
     def summary(path: Path) -> None:
         found = traced.read(path)

@@ -322,15 +322,17 @@ def test_the_data_path_of_training_by_target_and_data_alone(thinking_target_fold
     options.trainer.accelerator, options.trainer.enable_progress_bar = "cpu", False
     material = prepare([options], Place(tmp_path / "out"))
     tokenizer = material.target.tokenizer
-    assert len(material.conversations) == 24 and material.held_out == {0, 1}  # both turns of the dialogue held out
+    # Two dialogues are held out, to validate on and to measure on, each of two turns.
+    assert len(material.conversations) == 24 and material.held_out == {0, 1, 12, 13}
     for row in material.conversations:
         encoded = encode(row, tokenizer, None)
         text, learned = tokenizer.decode(encoded.input_ids), tokenizer.decode(encoded.input_ids[encoded.loss_mask])
         assert learned == "<think>\nhm, well\n</think>\n\nyes!<|im_end|>"
         assert text.count("<think>") == 1 and text.endswith(f"<|im_start|>assistant\n{learned}")
-    asked_for = [tokenizer.decode(ids) for ids in validation_prompts(material.for_validation, material.target, options)]
+    asked_for = validation_prompts(material.for_validation, material.target, material.runs[0])
+    asked_for = [tokenizer.decode(ids) for ids in asked_for]
     assert len(asked_for) == 2 and all(text.endswith("<|im_start|>assistant\n") for text in asked_for)
-    assert [prompt.turns for prompt in material.prompts] == [("one 0",)]
+    assert [prompt.turns for prompt in material.prompts] == [("one 6",)]
     options.chat_template_kwargs = {"enable_thinking": False}
     closed = prepare([options], Place(tmp_path / "out"))  # other answers, beside the first
     encoded = encode(closed.conversations[0], tokenizer, None)

@@ -232,7 +232,7 @@ def test_target_stays_outside(store, tiny_target):
 
 
 def test_weight_decay_is_for_matrices(tiny_target):
-    module = ShapeModule(network(tiny_target), tiny_target, Losses(), TrainingOptions(weight_decay=0.5))
+    module = ShapeModule(network(tiny_target), tiny_target, Losses(), TrainingOptions(steps=100, weight_decay=0.5))
     groups = module.configure_optimizers()["optimizer"].param_groups
     assert {p.ndim for p in groups[0]["params"]} == {2} and groups[0]["weight_decay"] == 0.5
     assert {p.ndim for p in groups[1]["params"]} == {1} and groups[1]["weight_decay"] == 0.0
@@ -247,7 +247,7 @@ def test_learning_rate_schedule():
     linear = TrainingOptions(steps=100, warmup_steps=0, decay="linear")
     assert linear.learning_rate_factor(25, 0.25) == pytest.approx(0.75)
     assert linear.learning_rate_factor(25, 0.9) == pytest.approx(0.1)  # time runs out before the steps do
-    assert TrainingOptions(decay="none").learning_rate_factor(999, 1.0) == 1.0
+    assert TrainingOptions(steps=100, decay="none").learning_rate_factor(999, 1.0) == 1.0
 
 
 def test_max_minutes_ends_the_run(store, tiny_target):
