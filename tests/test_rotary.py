@@ -36,6 +36,15 @@ def answers(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> list[list
     return [model.generate(row, **GREEDY)[0].tolist() for row in rows(batch)]
 
 
+def require_served(target: Target) -> None:
+    """Skips where transformers itself loses the text at the change, behind checking that such calls are refused."""
+    assert target.switch is not None
+    if target.switch.unserved:
+        with pytest.raises(UnsupportedGeneration, match="changes its rotary table and this version of transformers"):
+            ShapeDecoder(target).generate(**prompts([BOUNDARY]), **GREEDY)
+        pytest.skip(target.switch.unserved)
+
+
 def drafters(texts: list[list[int]]) -> dict[str, Drafter | None]:
     return {
         "plain": None,
@@ -48,7 +57,9 @@ def drafters(texts: list[list[int]]) -> dict[str, Drafter | None]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_the_targets_own_alone_and_in_ragged_batches(family):
     model, batch = build(family), prompts(LENGTHS)
-    target, expected = Target(model), answers(model, batch)
+    target = Target(model)
+    require_served(target)
+    expected = answers(model, batch)
     assert target.switch == Switch(BOUNDARY, recomputes=family.startswith("phi"))
     for kind, drafter in drafters(expected).items():
         decoder = ShapeDecoder(target, drafter, fall_back=False)
@@ -76,6 +87,7 @@ def test_a_long_prompt_has_one_table_whatever_the_portions(family):
 @pytest.mark.parametrize("family", FAMILIES[:2])
 def test_sampling_and_sessions_across_the_change_are_those_of_separate_plain_calls(family):
     target = Target(build(family))
+    require_served(target)
     plain, suffix = ShapeDecoder(target), ShapeDecoder(target, "suffix", fall_back=False)
     ids, options = prompts([9])["input_ids"], {"max_new_tokens": 9, "eos_token_id": [], "do_sample": True, "seed": 4}
     say, reused = suffix.session(), []
