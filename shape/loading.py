@@ -147,7 +147,7 @@ def resolve_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 def commit_of(where: str, options: dict[str, Any]) -> str:
     """The commit that a revision of a hub repository stands for now; empty for a folder, and for what cannot be read,
-    which is said by whoever reads it.
+    which its reader reports.
     """
     try:
         found = cached_file(where, "config.json", **only(HUB_OPTIONS | {"subfolder"}, options))

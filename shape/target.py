@@ -82,7 +82,7 @@ class Target:
     Not an ``nn.Module``: it must stay out of the module tree of whatever is trained beside it.
 
     Args:
-        model: a decoder-only Hugging Face causal LM. It stays as its owner has it: whoever computes with it does so in
+        model: a decoder-only Hugging Face causal LM. It stays as its owner has it: it is computed with in
             evaluation mode (see ``inference.evaluating``), and its weights get no gradient from here.
         tokenizer: its tokenizer, or None where only ids are used.
         name: how to load it again (a path, a hub id, or the name of a bundled checkpoint).
