@@ -8,7 +8,6 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property, partial
 from itertools import chain
@@ -184,12 +183,17 @@ class Target:
                 f"target {target} cannot be loaded with these options ({first_line(error)}); give such as ours, or "
                 "transformers' from_pretrained, takes"
             ) from error
-        except (OSError, ValueError, ImportError, RuntimeError) as error:  # the last two for want of a quantiser's own
+        except Exception as error:  # a quantiser that is not installed, damaged files: each has errors of its own
             raise UnsupportedTarget(f"target {target} cannot be loaded ({first_line(error)})") from error
         if tokenizer is None:
-            # Ids in, ids out; rendering text then raises with the reason.
-            with suppress(OSError, ValueError, TypeError):
+            try:
                 tokenizer = AutoTokenizer.from_pretrained(where, **only(FILE_OPTIONS, options))
+            except Exception as error:
+                # Without one: ids in, ids out; rendering text then raises with the reason.
+                if (Path(where) / "tokenizer.json").is_file():
+                    raise UnsupportedTarget(
+                        f"the tokenizer of target {target} cannot be read; restore its files ({first_line(error)})"
+                    ) from error
         loaded = cls(model.requires_grad_(False), tokenizer, name=str(target), revision=revision)
         loaded._prepack(prepacked)
         return loaded

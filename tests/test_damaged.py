@@ -118,6 +118,16 @@ def drafting(tiny_target, tiny_predictor_folder):
     return load
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_damaged_target(tiny_target_folder, tmp_path, name):
+    folder = shutil.copytree(tiny_target_folder, tmp_path / "copy")
+    whole = (folder / name).read_bytes()
+    for cut in (0, 1, 8, 100, len(whole) // 2, len(whole) - 3):
+        (folder / name).write_bytes(whole[:cut])
+        said = attempt(lambda: ShapeDecoder.from_pretrained(folder), ShapeError)
+        assert str(folder) in said, (cut, said)
+
+
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_a_damaged_predictor(drafting, tiny_predictor_folder, tmp_path, name):
     folder = shutil.copytree(tiny_predictor_folder, tmp_path / "copy")
