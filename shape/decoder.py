@@ -542,7 +542,7 @@ class ShapeDecoder:
             return None
         least = None if self.fall_back is True else float(self.fall_back)
         if reproducible:
-            return Pace(Experience(), least or FIXED_BREAK_EVEN)
+            return Pace(Experience(), FIXED_BREAK_EVEN if least is None else least)
         return Pace(self._experience.setdefault(steps, Experience()), least)
 
 
@@ -600,7 +600,7 @@ def _pair(
         for known in (only(FILE_OPTIONS, options), hub):
             try:
                 predicts = _model_type(source, known) == ShapeConfig.model_type
-            except (OSError, ValueError) as error:
+            except Exception as error:  # damaged files have errors of many kinds
                 reason = first_line(error)
             else:
                 return (source, None) if predicts else (None, source)
@@ -619,7 +619,7 @@ def _model_type(source: str | Path, hub: dict[str, Any]) -> str | None:
 def _is_predictor(source: str | Path, hub: dict[str, Any]) -> bool:
     try:
         return _model_type(source, hub) == ShapeConfig.model_type
-    except (OSError, ValueError):
+    except Exception:  # as below
         return False
 
 

@@ -126,6 +126,8 @@ def test_a_damaged_target(tiny_target_folder, tmp_path, name):
         (folder / name).write_bytes(whole[:cut])
         said = attempt(lambda: ShapeDecoder.from_pretrained(folder), ShapeError)
         assert str(folder) in said, (cut, said)
+    (folder / name).write_text("[]")
+    assert str(folder) in attempt(lambda: ShapeDecoder.from_pretrained(folder), ShapeError)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
