@@ -1,8 +1,7 @@
 """The options of every command as Markdown, read from the parser that the command itself makes.
 
-A command is a module of `shape` that can be run and has a parser, so a new one has its page without being named
-anywhere. Nothing is written down twice: names, types and defaults are the parser's, explanations are the docstrings of
-the dataclasses.
+A command is a file of `shape/cli`, so a new one has its page without being named anywhere. Nothing is written down
+twice: names, types and defaults are the parser's, explanations are the docstrings of the dataclasses.
 """
 
 import ast
@@ -28,8 +27,7 @@ _NOT_OPTIONS = ("help", "print_config", "subcommand")  # they are every parser's
 
 def modules() -> list[str]:
     """Every command, by the name of its module."""
-    found = (path.relative_to(ROOT).with_suffix("").parts for path in sorted((ROOT / "shape").rglob("*.py")))
-    return [module for module in map(".".join, found) if can_be_run(module) and "jsonargparse" in _source(module)]
+    return [f"shape.{path.stem}" for path in sorted((ROOT / "shape" / "cli").glob("[a-z]*.py"))]
 
 
 def can_be_run(module: str) -> bool:
@@ -80,8 +78,9 @@ def summary(module: str) -> str:
 
 
 def _source(module: str) -> str:
-    path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
-    return path.read_text() if path.exists() else ""
+    package, *rest = module.split(".")
+    places = (ROOT.joinpath(package, *rest), ROOT.joinpath(package, "cli", *rest))
+    return next((path.read_text() for path in (each.with_suffix(".py") for each in places) if path.exists()), "")
 
 
 def _docstring(module: str) -> str:

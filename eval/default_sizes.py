@@ -5,7 +5,8 @@
 On random Llamas with the sizes of models that people have, and on the bundled target: costs do not depend on what was
 learned. Each line is a whole draft (8 deep, 12 nodes) and a plain step in turn, the lower quartile of many, in time of
 one thread's own, so that other work on the machine counts little; beside it is the share by weights read, which is
-what `shape.forecast` says where nothing is measured, and which of the lines the rule (`shape.defaults`) chooses.
+what `shape.training.forecast` says where nothing is measured, and which of the lines the rule
+(`shape.training.defaults`) chooses.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from time import thread_time
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from shape.costs import Size, size_of
-from shape.decoder import ShapeDecoder
 from shape.drafters import PREDICTORS, TrainedDrafter
-from shape.evaluation.cells import markdown
 from shape.evaluation.environment import Environment
-from shape.forecast import network_size, weights_read
-from shape.planning import draft_cost
-from shape.target import Target
-from shape.train import TrainOptions
+from shape.evaluation.markdown import markdown
+from shape.features.costs import Size, size_of
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.planning import draft_cost
+from shape.target.model import Target
+from shape.training.forecast import network_size, weights_read
+from shape.training.run import TrainOptions
 
 # hidden size, inner width, heads, heads of keys, blocks, vocabulary: SmolLM-135M, Qwen2.5-0.5B with Llama's layers
 SHAPES = {"135M": (576, 1536, 9, 3, 30, 49_152), "0.5B": (896, 4864, 14, 2, 24, 151_936)}

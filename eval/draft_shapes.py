@@ -13,10 +13,10 @@ import argparse
 from pathlib import Path
 
 from shape import bundled
-from shape.conversations import evenly, load_prompts
-from shape.decoder import ShapeDecoder
+from shape.data.conversations import evenly, load_prompts
 from shape.drafters import TreeShape
 from shape.evaluation.speed import Method, measure
+from shape.generation.decoder import ShapeDecoder
 
 CHAINS = [TreeShape(width=1, depth=depth, threshold=limit) for depth in (4, 6, 8, 12) for limit in (0.1, 0.2, 0.35)]
 TREES = [

@@ -23,8 +23,7 @@ import torch
 from jsonargparse import auto_cli
 
 from shape import bundled
-from shape.conversations import Prompt, evenly, load_conversations, load_prompts
-from shape.decoder import ShapeDecoder, ShapeOutput
+from shape.data.conversations import Prompt, evenly, load_conversations, load_prompts
 from shape.drafters import (
     CompressedDrafter,
     Compression,
@@ -37,11 +36,12 @@ from shape.drafters import (
 from shape.drafters.compressed import compress, own_texts
 from shape.drafters.geodesic import PATHS
 from shape.drafters.model import Fixed, make_lookahead
-from shape.drafters.recipes import CompileOptions, Pack, RecipeDrafter, compile_pack
-from shape.evaluation.cells import markdown, show
+from shape.drafters.recipes.drafter import CompileOptions, Pack, RecipeDrafter, compile_pack
+from shape.evaluation.markdown import markdown, show
 from shape.evaluation.results import SpeedResults
 from shape.evaluation.speed import Method, measure_in
-from shape.target import Target
+from shape.generation.decoder import ShapeDecoder, ShapeOutput
+from shape.target.model import Target
 
 METHODS = ("recipes", "recipes+suffix", "draft model")
 

@@ -26,18 +26,18 @@ import torch
 from tqdm import tqdm
 
 from shape import bundled
-from shape.batches import ShapeDataModule, Split
-from shape.config import ShapeConfig
-from shape.conversations import load_conversations
+from shape.data.conversations import load_conversations
 from shape.drafters import PREDICTORS
-from shape.evaluation.cells import markdown
 from shape.evaluation.environment import Environment
-from shape.examples import draft_vocabulary
-from shape.features import extract, human_bytes, quiet
-from shape.store import FeatureStore
-from shape.target import Target
-from shape.train import TrainOptions, keep_freed_memory, parse
-from shape.training import ShapeModule
+from shape.evaluation.markdown import markdown
+from shape.features.extraction import extract, human_bytes, quiet
+from shape.features.store import FeatureStore
+from shape.networks.config import ShapeConfig
+from shape.target.model import Target
+from shape.training.batches import ShapeDataModule, Split
+from shape.training.examples import draft_vocabulary
+from shape.training.module import ShapeModule
+from shape.training.run import TrainOptions, keep_freed_memory, parse
 
 STORES: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},

@@ -4,8 +4,9 @@
 
 Beside the bundled target, random Llamas with the widths of Qwen2.5-0.5B and Llama-3.2-1B, of few layers each. A forward
 is bare: behind cached tokens, masks at hand, with logits. One thing after the other is added: prepacked weights
-(``shape.prepack``), inference mode (``shape.inference``), and grouped queries (``shape.verification.attention``). All
-ways and sizes are run in turn, round after round; what counts is the median over rounds.
+(``shape.target.prepack``), inference mode (``shape.target.inference``), and grouped queries
+(``shape.verification.attention``). All ways and sizes are run in turn, round after round; what counts is the median
+over rounds.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from shape.decoder import ShapeDecoder
-from shape.evaluation.cells import markdown, show
 from shape.evaluation.efficiency import bare_seconds
 from shape.evaluation.environment import Environment
-from shape.stats import Step
-from shape.target import Target
+from shape.evaluation.markdown import markdown, show
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.stats import Step
+from shape.target.model import Target
 
 # (tokens, tokens before them)
 POINTS = (*((size, 128) for size in (1, 4, 8, 13, 16, 32, 64)), (1, 512), (1, 1536), (13, 1536))

@@ -39,14 +39,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from shape import bundled
-from shape.conversations import evenly, load_prompts, prompt_ids
-from shape.decoder import ShapeDecoder, ShapeOutput
+from shape.data.conversations import evenly, load_prompts, prompt_ids
 from shape.drafters import Drafter, OracleDrafter, TrainedDrafter
-from shape.evaluation.cells import markdown, show
 from shape.evaluation.environment import Environment
-from shape.fixed import FixedArena, FixedSteps, LaidOut, captured
-from shape.streams import Arrivals
-from shape.target import Target
+from shape.evaluation.markdown import markdown, show
+from shape.generation.decoder import ShapeDecoder, ShapeOutput
+from shape.generation.fixed import FixedArena, FixedSteps, LaidOut, captured
+from shape.generation.streams import Arrivals
+from shape.target.model import Target
 from shape.verification.forward import attending, tree_inputs
 from shape.verification.tree import chain
 

@@ -24,9 +24,9 @@ from pathlib import Path
 from jsonargparse import auto_cli
 
 from shape import bundled
-from shape.conversations import load_prompts
+from shape.cli.report import report
+from shape.data.conversations import load_prompts
 from shape.errors import ConfigError, exit_on_error
-from shape.evaluation.report import report
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 METHODS = ("transformers", "plain", "ngram", "suffix", "lookahead", "shape", "suffix+shape")
@@ -124,11 +124,11 @@ def parts(options: Options) -> list[Part]:
         rows = [f"--batches={batches}", f"--temperatures={temperatures}", f"--dtypes=[{options.dtype}]"]
         limit = ["--limit", str(max(int(few), *batches))]
         arguments = [*predictor, *suite, *sizes, *limit, *rows, "--output", str(folder)]
-        found.append(Part(folder / "efficiency.json", "shape.evaluation.efficiency", arguments))
+        found.append(Part(folder / "efficiency.json", "shape.efficiency", arguments))
     folder = results / "analysis"
     texts = ["--data", options.data] if options.data else suite
     arguments = [*predictor, *texts, "--positions", str(options.positions), "--output", str(folder)]
-    found.append(Part(folder / "analysis.json", "shape.evaluation.analyze", arguments))
+    found.append(Part(folder / "analysis.json", "eval.analyze", arguments))
     own = (options.target, options.prompts, options.data)
     if options.ablation != "none" and (all(own) or not any(own)):
         folder = work / "ablation"
@@ -136,7 +136,7 @@ def parts(options: Options) -> list[Part]:
         given += [f"--only={json.dumps(options.variants)}"] if options.variants else []
         measure = ["--seeds=[0]", "--measure.limit", few, f"--override=[training.max_minutes={options.minutes}]"]
         arguments = [options.ablation, *given, *measure, "--output", str(folder)]
-        found.append(Part(folder / "ablation.json", "shape.evaluation.ablate", arguments))
+        found.append(Part(folder / "ablation.json", "eval.ablate", arguments))
     return found
 
 

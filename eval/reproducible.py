@@ -19,11 +19,11 @@ import torch
 from tqdm import tqdm
 
 from shape.bundled import path
-from shape.conversations import evenly, load_prompts
-from shape.decoder import ShapeDecoder
-from shape.evaluation.cells import markdown
+from shape.data.conversations import evenly, load_prompts
 from shape.evaluation.environment import Environment
+from shape.evaluation.markdown import markdown
 from shape.evaluation.results import estimate, interval, ratio
+from shape.generation.decoder import ShapeDecoder
 
 DRAFTERS = ("shape", "suffix", "suffix+shape")
 SUITES = ("bench", "kinds")

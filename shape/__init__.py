@@ -11,11 +11,11 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shape.config import ShapeConfig
-    from shape.decoder import ShapeDecoder
     from shape.errors import ShapeError
-    from shape.predictor import ShapePredictor
-    from shape.target import Target
+    from shape.generation.decoder import ShapeDecoder
+    from shape.networks.config import ShapeConfig
+    from shape.networks.shape import ShapePredictor
+    from shape.target.model import Target
 
 try:
     __version__ = version("shape-decoding")
@@ -26,12 +26,16 @@ __all__ = ["ShapeConfig", "ShapeDecoder", "ShapeError", "ShapePredictor", "Targe
 
 # Resolved on first use, so that `import shape` and every command's --help stay fast.
 _HOMES = {
-    "ShapeConfig": "shape.config",
-    "ShapeDecoder": "shape.decoder",
+    "ShapeConfig": "shape.networks.config",
+    "ShapeDecoder": "shape.generation.decoder",
     "ShapeError": "shape.errors",
-    "ShapePredictor": "shape.predictor",
-    "Target": "shape.target",
+    "ShapePredictor": "shape.networks.shape",
+    "Target": "shape.target.model",
 }
+
+
+# `python -m shape.train` is `shape/cli/train.py`: the commands are found beside the folders of the library.
+__path__.append(__path__[0] + "/cli")
 
 
 def __getattr__(name: str) -> Any:

@@ -23,11 +23,11 @@ from transformers import (
     Qwen3Config,
 )
 
-from shape.config import ShapeConfig
-from shape.export import export
-from shape.predictor import ShapePredictor
-from shape.store import FeatureStore
-from shape.target import Target
+from shape.features.store import FeatureStore
+from shape.networks.config import ShapeConfig
+from shape.networks.export import export
+from shape.networks.shape import ShapePredictor
+from shape.target.model import Target
 
 # Of tests that run side by side, each process gets its share of the threads; so do the processes that they start.
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):

@@ -13,9 +13,9 @@ from conftest import tiny_config
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, PreTrainedModel, PreTrainedTokenizerFast
 
-from shape.config import ShapeConfig
 from shape.drafters import PREDICTORS
-from shape.network import Predictor
+from shape.networks.base import Predictor
+from shape.networks.config import ShapeConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 FAMILIES = ["llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "mistral"]
@@ -152,3 +152,14 @@ def thinking_model(tokenizer: PreTrainedTokenizerFast, steps: int = 300) -> PreT
             loss.backward()
             optimizer.step()
     return model.eval()
+
+
+# As in the configurations that their makers publish.
+LLAMA_8B = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+}  # fmt: skip
+QWEN_06B = {
+    "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
+}  # fmt: skip

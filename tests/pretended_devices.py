@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, PreTrainedModel
 
-from shape.config import ShapeConfig
-from shape.decoder import ShapeDecoder
 from shape.drafters import AdversaryDrafter, Drafter, OracleDrafter, TrainedDrafter, TreeShape
-from shape.fixed import FixedSteps, Stage
-from shape.predictor import ShapePredictor
-from shape.target import Target
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.fixed import FixedSteps, Stage
+from shape.networks.config import ShapeConfig
+from shape.networks.shape import ShapePredictor
+from shape.target.model import Target
 
 KIND = "pretended"
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
@@ -282,7 +282,7 @@ def check_the_default_device(config: PretrainedConfig) -> None:
         predictor_of(Target(model), step_mode="recursive", token_conditioning="path").float().save_pretrained(drafts)
         expected = found(ShapeDecoder.from_pretrained(whole, predictor=drafts))
         device = torch.device(KIND, 0)
-        with Devices(), patch("shape.target.default_device", lambda: device):
+        with Devices(), patch("shape.target.model.default_device", lambda: device):
             narrow = True
             try:
                 decoder = ShapeDecoder.from_pretrained(whole, predictor=drafts)

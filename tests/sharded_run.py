@@ -9,7 +9,7 @@ from pytorch_lightning.strategies import FSDPStrategy, fsdp
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from torch.distributed.fsdp.api import FullOptimStateDictConfig
 
-import shape.train
+import shape.cli.train
 
 
 class OnCPU(FSDPStrategy):
@@ -40,4 +40,4 @@ def full_state(module: torch.nn.Module, world_size: int, rank0_only: bool = True
 if __name__ == "__main__":
     pl.Trainer = Trainer  # type: ignore[misc]
     fsdp._get_full_state_dict_context = full_state
-    shape.train.main(sys.argv[1:])
+    shape.cli.train.main(sys.argv[1:])

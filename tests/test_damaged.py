@@ -19,19 +19,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from shape.conversations import load_conversations, load_prompts
-from shape.decoder import ShapeDecoder, load_predictor
-from shape.drafters.recipes import Pack, Recipe, read_misses
+from eval.paper_tables import Found
+from shape.data.conversations import load_conversations, load_prompts
+from shape.data.regeneration import _Journal
+from shape.drafters.recipes.drafter import Pack, Recipe, read_misses
 from shape.errors import CheckpointError, ConfigError, DataError, FeatureStoreError, ShapeError
 from shape.evaluation import traced
 from shape.evaluation.journal import Journal
-from shape.evaluation.paper_tables import Found
 from shape.evaluation.report import find
-from shape.planning import _kept
-from shape.regeneration import _Journal
-from shape.store import FeatureStore
-from shape.together import _options
-from shape.training import sound_checkpoint
+from shape.features.store import FeatureStore
+from shape.generation.decoder import ShapeDecoder, load_predictor
+from shape.generation.planning import _kept
+from shape.training.joint import options_of
+from shape.training.module import sound_checkpoint
 
 # As json reads them; numbers stay small, since a size that is merely too large is a size.
 leaves = st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.text("a/0.é", max_size=4)
@@ -240,7 +240,7 @@ def kinds(folder: Path, tiny_target) -> dict[str, tuple[bytes, Callable[[Path], 
         with suppress(Exception):
             if isinstance(yaml.safe_load(path.read_bytes()), dict):
                 return  # what the names of options are is for their parser to say, which takes its time
-        _options(str(path))
+        options_of(str(path))
 
     def conversations(path: Path) -> None:
         attempt(lambda: load_conversations(path, skip_bad_rows=True, require_answers=False), DataError)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from shape.decoder import ShapeDecoder
+from shape.cli.generate import main as generate
 from shape.drafters import AdversaryDrafter
 from shape.errors import ConfigError
-from shape.generate import main as generate
-from shape.target import Target
+from shape.generation.decoder import ShapeDecoder
+from shape.target.model import Target
 
 ROOT = Path(__file__).resolve().parents[1]
 

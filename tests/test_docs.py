@@ -17,7 +17,7 @@ from helpers import ROOT, program
 from jsonargparse import ArgumentParser
 from transformers import dynamic_module_utils
 
-from shape.train import TrainOptions
+from shape.training.run import TrainOptions
 
 with program("commands", "docs") as commands:
     pass
@@ -66,7 +66,7 @@ def written_commands() -> Iterator[tuple[str, str, str]]:
     """(where it stands, module, arguments) of every command that someone may copy."""
     texts = {named(path): path.read_text() for path in [*PAGES, *READMES, *sorted((ROOT / "configs").rglob("*.yaml"))]}
     for module in commands.modules():
-        path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+        path = ROOT / "shape" / "cli" / f"{module.removeprefix('shape.')}.py"
         texts[named(path)] = ast.get_docstring(ast.parse(path.read_text())) or ""
     for place, text in texts.items():
         text = SPAN.sub(lambda code: code[0].replace("\n", " "), RECORDED.sub("", text))
@@ -83,7 +83,7 @@ def check(module: str, arguments: str) -> None:
     given = shlex.split(arguments)
     if given[:1] == ["..."]:  # and whatever else there was
         del given[0]
-    if module == "shape.evaluation.ablate" and given and given[0].isupper():
+    if module == "eval.ablate" and given and given[0].isupper():
         given[0] = "default"
     for at, (option, value) in enumerate(pairwise(given)):
         if option == "--config" and not (ROOT / value).exists():
@@ -128,8 +128,8 @@ def test_commands_parse(module, arguments, place, monkeypatch):
         ("shape.train", "--training.steps many"),
         ("shape.bench", "--tree.breadth 2"),
         ("shape.extract", "--output features"),
-        ("shape.drafters.recipes", "compile --target T"),
-        ("shape.evaluation.ablate", "rivals --variant eagle"),
+        ("shape.drafters.recipes.drafter", "compile --target T"),
+        ("eval.ablate", "rivals --variant eagle"),
         ("shape.learn", "--steps 5"),
     ],
 )
@@ -165,7 +165,7 @@ def test_pages_of_commands():
     assert "## The network: `--predictor.*`" in page
     assert "`--extraction.more_layers` list of int, default `[]`" in page and "print_config`\n:" not in page
     assert "`--target` str, required" in commands.page("shape.extract")
-    recipes = commands.page("shape.drafters.recipes")
+    recipes = commands.page("shape.drafters.recipes.drafter")
     assert all(f"\n## {name}\n" in recipes for name in ("compile", "inspect", "merge"))
     assert "`--tree.nodes`" in commands.page("shape.generate")
     assert commands.summary("shape.bench").startswith("how fast a predictor decodes")

@@ -14,12 +14,12 @@ import pytest
 import torch
 from training_runs import CONVERSATIONS, arguments, command, talks
 
+from shape.cli.train import main
 from shape.errors import DiskSpaceError, FeatureStoreError
-from shape.features import FeatureOptions, TrainerOptions, extract
-from shape.places import Place
-from shape.store import Manifest, _load, write_shard
-from shape.train import main
-from shape.training import AtomicCheckpointIO, sound_checkpoint
+from shape.features.extraction import FeatureOptions, TrainerOptions, extract
+from shape.features.storage import Place
+from shape.features.store import Manifest, _load, write_shard
+from shape.training.module import AtomicCheckpointIO, sound_checkpoint
 
 SHORT = ["--training.steps=24", "--validation.every=12"]
 

@@ -9,10 +9,10 @@ import torch
 from helpers import predictor, prompts, weaker_model
 from transformers import StoppingCriteria
 
-from shape.decoder import ShapeDecoder
 from shape.drafters import Drafter, HybridDrafter, ModelDrafter, NgramDrafter, TrainedDrafter
-from shape.fixed import FixedArena
-from shape.target import Target
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.fixed import FixedArena
+from shape.target.model import Target
 from shape.verification.cache import KVArena
 
 DRAFTERS: dict[str, Callable[[], Drafter | None]] = {

@@ -30,14 +30,14 @@ from transformers import pipeline as plain_pipeline
 from transformers.generation.streamers import BaseStreamer
 
 from shape import bundled
-from shape.config import ShapeConfig
-from shape.decoder import ShapeDecoder, _draft_dtype
 from shape.drafters import AdversaryDrafter, TrainedDrafter
 from shape.errors import CheckpointError, ConfigError, DataError, TargetMismatch, UnsupportedGeneration
-from shape.export import export
-from shape.loop import Memory
-from shape.predictor import ShapePredictor
-from shape.target import Target
+from shape.generation.decoder import ShapeDecoder, _draft_dtype
+from shape.generation.loop import Memory
+from shape.networks.config import ShapeConfig
+from shape.networks.export import export
+from shape.networks.shape import ShapePredictor
+from shape.target.model import Target
 
 CHAT = [{"role": "user", "content": "Say something."}]
 BOOKING = [{"role": "user", "content": "Book a table for two."}]

@@ -15,13 +15,13 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from shape import bundled
-from shape.config import ShapeConfig
-from shape.decoder import ShapeDecoder
+from shape.cli.generate import main as generate
 from shape.drafters import AdversaryDrafter, TrainedDrafter, TreeShape
 from shape.errors import TargetMismatch, UnsupportedTarget
-from shape.generate import main as generate
-from shape.predictor import ShapePredictor
-from shape.target import Target
+from shape.generation.decoder import ShapeDecoder
+from shape.networks.config import ShapeConfig
+from shape.networks.shape import ShapePredictor
+from shape.target.model import Target
 
 Activations = Literal["float", "token", "forward"]
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from shape import bundled
-from shape.conversations import Conversation, Message, encode, load_prompts
-from shape.decoder import ShapeDecoder
+from shape.data.conversations import Conversation, Message, encode, load_prompts
 from shape.drafters import AdversaryDrafter, NgramDrafter, TrainedDrafter, TreeShape
-from shape.examples import teacher_forced
-from shape.features import FeatureOptions, TrainerOptions, extract
-from shape.predictor import ShapePredictor
-from shape.target import Target
+from shape.features.extraction import FeatureOptions, TrainerOptions, extract
+from shape.generation.decoder import ShapeDecoder
+from shape.networks.shape import ShapePredictor
+from shape.target.model import Target
+from shape.training.examples import teacher_forced
 
 PROMPTS = 56
 NEW_TOKENS = 64

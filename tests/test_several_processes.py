@@ -12,7 +12,7 @@ from helpers import ROOT
 from safetensors.torch import load_file
 from training_runs import arguments, talks
 
-from shape.train import main
+from shape.cli.train import main
 
 SCRIPTS = sorted((ROOT / "train").glob("*.sh"))
 
@@ -137,7 +137,7 @@ def test_answers_are_written_by_all_processes(options, tiny_target_folder, tmp_p
         launch(str(ROOT / "train/torchrun.sh"), script, *given, f"--output={tmp_path / name}")
     one, two = (next((tmp_path / name).glob("features/answers-*.jsonl")) for name in ("one", "two"))
     assert one.name == two.name and one.read_bytes() == two.read_bytes()
-    talks, ask = tmp_path / "talks.jsonl", [sys.executable, "-m", "shape.regeneration", "--max_new_tokens=8"]
+    talks, ask = tmp_path / "talks.jsonl", [sys.executable, "-m", "shape.regenerate", "--max_new_tokens=8"]
     ask += [f"--target={tiny_target_folder}", f"--data={talks}", "--batch_size=4", "--trainer.accelerator=cpu"]
     for devices in (1, 2):
         output = tmp_path / f"by-{devices}.jsonl"

@@ -14,7 +14,8 @@ from helpers import ROOT, speaking
 from transformers import AutoTokenizer
 
 from shape import bundled
-from shape.conversations import (
+from shape.cli.generate import main as generate_main
+from shape.data.conversations import (
     Conversation,
     Message,
     Tokens,
@@ -25,14 +26,13 @@ from shape.conversations import (
     prompt_ids,
     unfolded,
 )
-from shape.decoder import ShapeDecoder
+from shape.data.regeneration import LocalBackend, Request, regenerate
 from shape.errors import DataError
 from shape.evaluation.speed import prompts_hash
-from shape.features import rows_of
-from shape.generate import main as generate_main
-from shape.places import Place
-from shape.regeneration import LocalBackend, Request, regenerate
-from shape.train import TrainOptions, prepare, validation_prompts
+from shape.features.extraction import rows_of
+from shape.features.storage import Place
+from shape.generation.decoder import ShapeDecoder
+from shape.training.run import TrainOptions, prepare, validation_prompts
 
 FAMILIES = ["qwen3", "llama31", "deepseek-r1", "gpt-oss"]
 DATE = {"date_string": "1 May 2026"}

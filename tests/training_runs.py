@@ -13,16 +13,16 @@ from pathlib import Path
 import pytorch_lightning as pl
 import torch
 
-from shape.batches import Batch, ShapeDataModule, Split
-from shape.config import ShapeConfig
-from shape.conversations import Conversation, Message
+from shape.data.conversations import Conversation, Message
 from shape.drafters import PREDICTORS
-from shape.examples import draft_vocabulary
-from shape.features import FeatureOptions, TrainerOptions, extract
-from shape.losses import Losses
-from shape.network import Predictor
-from shape.store import FeatureStore
-from shape.training import (
+from shape.features.extraction import FeatureOptions, TrainerOptions, extract
+from shape.features.store import FeatureStore
+from shape.networks.base import Predictor
+from shape.networks.config import ShapeConfig
+from shape.training.batches import Batch, ShapeDataModule, Split
+from shape.training.examples import draft_vocabulary
+from shape.training.losses import Losses
+from shape.training.module import (
     AtomicCheckpointIO,
     ShapeModule,
     TrainingOptions,

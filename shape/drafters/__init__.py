@@ -4,13 +4,10 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 
 from shape.drafters.base import Drafter, Settled, TreeShape
-from shape.drafters.block import BlockPredictor
 from shape.drafters.compressed import CompressedDrafter, Compression
-from shape.drafters.eagle import EaglePredictor
 from shape.drafters.geodesic import GeodesicDrafter
 from shape.drafters.hybrid import HybridDrafter
 from shape.drafters.lookahead import LookaheadDrafter
-from shape.drafters.medusa import MedusaPredictor
 from shape.drafters.model import ModelDrafter
 from shape.drafters.ngram import NgramDrafter
 from shape.drafters.onedecode import OneDecodeDrafter
@@ -18,8 +15,11 @@ from shape.drafters.suffix import SuffixDrafter
 from shape.drafters.testing import AdversaryDrafter, OracleDrafter
 from shape.drafters.trained import TrainedDrafter
 from shape.errors import ConfigError
-from shape.network import Predictor
-from shape.predictor import ShapePredictor
+from shape.networks.base import Predictor
+from shape.networks.block import BlockPredictor
+from shape.networks.eagle import EaglePredictor
+from shape.networks.medusa import MedusaPredictor
+from shape.networks.shape import ShapePredictor
 
 _GROUP = "shape.drafters"
 # Networks by ``ShapeConfig.kind``; trained, each is drafted with by a ``TrainedDrafter``.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from shape.target import Target
+from shape.target.model import Target
 from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree, of_lists
 

@@ -16,8 +16,8 @@ from transformers.pytorch_utils import Conv1D
 
 from shape.drafters.model import Adaptive, Lookahead, ModelDrafter
 from shape.errors import ConfigError
-from shape.prepack import is_plain, linear
-from shape.target import Target
+from shape.target.model import Target
+from shape.target.prepack import is_plain, linear
 from shape.verification.cache import ArenaLayer, KVArena, LayerShape, Slots
 from shape.verification.forward import new_arena, prefill, probe
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shape.drafters.base import Drafter, Settled, TreeShape
 from shape.errors import ConfigError
-from shape.target import Target
+from shape.target.model import Target
 from shape.verification.noise import token_words
 from shape.verification.sampling import Sampler, perturbed
 from shape.verification.tree import TokenTree, chain

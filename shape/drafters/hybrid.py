@@ -9,9 +9,9 @@ from time import perf_counter
 from torch import Tensor, nn
 
 from shape.drafters.base import Drafter, Settled
+from shape.drafters.calibration import NODE, Calibration, Times, Worth
 from shape.drafters.growing import likeliest, renumbered
-from shape.drafters.worth import NODE, Calibration, Times, Worth
-from shape.target import Target
+from shape.target.model import Target
 from shape.verification.sampling import Sampler
 from shape.verification.tree import Drafted, TokenTree, ragged_tree
 

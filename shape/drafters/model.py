@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from shape.drafters.base import Drafter, Settled, common_length
 from shape.errors import ConfigError, TargetMismatch, UnsupportedGeneration
-from shape.inference import evaluating
-from shape.target import Target
+from shape.target.inference import evaluating
+from shape.target.model import Target
 from shape.verification.cache import KVArena
 from shape.verification.forward import new_arena, prefill, probe, tree_forward
 from shape.verification.noise import token_words

@@ -7,7 +7,7 @@ import torch
 
 from shape.drafters.base import Drafter, Settled
 from shape.drafters.growing import grow
-from shape.target import Target
+from shape.target.model import Target
 from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree, ragged_tree
 

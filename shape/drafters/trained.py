@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from shape.drafters.base import Drafter, Settled, TreeShape
 from shape.drafters.growing import Biases, grow_by_depth
 from shape.errors import TargetMismatch
-from shape.network import Head, Known, MarkovBias, Predictor, Remembered, turns_ahead
-from shape.predictor import windows
-from shape.target import Target, TargetIdentity
+from shape.networks.base import Head, Known, MarkovBias, Predictor, Remembered, turns_ahead
+from shape.networks.shape import windows
+from shape.target.model import Target, TargetIdentity
 from shape.verification.cache import KVArena, LayerShape
 from shape.verification.noise import token_words
 from shape.verification.sampling import Sampler, perturbed

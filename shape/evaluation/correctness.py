@@ -4,7 +4,7 @@ import ast
 import re
 from decimal import Decimal, InvalidOperation
 
-from shape.conversations import Checks, Prompt
+from shape.data.conversations import Checks, Prompt
 
 _MARKED = re.compile(r"####\s*(-?\$?[0-9][0-9,]*(?:\.[0-9]+)?)")
 _NUMBER = re.compile(r"-?\$?[0-9][0-9,]*(?:\.[0-9]+)?")

@@ -1,16 +1,6 @@
 """How little the engine adds to the forwards that decoding is made of: engine efficiency, by measurement.
 
-    python -m shape.evaluation.efficiency --predictor checkpoints/quickstart --output eval/results/efficiency/shipped
-
-*Engine efficiency* is (bare target forward + bare drafter forwards) / measured time of a step, the median over answers.
-A bare target forward is one over as many tokens as the step verified, behind as many cached ones, with masks and
-positions at hand and nothing done with its logits; bare drafter forwards are its network alone, as many passes as the
-draft took. Both are run again for every step of an answer right behind that answer, so that a slow minute falls on all
-of them. What is left is ours: growing trees, masks, noise, acceptance, cache, bookkeeping. Of plain decoding it is
-t(1) / step.
-
-Methods answer the same prompts in turn, in rotating order. `oracle` drafts the true continuation with every fifth
-token corrupted, at no cost: its speed-up is simulated, its efficiency is not.
+The command is `shape.cli.efficiency`.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,24 +12,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from jsonargparse import CLI
-from rich.console import Console
-from rich.markdown import Markdown
 from torch import Tensor
 from tqdm import tqdm
 
 from shape import bundled
-from shape.conversations import Prompt, evenly, load_prompts, prompt_ids
-from shape.decoder import ShapeDecoder, ShapeOutput
+from shape.data.conversations import Prompt, evenly, load_prompts, prompt_ids
 from shape.drafters import Drafter, OracleDrafter, make_drafter
-from shape.errors import ConfigError, exit_on_error
-from shape.evaluation.cells import json_by_line, markdown, show
+from shape.errors import ConfigError
 from shape.evaluation.environment import Environment
+from shape.evaluation.markdown import json_by_line, markdown, show
 from shape.evaluation.results import Estimate, estimate, interval, ratio
-from shape.loading import PairOptions, of_pair, recorded
-from shape.stats import Step, quantile
-from shape.streams import Arrivals
-from shape.target import Target, announce
+from shape.generation.decoder import ShapeDecoder, ShapeOutput
+from shape.generation.stats import Step, quantile
+from shape.generation.streams import Arrivals
+from shape.target.loading import PairOptions, of_pair, recorded
+from shape.target.model import Target, announce
 from shape.verification.forward import Support, attending, new_arena, tree_inputs
 from shape.verification.tree import chain
 
@@ -315,7 +302,8 @@ class EfficiencyOptions(PairOptions):
         temperatures: 0 is greedy.
         batches: numbers of rows.
         drafters: measured beside the predictor.
-        prepacked: weights in the layout of the CPU's matrix kernels (see `shape.prepack`); default: if there is room.
+        prepacked: weights in the layout of the CPU's matrix kernels (see `shape.target.prepack`); default: if there is
+        room.
         label: heading of the table.
     """
 
@@ -395,12 +383,3 @@ def _write(
     )
     text = "\n\n".join([f"### {title}", report(cases), note, environment.line()])
     (folder / "efficiency.md").write_text(text + "\n")
-
-
-def main(options: EfficiencyOptions) -> None:
-    with exit_on_error():
-        Console().print(Markdown(report(run(options))))
-
-
-if __name__ == "__main__":
-    main(CLI(EfficiencyOptions, as_positional=False))

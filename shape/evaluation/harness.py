@@ -1,37 +1,26 @@
 """lm-evaluation-harness with a `ShapeDecoder` as its model, for MMLU and every other suite that it has.
 
-    pip install 'shape-decoding[eval]'
-    python -m shape.evaluation.harness --model shape --model_args predictor=DIR --tasks gsm8k,mmlu --output_path RESULTS
-
-Everything behind the module's name is lm-evaluation-harness's own command line, where releases after 0.4.13 know the
-model "shape" by themselves (`lm_eval --model shape ...`). It takes what `ShapeDecoder.from_pretrained` does (predictor,
-target, drafter, dtype, device_map, lookahead, revision, trust_remote_code, ...) and `acceptance`.
-
-What a task generates is decoded with drafts. What it asks the probability of, as tasks of multiple choice do, is one
-forward of the target, in which nothing is generated and speculation has no part: those results are the target's own,
-computed by lm-evaluation-harness's class for Hugging Face models, from which this one differs in generation alone.
+The command is `shape.cli.harness`.
 """
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shape.decoder import ShapeDecoder, ShapeOutput
-from shape.errors import ConfigError, exit_on_error
-from shape.loading import PairOptions, of_pair
-from shape.target import announce
+from shape.errors import ConfigError
+from shape.generation.decoder import ShapeDecoder, ShapeOutput
+from shape.target.loading import PairOptions, of_pair
+from shape.target.model import announce
 
 try:
-    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.__main__ import cli_evaluate  # noqa: F401  (the command, `shape.cli.harness`)
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
 except ImportError as error:
-    with exit_on_error() if __name__ == "__main__" else nullcontext():
-        raise ConfigError(
-            f"lm-evaluation-harness is not installed ({error}); install it with pip install 'shape-decoding[eval]'"
-        ) from error
+    raise ConfigError(
+        f"lm-evaluation-harness is not installed ({error}); install it with pip install 'shape-decoding[eval]'"
+    ) from error
 
 
 @register_model("shape")
@@ -44,7 +33,7 @@ class ShapeLM(HFLM):
         acceptance: a rule's name; the lossy ones change results, which is what they can be compared by.
         device: where the target is put, unless device_map says so.
         revision, token, trust_remote_code, attn_implementation, quantization_config, target_options: how the target is
-            read (see `shape.loading.TargetOptions`).
+            read (see `shape.target.loading.TargetOptions`).
         options: those of `lm_eval.models.huggingface.HFLM`: batch_size, max_length, add_bos_token, ...
 
     Raises:
@@ -132,12 +121,3 @@ class ShapeLM(HFLM):
             "acceptance": self.acceptance,
             "acceptance_length": length,
         }
-
-
-def main() -> None:
-    with exit_on_error():
-        cli_evaluate()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,20 +1,6 @@
 """How good what a decoder writes is, for lossy ways of decoding above all, beside the target's own text.
 
-    python -m shape.evaluation.quality --output quality-results                     # the quickstart pair
-    python -m shape.evaluation.quality --target T --predictor P --prompts gsm8k.jsonl --encoder E --output DIR
-    python -m shape.evaluation.quality --predictor P --prompts humaneval.jsonl --run_code true --output DIR
-
-Modes: `plain`, the target's own text by our loop; `shape`, the predictor's drafts under the lossless rule "match"; the
-name of another acceptance rule (`typical-lossy`, `trs-lossy`, `rejection`, ...); `drafter-alone`, where every drafted
-token stands unjudged (the target only computes the states that the predictor reads next: `trs-lossy` of a single
-path, which never refuses one); `beam`, transformers' beam search. All answer the same prompts with the same seeds, and
-the plain loop's answer is everybody's context of the next turn.
-
-Measured: perplexity under the target, equality, likeness to the target's own text by an encoder that the user names,
-exact match on prompts whose `reference` is a number (GSM8K), pass@1 on prompts with `test` and `entry_point`
-(HumanEval), and how often the drafter is right by how far it looks ahead (the paper's Tables 4, 5, 10, 12, 13). Writes
-`quality.json` (sums prompt by prompt, and all figures), `quality.md` and `answers.jsonl` (the texts) to the output
-folder. Until then finished prompts are kept there in `records.jsonl`, by which the same command goes on.
+The command is `shape.cli.quality`.
 """
 
 import json
@@ -26,17 +12,13 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from jsonargparse import CLI
-from rich.console import Console
-from rich.markdown import Markdown
 from torch import Tensor
 from tqdm import tqdm
 
 from shape import bundled
-from shape.conversations import Prompt, evenly, load_prompts
-from shape.decoder import ShapeDecoder
+from shape.data.conversations import Prompt, evenly, load_prompts
 from shape.drafters import TrainedDrafter
-from shape.errors import ConfigError, DataError, exit_on_error
+from shape.errors import ConfigError, DataError
 from shape.evaluation import sandbox
 from shape.evaluation.correctness import final_number, known_number, program
 from shape.evaluation.environment import Environment
@@ -44,11 +26,12 @@ from shape.evaluation.journal import Journal
 from shape.evaluation.quality_results import Ahead, QualityRecord, QualityResults, Written, added
 from shape.evaluation.similarity import Encoder, Likeness
 from shape.evaluation.speed import describe, prompts_hash, target_settings
-from shape.examples import Reader, forced_drafts
-from shape.loading import PairOptions, of_pair, recorded
-from shape.rules import RULES, Match, Rule, TrsLossy, TypicalLossy, make_rule
-from shape.store import Stored
-from shape.target import announce
+from shape.features.store import Stored
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.rules import RULES, Match, Rule, TrsLossy, TypicalLossy, make_rule
+from shape.target.loading import PairOptions, of_pair, recorded
+from shape.target.model import announce
+from shape.training.examples import Reader, forced_drafts
 
 PLAIN, SHAPE, ALONE, BEAM = "plain", "shape", "drafter-alone", "beam"
 TOO_LONG = "a prompt and its answer exceed the target's positions"
@@ -375,12 +358,3 @@ def _check(options: QualityOptions) -> None:
         raise ConfigError(f"temperatures are {options.temperatures}; give one or more, none below 0")
     if BEAM in options.modes and 0 not in options.temperatures:
         raise ConfigError(f"{BEAM} search is greedy; add temperature 0, or leave the mode out")
-
-
-def main(options: QualityOptions) -> None:
-    with exit_on_error():
-        Console().print(Markdown(run(options).to_markdown()))
-
-
-if __name__ == "__main__":
-    main(CLI(QualityOptions, as_positional=False))

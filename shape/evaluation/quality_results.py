@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from shape.errors import DataError
-from shape.evaluation.cells import DASH, json_by_line, markdown, share, show
 from shape.evaluation.environment import Environment
+from shape.evaluation.markdown import DASH, json_by_line, markdown, share, show
 from shape.evaluation.results import Estimate, estimate, interval, number, of_schema, ratio
 from shape.evaluation.similarity import f1
 from shape.files import reading, typed

@@ -16,8 +16,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from shape.errors import DataError
-from shape.evaluation.cells import json_by_line, markdown, share, show, show_interval
 from shape.evaluation.environment import Environment
+from shape.evaluation.markdown import json_by_line, markdown, share, show, show_interval
 from shape.files import reading, typed
 
 SCHEMA_VERSION = 1

@@ -11,11 +11,11 @@ from typing import Any, Generic, TypeVar
 from matplotlib.figure import Figure
 
 from shape.evaluation import plots
-from shape.evaluation.cells import DASH, share, show, show_interval
 from shape.evaluation.environment import Environment
+from shape.evaluation.markdown import DASH, share, show, show_interval
 from shape.evaluation.results import Estimate, SpeedResults, Summary
 from shape.evaluation.traced import Traced
-from shape.stats import quantile
+from shape.generation.stats import quantile
 
 T = TypeVar("T")
 Table = tuple[list[str], list[list[str]]]
@@ -138,7 +138,7 @@ def sections(found: Found) -> list[Section]:
     bench = "python -m shape.bench --output RESULTS/bench"
     trace = 'python -m shape.generate --prompt "..." --trace RESULTS/trace.jsonl'
     rejection = f"{trace} --temperature 1 --acceptance rejection"
-    efficiency = "python -m shape.evaluation.efficiency --output RESULTS/efficiency"
+    efficiency = "python -m shape.efficiency --output RESULTS/efficiency"
     kinds: list[tuple[str, str, str, str, Iterator[Any]]] = [
         ("summary", "Summary", _SUMMARY, bench, _summary(found)),
         ("speed", "Speed-up by method and task", _SPEED, bench, _speed(found)),
@@ -154,9 +154,9 @@ def sections(found: Found) -> list[Section]:
         ("entropy", "Entropy against acceptance", _ENTROPY, trace, _entropy(found)),
         ("sources", "Who proposed what stood", _SOURCES, f"{trace} --drafter suffix+shape", _sources(found)),
         ("batches", "Batch sizes", _BATCHES, f"{efficiency} --batches '[1,2,4,8]'", _batches(found)),
-        ("ablations", "Ablations", _ABLATIONS, "python -m shape.evaluation.ablate default --output RESULTS/ablation",
+        ("ablations", "Ablations", _ABLATIONS, "python -m eval.ablate default --output RESULTS/ablation",
          _ablations(found)),
-        ("analysis", "Does transport pay?", _ANALYSIS, "python -m shape.evaluation.analyze --output RESULTS/analysis",
+        ("analysis", "Does transport pay?", _ANALYSIS, "python -m eval.analyze --output RESULTS/analysis",
          _analysis(found)),
         ("check", "What would pay on this machine", _CHECK, "python -m shape.check --output RESULTS/check.json",
          _check(found)),

@@ -30,8 +30,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers.generation.streamers import BaseStreamer
 
-from shape.conversations import Prompt
-from shape.decoder import ShapeDecoder, ShapeOutput
+from shape.data.conversations import Prompt
 from shape.drafters import (
     Drafter,
     GeodesicDrafter,
@@ -46,9 +45,10 @@ from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
 from shape.evaluation.journal import Journal
 from shape.evaluation.results import Detail, PromptRecord, SpeedResults, Tally
-from shape.rules import Match, Rule
-from shape.stats import DecodeStats
-from shape.target import Target
+from shape.generation.decoder import ShapeDecoder, ShapeOutput
+from shape.generation.rules import Match, Rule
+from shape.generation.stats import DecodeStats
+from shape.target.model import Target
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A trace read back from its file (see `shape.trace`), and the figures that follow from it."""
+"""A trace read back from its file (see `shape.generation.trace`), and the figures that follow from it."""
 
 import json
 from collections import Counter
@@ -10,7 +10,7 @@ from typing import Any
 
 from shape.errors import DataError
 from shape.files import reading, typed
-from shape.trace import OWN
+from shape.generation.trace import OWN
 
 Record = dict[str, Any]
 PARTS = ("draft", "verify", "commit")

@@ -1,4 +1,5 @@
-"""Acceptance rules: which proposed tokens stand. Pure functions of tensors; ``shape.rules`` gives them their names.
+"""Acceptance rules: which proposed tokens stand. Pure functions of tensors; ``shape.generation.rules`` gives them their
+names.
 
 ``match`` is lossless for any tree and any pruning; ``reject_in_turn`` and ``traverse`` for trees whose children were
 drawn from the distribution that they are told, or from none that they are told, and not selected afterwards.
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shape.compiled import compiled, first_largest
+from shape.verification.compiled import compiled, first_largest
 from shape.verification.noise import fill_gumbel
 from shape.verification.tree import TokenTree, of_lists
 

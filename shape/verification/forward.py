@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from shape.errors import UnsupportedTarget
-from shape.target import Target
+from shape.target.model import Target
 from shape.verification.attention import grouped_queries
 from shape.verification.cache import KVArena, LayerShape
 from shape.verification.tree import TokenTree, chain, placed, root_only
@@ -80,7 +80,7 @@ def prefill(
         input_ids: (B, T) int64, padded on the right: under the model's causal mask no token sees the padding,
             and later writes overwrite it.
         portion: tokens of a row per forward, which bounds the memory that activations take. The first is larger where
-            it has to reach the rotary table that a long prompt has throughout (see ``shape.rotary``).
+            it has to reach the rotary table that a long prompt has throughout (see ``shape.target.rotary``).
         layers: as in ``Target.hidden``.
     """
     hidden = []

@@ -15,7 +15,7 @@ import torch
 from numba.extending import register_jitable
 from torch import Tensor
 
-from shape.compiled import compiled, log, log_complement, serves
+from shape.verification.compiled import compiled, log, log_complement, serves
 
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
 _MIX1 = -4658895280553007687  # 0xBF58476D1CE4E5B9

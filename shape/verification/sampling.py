@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 
-from shape.compiled import serves
 from shape.verification.acceptance import Accepted, follow_scores, reject_in_turn
+from shape.verification.compiled import serves
 from shape.verification.noise import GOLDEN, all_words, gumbel, mix, shift
 from shape.verification.tree import TokenTree, root_only
 

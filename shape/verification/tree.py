@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shape.compiled import compiled, serves
+from shape.verification.compiled import compiled, serves
 
 Drafted = list[tuple[int, int, float]]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from shape.target import Target
+from shape.target.model import Target
 from shape.verification.cache import ArenaLayer, Group, KVArena, LayerShape
 
 # Whatever its name, a window of so many tokens is seen; larger ones by the numbers under such names.

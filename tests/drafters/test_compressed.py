@@ -5,7 +5,6 @@ import torch
 from helpers import FAMILIES, prompts
 from torch import nn
 
-from shape.decoder import ShapeDecoder
 from shape.drafters import CompressedDrafter, Compression
 from shape.drafters.compressed import (
     BlockResiduals,
@@ -19,7 +18,8 @@ from shape.drafters.compressed import (
     own_texts,
 )
 from shape.errors import ConfigError
-from shape.target import Target
+from shape.generation.decoder import ShapeDecoder
+from shape.target.model import Target
 from shape.verification.forward import new_arena, prefill, probe
 
 TEXTS = [row.tolist() for row in torch.randint(64, (6, 24), generator=torch.Generator().manual_seed(1))]

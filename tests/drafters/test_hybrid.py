@@ -6,10 +6,10 @@ from copy import copy
 import pytest
 import torch
 
-from shape.decoder import ShapeDecoder
 from shape.drafters import HybridDrafter, NgramDrafter, Settled, SuffixDrafter, make_drafter
 from shape.drafters.base import Drafter
 from shape.errors import ConfigError
+from shape.generation.decoder import ShapeDecoder
 from shape.verification.sampling import Sampler
 from shape.verification.tree import Drafted, TokenTree, ragged_tree
 

@@ -5,8 +5,8 @@ from helpers import prompts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shape.decoder import ShapeDecoder
 from shape.drafters import LookaheadDrafter, Settled
+from shape.generation.decoder import ShapeDecoder
 from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree
 

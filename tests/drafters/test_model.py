@@ -6,11 +6,11 @@ from helpers import prompts, weaker_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shape.decoder import ShapeDecoder
 from shape.drafters import HybridDrafter, ModelDrafter, Settled, make_drafter
 from shape.drafters.model import Adaptive, ByCost, Fixed, make_lookahead
 from shape.errors import ConfigError, TargetMismatch
-from shape.target import Target
+from shape.generation.decoder import ShapeDecoder
+from shape.target.model import Target
 from shape.verification.noise import row_keys
 from shape.verification.sampling import Sampler
 

@@ -5,7 +5,7 @@ import torch
 
 from shape.drafters import OneDecodeDrafter, Settled
 from shape.drafters.onedecode import bake_texts, bake_tokens
-from shape.target import Target
+from shape.target.model import Target
 from shape.verification.sampling import Sampler
 
 GREEDY = Sampler(prompt_lengths=torch.tensor([1]))

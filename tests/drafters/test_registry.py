@@ -6,9 +6,9 @@ import pytest
 import torch
 from helpers import prompts
 
-from shape.decoder import ShapeDecoder
 from shape.drafters import DRAFTERS, NgramDrafter, make_drafter
 from shape.errors import ConfigError
+from shape.generation.decoder import ShapeDecoder
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "example_package"
 

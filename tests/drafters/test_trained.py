@@ -6,12 +6,12 @@ import torch.nn.functional as F
 from helpers import RIVALS
 from helpers import predictor as build
 
-from shape.config import ShapeConfig
 from shape.drafters import Settled, TrainedDrafter, TreeShape, trained
 from shape.errors import TargetMismatch
-from shape.examples import Reader, Texts, known_in
-from shape.predictor import ShapePredictor, roll, windows
-from shape.target import Target
+from shape.networks.config import ShapeConfig
+from shape.networks.shape import ShapePredictor, roll, windows
+from shape.target.model import Target
+from shape.training.examples import Reader, Texts, known_in
 from shape.verification.noise import row_keys, token_words
 from shape.verification.sampling import Sampler
 

@@ -12,9 +12,9 @@ import torch
 import yaml
 from helpers import program
 
-from shape.config import ShapeConfig
 from shape.errors import ConfigError
-from shape.predictor import ShapePredictor
+from shape.networks.config import ShapeConfig
+from shape.networks.shape import ShapePredictor
 
 SECTIONS = ("summary", "speed", "text", "rejection", "sources", "batches", "analysis", "check")
 
@@ -63,12 +63,12 @@ def launched(program, monkeypatch) -> list[str]:
 def test_everything_is_measured_once_and_shown(program, options, launched, tmp_path, capsys):
     program.make(options)
     everything = ["shape.generate"] * 4 + ["shape.check"] + ["shape.bench"] * 3
-    everything += ["shape.evaluation.efficiency"] * 2 + ["shape.evaluation.analyze"]
+    everything += ["shape.efficiency"] * 2 + ["eval.analyze"]
     assert launched == everything
     written = tmp_path / "report" / "report.html"
     first = written.read_text()
     assert all(f'<h2 id="{name}">' in first for name in SECTIONS) and '<h2 id="ablations">' not in first
-    assert "python -m shape.evaluation.ablate" in first  # what is missing is said
+    assert "python -m eval.ablate" in first  # what is missing is said
     (tmp_path / "report" / "results" / "bench-t1" / "results.json").unlink()
     launched.clear()
     program.make(options)
@@ -92,13 +92,13 @@ def test_a_part_that_fails_ends_it(program, options, monkeypatch):
 def test_commands_are_those_of_the_package(program, options):
     """The default has an ablation, which is trained beside the results and of which only the figures are kept."""
     found = program.parts(program.Options())
-    assert [part.module for part in found][-1] == "shape.evaluation.ablate"
+    assert [part.module for part in found][-1] == "eval.ablate"
     assert "work" in found[-1].made.parts and all("results" in part.made.parts for part in found[:-1])
     assert not {"--data", "--prompts"} & {argument for part in found for argument in part.arguments}
     assert len({part.made for part in found}) == len(found)
     # For another target an ablation has to be told of all three.
     options.ablation, options.target = "default", "T"
-    assert "shape.evaluation.ablate" not in [part.module for part in program.parts(options)]
+    assert "eval.ablate" not in [part.module for part in program.parts(options)]
     options.data = "D"
     last = program.parts(options)[-1].arguments
     assert [last[last.index(name) + 1] for name in ("--target", "--data")] == ["T", "D"]

@@ -4,7 +4,7 @@ from decimal import Decimal
 
 import pytest
 
-from shape.conversations import Checks, Prompt
+from shape.data.conversations import Checks, Prompt
 from shape.evaluation import sandbox
 from shape.evaluation.correctness import final_number, known_number, program
 

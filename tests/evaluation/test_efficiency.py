@@ -6,10 +6,10 @@ import pytest
 import torch
 from helpers import predictor
 
-from shape.decoder import ShapeDecoder
 from shape.drafters import NgramDrafter, TrainedDrafter
 from shape.errors import ConfigError
 from shape.evaluation.efficiency import Case, EfficiencyOptions, bare_seconds, measure, report, run
+from shape.generation.decoder import ShapeDecoder
 
 CONTEXTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16], [17, 18, 19]]
 

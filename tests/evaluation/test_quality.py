@@ -7,15 +7,16 @@ import pytest
 import torch
 from helpers import tiny_bert
 
-from shape.conversations import load_prompts
-from shape.decoder import ShapeDecoder
+from shape.cli.quality import main
+from shape.data.conversations import load_prompts
 from shape.drafters import TrainedDrafter
 from shape.errors import ConfigError, DataError
 from shape.evaluation.journal import Journal
-from shape.evaluation.quality import QualityOptions, main, run
+from shape.evaluation.quality import QualityOptions, run
 from shape.evaluation.quality_results import Ahead, QualityResults, added
-from shape.examples import Reader, forced_drafts
-from shape.store import Stored
+from shape.features.store import Stored
+from shape.generation.decoder import ShapeDecoder
+from shape.training.examples import Reader, forced_drafts
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shape.config import ShapeConfig
-from shape.conversations import Message, Prompt
+from shape.data.conversations import Message, Prompt
 from shape.drafters import AdversaryDrafter, HybridDrafter, NgramDrafter, TrainedDrafter, TreeShape
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
 from shape.evaluation.results import PromptRecord, SpeedResults, Tally
 from shape.evaluation.speed import _Contexts, describe, measure, projected_draft_cost
-from shape.predictor import ShapePredictor
+from shape.networks.config import ShapeConfig
+from shape.networks.shape import ShapePredictor
 
 
 def prompt(name: str, *turns: str, category: str = "talk") -> Prompt:

@@ -5,10 +5,10 @@ import json
 import pytest
 from helpers import predictor, prompts
 
-from shape.decoder import ShapeDecoder
 from shape.drafters import HybridDrafter, NgramDrafter, SuffixDrafter, TrainedDrafter, TreeShape
 from shape.errors import DataError
 from shape.evaluation.traced import Traced, read
+from shape.generation.decoder import ShapeDecoder
 
 TREE = TreeShape(depth=4, width=2, nodes=7)
 

@@ -11,10 +11,10 @@ from torch import nn
 from transformers import AttentionInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from shape.decoder import ShapeDecoder
+from eval.architectures import build
 from shape.drafters import AdversaryDrafter
-from shape.evaluation.architectures import build
-from shape.target import Target
+from shape.generation.decoder import ShapeDecoder
+from shape.target.model import Target
 from shape.verification import attention
 from shape.verification.attention import grouped_queries, grouped_sdpa
 from shape.verification.forward import probe

@@ -13,11 +13,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from shape.decoder import ShapeDecoder
+from eval import families
 from shape.drafters import OracleDrafter
 from shape.errors import UnsupportedTarget
-from shape.evaluation import families
-from shape.target import Target
+from shape.generation.decoder import ShapeDecoder
+from shape.target.model import Target
 from shape.verification.forward import probe
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "mistral"]

@@ -1,0 +1,220 @@
+"""What an ablation found, and its tables: see `eval.ablate`, which makes it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import mean
+from typing import Any
+
+from shape.evaluation.environment import Environment
+from shape.evaluation.markdown import DASH, markdown, show, show_interval
+from shape.evaluation.results import Summary
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training took.
+
+    Attributes:
+        parameters: numbers in the exported weights, the list of draft tokens not counted.
+        steps: of the optimiser.
+        seconds: of training; validation, extraction and export are left out.
+        positions_per_second: that were learned from.
+        record: what shape.train says about the run.
+        environment: where it ran.
+    """
+
+    parameters: int
+    steps: int
+    seconds: float
+    positions_per_second: float | None
+    record: dict[str, Any]
+    environment: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Drafts looked at one by one.
+
+    Attributes:
+        asked: [depth - 1] drafts of which all tokens above that depth stood and that had one there.
+        accepted: of these, the ones of which a token stood there too.
+        flops: floating-point operations of a draft's matrix products, two per multiply-add, a mean over drafts;
+            softmax, sorting and elementwise functions are not counted.
+    """
+
+    asked: tuple[int, ...]
+    accepted: tuple[int, ...]
+    flops: float | None
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One line of the table at one temperature; seeds are pooled, so that intervals are over prompts.
+
+    Attributes:
+        acceptance_lengths, speed_ups: of each seed.
+        step_ms: draft, verify and commit of a step.
+    """
+
+    summary: Summary
+    acceptance_lengths: dict[int, float | None]
+    speed_ups: dict[int, float | None]
+    step_ms: dict[str, float | None]
+    anatomy: Anatomy
+
+
+@dataclass(frozen=True)
+class Line:
+    """A variant with a tree. `at` has its figures by temperature."""
+
+    label: str
+    variant: str
+    tree: str | None
+    at: dict[float, Figures]
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """Everything that was found out.
+
+    Attributes:
+        seeds, examined, max_new_tokens: as asked for; `options` has all that was.
+        trained: by variant and seed.
+        others: by temperature, the methods without training.
+        settings: of the measurements, by temperature.
+    """
+
+    title: str
+    seeds: list[int]
+    examined: int
+    max_new_tokens: int
+    options: dict[str, Any]
+    trained: dict[str, dict[int, Trained]]
+    lines: list[Line]
+    others: dict[float, dict[str, Summary]]
+    settings: dict[float, dict[str, Any]]
+    environment: Environment
+
+    def to_json(self) -> str:
+        """Everything but single prompts, indented."""
+        return json.dumps({"schema_version": SCHEMA_VERSION, **asdict(self)}, indent=1)
+
+    def to_markdown(self) -> str:
+        """The table, one by depth and parts of a step, and what has to be said about both."""
+        parts = [f"### {self.title}", markdown(*self._main()), *self._notes()]
+        for temperature in self.others:
+            parts += [f"Drafts looked into, temperature {temperature:g}:", markdown(*self._detail(temperature))]
+        return "\n\n".join(parts) + "\n"
+
+    def _main(self) -> tuple[list[str], list[list[str]]]:
+        several = len(self.seeds) > 1
+        header = ["variant", "parameters", "MFLOP per draft", "trained s", "positions/s", "GFLOP/s (of peak)"]
+        for temperature in self.others:
+            at = f"T = {temperature:g}"
+            for figure in (f"acceptance length, {at}", f"speed-up, {at}"):
+                header += [f"{figure} (95 %)", *([f"{figure}, over seeds"] if several else [])]
+            header.append(f"for 8B*, {at}")
+        rows = []
+        for name in next(iter(self.others.values())):
+            cells = [name, *[DASH] * 5]
+            for found in self.others.values():
+                cells += _cells(found[name], {} if several else None, {} if several else None)
+            rows.append(cells)
+        for line in self.lines:
+            trained = list(self.trained[line.variant].values())
+            flops = next(iter(line.at.values())).anatomy.flops
+            speeds = [one.positions_per_second for one in trained if one.positions_per_second is not None]
+            cells = [
+                line.label,
+                f"{trained[0].parameters / 1e6:.2f}M",
+                show(None if flops is None else flops / 1e6, ".1f"),
+                f"{mean(one.seconds for one in trained):.0f}",
+                show(mean(speeds) if speeds else None, ",.0f"),
+                _throughput([one.record for one in trained]),
+            ]
+            for figures in line.at.values():
+                by_seed = (figures.acceptance_lengths, figures.speed_ups) if several else (None, None)
+                cells += _cells(figures.summary, *by_seed)
+            rows.append(cells)
+        return header, rows
+
+    def _detail(self, temperature: float) -> tuple[list[str], list[list[str]]]:
+        found = [(line.label, line.at[temperature]) for line in self.lines]
+        depths = max(len(figures.anatomy.asked) for _, figures in found)
+        parts = ("draft", "verify", "commit")
+        header = ["variant", *(f"stands at {depth}" for depth in range(1, depths + 1)), "tokens per draft step"]
+        header += [f"{part} ms" for part in parts] + ["tokens/s", "equal to plain"]
+        rows = []
+        for label, figures in found:
+            asked, accepted = figures.anatomy.asked, figures.anatomy.accepted
+            shares = [show(yes / of) for yes, of in zip(accepted, asked, strict=True)]
+            summary = figures.summary
+            equal = DASH if summary.equal_plain is None else f"{summary.equal_plain} / {summary.answers}"
+            rows.append(
+                [
+                    label,
+                    *shares,
+                    *[DASH] * (depths - len(asked)),
+                    show(summary.tokens_per_draft_step),
+                    *(show(figures.step_ms[part]) for part in parts),
+                    show(summary.tokens_per_second, ".0f"),
+                    equal,
+                ]
+            )
+        return header, rows
+
+    def _notes(self) -> list[str]:
+        settings = next(iter(self.settings.values()))
+        baselines = ", ".join(f"{self.settings[t]['baseline']} at {t:g}" for t in self.settings)
+        first = next(one for by_seed in self.trained.values() for one in by_seed.values())
+        threads, seeds = first.environment.get("threads", "?"), self.seeds
+        over = (
+            f'Seeds {", ".join(map(str, seeds))}: counts are summed over them and intervals are over prompts; "over '
+            'seeds" is the least and the greatest of their own figures. '
+            if len(seeds) > 1
+            else f"One seed ({seeds[0]}): intervals are over prompts, and say nothing about other trainings. "
+        )
+        at_once = " (all variants of a seed at once, and so the seconds of all)" if first.record.get("together") else ""
+        return [
+            f"Target {settings['target']} ({settings['parameters'] / 1e6:.1f}M parameters, {settings['dtype']} while "
+            f"measuring), learned from {first.record.get('examples', 'online data')}; {settings['count']} prompts of "
+            f"{settings['prompts']}, at most {self.max_new_tokens} new tokens, batch 1, interleaved, always "
+            f"drafting; speed-ups leave prefill out and are over {baselines}.",
+            f"{over}Trained s are seconds of optimisation alone, {threads} thread(s) each{at_once}; GFLOP/s are those "
+            "of its matrix products, and peak is what a large one of the same precision reaches. MFLOP per draft are "
+            "those of the real drafts' matrix products, two per multiply-add, a mean over "
+            f"{min(self.examined, settings['count'])} prompts; so is "
+            '"stands at": of drafts that reached a depth, the share of which a token stood there.',
+            self.environment.line(),
+            "*A projection, not a measurement: acceptance length / (1 + c), where c is what the drafter would read of "
+            "weights per step, scaled to Llama-3.1-8B's width and vocabulary, over the target's own.",
+        ]
+
+
+def _cells(
+    summary: Summary, lengths: Mapping[int, float | None] | None, speed_ups: Mapping[int, float | None] | None
+) -> list[str]:
+    length, speed_up = summary.acceptance_length, summary.speed_up
+    return [
+        show_interval(length.value, length.low, length.high),
+        *([] if lengths is None else [_range(lengths)]),
+        show_interval(speed_up.value, speed_up.low, speed_up.high, "x"),
+        *([] if speed_ups is None else [_range(speed_ups)]),
+        show(summary.projected_speed_up_8b, unit="x"),
+    ]
+
+
+def _throughput(records: Sequence[Mapping[str, Any]]) -> str:
+    known = [one for one in records if "gflop_per_second" in one]
+    if not known:
+        return DASH
+    rate, share = (mean(one[name] for one in known) for name in ("gflop_per_second", "share_of_peak"))
+    return f"{rate:.0f} ({share:.0%})"
+
+
+def _range(values: Mapping[int, float | None]) -> str:
+    known = [value for value in values.values() if value is not None]
+    return f"{min(known):.2f}–{max(known):.2f}" if known else DASH

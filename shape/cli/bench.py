@@ -1,0 +1,65 @@
+"""`python -m shape.bench`: how fast a predictor decodes, beside plain decoding and the other drafters.
+
+    python -m shape.bench --output results                 # the quickstart pair on the bundled prompts
+    python -m shape.bench --target T --output results      # a target alone, with drafters that need no training
+    python -m shape.bench --predictor ours=DIR --predictor paper=DIR --prompts FILE --output results
+    python -m shape.bench --temperature '[0,1]' --batch_size '[1,4,16]' --context_length '[256,512]' --output results
+    python -m shape.bench --render RESULTS_FOLDER README.md  # measured tables into a document
+
+Writes `results.json` (everything, per prompt) and `results.md` (the table and its environment) to the
+output folder, or to one folder in it for every combination of several temperatures, batch sizes and context lengths.
+Until then finished prompts are kept in `records.jsonl` there, by which the same command continues after an
+interruption.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from jsonargparse import ArgumentParser
+from rich.console import Console
+
+from shape.errors import exit_on_error
+from shape.evaluation.bench import BenchOptions, bench, render, replace_region
+
+
+def parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="python -m shape.bench", description=__doc__.splitlines()[0])
+    parser.add_argument("--config", action="config", help="a YAML file with these options")
+    parser.add_argument(
+        "--predictor",
+        action="append",
+        metavar="[NAME=]DIR",
+        help="a trained predictor and its name in the table; may be repeated (default: quickstart-shape, or none "
+        "beside a target)",
+    )
+    parser.add_class_arguments(BenchOptions, skip={"predictor"})
+    parser.add_argument(
+        "--render",
+        nargs=2,
+        metavar=("RESULTS", "DOCUMENT"),
+        help="write the tables of every results.json under RESULTS between the markers of DOCUMENT, and stop",
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    reader = parser()
+    with exit_on_error():
+        values = reader.instantiate(reader.parse_args(arguments))
+        if values.render:
+            results, document = map(Path, values.render)
+            document.write_text(replace_region(document.read_text(), render(results)))
+            return
+        chosen = {entry.name: values[entry.name] for entry in fields(BenchOptions) if values[entry.name] is not None}
+        options = BenchOptions(**chosen)
+        console = Console(highlight=False)
+        found = bench(options)
+        for measured in found:
+            console.print(measured.table())
+        below = "" if len(found) == 1 else "*/"
+        console.print(f"written to {options.output}/{below}results.json and results.md")
+
+
+if __name__ == "__main__":
+    main()

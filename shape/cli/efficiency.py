@@ -1,0 +1,30 @@
+"""How little the engine adds to the forwards that decoding is made of: engine efficiency, by measurement.
+
+    python -m shape.efficiency --predictor checkpoints/quickstart --output eval/results/efficiency/shipped
+
+*Engine efficiency* is (bare target forward + bare drafter forwards) / measured time of a step, the median over answers.
+A bare target forward is one over as many tokens as the step verified, behind as many cached ones, with masks and
+positions at hand and nothing done with its logits; bare drafter forwards are its network alone, as many passes as the
+draft took. Both are run again for every step of an answer right behind that answer, so that a slow minute falls on all
+of them. What is left is ours: growing trees, masks, noise, acceptance, cache, bookkeeping. Of plain decoding it is
+t(1) / step.
+
+Methods answer the same prompts in turn, in rotating order. `oracle` drafts the true continuation with every fifth
+token corrupted, at no cost: its speed-up is simulated, its efficiency is not.
+"""
+
+from jsonargparse import CLI
+from rich.console import Console
+from rich.markdown import Markdown
+
+from shape.errors import exit_on_error
+from shape.evaluation.efficiency import EfficiencyOptions, report, run
+
+
+def main(options: EfficiencyOptions) -> None:
+    with exit_on_error():
+        Console().print(Markdown(report(run(options))))
+
+
+if __name__ == "__main__":
+    main(CLI(EfficiencyOptions, as_positional=False))

@@ -1,0 +1,25 @@
+"""lm-evaluation-harness with a `ShapeDecoder` as its model, for MMLU and every other suite that it has.
+
+    pip install 'shape-decoding[eval]'
+    python -m shape.harness --model shape --model_args predictor=DIR --tasks gsm8k,mmlu --output_path RESULTS
+
+Everything behind the module's name is lm-evaluation-harness's own command line, where releases after 0.4.13 know the
+model "shape" by themselves (`lm_eval --model shape ...`). It takes what `ShapeDecoder.from_pretrained` does (predictor,
+target, drafter, dtype, device_map, lookahead, revision, trust_remote_code, ...) and `acceptance`.
+
+What a task generates is decoded with drafts. What it asks the probability of, as tasks of multiple choice do, is one
+forward of the target, in which nothing is generated and speculation has no part: those results are the target's own,
+computed by lm-evaluation-harness's class for Hugging Face models, from which this one differs in generation alone.
+"""
+
+from shape.errors import exit_on_error
+from shape.evaluation.harness import cli_evaluate
+
+
+def main() -> None:
+    with exit_on_error():
+        cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""`python -m shape.joint`: several predictors trained at once, on one forward of the target a step.
+
+    python -m shape.joint first.yaml second.yaml --output checkpoints/together
+    python -m shape.joint first.yaml second.yaml --output checkpoints/together --ckpt_path last
+
+Each file has the options of one `python -m shape.train`, `online: true` and an output of its own among them. Runs may
+differ in predictor, losses, draft shape and optimisation; all else they share. What the target computes of a step's
+conversations is computed once for all, and each predictor is trained as it would be alone: the sum of their losses has
+the gradients of each, norms are clipped one by one, and noise and dropout begin anew for each. With a large target that
+makes an ablation of N variants cost little more than one of them.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from jsonargparse import ArgumentParser
+
+from shape.errors import exit_on_error
+from shape.features.extraction import quiet
+from shape.training import run as training
+from shape.training.joint import options_of, train_together
+
+
+def parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="python -m shape.joint", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "runs", nargs="+", help="YAML files with options of shape.train, one for each predictor, named after its output"
+    )
+    parser.add_argument(
+        "--output", default="checkpoints/together", help="folder of what they share: checkpoints to resume from, logs"
+    )
+    parser.add_argument(
+        "--ckpt_path", type=str | None, help='resume from this checkpoint; "last" is the one in the output folder'
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser().parse_args(sys.argv[1:] if arguments is None else arguments)
+    training.keep_freed_memory()
+    with exit_on_error(), quiet():
+        train_together([options_of(file) for file in options.runs], options.output, options.ckpt_path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""How good what a decoder writes is, for lossy ways of decoding above all, beside the target's own text.
+
+    python -m shape.quality --output quality-results                     # the quickstart pair
+    python -m shape.quality --target T --predictor P --prompts gsm8k.jsonl --encoder E --output DIR
+    python -m shape.quality --predictor P --prompts humaneval.jsonl --run_code true --output DIR
+
+Modes: `plain`, the target's own text by our loop; `shape`, the predictor's drafts under the lossless rule "match"; the
+name of another acceptance rule (`typical-lossy`, `trs-lossy`, `rejection`, ...); `drafter-alone`, where every drafted
+token stands unjudged (the target only computes the states that the predictor reads next: `trs-lossy` of a single
+path, which never refuses one); `beam`, transformers' beam search. All answer the same prompts with the same seeds, and
+the plain loop's answer is everybody's context of the next turn.
+
+Measured: perplexity under the target, equality, likeness to the target's own text by an encoder that the user names,
+exact match on prompts whose `reference` is a number (GSM8K), pass@1 on prompts with `test` and `entry_point`
+(HumanEval), and how often the drafter is right by how far it looks ahead (the paper's Tables 4, 5, 10, 12, 13). Writes
+`quality.json` (sums prompt by prompt, and all figures), `quality.md` and `answers.jsonl` (the texts) to the output
+folder. Until then finished prompts are kept there in `records.jsonl`, by which the same command goes on.
+"""
+
+from jsonargparse import CLI
+from rich.console import Console
+from rich.markdown import Markdown
+
+from shape.errors import exit_on_error
+from shape.evaluation.quality import QualityOptions, run
+
+
+def main(options: QualityOptions) -> None:
+    with exit_on_error():
+        Console().print(Markdown(run(options).to_markdown()))
+
+
+if __name__ == "__main__":
+    main(CLI(QualityOptions, as_positional=False))

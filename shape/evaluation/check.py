@@ -1,0 +1,303 @@
+"""`python -m shape.check`: what speculation can bring for a target on this machine, before anyone trains, and after.
+
+The command is `shape.cli.check`.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from shape import bundled
+from shape.data.conversations import Prompt, evenly, load_prompts
+from shape.drafters import Drafter, NgramDrafter, TrainedDrafter, TreeShape, make_drafter
+from shape.drafters.recipes.drafter import Pack, RecipeDrafter
+from shape.errors import ConfigError, DataError
+from shape.evaluation.environment import Environment
+from shape.evaluation.markdown import show, show_interval
+from shape.evaluation.speed import measure
+from shape.features.costs import size_of
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.planning import (
+    CANDIDATES,
+    Costs,
+    acceptance,
+    break_even,
+    calibrate,
+    expected_length,
+    plan,
+    sketch,
+    throughput,
+)
+from shape.networks.shape import ShapePredictor
+from shape.target.loading import PairOptions, of_pair, of_target
+from shape.target.model import Target, announce
+from shape.training.run import PredictorOptions, TrainOptions
+
+_RATES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+_SHOWN_PLANS = 6
+
+
+@dataclass
+class CheckOptions(PairOptions):
+    """What to look at.
+
+    Args:
+        target: path, hub id or bundled name; default: the predictor's own, or the bundled target.
+        predictor: folder, hub id or bundled name of a trained predictor, or of a smaller model with the target's
+            tokens; default: an untrained predictor of the default size, which costs as much per draft.
+        pack: recipes of `shape.drafters.recipes.drafter`.
+        drafters: measured on the prompts, interleaved: names as in `shape.bench`; default: those without training, the
+            predictor, the recipes, and hybrids of these; [] measures none.
+        prompts: JSON-lines file, of the task in question; default: the bundled validation prompts.
+        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
+        limit: prompts, evenly chosen, on which acceptance is estimated and drafters are measured.
+        max_new_tokens: of each answer.
+        rows: prompts decoded together.
+        temperature: 0 decodes greedily.
+        seed: of the sampling.
+        dtype: of the target; default: its checkpoint's.
+        output: a JSON file for the report.
+    """
+
+    target: str | None = None
+    predictor: str | None = None
+    pack: str | None = None
+    drafters: list[str] | None = None
+    prompts: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    limit: int = 12
+    max_new_tokens: int = 64
+    rows: int = 1
+    temperature: float = 0.0
+    seed: int = 0
+    dtype: str | None = None
+    output: str | None = None
+
+
+def check(options: CheckOptions) -> dict[str, Any]:
+    """The report as plain data: target, costs, what a drafter of some acceptance would bring, and plans.
+
+    Raises:
+        UnsupportedTarget: the target cannot be verified exactly, with the reason.
+        DataError: no prompt fits into the target's positions.
+    """
+    if min(options.rows, options.limit, options.max_new_tokens) < 1 or options.temperature < 0:
+        raise ConfigError(
+            "rows, limit and max_new_tokens have to be at least 1 and temperature at least 0; got "
+            f"{options.rows}, {options.limit}, {options.max_new_tokens} and {options.temperature:g}"
+        )
+    source = Path(options.prompts) if options.prompts else bundled.path("data", "validation.jsonl.gz")
+    prompts = evenly(load_prompts(source, options.chat_template_kwargs), options.limit)
+    if options.predictor is not None:
+        decoder = ShapeDecoder.from_pretrained(
+            predictor=options.predictor, target=options.target, dtype=options.dtype, **of_pair(options)
+        )
+    else:
+        target = Target.load(options.target or "quickstart-target", dtype=options.dtype, **of_target(options))
+        decoder = ShapeDecoder(target, _untrained(target))
+    target = decoder.target
+    announce(target)
+    methods = _methods(options, target, decoder.drafter)
+    encoded = [target.encode(prompt.opening, prompt.template)[0].tolist() for prompt in prompts]
+    room = (target.max_positions or sys.maxsize) - options.max_new_tokens
+    contexts = [ids for ids in encoded if len(ids) <= room]
+    if not contexts:
+        raise DataError(
+            f"no prompt of {source} and {options.max_new_tokens} new tokens fit into the {target.max_positions} "
+            f"positions of target {target.name}; give shorter ones or a smaller max_new_tokens"
+        )
+    fitting = [prompt for prompt, ids in zip(prompts, encoded, strict=True) if len(ids) <= room]
+    costs = calibrate(decoder, options.rows, max(map(len, contexts)) + options.max_new_tokens)
+    report: dict[str, Any] = {
+        "environment": asdict(Environment.capture(target.device)),
+        "settings": {
+            "prompts": source.name,
+            "limit": len(contexts),
+            "max_new_tokens": options.max_new_tokens,
+            "temperature": options.temperature,
+            "rows": options.rows,
+        },
+        "target": {
+            "name": target.name,
+            "parameters": target.model.num_parameters(),
+            "dtype": target.precision,
+            "device": str(target.device),
+            "positions": target.max_positions,
+            "verified_as": decoder.support.mode,
+            "reason": decoder.support.reason,
+            "identity": target.identity.to_dict(),
+        },
+        "predictor": options.predictor,
+        "costs": asdict(costs),
+        "chains": [_chain(costs, rate) for rate in _RATES] if costs.draft else [],
+        "break_even": {depth: _break_even(costs, depth) for depth in (1, 2, 4, 8)} if costs.draft else {},
+    }
+    sampling: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": options.temperature > 0}
+    if options.temperature > 0:
+        sampling |= {"temperature": options.temperature, "top_k": 0, "top_p": 1.0, "seed": options.seed}
+    lookup = ShapeDecoder(target, NgramDrafter())
+    free = Costs(costs.rows, costs.context, costs.verify, {})
+    shapes = [TreeShape(depth=depth, width=1) for depth in (2, 4, 8)]
+    report["ngram"] = [asdict(one) for one in plan(free, sketch(lookup, contexts, **sampling), shapes)]
+    if options.predictor is not None and isinstance(decoder.drafter, TrainedDrafter):
+        answers, own = sketch(decoder, contexts, **sampling), decoder.drafter.tree
+        trees = CANDIDATES if decoder.support.mode == "tree" else [one for one in CANDIDATES if one.width == 1]
+        plans = plan(costs, answers, list(dict.fromkeys([own, *trees])))
+        report["acceptance"] = acceptance(answers)
+        report["plans"] = [asdict(one) for one in plans]
+        report["own"] = next(asdict(one) for one in plans if one.shape == own)
+    report["measured"] = _measured(options, target, methods, fitting) if len(methods) > 1 else []
+    return report
+
+
+def _methods(options: CheckOptions, target: Target, own: Drafter | None) -> dict[str, Drafter | None]:
+    """The drafters to measure, bound to the target: what does not fit it is said before anything is measured."""
+    given: dict[str, Drafter] = {}
+    if options.predictor is not None and own is not None:
+        given[own.name] = own
+    if options.pack is not None:
+        given["recipes"] = RecipeDrafter(Pack.load(options.pack))
+    names = options.drafters
+    if names is None:
+        names = ["ngram", "suffix", "lookahead", *given]
+        names += [f"suffix+{one}" for one in given]
+    methods: dict[str, Drafter | None] = {"none": None}
+    for each in names:
+        methods[each] = ShapeDecoder(target, make_drafter(each, given)).drafter
+    return methods
+
+
+def _measured(
+    options: CheckOptions, target: Target, methods: dict[str, Drafter | None], prompts: Sequence[Prompt]
+) -> list[dict[str, Any]]:
+    """What each drafter brings, the fastest first: tokens per second, acceptance length, and speed-up against plain
+    decoding with its interval.
+    """
+    results = measure(
+        target,
+        methods,
+        prompts,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        warmup=1,
+        seed=options.seed,
+        label="check",
+    )
+    lines = [
+        {
+            "drafter": name,
+            "tokens_per_second": line.tokens_per_second,
+            "acceptance_length": line.acceptance_length.value,
+            "speed_up": line.speed_up.value,
+            "speed_up_low": line.speed_up.low,
+            "speed_up_high": line.speed_up.high,
+        }
+        for name, line in results.summary.items()
+    ]
+    return sorted(lines, key=lambda line: -(line["tokens_per_second"] or 0.0))
+
+
+def _untrained(target: Target) -> TrainedDrafter:
+    """Of recursive steps, a pass per depth, so that no depth is out of its reach; the default's one pass costs less.
+    What a draft costs does not depend on what was learned.
+    """
+    steps = PredictorOptions(step_mode="recursive", token_conditioning="path", markov_rank=0)
+    config = TrainOptions(predictor=steps).settled(size_of(target.model), None).predictor_config(target)
+    assert config is not None
+    predictor = ShapePredictor(config)
+    if config.draft_vocab_size is not None:
+        predictor.draft_vocabulary = torch.arange(config.draft_vocab_size)
+    return TrainedDrafter(predictor.to(target.device, target.dtype).eval())  # type: ignore[arg-type]
+
+
+def _chain(costs: Costs, rate: float) -> dict[str, float]:
+    """The best chain if each drafted token stands with a probability; a chain's forward is taken to cost as one over
+    as many tokens.
+    """
+
+    def speed(depth: int) -> float:
+        return throughput(rate, depth, costs.draft[1], costs.of(depth + 1, 0, 1))
+
+    depth = max(range(17), key=speed)
+    return {
+        "acceptance": rate,
+        "depth": depth,
+        "acceptance_length": expected_length(rate, depth),
+        "speed_up": speed(depth) * costs.plain,
+    }
+
+
+def _break_even(costs: Costs, depth: int) -> float | None:
+    return break_even(depth, costs.draft[1], costs.of(depth + 1, 0, 1), costs.plain)
+
+
+def name(shape: dict[str, Any] | None) -> str:
+    """A shape in words."""
+    if shape is None:
+        return "plain decoding"
+    form = f"chain of {shape['depth']}" if shape["width"] == 1 else f"tree {shape['width']} x {shape['depth']}"
+    nodes = "" if shape["nodes"] is None or shape["width"] == 1 else f", {shape['nodes']} nodes"
+    return form + nodes + (f", until {shape['threshold']:g}" if shape["threshold"] else "")
+
+
+def show_report(report: dict[str, Any], console: Console) -> None:
+    """Print a report as tables."""
+    target, costs = report["target"], report["costs"]
+    reason = f" ({target['reason']})" if target["reason"] else ""
+    console.print(
+        f"[bold]{target['name']}[/]: {target['parameters'] / 1e6:.1f}M parameters, {target['dtype']} on "
+        f"{target['device']}, verified as {target['verified_as']}s{reason}"
+    )
+    table = Table("tokens per forward", "ms", "of one", box=None)
+    for size, seconds in costs["verify"].items():
+        table.add_row(str(size), f"{1e3 * seconds:.2f}", f"{seconds / costs['verify'][1]:.2f}")
+    console.print(table)
+    if costs["draft"]:
+        shown = ", ".join(f"{1e3 * seconds:.2f} (width {width})" for width, seconds in costs["draft"].items())
+        console.print(f"one pass of the drafter, ms: {shown}")
+    if report["chains"]:
+        table = Table("a drafted token stands with", "best depth", "tokens per step", "speed-up", box=None)
+        for one in report["chains"]:
+            depth, length = str(one["depth"] or "none"), show(one["acceptance_length"])
+            table.add_row(f"{one['acceptance']:.1f}", depth, length, show(one["speed_up"], unit="x"))
+        console.print(table)
+        shown = ", ".join(f"{show(rate)} (depth {depth})" for depth, rate in report["break_even"].items())
+        console.print(f"a chain breaks even at: {shown}")
+    if "acceptance" in report:
+        ranks = range(1, len(report["acceptance"][0]) + 1)
+        table = Table("depth", *(f"rank {rank}" for rank in ranks), box=None)
+        for level, rates in enumerate(report["acceptance"], 1):
+            table.add_row(str(level), *(f"{rate:.2f}" for rate in rates))
+        console.print("how often the text goes on with a node's child of each rank, where it came as far as the node:")
+        console.print(table)
+    console.print(_plans(report))
+    if report["measured"]:
+        table = Table("measured on these prompts", "tokens/s", "tokens/step", "speed-up (95 %)", box=None)
+        for one in report["measured"]:
+            gain = show_interval(one["speed_up"], one["speed_up_low"], one["speed_up_high"], "x")
+            speed = show(one["tokens_per_second"], ".0f")
+            table.add_row(one["drafter"], speed, show(one["acceptance_length"]), gain)
+        console.print(table)
+        console.print(f"for such prompts: --drafter {report['measured'][0]['drafter']}")
+
+
+def _plans(report: dict[str, Any]) -> Table:
+    own, plans = report.get("own"), report.get("plans", [])
+    shown = plans[:_SHOWN_PLANS]
+    if own is not None and own not in shown:
+        shown.append(own)
+    labels = [name(one["shape"]) + (" (its own)" if one == own else "") for one in shown]
+    table = Table("draft, the fastest first", "tokens/step", "nodes", "passes", "ms/step", "speed-up", box=None)
+    table.columns[0].no_wrap = True
+    lookup = report["ngram"][0]
+    for label, one in zip([*labels, f"n-gram: {name(lookup['shape'])}"], [*shown, lookup], strict=True):
+        figures = [show(one[key], ".1f") for key in ("nodes", "passes")]
+        milliseconds = show(1e3 * one["seconds"])
+        table.add_row(label, show(one["acceptance_length"]), *figures, milliseconds, show(one["speed_up"], unit="x"))
+    return table

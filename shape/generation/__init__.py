@@ -1,0 +1,1 @@
+"""Decoding: `ShapeDecoder`, requests, the loop and its fixed-shape form, control of speculation, statistics."""

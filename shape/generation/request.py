@@ -1,0 +1,524 @@
+"""What a call of ``generate`` asks for, as transformers itself understands it.
+
+transformers prepares each call: precedence of options, logits processors, stopping criteria. ``custom_generate`` lets
+us stop behind that preparation and take what it made, so that options mean here what they mean there.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import (
+    EosTokenCriteria,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MaxLengthCriteria,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    StopStringCriteria,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopHLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from shape.errors import UnsupportedGeneration
+from shape.generation.loop import Stops
+from shape.target.model import Target
+from shape.verification.noise import row_keys
+from shape.verification.sampling import Sampler
+
+# Options that are carried out.
+_SERVED = {
+    "do_sample", "temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
+    "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+    "bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens",
+    "begin_suppress_tokens", "exponential_decay_length_penalty", "remove_invalid_values", "renormalize_logits",
+    "min_length", "min_new_tokens", "max_length", "max_new_tokens", "max_time", "stop_strings", "eos_token_id",
+    "pad_token_id", "num_return_sequences", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn",
+    "tokenizer",
+}  # fmt: skip
+# Options that only say how to compute or what else to return, and change no token here.
+_NEUTRAL = {
+    "use_cache", "bos_token_id", "cache_implementation", "cache_config", "disable_compile", "compile_config",
+    "return_dict_in_generate", "transformers_version", "max_matching_ngram_size", "use_mtp", "max_cache_len",
+    "prefill_chunk_size", "low_memory", "continuous_batching_config", "decoder_start_token_id", "logits_to_keep",
+    # How an assistant drafts; the assistant itself is refused.
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind",
+    "target_lookbehind",
+}  # fmt: skip
+# Values with which an option that is not carried out changes nothing.
+_NEUTRAL_VALUES: dict[str, Any] = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "length_penalty": 1.0,
+    "diversity_penalty": 0.0,
+    "penalty_alpha": 0.0,
+    "guidance_scale": 1.0,
+    "early_stopping": False,
+    "output_scores": False,
+    "output_logits": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "assistant_model": None,
+    "assistant_tokenizer": None,
+    "inputs_embeds": None,
+    "past_key_values": None,
+    "negative_prompt_ids": None,
+    "negative_prompt_attention_mask": None,
+    "synced_gpus": False,
+}
+# One number, or one per prompt; also numpy's and torch's.
+Seed = int | Sequence[int] | np.integer | np.ndarray | Tensor
+# These look at the scores of a token alone; all others may look at the text before it.
+_SCORES_ALONE = (
+    TemperatureLogitsWarper,
+    TopHLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    MinPLogitsWarper,
+    TypicalLogitsWarper,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+)
+# Carried out here, for rows of unequal length.
+_OURS = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor, MaxLengthCriteria, EosTokenCriteria)
+
+
+class Prepared(NamedTuple):
+    """What transformers makes of the options for one prompt."""
+
+    config: GenerationConfig
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+
+    @property
+    def processors_look_back(self) -> bool:
+        """Whether any processor depends on the text before a token."""
+        return any(not isinstance(one, _SCORES_ALONE) for one in _others(self.processors))
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether anything here depends on the text before a token, and so on the row."""
+        return self.processors_look_back or bool(_others(self.criteria))
+
+    def processors_of(self, seen: list[int], prompt: list[int]) -> LogitsProcessorList:
+        """Those that are not carried out here, for a row that they see otherwise than it is decoded: with padding."""
+        others = LogitsProcessorList(_others(self.processors))
+
+        def padded(ids: Tensor, scores: Tensor) -> Tensor:
+            whole: Any = torch.cat([ids.new_tensor([seen]), ids[:, len(prompt) :]], dim=1)
+            return others(whole, scores)  # type: ignore[arg-type]  # they name a type that no tensor has
+
+        return others if seen == prompt else LogitsProcessorList([padded])
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call, with an entry per row where rows differ. A prompt's samples are adjacent rows.
+
+    Attributes:
+        prompts: token ids of every row, without padding.
+        samples: rows per prompt.
+        warpers, processors: see ``Sampler``.
+        criteria: per row, reasons to stop beside length and end tokens; None where there are none.
+
+    Processors and criteria see the text of a prompt alone as it was given, padding included, as in transformers; that
+    of one of several without padding, so that each gets what it gets alone.
+    """
+
+    prompts: list[list[int]]
+    samples: int
+    max_new_tokens: int
+    min_new_tokens: int
+    temperature: float
+    warpers: tuple[LogitsProcessor, ...]
+    processors: list[LogitsProcessorList] | None
+    criteria: list[Stops] | None
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int
+    device: torch.device
+
+    @classmethod
+    def resolve(
+        cls,
+        target: Target,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        generation_config: GenerationConfig | None,
+        options: dict[str, Any],
+    ) -> "Request":
+        """Options by name go before `generation_config`, that before the target's own.
+
+        Raises:
+            UnsupportedGeneration: anything that cannot be served, in one sentence.
+        """
+        options = dict(options)
+        positions = options.pop("position_ids", None)
+        given = _merged(target, generation_config, options)
+        _refuse(target, given)
+        if given.get("eos_token_id") == [] and given.get("pad_token_id") is None:
+            options = {**options, "pad_token_id": 0}  # transformers would look for an end token to pad with
+        generation_config, options = _with_stop_strings(target, generation_config, options)
+        width = _width(input_ids)
+
+        def prepare(ids: list[int], mask: list[bool] | None = None, **more: Any) -> Prepared:
+            return _prepare(target, ids, mask, generation_config, {**options, **more})
+
+        # A row as wide as the batch: lengths count from there, padding included, as in transformers.
+        first = prepare([0] * width)
+        mask = _mask(input_ids, attention_mask, given.get("pad_token_id"), _end_tokens(first.config))
+        prompts = _prompts(target, input_ids, mask, positions)
+        new = _new_tokens(target, first.config, width, max(map(len, prompts)))
+        samples = first.config.num_return_sequences or 1
+        each, seen = [first], prompts
+        if first.looks_back:
+            seen = _seen(target, input_ids, prompts)
+            there = mask.tolist() if len(seen) == 1 else [None] * len(seen)
+            each = [
+                prepare(text, here, max_new_tokens=new, **_for_row(options, row))
+                for row, (text, here) in enumerate(zip(seen, there, strict=True))
+            ]
+        return cls._of(target, prompts, samples, width, new, first, each, seen)
+
+    @classmethod
+    def of_prepared(cls, target: Target, input_ids: Tensor, inputs: Mapping[str, Any], prepared: Prepared) -> "Request":
+        """The call that transformers has prepared itself, for `generate(custom_generate=...)`.
+
+        Args:
+            input_ids: (B * samples, L) int64, each prompt once for every sample; so are inputs.
+            inputs: what else the model would be given at first, the caller's and what transformers has added.
+
+        Raises:
+            UnsupportedGeneration: as ``resolve``; it does not look at what transformers has added.
+        """
+        config, width = prepared.config, _width(input_ids)
+        samples = config.num_return_sequences or 1
+        given = _set(config.to_dict()) | _set(inputs)
+        positions, mask = (
+            None if rows is None else rows[..., ::samples, :]
+            for rows in (given.pop("position_ids", None), given.pop("attention_mask", None))
+        )
+        if not getattr(given.get("past_key_values"), "_is_user_defined", False):
+            given.pop("past_key_values", None)
+        _refuse(target, given)
+        input_ids = input_ids[::samples]
+        prompts = _prompts(target, input_ids, _mask(input_ids, mask, None, ()), positions)
+        if len(prompts) * samples > 1 and prepared.looks_back:
+            raise UnsupportedGeneration(
+                "options that look at the text so far were prepared for the batch with its padding; give one prompt at "
+                "a time and ask for one sample, or call ShapeDecoder.generate"
+            )
+        new = _new_tokens(target, config, width, max(map(len, prompts)))
+        seen = _seen(target, input_ids, prompts) if prepared.looks_back else prompts
+        return cls._of(target, prompts, samples, width, new, prepared, [prepared], seen)
+
+    @classmethod
+    def _of(
+        cls,
+        target: Target,
+        prompts: list[list[int]],
+        samples: int,
+        width: int,
+        new: int,
+        shared: Prepared,
+        each: list[Prepared],
+        seen: list[list[int]],
+    ) -> "Request":
+        config, eos, device = shared.config, _end_tokens(shared.config), target.device
+        pad = config._pad_token_tensor
+        processors = criteria = None
+        if shared.processors_look_back:
+            processors = [
+                own.processors_of(text, prompt)
+                for own, text, prompt in zip(each, seen, prompts, strict=True)
+                for _ in range(samples)
+            ]
+        if _others(shared.criteria):
+            criteria = [
+                Stops(StoppingCriteriaList(_others(own.criteria)), torch.tensor([text], device=device))
+                for own, text in zip(each, seen, strict=True)
+                for _ in range(samples)
+            ]
+        return cls(
+            prompts=[prompt for prompt in prompts for _ in range(samples)],
+            samples=samples,
+            max_new_tokens=new,
+            min_new_tokens=max(config.min_new_tokens or 0, (config.min_length or 0) - width),
+            temperature=(1.0 if config.temperature is None else float(config.temperature)) if config.do_sample else 0.0,
+            warpers=() if processors else tuple(_others(shared.processors)),
+            processors=processors,
+            criteria=criteria,
+            eos_token_ids=eos,
+            pad_token_id=int(pad) if pad is not None else (eos[0] if eos else 0),
+            device=device,
+        )
+
+    def keys(self, seed: Seed | None) -> Tensor | None:
+        """Keys of the rows' noise; None when greedy.
+
+        Raises:
+            UnsupportedGeneration: a seed that is no integer, or not one per prompt.
+        """
+        numbers = None if seed is None else _integers(seed)
+        if self.temperature == 0.0:
+            return None
+        rows = len(self.prompts) // self.samples
+        if numbers is None:
+            numbers = int(torch.randint(2**62, ()))
+        elif not isinstance(numbers, int) and len(numbers) != rows:
+            raise UnsupportedGeneration(
+                f"{len(numbers)} seeds are given for {rows} prompts; give one, or one per prompt"
+            )
+        return row_keys(numbers, rows, self.samples, self.device)
+
+    def sampler(self, rows: list[int], keys: Tensor | None, coupled: bool = True) -> Sampler:
+        """The sampler of some rows."""
+        return Sampler(
+            prompt_lengths=torch.tensor([len(self.prompts[row]) for row in rows], device=self.device),
+            temperature=self.temperature,
+            keys=None if keys is None else keys[rows],
+            warpers=self.warpers,
+            processors=None if self.processors is None else tuple(self.processors[row] for row in rows),
+            min_new_tokens=self.min_new_tokens,
+            eos_token_ids=self.eos_token_ids,
+            coupled=coupled,
+        )
+
+    def assemble(self, input_ids: Tensor, new: list[list[int]]) -> Tensor:
+        """Prompts as they were given, followed by new tokens, padded on the right."""
+        longest = max(map(len, new))
+        padded = [tokens + [self.pad_token_id] * (longest - len(tokens)) for tokens in new]
+        prompts = input_ids.repeat_interleave(self.samples, dim=0)
+        return torch.cat([prompts, torch.tensor(padded, device=input_ids.device)], dim=1)
+
+
+def _set(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _merged(target: Target, generation_config: GenerationConfig | None, options: dict[str, Any]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for config in (target.model.generation_config, generation_config):
+        if config is not None:
+            merged |= _set(config.to_dict())
+    return merged | _set(options)
+
+
+def _refuse(target: Target, given: dict[str, Any]) -> None:
+    """Raises for options that do not exist, and for those and the model's inputs that would be ignored here."""
+    known = GenerationConfig().to_dict() | _NEUTRAL_VALUES
+    for name, value in given.items():
+        if name in _SERVED or name in _NEUTRAL or name.startswith("_"):
+            continue
+        if name not in known:
+            takers = target.model.forward, target.model.prepare_inputs_for_generation
+            if any(name in inspect.signature(taker).parameters for taker in takers):
+                raise UnsupportedGeneration(
+                    f"input {name} of the model is not supported by speculative decoding here; leave it out, or use "
+                    "the target's own generate"
+                )
+            raise UnsupportedGeneration(f"option {name} is not one of generate's; see ShapeDecoder.generate")
+        simple = isinstance(value, bool | int | float | str)
+        if value is not False and not (simple and value in (known[name], _NEUTRAL_VALUES.get(name))):
+            shown = f"{name}={value!r}" if simple else name
+            raise UnsupportedGeneration(
+                f"option {shown} is not supported by speculative decoding here; set it to "
+                f"{_NEUTRAL_VALUES.get(name)!r}, or use the target's own generate"
+            )
+    for name in ("forced_bos_token_id", "forced_eos_token_id"):
+        if (forced := given.get(name)) is not None:
+            _require_tokens(target, forced if isinstance(forced, list) else [forced], f"{name} is")
+    if given.get("do_sample") and not float(given.get("temperature", 1.0)) > 0.0:
+        raise UnsupportedGeneration(
+            f"temperature {given['temperature']} cannot be sampled at; leave do_sample off to decode greedily"
+        )
+    for name in ("max_new_tokens", "num_return_sequences"):
+        count = given.get(name, 1)
+        if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
+            raise UnsupportedGeneration(f"{name} is {count!r}; it must be at least 1 and an integer")
+
+
+def _with_stop_strings(
+    target: Target, generation_config: GenerationConfig | None, options: dict[str, Any]
+) -> tuple[GenerationConfig | None, dict[str, Any]]:
+    """Stop strings as the criterion that they become: the tokenizer that they need does not reach ``_prepare``."""
+    options = dict(options)
+    tokenizer = options.pop("tokenizer", None) or target.tokenizer
+    strings = options.pop("stop_strings", None)
+    if strings is None and generation_config is not None:
+        strings = generation_config.stop_strings
+    if strings is None:
+        return generation_config, options
+    if tokenizer is None:
+        raise UnsupportedGeneration("stop_strings need a tokenizer, and the target has none; give one with tokenizer")
+    if generation_config is not None:
+        generation_config = copy(generation_config)
+        generation_config.stop_strings = None
+    criteria = StoppingCriteriaList([*options.get("stopping_criteria", ()), StopStringCriteria(tokenizer, strings)])
+    return generation_config, {**options, "stopping_criteria": criteria}
+
+
+def _prepare(
+    target: Target,
+    ids: list[int],
+    mask: list[bool] | None,
+    generation_config: GenerationConfig | None,
+    options: dict[str, Any],
+) -> Prepared:
+    """transformers' own preparation of a call, stopped before it decodes."""
+
+    def stop_here(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **rest: Any,
+    ) -> Prepared:
+        return Prepared(generation_config, logits_processor, stopping_criteria)
+
+    prompt = torch.tensor([ids], device=target.device)
+    attended = torch.tensor([mask or [True] * len(ids)], device=target.device).long()
+    try:
+        return target.model.generate(
+            prompt,
+            attention_mask=attended,
+            generation_config=generation_config,
+            custom_generate=stop_here,
+            **{name: value for name, value in options.items() if name not in _NEUTRAL},
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, TypeError, LookupError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise UnsupportedGeneration(f"transformers refuses these options: {reason}") from error
+
+
+def _others(found: Sequence[Any]) -> list[Any]:
+    """Processors or criteria without those that are carried out here."""
+    return [one for one in found if not isinstance(one, _OURS)]
+
+
+def _end_tokens(config: GenerationConfig) -> tuple[int, ...]:
+    ends = config._eos_token_tensor
+    return () if ends is None else tuple(ends.flatten().tolist())
+
+
+def _for_row(options: dict[str, Any], row: int) -> dict[str, Any]:
+    """Options that change with the row: rows are prepared one by one, and a function of the row must hear which."""
+    allowed: Callable[[int, Tensor], list[int]] | None = options.get("prefix_allowed_tokens_fn")
+    more: dict[str, Any] = {"max_length": None, "num_return_sequences": 1}
+    return more if allowed is None else {**more, "prefix_allowed_tokens_fn": lambda _, ids: allowed(row, ids)}
+
+
+def _new_tokens(target: Target, config: GenerationConfig, width: int, longest: int) -> int:
+    """How many new tokens are allowed; the config's max_length counts padding too, as in transformers."""
+    new = config.max_length - width
+    limit = target.max_positions
+    if limit is not None and longest + new > limit:
+        raise UnsupportedGeneration(
+            f"a prompt of {longest} tokens and max_new_tokens {new} exceed the {limit} positions of target "
+            f"{target.name}; shorten the prompt or lower max_new_tokens"
+        )
+    return new
+
+
+def _width(input_ids: Tensor | None) -> int:
+    if input_ids is None:
+        raise UnsupportedGeneration("no prompt is given; give input_ids of at least one token")
+    if not isinstance(input_ids, Tensor):
+        raise UnsupportedGeneration(
+            f"input_ids is of type {type(input_ids).__name__}; give a tensor of int64 ids of shape (B, L)"
+        )
+    if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
+        raise UnsupportedGeneration(
+            f"input_ids has shape {tuple(input_ids.shape)} and dtype {input_ids.dtype}; give int64 ids of shape (B, L)"
+        )
+    return input_ids.shape[1]
+
+
+def _mask(input_ids: Tensor, attention_mask: Tensor | None, pad: int | None, eos: tuple[int, ...]) -> Tensor:
+    """(B, L) bool, where a prompt is."""
+    if attention_mask is None:
+        # As transformers: padding is inferred only where the pad token cannot also be an end token.
+        inferable = pad is not None and pad not in eos
+        return input_ids.ne(pad) if inferable and pad is not None else torch.ones_like(input_ids, dtype=torch.bool)
+    if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
+        shape = tuple(getattr(attention_mask, "shape", ()))
+        raise UnsupportedGeneration(
+            f"attention_mask has shape {shape}, and input_ids {tuple(input_ids.shape)}; give one of equal shape"
+        )
+    return attention_mask.bool()
+
+
+def _prompts(target: Target, input_ids: Tensor, mask: Tensor, positions: Tensor | None) -> list[list[int]]:
+    """Token ids per row without padding."""
+    prompts = []
+    for row, (ids, here) in enumerate(zip(input_ids.tolist(), mask.tolist(), strict=True)):
+        kept = [i for i, one in enumerate(here) if one]
+        if not kept:
+            raise UnsupportedGeneration(f"prompt {row} is empty; give at least one token per row")
+        if kept[-1] - kept[0] + 1 != len(kept):
+            raise UnsupportedGeneration(
+                f"attention_mask of row {row} hides tokens in the middle of the prompt; only padding on either side "
+                "can be masked"
+            )
+        prompts.append([ids[i] for i in kept])
+        _require_tokens(target, prompts[-1], f"prompt {row} has")
+    if positions is not None:
+        counted, shape = mask.long().cumsum(-1) - 1, getattr(positions, "shape", (0,))
+        fits = shape[-1] == mask.shape[1] and shape[-2:-1] in ((), (1,), mask.shape[:1])
+        if not fits or not ((positions.to(mask.device) == counted) | ~mask).all():
+            raise UnsupportedGeneration(
+                "position_ids do not number each prompt's tokens from 0 on, and others are not supported by "
+                "speculative decoding here; leave them out, or use the target's own generate"
+            )
+    return prompts
+
+
+def _seen(target: Target, input_ids: Tensor, prompts: list[list[int]]) -> list[list[int]]:
+    """The prompts as processors and criteria see them: see ``Request``."""
+    if len(prompts) > 1:
+        return prompts
+    seen: list[list[int]] = input_ids.tolist()
+    _require_tokens(target, seen[0], "the padding of prompt 0, which processors look at, has")
+    return seen
+
+
+def _require_tokens(target: Target, tokens: Sequence[Any], label: str) -> None:
+    size = target.vocab_size
+    if strangers := [token for token in tokens if type(token) is not int or not 0 <= token < size]:
+        raise UnsupportedGeneration(
+            f"{label} token {strangers[0]!r}, and target {target.name} has tokens 0 to {size - 1}; give ids of its own "
+            "tokenizer"
+        )
+
+
+def _integers(seed: Any) -> int | list[int]:
+    """A seed, or one per prompt, as plain numbers."""
+
+    def plain(value: Any) -> Any:
+        return value.tolist() if isinstance(value, Tensor | np.ndarray | np.generic) else value
+
+    seed = plain(seed)
+    several = isinstance(seed, Sequence) and not isinstance(seed, str | bytes)
+    numbers = [plain(one) for one in seed] if several else [seed]
+    for one in numbers:
+        if isinstance(one, bool) or not isinstance(one, int):
+            raise UnsupportedGeneration(f"seed {one!r} is not an integer; give one, or one per prompt")
+    return numbers if several else numbers[0]

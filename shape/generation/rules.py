@@ -1,0 +1,187 @@
+"""Acceptance rules by name: how each decides, and what it needs of drafter and target. ``RULES`` lists them all."""
+
+from abc import ABCMeta, abstractmethod
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from shape.drafters import Drafter, TrainedDrafter, TreeShape
+from shape.errors import ConfigError, UnsupportedGeneration
+from shape.target.model import Target
+from shape.verification.acceptance import Accepted, follow, match, traverse, trs_lossy, typical_lossy
+from shape.verification.sampling import Sampler
+from shape.verification.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Rule(metaclass=ABCMeta):
+    """Which drafted tokens stand. Subclasses are frozen dataclasses of the rule's parameters.
+
+    Attributes:
+        name: how the rule is asked for, and how stats call it; lossy ones say so.
+        lossless: whether the output has the target's distribution.
+        coupled: whether drafts see the target's own noise (see ``Sampler``).
+        same_for_every_draft: whether samples do not depend on what is drafted, if anything is.
+    """
+
+    name: ClassVar[str]
+    lossless: ClassVar[bool] = True
+    coupled: ClassVar[bool] = True
+    same_for_every_draft: ClassVar[bool] = False
+
+    def fit(self, drafter: Drafter | None, target: Target) -> Drafter | None:
+        """The drafter with the trees that this rule needs.
+
+        Raises:
+            UnsupportedGeneration: drafter or target cannot serve the rule.
+        """
+        return drafter
+
+    @abstractmethod
+    def __call__(self, tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
+        """Decide over a tree, with the target's logits (B, N, V) at its nodes."""
+
+    def __str__(self) -> str:
+        parameters = ", ".join(f"{one.name}={getattr(self, one.name)}" for one in fields(self))  # type: ignore[arg-type]
+        return f"{self.name}({parameters})" if parameters else self.name
+
+
+def matched(tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
+    """Tokens stand while they are the target's own choice, which is made as suits the sampler."""
+    if sampler.on_host:
+        return sampler.follow(logits, tree)
+    if sampler.visits:
+        return follow(tree, partial(sampler.choose_at, logits, tree))
+    return match(tree, sampler.choose(logits, tree))
+
+
+@dataclass(frozen=True)
+class Match(Rule):
+    """Tokens stand while they are the target's own choice."""
+
+    name = "match"
+    same_for_every_draft = True
+
+    def __call__(self, tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
+        return matched(tree, logits, sampler)
+
+
+@dataclass(frozen=True)
+class Rejection(Rule):
+    """Rejection sampling from the root down, in several rounds without replacement; greedy it is "match"."""
+
+    name = "rejection"
+    coupled = False
+
+    def fit(self, drafter: Drafter | None, target: Target) -> Drafter | None:
+        if isinstance(drafter, TrainedDrafter) and drafter.tree.nodes is not None:
+            raise UnsupportedGeneration(
+                f"acceptance {self.name!r} is biased where drawn nodes are dropped again; give a tree without nodes, "
+                "or use 'match'"
+            )
+        return drafter
+
+    def __call__(self, tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
+        return matched(tree, logits, sampler)  # what stands is settled as the choice is made
+
+
+@dataclass(frozen=True)
+class Traversal(Rejection):
+    """Rejection sampling of whole paths, from the leaves to the root; greedy it is "match"."""
+
+    name = "traversal"
+
+    def __call__(self, tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
+        if sampler.greedy:
+            return matched(tree, logits, sampler)
+        p = sampler.tree_scores(logits, tree).softmax(-1)
+        q = None if tree.log_q is None else tree.log_q.exp()
+        return traverse(tree, p, q, sampler.coins(tree.size), sampler.residual_noise(p.shape[-1]))
+
+
+@dataclass(frozen=True)
+class TypicalLossy(Rule):
+    """Medusa's typical acceptance; lossy when sampling, while greedy it is "match", as in its paper.
+
+    Args:
+        epsilon: a token this likely always stands; at most 1.
+        delta: a token stands too where it has delta times exp(-entropy) of the target's probability.
+    """
+
+    name = "typical-lossy"
+    lossless = False
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        if not (0 < self.epsilon <= 1 and self.delta > 0):
+            raise ConfigError(
+                f"typical-lossy has epsilon {self.epsilon:g} and delta {self.delta:g}; epsilon must be above 0 and at "
+                "most 1, delta above 0"
+            )
+
+    def __call__(self, tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
+        if sampler.greedy:
+            return matched(tree, logits, sampler)
+        scores = sampler.tree_scores(logits, tree)
+        return typical_lossy(tree, scores.softmax(-1), sampler.pick(scores, tree), self.epsilon, self.delta)
+
+
+@dataclass(frozen=True)
+class TrsLossy(Rule):
+    """The paper's tree rejection sampling; lossy, greedy or not.
+
+    Args:
+        k: candidates per position.
+        depth: N, positions per step; k^N paths are scored.
+        threshold: share of the best path's joint probability that a path needs to be kept.
+    """
+
+    name = "trs-lossy"
+    lossless = False
+    k: int = 3
+    depth: int = 3
+    threshold: float = 0.8
+
+    def __post_init__(self) -> None:
+        if min(self.k, self.depth) < 1 or not 0 < self.threshold <= 1:
+            raise ConfigError(
+                f"trs-lossy has k {self.k}, depth {self.depth} and threshold {self.threshold:g}; k and depth must be "
+                "at least 1, the threshold above 0 and at most 1"
+            )
+
+    def fit(self, drafter: Drafter | None, target: Target) -> Drafter | None:
+        if not isinstance(drafter, TrainedDrafter):
+            raise UnsupportedGeneration("acceptance 'trs-lossy' needs the k^N trees of a SHAPE predictor; give one")
+        if target.support is not None and target.support.mode == "chain":
+            raise UnsupportedGeneration(
+                f"acceptance 'trs-lossy' needs trees, and target {target.name} verifies chains only"
+            )
+        full = TrainedDrafter(drafter.predictor, TreeShape.full(self.k, self.depth))
+        full.bind(target)
+        return full
+
+    def __call__(self, tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
+        log_p = sampler.tree_scores(logits, tree).log_softmax(-1)
+        rows = torch.arange(log_p.shape[0], device=log_p.device)[:, None]
+        node_log_p = log_p[rows, tree.parent.clamp(min=0), tree.tokens]
+        return trs_lossy(tree, node_log_p, sampler.choose_roots(logits, tree), self.threshold)
+
+
+RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (Match, Rejection, Traversal, TypicalLossy, TrsLossy)}
+
+
+def make_rule(acceptance: str | Rule, *configured: Rule) -> Rule:
+    """A rule by name: one of those already configured, or else the rule with its default parameters.
+
+    Raises:
+        UnsupportedGeneration: no rule of that name.
+    """
+    if isinstance(acceptance, Rule):
+        return acceptance
+    if acceptance not in RULES:
+        raise UnsupportedGeneration(f"acceptance rule {acceptance!r} is unknown; use one of {', '.join(RULES)}")
+    return next((rule for rule in configured if rule.name == acceptance), None) or RULES[acceptance]()

@@ -1,0 +1,161 @@
+"""What a ``generate`` call did, counted so that acceptance and speed can be checked."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_DERIVED = (
+    "acceptance_length",
+    "tokens_per_draft_step",
+    "draft_acceptance_rate",
+    "draft_seconds",
+    "verify_seconds",
+    "commit_seconds",
+)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value below which a share of them lies; 0 of none."""
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a batch.
+
+    Attributes:
+        rows: numbers of the rows that took part.
+        lengths: tokens of each that were in the cache before.
+        nodes: size of the verified tree, its root included.
+        passes: forwards of the drafter's network, one after the other.
+        draft: seconds of drafting.
+        verify: seconds of verification: the target's forward, its choice, acceptance.
+        commit: seconds of keeping what was accepted.
+    """
+
+    rows: list[int]
+    lengths: list[int]
+    nodes: int
+    passes: int
+    draft: float
+    verify: float
+    commit: float
+
+    @property
+    def seconds(self) -> float:
+        return self.draft + self.verify + self.commit
+
+
+@dataclass
+class DecodeStats:
+    """Counts and times of one call. Times are seconds of host wall-clock.
+
+    The token that comes from the prefill counts on neither side of the acceptance length.
+
+    Attributes:
+        drafter: its name, or "none".
+        acceptance: the rule's name.
+        graphs: whether steps had fixed shapes (see ``shape.generation.fixed``).
+        lossless: False only for rules with "lossy" in their name.
+        emitted: tokens emitted after the prefill, all rows.
+        forwards: target forwards after the prefill times the rows they served.
+        histogram: how often a row emitted n tokens in a step.
+        drafted: draft tokens proposed.
+        accepted: of these, the ones emitted.
+        sources: by the names of those who proposed them, where several drafters do, how many tokens were proposed and
+            how many of them accepted; what two proposed counts for both.
+        draft_steps: row-steps in which at least one token was proposed.
+        row_emitted: tokens emitted after the prefill, per row of the batch.
+        row_forwards: target forwards after the prefill, per row of the batch.
+        plain_steps: steps that did not draft because drafting had not paid.
+        pauses: how often that was found.
+        steps: what each step did, in order.
+        prompt_tokens: of distinct prompts.
+        reused_tokens: of these, the ones that a session had in its cache.
+        prefill_seconds: until the first token of every row.
+        decode_seconds: from there to the end.
+    """
+
+    drafter: str = "none"
+    acceptance: str = "match"
+    lossless: bool = True
+    graphs: bool = False
+    emitted: int = 0
+    forwards: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    draft_steps: int = 0
+    plain_steps: int = 0
+    pauses: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    sources: dict[str, list[int]] = field(default_factory=dict)
+    histogram: Counter[int] = field(default_factory=Counter)
+    row_emitted: list[int] = field(default_factory=list)
+    row_forwards: list[int] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    def count(self, row: int, proposed: int, accepted: int, emitted: int) -> None:
+        """One row's share of one step."""
+        self.emitted += emitted
+        self.forwards += 1
+        self.drafted += proposed
+        self.accepted += accepted
+        self.draft_steps += proposed > 0
+        self.histogram[emitted] += 1
+        self.row_emitted[row] += emitted
+        self.row_forwards[row] += 1
+
+    def count_sources(self, names: Sequence[str | None], accepted: Sequence[int]) -> None:
+        """One row's share of one step: who proposed each node, and the nodes that were accepted."""
+        for node, joined in enumerate(names):
+            for name in joined.split("+") if joined else ():
+                counts = self.sources.setdefault(name, [0, 0])
+                counts[0] += 1
+                counts[1] += node in accepted
+
+    @property
+    def draft_seconds(self) -> float:
+        return sum(step.draft for step in self.steps)
+
+    @property
+    def verify_seconds(self) -> float:
+        return sum(step.verify for step in self.steps)
+
+    @property
+    def commit_seconds(self) -> float:
+        return sum(step.commit for step in self.steps)
+
+    def gap(self, share: float) -> float:
+        """Quantile of the seconds between arrivals, of one token or of several that were settled together: 0.5 is the
+        median, and 0.95 what a reader notices.
+        """
+        return quantile([step.seconds for step in self.steps], share)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens emitted per target forward after the prefill, bonus included; plain decoding is 1.0."""
+        return self.emitted / self.forwards if self.forwards else 1.0
+
+    @property
+    def tokens_per_draft_step(self) -> float:
+        """1 + accepted / draft steps, which vLLM calls mean acceptance length."""
+        return 1.0 + self.accepted / self.draft_steps if self.draft_steps else 1.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Share of proposed tokens that were emitted. Branches of a tree compete, so it falls with width."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything above in plain types, the steps as their number and the sums of their times."""
+        values = dict(vars(self))
+        values["histogram"] = dict(sorted(self.histogram.items()))
+        values["steps"] = len(self.steps)
+        for name in _DERIVED:
+            values[name] = getattr(self, name)
+        return values

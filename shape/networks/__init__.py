@@ -1,0 +1,1 @@
+"""The networks that draft: their configuration, the SHAPE predictor with its transport, Medusa, EAGLE and block."""

@@ -1,0 +1,403 @@
+"""`Predictor`: what every trained drafter network is to training and to decoding, and the parts that several share.
+
+A network continues the target from some *roots* t without running it. It is given what is known there (`Known`) and
+then, step by step, the tokens of a path x_t, x_{t+1}, ...; step n gives a state whose logits draft x_{t+n+1}. Training
+unrolls the true path of many roots of a text, decoding grows trees from one root per row, and both call the same
+three methods: `remember`, `begin`, `advance`.
+
+Shapes: B batch, T positions, P roots, M nodes (in training one per root), W window, F feature size, H hidden size,
+S steps, K draft vocabulary, G heads, D head size.
+"""
+
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+
+from shape.errors import ConfigError
+from shape.networks.config import ShapeConfig
+
+Remembered = list[tuple[Tensor, Tensor]]
+Carried = tuple[Tensor, ...]
+
+_ROTARY_BASE = 10000.0
+
+
+class Known(NamedTuple):
+    """What is known at roots t: all that a prediction depends on beside the tokens from x_t on.
+
+    Attributes:
+        window: (B, P, W, F) features of h_{t-W}..h_{t-1}, zeros before the text.
+        memory: what known positions left, per attention layer: keys and values, (B, G, T, D).
+        visible: (B, P, T) bool, the positions before each root; None where all are.
+        turns: (B, P, S + 1, 2, D / 2), rotary turns of positions t - 1, t, t + 1, ... (`turns`), made once for all
+            steps; None without attention.
+    """
+
+    window: Tensor
+    memory: Remembered
+    visible: Tensor | None
+    turns: Tensor | None
+
+
+class Predictor(PreTrainedModel):
+    """Base of the trained drafter networks; a kind is its class (`kind`) and a configuration.
+
+    Attributes:
+        draft_vocabulary: (K,) int64, target token ids that may be drafted, or None; -1 until training has counted them,
+            so that forgetting it is loud.
+        heads: (1 or S, K, H) output embeddings of its own, one for all steps or one for each, or None: then states are
+            read with the target's frozen head.
+    """
+
+    kind: ClassVar[str]
+    config_class = ShapeConfig
+    base_model_prefix = "shape"
+    main_input_name = "window"
+
+    config: ShapeConfig
+    draft_vocabulary: Tensor | None
+
+    def __init__(self, config: ShapeConfig) -> None:
+        super().__init__(config)
+        config.check()  # it may have been changed since it was made
+        if config.kind != self.kind:
+            raise ConfigError(
+                f"the configuration is of kind {config.kind!r}, and {type(self).__name__} is {self.kind!r}"
+            )
+
+    def _add_read_out(self, own_heads: int = 0) -> None:
+        """The parts behind the states; called at the end of each kind's constructor."""
+        config, size = self.config, self.config.hidden_size
+        count = config.draft_vocab_size
+        self.register_buffer("draft_vocabulary", None if count is None else torch.full((count,), -1))
+        self.markov = MarkovBias(size, config.markov_rank, config.draft_size) if config.markov_rank else None
+        self.confidence = nn.Linear(2 * size, 1) if config.confidence else None
+        self.heads = nn.Parameter(torch.zeros(own_heads, config.draft_size, size)) if own_heads else None
+        self.post_init()
+
+    # -- what a kind is
+
+    @property
+    def by_path(self) -> bool:
+        """Whether states depend on the path's tokens beyond the root: if not, nodes of one depth share a state."""
+        return self.config.token_conditioning == "path"
+
+    @property
+    def memory_shapes(self) -> list[tuple[int, int]]:
+        """(G, D) of each attention layer; empty where nothing but the window is read."""
+        return []
+
+    def remember(self, features: Tensor, embeddings: Tensor, positions: Tensor) -> Remembered:
+        """What known positions leave for later roots.
+
+        Args:
+            features: (B, T + 1, F), of the position before (zeros before the text) and then of each h_i.
+            embeddings: (B, T + 1, H) of each x_i and, last, of the token behind them.
+            positions: (B, T) int64, i.
+        """
+        return []
+
+    def begin(self, known: Known, root: Tensor | None) -> Carried:
+        """What a path carries from step to step, each (B, M, ...) for M = P; `root` is (B, P, H), x_t's embedding.
+
+        In step mode "parallel" it is the states of all steps and nothing else, (B, M, S, H).
+        """
+        raise NotImplementedError
+
+    def advance(self, known: Known, carried: Carried, embedding: Tensor | None, n: int) -> tuple[Tensor, Carried]:
+        """Step n: the state h_{t+n}, (B, M, H), and what is carried on.
+
+        Args:
+            embedding: (B, M, H) of x_{t+n}, the node's own token; None where no token is read.
+        """
+        return carried[0][..., n, :], carried
+
+    # -- what is made of it
+
+    def current(self, known: Known) -> Tensor:
+        """The last known state h_{t-1}, (B, P, H), in the weights' dtype."""
+        return known.window[..., -1, -self.config.hidden_size :].to(self.dtype)
+
+    def unroll(self, known: Known, embeddings: Tensor | None, steps: int | None = None) -> Tensor:
+        """States h_t..h_{t+S-1} along given tokens x_t..x_{t+S-1}: (B, P, S, H) -> (B, P, S, H)."""
+        steps = steps or self.config.num_steps
+        given = [] if embeddings is None else list(embeddings.unbind(-2))
+        at = [*given, *[None] * (steps - len(given))][:steps]  # the root's alone, where no other is read
+        carried, states = self.begin(known, at[0]), []
+        for n, embedding in enumerate(at):
+            state, carried = self.advance(known, carried, embedding, n)
+            states.append(state)
+        return torch.stack(states, dim=-2)
+
+    @property
+    def reads_tokens(self) -> bool:
+        return self.config.token_conditioning != "none" or self.markov is not None or self.confidence is not None
+
+    @property
+    def reading(self) -> list[nn.Parameter]:
+        """What makes logits of states, and has no part in the states themselves."""
+        bias = [] if self.markov is None else list(self.markov.parameters())
+        return bias if self.heads is None else [self.heads, *bias]
+
+    def own_head(self, states: Tensor) -> Tensor:
+        """Where there are heads: (..., S', H) -> (..., S', K); with several of them S' counts steps from the first."""
+        assert self.heads is not None
+        states = states.to(self.heads.dtype)  # autocast may have made them smaller
+        if len(self.heads) == 1:
+            return F.linear(states, self.heads[0])
+        return torch.einsum("...sh,skh->...sk", states, self.heads[: states.shape[-2]])
+
+    def own_head_at(self, states: Tensor, steps: Tensor) -> Tensor:
+        """The same for single states, (N, H) -> (N, K), and their steps in rising order, (N,) int64."""
+        assert self.heads is not None
+        if len(self.heads) == 1:
+            return self.own_head(states)
+        counts = steps.bincount(minlength=len(self.heads)).tolist()
+        parts = zip(states.to(self.heads.dtype).split(counts), self.heads, strict=True)
+        return torch.cat([F.linear(part, head) for part, head in parts])
+
+    def reduced(self, embeddings: Tensor | None) -> Tensor | None:
+        """What a Markov bias reads of tokens, (..., H) -> (..., rank); None without one."""
+        return None if self.markov is None or embeddings is None else self.markov.reduced(embeddings)
+
+    def couple(self, logits: Tensor, reduced: Tensor | None) -> Tensor:
+        """Logits (..., S, K) that keep their marginals under the bias, where the configuration asks for that.
+
+        Args:
+            reduced: (K, rank), of the tokens that can be drafted.
+        """
+        if self.markov is None or reduced is None or not self.config.coupling or logits.shape[-2] == 1:
+            return logits
+        return self.markov.couple(logits, reduced, self.config.coupling)
+
+    def bias(self, logits: Tensor, reduced: Tensor | None) -> Tensor:
+        """Logits (..., K) given the token before, (..., rank): as they are without a Markov bias."""
+        return logits if self.markov is None or reduced is None else logits + self.markov(reduced)
+
+    def estimate(self, states: Tensor, embeddings: Tensor) -> Tensor:
+        """Logit of the probability that the target agrees with a node's best draft, (..., H), (..., H) -> (...)."""
+        assert self.confidence is not None
+        shape = torch.broadcast_shapes(states.shape, embeddings.shape)
+        seen = torch.cat([normalise(states).expand(shape), normalise(embeddings).expand(shape)], dim=-1)
+        return self.confidence(seen.to(self.confidence.weight.dtype)).squeeze(-1)
+
+    @torch.no_grad()
+    def adopt_head(self, weight: Tensor) -> None:
+        """Start own heads as copies of the target's, (K, H), as Medusa does."""
+        if self.heads is not None:
+            self.heads.copy_(weight)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            if module.bias is not None:
+                init.zeros_(module.bias)
+            init.normal_(module.weight, std=self._std(module))
+
+    def _std(self, module: nn.Linear) -> float:
+        """Inputs are normalised: with this outputs get about unit variance."""
+        if module is self.confidence or (self.markov is not None and module is self.markov.expand):
+            return 0.0  # at first no bias and no opinion
+        return module.in_features**-0.5
+
+
+def known_at(predictor: Predictor, features: Tensor, embeddings: Tensor | None, roots: Tensor, window: Tensor) -> Known:
+    """What a network knows at roots of whole texts; decoding gathers the same step by step.
+
+    Args:
+        features: (B, T, F). embeddings: (B, T + 1, H), needed where the network remembers.
+        roots: (B, P) int64. window: (B, P, W, F), see `shape.networks.shape.windows`.
+    """
+    if not predictor.memory_shapes:
+        return Known(window, [], None, None)
+    assert embeddings is not None
+    positions = torch.arange(features.shape[1], device=roots.device)
+    before = F.pad(features, (0, 0, 1, 0))
+    memory = predictor.remember(before, embeddings, positions.expand(len(features), -1))
+    ahead = turns_ahead(roots, predictor.config, window.dtype)
+    return Known(window, memory, positions < roots[..., None], ahead)
+
+
+class MarkovBias(nn.Module):
+    """A bias on logits by the token before, of low rank: B = W_2 W_1 e (DSpark's Markov head; Medusa has none).
+
+    DSpark learns an embedding of its own for W_1; here it is a projection of the target's frozen one, which costs no
+    vocabulary-sized table and knows tokens that training has not shown.
+    """
+
+    def __init__(self, size: int, rank: int, vocabulary: int) -> None:
+        super().__init__()
+        self.reduce = nn.Linear(size, rank, bias=False)
+        self.expand = nn.Linear(rank, vocabulary, bias=False)
+
+    def forward(self, reduced: Tensor) -> Tensor:
+        return self.expand(reduced)
+
+    def reduced(self, embedding: Tensor) -> Tensor:
+        """W_1 e, (..., H) -> (..., rank)."""
+        return self.reduce(normalise(embedding.to(self.reduce.weight.dtype)))
+
+    def couple(self, logits: Tensor, reduced: Tensor, candidates: int, iterations: int = 4) -> Tensor:
+        """Marginals, corrected so that with the bias they are the marginals still: (..., S, K) -> (..., S, K).
+
+        Between neighbouring steps the conditional q(j | i) = softmax_j(l_j + B_ij + g_j) is the row-normalised entropic
+        plan with cost -B between the steps' marginals, where g is the logarithm of the plan's column scaling, found by
+        Sinkhorn iterations over the likeliest candidates of both; without it a bias shifts what the steps have learned.
+
+        Args:
+            reduced: (K, rank), of the tokens that can be drafted (`reduced`).
+        """
+        best, chosen = logits.float().topk(min(candidates, logits.shape[-1]), dim=-1)
+        log_p = best.log_softmax(-1)
+        before, wanted = log_p[..., :-1, :], log_p[..., 1:, :]
+        rows, columns = reduced[chosen[..., :-1, :]], self.expand.weight[chosen[..., 1:, :]]
+        bias = (rows @ columns.transpose(-1, -2)).float()
+        scaling = torch.zeros_like(wanted)
+        for _ in range(iterations):
+            conditional = (wanted.unsqueeze(-2) + bias + scaling.unsqueeze(-2)).log_softmax(-1)
+            scaling = scaling + wanted - (before.unsqueeze(-1) + conditional).logsumexp(-2)
+        corrected = logits[..., 1:, :].scatter_add(-1, chosen[..., 1:, :], scaling.to(logits.dtype))
+        return torch.cat([logits[..., :1, :], corrected], dim=-2)
+
+
+class ContextAttention(nn.Module):
+    """Attention from nodes to what known positions left, and to keys of their own path.
+
+    Keys and values are made from inputs of their own, once per known position. Rotary positions (arXiv 2104.09864).
+
+    Args:
+        in_size: width of what queries, keys and values are made from.
+        out_size: width of the result.
+        config: has the heads.
+    """
+
+    def __init__(self, in_size: int, out_size: int, config: ShapeConfig) -> None:
+        super().__init__()
+        assert config.num_heads is not None  # the configuration fills it in
+        width = config.hidden_size
+        self.heads, self.head_size = config.num_heads, width // config.num_heads
+        self.query = nn.Linear(in_size, width, bias=False)
+        self.key = nn.Linear(in_size, width, bias=False)
+        self.value = nn.Linear(in_size, width, bias=False)
+        self.out = nn.Linear(width, out_size, bias=False)
+
+    def remember(self, keys: Tensor, values: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, T, in_size) twice, turns (B, T, 2, D / 2) -> keys and values (B, G, T, D)."""
+        return rotate(self._split(self.key(keys)), turned), self._split(self.value(values))
+
+    def forward(
+        self,
+        query: Tensor,
+        turned: Tensor,
+        memory: tuple[Tensor, Tensor],
+        visible: Tensor | None,
+        own: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """(B, M, in_size) -> (B, M, out_size).
+
+        Args:
+            turned: (B, M or 1, 2, D / 2), turns of the queries' positions.
+            memory: keys and values (B, G, T, D).
+            visible: (B, M, T) or (B, 1, T) bool; None where all of the memory is.
+            own: keys and values (B, G, P, N, D) that only a node itself sees, or the M / P nodes of a block.
+        """
+        keys, values = memory
+        asked = rotate(self._split(self.query(query)), turned)
+        # Finite, so that a root without anything to see (padding) gives numbers and no NaN.
+        lowest = torch.finfo(asked.dtype).min
+        hidden = (
+            None if visible is None else torch.zeros_like(visible, dtype=asked.dtype).masked_fill_(~visible, lowest)
+        )
+        if own is None:
+            mask = None if hidden is None else hidden[:, None]
+            found = F.scaled_dot_product_attention(asked, keys, values, attn_mask=mask)
+        else:
+            scores = asked @ keys.transpose(-1, -2)
+            if hidden is not None:
+                scores = scores + hidden[:, None]
+            blocks = own[0].shape[2]
+            among = asked.unflatten(2, (blocks, -1)) @ own[0].transpose(-1, -2)
+            scores = torch.cat([scores, among.flatten(2, 3)], dim=-1)
+            weights = (scores.float() * self.head_size**-0.5).softmax(-1).to(values.dtype)
+            count = keys.shape[-2]
+            among = weights[..., count:].unflatten(2, (blocks, -1)) @ own[1]
+            found = weights[..., :count] @ values + among.flatten(2, 3)
+        return self.out(found.transpose(1, 2).flatten(-2))
+
+    def _split(self, states: Tensor) -> Tensor:
+        return states.unflatten(-1, (self.heads, self.head_size)).transpose(1, 2)
+
+
+def turns(positions: Tensor, head_size: int, dtype: torch.dtype) -> Tensor:
+    """Cosines and sines by which rotary embedding turns queries and keys: (...) -> (..., 2, head_size / 2)."""
+    half = head_size // 2
+    frequencies = _ROTARY_BASE ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
+    angles = positions.unsqueeze(-1) * frequencies
+    return torch.stack([angles.cos(), angles.sin()], dim=-2).to(dtype)
+
+
+def turns_ahead(roots: Tensor, config: ShapeConfig, dtype: torch.dtype, steps: int | None = None) -> Tensor:
+    """Turns of t - 1, t, ..., t + S - 1 for roots t, (B, P) -> (B, P, S + 1, 2, D / 2)."""
+    assert config.num_heads is not None
+    ahead = torch.arange(-1, steps or config.num_steps, device=roots.device)
+    return turns(roots.unsqueeze(-1) + ahead, config.hidden_size // config.num_heads, dtype)
+
+
+def rotate(states: Tensor, turned: Tensor) -> Tensor:
+    """Rotary position embedding: (B, G, N, D), (B, N or 1, 2, D / 2) -> (B, G, N, D)."""
+    cos, sin = turned.to(states.dtype).unsqueeze(1).unbind(-2)
+    first, second = states.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class RMSNorm(nn.RMSNorm):
+    """In the dtype of its weights: what autocast has made smaller has no fused kernel with these."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate x) * up x), the feed-forward part of Llama's decoder layers."""
+
+    def __init__(self, size: int, inner: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(size, inner, bias=False)
+        self.up = nn.Linear(size, inner, bias=False)
+        self.down = nn.Linear(inner, size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Fusion(nn.Module):
+    """One state out of several layers' (EAGLE-3, DFlash): each normalised, side by side, through one matrix.
+
+    In units of the last layer's size, so that a prediction can be added to it.
+    """
+
+    def __init__(self, config: ShapeConfig) -> None:
+        super().__init__()
+        self.size = config.hidden_size
+        self.mix = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(..., F) -> (..., H)."""
+        return self.mix(normalise(features.unflatten(-1, (-1, self.size))).flatten(-2))
+
+
+def normalise(x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:])
+
+
+def scale(state: Tensor) -> Tensor:
+    """Root mean square over the last dimension, kept; its gradient at an all-zero state is zero, not NaN."""
+    return torch.linalg.vector_norm(state, dim=-1, keepdim=True) * state.shape[-1] ** -0.5
+
+
+Head = Callable[[Tensor], Tensor]

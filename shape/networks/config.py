@@ -1,0 +1,247 @@
+"""`ShapeConfig`: everything that defines a predictor, in one place that travels with its weights.
+
+The paper's predictor and ours are settings of the same class: `configs/paper.yaml` and the default differ
+only in values. Its rivals are other kinds (`shape.drafters`) with the same options as far as they have them. Every
+combination is checked when the object is made, before any work starts.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import field, fields
+from typing import Any, Literal, get_args
+
+from transformers import PreTrainedConfig
+
+from shape.errors import ConfigError
+from shape.networks.transport import LastUpdate
+
+Kind = Literal["shape", "medusa", "eagle", "block"]
+StepMode = Literal["parallel", "recursive"]
+TokenConditioning = Literal["none", "root", "path"]
+Refinement = Literal["none", "affine", "sinkhorn"]
+ReadOut = Literal["marginal", "barycentric"]
+
+_COUNTS = (
+    "hidden_size",
+    "window",
+    "intermediate_size",
+    "num_layers",
+    "num_steps",
+    "refinement_dim",
+    "refinement_iterations",
+    "num_heads",
+    "markov_rank",
+    "coupling",
+)
+_MAY_BE_ZERO = {"num_layers", "markov_rank", "coupling"}
+
+# What a kind leaves no choice of: whatever else is given for these is replaced.
+_FIXED: dict[str, dict[str, Any]] = {
+    "shape": {},
+    "medusa": {"window": 1, "attention": False, "step_mode": "parallel", "token_conditioning": "none"},
+    "eagle": {"window": 1, "attention": False, "step_mode": "recursive", "token_conditioning": "path"},
+    "block": {"window": 1, "attention": False, "step_mode": "parallel", "token_conditioning": "root"},
+}
+
+# What transformers itself writes into a config.json or passes to the constructor beside its declared fields.
+_TRANSFORMERS_KEYS = frozenset({f.name for f in fields(PreTrainedConfig)}) | {
+    "attn_implementation",
+    "auto_map",
+    "experts_implementation",
+    "model_type",
+    "name_or_path",
+    "num_labels",
+    "output_attentions",
+    "quantization_config",
+    "tie_last_hidden_states",
+    "torch_dtype",
+}
+
+
+class ShapeConfig(PreTrainedConfig):
+    """Configuration of a predictor of any kind; what "shape" alone reads is named as such or fixed for the others.
+
+    Args:
+        kind: the network: "shape" (`shape.networks.shape`), or a rival: "medusa", "eagle", "block" (DFlash, DSpark). A
+            rival has its own way of making steps: step_mode, token_conditioning, window and attention are set by it.
+        hidden_size: width H of the target's hidden states and embeddings.
+        window: number W of known states the predictor reads (the current one and W - 1 before it).
+        feature_layers: layers of the target whose states make up one feature vector, concatenated in this
+            order, each of width H: indices into transformers' `hidden_states`, except -1, which is the vector
+            that enters the output embedding. It has to come last: predictions are residuals on it.
+        intermediate_size: width M of the predictor; None stands for 2 H.
+        num_layers: residual MLP blocks at width M shared by all steps; decoder layers of "block" (EAGLE has one).
+        attention: SHAPE's steps also attend to all known positions, not to the window alone: to what followed where the
+            text stood as it does now.
+        num_heads: attention heads, of width H / num_heads; None makes them 64 wide.
+        num_steps: number S of future states that training unrolls. Parallel predictors cannot go further,
+            recursive ones can.
+        step_mode: "parallel" predicts all S states from one window, with a small residual adapter for each
+            step (paper 3.1: one predictor with shared parameters serves several steps); "recursive" applies
+            one network again to a window that ends in its own prediction.
+        token_conditioning: whether a step reads token embeddings: "none" (the paper), "root" (of x_t, the
+            last settled token, which the target has not seen yet) or "path" (of each drafted token too; needs
+            recursive steps).
+        refinement: what is done to the raw prediction (paper 3.2): "none", "affine" (through a linear
+            bottleneck) or "sinkhorn" (an entropic transport plan between softmaxes in the reduced space).
+        refinement_dim: width d of that reduced space (paper: 128).
+        refinement_epsilon: entropic regularisation, in units of the mean ground cost (paper: 0.1).
+        refinement_alpha: share of the refined state in the mixture with the raw one, in [0, 1] (paper: 0.5).
+        refinement_alpha_learned: start from that share and learn it.
+        refinement_readout: what is read of the plan: what arrives at each point ("marginal", the paper), or the mean of
+            the current state's coordinates that arrive there ("barycentric").
+        refinement_iterations: Sinkhorn iterations, each a row and a column update.
+        refinement_last_update: which marginal the last update makes exact. With "column" the paper's read-out
+            equals q whatever the plan is, so that transport drops out (see `shape.networks.transport`); with "row" the
+            plan keeps an influence for as long as the iterations have not converged.
+        dropout: probability, applied after each activation.
+        draft_vocab_size: draft from so many of the target's tokens only, the most frequent in the training data
+            (EAGLE-3, FR-Spec arXiv 2502.14856): reading the whole output embedding is most of a small drafter's
+            cost. None drafts from all. The output stays the target's: what cannot be drafted is still chosen.
+        vocab_size: of the target; needed only where logits have weights of their own and draft_vocab_size is None.
+        markov_rank: rank of a bias on the logits by the token before (DSpark's Markov head), for steps that do not read
+            it themselves; 0 is none.
+        coupling: correct the bias so that the marginals of the steps stay: an entropic coupling of neighbouring steps
+            over so many of their likeliest candidates, whose cost is the bias; 0 leaves the bias as it is.
+        confidence: estimate for each node whether the target will agree with its best draft; dynamic trees grow by it.
+        own_heads: "medusa" and "eagle": trained output embeddings that start as copies of the target's, one for each
+            of Medusa's steps. Without, and in the other kinds, the target's frozen one is used.
+        target_identity: `TargetIdentity.to_dict()` of the target the predictor was trained for.
+        draft: default shape of the draft tree, `{"width": ..., "depth": ..., "nodes": ...}`.
+        training: free record of how the predictor came about: command, data, measured acceptance length, ...
+
+    Raises:
+        ConfigError: an option that is unknown, out of range, or contradicts another one.
+    """
+
+    model_type = "shape"
+
+    kind: Kind = "shape"
+    hidden_size: int = 4096
+    window: int = 4
+    feature_layers: list[int] = field(default_factory=lambda: [-1])
+    intermediate_size: int | None = None
+    num_layers: int = 1
+    attention: bool = False
+    num_heads: int | None = None
+    num_steps: int = 4
+    step_mode: StepMode = "parallel"
+    token_conditioning: TokenConditioning = "none"
+    refinement: Refinement = "none"
+    refinement_dim: int = 128
+    refinement_epsilon: float = 0.1
+    refinement_alpha: float = 0.5
+    refinement_alpha_learned: bool = False
+    refinement_readout: ReadOut = "marginal"
+    refinement_iterations: int = 10
+    refinement_last_update: LastUpdate = "row"
+    dropout: float = 0.0
+    draft_vocab_size: int | None = None
+    vocab_size: int | None = None
+    markov_rank: int = 0
+    coupling: int = 0
+    confidence: bool = False
+    own_heads: bool = False
+    target_identity: dict[str, Any] | None = None
+    draft: dict[str, Any] | None = None
+    training: dict[str, Any] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        _require_known(kwargs)
+        super().__post_init__(**kwargs)
+        self.feature_layers = list(self.feature_layers)
+        if self.intermediate_size is None:
+            self.intermediate_size = 2 * self.hidden_size
+        if self.num_heads is None:
+            heads = max(self.hidden_size // 64, 1)
+            self.num_heads = heads if self.hidden_size % heads == 0 else 1
+        for name, value in _FIXED.get(self.kind, {}).items():
+            setattr(self, name, value)
+        self.check()
+
+    @property
+    def feature_size(self) -> int:
+        """Width F of one window entry: all feature layers beside each other."""
+        return len(self.feature_layers) * self.hidden_size
+
+    @property
+    def draft_size(self) -> int:
+        """Number K of tokens that can be drafted."""
+        size = self.draft_vocab_size or self.vocab_size
+        if size is None:
+            raise ConfigError(
+                "markov_rank and own_heads make weights for each token: give draft_vocab_size, or vocab_size"
+            )
+        return size
+
+    def check(self) -> None:
+        """Raise `ConfigError` for the first value that is out of range or contradicts another one."""
+        for name in _COUNTS:
+            _require_int(name, getattr(self, name), 0 if name in _MAY_BE_ZERO else 1)
+        if self.draft_vocab_size is not None:
+            _require_int("draft_vocab_size", self.draft_vocab_size, 1)
+        _require_choice("kind", self.kind, Kind)
+        _require_choice("step_mode", self.step_mode, StepMode)
+        _require_choice("token_conditioning", self.token_conditioning, TokenConditioning)
+        _require_choice("refinement", self.refinement, Refinement)
+        _require_choice("refinement_readout", self.refinement_readout, ReadOut)
+        _require_choice("refinement_last_update", self.refinement_last_update, LastUpdate)
+        _require_number("refinement_epsilon", self.refinement_epsilon, lambda x: x > 0, "greater than 0")
+        _require_number("refinement_alpha", self.refinement_alpha, lambda x: 0 <= x <= 1, "from 0 to 1")
+        _require_number("dropout", self.dropout, lambda x: 0 <= x < 1, "at least 0 and less than 1")
+        if not all(_is_int(layer) for layer in self.feature_layers) or self.feature_layers[-1:] != [-1]:
+            raise ConfigError(
+                f"feature_layers is {self.feature_layers}: it has to be a list of layer indices that ends in "
+                "-1, the state that predictions are added to"
+            )
+        assert self.num_heads is not None
+        attends = self.attention or self.kind in ("eagle", "block")
+        if attends and (self.hidden_size % self.num_heads or self.hidden_size // self.num_heads % 2):
+            raise ConfigError(
+                f"num_heads is {self.num_heads}: heads divide the hidden size, {self.hidden_size}, into even parts"
+            )
+        if self.kind != "shape" and self.refinement != "none":
+            raise ConfigError(f"refinement is {self.refinement!r}, which is SHAPE's: use none with kind {self.kind!r}")
+        if self.kind in ("shape", "block") and self.own_heads:
+            raise ConfigError(
+                f"own_heads is for medusa and eagle: kind {self.kind!r} reads states with the target's head"
+            )
+        if self.kind in ("block", "eagle") and (self.num_layers < 1 or (self.kind == "eagle" and self.num_layers > 1)):
+            raise ConfigError(f"num_layers is {self.num_layers}: eagle has 1 decoder layer, block at least 1")
+        if self.coupling and not self.markov_rank:
+            raise ConfigError(f"coupling is {self.coupling}: it corrects a Markov bias, so give a markov_rank")
+        if self.markov_rank and self.token_conditioning == "path":
+            raise ConfigError(
+                f"markov_rank is {self.markov_rank}: a bias by the token before is for steps that do not read it; with "
+                'token_conditioning "path" use 0'
+            )
+        if self.token_conditioning == "path" and self.step_mode != "recursive":
+            raise ConfigError(
+                'token_conditioning "path" needs step_mode "recursive": parallel steps are predicted before '
+                "any token of the path is drafted"
+            )
+
+
+def _require_known(options: dict[str, Any]) -> None:
+    unknown = sorted(name for name in options if not name.startswith("_") and name not in _TRANSFORMERS_KEYS)
+    if unknown:
+        raise ConfigError(f"ShapeConfig has no option {', '.join(unknown)}: check the spelling")
+
+
+def _require_choice(name: str, value: Any, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise ConfigError(f"{name} is {value!r}: choose one of {', '.join(get_args(choices))}")
+
+
+def _require_int(name: str, value: Any, least: int) -> None:
+    if not _is_int(value) or value < least:
+        raise ConfigError(f"{name} is {value!r}: it has to be an integer of at least {least}")
+
+
+def _require_number(name: str, value: Any, holds: Callable[[float], bool], bounds: str) -> None:
+    if not isinstance(value, int | float) or not math.isfinite(value) or not holds(value):
+        raise ConfigError(f"{name} is {value!r}: it has to be a number {bounds}")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,325 @@
+"""`ShapePredictor`: a light network that continues the target's hidden states without running the target.
+
+Indexing (see `shape.target.model`): x_0..x_t are settled, h_0..h_{t-1} are known, step n = 0, 1, ... predicts
+h_{t+n}, whose logits draft x_{t+n+1}. The paper's "H_{t+n} from H_t" is this with its H_t equal to our
+h_{t-1}.
+
+Shapes: B batch, T positions, P roots, W window, H hidden size, F feature size (H times the number of feature
+layers), S steps, M predictor width, d reduced width. Leading dimensions are free wherever `...` stands.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel
+
+from shape.networks.base import Carried, ContextAttention, Known, Predictor, Remembered, normalise, scale, turns
+from shape.networks.config import ShapeConfig
+from shape.networks.transport import LastUpdate, sinkhorn, squared_distances
+
+
+def windows(hidden: Tensor, ends: Tensor, size: int) -> Tensor:
+    """The `size` states before each end: (B, T, F), (B, P) -> (B, P, size, F), h_{end-size}..h_{end-1}.
+
+    Positions before the text are zeros. Training and decoding both cut their windows here, so that they
+    cannot differ by one. `ends` holds integers up to T; an end of t is what a root at position t needs.
+    """
+    positions = ends.unsqueeze(-1) + torch.arange(-size, 0, device=ends.device)
+    rows = torch.arange(len(hidden), device=hidden.device)[:, None, None]
+    return torch.where((positions >= 0).unsqueeze(-1), hidden[rows, positions.clamp(min=0)], 0)
+
+
+def roll(window: Tensor, state: Tensor) -> Tensor:
+    """Move the window on by one: (..., W, F), (..., H) -> (..., W, F), the oldest entry out, `state` in.
+
+    Only the last feature layer is ever predicted: the columns of the others are zeros in the new entry, which
+    is what unknown states are everywhere.
+    """
+    others = window.shape[-1] - state.shape[-1]
+    entry = F.pad(state, (others, 0)) if others else state
+    return torch.cat([window[..., 1:, :], entry.unsqueeze(-2)], dim=-2)
+
+
+class ResidualBlock(nn.Module):
+    """x + down(dropout(silu(up(norm(x))))) at width `size`, with a hidden layer of width `inner`."""
+
+    def __init__(self, size: int, inner: int, dropout: float) -> None:
+        super().__init__()
+        self.up = nn.Linear(size, inner)
+        self.down = nn.Linear(inner, size)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = F.silu(self.up(normalise(x)))
+        return x + self.down(F.dropout(inner, self.dropout, self.training))
+
+
+class Adapters(nn.Module):
+    """A residual block for each of several steps, which all read the same x.
+
+    As one matrix up and one batch of matrices down: a product for each step would take several times as long where x is
+    a single row, as in decoding.
+    """
+
+    def __init__(self, steps: int, size: int, inner: int, dropout: float) -> None:
+        super().__init__()
+        self.up = nn.Linear(size, steps * inner)
+        self.down = nn.Linear(inner, steps * size)  # its rows are those of the steps' matrices, one after the other
+        self.inner, self.size, self.dropout = inner, size, dropout
+
+    def forward(self, x: Tensor, first: int, last: int) -> Tensor:
+        """Steps first..last - 1: (..., M) -> (..., S', M)."""
+        rows, columns = slice(first * self.inner, last * self.inner), slice(first * self.size, last * self.size)
+        inner = F.silu(F.linear(normalise(x), self.up.weight[rows], self.up.bias[rows]))
+        inner = F.dropout(inner, self.dropout, self.training).unflatten(-1, (-1, self.inner))
+        down = self.down.weight[columns].unflatten(0, (-1, self.size))
+        added = torch.einsum("...si,soi->...so", inner, down) + self.down.bias[columns].unflatten(0, (-1, self.size))
+        return x.unsqueeze(-2) + added
+
+
+class Share(nn.Module):
+    """(1 - alpha) raw + alpha refined, alpha fixed (the paper) or learned through a sigmoid."""
+
+    def __init__(self, config: ShapeConfig) -> None:
+        super().__init__()
+        self.fixed = config.refinement_alpha
+        start = torch.tensor([min(max(self.fixed, 0.01), 0.99)]).logit()
+        self.logit = nn.Parameter(start) if config.refinement_alpha_learned else None
+
+    def forward(self, raw: Tensor, refined: Tensor) -> Tensor:
+        alpha = self.fixed if self.logit is None else self.logit.sigmoid().to(raw.dtype)
+        return (1 - alpha) * raw + alpha * refined  # torch.lerp takes no mixed dtypes, which autocast makes
+
+
+class AffineRefinement(nn.Module):
+    """The paper's rival to transport: (1 - alpha) h_raw + alpha P2(P1 h_raw), a bottleneck of width d.
+
+    Without biases, so that it has no opinion on the size of the target's states.
+    """
+
+    expand_std = 0.0  # start without noise
+
+    def __init__(self, config: ShapeConfig) -> None:
+        super().__init__()
+        self.share = Share(config)
+        self.reduce = nn.Linear(config.hidden_size, config.refinement_dim, bias=False)
+        self.expand = nn.Linear(config.refinement_dim, config.hidden_size, bias=False)
+
+    def forward(self, raw: Tensor, current: Tensor) -> Tensor:
+        return self.share(raw, self.expand(self.reduce(raw)))
+
+
+class SinkhornRefinement(nn.Module):
+    """The paper's refinement (section 3.2): (1 - alpha) h_raw + alpha P2(T^T 1).
+
+    T is the entropic plan between p = softmax(P1 h_t) and q = softmax(P1 h_raw). The paper leaves "a cost in
+    the reduced space" open. Here the points of that space are the columns of P2: P2 q is the mean of the
+    columns under q, so a unit of mass at i *is* the state P2_i, as a unit of mass at token i is its embedding
+    E_i in the paper's mu_t = sum_i p_t(i) delta_{E_i} with C_ij = |E_i - E_j|^2. The cost is the squared
+    distance between columns, over its mean. States are normalised before P1 (large ones would saturate the
+    softmax) and P2 speaks in units of the current state's size.
+
+    With the read-out "marginal", the paper's, the plan has little or no influence (`shape.networks.transport`).
+    "barycentric" lets it move something: the current state's reduced coordinates z = P1 h_t, of which each point gets
+    the mean of what arrives there, P2 (diag(T^T 1)^-1 T^T z).
+    """
+
+    expand_std = 1.0  # columns of P2 stand for states, in units of their size
+
+    def __init__(self, config: ShapeConfig) -> None:
+        super().__init__()
+        self.share = Share(config)
+        self.barycentric = config.refinement_readout == "barycentric"
+        self.epsilon = config.refinement_epsilon
+        self.iterations = config.refinement_iterations
+        self.last_update: LastUpdate = config.refinement_last_update
+        self.reduce = nn.Linear(config.hidden_size, config.refinement_dim)
+        self.expand = nn.Linear(config.refinement_dim, config.hidden_size)
+
+    def forward(self, raw: Tensor, current: Tensor) -> Tensor:
+        arriving, coordinates = self._distribution(self._reduced(raw)), self._reduced(current)
+        # After a column update T^T 1 is q itself: nothing to iterate for, unless the plan is read otherwise.
+        if self.last_update == "row" or self.barycentric:
+            leaving = self._distribution(coordinates).expand_as(arriving)
+            cost = squared_distances(self.expand.weight.T)
+            plan = sinkhorn(leaving, arriving, cost, self.epsilon, self.iterations, self.last_update)
+            arriving = plan.arrivals(coordinates.to(plan.u.dtype)) if self.barycentric else plan.column_marginal()
+        return self.share(raw, scale(current) * self.expand(arriving.to(raw.dtype)))
+
+    def _reduced(self, state: Tensor) -> Tensor:
+        return self.reduce(normalise(state))
+
+    @staticmethod
+    def _distribution(logits: Tensor) -> Tensor:
+        return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+class ShapePredictor(Predictor):
+    """Gated residual prediction of future hidden states from a window of known ones (paper 3.1-3.2).
+
+    One step is
+
+        x     = silu(A [norm(h_{t-W}), ..., norm(h_{t-1})] + B norm(e) + b)     e: token embedding, if read
+        x     = residual blocks at width M, then the adapter of step n (parallel mode)
+        delta = D x
+        gate  = sigmoid(G [norm(h), delta])                                     h: the current state
+        h'    = h + |h| gate * delta                                            |h|: its root mean square
+
+    followed by the refinement. `norm` is layer normalisation without parameters (the next matrix would absorb
+    them): unknown states, which are zeros, stay zeros, and a target whose states are 100 times larger needs
+    no other weights; `|h|` brings the prediction back to the target's size. D starts at zero: before
+    training, a predictor without refinement repeats the current state (with one, at its share of 1 - alpha).
+
+    Weights, biases not counted: M (W F + H) + 2 M^2 num_layers + 2 H^2, with token conditioning M H more, in
+    parallel mode 2 S M (M // 4) more, with refinement 2 d H more.
+
+    Inputs may be of any floating dtype: they are cast to the parameters' own, in which results are returned.
+    """
+
+    kind = "shape"
+
+    def __init__(self, config: ShapeConfig) -> None:
+        super().__init__(config)
+        size, width = config.hidden_size, config.intermediate_size
+        assert width is not None  # the configuration fills it in
+        self.window_projection = nn.Linear(config.window * config.feature_size, width)
+        self.attention = ContextAttention(2 * size, width, config) if config.attention else None
+        self.token_projection = None if config.token_conditioning == "none" else nn.Linear(size, width, bias=False)
+        self.blocks = nn.ModuleList(ResidualBlock(width, width, config.dropout) for _ in range(config.num_layers))
+        parallel = config.step_mode == "parallel"
+        self.adapters = Adapters(config.num_steps, width, max(width // 4, 1), config.dropout) if parallel else None
+        self.delta = nn.Linear(width, size)
+        self.gate = nn.Linear(2 * size, size)
+        self.refinement = _refinement(config)
+        self._add_read_out()
+
+    # -- as every predictor
+
+    @property
+    def memory_shapes(self) -> list[tuple[int, int]]:
+        return [] if self.attention is None else [(self.attention.heads, self.attention.head_size)]
+
+    def remember(self, features: Tensor, embeddings: Tensor, positions: Tensor) -> Remembered:
+        """Keys say where the text stood, h_{i-1} and x_i, which is what a step knows of its own place; values say what
+        followed, h_i and x_{i+1}. So one layer can find where the same was said before, and how it went on.
+        """
+        if self.attention is None:
+            return []
+        states = normalise(features[..., -self.config.hidden_size :].to(self.delta.weight.dtype))
+        places = torch.cat([states, normalise(embeddings.to(states.dtype))], dim=-1)
+        following = torch.cat([states[:, 1:], places[:, 1:, self.config.hidden_size :]], dim=-1)
+        turned = turns(positions, self.attention.head_size, states.dtype)
+        return [self.attention.remember(places[:, :-1], following, turned)]
+
+    def begin(self, known: Known, root: Tensor | None) -> Carried:
+        if self.config.step_mode == "recursive":
+            return (known.window.to(self.delta.weight.dtype),)
+        embeddings = None if root is None else root.unsqueeze(-2)
+        return (self(known.window, embeddings, self.config.num_steps, known),)
+
+    def advance(self, known: Known, carried: Carried, embedding: Tensor | None, n: int) -> tuple[Tensor, Carried]:
+        if self.config.step_mode == "parallel":
+            return super().advance(known, carried, embedding, n)
+        state = self.step(carried[0], embedding, n, known)
+        return state, (roll(carried[0], state),)
+
+    # -- its steps
+
+    def step(self, window: Tensor, embedding: Tensor | None, n: int, known: Known | None = None) -> Tensor:
+        """Predict h_{t+n}: (..., W, F), (..., H) -> (..., H).
+
+        Parallel: `window` ends in h_{t-1} for every n < num_steps, `embedding` is x_t's (root conditioning).
+        Recursive: `window` ends in h_{t+n-1}, predicted or not; `embedding` is x_{t+n}'s (path), or x_t's,
+        which counts at n = 0 only (root). Without token conditioning `embedding` is not read and may be None.
+
+        Raises:
+            ValueError: n is beyond a parallel predictor's steps, or the embedding is missing.
+        """
+        x, current, normalised = self._trunk(window, embedding, n, known)
+        if self.adapters is not None:
+            self._require_steps(n + 1)
+            x = self.adapters(x, n, n + 1).squeeze(-2)
+        return self._read_out(x, current, normalised)
+
+    def forward(
+        self,
+        window: Tensor,
+        embeddings: Tensor | None = None,
+        steps: int | None = None,
+        known: Known | None = None,
+    ) -> Tensor:
+        """Predict h_t..h_{t+S-1}: (..., W, F), (..., S, H) -> (..., S, H).
+
+        `window` ends in h_{t-1}. `embeddings[..., n, :]` is the embedding of x_{t+n}: the true tokens in
+        training (path conditioning), or only that of x_t at n = 0 (root). A recursive predictor reads its own
+        predictions from the second step on, in training as in decoding. `steps` defaults to the
+        configuration's `num_steps`.
+        """
+        steps = self.config.num_steps if steps is None else steps
+        if self.adapters is not None:
+            self._require_steps(steps)
+            root = None if embeddings is None else embeddings[..., 0, :]
+            x, current, normalised = self._trunk(window, root, 0, known)
+            return self._read_out(self.adapters(x, 0, steps), current.unsqueeze(-2), normalised.unsqueeze(-2))
+        return self.unroll(known or Known(window, [], None, None), embeddings, steps)
+
+    def _trunk(
+        self, window: Tensor, embedding: Tensor | None, n: int, known: Known | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(..., M) features all steps share, the current state (..., H), and that state normalised."""
+        dtype, size = self.delta.weight.dtype, self.config.hidden_size
+        window = window.to(dtype)
+        states = normalise(window.unflatten(-1, (-1, size)))  # each layer by itself: (..., W, layers, H)
+        x = self.window_projection(states.flatten(-3))
+        current = states[..., -1, -1, :]
+        token = torch.zeros_like(current)
+        if self.token_projection is not None and self._reads_token(n):
+            if embedding is None:
+                raise ValueError(f"this predictor needs the embedding of token x_{{t+{n}}} for step {n}")
+            token = normalise(embedding.to(dtype))
+            x = x + self.token_projection(token)
+        if self.attention is not None:
+            if known is None or known.turns is None:
+                raise ValueError("this predictor attends to known positions: give them beside the window")
+            place = torch.cat([current, token], dim=-1)
+            x = x + self.attention(place, known.turns[:, :, n + 1], known.memory[0], known.visible)
+        x = F.dropout(F.silu(x), self.config.dropout, self.training)
+        for block in self.blocks:
+            x = block(x)
+        return x, window[..., -1, -size:], current
+
+    def _read_out(self, x: Tensor, current: Tensor, normalised: Tensor) -> Tensor:
+        """Gated residual on the current state, refined."""
+        delta = self.delta(x)
+        gate = torch.sigmoid(self.gate(torch.cat([normalised.expand_as(delta), delta], dim=-1)))
+        raw = torch.addcmul(current, scale(current) * gate, delta)
+        return raw if self.refinement is None else self.refinement(raw, current)
+
+    def _reads_token(self, n: int) -> bool:
+        """Whether a token enters at step n: in recursive mode the root is the latest token at n = 0 only."""
+        conditioning, every_step = self.config.token_conditioning, self.config.step_mode == "parallel"
+        return conditioning == "path" or (conditioning == "root" and (every_step or n == 0))
+
+    def _require_steps(self, steps: int) -> None:
+        if steps > self.config.num_steps:
+            raise ValueError(
+                f"a parallel predictor with {self.config.num_steps} steps cannot predict {steps}: draft no "
+                "deeper, or train one with more num_steps"
+            )
+
+    def _std(self, module: nn.Linear) -> float:
+        if module is self.delta or module is self.gate:
+            return 0.0  # at first the prediction is the current state, and all gates are half open
+        if self.refinement is not None and module is self.refinement.expand:
+            return self.refinement.expand_std
+        return super()._std(module)
+
+
+def _refinement(config: ShapeConfig) -> AffineRefinement | SinkhornRefinement | None:
+    if config.refinement == "none":
+        return None
+    return AffineRefinement(config) if config.refinement == "affine" else SinkhornRefinement(config)
+
+
+AutoConfig.register(ShapeConfig.model_type, ShapeConfig, exist_ok=True)
+AutoModel.register(ShapeConfig, ShapePredictor, exist_ok=True)

@@ -1,0 +1,1 @@
+"""The frozen target model: loading, devices, what it supports, weights laid out for the CPU."""

@@ -1,0 +1,526 @@
+"""The frozen target: hidden states, logits, embeddings, and the identity by which a predictor knows it.
+
+Indexing used everywhere: ``h_i`` is the vector that enters the target's output embedding at position i, and
+``softmax(logits(h_i))`` is the distribution of ``x_{i+1}``.
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property, partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import align_module_device
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from shape import bundled
+from shape.data.conversations import answer_message, prompt_ids, render
+from shape.errors import ConfigError, DataError, UnsupportedTarget
+from shape.files import typed
+from shape.target.inference import evaluating
+from shape.target.loading import FILE_OPTIONS, commit_of, default_device, first_line, only, resolve_dtype
+from shape.target.prepack import PrepackedForward, is_prepacked, linear, prepack, unpack
+from shape.target.rotary import Switch, find_switch
+
+# Encoded by every tokenizer into its identity: vocabularies can be equal where the merges differ.
+_TOKENIZER_PROBE = "The 3 quick  brown foxes, 1,024 émigrés & 東京\n\tdef f(x): return x**2 <|im_start|> </s>"
+_HEAD_SAMPLE_ROWS = 64
+_HEAD_CHUNK = 256  # unit vectors sent through a quantised head at a time
+
+
+@dataclass(frozen=True)
+class TargetIdentity:
+    """What a predictor or a feature store remembers of its target. Hashes are sha256, shortened to 16 digits."""
+
+    name: str
+    revision: str
+    hidden_size: int
+    vocab_size: int
+    tokenizer_hash: str
+    head_hash: str
+    template_hash: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "TargetIdentity":
+        return typed(cls, {field.name: values[field.name] for field in fields(cls)})
+
+    def differences(self, other: "TargetIdentity") -> list[str]:
+        """Phrases naming what differs; name and revision do not count, so a moved folder stays the same target."""
+        labels = {
+            "hidden_size": "hidden size",
+            "vocab_size": "vocabulary size",
+            "tokenizer_hash": "tokenizer",
+            "head_hash": "output embedding",
+            "template_hash": "chat template",
+        }
+        found = []
+        for field, label in labels.items():
+            mine, theirs = getattr(self, field), getattr(other, field)
+            # An empty hash means "unknown" (no tokenizer at hand), which contradicts nothing.
+            if mine != theirs and mine != "" and theirs != "":
+                found.append(f"{label} ({mine} against {theirs})")
+        return found
+
+
+class Target:
+    """A frozen causal LM with the few operations that drafting and verification need.
+
+    Not an ``nn.Module``: it must stay out of the module tree of whatever is trained beside it.
+
+    Args:
+        model: a decoder-only Hugging Face causal LM. It stays as its owner has it: it is computed with in
+            evaluation mode (see ``inference.evaluating``), and its weights get no gradient from here.
+        tokenizer: its tokenizer, or None where only ids are used.
+        name: how to load it again (a path, a hub id, or the name of a bundled checkpoint).
+        revision: the commit of its hub repository, where that is known.
+
+    Raises:
+        UnsupportedTarget: encoder-decoder models, or models without an output embedding.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any = None, name: str | None = None, revision: str = ""
+    ) -> None:
+        label = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
+        if model.config.is_encoder_decoder:
+            raise UnsupportedTarget(f"target {label} is an encoder-decoder model; give a decoder-only causal LM")
+        head = model.get_output_embeddings()
+        # Some name as their base what only a larger model has, which they are cut out of.
+        body = getattr(model, "model", None) if model.base_model is model else model.base_model
+        if head is None or body is None:
+            raise UnsupportedTarget(f"target {label} has no output embedding; load it as a causal LM")
+        self.model: Any = model
+        self.tokenizer = tokenizer
+        self.name = str(label)
+        self.revision = revision or str(getattr(model.config, "_commit_hash", None) or "")
+        self.config = model.config.get_text_config()
+        self.head, self._body = head, body
+        self._embedding: Any = model.get_input_embeddings()
+        self.hidden_size: int = self.config.hidden_size
+        self.vocab_size: int = self.config.vocab_size
+        self.max_positions: int | None = getattr(
+            self.config, "max_position_embeddings", getattr(self.config, "max_seq_len", None)
+        )
+        # What the probe found out (verification.forward.Support); kept here so that it runs once per target.
+        self.support: Any = None
+        self._packed = False  # whether the model's prepacked layers are this object's doing
+        self.sharded = False  # over processes, which then have to run every layer together: see `shape.target.sharding`
+
+    @classmethod
+    def load(
+        cls,
+        target: "str | Path | PreTrainedModel | Target",
+        *,
+        tokenizer: Any = None,
+        dtype: str | torch.dtype | None = None,
+        device_map: Any = None,
+        prepacked: bool | None = None,
+        **options: Any,
+    ) -> "Target":
+        """The target from a path, a hub id, the name of a bundled checkpoint, or a model at hand.
+
+        A checkpoint that says how it is quantised, and a model that its owner has quantised or spread over devices, are
+        taken as they are.
+
+        Args:
+            dtype: "float32", "bfloat16", ... ; None keeps the checkpoint's own.
+            device_map: as in transformers: a device, "auto", or a device for each part; also offloading. None takes an
+                accelerator where there is one. A model at hand stays where it is.
+            prepacked: on a CPU, use copies of the weights in the layout of its matrix kernels, which takes memory and
+                makes forwards over a few tokens up to three times as fast (see ``shape.target.prepack``); None does so
+                where memory allows it, for models that are loaded here.
+            options: any other of transformers' ``from_pretrained``: revision, token, trust_remote_code,
+                attn_implementation, quantization_config, ... The tokenizer is of the same revision.
+
+        Raises:
+            ConfigError: an option that transformers does not know or that this target does not take; or any, beside a
+                model at hand.
+            UnsupportedTarget: when nothing can be loaded from there.
+        """
+        if isinstance(target, Target | PreTrainedModel):
+            given = target if isinstance(target, Target) else cls(target, tokenizer)
+            if options:
+                raise ConfigError(
+                    f"option {min(options)} is unknown, or says how a target is loaded, while {given.name} is at hand; "
+                    "leave it out, or give the target's folder or hub id"
+                )
+            if prepacked:  # otherwise it stays as its owner has it
+                given._prepack(True)
+            return given
+        where, options = bundled.resolve(str(target)), {"trust_remote_code": False, **options}
+        revision = commit_of(where, options)
+        if revision:  # all parts are of one, even while somebody uploads
+            options["revision"] = revision
+        config = read_config(target, **options)
+        if config.is_encoder_decoder:
+            raise UnsupportedTarget(f"target {target} is an encoder-decoder model; give a decoder-only causal LM")
+        if device_map is None and (place := default_device()).type != "cpu":
+            device_map = str(place)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                where, dtype=resolve_dtype(dtype) or "auto", device_map=device_map, **options
+            )
+        except torch.OutOfMemoryError as error:
+            raise UnsupportedTarget(
+                f"target {target} does not fit into the memory of {device_map}; give device_map auto, which spreads "
+                f"it, or cpu, or a smaller dtype ({first_line(error)})"
+            ) from error
+        except TypeError as error:  # transformers gives what it does not know to the model
+            raise ConfigError(
+                f"target {target} cannot be loaded with these options ({first_line(error)}); give such as ours, or "
+                "transformers' from_pretrained, takes"
+            ) from error
+        except Exception as error:  # a quantiser that is not installed, damaged files: each has errors of its own
+            raise UnsupportedTarget(f"target {target} cannot be loaded ({first_line(error)})") from error
+        if tokenizer is None:
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(where, **only(FILE_OPTIONS, options))
+            except Exception as error:
+                # Without one: ids in, ids out; rendering text then raises with the reason.
+                if (Path(where) / "tokenizer.json").is_file():
+                    raise UnsupportedTarget(
+                        f"the tokenizer of target {target} cannot be read; restore its files ({first_line(error)})"
+                    ) from error
+        loaded = cls(model.requires_grad_(False), tokenizer, name=str(target), revision=revision)
+        loaded._prepack(prepacked)
+        return loaded
+
+    def _prepack(self, wanted: bool | None) -> None:
+        self._packed |= not self.prepacked and prepack(self.model, wanted)
+
+    def close(self) -> None:
+        """Take from the model what was attached to it here, prepacked layers, which also hold memory."""
+        if self._packed:
+            unpack(self.model)
+            self._packed = False
+
+    @property
+    def version(self) -> list[Any]:
+        """Another one once the tables of tokens, which drafters may have copies of, were moved, cast, replaced or
+        written to; writing into ``weight.data`` in place is the one change that PyTorch does not count.
+        """
+        tables = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        return [_version(getattr(table, "weight", None)) for table in tables]
+
+    @property
+    def device(self) -> torch.device:
+        """Where ids go in and states come out. The layers between may lie elsewhere: see ``device_map``."""
+        # Between forwards accelerate keeps offloaded weights off the device that they compute on.
+        own = getattr(vars(self._embedding).get("_hf_hook"), "execution_device", None)
+        if own is not None:
+            return torch.device(own)
+        weight = getattr(self._embedding, "weight", None)  # asked for at every step: no search where none is needed
+        if isinstance(weight, Tensor):
+            return weight.device
+        return next(chain(self._embedding.parameters(), self._embedding.buffers())).device
+
+    @property
+    def places(self) -> str:
+        """For reports: the device, or all that it is spread over."""
+        spread = getattr(self.model, "hf_device_map", None) or {}
+        return ", ".join(sorted({str(place) for place in spread.values()})) or str(self.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of states."""
+        weight = _plain_weight(self._embedding)
+        return self._embedded_dtype if weight is None else weight.dtype
+
+    @cached_property
+    def _embedded_dtype(self) -> torch.dtype:
+        """Where the embedding is quantised: the dtype of what it gives."""
+        return self.embed(torch.zeros(1, dtype=torch.long, device=self.device)).dtype
+
+    @cached_property
+    def switch(self) -> Switch | None:
+        """Where the target changes its rotary table, as LongRoPE does; None where it does not."""
+        return find_switch(self)
+
+    def switched(self, length: int) -> bool:
+        """Whether a prompt of so many tokens has the second rotary table throughout."""
+        return self.switch is not None and length > self.switch.positions
+
+    @property
+    def prepacked(self) -> bool:
+        """Whether layers use weights laid out for the CPU (see ``shape.target.prepack``)."""
+        return is_prepacked(self.model)
+
+    @property
+    def precision(self) -> str:
+        """For reports: the dtype of states, and who quantised the weights where the model says so; or prepacked."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        how = getattr(self.model.config, "quantization_config", None)
+        method = how.get("quant_method") if isinstance(how, dict) else getattr(how, "quant_method", None)
+        if method is None:
+            return f"{dtype}, prepacked" if self.prepacked else dtype
+        return f"{dtype}, quantised by {getattr(method, 'value', method)}"
+
+    @cached_property
+    def eos_token_ids(self) -> list[int]:
+        eos = getattr(self.model.generation_config, "eos_token_id", None)
+        if eos is None:
+            eos = self.config.eos_token_id
+        return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+    @torch.no_grad()
+    def hidden(
+        self,
+        input_ids: Tensor,
+        *,
+        attention_mask: Tensor | dict[str, Tensor] | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        layers: Sequence[int] = (-1,),
+    ) -> Tensor:
+        """States of given tokens in the target's dtype and on its device, (B, N, len(layers) * H).
+
+        Args:
+            layers: -1 is h, before the output embedding (after the final norm); k >= 0 is the output of block k
+                (0 = embeddings). Several are laid side by side.
+        """
+        outputs = self._body(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=cache is not None,
+            **({} if tuple(layers) == (-1,) else {"output_hidden_states": True}),
+        )
+        if tuple(layers) == (-1,):
+            return outputs.last_hidden_state.to(self.device)
+        states = [outputs.last_hidden_state if layer == -1 else outputs.hidden_states[layer] for layer in layers]
+        return torch.cat([state.to(self.device) for state in states], dim=-1)
+
+    def features(
+        self, input_ids: Tensor, layers: Sequence[int] = (-1,), lengths: Sequence[int] | None = None
+    ) -> Tensor:
+        """``hidden`` of whole texts, (B, T) int64 padded on the right -> (B, T, len(layers) * H).
+
+        Right padding needs no mask: under a causal mask no real token sees it.
+
+        Args:
+            lengths: of the texts, where they differ: each has the rotary table that it has by itself (see ``switch``).
+        """
+        with evaluating([self.model]):
+            if lengths is None or self.switch is None:
+                return self.hidden(input_ids, layers=layers)
+            groups = self.switch.groups(lengths, 1)
+            found = [
+                self.hidden(input_ids[rows, : max(lengths[row] for row in rows)], layers=layers) for rows in groups
+            ]
+        states = found[0].new_zeros(*input_ids.shape, found[0].shape[-1])
+        for rows, some in zip(groups, found, strict=True):
+            states[rows, : some.shape[1]] = some
+        return states
+
+    def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """The target's own logit function, (..., H) -> (..., V), with its scaling and soft-capping.
+
+        Differentiable in ``hidden`` alone, whose device the logits are on. That it is complete for an architecture is
+        checked by the probe at load.
+
+        Args:
+            head: instead of the output embedding, for instance some rows of it (``head_of``).
+        """
+        logits = (head or self._read)(hidden).to(hidden.device)
+        config = self.config
+        if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
+            logits = logits * scale
+        if (scaling := getattr(config, "logits_scaling", None)) is not None:  # Granite
+            logits = logits / scaling
+        if (multiplier := getattr(config, "lm_head_multiplier", None)) is not None:  # Falcon-H1
+            logits = logits * multiplier
+        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    def _read(self, hidden: Tensor) -> Tensor:
+        """The output embedding of states, without gradients for its weights, which their owner may be training."""
+        if torch.is_grad_enabled():
+            theirs = {name: weight.detach() for name, weight in self.head.named_parameters() if weight.requires_grad}
+            if theirs:
+                return functional_call(self.head, theirs, (hidden,))
+        return self.head(hidden)
+
+    @torch.no_grad()
+    def head_of(self, tokens: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        """A copy of the output embedding for some tokens, (K,) int64, on their device: (..., H) -> (..., K)."""
+        weight, bias = self._head_rows(tokens.to(self.device))
+        bias = None if bias is None else bias.to(tokens.device, dtype)
+        weight = weight.to(tokens.device, dtype)
+        return PrepackedForward(linear(weight, bias)) if self.prepacked else partial(F.linear, weight=weight, bias=bias)
+
+    @torch.no_grad()
+    def output_rows(self, tokens: Tensor | None = None) -> Tensor:
+        """Rows of the output embedding, (K, H) in their own dtype, for some tokens, (K,) int64; None stands for all."""
+        if tokens is None:
+            weight = _plain_weight(self.head)
+            if weight is not None and weight.device.type != "meta":
+                return weight.detach()  # no copy
+            tokens = torch.arange(self.vocab_size)
+        return self._head_rows(tokens.to(self.device))[0]
+
+    def _head_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The output embedding's weight (K, H) and bias (K,) for some tokens."""
+        with align_module_device(self.head):  # offloaded weights are brought in
+            if (weight := _plain_weight(self.head)) is not None:
+                bias = getattr(self.head, "bias", None)
+                tokens = tokens.to(weight.device)
+                return weight[tokens], None if bias is None else bias[tokens]
+        # Of a quantised head only its results are known: zeros give the bias, unit vectors the columns.
+        bias = self.head(torch.zeros(1, self.hidden_size, dtype=self.dtype, device=self.device))[0]
+        units = torch.eye(self.hidden_size, dtype=self.dtype, device=self.device).split(_HEAD_CHUNK)
+        columns = [(self.head(some) - bias).to(self.device)[:, tokens] for some in units]
+        return torch.cat(columns).T.contiguous(), bias.to(self.device)[tokens]
+
+    @torch.no_grad()
+    def embed(self, ids: Tensor) -> Tensor:
+        """Input embeddings, (...) int64 -> (..., H), on the device of ``ids``."""
+        return self._embedding(ids.to(self.device)).to(ids.device)
+
+    @cached_property
+    def identity(self) -> TargetIdentity:
+        return TargetIdentity(
+            name=self.name,
+            revision=self.revision,
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+            tokenizer_hash=_tokenizer_hash(self.tokenizer),
+            head_hash=_head_hash(self.head),
+            template_hash=_digest(getattr(self.tokenizer, "chat_template", None) or ""),
+        )
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The chat template applied to messages.
+
+        Args:
+            chat_template_kwargs: what the template is given beside them: `enable_thinking`, `tools`, ...
+
+        Raises:
+            DataError: no tokenizer, one without a chat template, or a template that refuses the messages.
+        """
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise DataError(
+                f"target {self.name} has no chat template; give a target whose tokenizer has one, or data made of "
+                "plain text or prompt/completion pairs"
+            )
+        return render(self.tokenizer, messages, add_generation_prompt, chat_template_kwargs)
+
+    def encode(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        """(1, T) int64 ids of a text, or of messages that await an answer; of their bare text without a chat template.
+
+        Prompts of regeneration and of training are made by the same function, `shape.data.conversations.prompt_ids`.
+
+        Args:
+            chat_template_kwargs: as in ``render``.
+
+        Raises:
+            DataError: no tokenizer, nothing to encode, or a template that refuses the messages.
+        """
+        if self.tokenizer is None:
+            raise DataError(f"target {self.name} has no tokenizer; give a folder that has one, or token ids")
+        if not isinstance(prompt, str) and not self.tokenizer.chat_template:
+            prompt = "\n".join(message["content"] for message in prompt)
+        ids = prompt_ids(prompt, self.tokenizer, chat_template_kwargs)
+        if not ids:
+            raise DataError("the prompt is empty; give at least one token")
+        return torch.tensor([ids], device=self.device)
+
+    def message(self, answer: list[int], chat_template_kwargs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Token ids of an answer, (T,), as the message that a chat goes on from: without special tokens, and with its
+        reasoning apart where the chat template has a place for it.
+        """
+        ends = set(self.eos_token_ids)
+        end = next((number for number, token in enumerate(answer) if token in ends), len(answer))
+        return answer_message(answer[:end], self.tokenizer, chat_template_kwargs).chat
+
+    def __repr__(self) -> str:
+        return f"Target({self.name}, hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, {self.precision})"
+
+
+def read_config(target: str | Path, **options: Any) -> PretrainedConfig:
+    """The configuration of a target that is not loaded yet; options as in ``Target.load``.
+
+    Raises:
+        UnsupportedTarget: nothing that can be read there.
+    """
+    known = {name: value for name, value in options.items() if name != "quantization_config"}  # it is not merged here
+    try:
+        config, _ = AutoConfig.from_pretrained(bundled.resolve(str(target)), return_unused_kwargs=True, **known)
+        return config
+    except Exception as error:  # damaged files have errors of many kinds
+        raise UnsupportedTarget(
+            f"target {target} cannot be loaded; give a folder with config.json or the id of a reachable hub "
+            f"model ({first_line(error)})"
+        ) from error
+
+
+def announce(target: Target, more: str = "") -> None:
+    """What computes where, in one line: commands say it once, beside their output."""
+    print(f"target {target.name}: {target.precision} on {target.places}{more}", file=sys.stderr, flush=True)
+
+
+def _digest(content: str | bytes) -> str:
+    if not content:
+        return ""
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[:16]
+
+
+def _tokenizer_hash(tokenizer: Any) -> str:
+    """Hash of the vocabulary and of a probe sentence's ids: content, not file format or library version."""
+    if tokenizer is None:
+        return ""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return _digest(json.dumps([vocabulary, tokenizer(_TOKENIZER_PROBE)["input_ids"]]))
+
+
+def _plain_weight(module: Any) -> Tensor | None:
+    """The module's weight where it is an ordinary matrix of floats; None where it is quantised."""
+    weight: Any = getattr(module, "weight", None)
+    ordinary = type(weight) in (Tensor, nn.Parameter)  # quantisers give their own kinds of tensor, or a method
+    return weight if ordinary and weight.is_floating_point() and weight.itemsize > 1 else None
+
+
+def _version(weight: Any) -> tuple[Any, ...]:
+    """Of a tensor: where it lies, without keeping it there, and how often it was written to."""
+    # What is offloaded is another tensor after every forward.
+    if not isinstance(weight, Tensor) or weight.is_meta:
+        return ()
+    return StorageWeakRef(weight.untyped_storage()), None if weight.is_inference() else weight._version
+
+
+def _head_hash(head: nn.Module) -> str:
+    """Hash of evenly spaced rows in bfloat16, so that loading in another dtype keeps the identity.
+
+    Empty, which is "unknown", for a quantised head: its rows are no longer those that a predictor was trained for, and
+    still close enough to draft with.
+    """
+    with align_module_device(head):
+        weight = _plain_weight(head)
+        if weight is None or weight.device.type == "meta":
+            return ""
+        rows = torch.linspace(0, weight.shape[0] - 1, min(_HEAD_SAMPLE_ROWS, weight.shape[0])).long()
+        sample = weight.detach()[rows.to(weight.device)].to("cpu", torch.bfloat16).contiguous()
+    return _digest(sample.view(torch.uint8).numpy().tobytes())

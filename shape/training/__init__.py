@@ -1,0 +1,1 @@
+"""Training a drafter: options, batches, losses, the Lightning module, validation by decoding, the run."""

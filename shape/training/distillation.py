@@ -1,0 +1,90 @@
+"""A small causal LM of the target's tokens, taught by the target's own distributions, to draft for it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from shape.drafters import Drafter, ModelDrafter
+from shape.errors import ConfigError
+from shape.target.model import Target
+from shape.training.batches import Batch
+from shape.training.examples import examples
+from shape.training.losses import supervised, weighted_loss
+from shape.training.module import Learner
+
+_HEAD_SIZE = 32
+
+
+def draft_model(target: Target, width: int | None, layers: int, heads: int | None) -> LlamaForCausalLM:
+    """An untrained Llama with the target's vocabulary and positions, its embedding tied: most of its parameters.
+
+    Args:
+        width: of its states; None is a third of the target's, in whole heads.
+        heads: attention heads; None makes them 32 wide.
+
+    Raises:
+        ConfigError: heads that do not divide the width into even parts, or no layer.
+    """
+    width = width or max(target.hidden_size // 3 // _HEAD_SIZE, 1) * _HEAD_SIZE
+    heads = heads or max(width // _HEAD_SIZE, 1)
+    if width % heads or width // heads % 2 or layers < 1:
+        raise ConfigError(
+            f"a draft model of width {width} with {heads} heads and {layers} layers cannot be made; give a width that "
+            "the heads divide into even parts, and at least one layer"
+        )
+    eos = target.eos_token_ids
+    config = LlamaConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=width,
+        intermediate_size=8 * width // 3,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        max_position_embeddings=target.max_positions or 2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=eos or None,
+        pad_token_id=getattr(target.tokenizer, "pad_token_id", None),
+    )
+    return LlamaForCausalLM(config)
+
+
+class DistillModule(Learner):
+    """The small model learns the target's distribution of the next token on the target's own answers.
+
+    As DistillSpec (arXiv 2310.08461) with text of the target alone. The target's head makes the distribution of the
+    states that features hold.
+
+    Raises:
+        ConfigError: a loss on states, which the two do not share.
+    """
+
+    def __init__(self, predictor: PreTrainedModel, *arguments: Any, **options: Any) -> None:
+        super().__init__(predictor, *arguments, **options)
+        if self.losses.on_states:
+            given = ", ".join(self.losses.on_states)
+            raise ConfigError(
+                f"a draft model has states of its own, and the losses are on states ({given}); give losses on "
+                "distributions alone, such as losses.kl"
+            )
+
+    def drafter(self) -> Drafter:
+        return ModelDrafter(Target(self.network, self.target.tokenizer))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        texts = self._texts(batch)
+        cut = examples(texts, 1, 1, self.target.hidden_size)
+        kept = supervised(cut.mask)
+        states = self.predictor.base_model(input_ids=texts.input_ids).last_hidden_state
+        rows = torch.arange(len(states), device=states.device)[:, None]
+        own = states[rows, texts.roots].unsqueeze(-2)[kept]
+        head = self.predictor.get_output_embeddings()
+        with torch.no_grad():
+            wanted = self.target.logits(cut.states[kept].to(self.target.dtype))
+        logits = head(own)
+        rows_of_head = self.target.output_rows() if self.losses.sinkhorn > 0 else None
+        loss, parts = weighted_loss(self.losses, own, own, logits, wanted, kept[-1], rows_of_head, batch.whole(1))
+        agreement = (logits.argmax(-1) == wanted.argmax(-1)).float().mean()
+        self.log("train/agreement", agreement, prog_bar=True, batch_size=len(cut.mask))
+        return self._share(batch, loss, parts)

@@ -1,0 +1,221 @@
+"""`python -m shape.train --dry-run`: what a training would take, said before anything is done.
+
+Where the target's weights are at hand and fit into memory, some conversations are answered, their features computed and
+a few steps trained on them, in a folder that is deleted again, and a draft is timed beside a step of the target.
+Elsewhere config.json is enough, and hours are those of an accelerator that is assumed.
+"""
+
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict, replace
+from functools import partial
+from io import StringIO
+from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import monotonic
+from typing import Any, cast
+
+import psutil
+import pytorch_lightning as pl
+import torch
+from huggingface_hub import try_to_load_from_cache
+from transformers import AutoTokenizer, PretrainedConfig
+
+from shape import bundled
+from shape.data.conversations import Conversation, evenly, load_conversations
+from shape.data.regeneration import LocalBackend, regenerate
+from shape.drafters import TrainedDrafter
+from shape.features.costs import Size, Text, size_of
+from shape.features.extraction import compute_features, encode_row, extract, human_bytes, place, rows_of
+from shape.features.storage import Place
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.planning import draft_cost
+from shape.networks.base import Predictor
+from shape.target.loading import FILE_OPTIONS, of_target, only, resolve_dtype
+from shape.target.model import Target, read_config
+from shape.training import run as training
+from shape.training.forecast import Draft, Forecast, Hours
+from shape.training.run import TrainOptions
+
+_STEPS = 4  # trained, of which all but the first are timed
+_ANSWER = 64  # tokens of the answers that are timed
+_LETTERS = 4  # of a token, where there is no tokenizer
+
+
+def dry_run(options: TrainOptions) -> str:
+    """The forecast, and what it rests on, for people.
+
+    Raises:
+        ConfigError, DataError, UnsupportedTarget: what cannot be trained on.
+    """
+    options.check()
+    config = read_config(options.target, **of_target(options))
+    size, dtype = size_of(config, options.trust_remote_code), _dtype(options, config)
+    options.feature_options().check_for(options.target, size.positions, config.get_text_config().num_hidden_layers)
+    first = options.settled(size, None)
+    first.predictor_config(size)
+    conversations = training.load_data(options)
+    held_out = set() if training.validation_data(options) else training.numbers_held_out(options, conversations)
+    tokenizer, notes = _tokenizer(options), []
+    if tokenizer is None:
+        text = _by_letters(conversations)
+        notes.append(f"tokens: taken to be {_LETTERS} letters each, for want of the target's tokenizer")
+    else:
+        text = training.what_is_learned(first, conversations, held_out, tokenizer)
+    if options.regenerate and not training.ships_answers(options):
+        if text.answers == 0:
+            each = training.longest_answer(first) // 2
+            text = _answered(text, conversations, each)
+            notes.append(f"answers: taken to be half as long as they may be, {each} tokens")
+        else:
+            notes.append("answers: the target's own are taken to be as long as those in the data")
+    settled = options.settled(size, text)
+    draft = hours = None
+    if reason := "there is no tokenizer" if tokenizer is None else _obstacle(settled, size, dtype):
+        notes.append(f"measured: nothing, as {reason}")
+    else:
+        draft, hours = _measured(settled, conversations, text)
+    return "\n".join([Forecast.of(settled, size, text, dtype, draft, hours).full(), *notes])
+
+
+def _dtype(options: TrainOptions, config: PretrainedConfig) -> torch.dtype:
+    """That the target would be run in."""
+    own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    found = resolve_dtype(options.target_dtype or own)
+    return found if isinstance(found, torch.dtype) else torch.float32
+
+
+def _tokenizer(options: TrainOptions) -> Any:
+    """The target's, or None where it has none, of which transformers may make one that knows no word."""
+    try:
+        found = AutoTokenizer.from_pretrained(bundled.resolve(options.target), **only(FILE_OPTIONS, of_target(options)))
+        return found if len(found.encode("two words", add_special_tokens=False)) > 1 else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _by_letters(conversations: Sequence[Conversation]) -> Text:
+    """What the conversations hold, without a tokenizer."""
+    messages = [message for conversation in conversations for message in conversation.messages]
+    letters = sum(len(message.content) for message in messages)
+    answers = [len(message.content) for message in messages if message.role == "assistant"]
+    count = len(conversations)
+    return Text(count, letters / _LETTERS / count, sum(answers) / max(letters, 1), len(answers) / count)
+
+
+def _answered(text: Text, conversations: Sequence[Conversation], each: int) -> Text:
+    """The same with an answer of so many tokens to every question."""
+    asked = sum(message.role == "user" for one in conversations for message in one.messages) / len(conversations)
+    tokens = text.tokens + asked * each
+    return Text(text.conversations, tokens, asked * each / tokens, asked)
+
+
+def _obstacle(options: TrainOptions, size: Size, dtype: torch.dtype) -> str | None:
+    """Why nothing can be measured here."""
+    if options.shard_target:
+        return "the target is to be cut among processes"
+    where = bundled.resolve(options.target)
+    cached = None if Path(where).is_dir() else try_to_load_from_cache(where, "config.json")
+    folder = Path(cached).parent if isinstance(cached, str) else Path(where)
+    if not any(path for ending in ("safetensors", "bin") for path in folder.glob(f"*.{ending}")):
+        return f"the weights of {options.target} are not here"
+    free = psutil.virtual_memory().available
+    if torch.cuda.is_available():
+        free = torch.cuda.mem_get_info()[0]
+    needed = 2 * size.parameters * dtype.itemsize  # and what is computed with them
+    return f"{human_bytes(needed)} for the target are more than is free" if needed > free else None
+
+
+def _measured(options: TrainOptions, conversations: Sequence[Conversation], text: Text) -> tuple[Draft | None, Hours]:
+    """On one device: a batch of answers, their features, some steps, and drafts beside steps of the target."""
+    target = training.load_target(options, options.trainer.for_extraction())
+    tokens, hours = text.conversations * text.tokens, {}
+    steps, layers = cast(int, options.training.steps), options.predictor.feature_layers
+    encode = partial(
+        encode_row,
+        tokenizer=target.tokenizer,
+        max_length=cast(int, options.max_length),
+        skip_bad_rows=options.skip_bad_rows,
+    )
+    sample = evenly(conversations, options.regeneration.batch_size)
+    with TemporaryDirectory() as name, redirect_stdout(StringIO()):
+        trial = _trial(options, name)
+        trainer = trial.trainer.for_extraction()
+        place(target, trainer.strategy.root_device)
+        seconds = None
+        asked = [each for each in sample if each.asks]
+        if asked and options.regenerate and not training.ships_answers(options):
+            seconds, sample = _answers(trial, target, asked, Path(name))
+        rows = list(chain.from_iterable(rows_of(target, sample)))
+        batches = [encode(row) for row in rows]
+        if seconds is not None:
+            written = sum(int(each.loss_mask.sum()) for each in batches)
+            hours["answers"] = tokens * text.answers * seconds / max(written, 1) / 3600
+        store = extract(target, rows, name, trial.feature_options(), trainer)
+        start, size = monotonic(), options.extraction.batch_size
+        for first in range(0, len(batches), size):
+            compute_features(target, batches[first : first + size], layers).cpu()
+        each = (monotonic() - start) / max(sum(len(one.input_ids) for one in batches), 1)
+        times = steps * options.training.batch_size / max(text.positions, 1) if options.online else 1
+        hours["features"] = times * tokens * each / 3600
+        material = training.Material([trial], target, rows, set(), rows, [], Place(name), trainer)
+        module, data = training.make_learner(trial, material, store)
+        hours["training"] = steps * _seconds_of_a_step(trial, module, data) / 3600
+    found = Hours(hours, f"measured here on {target.device} by {len(sample)} conversations and {_STEPS} steps")
+    predictor = module.predictor
+    if not isinstance(predictor, Predictor):
+        return None, found
+    network = predictor.eval().to(target.device, target.dtype)  # type: ignore[arg-type]
+    draft, plain = draft_cost(ShapeDecoder(target, TrainedDrafter(network, options.tree)))
+    return Draft(draft / plain, f"{1e3 * draft:.3g} and {1e3 * plain:.3g} ms, measured on {target.device}"), found
+
+
+def _trial(options: TrainOptions, folder: str) -> TrainOptions:
+    """A few steps of the same, on one device."""
+    return replace(
+        options,
+        output=folder,
+        online=False,
+        features=None,
+        training=replace(options.training, steps=_STEPS, conversations=None, max_minutes=None),
+        trainer=replace(options.trainer, devices=1, num_nodes=1, strategy="auto", enable_progress_bar=False),
+    )
+
+
+def _answers(
+    options: TrainOptions, target: Target, asked: Sequence[Conversation], folder: Path
+) -> tuple[float, list[Conversation]]:
+    """Seconds that the target took to answer, and its answers."""
+    decoder, chosen = ShapeDecoder(target), options.regeneration
+    decoder.generate(torch.ones(1, 2, dtype=torch.int64, device=target.device), max_new_tokens=2)  # warms up
+    backend = LocalBackend(decoder, min(_ANSWER, training.longest_answer(options)), chosen.temperature)
+    start, output = monotonic(), folder / "own.jsonl"
+    regenerate(asked, backend, output, sampled_share=chosen.sampled_share, batch_size=chosen.batch_size, progress=False)
+    return monotonic() - start, load_conversations(output)
+
+
+class _Watch(pl.Callback):
+    """When each step was done."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_before_zero_grad(self, *_: Any) -> None:  # once per step, whatever its portions
+        self.times.append(monotonic())
+
+
+def _seconds_of_a_step(options: TrainOptions, module: pl.LightningModule, data: pl.LightningDataModule) -> float:
+    """Of those behind the first."""
+    watch = _Watch()
+    pl.Trainer(
+        **{**asdict(options.trainer), "precision": options.trainer.chosen_precision()},
+        max_steps=_STEPS,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        callbacks=[watch],
+    ).fit(module, data)
+    return (watch.times[-1] - watch.times[0]) / (len(watch.times) - 1)

@@ -1,0 +1,87 @@
+"""`python -m shape.extract` as a command: its output, its errors, and SIGKILL in the middle."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from shape.cli.extract import main
+from shape.features.store import FeatureStore
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "talks.jsonl"
+    rows = (
+        {"id": f"c{i}", "conversations": [
+            {"from": "human", "value": "say " + "a b c " * (i % 6)}, {"from": "gpt", "value": f"there: {i}"},
+        ]}
+        for i in range(300)
+    )  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def arguments(target: Path, data: Path, output: Path, *more: str) -> list[str]:
+    command = ["--target", str(target), "--data", str(data), "--output", str(output), "--max_length", "128"]
+    command += ["--shard_size", "4", "--trainer.accelerator", "cpu", "--trainer.devices", "1"]
+    return [*command, "--trainer.enable_progress_bar", "false", *more]
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def test_killed_extraction_ends_in_the_same_bytes(tiny_target_folder, data, tmp_path, capsys):
+    threads = torch.get_num_threads()
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shape.extract", *arguments(tiny_target_folder, data, killed)],
+        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+        stdout=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 120
+    while not (killed / "shard-00002.safetensors").exists() and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = len(list(killed.glob("shard-*")))
+    assert 3 <= done < 75
+
+    main(arguments(tiny_target_folder, data, killed))
+    assert f"in {75 - done} shard(s)" in capsys.readouterr().out
+    main(arguments(tiny_target_folder, data, whole))
+    assert "300 conversations" in capsys.readouterr().out
+    assert contents(killed) == contents(whole)
+
+
+def test_options_reach_the_store(tiny_target_folder, data, tmp_path):
+    more = ["--limit", "7", "--layers", "[0, -1]", "--dtype", "bfloat16", "--batch_size", "2"]
+    main(arguments(tiny_target_folder, data, tmp_path / "out", *more))
+    store = FeatureStore(tmp_path / "out")
+    assert len(store) == 7 and store.manifest.layers == (0, -1) and store.manifest.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--max_length", "100000"], "256 positions"),
+        (["--data", "missing.jsonl"], "missing.jsonl"),
+        (["--target", "no/such/folder"], "no/such/folder"),
+        (["--layers", "[7, -1]"], "do not exist"),
+    ],
+)
+def test_mistakes_get_one_sentence(tiny_target_folder, data, tmp_path, capsys, more, message):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments(tiny_target_folder, data, tmp_path / "out", *more))
+    said = capsys.readouterr().err
+    assert exit_.value.code == 2
+    assert said.startswith("error: ") and message in said and said.count("\n") == 1
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,160 @@
+"""The command that answers: streaming, colours, seeds, and its errors."""
+
+import io
+import json
+
+import pytest
+import torch
+
+from shape.cli.generate import GenerateOptions, answer, coloured, main, report
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.trace import STYLES, pieces
+from shape.networks.config import ShapeConfig
+from shape.networks.shape import ShapePredictor
+
+FAST = ["--max_new_tokens", "12"]
+
+
+@pytest.fixture(scope="module")
+def predictor_folder(tiny_target, tiny_target_folder, tmp_path_factory):
+    """An untrained predictor of the tiny target, as train would export it."""
+    folder = tmp_path_factory.mktemp("predictor")
+    identity = tiny_target.identity.to_dict() | {"name": str(tiny_target_folder)}
+    config = ShapeConfig(hidden_size=tiny_target.hidden_size, num_steps=2, target_identity=identity)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        ShapePredictor(config).save_pretrained(folder)
+    return str(folder)
+
+
+def run(capsys, *arguments: str) -> list[str]:
+    main([*arguments, *FAST])
+    return capsys.readouterr().out.rstrip("\n").splitlines()
+
+
+def test_streams_the_answer_and_ends_with_figures(capsys, predictor_folder, tiny_target):
+    lines = run(capsys, "--predictor", predictor_folder, "--prompt", "Hello")
+    assert "acceptance length" in lines[-1] and "tokens/s" in lines[-1]
+    messages = [{"role": "user", "content": "Hello"}]
+    ids = tiny_target.tokenizer(tiny_target.render(messages, True), return_tensors="pt").input_ids
+    expected = ShapeDecoder(tiny_target).generate(ids, max_new_tokens=12)[0, ids.shape[1] :]
+    assert "\n".join(lines[:-1]).strip() == tiny_target.tokenizer.decode(expected, skip_special_tokens=True).strip()
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "none"])
+def test_the_seed_fixes_the_answer_for_every_drafter(capsys, predictor_folder, drafter):
+    sampled = ["--predictor", predictor_folder, "--prompt", "Hello", "--temperature", "1", "--seed", "3"]
+    assert run(capsys, *sampled)[:-1] == run(capsys, *sampled, "--drafter", drafter)[:-1]
+
+
+def test_a_target_alone(capsys, predictor_folder, tiny_target_folder):
+    """Without a predictor suffix drafts, which is said; the answer is the same, and so is where it is computed."""
+    main(["--target", str(tiny_target_folder), "--prompt", "Hello", *FAST])
+    said = capsys.readouterr()
+    lines = said.out.rstrip("\n").splitlines()
+    assert "(suffix)" in lines[-1]
+    assert lines[:-1] == run(capsys, "--predictor", predictor_folder, "--prompt", "Hello")[:-1]
+    (line,) = (line for line in said.err.splitlines() if line.startswith(f"target {tiny_target_folder}: float32"))
+    assert line.endswith(" on cpu; no predictor is given, so suffix drafts")
+
+
+def test_a_smaller_model_in_a_hybrid(capsys, tiny_target_folder):
+    """Its name in the hybrid is enough for the model given as predictor to be loaded."""
+    model = ["--target", str(tiny_target_folder), "--predictor", str(tiny_target_folder), "--prompt", "Hello"]
+    assert "(suffix+model)" in run(capsys, *model, "--drafter", "suffix+model")[-1]
+
+
+def test_acceptance_rules_and_their_parameters(capsys, predictor_folder):
+    """At this epsilon and delta everything drafted is typical; another rule is asked for by name."""
+    sampled = ["--predictor", predictor_folder, "--prompt", "Hello", "--temperature", "1", "--tree.depth", "2"]
+    loose = ["--acceptance", "typical-lossy", "--typical_lossy.epsilon", "1e-9", "--typical_lossy.delta", "0.5"]
+    assert "acceptance length 2.75" in run(capsys, *sampled, *loose)[-1]  # 11 tokens in steps of 3, 3, 3 and 2
+    assert "acceptance length" in run(capsys, *sampled, "--acceptance", "trs-lossy", "--trs_lossy.k", "2")[-1]
+    assert "acceptance length" in run(capsys, *sampled, "--acceptance", "traversal")[-1]
+
+
+def test_show_draft_prints_the_same_text(capsys, predictor_folder):
+    plain = run(capsys, "--predictor", predictor_folder, "--prompt", "Hello")
+    shown = run(capsys, "--predictor", predictor_folder, "--prompt", "Hello", "--show-draft")
+    assert "".join(shown[:-2]).split() == "".join(plain[:-1]).split()
+    assert shown[-2].split(" / ") == list(STYLES)
+
+
+def test_the_trace_is_shown_and_written(capsys, predictor_folder, tmp_path):
+    file = tmp_path / "trace.jsonl"
+    shown = run(capsys, "--predictor", predictor_folder, "--prompt", "Hello", "--show-trace", "--trace", str(file))
+    assert shown[0].split()[0] == "step"
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert sum(record["type"] == "step" for record in records) == sum(line[:1].isdigit() for line in shown[1:-1])
+
+
+def test_reads_the_prompt_from_standard_input(capsys, monkeypatch, predictor_folder):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    piped = run(capsys, "--predictor", predictor_folder)
+    assert piped[:-1] == run(capsys, "--predictor", predictor_folder, "--prompt", "Hello")[:-1]
+
+
+def test_chats_in_a_terminal(capsys, monkeypatch, predictor_folder):
+    """The second question is answered after the first and its answer."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    seen = []
+    original = ShapeDecoder.generate
+
+    def spy(self, input_ids, **options):
+        seen.append(self.tokenizer.decode(input_ids[0]))
+        return original(self, input_ids, **options)
+
+    monkeypatch.setattr(ShapeDecoder, "generate", spy)
+    monkeypatch.setattr(ShapeDecoder, "warm_up", lambda self, **options: None)
+    monkeypatch.setattr("sys.stdin", Terminal("first\nsecond\n\n"))
+    lines = run(capsys, "--predictor", predictor_folder, "--system", "Be brief.")
+    assert sum("acceptance length" in line for line in lines) == 2
+    assert seen[0].count("<|im_end|>") == 2 and seen[1].startswith(seen[0]) and "second" in seen[1]
+
+
+def test_pieces_hold_back_unfinished_characters(tiny_tokenizer):
+    text = "naïve 東京 ok"
+    parts = list(pieces(tiny_tokenizer, tiny_tokenizer(text).input_ids))
+    assert "".join(parts) == text
+    assert "東" in parts and "\ufffd" not in "".join(parts)
+
+
+def test_colours_follow_the_trace(tiny_tokenizer):
+    ids = tiny_tokenizer("abc").input_ids
+    text = coloured(tiny_tokenizer, list(zip(ids, ["prefill", "accepted", "bonus"], strict=True)))
+    assert text.plain == "abc"
+    assert [str(span.style) for span in text.spans] == ["dim", "green", "cyan"]
+
+
+def test_report_counts_every_token(tiny_target):
+    options = GenerateOptions(max_new_tokens=5)
+    output = answer(ShapeDecoder(tiny_target), [{"role": "user", "content": "Hi"}], options)
+    assert report(output.stats).startswith(f"{output.stats.emitted + 1} tokens, acceptance length 1.00 (none)")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "x", "--temperature", "-1"], "temperature at least 0"),
+        (["--prompt", "x", "--predictor", "/nowhere"], "predictor /nowhere cannot be read"),
+        (
+            ["--prompt", "x", "--target", "/nowhere", "--drafter", "ngram"],
+            "target /nowhere cannot",
+        ),
+        (["--prompt", "x", "--drafter", "magic"], "drafter 'magic' is unknown"),
+        (["--prompt", "x", "--acceptance", "typical"], "acceptance rule 'typical' is unknown"),
+        (["--prompt", "x", "--typical_lossy.epsilon", "2"], "typical-lossy has epsilon 2"),
+        (["--prompt", "x", "--acceptance", "trs-lossy", "--drafter", "ngram", *FAST], "'trs-lossy' needs the k^N"),
+    ],
+)
+def test_errors_are_one_sentence_and_status_2(capsys, predictor_folder, arguments, sentence):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--predictor", predictor_folder, *arguments])
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert stopped.value.code == 2
+    assert error.startswith("error: ") and sentence in error

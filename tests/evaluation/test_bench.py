@@ -1,0 +1,264 @@
+"""The bench command: files, tables, several predictors, continuing, documents, errors."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from shape.cli.bench import main, parser
+from shape.errors import ConfigError, DataError
+from shape.evaluation.bench import BEGIN, END, BenchOptions, load_methods, named_predictors, render, replace_region
+from shape.evaluation.speed import _Bench
+from shape.networks.config import ShapeConfig
+from shape.networks.shape import ShapePredictor
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def predictors(tiny_target, tiny_target_folder, tmp_path_factory) -> list[str]:
+    """Two untrained predictors of the tiny target."""
+    folders = []
+    identity = tiny_target.identity.to_dict() | {"name": str(tiny_target_folder)}
+    for seed, steps in enumerate((2, 3)):
+        folder = tmp_path_factory.mktemp("predictor")
+        config = ShapeConfig(hidden_size=tiny_target.hidden_size, num_steps=steps, target_identity=identity)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            ShapePredictor(config).save_pretrained(folder)
+        folders.append(str(folder))
+    return folders
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "few.jsonl"
+    rows = [
+        {"id": "a", "category": "one", "turns": ["Hello"]},
+        {"id": "b", "category": "two", "turns": ["Hi", "Again"]},
+        {"id": "c", "category": "two", "prompt": "Count"},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def arguments(predictors, prompts, tmp_path) -> list[str]:
+    return [
+        *("--predictor", predictors[0], "--prompts", str(prompts), "--output", str(tmp_path / "out")),
+        *("--max_new_tokens", "8", "--warmup", "1"),
+    ]
+
+
+def test_measures_and_writes(arguments, tmp_path, capsys):
+    main(arguments)
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert list(results["summary"]) == ["transformers", "plain", "ngram", "shape"]
+    assert results["summary"]["shape"]["equal_plain"] == results["summary"]["shape"]["answers"] == 4
+    assert results["schema_version"] == 1 and results["environment"]["versions"]["torch"] == torch.__version__
+    table = (tmp_path / "out" / "results.md").read_text()
+    assert "| shape |" in table and "| two |" in table
+    assert not (tmp_path / "out" / "records.jsonl").exists()
+    assert "acceptance length" in capsys.readouterr().out
+
+
+def test_limit_methods_and_several_predictors(arguments, predictors, tmp_path):
+    asked = ["--methods", "[plain,transformers-lookup,shape]"]
+    main([*arguments, "--predictor", f"other={predictors[1]}", "--limit", "1", *asked])
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert list(results["summary"]) == ["plain", "transformers-lookup", "shape", "other"]
+    assert [record["id"] for record in results["records"]] == ["a"]
+
+
+def test_other_acceptance_rules_stand_in_the_name(arguments, tmp_path, capsys):
+    asked = ["plain", "shape", "shape@rejection", "shape@traversal", "shape@trs-lossy", "ngram@typical-lossy"]
+    arguments += ["--limit", "1", "--temperature", "1", "--tree.width", "2"]
+    main([*arguments, "--methods", f"[{','.join(asked)},ngram@match]", "--typical_lossy.epsilon", "0.2"])
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert list(results["summary"]) == [*asked, "ngram"]
+    assert "acceptance rejection" in results["settings"]["methods"]["shape@rejection"]
+    assert "typical-lossy(epsilon=0.2, delta=0.3)" in results["settings"]["methods"]["ngram@typical-lossy"]
+    for extra, sentence in (
+        (["--methods", "[plain,shape@typical]"], "acceptance rule 'typical' is unknown"),
+        (["--methods", "[plain,shape@traversal]", "--tree.nodes", "3"], "acceptance 'traversal' is biased where"),
+        (["--trs_lossy.k", "0"], "trs-lossy has k 0"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            main([*arguments, *extra])
+        assert stopped.value.code == 2 and f"error: {sentence}" in capsys.readouterr().err
+
+
+def test_the_tree_is_the_one_asked_for(arguments, tmp_path):
+    main([*arguments, "--limit", "1", "--methods", "[plain,shape]", "--tree.width", "1", "--tree.depth", "2"])
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert "depth=2, width=1" in results["settings"]["methods"]["shape"]
+
+
+def test_suites_and_the_assisted_generation_of_transformers(arguments, prompts, tiny_target_folder, tmp_path, capsys):
+    arguments += ["--limit", "1", "--methods", "[transformers,plain,transformers-assisted]"]
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2 and "transformers-assisted needs a smaller language model" in capsys.readouterr().err
+    both = ["--prompts", f"[{prompts},kinds]"]
+    main([*arguments, *both, "--predictor", f"same={tiny_target_folder}"])
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [record["id"] for record in results["records"]] == ["a", "factual-0"]
+    assisted = results["summary"]["transformers-assisted by same"]
+    assert assisted["equal_transformers"] == assisted["answers"] == 2
+    assert results["settings"]["prompts"] == "few.jsonl+kinds.jsonl"
+
+
+def test_an_interrupted_measurement_continues(arguments, tmp_path, monkeypatch):
+    """The finished prompt is not measured again, and no other measurement may take the folder meanwhile."""
+    arguments = [*arguments, "--methods", "[plain,ngram]"]
+    original = _Bench.record
+    done = []
+
+    def record(self, prompts, *rest, **options):
+        if prompts[0].id == "b" and len(done) == 1:
+            raise KeyboardInterrupt
+        done.append(prompts[0].id)
+        return original(self, prompts, *rest, **options)
+
+    monkeypatch.setattr(_Bench, "record", record)
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 130
+    with pytest.raises(SystemExit):
+        main([*arguments, "--seed", "1"])
+    done.append("b is next")
+    main(arguments)
+    assert done == ["a", "b is next", "b", "c"]
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [entry["id"] for entry in results["records"]] == ["a", "b", "c"]
+
+
+def test_several_temperatures_batches_and_contexts(arguments, tmp_path, monkeypatch, capsys):
+    """One folder each; interrupted in the last, those before are taken over."""
+    arguments = [*arguments, "--methods", "[transformers,plain,shape]", "--temperature", "[0,1]"]
+    arguments += ["--batch_size", "[1,3]", "--context_length", "[64]"]
+    original, done = _Bench.record, []
+
+    def record(self, prompts, *rest, **options):
+        done.append("+".join(prompt.id for prompt in prompts))
+        if len(done) == 8:
+            raise KeyboardInterrupt
+        return original(self, prompts, *rest, **options)
+
+    monkeypatch.setattr(_Bench, "record", record)
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 130
+    main(arguments)
+    assert done == [*"abc", "a+b+c", *"abc", "a+b+c", "a+b+c"]
+    assert not list(tmp_path.rglob("records.jsonl"))
+    folders = sorted(path.parent.name for path in tmp_path.rglob("results.json"))
+    assert folders == ["t0-b1-c64", "t0-b3-c64", "t1-b1-c64", "t1-b3-c64"]
+    for folder in folders:
+        results = json.loads((tmp_path / "out" / folder / "results.json").read_text())
+        assert results["settings"]["batch"] == int(folder[4]) and results["settings"]["context_length"] == 64
+        line = results["summary"]["shape"]
+        assert line["answers"] == line["equal_plain"] == 4 and folder[:2] in (tmp_path / "out" / folder).name
+    assert "temperature 1, batch 3, contexts of 64" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_sampling_is_the_same_for_every_drafter(arguments, tmp_path):
+    main([*arguments, "--temperature", "1"])
+    summary = json.loads((tmp_path / "out" / "results.json").read_text())["summary"]
+    assert summary["shape"]["equal_plain"] == summary["ngram"]["equal_plain"] == 4
+    assert summary["plain"]["equal_transformers"] is None
+
+
+def test_names_of_predictors():
+    assert named_predictors(["here/x"]) == {"shape": "here/x"}
+    assert named_predictors(["a=x", "y", "b=z=1"]) == {"a": "x", "shape": "y", "b": "z=1"}
+    for taken in (["x", "y"], ["ngram=x"], ["transformers-lookup=x"]):
+        with pytest.raises(ConfigError, match="is taken; give each its own"):
+            named_predictors(taken)
+
+
+def test_the_results_file_is_as_documented(arguments, tmp_path):
+    main([*arguments, "--methods", "[plain,shape]"])
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    page = (ROOT / "docs/evaluate.md").read_text()
+    section = page[page.index("## The results file") : page.index("## How to read a table")]
+    named = set(re.findall(r"`([^`]+)`", section))
+    assert results.keys() <= named, "a field is not described"
+    parts = (results["summary"]["shape"], results["summary"]["shape"]["speed_up"], results["records"][0])
+    known = results.keys() | {"methods", "shape.evaluation.results.SpeedResults.from_json", "results.json"}.union(
+        *parts
+    )
+    assert named <= known, "a field is described that is not there"
+    assert f"now {results['schema_version']}:" in section
+
+
+def test_renders_into_a_document(arguments, tmp_path, capsys):
+    main([*arguments, "--limit", "1", "--label", "Tiny [shape]"])
+    assert "Tiny [shape]" in capsys.readouterr().out  # no markup on the screen
+    document = tmp_path / "doc.md"
+    document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    main(["--render", str(tmp_path / "out"), str(document)])
+    text = document.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text and "### Tiny [shape]" in text
+    main(["--render", str(tmp_path / "out"), str(document)])
+    assert document.read_text() == text
+    with pytest.raises(DataError, match="has no lines"):
+        replace_region("nothing here", "x")
+
+
+@pytest.mark.parametrize(
+    ("results", "document"), [("eval/results/shipped", "README.md"), ("eval/results", "eval/results/README.md")]
+)
+def test_documents_show_the_committed_results(results, document):
+    """After new results: python -m shape.bench --render RESULTS DOCUMENT, for both."""
+    text = (ROOT / document).read_text()
+    assert replace_region(text, render(ROOT / results)) == text
+
+
+def test_methods_without_any_named(tiny_target_folder, capsys):
+    """The quickstart pair, or a target alone with drafters that need no training."""
+    usual = ["transformers", "plain", "ngram"]
+    assert list(load_methods(BenchOptions())[1]) == [*usual, "shape"]
+    target, methods = load_methods(BenchOptions(target=str(tiny_target_folder)))
+    assert list(methods) == [*usual, "suffix"] and f"target {target.name}: float32" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="method shape needs a predictor"):
+        load_methods(BenchOptions(target=str(tiny_target_folder), methods=["plain", "shape"]))
+
+
+def test_defaults_are_those_of_the_documentation():
+    values = parser().parse_args([])
+    assert values.temperature == 0 and values.predictor is None and values.prompts is None
+
+
+@pytest.mark.parametrize(
+    ("extra", "sentence"),
+    [
+        (["--limit", "0"], "limit 0 leaves no prompt"),
+        (["--prompts", "absent.jsonl"], "absent.jsonl"),
+        (["--methods", "[shape]"], "no baseline"),
+        (["--methods", "[plain,magic]", "--target", "TARGET"], "drafter 'magic' is unknown"),
+        (["--max_new_tokens", "4000"], "no prompt can be measured"),
+        (["--temperature", "-1"], "temperature at least 0"),
+        (["--temperature", "[]"], "holds no value, or one twice"),
+        (["--batch_size", "[2,2]"], "holds no value, or one twice"),
+        (["--batch_size", "9"], "cannot be filled with 3 prompts"),
+        (["--context_length", "0"], "give positive numbers"),
+        (
+            ["--batch_size", "2", "--methods", "[plain,transformers-lookup]"],
+            "one row at a time for transformers-lookup",
+        ),
+        (["--target", "/nowhere"], "target /nowhere cannot be loaded"),
+        (["--predictor", "other=/nowhere"], "predictor /nowhere cannot be read"),
+        (["--render", "EMPTY", "README.md"], "no results.json"),
+    ],
+)
+def test_errors_are_one_sentence_and_status_2(capsys, arguments, extra, sentence, tiny_target_folder, tmp_path):
+    places = {"TARGET": str(tiny_target_folder), "EMPTY": str(tmp_path)}
+    extra = [places.get(argument, argument) for argument in extra]
+    with pytest.raises(SystemExit) as stopped:
+        main([*arguments, *extra])
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert stopped.value.code == 2
+    assert error.startswith("error: ") and sentence in error

@@ -1,0 +1,119 @@
+"""`python -m shape.check`: a report on a target before and after training."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import predictor
+
+from shape.cli.check import main
+from shape.drafters.recipes.drafter import Pack, Recipe
+from shape.evaluation.check import _untrained
+from shape.networks.export import export
+from shape.networks.shape import ShapePredictor
+from shape.target.model import Target
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHAPE_CACHE", str(tmp_path))
+
+
+@pytest.fixture
+def questions(tmp_path) -> str:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Hello!", "What is the time?", "x" * 400)))
+    return str(file)
+
+
+def run(capsys, questions: str, *arguments: str) -> str:
+    main([*arguments, "--prompts", questions, "--max_new_tokens", "8"])
+    return capsys.readouterr().out
+
+
+def test_before_training(capsys, questions, tiny_target_folder, tmp_path):
+    file = tmp_path / "report.json"
+    out = run(capsys, questions, "--target", str(tiny_target_folder), "--output", str(file))
+    assert "verified as trees" in out and "breaks even" in out and "n-gram" in out
+    report = json.loads(file.read_text())
+    assert [one["acceptance"] for one in report["chains"]] == [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
+    speeds = [one["speed_up"] for one in report["chains"]]
+    assert speeds == sorted(speeds) and speeds[0] > 0.999  # not to draft is among the choices
+    assert "plans" not in report
+    network = _untrained(Target.load("quickstart-target")).predictor.config
+    assert (network.intermediate_size, network.draft_vocab_size) == (512, 2048)  # as the default of training
+    measured = {one["drafter"]: one for one in report["measured"]}
+    assert measured.keys() == {"none", "ngram", "suffix", "lookahead"} and measured["none"]["speed_up"] == 1.0
+    assert report["target"]["identity"]["hidden_size"] == 32 and f"--drafter {report['measured'][0]['drafter']}" in out
+
+
+def test_of_a_predictor(capsys, questions, tiny_target, tiny_target_folder, tmp_path):
+    torch.manual_seed(0)
+    network: ShapePredictor = predictor(torch.float32)
+    export(network, tmp_path / "made", tiny_target.identity, {})
+    file = tmp_path / "report.json"
+    made = ["--predictor", str(tmp_path / "made"), "--target", str(tiny_target_folder), "--temperature", "1"]
+    out = run(capsys, questions, *made, "--output", str(file))
+    assert "rank 2" in out and "(its own)" in out
+    report = json.loads(file.read_text())
+    rates = [one["rate"] for one in report["plans"]]
+    assert rates == sorted(rates, reverse=True) and report["own"] in report["plans"]
+    assert all(sum(ranks) <= 1.0 + 1e-9 for ranks in report["acceptance"])
+
+
+def test_which_drafter_suits_the_task(capsys, questions, tiny_target, tiny_target_folder, tmp_path):
+    pack, file = tmp_path / "task.pack", tmp_path / "report.json"
+    Pack(tiny_target.identity, (Recipe((5, 6), (7,), 3),), 1, 1).save(pack)
+    own = ["--target", str(tiny_target_folder), "--output", str(file)]
+    run(capsys, questions, *own, "--predictor", str(tiny_target_folder), "--pack", str(pack))
+    measured = {one["drafter"]: one for one in json.loads(file.read_text())["measured"]}
+    assert measured.keys() == {
+        "none", "ngram", "suffix", "lookahead", "model", "recipes", "suffix+model", "suffix+recipes"
+    }  # fmt: skip
+    assert measured["model"]["acceptance_length"] > 2
+    out = run(capsys, questions, *own, "--drafters", "[onedecode]")
+    assert "onedecode" in out and "lookahead" not in out
+    assert "measured on these prompts" not in run(capsys, questions, *own, "--drafters", "[]")
+
+
+def test_what_does_not_belong_together_is_said_at_once(capsys, questions, tiny_target, tiny_target_folder, tmp_path):
+    pack = tmp_path / "task.pack"
+    Pack(replace(tiny_target.identity, tokenizer_hash="others"), (Recipe((5, 6), (7,), 3),), 1, 1).save(pack)
+    broken = tmp_path / "broken.pack"
+    broken.write_bytes(pack.read_bytes()[:-9])
+    torch.manual_seed(0)
+    for name, changes in (("other-tokens", {"tokenizer_hash": "others"}), ("other-target", {"hidden_size": 48})):
+        export(predictor(torch.float32), tmp_path / name, replace(tiny_target.identity, **changes), {})
+    for arguments, sentence in (
+        (["--pack", str(pack)], "has other tokens; compile one for it"),
+        (["--pack", str(broken)], f"pack {broken} cannot be read"),
+        (["--predictor", str(tmp_path / "other-tokens")], "tokenizer"),
+        (["--predictor", str(tmp_path / "other-target")], "48"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            run(capsys, questions, "--target", str(tiny_target_folder), *arguments)
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert stopped.value.code == 2 and error.startswith("error: ") and sentence in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--target", "/nowhere"], "target /nowhere cannot be loaded"),
+        (["--rows", "0"], "rows, limit and max_new_tokens have to be at least 1"),
+    ],
+)
+def test_mistakes_are_one_sentence_and_status_2(capsys, arguments, sentence):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_prompts_that_do_not_fit(capsys, tiny_target_folder, tmp_path):
+    file = tmp_path / "long.jsonl"
+    file.write_text(json.dumps({"prompt": "x" * 400}) + "\n")
+    with pytest.raises(SystemExit):
+        main(["--target", str(tiny_target_folder), "--prompts", str(file)])
+    assert "fit into the 256 positions" in capsys.readouterr().err

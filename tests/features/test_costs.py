@@ -1,0 +1,98 @@
+"""The calculator: its sizes are those of real models and stores, its rule is what it says."""
+
+import json
+
+import pytest
+import torch
+from conftest import tiny_config
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+
+from shape.cli.extract import main
+from shape.data.conversations import load_conversations
+from shape.features import costs
+from shape.features.extraction import FeatureOptions, TrainerOptions, extract
+
+LLAMA_70B = {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "qwen3"])
+def test_sizes_are_those_of_the_model(arch):
+    model = AutoModelForCausalLM.from_config(tiny_config(arch))
+    size = costs.size_of(model.config)
+    assert size.parameters == model.num_parameters() and size.hidden_size == 32
+    body = sum(weight.numel() for weight in model.base_model.parameters())
+    assert size.active == body - model.get_input_embeddings().weight.numel()
+
+
+def test_a_token_meets_some_of_a_mixtures_experts():
+    config = MixtralConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, num_local_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    two = MixtralConfig(**{**config.to_dict(), "num_local_experts": 2})
+    router = 2 * (8 - 2) * 32
+    assert costs.size_of(config).active == costs.size_of(two).active + router
+    assert costs.size_of(config).parameters > 2 * costs.size_of(config).active
+
+
+def test_bytes_are_those_of_a_real_store(tiny_target, tmp_path):
+    rows = [{"id": f"c{i}", "messages": [
+        {"role": "user", "content": "what " * (3 + i % 4)}, {"role": "assistant", "content": "it is " * (2 + i % 5)},
+    ]} for i in range(24)]  # fmt: skip
+    (tmp_path / "d.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    conversations = load_conversations(tmp_path / "d.jsonl")
+    tiny_target.tokenizer.save_pretrained(tmp_path / "t")
+    tiny_target.model.config.save_pretrained(tmp_path / "t")
+    trainer = TrainerOptions(accelerator="cpu", devices=1, enable_progress_bar=False).for_extraction()
+    for dtype, before in (("bfloat16", None), ("int8", 8)):
+        options = costs.CostOptions(
+            target=str(tmp_path / "t"), data=str(tmp_path / "d.jsonl"), dtype=dtype, before=before, max_length=256
+        )
+        text = costs.measured(options)
+        found = costs.costs(costs.Size(1e6, 1e6, tiny_target.hidden_size), text, options, 1e12)
+        folder = tmp_path / dtype
+        stored = FeatureOptions(max_length=256, dtype=dtype, before=before, shard_size=24)
+        extract(tiny_target, conversations, folder, stored, trainer)
+        (shard,) = folder.glob("shard-*")
+        assert next(iter(found.stored.values())) == pytest.approx(shard.stat().st_size, rel=0.05)
+
+
+def test_the_command_says_what_a_70b_target_takes_without_weights(tmp_path, capsys):
+    LlamaConfig(**LLAMA_70B).save_pretrained(tmp_path)
+    command = ["--dry-run", "--target", str(tmp_path), "--conversations", "100000", "--tokens", "1000"]
+    main([*command, "--disk_gigabytes", "2000"])
+    said = capsys.readouterr().out
+    assert "70.6B parameters" in said and "100,000,000 tokens" in said
+    assert "1.64 TB  bfloat16, all positions" in said and "use: offline, bfloat16, all positions" in said
+    # 2 x 68.5e9 x 1e8 operations, and attention's 1.3e6 x 500, at 40 % of 989 TFLOP/s.
+    assert "one forward over all: 9.71 GPU-hours" in said and "online: 97.1 GPU-hours in 10 passes" in said
+    main([*command, "--disk_gigabytes", "600"])
+    assert "use: offline, int8, answers and 8 positions before each" in capsys.readouterr().out
+    main([*command, "--disk_gigabytes", "100"])
+    assert "use: online" in capsys.readouterr().out
+    main([*command, "--disk_gigabytes", "2000", "--passes", "1"])
+    assert "use: online" in capsys.readouterr().out
+    main(["--dry-run", "--parameters", "70.6e9", "--hidden_size", "8192", "--output", "memory://x"])
+    assert "use: offline, bfloat16" in capsys.readouterr().out
+    assert not torch.cuda.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "give either a target, or its parameters"),
+        (["--target=T", "--parameters=1"], "give either a target"),
+        (["--target=no/such"], "no/such cannot be loaded"),
+        (["--parameters=1", "--hidden_size=1", "--utilisation=2"], "it is a share"),
+        (["--parameters=1", "--hidden_size=1", "--passes=0"], "passes is 0"),
+        (["--parameters=1", "--hidden_size=1", "--data=D"], "give --target"),
+    ],
+)
+def test_mistakes_get_one_sentence(given, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--dry-run", *given])
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and message in said and said.count("\n") == 1

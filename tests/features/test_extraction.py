@@ -1,0 +1,272 @@
+"""The feature store: what it holds, what it refuses, and that it survives interruption."""
+
+import itertools
+import json
+import shutil
+import threading
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from shape.data.conversations import Conversation, Message, encode
+from shape.errors import ConfigError, DataError, DiskSpaceError, FeatureStoreError, TargetMismatch
+from shape.features.extraction import (
+    FeatureOptions,
+    TrainerOptions,
+    compute_features,
+    extract,
+)
+from shape.features.store import FeatureStore, eligible
+from shape.target.model import Target
+
+OPTIONS = FeatureOptions(max_length=128, batch_size=3, shard_size=4)
+
+
+def talk(number: int) -> Conversation:
+    question = "what is " + "more " * (number % 5) + f"{number}?"
+    answer = f"it is {number * 7}" + "!" * (number % 3)
+    return Conversation(f"c{number}", (Message("user", question), Message("assistant", answer)))
+
+
+CONVERSATIONS = [talk(number) for number in range(10)]
+
+
+def run(target, directory, options=OPTIONS, conversations=CONVERSATIONS) -> FeatureStore:
+    trainer = TrainerOptions(accelerator="cpu", devices=1, enable_progress_bar=False).for_extraction()
+    return extract(target, conversations, directory, options, trainer)
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_target, tmp_path_factory) -> Path:
+    """A complete store; copy it before changing it."""
+    directory = tmp_path_factory.mktemp("store")
+    run(tiny_target, directory)
+    return directory
+
+
+@pytest.fixture
+def copy(folder, tmp_path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.name != ".lock"}
+
+
+def test_store_holds_what_the_target_computes(folder, tiny_target):
+    store = FeatureStore(folder, tiny_target.identity)
+    assert len(store) == len(CONVERSATIONS)
+    assert len(contents(folder)) == 1 + 3  # manifest and ceil(10 / 4) shards, no leftovers
+    for conversation, stored in zip(CONVERSATIONS, store, strict=True):
+        encoded = encode(conversation, tiny_target.tokenizer, OPTIONS.max_length)
+        assert torch.equal(stored.input_ids, encoded.input_ids)
+        assert torch.equal(stored.loss_mask, encoded.loss_mask)
+        fresh = compute_features(tiny_target, [encoded])[0]
+        torch.testing.assert_close(stored.hidden, fresh, rtol=1e-4, atol=1e-4)
+
+
+def test_gather_equals_slicing_one_conversation(folder, tiny_target):
+    store = FeatureStore(folder)
+    rows = torch.arange(store.rows)
+    around = store.gather(rows, before=3, after=2)
+    assert around.hidden.shape == (store.rows, 5, tiny_target.hidden_size)
+    for index, stored in enumerate(store):
+        start, length = int(store.offsets[index]), len(stored.input_ids)
+        for position in (0, 1, length // 2, length - 1):
+            row = start + position
+            for column, other in enumerate(range(position - 3, position + 3)):
+                inside = 0 <= other < length
+                assert around.input_ids[row, column] == (stored.input_ids[other] if inside else 0)
+                assert around.loss_mask[row, column] == bool(inside and stored.loss_mask[other])
+                if column < 5:
+                    expected = stored.hidden[other] if inside else torch.zeros(tiny_target.hidden_size)
+                    assert torch.equal(around.hidden[row, column], expected)
+
+
+@given(hnp.arrays(bool, st.integers(1, 40)), st.data())
+@settings(deadline=None)
+def test_eligible_equals_its_definition(mask, data):
+    cuts = data.draw(st.lists(st.integers(0, len(mask)), max_size=4).map(sorted))
+    offsets = [0, *cuts, len(mask)]
+    found = eligible(torch.from_numpy(mask), torch.tensor(offsets)).tolist()
+    expected = [False] * len(mask)
+    for start, stop in itertools.pairwise(offsets):
+        for row in range(start + 1, stop - 1):
+            expected[row] = bool(mask[row] and mask[row + 1])
+    assert found == expected
+
+
+def test_roots_leave_out_excluded_conversations(folder):
+    store = FeatureStore(folder)
+    everything, without = store.roots(), store.roots(exclude={0, 5})
+    inside = [(everything >= store.offsets[i]) & (everything < store.offsets[i + 1]) for i in (0, 5)]
+    assert torch.equal(without, everything[~(inside[0] | inside[1])])
+    assert len(without) < len(everything)
+
+
+def test_conversations_with_nothing_to_learn_are_stored_empty(tiny_target, tmp_path):
+    long = Conversation("long", (Message("user", "x" * 300), Message("assistant", "yes")))
+    store = run(tiny_target, tmp_path, conversations=[talk(0), long, talk(1)])
+    assert [len(stored.input_ids) > 0 for stored in store] == [True, False, True]
+    assert torch.equal(store.gather(store.roots(), 1, 1).input_ids[:, 1], torch.cat(
+        [stored.input_ids for stored in store])[store.roots()])  # fmt: skip
+    store.verify(tiny_target)
+
+
+def test_several_layers_and_another_dtype(tiny_target, tmp_path):
+    options = FeatureOptions(max_length=128, layers=[1, -1], dtype="bfloat16")
+    store = run(tiny_target, tmp_path, options)
+    states = store[0].hidden
+    assert states.dtype == torch.bfloat16 and states.shape[1] == 2 * tiny_target.hidden_size
+    only_last = run(tiny_target, tmp_path / "last")[0].hidden
+    torch.testing.assert_close(states[:, tiny_target.hidden_size :].float(), only_last, rtol=1e-2, atol=1e-2)
+    store.verify(tiny_target)
+
+
+def test_one_folder_serves_predictors_of_several_layers(tiny_target, tmp_path):
+    """Layers stored beside those read: each reader sees what a folder of its own would hold."""
+    wide = FeatureOptions(**{**vars(OPTIONS), "more_layers": [1, 2]})
+    narrow = run(tiny_target, tmp_path / "wide", wide)
+    assert narrow.layers == (-1,) and narrow.manifest.layers == (1, 2, -1)
+    narrow.verify(tiny_target)
+    several = FeatureOptions(**{**vars(wide), "layers": [2, -1]})
+    chosen = run(tiny_target, tmp_path / "wide", several)
+    for store, layers in ((narrow, [-1]), (chosen, [2, -1])):
+        own = run(tiny_target, tmp_path / str(layers), FeatureOptions(**{**vars(OPTIONS), "layers": layers}))
+        assert torch.equal(store[3].hidden, own[3].hidden)
+        rows = store.roots()[:7]
+        assert torch.equal(store.gather(rows, 2, 3).hidden, own.gather(rows, 2, 3).hidden)
+    with pytest.raises(FeatureStoreError, match=r"without \[0\]"):
+        FeatureStore(tmp_path / "wide", layers=[0, -1])
+    with pytest.raises(FeatureStoreError, match="layers"):
+        run(tiny_target, tmp_path / "wide", FeatureOptions(**{**vars(OPTIONS), "layers": [0, -1]}))
+    with pytest.raises(ConfigError, match="name one twice"):
+        run(tiny_target, tmp_path / "twice", FeatureOptions(**{**vars(OPTIONS), "layers": [1, 1, -1]}))
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "foreign"])
+def test_interrupted_extraction_ends_in_the_same_bytes(copy, folder, tiny_target, damage):
+    shard = copy / "shard-00001.safetensors"
+    if damage == "missing":
+        shard.rename(copy / ".shard-00001.safetensors.tmp")  # what SIGKILL leaves before the rename
+    elif damage == "truncated":
+        shard.write_bytes(shard.read_bytes()[:-10])
+    else:
+        shutil.copy(copy / "shard-00002.safetensors", shard)
+    with pytest.raises(FeatureStoreError, match=r"1 of 3 shards .*shard-00001.*same command"):
+        FeatureStore(copy)
+    run(tiny_target, copy)
+    assert contents(copy) == contents(folder)
+
+
+def test_complete_store_is_not_computed_again(copy, tiny_target, monkeypatch):
+    monkeypatch.setattr(Target, "features", lambda *args, **kwargs: pytest.fail("recomputed"))
+    run(tiny_target, copy)
+
+
+def test_a_second_command_waits_for_the_first(folder, tiny_target, tmp_path, monkeypatch):
+    """What another command is writing is not computed again."""
+    computed = []
+    monkeypatch.setattr(Target, "features", lambda *args, **kwargs: computed.append(args))
+    mine = tmp_path / "shared"
+    mine.mkdir()
+    shutil.copy(folder / "manifest.json", mine)
+    with FileLock(mine / ".lock"):
+        waiting = threading.Thread(target=run, args=(tiny_target, mine))
+        waiting.start()
+        waiting.join(0.5)
+        assert waiting.is_alive()
+        for shard in folder.glob("shard-*"):
+            shutil.copy(shard, mine)
+    waiting.join(60)
+    assert not waiting.is_alive() and not computed and len(FeatureStore(mine)) == len(CONVERSATIONS)
+
+
+def test_other_target_is_refused(folder, tiny_model, tiny_tokenizer):
+    other = Target(tiny_model("llama", torch.float32, 7, len(tiny_tokenizer)), tiny_tokenizer, name="other")
+    with pytest.raises(TargetMismatch, match="output embedding"):
+        FeatureStore(folder, other.identity)
+
+
+def test_moved_target_is_accepted(copy, tiny_target):
+    moved = Target(tiny_target.model, tiny_target.tokenizer, name="elsewhere")
+    assert len(run(moved, copy)) == len(CONVERSATIONS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"conversations": CONVERSATIONS[:9]}, "the conversations"),
+        ({"options": FeatureOptions(max_length=64)}, "max_length"),
+        ({"options": FeatureOptions(max_length=128, dtype="bfloat16")}, "dtype"),
+        ({"options": FeatureOptions(max_length=128, layers=[0, -1])}, "layers"),
+    ],
+)
+def test_folder_made_from_something_else_is_refused(copy, tiny_target, change, message):
+    with pytest.raises(FeatureStoreError, match=message):
+        run(tiny_target, copy, **change)
+
+
+def test_damaged_manifest_and_other_formats_are_refused(copy, tmp_path):
+    manifest = json.loads((copy / "manifest.json").read_text())
+    (copy / "manifest.json").write_text(json.dumps({**manifest, "format_version": 99}))
+    with pytest.raises(FeatureStoreError, match="format 99"):
+        FeatureStore(copy)
+    (copy / "manifest.json").write_text("{")
+    with pytest.raises(FeatureStoreError, match="damaged"):
+        FeatureStore(copy)
+    with pytest.raises(FeatureStoreError, match="not a feature folder"):
+        FeatureStore(tmp_path / "nothing")
+
+
+def test_verify_notices_other_states(copy, tiny_target):
+    FeatureStore(copy).verify(tiny_target)
+    store = FeatureStore(copy)
+    for shard in store._shards:
+        shard["hidden"] = shard["hidden"].roll(1, dims=0)
+    with pytest.raises(FeatureStoreError, match="differs by"):
+        store.verify(tiny_target)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (FeatureOptions(max_length=10_000), "256 positions"),
+        (FeatureOptions(max_length=128, layers=[-1, 0]), "end them in -1"),
+        (FeatureOptions(max_length=128, layers=[9, -1]), "do not exist"),
+        (FeatureOptions(max_length=128, shard_size=0), "shard_size is 0"),
+    ],
+)
+def test_bad_options_are_refused_before_work(tiny_target, tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        run(tiny_target, tmp_path / "new", options)
+    assert not (tmp_path / "new").exists()
+
+
+def test_no_conversations_and_unwritable_folders_are_refused(tiny_target, tmp_path):
+    with pytest.raises(DataError, match="no conversations"):
+        run(tiny_target, tmp_path, conversations=[])
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        run(tiny_target, tmp_path / "file" / "below")
+
+
+def test_too_small_a_disk_is_noticed_before_work(tiny_target, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1, 1, 1000))
+    with pytest.raises(DiskSpaceError, match=r"about 5\d kB.*1e\+03 B free|disk is too small"):
+        run(tiny_target, tmp_path)
+    assert not list(tmp_path.glob("shard*"))
+
+
+def test_estimate_is_close(tiny_target, tmp_path, capsys):
+    run(tiny_target, tmp_path)
+    size = sum(path.stat().st_size for path in tmp_path.glob("shard*"))
+    said = float(capsys.readouterr().out.split("about ")[2].split(" kB")[0]) * 1000
+    assert 0.9 * size < said < 1.1 * size

@@ -1,0 +1,189 @@
+from collections.abc import Callable
+from random import Random
+
+import pytest
+import torch
+from helpers import predictor, prompts, weaker_model
+
+from shape.drafters import (
+    AdversaryDrafter,
+    Drafter,
+    HybridDrafter,
+    ModelDrafter,
+    OracleDrafter,
+    SuffixDrafter,
+    TrainedDrafter,
+    hybrid,
+    model,
+)
+from shape.drafters.model import Adaptive, ByCost
+from shape.generation import fixed, loop
+from shape.generation.control import Experience, Pace
+from shape.generation.decoder import ShapeDecoder
+from shape.target.model import Target
+
+
+def run(
+    pace: Pace, tokens, steps: int, drafted_seconds: float = 1.6, plain_seconds: float = 1.0, context: int = 100
+) -> list[bool]:
+    """Drafted or not, step by step; `tokens(i)` is what a drafted step i would settle."""
+    record = []
+    for i in range(steps):
+        drafted = pace.draft_next(context)
+        pace.observe(drafted, tokens(i) if drafted else 1.0, drafted_seconds if drafted else plain_seconds, context)
+        record.append(drafted)
+    return record
+
+
+def test_good_drafts_go_on_and_plain_steps_are_timed_once():
+    times = Experience()
+    first = run(Pace(times), lambda _: 3.0, 200)
+    assert first.count(False) == 3 and all(first[:16]) and not any(first[16:19])
+    assert times.break_even(100) == pytest.approx(1.6)
+    assert all(run(Pace(times), lambda _: 3.0, 200))  # another call knows
+
+
+def test_bad_drafts_are_looked_at_ever_less_often():
+    pace = Pace(Experience(), least=1.5)
+    record = run(pace, lambda _: 1.1, 2000)
+    assert record[:16] == [True] * 16 and record[16:32] == [False] * 16 and record[32:36] == [True] * 4
+    assert record.count(True) < 50 and pace.pauses >= 6
+    assert True in record[-800:]  # it never stops looking
+
+
+def test_another_call_begins_with_what_was_found():
+    past = Experience()
+    run(Pace(past, least=1.5), lambda _: 1.1, 60)
+    assert run(Pace(past, least=1.5), lambda _: 1.1, 90)[:5] == [True] * 4 + [False]
+    assert all(run(Pace(past, least=1.5), lambda _: 3.0, 90))
+    assert run(Pace(past, least=1.5), lambda _: 1.1, 90)[:17] == [True] * 16 + [False]
+
+
+def test_it_returns_when_the_text_becomes_easy():
+    record = run(Pace(Experience(), least=1.5), lambda i: 1.0 if i < 60 else 4.0, 300)
+    assert not all(record[:60]) and all(record[200:])
+
+
+def test_the_break_even_is_a_ratio_of_medians():
+    times = Experience()
+    assert times.knows_too_little(100, drafted=True)
+    for seconds in (2.0, 2.0, 90.0, 2.0):
+        times.add(True, seconds, 100)
+    assert not times.knows_too_little(100, drafted=True) and times.knows_too_little(100, drafted=False)
+    for seconds in (1.0, 50.0, 1.0):
+        times.add(False, seconds, 100)
+    assert times.break_even(100) == 2.0
+    assert times.knows_too_little(1000, drafted=False)
+
+
+def test_what_steps_took_behind_a_long_context_says_nothing_of_short_ones():
+    """Plain steps behind 8,000 tokens take ten times as long, and make drafting look cheap."""
+    times = Experience()
+    assert (
+        run(Pace(times), lambda _: 1.5, 100, drafted_seconds=12.0, plain_seconds=10.0, context=8000).count(False) == 3
+    )
+    record = run(Pace(times), lambda _: 1.5, 300, drafted_seconds=2.0, plain_seconds=1.0, context=200)
+    assert record.count(True) < 60
+
+
+def test_a_text_that_grows_is_measured_anew():
+    times = Experience()
+    pace = Pace(times)
+    assert run(pace, lambda _: 1.5, 100, drafted_seconds=1.2, context=500).count(False) == 3
+    assert run(pace, lambda _: 1.5, 300, drafted_seconds=2.0, context=600).count(True) < 60
+
+
+def test_a_machine_that_changes_is_noticed_while_drafts_go_on():
+    """Three plain steps that a hiccup made slow must not speak for a whole day."""
+    pace = Pace(Experience())
+    assert run(pace, lambda _: 1.5, 100, drafted_seconds=2.0, plain_seconds=50.0).count(False) == 3
+    assert run(pace, lambda _: 1.5, 3000, drafted_seconds=2.0, plain_seconds=1.0).count(True) < 800
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_falling_back_changes_no_token(tiny_model, sample):
+    model, batch = tiny_model("llama"), prompts([5, 9])
+    options = {
+        "max_new_tokens": 90,
+        "do_sample": sample,
+        "seed": 0,
+        "eos_token_id": [],
+        "return_dict_in_generate": True,
+    }
+    plain = ShapeDecoder(model).generate(**batch, **options)
+    for drafter in (AdversaryDrafter(), TrainedDrafter(predictor())):
+        out = ShapeDecoder(model, drafter, fall_back=2.5).generate(**batch, **options)
+        assert torch.equal(out.sequences, plain.sequences)
+        assert out.stats.plain_steps >= 16 and out.stats.pauses >= 1
+        assert ShapeDecoder(model, drafter, fall_back=False).generate(**batch, **options).stats.plain_steps == 0
+
+
+def test_good_drafts_are_never_held_back_by_a_number(tiny_model):
+    model, batch = tiny_model("llama"), prompts([5])
+    options = {"max_new_tokens": 90, "eos_token_id": []}
+    plain = ShapeDecoder(model).generate(**batch, **options)
+    decoder = ShapeDecoder(model, OracleDrafter(plain.tolist()), fall_back=2.5)
+    out = decoder.generate(**batch, **options, return_dict_in_generate=True)
+    assert out.stats.plain_steps == 0 == out.stats.pauses and out.stats.acceptance_length > 4.5
+
+
+def test_a_drafter_with_nothing_to_say_is_not_judged_by_it():
+    """Prompt lookup proposes seldom, and at no cost where it does not."""
+    pace = Pace(Experience(), least=1.5)
+    for step in range(200):
+        assert pace.draft_next(100)
+        proposed = step % 10 == 0
+        pace.observe(proposed, 4.0 if proposed else 1.0, 1.0, 100)
+    assert pace.pauses == 0
+
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "shape": lambda: TrainedDrafter(predictor()),
+    "model by cost": lambda: ModelDrafter(Target(weaker_model()), ByCost()),
+    "model, adaptive": lambda: ModelDrafter(Target(weaker_model()), Adaptive()),
+    "hybrid": lambda: HybridDrafter([SuffixDrafter(shortest=1), TrainedDrafter(predictor())]),
+}
+CALLS: dict[str, dict] = {
+    "greedy with a seed": {"seed": 3},
+    "asked for": {"reproducible": True},
+    "sampled": {"seed": 3, "do_sample": True, "temperature": 0.7},
+    "rejection": {"seed": 3, "do_sample": True, "acceptance": "rejection", "reproducible": False},
+    "fixed steps": {"seed": 3, "graphs": True},
+}
+
+
+def forwards(decoder: ShapeDecoder, monkeypatch, clock: int, **options) -> list[tuple[int, list[int]]]:
+    """Sizes of all forwards behind the prefill, with a clock that says what it likes."""
+    times = Random(clock)
+
+    def now() -> float:
+        now.seconds += times.choice([1e-4, 1.0])
+        return now.seconds
+
+    now.seconds = 0.0
+    for module in (loop, fixed, hybrid, model):
+        monkeypatch.setattr(module, "perf_counter", now)
+    stats = decoder.generate(
+        **prompts([5]), max_new_tokens=40, eos_token_id=[], return_dict_in_generate=True, **options
+    ).stats
+    return [(step.nodes, step.rows) for step in stats.steps]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_seed_leaves_nothing_to_the_clock_or_to_earlier_calls(tiny_model, monkeypatch, name, call):
+    options = dict(CALLS[call])
+    if call == "fixed steps" and name != "shape":
+        pytest.skip("other drafters have no fixed steps")
+    decoder = ShapeDecoder(tiny_model("llama"), DRAFTERS[name](), graphs=options.pop("graphs", False))
+    first = forwards(decoder, monkeypatch, 0, **options)
+    assert max(nodes for nodes, _ in first) > 1
+    forwards(decoder, monkeypatch, 1, reproducible=False)  # what it learns is its own
+    assert forwards(decoder, monkeypatch, 2, **options) == first
+
+
+@pytest.mark.parametrize("name", ["shape", "model by cost", "hybrid"])
+def test_without_a_seed_the_clock_decides(tiny_model, monkeypatch, name):
+    """The test above could not fail if times were not looked at."""
+    found = [forwards(ShapeDecoder(tiny_model("llama"), DRAFTERS[name]()), monkeypatch, clock) for clock in range(4)]
+    assert any(one != found[0] for one in found)

@@ -1,0 +1,85 @@
+import pytest
+import torch
+from helpers import FAMILIES, predictor, prompts
+
+from shape.drafters import NgramDrafter, TrainedDrafter, TreeShape
+from shape.errors import UnsupportedGeneration
+from shape.generation.decoder import ShapeDecoder
+from shape.verification import forward
+
+
+def drafter(model, kind):
+    if kind == "plain":
+        return None
+    return NgramDrafter() if kind == "ngram" else TrainedDrafter(predictor(), TreeShape(depth=3, width=2))
+
+
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_a_prefill_in_portions_gives_the_same_states(tiny_model, arch, monkeypatch):
+    decoder = ShapeDecoder(tiny_model(arch))
+    ids = prompts([23, 5, 16])["input_ids"].roll(0)
+    lengths = [23, 5, 16]
+    states = []
+    for portion in (1024, 7):
+        arena = forward.new_arena(decoder.target, decoder.support, 3, 32)
+        hidden = forward.prefill(decoder.target, arena, ids, lengths, portion)
+        states.append([hidden[row, :length] for row, length in enumerate(lengths)])
+        assert arena.host_lengths == lengths
+    for whole, parts in zip(*states, strict=True):
+        torch.testing.assert_close(parts, whole, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("arch", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize("kind", ["plain", "shape", "ngram"])
+@pytest.mark.parametrize("sample", [False, True])
+def test_a_session_gives_the_tokens_of_separate_calls(tiny_model, arch, kind, sample):
+    decoder = ShapeDecoder(tiny_model(arch), drafter(tiny_model, kind))
+    options = {"max_new_tokens": 13, "do_sample": sample, "seed": 3, "return_dict_in_generate": True}
+    options["eos_token_id"] = []
+    say, ids = decoder.session(), prompts([9])["input_ids"]
+    generator, shared = torch.Generator().manual_seed(5), 1
+    for turn in range(4):
+        options["attention_mask"] = torch.ones_like(ids)
+        separate = decoder.generate(ids, **options)
+        out = say(ids, **options)
+        assert torch.equal(out.sequences, separate.sequences)
+        assert out.stats.prompt_tokens == ids.shape[1] and separate.stats.reused_tokens == 0
+        # All but the last token of the old text: that one has not been through the target.
+        assert out.stats.reused_tokens >= shared - 1
+        answer = out.sequences
+        if turn == 1:  # the user edits the history
+            answer = answer[:, : ids.shape[1] - 2]
+        shared = answer.shape[1]
+        ids = torch.cat([answer, torch.randint(3, 64, (1, 5), generator=generator)], dim=1)
+
+
+def test_a_session_survives_a_call_that_breaks_off(tiny_model):
+    decoder = ShapeDecoder(tiny_model("llama"))
+    say, ids = decoder.session(), prompts([9])["input_ids"]
+    options = {"max_new_tokens": 20, "eos_token_id": []}
+
+    def interrupt(text, scores):
+        if text.shape[1] > other.shape[1] + 4:
+            raise KeyboardInterrupt
+        return torch.zeros(1, dtype=torch.bool)
+
+    first = say(ids, torch.ones_like(ids), **options)
+    other = torch.cat([first[:, :12], ids], dim=1)
+    with pytest.raises(KeyboardInterrupt):
+        say(other, torch.ones_like(other), stopping_criteria=[interrupt], **options)
+    mask = torch.ones_like(first)
+    assert torch.equal(say(first, mask, **options), decoder.generate(first, mask, **options))
+
+
+def test_a_session_is_for_one_text(tiny_model):
+    with pytest.raises(UnsupportedGeneration, match="a session continues one text, and 2 rows were asked for"):
+        ShapeDecoder(tiny_model("llama")).session()(**prompts([4, 5]), max_new_tokens=3)
+
+
+def test_samples_of_one_prompt_share_its_prefill(tiny_model):
+    decoder = ShapeDecoder(tiny_model("llama"), NgramDrafter())
+    options = {"max_new_tokens": 12, "do_sample": True, "seed": 1, "return_dict_in_generate": True}
+    out = decoder.generate(**prompts([7, 4]), num_return_sequences=3, **options)
+    assert out.stats.prompt_tokens == 11
+    again = decoder.generate(**prompts([7, 4]), num_return_sequences=3, **options | {"max_new_tokens": 3})
+    assert torch.equal(out.sequences[:, :10], again.sequences)

@@ -1,0 +1,84 @@
+"""The registry of acceptance rules: names, parameters, refusals. What they emit is tested with the decoder."""
+
+import pytest
+from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+from shape.cli.bench import parser as bench_parser
+from shape.cli.generate import parser as generate_parser
+from shape.drafters import NgramDrafter, TrainedDrafter, TreeShape
+from shape.errors import ConfigError, UnsupportedGeneration
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.rules import RULES, Rejection, Rule, Traversal, TrsLossy, TypicalLossy, make_rule
+from shape.networks.config import ShapeConfig
+from shape.networks.shape import ShapePredictor
+
+
+def test_lossy_rules_say_so_and_no_others_do():
+    assert list(RULES) == ["match", "rejection", "traversal", "typical-lossy", "trs-lossy"]
+    for name, rule in RULES.items():
+        assert rule.name == name and rule.lossless == ("lossy" not in name)
+        assert rule.lossless == ("Lossy" not in rule.__name__)
+
+
+def test_rules_by_name_by_parameters_and_as_text():
+    assert make_rule("trs-lossy") == TrsLossy(k=3, depth=3, threshold=0.8)
+    assert make_rule("trs-lossy", TypicalLossy(), TrsLossy(k=2)) == TrsLossy(k=2)
+    assert make_rule(TypicalLossy(epsilon=0.2)) == TypicalLossy(epsilon=0.2)
+    assert str(make_rule("match")) == "match"
+    assert str(TypicalLossy(delta=0.5)) == "typical-lossy(epsilon=0.09, delta=0.5)"
+    with pytest.raises(
+        UnsupportedGeneration, match="acceptance rule 'typical' is unknown; use one of match, rejection"
+    ):
+        make_rule("typical")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TrsLossy(k=0),
+        lambda: TrsLossy(depth=0),
+        lambda: TrsLossy(threshold=0.0),
+        lambda: TrsLossy(threshold=1.1),
+        lambda: TypicalLossy(epsilon=0.0),
+        lambda: TypicalLossy(epsilon=2.0),
+        lambda: TypicalLossy(delta=0.0),
+    ],
+)
+def test_parameters_out_of_range_get_one_sentence(make):
+    with pytest.raises(ConfigError, match=r"(trs|typical)-lossy has .*; .* must be"):
+        make()
+
+
+@pytest.mark.parametrize("parser", [bench_parser, generate_parser])
+def test_the_commands_name_every_rule(parser):
+    text = parser().format_help()
+    assert all(name in text for name in RULES)
+    assert "--typical_lossy.epsilon" in text and "--trs_lossy.k" in text
+
+
+def shape_drafter(tree: TreeShape) -> TrainedDrafter:
+    return TrainedDrafter(ShapePredictor(ShapeConfig(hidden_size=32, intermediate_size=48, num_steps=3)), tree)
+
+
+@pytest.mark.parametrize("rule", [Rejection(), Traversal()], ids=str)
+def test_rules_that_draw_refuse_trees_that_drop_what_was_drawn(tiny_model, rule: Rule):
+    decoder = ShapeDecoder(tiny_model(), shape_drafter(TreeShape(depth=3, width=2, nodes=4)))
+    with pytest.raises(UnsupportedGeneration, match=f"'{rule.name}' is biased where drawn nodes are dropped"):
+        rule.fit(decoder.drafter, decoder.target)
+    for drafter in (None, NgramDrafter(), shape_drafter(TreeShape(depth=3, width=2))):
+        assert rule.fit(drafter, decoder.target) is drafter
+
+
+def test_the_papers_rule_takes_full_trees_and_refuses_what_has_none(tiny_model):
+    decoder = ShapeDecoder(tiny_model(), shape_drafter(TreeShape(depth=1)))
+    full = TrsLossy(k=2, depth=3).fit(decoder.drafter, decoder.target)
+    assert isinstance(full, TrainedDrafter) and full.tree == TreeShape.full(2, 3)
+    with pytest.raises(UnsupportedGeneration, match=r"needs the k\^N trees"):
+        TrsLossy().fit(NgramDrafter(), decoder.target)
+    config = GPTNeoConfig(
+        vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, window_size=5, max_position_embeddings=128,
+        attention_types=[[["global", "local"], 1]], bos_token_id=None, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    chains = ShapeDecoder(GPTNeoForCausalLM(config).double().eval())
+    with pytest.raises(UnsupportedGeneration, match="verifies chains only"):
+        TrsLossy().fit(decoder.drafter, chains.target)

@@ -1,0 +1,290 @@
+"""The options of transformers' ``from_pretrained`` on their way to the target, and where it is put without any."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from jsonargparse import CLI
+from transformers import AutoModelForCausalLM
+
+from eval import ablate, latency, tables
+from shape.cli import bench, check, efficiency, extract, generate, quality, recipes, train
+from shape.cli import regenerate as regeneration
+from shape.drafters import ModelDrafter, TrainedDrafter
+from shape.errors import CheckpointError, ConfigError, UnsupportedTarget
+from shape.evaluation.environment import Environment
+from shape.generation.decoder import ShapeDecoder
+from shape.target.loading import (
+    PairOptions,
+    PlacedOptions,
+    TargetOptions,
+    default_device,
+    of_predictor,
+    of_target,
+    recorded,
+)
+from shape.target.model import Target
+
+TARGET, PREDICTOR = "somebody/target", "somebody/predictor"
+
+
+def published(cache: Path, name: str, revisions: dict[str, Path]) -> dict[str, str]:
+    """A repository as huggingface_hub caches it -> the commit of each revision."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    commits = {revision: f"{number:040x}" for number, revision in enumerate(revisions, 1)}
+    for revision, folder in revisions.items():
+        shutil.copytree(folder, repository / "snapshots" / commits[revision])
+        (repository / "refs" / revision).write_text(commits[revision])
+    return commits
+
+
+@pytest.fixture
+def hub(tiny_model, tiny_tokenizer, tiny_target_folder, tiny_predictor_folder, tmp_path):
+    """Two revisions of a target and of a predictor for both, in a cache -> (how it is read, commits of the target).
+
+    The second target has other weights, template and generation config; the second predictor drafts deeper.
+    """
+    second = tmp_path / "second"
+    tiny_model("llama", torch.float32, seed=2, vocab_size=len(tiny_tokenizer)).save_pretrained(second)
+    tiny_tokenizer.save_pretrained(second)
+    (second / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    deeper = shutil.copytree(tiny_predictor_folder, tmp_path / "deeper")
+    for folder, depth in ((deeper, 1), (shallow := shutil.copytree(tiny_predictor_folder, tmp_path / "shallow"), 2)):
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"target_identity": None, "draft": {**(config.get("draft") or {}), "depth": depth}}
+        (folder / "config.json").write_text(json.dumps(config))
+    cache = tmp_path / "cache"
+    published(cache, PREDICTOR, {"main": shallow, "one-pass": deeper})
+    commits = published(cache, TARGET, {"main": tiny_target_folder, "v2": second})
+    return {"cache_dir": str(cache), "local_files_only": True}, commits
+
+
+def test_target_and_predictor_have_revisions_of_their_own(hub, tiny_target):
+    place, commits = hub
+    first = Target.load(TARGET, **place)
+    assert first.identity.revision == commits["main"] and first.identity.head_hash == tiny_target.identity.head_hash
+    for given in ("v2", commits["v2"]):
+        found = Target.load(TARGET, revision=given, **place)
+        assert found.identity.revision == commits["v2"] and found.identity.head_hash != first.identity.head_hash
+        assert found.tokenizer.chat_template == "{{ messages[0]['content'] }}"  # the tokenizer of that revision too
+
+    def made(*arguments, **options):
+        decoder = ShapeDecoder.from_pretrained(*arguments, **options, **place)
+        assert isinstance(decoder.drafter, TrainedDrafter)
+        return decoder.target.identity.revision, decoder.drafter.tree.depth
+
+    assert made(PREDICTOR, target=TARGET) == (commits["main"], 2)
+    assert made(TARGET, predictor=PREDICTOR, revision="v2") == (commits["v2"], 2)
+    assert made(TARGET, predictor=PREDICTOR, predictor_revision="one-pass") == (commits["main"], 1)
+    assert made(PREDICTOR, TARGET, revision="v2", predictor_revision="one-pass") == (commits["v2"], 1)
+    assert made(PREDICTOR, target=tiny_target, predictor_revision="one-pass") == ("", 1)
+    assert ShapeDecoder.from_pretrained(TARGET, revision="v2", **place).target.identity.revision == commits["v2"]
+
+
+def test_a_smaller_model_has_a_revision_of_its_own(hub):
+    place, commits = hub
+    decoder = ShapeDecoder.from_pretrained(
+        target=TARGET, predictor=TARGET, predictor_revision="v2", attn_implementation="eager", **place
+    )
+    assert isinstance(decoder.drafter, ModelDrafter)
+    assert decoder.target.identity.revision == commits["main"]
+    assert decoder.drafter.model.identity.revision == commits["v2"]
+    # What is the target's alone stays with it.
+    assert decoder.target.config._attn_implementation == "eager" != decoder.drafter.model.config._attn_implementation
+
+
+def test_what_no_repository_has(hub):
+    place, _ = hub
+    with pytest.raises(UnsupportedTarget, match="target somebody/target cannot be loaded"):
+        Target.load(TARGET, revision="v3", **place)
+    with pytest.raises(CheckpointError, match="predictor somebody/predictor cannot be read"):
+        ShapeDecoder.from_pretrained(TARGET, predictor=PREDICTOR, predictor_revision="v2", **place)
+    with pytest.raises(CheckpointError, match="somebody/absent cannot be read; give the folder or hub id of a target"):
+        ShapeDecoder.from_pretrained("somebody/absent", **place)
+
+
+def test_a_command_reads_both_revisions(hub, capsys, monkeypatch):
+    place, commits = hub
+    made: list[ShapeDecoder] = []
+    load = generate.load
+    monkeypatch.setattr(generate, "load", lambda options: made.append(load(options)) or made[-1])
+    arguments = ["--target", TARGET, "--predictor", PREDICTOR, "--prompt", "Hello", "--max_new_tokens", "4"]
+    revisions = ["--revision", "v2", "--predictor_revision", "one-pass", "--target_options", json.dumps(place)]
+    generate.main([*arguments, *revisions])
+    said = capsys.readouterr()
+    assert made[0].target.identity.revision == commits["v2"] and made[0].drafter.tree.depth == 1
+    assert said.err.splitlines()[-1].startswith("target somebody/target: float32") and " on cpu" in said.err
+    assert "(shape)" in said.out
+
+
+MODELING = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own-llama"
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_code_that_comes_with_the_target(tiny_target, tiny_target_folder, tmp_path):
+    folder = shutil.copytree(tiny_target_folder, tmp_path / "own")
+    (folder / "modeling_own.py").write_text(MODELING)
+    config = json.loads((folder / "config.json").read_text())
+    auto = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "own-llama", "auto_map": auto}))
+    with pytest.raises(UnsupportedTarget, match="cannot be loaded"):
+        ShapeDecoder.from_pretrained(folder)
+    decoder = ShapeDecoder.from_pretrained(folder, trust_remote_code=True)
+    assert type(decoder.target.model).__name__ == "OwnModel"
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.equal(
+        decoder.generate(ids, max_new_tokens=6), ShapeDecoder(tiny_target).generate(ids, max_new_tokens=6)
+    )
+
+
+def test_options_that_cannot_be_served(tiny_target, tiny_target_folder):
+    with pytest.raises(ConfigError, match=r"with these options .*unexpected keyword argument 'fall_bak'") as caught:
+        ShapeDecoder.from_pretrained(tiny_target_folder, fall_bak=False)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"option attn_implementation .* while tiny is at hand"):
+        ShapeDecoder.from_pretrained(tiny_target, attn_implementation="eager")
+    with pytest.raises(ConfigError, match="give one target and one predictor"):
+        ShapeDecoder.from_pretrained("a", "b", predictor="c")
+    with pytest.raises(ConfigError, match="two models at hand"):
+        ShapeDecoder.from_pretrained(tiny_target, tiny_target)
+    with pytest.raises(ConfigError, match="device and device_map both say"):
+        of_target(PlacedOptions(device="cpu", device_map="auto"))
+    with pytest.raises(ConfigError, match="device_map stands in target_options"):
+        of_target(TargetOptions(target_options={"device_map": "auto"}))
+    with pytest.raises(ConfigError, match="revision is given by itself and in target_options"):
+        of_target(PairOptions(revision="v1", target_options={"revision": "v2"}))
+
+
+def test_a_target_that_is_too_large_for_the_accelerator(tiny_target_folder, monkeypatch, capsys):
+    def full(*arguments, **options):
+        raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
+    with pytest.raises(SystemExit) as stopped:
+        generate.main(["--target", str(tiny_target_folder), "--prompt", "x"])
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and "does not fit into the memory of cuda; give device_map auto" in said
+
+
+def test_the_token_stays_a_secret(monkeypatch):
+    options = PairOptions(token="hf_secret")
+    assert of_target(options)["token"] == of_predictor(options)["token"] == "hf_secret"
+    assert "hf_secret" not in repr(options) and "token" not in recorded(options)
+    for given in (["--token", "hf_secret"], ["--token=hf_secret"]):
+        monkeypatch.setattr(sys, "argv", ["generate", "--target", "T", *given, "--seed", "1"])
+        command = Environment.capture(torch.device("cpu")).command
+        assert "hf_secret" not in command and command.endswith("--seed 1")
+
+
+Main = Callable[[list[str]], object]
+
+
+def of(module, options: type) -> Main:
+    """A command whose options are a dataclass's."""
+    return lambda arguments: module.main(CLI(options, args=arguments, as_positional=False))
+
+
+def commands(folder: Path, data: Path, output: Path) -> dict[str, tuple[Main, list[str]]]:
+    """Every command that loads a target, with what it asks for."""
+    target, predictor = ["--target", str(folder)], ["--predictor", "quickstart-shape"]
+    taught = [*target, "--data", str(data), "--output", str(output)]
+    device = ["--trainer.accelerator", "cpu", "--trainer.devices", "1"]
+    asked = [*target, "--prompts", str(data), "--output", str(output / "pack")]
+    return {
+        "generate": (generate.main, [*target, "--prompt", "x"]),
+        "bench": (bench.main, [*target, "--output", str(output)]),
+        "check": (check.main, target),
+        "regeneration": (regeneration.main, [*target, "--data", str(data), "--output", f"{output}.jsonl"]),
+        "recipes": (recipes.main, ["compile", *asked]),
+        "extract": (extract.main, [*taught, *device]),
+        "train": (train.main, [*taught, *device]),
+        "efficiency": (of(efficiency, efficiency.EfficiencyOptions), [*target, *predictor]),
+        "quality": (of(quality, quality.QualityOptions), target),
+        "latency": (
+            of(latency, latency.LatencyOptions),
+            ["--targets", json.dumps([str(folder)]), "--output", str(output)],
+        ),
+    }
+
+
+NAMES = [*commands(Path(), Path(), Path())]
+
+
+@pytest.fixture
+def asked_of_transformers(monkeypatch) -> list[dict]:
+    """What transformers is asked for, at which loading ends."""
+    seen: list[dict] = []
+
+    def refuse(where, **options):
+        seen.append({"where": where, **options})
+        raise OSError("that is enough")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
+    return seen
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_hands_the_options_on(name, tiny_target_folder, tmp_path, asked_of_transformers, monkeypatch):
+    data = tmp_path / "data.jsonl"
+    row = {"prompt": "a"} if name == "recipes" else {"conversations": [{"from": "human", "value": "a"}]}
+    data.write_text(json.dumps({"id": "1", **row}))
+
+    def run(*more: str) -> dict:
+        command, arguments = commands(tiny_target_folder, data, tmp_path / str(len(list(tmp_path.iterdir()))))[name]
+        with pytest.raises((SystemExit, UnsupportedTarget)):
+            command([*arguments, *more])
+        return asked_of_transformers.pop()
+
+    more = ["--attn_implementation", "eager", "--trust_remote_code", "true"]
+    more += ["--quantization_config", "{quant_method: x}", "--target_options", "{variant: fp16}"]
+    seen = run(*more)
+    assert seen["where"] == str(tiny_target_folder) and seen["attn_implementation"] == "eager"
+    assert seen["trust_remote_code"] is True and seen["quantization_config"] == {"quant_method": "x"}
+    assert seen["variant"] == "fp16"
+    # Without a word about it the target is put on a GPU where there is one; where Lightning computes, it is asked.
+    by_lightning = name in ("train", "extract", "regeneration")
+    assert str(seen["device_map"]) == ("cpu" if by_lightning else "None")
+    if name in ("train", "extract"):
+        return
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "none")
+    places = [(["--device", "cpu"], torch.device("cpu")), (["--device_map", "auto"], "auto")]
+    for given, place in places if by_lightning else [([], "cuda"), *places]:
+        assert run(*given)["device_map"] == place
+
+
+def test_tables_and_ablations_hand_them_on(tiny_target_folder, tmp_path, asked_of_transformers, monkeypatch):
+    monkeypatch.setattr(ablate, "ablate", lambda options: ablate.plan(replace(options, only=["none"])))  # that is quick
+    options = tables.TablesOptions(target=str(tiny_target_folder), revision="v2", output=str(tmp_path))
+    for command in ("speed", "quality", "batches", "latency", "refinement"):
+        with pytest.raises(UnsupportedTarget):
+            tables.RUNS[command][0](options, tmp_path / command)
+        assert asked_of_transformers.pop()["revision"] == "v2", command
+    given = ["refinement", "--only=[none]", f"--output={tmp_path}", '--override=["token=hf_secret"]']
+    with pytest.raises(ConfigError, match="token would be written into the options"):
+        ablate.plan(ablate.parse(given))
+    assert "hf_secret" not in "".join(path.read_text() for path in tmp_path.rglob("*.yaml"))
+
+
+def test_the_device_where_nobody_names_one(monkeypatch):
+    assert default_device().type == "cpu"
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert default_device().type == "mps"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert default_device().type == "cuda"
+    with torch.device("meta"):  # whoever says where tensors are made says so of models too
+        assert default_device().type == "meta"

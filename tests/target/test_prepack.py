@@ -1,0 +1,160 @@
+"""Prepacked weights: the same products, as long as the weight is what it was, and nobody else notices."""
+
+import pickle
+from copy import deepcopy
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers.pytorch_utils import Conv1D
+
+import shape.target.prepack
+from shape import bundled
+from shape.generation.decoder import ShapeDecoder
+from shape.target.model import Target
+from shape.target.prepack import PrepackedForward, multiplies, prepack
+
+pytestmark = pytest.mark.skipif(not multiplies(torch.float32), reason="this build of torch has no oneDNN")
+
+
+def layers(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(24, 40), nn.SiLU(), nn.Linear(40, 16, bias=False), Conv1D(10, 16))
+    return made.to(dtype).requires_grad_(False)
+
+
+@torch.no_grad()
+def assert_same(packed: nn.Module, stock: nn.Module, shape: tuple[int, ...] = (2, 5, 24)) -> None:
+    dtype = stock[0].weight.dtype
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found, expected = packed(x), stock(x)
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    rounding = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding)
+
+
+@given(st.lists(st.integers(1, 4), max_size=2), st.integers(1, 70), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_products_are_the_same_whatever_the_number_of_tokens(batch, tokens, dtype):
+    stock, packed = layers(dtype), layers(dtype)
+    assert prepack(packed, True) == multiplies(dtype)
+    assert_same(packed, stock, (*batch, tokens, 24))
+
+
+def used(model: nn.Module) -> bool:
+    """Whether the layers' copies have been made, and are of their weights."""
+    return all(
+        one.forward._blocks is not None and one.forward._made_of == (one.weight.data_ptr(), one.weight._version)
+        for one in model.modules()
+        if isinstance(one, nn.Linear | Conv1D)
+    )
+
+
+def test_a_weight_that_changes_is_noticed():
+    stock, packed = layers(), layers()
+    assert prepack(packed)
+    assert_same(packed, stock)
+    assert used(packed)
+    with torch.no_grad():
+        for model in (stock, packed):
+            model[0].weight.mul_(2)  # in place, as optimizers do
+            model[2].weight = nn.Parameter(model[2].weight + 1, requires_grad=False)
+            model[3].weight.data = model[3].weight.data - 1
+    assert not used(packed)
+    assert_same(packed, stock)
+    assert used(packed)
+    other = layers()
+    with torch.no_grad():
+        other[0].weight.add_(0.5)
+    packed.load_state_dict(other.state_dict())
+    assert_same(packed, other)
+    for there, back in ((torch.float64, torch.float32), (torch.bfloat16, torch.float32)):
+        assert_same(packed.to(there), other.to(there))
+        assert_same(packed.to(back), other.to(back))
+
+
+def test_copies_of_a_model_are_their_own():
+    packed = layers()
+    prepack(packed)
+    assert_same(packed, layers())
+    shared = deepcopy(packed, {id(one): one for one in packed.parameters()})  # as of a compressed target
+    assert used(shared) and shared[0].forward._layer is shared[0]
+    for copied in (deepcopy(packed), pickle.loads(pickle.dumps(packed))):
+        with torch.no_grad():
+            copied[0].weight.zero_()
+        assert copied[0].forward._layer is copied[0] is not packed[0]
+        assert_same(packed, layers())
+        expected = layers()
+        expected[0].weight.zero_()
+        assert_same(copied, expected)
+    assert packed.state_dict().keys() == layers().state_dict().keys()
+
+
+def test_where_the_copy_does_not_serve_the_layer_does_what_it_always_does():
+    packed, x = layers(), torch.randn(3, 24)
+    prepack(packed)
+    packed.requires_grad_(True)
+    packed(x).sum().backward()
+    assert packed[0].weight.grad is not None and packed[0].forward._blocks is None
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert packed(x).dtype == torch.bfloat16
+    with torch.no_grad():
+        assert torch.equal(torch.compile(packed, backend="eager", fullgraph=True)(x), layers()(x))
+    assert packed[0].forward._blocks is None
+
+
+def test_what_is_not_a_plain_layer_is_left_alone(monkeypatch):
+    class Own(nn.Linear):
+        pass
+
+    hooked = add_hook_to_module(nn.Linear(4, 4), ModelHook())
+    theirs = hooked.forward
+    model = nn.Sequential(Own(4, 4), hooked, nn.Linear(4, 4).double())
+    assert not prepack(model, True) and hooked.forward is theirs
+    assert prepack(layers(), True) and not prepack(layers(), False)
+    monkeypatch.setattr(shape.target.prepack, "_SHARE", 0.0)
+    assert not prepack(layers()) and prepack(layers(), True)
+
+
+def test_a_model_at_hand_is_its_owners(tiny_model):
+    model = tiny_model("llama")
+    assert not Target.load(model).prepacked
+    assert not any("forward" in vars(module) for module in model.modules())
+    target = Target.load(model.float(), prepacked=True)
+    assert target.prepacked and Target.load(target).prepacked and Target.load(model).prepacked
+    other = Target.load(tiny_model("llama", torch.float32))
+    assert not other.prepacked and Target.load(other, prepacked=True).prepacked and other.prepacked
+    assert not Target.load("quickstart-target", prepacked=False).prepacked
+    assert Target.load("quickstart-target").prepacked
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "temperature": 1.0, "top_k": 0}])
+def test_decoding_writes_the_same(options):
+    """By the loop with prepacked weights, without, and by transformers with the model as it is in the checkpoint."""
+    stock = ShapeDecoder.from_pretrained("quickstart-shape", dtype="float32", prepacked=False)
+    packed = ShapeDecoder.from_pretrained("quickstart-shape", dtype="float32")
+    assert packed.target.prepacked and not stock.target.prepacked
+    assert isinstance(packed.drafter._head, PrepackedForward)
+    plain = AutoModelForCausalLM.from_pretrained(bundled.resolve("quickstart-target"), dtype=torch.float32)
+    for text in ("Book a table for two.", "What is 12 + 30?", "Hello!"):
+        ids = packed.target.encode([{"role": "user", "content": text}])
+        found = packed.generate(ids, seed=1, max_new_tokens=40, **options)
+        assert torch.equal(found, stock.generate(ids, seed=1, max_new_tokens=40, **options))
+        if not options["do_sample"]:
+            assert torch.equal(found, plain.generate(ids, max_new_tokens=40, do_sample=False))
+
+
+def test_layers_that_keep_their_weight_transposed(tmp_path):
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=24, n_layer=2, n_head=2, n_positions=64)).eval()
+    model.save_pretrained(tmp_path)
+    target = Target.load(tmp_path, prepacked=True)
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    assert isinstance(target.model.transformer.h[0].mlp.c_fc.forward, PrepackedForward)
+    with torch.no_grad():
+        torch.testing.assert_close(target.model(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+    found = ShapeDecoder(target, "ngram").generate(ids, max_new_tokens=20)
+    assert torch.equal(found, model.generate(ids, max_new_tokens=20, do_sample=False))

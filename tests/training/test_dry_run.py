@@ -1,0 +1,59 @@
+"""What a training would take, said before anything is done: by config.json, and measured where weights are here."""
+
+import re
+
+import pytest
+from helpers import LLAMA_8B, QWEN_06B
+from training_runs import talks
+from transformers import LlamaConfig, Qwen3Config
+
+from shape.cli.train import main
+
+
+@pytest.mark.parametrize("flag", ["--dry-run", "--dry_run"])
+def test_a_target_of_8b_is_planned_for_by_its_configuration(flag, tmp_path, capsys):
+    LlamaConfig(**LLAMA_8B, dtype="bfloat16").save_pretrained(tmp_path / "T")
+    main([f"--target={tmp_path / 'T'}", f"--output={tmp_path / 'out'}", flag])
+    said = capsys.readouterr().out
+    assert "target: 8,030.3M parameters, 131072 positions" in said and "target 16.1 GB" in said
+    (parameters,) = re.findall(r"plan: shape of ([\d.]+)M parameters", said)
+    assert 250 < float(parameters) < 310  # 780 before
+    assert "drafting from 32,064 of 128,256 tokens" in said and "by the weights read, not measured" in said
+    assert "not measured: an accelerator" in said and "there is no tokenizer" in said and "4 letters" in said
+    (steps,) = re.findall(r"tokens; ([\d,]+) steps of 1,024", said)
+    (positions,) = re.findall(r"plan: ([\d,]+) positions of 4,000 conversations", said)
+    assert 600 <= int(steps.replace(",", "")) == pytest.approx(4 * int(positions.replace(",", "")) / 1024, abs=1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_the_user_gives_is_planned_with(tmp_path, capsys):
+    Qwen3Config(**QWEN_06B, dtype="bfloat16").save_pretrained(tmp_path)
+    talks(tmp_path / "talks.jsonl")
+    more = ["--training.steps=77", "--predictor.intermediate_size=256", "--online=true", "--regenerate=false"]
+    main([f"--target={tmp_path}", f"--data={tmp_path / 'talks.jsonl'}", *more, "--dry-run"])
+    said = capsys.readouterr().out
+    assert "596.0M parameters" in said and "77 steps of 1,024" in said and "width 256" in said
+    (disk,) = re.findall(r"disk: .*", said)
+    assert "checkpoints" in disk and "features" not in disk and "answers" not in said
+
+
+def test_where_weights_are_here_it_is_measured(tiny_target_folder, tmp_path, capsys):
+    """Prompts without answers: the target writes some. Nothing is left behind."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"id": "p{i}", "turns": ["say {i}"]}}\n' for i in range(20)))
+    sizes = ["--training.batch_size=32", "--regeneration.max_new_tokens=16", "--regeneration.batch_size=4"]
+    main([f"--target={tiny_target_folder}", f"--data={prompts}", f"--output={tmp_path / 'out'}", *sizes, "--dry-run"])
+    said = capsys.readouterr().out
+    assert "ms, measured on" in said and "measured here on" in said and "not measured" not in said
+    (parts,) = re.findall(r"hours: about \S+ \((.*?)\)", said)
+    hours = dict(part.split() for part in parts.split(", "))
+    assert list(hours) == ["answers", "features", "training"] and all(float(each) > 0 for each in hours.values())
+    assert "answers: taken to be half as long as they may be, 8 tokens" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl"]
+
+
+def test_mistakes_are_said_as_in_a_run(tiny_target_folder, tmp_path, capsys):
+    for more, message in [("--max_length=9999", "256 positions"), ("--data=missing.jsonl", "missing.jsonl")]:
+        with pytest.raises(SystemExit) as end:
+            main([f"--target={tiny_target_folder}", more, "--dry-run"])
+        assert end.value.code == 2 and message in capsys.readouterr().err

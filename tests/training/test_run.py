@@ -1,0 +1,395 @@
+"""`python -m shape.train` as a command: the whole way, resuming, several processes, options and errors."""
+
+import csv
+import json
+import shutil
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import yaml
+from rich.console import Console
+from safetensors.torch import load_file
+from training_runs import arguments, command, kill_when, talks
+from transformers import AutoTokenizer
+
+from shape import bundled
+from shape.cli.train import main
+from shape.data.conversations import Conversation, Message
+from shape.errors import ConfigError, DataError
+from shape.features.extraction import TrainerOptions
+from shape.features.storage import Place
+from shape.features.store import FeatureStore
+from shape.generation.decoder import ShapeDecoder
+from shape.networks.config import ShapeConfig
+from shape.training.module import DecodingValidation
+from shape.training.run import (
+    MeasurementOptions,
+    PredictorOptions,
+    TrainOptions,
+    _compare_with_training,
+    parse,
+    prepare,
+    validation_prompts,
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return talks(tmp_path_factory.mktemp("data") / "talks.jsonl")
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_target_folder, data, tmp_path_factory) -> Path:
+    """The output of an undisturbed run, measured at the end; do not change it."""
+    output = tmp_path_factory.mktemp("trained") / "predictor"
+    more = ["--measurement.limit=2", "--measurement.max_new_tokens=8"]
+    main(arguments(tiny_target_folder, data, output, *more))
+    return output
+
+
+def test_the_whole_way(trained, tiny_target):
+    decoder = ShapeDecoder.from_pretrained(trained)
+    assert decoder.target.identity.differences(tiny_target.identity) == []
+    config = decoder.drafter.predictor.config
+    assert config.token_conditioning == "root" and config.markov_rank == 64 and config.draft["depth"] == 8
+    record = config.training
+    assert record["steps"] == 60 and "| acceptance length |" in (trained / "README.md").read_text()
+    assert record["peak_memory_gb"] > 0
+    assert record["validation"]["low"] <= record["validation"]["value"] <= record["validation"]["high"]
+    assert record["acceptance_length"]["value"] >= 1 and record["speed_up"]["value"] > 0
+    assert record["validation"]["step"] in (25, 50, 60)
+    assert 0 < record["validation_seconds"] <= record["seconds"] + 0.5
+    best = load_file(trained / "checkpoints/best.safetensors")
+    exported = load_file(trained / "model.safetensors")
+    assert all(torch.equal(best[name], exported[name]) for name in exported)
+    with open(trained / "logs/version_0/metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert {"train/loss", "train/agreement_1", "train/chain_AL", "val/acceptance_length"} <= rows[0].keys()
+    losses = [float(row["train/loss"]) for row in rows if row["train/loss"]]
+    assert losses[-1] < losses[0]
+    assert list((trained / "logs/version_0").glob("events.out.tfevents*"))
+
+
+def test_a_part_of_the_conversations_can_be_learned_from(trained, tiny_target_folder, data, tmp_path, capsys):
+    """With all of them stored, and others kept for validation."""
+    more = ["--training.steps=2", "--training.conversations=7", f"--features={trained / 'features'}"]
+    main(arguments(tiny_target_folder, data, tmp_path, *more))
+    record = json.loads((tmp_path / "config.json").read_text())["training"]
+    whole = json.loads((trained / "config.json").read_text())["training"]
+    assert record["examples"].endswith("of 7 conversations") and whole["examples"].endswith("of 54 conversations")
+    with pytest.raises(SystemExit):
+        main(arguments(tiny_target_folder, data, tmp_path, "--training.conversations=0"))
+    assert "training.conversations is 0" in capsys.readouterr().err
+
+
+def test_checkpoint_holds_the_predictor_alone_and_no_pickled_objects(trained):
+    saved = torch.load(trained / "checkpoints/last.ckpt", weights_only=True)
+    assert saved["global_step"] == 56
+    assert all(name.startswith("predictor.") for name in saved["state_dict"])
+
+
+def test_killed_run_resumes_to_the_same_bytes(trained, tiny_target_folder, data, tmp_path):
+    output = tmp_path / "killed"
+    options = arguments(tiny_target_folder, data, output)
+    kill_when(command(*options), output / "features/shard-00001.safetensors")
+    assert len(list((output / "features").glob("shard-*"))) < 8
+    kill_when(command(*options), output / "checkpoints/last.ckpt")
+    assert not (output / "model.safetensors").exists()
+    main([*options, "--ckpt_path=last"])
+    for name in ("model.safetensors", "checkpoints/best.safetensors"):
+        assert (output / name).read_bytes() == (trained / name).read_bytes()
+    for shard in sorted((trained / "features").glob("[!.]*")):
+        assert (output / "features" / shard.name).read_bytes() == shard.read_bytes()
+
+
+def test_two_processes_train(trained, tiny_target_folder, data, tmp_path):
+    output = tmp_path / "two"
+    more = ["--trainer.devices=2", "--trainer.strategy=ddp", "--training.steps=10", "--validation.every=5"]
+    process = command(*arguments(tiny_target_folder, data, output, *more))
+    said = process.communicate(timeout=240)[0]
+    assert process.returncode == 0, said
+    assert "MEMBER: 2/2" in said and said.count("the predictor is in") == 1
+    # The same batches, in halves: only rounding and the mean over halves set the weights apart.
+    one = tmp_path / "one"
+    main(arguments(tiny_target_folder, data, one, "--training.steps=10", "--validation.every=5"))
+    for shard in sorted((one / "features").glob("[!.]*")):
+        assert (output / "features" / shard.name).read_bytes() == shard.read_bytes()
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (one, output))
+    gap = sum((ours[name] - theirs[name]).norm() ** 2 for name in ours)
+    assert gap < 0.02 * sum(ours[name].norm() ** 2 for name in ours)
+
+
+def test_features_of_an_earlier_extraction_are_used(trained, tiny_target_folder, data, tmp_path, capsys):
+    options = arguments(tiny_target_folder, data, tmp_path / "other", "--training.steps=2")
+    main([*options, f"--features={trained / 'features'}"])
+    assert "features: about" not in capsys.readouterr().out
+    assert not (tmp_path / "other/features").exists()
+
+
+def test_features_may_lie_elsewhere(trained, tiny_target_folder, data, tmp_path):
+    there, cache = tmp_path / "there", tmp_path / "cache"
+    more = [f"--features=file://{there}", f"--extraction.cache={cache}", "--training.steps=3"]
+    main(arguments(tiny_target_folder, data, tmp_path / "out", *more))
+    shards = sorted(path.name for path in there.glob("shard-*"))
+    assert shards == sorted(path.name for path in (trained / "features").glob("shard-*"))
+    assert shards == sorted(path.name for path in cache.rglob("shard-*")) and not (tmp_path / "out/features").exists()
+
+
+def test_online_mode_stores_nothing(tiny_target_folder, data, tmp_path):
+    main(arguments(tiny_target_folder, data, tmp_path, "--online=true", "--training.steps=3"))
+    assert (tmp_path / "model.safetensors").exists() and not (tmp_path / "features").exists()
+
+
+def test_the_target_answers_first_unless_told_otherwise(tiny_target_folder, data, tmp_path, capsys):
+    """Prompts without answers are data enough; a second run, or one with other features, finds the answers."""
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [json.loads(line) for line in data.read_text().splitlines()[:20]]
+    lines = [json.dumps({"id": row["id"], "turns": [row["conversations"][0]["value"]]}) for row in rows]
+    prompts.write_text("\n".join([*lines, json.dumps({"id": "text", "text": "plain text has no prompt " * 4})]))
+    more = ["--regenerate=true", "--regeneration.max_new_tokens=24", "--training.steps=3", "--limit=21"]
+    main(arguments(tiny_target_folder, prompts, tmp_path / "out", *more))
+    (answers,) = (tmp_path / "out/features").glob("answers-*.jsonl")
+    written, store = answers.stat().st_mtime_ns, FeatureStore(tmp_path / "out/features")
+    assert len(store) == 21 and "the target's own" in (tmp_path / "out/README.md").read_text()
+    assert all("gpt" in line or '"assistant"' in line for line in answers.read_text().splitlines())
+    capsys.readouterr()
+    main(arguments(tiny_target_folder, prompts, tmp_path / "out", *more))
+    assert answers.stat().st_mtime_ns == written
+    with pytest.raises(SystemExit):  # without their answers there is nothing to learn from
+        main(arguments(tiny_target_folder, prompts, tmp_path / "no", *more, "--regenerate=false", "--limit=20"))
+    assert "assistant" in capsys.readouterr().err
+
+
+def test_a_new_run_sets_older_checkpoints_aside(trained, tiny_target_folder, data, tmp_path, capsys):
+    output = Path(shutil.copytree(trained, tmp_path / "again"))
+    main(arguments(tiny_target_folder, data, output, "--training.steps=2"))
+    assert "checkpoints.1" in capsys.readouterr().out
+    steps = {name: torch.load(output / name / "last.ckpt", weights_only=True)["global_step"]
+             for name in ("checkpoints", "checkpoints.1")}  # fmt: skip
+    assert steps == {"checkpoints": 2, "checkpoints.1": 56}
+
+
+# ------------------------------------------------------------------------------------------------- options
+
+
+def test_the_default_is_the_quickstart_configuration():
+    options = parse([])
+    given = yaml.safe_load(bundled.path("configs", "quickstart.yaml").read_text())
+    assert options.output == given["output"] and options.training.steps == given["training"]["steps"]
+    assert options.predictor.token_conditioning == "root" and options.predictor.step_mode == "parallel"
+
+
+def test_own_target_gets_the_same_kind_of_predictor_at_its_own_size():
+    options = parse(["--target=T", "--data=D", "--output=O", "--predictor.dropout=0.2"])
+    assert (options.target, options.data, options.output) == ("T", "D", "O")
+    assert options.predictor == PredictorOptions(dropout=0.2)
+    quickstart = parse([]).predictor
+    for axis in ("window", "attention", "step_mode", "token_conditioning", "markov_rank", "num_steps", "refinement"):
+        assert getattr(options.predictor, axis) == getattr(quickstart, axis)
+    assert options.tree == parse([]).tree
+    assert options.predictor.intermediate_size is None and options.predictor.draft_vocab_size == "auto"
+
+
+def test_own_data_and_configuration_files_keep_the_other_defaults(tmp_path):
+    assert parse(["--data=D"]).predictor == parse([]).predictor
+    config = tmp_path / "mine.yaml"
+    config.write_text("training: {steps: 3}\nseed: 5\n")
+    options = parse([f"--config={config}", "--seed=6"])
+    assert options.training.steps == 3 and options.seed == 6
+    assert options.training.batch_size == parse([]).training.batch_size
+    config.write_text("target: T\n")
+    assert parse([f"--config={config}"]) == TrainOptions(target="T")
+
+
+def test_paper_configuration_is_the_papers_model(tiny_target):
+    options = parse([f"--config={bundled.path('configs', 'paper.yaml')}"])
+    config = options.predictor_config(tiny_target)
+    assert (config.window, config.step_mode, config.token_conditioning) == (4, "parallel", "none")
+    assert (config.refinement, config.refinement_dim) == ("sinkhorn", 128)
+    assert (config.refinement_epsilon, config.refinement_alpha) == (0.1, 0.5)
+    assert set(options.losses.on_states) == {"mse"} and set(options.losses.on_logits) == {"soft_cross_entropy"}
+    assert options.training.noise > 0 and config.dropout > 0 and config.markov_rank == 0
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("medusa", 1), ("eagle", 3), ("block", 3)])
+def test_rivals_have_configurations_that_change_the_quickstarts_predictor_alone(tiny_target, kind, layers):
+    options = parse([f"--config={bundled.path('configs', f'{kind}.yaml')}"])
+    assert options.predictor.draft_vocab_size == parse([]).predictor.draft_vocab_size
+    options.predictor.draft_vocab_size = 50
+    config = options.predictor_config(tiny_target)
+    assert config.kind == kind and len(config.feature_layers) == layers
+    assert (config.window, config.attention, config.refinement) == (1, False, "none")
+    assert options.training == parse([]).training
+
+
+@pytest.mark.parametrize("target", [[], ["--target=T"]])
+def test_printed_configuration_gives_the_same_options(capsys, tmp_path, target):
+    with pytest.raises(SystemExit):
+        parse([*target, "--seed=9", "--trainer.devices=2", "--print_config"])
+    path = tmp_path / "printed.yaml"
+    path.write_text(capsys.readouterr().out)
+    assert parse([f"--config={path}"]) == parse([*target, "--seed=9", "--trainer.devices=2"])
+
+
+def test_options_mirror_what_they_become():
+    config = {field.name: field.type for field in fields(ShapeConfig)}
+    assert {field.name for field in fields(PredictorOptions)} <= config.keys()
+    left_out = {"hidden_size", "vocab_size", "target_identity", "draft", "training"}
+    own = set(vars(ShapeConfig())) & {name for name in config if name in ShapeConfig.__annotations__}
+    assert own - left_out == {field.name for field in fields(PredictorOptions)}
+    trainer = pl.Trainer.__init__.__wrapped__ if hasattr(pl.Trainer.__init__, "__wrapped__") else pl.Trainer.__init__
+    import inspect
+
+    assert {field.name for field in fields(TrainerOptions)} <= inspect.signature(trainer).parameters.keys()
+
+
+def test_what_is_measured_on_chose_nothing(tiny_target_folder, data, tmp_path):
+    """The conversations of the last measurement neither taught nor chose the weights."""
+    options = TrainOptions(target=str(tiny_target_folder), data=str(data), regenerate=False, max_length=128)
+    few = talks(tmp_path / "few.jsonl", 7)
+    for given, choosing, measured in ((None, 3, 3), (str(few), 4, 3)):
+        material = prepare([replace(options, validation_data=given)], Place(tmp_path))
+        ids = {conversation.id for conversation in material.for_validation}
+        asked = {prompt.id for prompt in material.prompts}
+        assert (len(ids), len(asked)) == (choosing, measured) and not ids & asked
+        held = {material.conversations[number].id for number in material.held_out}
+        assert held == (ids | asked if given is None else set())
+    unmeasured = replace(options, measurement=MeasurementOptions(limit=0))
+    again = prepare([unmeasured], Place(tmp_path))
+    assert len(again.for_validation) == 3 and len(again.held_out) == 6, "what is learned depends on what is measured"
+    (tmp_path / "one.jsonl").write_text(few.read_text().splitlines()[0])
+    with pytest.raises(DataError, match="one conversation to validate on, and none is left to measure on"):
+        prepare([replace(options, validation_data=str(tmp_path / "one.jsonl"))], Place(tmp_path))
+
+
+def test_validation_prompts_end_where_answers_begin(tiny_target):
+    turns = [Message("user", "a"), Message("assistant", "b"), Message("user", "c"), Message("assistant", "d")]
+    conversations = [Conversation(str(i), tuple(turns[: 2 + 2 * (i % 2)])) for i in range(6)]
+    options = TrainOptions(max_length=128)
+    texts = [tiny_target.tokenizer.decode(ids) for ids in validation_prompts(conversations, tiny_target, options)]
+    assert len(texts) == 6 and all(text.endswith("<|im_start|>assistant\n") for text in texts)
+    assert {text.count("<|im_start|>assistant") for text in texts} == {1, 2}
+
+
+def test_a_target_of_few_positions_needs_no_option(tiny_model, tiny_tokenizer, tmp_path):
+    """Nothing but a target and data, whose conversations and prompts go beyond the positions."""
+    folder, data = small_target(tiny_model, tiny_tokenizer, tmp_path), long_talks(tmp_path / "long.jsonl")
+    options = parse([f"--target={folder}", f"--data={data}", f"--output={tmp_path}", "--regenerate=false"])
+    material = prepare([options], Place(tmp_path / "features"))
+    (settled,) = material.runs
+    assert settled.max_length == material.target.max_positions == 512
+    assert settled.feature_options().max_length == 512 and settled.training.steps == 200
+    lengths = [len(ids) for ids in validation_prompts(material.for_validation, material.target, settled)]
+    assert lengths and max(lengths) + settled.validation.max_new_tokens <= 512
+    room = 512 - settled.measurement.max_new_tokens
+    assert material.prompts and all(material.target.encode(each.opening).shape[1] <= room for each in material.prompts)
+    with pytest.raises(ConfigError, match=r"max_length is 513, but target .* has 512 positions"):
+        prepare([replace(options, max_length=513)], Place(tmp_path / "features"))
+
+
+@pytest.mark.slow
+def test_a_target_of_few_positions_is_trained_for_and_decoded_with(tiny_model, tmp_path):
+    """By the default commands, with the shipped tokenizer and its template: it answers, and nothing else is given."""
+    tokenizer = AutoTokenizer.from_pretrained(bundled.path("checkpoints", "quickstart-target"))
+    folder, data = small_target(tiny_model, tokenizer, tmp_path), long_talks(tmp_path / "long.jsonl")
+    output = tmp_path / "out"
+    main([f"--target={folder}", f"--data={data}", f"--output={output}"])
+    record = json.loads((output / "config.json").read_text())
+    assert record["training"]["steps"] == 200 and record["draft_vocab_size"] == 2048
+    assert FeatureStore(output / "features").manifest.max_length == 512
+    decoder = ShapeDecoder.from_pretrained(output, fall_back=False)
+    ids = decoder.target.encode([{"role": "user", "content": "Book a table for two."}])
+    out = decoder.generate(ids, max_new_tokens=512 - ids.shape[1])
+    assert torch.equal(out, decoder.target.model.generate(ids, max_new_tokens=512 - ids.shape[1], do_sample=False))
+
+
+def small_target(tiny_model, tokenizer, folder: Path) -> Path:
+    """A tiny float32 Llama of 512 positions, saved with a tokenizer."""
+    model = tiny_model("llama", torch.float32, vocab_size=len(tokenizer))
+    model.config.max_position_embeddings = 512
+    model.save_pretrained(folder / "small")
+    tokenizer.save_pretrained(folder / "small")
+    return folder / "small"
+
+
+def long_talks(path: Path) -> Path:
+    """Conversations of which each third is longer than 512 tokens, or its question is."""
+    rows = [
+        {"id": f"c{i}", "messages": [
+            {"role": "user", "content": "why? " * (300 if i % 3 == 2 else 2)},
+            {"role": "assistant", "content": "since it is so, " * (100 if i % 3 == 1 else 3)},
+            {"role": "user", "content": "and then?"},
+            {"role": "assistant", "content": f"then it is {i}"},
+        ]}
+        for i in range(24)
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+# ------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--online=true", "--features=somewhere"], "choose one"),
+        (["--ckpt_path=last"], "no checkpoint"),
+        (["--max_length=9999"], "256 positions"),
+        (["--data=missing.jsonl"], "missing.jsonl"),
+        (["--validation_data=missing.jsonl"], "missing.jsonl"),
+        (["--target=no/such/folder"], "no/such/folder"),
+        (["--measurement.prompts=missing.jsonl"], "missing.jsonl"),
+        (["--training.steps=0"], "training.steps"),
+        (["--validation.every=0"], "validation.every"),
+        (["--predictor.token_conditioning=path", "--predictor.markov_rank=0"], "recursive"),
+        (["--limit=2"], "2 conversation(s), too few to train on"),
+        (["--predictor.draft_vocab_size=1000"], "259 tokens"),
+        (["--regeneration.sampled_share=2"], "sampled_share"),
+        (["--regenerate=true", "--validation_data=missing.jsonl"], "missing.jsonl"),
+    ],
+)
+def test_mistakes_get_one_sentence_before_any_work(
+    tiny_target_folder, data, tmp_path, monkeypatch, capsys, more, message
+):
+    monkeypatch.setattr(pl.Trainer, "predict", lambda *args, **kwargs: pytest.fail("work has begun"))
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments(tiny_target_folder, data, tmp_path / "out", *more))
+    said = capsys.readouterr().err
+    assert exit_.value.code == 2
+    assert said.startswith("error: ") and message in said and said.count("\n") == 1
+
+
+def test_unwritable_output(tiny_target_folder, data, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments(tiny_target_folder, data, tmp_path / "file" / "below"))
+    assert exit_.value.code == 2 and "cannot be written" in capsys.readouterr().err
+
+
+def test_features_of_another_target(trained, tiny_model, tiny_tokenizer, data, tmp_path, capsys):
+    tiny_model("llama", torch.float32, 9, len(tiny_tokenizer)).save_pretrained(tmp_path / "other")
+    tiny_tokenizer.save_pretrained(tmp_path / "other")
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments(tmp_path / "other", data, tmp_path / "out", f"--features={trained / 'features'}"))
+    assert exit_.value.code == 2 and "output embedding" in capsys.readouterr().err
+
+
+def test_checkpoint_of_another_run(trained, tiny_target_folder, data, tmp_path, capsys):
+    output = Path(shutil.copytree(trained, tmp_path / "copy"))
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments(tiny_target_folder, data, output, "--ckpt_path=last", "--seed=1"))
+    assert exit_.value.code == 2 and "seed was 0 and is 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("decoded", "warned"), [(2.9, False), (2.6, True)])
+def test_decoding_far_below_training_is_said_loudly(monkeypatch, capsys, decoded, warned):
+    monkeypatch.setattr("shape.training.run.as_trained_and_decoded", lambda *_: (3.0, decoded))
+    validation = DecodingValidation([torch.tensor([1, 2])], 1, 4, Path("best"))
+    _compare_with_training(None, None, validation, Console())
+    said = capsys.readouterr().out
+    assert ("WARNING: chains decode with acceptance length 2.60" in said) == warned
+    assert ("give 3.00" in said) == warned
