@@ -43,7 +43,8 @@ from shape.errors import ConfigError, DataError, exit_on_error
 from shape.evaluation.environment import Environment
 from shape.features.extraction import compute_features
 from shape.features.store import Stored, eligible
-from shape.generation.decoder import ShapeDecoder, load_predictor
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.loading import load_predictor
 from shape.networks.base import Known, Predictor
 from shape.networks.transport import Plan, optimal_acceptance, squared_distances
 from shape.networks.transport import sinkhorn as entropic_plan

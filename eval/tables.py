@@ -31,7 +31,8 @@ from shape.evaluation import efficiency, quality
 from shape.evaluation.bench import BenchOptions, bench, named_predictors
 from shape.evaluation.environment import Environment
 from shape.evaluation.speed import measure_in
-from shape.generation.decoder import ShapeDecoder, load_predictor
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.loading import load_predictor
 from shape.target.loading import PairOptions, PlacedOptions, TargetOptions, of_pair, of_predictor, of_target
 
 SCHEMA_VERSION = 1

@@ -14,7 +14,8 @@ from shape.data.conversations import load_prompts
 from shape.drafters import DRAFTERS, Drafter, TreeShape
 from shape.errors import ConfigError, DataError
 from shape.evaluation.speed import JOURNAL, Assisted, Method, Outside, Ruled, SpeedResults, measure_in
-from shape.generation.decoder import ShapeDecoder, is_language_model
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.loading import is_language_model
 from shape.generation.rules import Match, TrsLossy, TypicalLossy, make_rule
 from shape.target.loading import SOURCE, PairOptions, of_pair, of_predictor, of_target, only
 from shape.target.model import Target, announce

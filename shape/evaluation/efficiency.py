@@ -122,10 +122,10 @@ def _bare_seconds(
     target: Target, support: Support, drafter: Drafter | None, steps: Sequence[Step]
 ) -> tuple[float, float]:
     capacity = max((max(step.lengths) + step.nodes for step in steps), default=0)
-    arenas = {rows: new_cache(target, support, rows, capacity) for rows in {len(step.rows) for step in steps}}
+    arenas = {rows: new_cache(target, support, rows, capacity) for rows in {len(step.sequences) for step in steps}}
     forward = draft = 0.0
     for step in steps:
-        rows, length = len(step.rows), max(step.lengths)
+        rows, length = len(step.sequences), max(step.lengths)
         arena = arenas[rows]
         arena.set_lengths([length] * rows)
         tokens = torch.zeros(rows, step.nodes, dtype=torch.long, device=target.device)

@@ -767,8 +767,8 @@ def decode_counts(
             return_dict_in_generate=True,
         )
         assert isinstance(output, ShapeOutput)
-        emitted += output.stats.row_emitted
-        forwards += output.stats.row_forwards
+        emitted += output.stats.sequence_emitted
+        forwards += output.stats.sequence_forwards
     return emitted, forwards
 
 
