@@ -39,7 +39,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from shape import bundled
-from shape.data.conversations import evenly, load_prompts, prompt_ids
+from shape.data.conversations import evenly
+from shape.data.reading import load_prompts
 from shape.drafters import Drafter, OracleDrafter, TrainedDrafter
 from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import markdown, show
@@ -48,6 +49,7 @@ from shape.generation.fixed import FixedSteps
 from shape.generation.stage import captured
 from shape.generation.static_drafters import StaticCache, StaticTree
 from shape.generation.streams import Arrivals
+from shape.target.chat import prompt_ids
 from shape.target.model import Target
 from shape.verification.forward import attending, tree_inputs
 from shape.verification.tree import chain

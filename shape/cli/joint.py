@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from jsonargparse import ArgumentParser
 
 from shape.errors import exit_on_error
-from shape.features.extraction import quiet
+from shape.features.trainer import quiet
 from shape.training import run as training
 from shape.training.joint import options_of, train_together
 

@@ -16,9 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from shape.errors import exit_on_error
-from shape.features.extraction import (
-    quiet,
-)
+from shape.features.trainer import quiet
 from shape.training.run import DRY_RUN, keep_freed_memory, parse, train
 
 

@@ -18,7 +18,8 @@ Each rule is a function here; what it was measured by is in `eval/results/sizes`
 from bisect import bisect_right
 from collections.abc import Callable
 
-from shape.features.costs import Size, Text
+from shape.data.statistics import Text
+from shape.target.size import Size
 
 _FEWEST_DRAFTED, _MOST_DRAFTED = 2048, 32_768
 _DRAFTED_SHARE = 4  # of the vocabulary, at most its quarter

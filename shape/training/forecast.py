@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from shape.features.costs import CostOptions, Size, Text, costs
-from shape.features.extraction import human_bytes
-from shape.features.store import state_bytes
+from shape.data.statistics import Text
+from shape.features.costs import CostOptions, costs
+from shape.features.manifest import state_bytes
+from shape.files import human_bytes
+from shape.target.size import Size
 from shape.training.sizes import parameters
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pytorch_lightning.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
 from shape.errors import CheckpointError, ConfigError
-from shape.features.storage import Place
+from shape.features.storage import Storage
 from shape.files import reading
 from shape.training import run as training
 from shape.training.batches import Batch
@@ -127,7 +127,7 @@ def train_together(runs: Sequence[TrainOptions], output: str | Path, ckpt_path: 
     for run in runs:
         training.writable(Path(run.output))
     checkpoint = training.checkpoint_named(ckpt_path, shared)
-    material = training.prepare(runs, Place(shared))
+    material = training.prepare(runs, Storage(shared))
     runs = material.runs
     made = [training.make_learner(run, material, None) for run in runs]
     learners = {name: learner for name, (learner, _) in zip(names, made, strict=True)}

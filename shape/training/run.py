@@ -22,25 +22,22 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shape import bundled
-from shape.data.conversations import Conversation, Prompt, evenly, fingerprint, load_conversations, load_prompts
-from shape.data.regeneration import AnswerOptions, LocalBackend, answers_file, own_answers
+from shape.data.conversations import Conversation, Prompt, evenly, fingerprint
+from shape.data.encoding import encode_row
+from shape.data.reading import load_conversations, load_prompts
+from shape.data.regeneration import AnswerOptions, answers_file, own_answers
+from shape.data.statistics import Text, counted
 from shape.drafters import PREDICTORS, TreeShape
 from shape.errors import ConfigError, DataError, FeatureStoreError, exit_on_error
 from shape.evaluation.environment import Environment, matrix_product_peak, peak_memory
 from shape.evaluation.speed import SpeedResults, measure
-from shape.features.costs import Size, Text, counted, size_of
-from shape.features.extraction import (
-    FeatureOptions,
-    StorageOptions,
-    TrainerOptions,
-    encode_row,
-    extract,
-    longest,
-    place,
-    rows_of,
-)
-from shape.features.storage import Place
-from shape.features.store import MANIFEST, FeatureStore, refuse_others
+from shape.features.extraction import extract, place, rows_of
+from shape.features.manifest import MANIFEST, refuse_others
+from shape.features.options import FeatureOptions, StorageOptions, longest
+from shape.features.storage import Storage
+from shape.features.store import FeatureStore
+from shape.features.trainer import TrainerOptions
+from shape.generation.answers import LocalBackend
 from shape.generation.decoder import ShapeDecoder, ShapeOutput
 from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
@@ -48,6 +45,7 @@ from shape.networks.export import export, export_model
 from shape.target.loading import TargetOptions, of_target
 from shape.target.model import Target, announce
 from shape.target.sharding import ShardTarget
+from shape.target.size import Size, size_of
 from shape.training import defaults
 from shape.training.batches import ShapeDataModule, derive_seed
 from shape.training.distillation import DistillModule, draft_model
@@ -181,7 +179,7 @@ class TrainOptions(TargetOptions):
             held out of `data`.
         output: folder of the exported predictor; checkpoints, logs and features go below it.
         regenerate: let the target answer the prompts of `data` itself, and learn from its answers (kept in the
-            features folder); false learns from the answers as they are, which is right where shape.data.regeneration
+            features folder); false learns from the answers as they are, which is right where shape.regenerate
             or a server wrote them.
         features: folder of stored features, or an address that fsspec knows (s3://...), made by shape.extract or by an
             earlier run, or to be filled; null is `features` in the output folder.
@@ -245,7 +243,7 @@ class TrainOptions(TargetOptions):
         if self.shard_target and (not self.online or self.regenerate):
             raise ConfigError(
                 "shard_target shares out the target within training, which neither stores its features nor answers "
-                "with it; give --online true, --regenerate false, and data with its answers (shape.data.regeneration)"
+                "with it; give --online true, --regenerate false, and data with its answers (shape.regenerate)"
             )
         for name in ("prompts", "max_new_tokens", "every"):
             value = getattr(self.validation, name)
@@ -332,7 +330,7 @@ class Material:
     held_out: set[int]
     for_validation: list[Conversation]
     prompts: list[Prompt]
-    home: Place
+    home: Storage
     trainer: pl.Trainer
 
 
@@ -341,7 +339,7 @@ def train(options: TrainOptions) -> Path:
     options.check()
     output = writable(Path(options.output))
     checkpoint = checkpoint_named(options.ckpt_path, output)
-    home = Place(output if options.online else options.features or output / "features")
+    home = Storage(output if options.online else options.features or output / "features")
     material = prepare([options], home)
     (options,) = material.runs
     validation = decoding_validation(options, material)
@@ -365,7 +363,7 @@ def train(options: TrainOptions) -> Path:
     return output
 
 
-def prepare(runs: Sequence[TrainOptions], home: Place) -> Material:
+def prepare(runs: Sequence[TrainOptions], home: Storage) -> Material:
     """Target and data of runs that share them, and every check of their options that needs these.
 
     Args:
@@ -563,7 +561,7 @@ def ships_answers(options: TrainOptions) -> bool:
 
 
 def _own_answers(
-    options: TrainOptions, target: Target, conversations: list[Conversation], home: Place, trainer: pl.Trainer
+    options: TrainOptions, target: Target, conversations: list[Conversation], home: Storage, trainer: pl.Trainer
 ) -> list[Conversation]:
     """The conversations answered by the target, where the Trainer would run it. Written once, beside the features that
     are made of them, or, where these lie elsewhere, to the output folder.

@@ -224,11 +224,8 @@ class Sampler:
         """(B, N) int64: argmax(log p + g) at every node, of its ``tree_scores``."""
         if self.greedy:
             return best(scores)
-        if tree.size == 1:
-            deepest = 0
-        else:
-            deepest = int(tree.depth.max()) if self.static_depth is None else self.static_depth
-        noise = self._noise_at(range(deepest + 1), all_words(scores.shape[-1], scores.device))
+        deepest = self.static_depth if self.static_depth is not None else int(tree.depth.max())
+        noise = self._noise_at(range(deepest + 1 if tree.size > 1 else 1), all_words(scores.shape[-1], scores.device))
         depths = torch.arange(tree.tokens.shape[0], device=scores.device)[:, None] * noise.shape[1] + tree.depth
         return best(scores + F.embedding(depths, noise.flatten(0, 1)))
 

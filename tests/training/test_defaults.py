@@ -5,7 +5,8 @@ import torch
 from helpers import LLAMA_8B, QWEN_06B
 from transformers import LlamaConfig, Qwen3Config
 
-from shape.features.costs import Size, Text, size_of
+from shape.data.statistics import Text
+from shape.target.size import Size, size_of
 from shape.training import defaults
 from shape.training.forecast import Forecast, network_size
 from shape.training.run import TrainOptions, parse
