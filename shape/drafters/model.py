@@ -13,9 +13,10 @@ from shape.drafters.lengths import DraftLength, Fixed, make_length
 from shape.errors import TargetMismatch, UnsupportedGeneration
 from shape.target.inference import evaluating
 from shape.target.model import Target
-from shape.verification.cache import KVArena
-from shape.verification.forward import new_arena, prefill, probe, tree_forward
+from shape.verification.cache import KVCache
+from shape.verification.forward import new_cache, prefill, tree_forward
 from shape.verification.noise import token_words
+from shape.verification.probe import support_of
 from shape.verification.sampling import Sampler, perturbed
 from shape.verification.tree import TokenTree, chain, ragged_chain, root_only
 
@@ -66,9 +67,7 @@ class ModelDrafter(Drafter):
             )
         self._target_size = target.vocab_size
         self._share = _size(self.model) / _size(target)
-        if self.model.support is None:
-            with evaluating(self.networks):
-                self.model.support = probe(self.model)
+        support_of(self.model)
         # Tables of tokens are padded to other sizes in models of one family.
         self._size = min(self.model.vocab_size, target.vocab_size)
         self._words = token_words(torch.arange(self._size, device=self.model.device))
@@ -83,10 +82,11 @@ class ModelDrafter(Drafter):
 
     def start(self, committed: Committed, hidden: Tensor) -> None:
         known = [text[:-1] for text in committed.texts]
-        if self.model.support.mode == "chain" and len(known) > 1:
+        support = support_of(self.model)
+        if support.mode == "chain" and len(known) > 1:
             raise UnsupportedGeneration(
-                f"draft model {self.model.name} runs one row at a time ({self.model.support.reason}), and {len(known)} "
-                "were asked for; decode them one by one"
+                f"draft model {self.model.name} runs one row at a time ({support.reason}), and {len(known)} were asked "
+                "for; decode them one by one"
             )
         longest = max(map(len, known))
         self.arena = self._new_arena(len(known), longest + _SLOTS)
@@ -98,8 +98,8 @@ class ModelDrafter(Drafter):
         self._ended: float | None = None
         self._verified: float | None = None
 
-    def _new_arena(self, rows: int, capacity: int) -> KVArena:
-        return new_arena(self.model, self.model.support, rows, capacity)
+    def _new_arena(self, rows: int, capacity: int) -> KVCache:
+        return new_cache(self.model, support_of(self.model), rows, capacity)
 
     def update(self, tokens: list[list[int]], hidden: Tensor, counts: Tensor) -> None:
         if self._ended is not None:
@@ -180,7 +180,7 @@ class ModelDrafter(Drafter):
 
     def _forward(self, tree: TokenTree) -> Tensor:
         self.arena.reserve(tree.size)
-        return tree_forward(self.model, self.model.support, self.arena, tree)
+        return tree_forward(self.model, support_of(self.model), self.arena, tree)
 
     @torch.no_grad()
     def run_forwards(self, rows: int, passes: int) -> None:

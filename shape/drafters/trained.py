@@ -17,7 +17,8 @@ from shape.errors import TargetMismatch
 from shape.networks.base import Head, Known, MarkovBias, Predictor, Remembered, turns_ahead
 from shape.networks.shape import windows
 from shape.target.model import Target, TargetIdentity
-from shape.verification.cache import KVArena, LayerShape
+from shape.target.support import LayerShape
+from shape.verification.cache import KVCache
 from shape.verification.noise import token_words
 from shape.verification.sampling import Sampler, perturbed
 from shape.verification.tree import TokenTree, keep_best, of_lists, root_only
@@ -54,7 +55,7 @@ class TrainedDrafter(Drafter):
     predictor: Predictor
     tree: TreeShape
     window: Tensor
-    arena: KVArena | None = None
+    arena: KVCache | None = None
     on_host: bool = False
 
     def __init__(self, predictor: Predictor, tree: TreeShape | None = None) -> None:
@@ -166,7 +167,7 @@ class TrainedDrafter(Drafter):
         self.window = windows(hidden, ends, config.window)[:, 0]
         if shapes:
             rows, longest = hidden.shape[:2]
-            self.arena = KVArena(self.memory_layers, rows, longest + _SLOTS, self.predictor.dtype, self._device)
+            self.arena = KVCache(self.memory_layers, rows, longest + _SLOTS, self.predictor.dtype, self._device)
             ids = [text + [0] * (longest + 1 - len(text)) for text in committed.texts]
             tokens = torch.tensor(ids, device=self._device)
             self._remember(tokens, F.pad(hidden, (0, 0, 1, 0)))

@@ -41,7 +41,8 @@ from shape.target.inference import each_step, evaluating, gradientless
 from shape.target.loading import FILE_OPTIONS, SOURCE, first_line, only, resolve_device
 from shape.target.model import Target, TargetIdentity
 from shape.target.prepack import prepack
-from shape.verification.forward import Support, probe
+from shape.target.support import Support
+from shape.verification.probe import support_of
 
 _EOS_AWARE_TOKENS = 4
 _WARMING = 16  # tokens, enough for a few steps
@@ -100,9 +101,7 @@ class ShapeDecoder:
         with evaluating([self.target.model]):
             if self.drafter is not None:
                 self.drafter.bind(self.target)
-            if self.target.support is None:
-                self.target.support = probe(self.target)
-        self.support: Support = self.target.support
+            self.support: Support = support_of(self.target)
         self.gradientless = gradientless(self._networks)
         self.fall_back = fall_back
         self.graphs = (FixedSteps() if graphs else None) if isinstance(graphs, bool) else graphs

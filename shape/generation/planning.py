@@ -23,7 +23,7 @@ from shape.drafters.base import Committed, Wrapped
 from shape.files import typed
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.rules import Match
-from shape.verification.forward import new_arena, prefill, tree_forward
+from shape.verification.forward import new_cache, prefill, tree_forward
 from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree, chain, root_only
 
@@ -183,7 +183,7 @@ class _Bench:
 
     def __init__(self, decoder: ShapeDecoder, rows: int, context: int, room: int) -> None:
         self.target, self.support = decoder.target, decoder.support
-        self.arena = new_arena(self.target, self.support, rows, context + room)
+        self.arena = new_cache(self.target, self.support, rows, context + room)
         generator = torch.Generator().manual_seed(0)
         text = torch.randint(self.target.vocab_size, (rows, context), generator=generator).to(self.target.device)
         self.hidden = prefill(self.target, self.arena, text, [context] * rows)
