@@ -128,7 +128,7 @@ def test_commands_parse(module, arguments, place, monkeypatch):
         ("shape.train", "--training.steps many"),
         ("shape.bench", "--tree.breadth 2"),
         ("shape.extract", "--output features"),
-        ("shape.drafters.recipes.drafter", "compile --target T"),
+        ("shape.recipes", "compile --target T"),
         ("eval.ablate", "rivals --variant eagle"),
         ("shape.learn", "--steps 5"),
     ],
@@ -165,7 +165,7 @@ def test_pages_of_commands():
     assert "## The network: `--predictor.*`" in page
     assert "`--extraction.more_layers` list of int, default `[]`" in page and "print_config`\n:" not in page
     assert "`--target` str, required" in commands.page("shape.extract")
-    recipes = commands.page("shape.drafters.recipes.drafter")
+    recipes = commands.page("shape.recipes")
     assert all(f"\n## {name}\n" in recipes for name in ("compile", "inspect", "merge"))
     assert "`--tree.nodes`" in commands.page("shape.generate")
     assert commands.summary("shape.bench").startswith("how fast a predictor decodes")

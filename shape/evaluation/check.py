@@ -17,7 +17,8 @@ from shape import bundled
 from shape.data.conversations import Prompt, evenly
 from shape.data.reading import load_prompts
 from shape.drafters import Drafter, NgramDrafter, TrainedDrafter, TreeShape, make_drafter
-from shape.drafters.recipes.drafter import Pack, RecipeDrafter
+from shape.drafters.recipes.drafter import RecipeDrafter
+from shape.drafters.recipes.pack import Pack
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import show, show_interval
@@ -52,7 +53,7 @@ class CheckOptions(PairOptions):
         target: path, hub id or bundled name; default: the predictor's own, or the bundled target.
         predictor: folder, hub id or bundled name of a trained predictor, or of a smaller model with the target's
             tokens; default: an untrained predictor of the default size, which costs as much per draft.
-        pack: recipes of `shape.drafters.recipes.drafter`.
+        pack: file of recipes (`python -m shape.recipes compile`).
         drafters: measured on the prompts, interleaved: names as in `shape.bench`; default: those without training, the
             predictor, the recipes, and hybrids of these; [] measures none.
         prompts: JSON-lines file, of the task in question; default: the bundled validation prompts.
