@@ -4,7 +4,7 @@ Indexing used everywhere: ``h_i`` is the vector that enters the target's output 
 ``softmax(logits(h_i))`` is the distribution of ``x_{i+1}``.
 """
 
-import sys
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
@@ -428,8 +428,8 @@ def read_config(target: str | Path, **options: Any) -> PretrainedConfig:
 
 
 def announce(target: Target, more: str = "") -> None:
-    """What computes where, in one line: commands say it once, beside their output."""
-    print(f"target {target.name}: {target.precision} on {target.places}{more}", file=sys.stderr, flush=True)
+    """What computes where, in one line: commands log it once."""
+    logging.getLogger("shape").info("target %s: %s on %s%s", target.name, target.precision, target.places, more)
 
 
 def _version(weight: Any) -> tuple[Any, ...]:
