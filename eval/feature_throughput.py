@@ -33,11 +33,14 @@ from shape.evaluation.markdown import markdown
 from shape.features.extraction import extract, human_bytes, quiet
 from shape.features.store import FeatureStore
 from shape.networks.config import ShapeConfig
+from shape.networks.sizing import draft_vocabulary
 from shape.target.model import Target
 from shape.training.batches import ShapeDataModule, Split
-from shape.training.examples import draft_vocabulary
+from shape.training.defaults import network_config
 from shape.training.module import ShapeModule
-from shape.training.run import TrainOptions, keep_freed_memory, parse
+from shape.training.options import TrainOptions
+from shape.training.parsing import parse
+from shape.training.run import keep_freed_memory
 
 STORES: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
@@ -110,7 +113,7 @@ def forget(folder: Path) -> None:
 def measure(work: Path, options: TrainOptions, limit: int | None) -> dict[str, Any]:
     """Figures of every store, and what training consumes."""
     target = Target.load(options.target)
-    config = options.predictor_config(target)
+    config = network_config(options, target)
     assert config is not None
     conversations = load_conversations(bundled.path("data", "answers.jsonl.gz"), limit=limit)
     wanted = options.feature_options()

@@ -17,7 +17,7 @@ from helpers import ROOT, program
 from jsonargparse import ArgumentParser
 from transformers import dynamic_module_utils
 
-from shape.training.run import TrainOptions
+from shape.training.options import TrainOptions
 
 with program("commands", "docs") as commands:
     pass

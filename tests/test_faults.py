@@ -19,7 +19,7 @@ from shape.errors import DiskSpaceError, FeatureStoreError
 from shape.features.extraction import FeatureOptions, TrainerOptions, extract
 from shape.features.storage import Place
 from shape.features.store import Manifest, _load, write_shard
-from shape.training.module import AtomicCheckpointIO, sound_checkpoint
+from shape.training.checkpoints import AtomicCheckpointIO, sound_checkpoint
 
 SHORT = ["--training.steps=24", "--validation.every=12"]
 

@@ -9,8 +9,8 @@ from shape.drafters import AdversaryDrafter, NgramDrafter, TrainedDrafter, TreeS
 from shape.features.extraction import FeatureOptions, TrainerOptions, extract
 from shape.generation.decoder import ShapeDecoder
 from shape.networks.shape import ShapePredictor
+from shape.networks.teacher_forcing import teacher_forced
 from shape.target.model import Target
-from shape.training.examples import teacher_forced
 
 PROMPTS = 56
 NEW_TOKENS = 64

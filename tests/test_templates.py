@@ -32,7 +32,8 @@ from shape.evaluation.speed import prompts_hash
 from shape.features.extraction import rows_of
 from shape.features.storage import Place
 from shape.generation.decoder import ShapeDecoder
-from shape.training.run import TrainOptions, prepare, validation_prompts
+from shape.training.options import TrainOptions
+from shape.training.preparation import prepare, validation_prompts
 
 FAMILIES = ["qwen3", "llama31", "deepseek-r1", "gpt-oss"]
 DATE = {"date_string": "1 May 2026"}

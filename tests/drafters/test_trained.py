@@ -10,8 +10,8 @@ from shape.drafters import Settled, TrainedDrafter, TreeShape, trained
 from shape.errors import TargetMismatch
 from shape.networks.config import ShapeConfig
 from shape.networks.shape import ShapePredictor, roll, windows
+from shape.networks.teacher_forcing import Reader, Texts, known_in
 from shape.target.model import Target
-from shape.training.examples import Reader, Texts, known_in
 from shape.verification.noise import row_keys, token_words
 from shape.verification.sampling import Sampler
 
