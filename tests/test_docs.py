@@ -129,7 +129,7 @@ def test_commands_parse(module, arguments, place, monkeypatch):
         ("shape.bench", "--tree.breadth 2"),
         ("shape.extract", "--output features"),
         ("shape.drafters.recipes.drafter", "compile --target T"),
-        ("eval.ablate", "rivals --variant eagle"),
+        ("eval.ablate", "baselines --variant eagle"),
         ("shape.learn", "--steps 5"),
     ],
 )

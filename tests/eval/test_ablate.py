@@ -19,7 +19,7 @@ from shape.evaluation.speed import _Bench
 from shape.generation.decoder import ShapeDecoder
 from shape.training import parsing
 
-SHIPPED = ["curve", "data", "default", "lookahead", "features", "losses", "refinement", "rivals", "tokens", "training"]
+SHIPPED = ["curve", "data", "default", "lookahead", "features", "losses", "refinement", "baselines", "tokens", "training"]
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
-from helpers import RIVALS
+from helpers import BASELINES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -44,7 +44,7 @@ from shape.training.validation import (
     load_weights,
 )
 
-NETWORKS = {"shape": {}, **RIVALS}
+NETWORKS = {"shape": {}, **BASELINES}
 KL = Losses(smooth_l1=0.0, soft_cross_entropy=0.0, kl=1.0)
 
 

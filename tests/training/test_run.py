@@ -211,7 +211,7 @@ def test_paper_configuration_is_the_papers_model(tiny_target):
 
 
 @pytest.mark.parametrize(("kind", "layers"), [("medusa", 1), ("eagle", 3), ("block", 3)])
-def test_rivals_have_configurations_that_change_the_quickstarts_predictor_alone(tiny_target, kind, layers):
+def test_baselines_have_configurations_that_change_the_quickstarts_predictor_alone(tiny_target, kind, layers):
     options = parse([f"--config={bundled.path('configs', f'{kind}.yaml')}"])
     assert options.predictor.draft_vocab_size == parse([]).predictor.draft_vocab_size
     options.predictor.draft_vocab_size = 50
