@@ -27,7 +27,8 @@ from shape.features.storage import Storage
 from shape.generation.answers import LocalBackend
 from shape.generation.decoder import ShapeDecoder
 from shape.target.chat import Message, answer_message, prompt_ids
-from shape.training.run import TrainOptions, prepare, validation_prompts
+from shape.training.options import TrainOptions
+from shape.training.preparation import prepare, validation_prompts
 
 FAMILIES = ["qwen3", "llama31", "deepseek-r1", "gpt-oss"]
 DATE = {"date_string": "1 May 2026"}

@@ -16,7 +16,7 @@ from shape.evaluation.quality import QualityOptions, run
 from shape.evaluation.quality_results import Ahead, QualityResults, added
 from shape.features.store import Stored
 from shape.generation.decoder import ShapeDecoder
-from shape.training.examples import Reader, forced_drafts
+from shape.networks.teacher_forcing import Reader, forced_drafts
 
 
 @pytest.fixture
