@@ -28,7 +28,7 @@ from shape.data.conversations import (
 )
 from shape.data.regeneration import LocalBackend, Request, regenerate
 from shape.errors import DataError
-from shape.evaluation.speed import prompts_hash
+from shape.evaluation.methods import prompts_hash
 from shape.features.extraction import rows_of
 from shape.features.storage import Place
 from shape.generation.decoder import ShapeDecoder
