@@ -32,7 +32,7 @@ from shape.generation.decoder import ShapeDecoder
 from shape.generation.stats import Step, quantile
 from shape.target.loading import of_pair, recorded
 from shape.target.model import Target, announce
-from shape.verification.forward import attending, new_arena, tree_inputs
+from shape.verification.forward import attending, new_cache, tree_inputs
 from shape.verification.tree import chain
 
 ORACLE_ERROR_RATE, ORACLE_DEPTH = 0.2, 6
@@ -130,24 +130,24 @@ def bare_seconds(decoder: ShapeDecoder, steps: Sequence[Step]) -> tuple[float, f
 def _bare_seconds(decoder: ShapeDecoder, steps: Sequence[Step]) -> tuple[float, float]:
     target, support, drafter = decoder.target, decoder.support, decoder.drafter
     capacity = max((max(step.lengths) + step.nodes for step in steps), default=0)
-    arenas = {size: new_arena(target, support, size, capacity) for size in {len(step.rows) for step in steps}}
+    caches = {size: new_cache(target, support, size, capacity) for size in {len(step.rows) for step in steps}}
     forward = draft = 0.0
     for step in steps:
         size, length = len(step.rows), max(step.lengths)
-        arena = arenas[size]
-        arena.set_lengths([length] * size)
+        cache = caches[size]
+        cache.set_lengths([length] * size)
         tokens = torch.zeros(size, step.nodes, dtype=torch.long, device=target.device)
         tree = chain(tokens[:, 0], tokens[:, 1:])
-        positions, masks = tree_inputs(target, support, arena, tree)
+        positions, masks = tree_inputs(target, support, cache, tree)
         synchronise(target.device)
         start = perf_counter()
         if drafter is not None and step.passes:
-            drafter.rehearse(size, step.passes)
+            drafter.run_forwards(size, step.passes)
         synchronise(target.device)
         draft += perf_counter() - start
         with attending(target, support):
             start = perf_counter()
-            target.logits(target.hidden(tokens, attention_mask=masks, position_ids=positions, cache=arena))
+            target.logits(target.hidden(tokens, attention_mask=masks, position_ids=positions, cache=cache))
             synchronise(target.device)
             forward += perf_counter() - start
     return forward, draft

@@ -20,7 +20,6 @@ from tqdm.auto import tqdm
 
 from shape import bundled
 from shape.data.conversations import Prompt, evenly, load_prompts
-from shape.drafters import TrainedDrafter
 from shape.errors import ConfigError, DataError
 from shape.evaluation import sandbox
 from shape.evaluation.correctness import final_number, known_number, program
@@ -48,10 +47,10 @@ class _Writer:
     """Target and predictor, ready to answer in every mode."""
 
     def __init__(self, options: QualityOptions, decoder: ShapeDecoder) -> None:
-        if not isinstance(decoder.drafter, TrainedDrafter):
+        if decoder.drafter is None or decoder.drafter.predictor is None:
             raise ConfigError(f"predictor {options.predictor} is no predictor of shape.train; give one that is")
         self.options, self.target, self.drafter = options, decoder.target, decoder.drafter
-        self.reader = Reader(self.drafter.predictor, self.target)
+        self.reader = Reader(decoder.drafter.predictor, self.target)
         self.labels = {
             label(mode, temperature): (mode, temperature)
             for temperature in several(options.temperature)
@@ -70,7 +69,7 @@ class _Writer:
 
     def _rule(self, mode: str) -> Rule:
         if mode == ALONE:
-            return TrsLossy(k=1, depth=self.drafter.predictor.config.num_steps)
+            return TrsLossy(k=1, depth=self.reader.predictor.config.num_steps)
         return Match() if mode == SHAPE else make_rule(mode, self.options.typical_lossy, self.options.trs_lossy)
 
     def describe(self, mode: str) -> str:
