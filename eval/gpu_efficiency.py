@@ -44,7 +44,7 @@ from shape.drafters import Drafter, OracleDrafter, TrainedDrafter
 from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import markdown, show
 from shape.generation.decoder import ShapeDecoder, ShapeOutput
-from shape.generation.fixed import FixedArena, FixedSteps, LaidOut, captured
+from shape.generation.fixed import FixedCache, FixedSteps, LaidOut, captured
 from shape.generation.streams import Arrivals
 from shape.target.model import Target
 from shape.verification.forward import attending, tree_inputs
@@ -220,7 +220,7 @@ def random_llama(config: dict[str, Any], device: torch.device, dtype: torch.dtyp
 def bare(decoder: ShapeDecoder, rows: int, nodes: int, context: int, slots: int, compiled: bool) -> float:
     """t(n): a forward over so many tokens per row behind `context` cached ones, masks and positions being at hand."""
     target, support = decoder.target, decoder.support
-    arena = FixedArena(support.layers, rows, slots, target.dtype, target.device)
+    arena = FixedCache(support.layers, rows, slots, target.dtype, target.device)
     arena.lengths.fill_(context)
     tokens = torch.zeros(rows, nodes, dtype=torch.long, device=target.device)
     tree = LaidOut.of(chain(tokens[:, 0], tokens[:, 1:]))
@@ -246,7 +246,7 @@ def bare_draft(drafter: Drafter | None, target: Target, rows: int, passes: int) 
     """The drafter's network alone."""
     if drafter is None or passes == 0:
         return 0.0
-    return seconds(captured(lambda: drafter.rehearse(rows, passes), target), target.device)
+    return seconds(captured(lambda: drafter.run_forwards(rows, passes), target), target.device)
 
 
 def padded(prompts: Sequence[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:

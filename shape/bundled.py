@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shape.errors import ConfigError
 
-CHECKPOINTS = ("quickstart-target", "quickstart-shape")
+CHECKPOINTS = ("quickstart-target", "quickstart-shape", "quickstart-paper")
 """Names that may stand wherever a model folder or hub id may."""
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -36,7 +36,7 @@ def path(*parts: str) -> Path:
 
 
 def resolve(name: str) -> str:
-    """Maps "quickstart-target" and "quickstart-shape" to their folders; passes paths and hub ids through.
+    """Maps a name of `CHECKPOINTS` to its folder; passes paths and hub ids through.
 
     A folder of that very name in the working directory is not preferred: the name always means what ships;
     `./quickstart-target` means the folder.

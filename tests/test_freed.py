@@ -11,9 +11,9 @@ from transformers import StoppingCriteria
 
 from shape.drafters import Drafter, HybridDrafter, ModelDrafter, NgramDrafter, TrainedDrafter
 from shape.generation.decoder import ShapeDecoder
-from shape.generation.fixed import FixedArena
+from shape.generation.fixed import FixedCache
 from shape.target.model import Target
-from shape.verification.cache import KVArena
+from shape.verification.cache import KVCache
 
 DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "none": lambda: None,
@@ -33,13 +33,13 @@ def caches(monkeypatch, tiny_model):
         warm.generate(**prompts([5, 9]), max_new_tokens=12, **options)
     del warm
     live: weakref.WeakSet = weakref.WeakSet()
-    original = KVArena.__init__
+    original = KVCache.__init__
 
-    def counted(self: KVArena, *args, **options) -> None:
+    def counted(self: KVCache, *args, **options) -> None:
         live.add(self)
         original(self, *args, **options)
 
-    monkeypatch.setattr(KVArena, "__init__", counted)
+    monkeypatch.setattr(KVCache, "__init__", counted)
     gc.collect()
     gc.disable()
     yield live
@@ -83,7 +83,7 @@ def test_a_session_keeps_one_cache(tiny_model, caches):
 def test_steps_of_fixed_shapes_keep_theirs_and_no_other(tiny_model, caches):
     decoder = ShapeDecoder(tiny_model("llama"), TrainedDrafter(predictor(attention=True)), graphs=True)
     assert decoder.generate(**prompts([5]), max_new_tokens=12, return_dict_in_generate=True).stats.graphs
-    assert len(caches) == 2 and all(isinstance(cache, FixedArena) for cache in caches)
+    assert len(caches) == 2 and all(isinstance(cache, FixedCache) for cache in caches)
     del decoder
     assert not caches
 

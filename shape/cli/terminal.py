@@ -151,7 +151,7 @@ def load(options: GenerateOptions) -> ShapeDecoder:
         drafter=options.drafter,
         tree=options.tree,
         draft_device=options.draft_device,
-        lookahead=options.lookahead,
+        lookahead=options.num_draft_tokens,
         pack=options.pack,
         **of_pair(options),
     )

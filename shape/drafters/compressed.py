@@ -14,12 +14,15 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 from transformers.pytorch_utils import Conv1D
 
-from shape.drafters.model import Adaptive, Lookahead, ModelDrafter
+from shape.drafters.lengths import DraftLength, make_length
+from shape.drafters.model import ModelDrafter
 from shape.errors import ConfigError
 from shape.target.model import Target
 from shape.target.prepack import is_plain, linear
-from shape.verification.cache import ArenaLayer, KVArena, LayerShape, Slots
-from shape.verification.forward import new_arena, prefill, probe
+from shape.target.support import LayerShape
+from shape.verification.cache import KVCache, KVCacheLayer, Slots
+from shape.verification.forward import new_cache, prefill
+from shape.verification.probe import support_of
 
 _LEVELS = 127  # of 8 bits, on either side of zero
 _LEAST_ROWS, _MULTIPLE = 17, 8  # what CUDA's 8-bit product asks of sizes
@@ -73,7 +76,7 @@ class CompressedDrafter(ModelDrafter):
         compression: what is left.
         texts: token ids of texts to calibrate with; without any the target writes some, where the compression needs
             them.
-        lookahead: see ``ModelDrafter``.
+        num_draft_tokens: see ``ModelDrafter``.
     """
 
     name = "compressed"
@@ -82,29 +85,28 @@ class CompressedDrafter(ModelDrafter):
         self,
         compression: Compression | None = None,
         texts: Iterable[Sequence[int]] = (),
-        lookahead: Lookahead | None = None,
+        num_draft_tokens: str | int | DraftLength = "adaptive",
     ) -> None:
         self.compression = Compression(int8=True) if compression is None else compression
-        self.texts, self._given = [list(text) for text in texts], lookahead
+        self.texts, self.length = [list(text) for text in texts], make_length(num_draft_tokens)
 
     def __str__(self) -> str:
         texts = f", calibrated with {len(self.texts)} texts" if self.texts else ""
-        return f"{self.compression}{texts}, {self._given or Adaptive()}"
+        return f"{self.compression}{texts}, {self.length}"
 
     def bind(self, target: Target) -> None:
-        if target.support is None:
-            target.support = probe(target)
+        support_of(target)
         texts = self.texts or (own_texts(target) if self.compression.needs_texts else [])
         small, self.energy = compress(target, self.compression, texts)
         self._bases = None if self.compression.cache is None else cache_bases(small, self.compression.cache, texts)
-        super().__init__(small, self._given)
+        super().__init__(small, self.length)
         super().bind(target)
 
-    def _new_arena(self, rows: int, capacity: int) -> KVArena:
+    def _new_arena(self, rows: int, capacity: int) -> KVCache:
         if self._bases is None:
             return super()._new_arena(rows, capacity)
-        layers = self.model.support.layers
-        return LowRankArena(self._bases, layers, rows, capacity, self.model.dtype, self.model.device)
+        layers = support_of(self.model).layers
+        return LowRankCache(self._bases, layers, rows, capacity, self.model.dtype, self.model.device)
 
 
 @torch.no_grad()
@@ -282,10 +284,10 @@ def cache_bases(target: Target, share: float, texts: Sequence[Sequence[int]]) ->
     """The directions that cached keys and values of every head have in texts, the strongest first."""
     sums = [
         [torch.zeros(heads, size, size, device=one.device or target.device) for heads, size in (one.keys, one.values)]
-        for one in target.support.layers
+        for one in support_of(target).layers
     ]
     for text in texts:
-        arena = new_arena(target, target.support, 1, len(text))
+        arena = new_cache(target, support_of(target), 1, len(text))
         prefill(target, arena, torch.tensor([list(text)], device=target.device), [len(text)])
         for moments, layer in zip(sums, arena.views, strict=True):
             for moment, states in zip(moments, (layer.keys, layer.values), strict=True):
@@ -298,12 +300,12 @@ def cache_bases(target: Target, share: float, texts: Sequence[Sequence[int]]) ->
     return [(basis(keys), basis(values)) for keys, values in sums]
 
 
-class LowRankArena(KVArena):
+class LowRankCache(KVCache):
     """A KV arena that keeps the coordinates of keys and values in given bases, and gives them back in full.
 
     Args:
         bases: of every layer.
-        others: those of ``KVArena``, for full ranks.
+        others: those of ``KVCache``, for full ranks.
     """
 
     def __init__(self, bases: Bases, shapes: list[LayerShape], *others: Any) -> None:
@@ -316,11 +318,11 @@ class LowRankArena(KVArena):
 
     def _views(self) -> Iterator[CacheLayerMixin]:
         for layer, bases in zip(super()._views(), self._bases, strict=True):
-            assert isinstance(layer, ArenaLayer)
+            assert isinstance(layer, KVCacheLayer)
             yield LowRankLayer(self.slots, layer.keys, layer.values, bases)
 
 
-class LowRankLayer(ArenaLayer):
+class LowRankLayer(KVCacheLayer):
     def __init__(self, slots: Slots, keys: Tensor, values: Tensor, bases: tuple[Tensor, Tensor]) -> None:
         super().__init__(slots, keys, values)
         self.bases = bases

@@ -27,7 +27,8 @@ from shape.generation.stats import Step, quantile
 from shape.generation.streams import Arrivals
 from shape.target.loading import PairOptions, of_pair, recorded
 from shape.target.model import Target, announce
-from shape.verification.forward import Support, attending, new_arena, tree_inputs
+from shape.target.support import Support
+from shape.verification.forward import attending, new_cache, tree_inputs
 from shape.verification.tree import chain
 
 ORACLE_ERROR_RATE, ORACLE_DEPTH = 0.2, 6
@@ -121,7 +122,7 @@ def _bare_seconds(
     target: Target, support: Support, drafter: Drafter | None, steps: Sequence[Step]
 ) -> tuple[float, float]:
     capacity = max((max(step.lengths) + step.nodes for step in steps), default=0)
-    arenas = {rows: new_arena(target, support, rows, capacity) for rows in {len(step.rows) for step in steps}}
+    arenas = {rows: new_cache(target, support, rows, capacity) for rows in {len(step.rows) for step in steps}}
     forward = draft = 0.0
     for step in steps:
         rows, length = len(step.rows), max(step.lengths)
@@ -133,7 +134,7 @@ def _bare_seconds(
         _wait(target)
         start = perf_counter()
         if drafter is not None and step.passes:
-            drafter.rehearse(rows, step.passes)
+            drafter.run_forwards(rows, step.passes)
         _wait(target)
         drafted = perf_counter()
         with attending(target, support):

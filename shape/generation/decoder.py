@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from shape import bundled
 from shape.drafters import PREDICTORS, Drafter, ModelDrafter, TrainedDrafter, TreeShape, make_drafter
-from shape.drafters.model import Lookahead, make_lookahead
+from shape.drafters.lengths import DraftLength
 from shape.drafters.recipes.drafter import Pack, RecipeDrafter
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, UnsupportedGeneration
 from shape.files import reading, typed
@@ -40,7 +40,8 @@ from shape.target.inference import each_step, evaluating, gradientless
 from shape.target.loading import FILE_OPTIONS, SOURCE, first_line, only, resolve_device
 from shape.target.model import Target, TargetIdentity
 from shape.target.prepack import prepack
-from shape.verification.forward import Support, probe
+from shape.target.support import Support
+from shape.verification.probe import support_of
 
 _EOS_AWARE_TOKENS = 4
 _WARMING = 16  # tokens, enough for a few steps
@@ -99,9 +100,7 @@ class ShapeDecoder:
         with evaluating([self.target.model]):
             if self.drafter is not None:
                 self.drafter.bind(self.target)
-            if self.target.support is None:
-                self.target.support = probe(self.target)
-        self.support: Support = self.target.support
+            self.support: Support = support_of(self.target)
         self.gradientless = gradientless(self._networks)
         self.fall_back = fall_back
         self.graphs = (FixedSteps() if graphs else None) if isinstance(graphs, bool) else graphs
@@ -123,7 +122,7 @@ class ShapeDecoder:
         fall_back: bool | float = True,
         draft_device: str | torch.device | None = None,
         graphs: bool | FixedSteps = False,
-        lookahead: str | int | Lookahead = "adaptive",
+        lookahead: str | int | DraftLength = "adaptive",
         pack: str | Path | None = None,
         prepacked: bool | None = None,
         *,
@@ -156,7 +155,7 @@ class ShapeDecoder:
             pack: file of recipes (see ``shape.drafters.recipes.drafter``), which by themselves are the drafter
                 "recipes", and beside a predictor come before it.
             lookahead: of a smaller LM: "adaptive", "cost", a number of tokens, or one's own (see
-                ``shape.drafters.model``).
+                ``shape.drafters.lengths``).
             prepacked: see ``Target.load``; for the predictor too.
             predictor: folder, hub id or bundled name of an exported predictor, or of a smaller causal LM with the
                 target's tokens, which then drafts.
@@ -210,7 +209,7 @@ class ShapeDecoder:
             small = Target.load(
                 predictor, dtype=_draft_dtype(loaded, where), device_map=where, prepacked=prepacked, **code, **hub
             )
-            given["model"] = ModelDrafter(small, make_lookahead(lookahead))
+            given["model"] = ModelDrafter(small, lookahead)
         chosen = make_drafter(name or "+".join(given) or _WITHOUT_TRAINING, given)
         made = cls(loaded, chosen, fall_back=fall_back, graphs=graphs)
         made._made_target = loaded is not target

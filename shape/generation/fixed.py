@@ -38,17 +38,18 @@ from transformers import (
 )
 
 from shape.drafters import Drafter, OracleDrafter, TrainedDrafter
-from shape.drafters.base import Settled
+from shape.drafters.base import Committed
 from shape.errors import UnsupportedTarget
 from shape.generation.control import Pace
 from shape.generation.loop import Row, Stops, begin, settle_prompts
 from shape.generation.rules import Match, Rule
 from shape.generation.stats import DecodeStats, Step
 from shape.target.model import Target
+from shape.target.support import Support
 from shape.verification.acceptance import match
 from shape.verification.attention import grouped_queries
-from shape.verification.cache import KVArena
-from shape.verification.forward import Support, tree_inputs
+from shape.verification.cache import KVCache
+from shape.verification.forward import tree_inputs
 from shape.verification.noise import gumbel, token_words
 from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree, ancestors, chain, root_only
@@ -70,7 +71,7 @@ _RECOMPILES = 256
 _WARM_UPS = 3  # runs before a capture, as torch asks for: libraries allocate at their first
 
 
-class FixedArena(KVArena):
+class FixedCache(KVCache):
     """An arena of which attention always sees every slot; its ``lengths`` change in place and the host does not ask."""
 
     def expect(self, nodes: int) -> None:
@@ -85,7 +86,7 @@ class FixedArena(KVArena):
             tokens = storage.flatten(1, 2)
             tokens.index_copy_(1, new, tokens.index_select(1, old))
 
-    def fill(self, other: KVArena, rows: Tensor) -> None:
+    def fill(self, other: KVCache, rows: Tensor) -> None:
         """Take the slots of another arena's ``rows``, (R,) int64; rows behind them are empty."""
         count, slots = len(rows), min(self.capacity, other.capacity)
         for group, storage in self._storage.items():
@@ -161,7 +162,7 @@ class Proposer(ABC):
     nodes: int = 1
     passes: int = 0
     contiguous: bool = True
-    memory: KVArena | None = None  # keys and values of its own for settled positions, behind ``start``
+    memory: KVCache | None = None  # keys and values of its own for settled positions, behind ``start``
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -169,17 +170,17 @@ class Proposer(ABC):
         return (type(self).__name__,)
 
     @abstractmethod
-    def start(self, settled: Settled, hidden: Tensor) -> Tensor:
+    def start(self, settled: Committed, hidden: Tensor) -> Tensor:
         """What changes from step to step beside text and cache, (B, ...), behind a prefill (see ``Drafter.start``)."""
 
     @abstractmethod
     def draft(
-        self, state: Tensor, memory: FixedArena | None, lengths: Tensor, root: Tensor, sampler: Sampler
+        self, state: Tensor, memory: FixedCache | None, lengths: Tensor, root: Tensor, sampler: Sampler
     ) -> TokenTree:
         """Trees of one size behind the roots (B,), texts being ``lengths`` (B,) long with them."""
 
     def update(
-        self, state: Tensor, memory: FixedArena | None, tokens: Tensor, hidden: Tensor, counts: Tensor
+        self, state: Tensor, memory: FixedCache | None, tokens: Tensor, hidden: Tensor, counts: Tensor
     ) -> Tensor:
         """The state behind a step, see ``Drafter.update``; what it remembers is written behind the memory's lengths."""
         return state
@@ -188,11 +189,11 @@ class Proposer(ABC):
 class Nothing(Proposer):
     """Plain decoding."""
 
-    def start(self, settled: Settled, hidden: Tensor) -> Tensor:
+    def start(self, settled: Committed, hidden: Tensor) -> Tensor:
         return hidden.new_zeros(len(hidden), 0)
 
     def draft(
-        self, state: Tensor, memory: FixedArena | None, lengths: Tensor, root: Tensor, sampler: Sampler
+        self, state: Tensor, memory: FixedCache | None, lengths: Tensor, root: Tensor, sampler: Sampler
     ) -> TokenTree:
         return root_only(root)
 
@@ -219,26 +220,26 @@ class Grown(Proposer):
     def key(self) -> tuple[Any, ...]:
         return ("shape", id(self._drafter.predictor), self._drafter.tree)
 
-    def start(self, settled: Settled, hidden: Tensor) -> Tensor:
+    def start(self, settled: Committed, hidden: Tensor) -> Tensor:
         self._drafter.start(settled, hidden)
         self.memory = self._drafter.arena
         return self._drafter.window
 
     def draft(
-        self, state: Tensor, memory: FixedArena | None, lengths: Tensor, root: Tensor, sampler: Sampler
+        self, state: Tensor, memory: FixedCache | None, lengths: Tensor, root: Tensor, sampler: Sampler
     ) -> TokenTree:
         self._drafter.window, self._drafter.arena = state, memory
         if memory is not None:
             memory.expect(0)
-        return self._drafter.draft(Settled([], lengths, root), sampler)
+        return self._drafter.draft(Committed([], lengths, root), sampler)
 
     def update(
-        self, state: Tensor, memory: FixedArena | None, tokens: Tensor, hidden: Tensor, counts: Tensor
+        self, state: Tensor, memory: FixedCache | None, tokens: Tensor, hidden: Tensor, counts: Tensor
     ) -> Tensor:
         self._drafter.window, self._drafter.arena = state, memory
         if memory is not None:
             memory.expect(hidden.shape[1])
-        self._drafter.take_in(tokens, hidden, counts)
+        self._drafter.append_states(tokens, hidden, counts)
         return self._drafter.window
 
 
@@ -252,14 +253,14 @@ class Foretold(Proposer):
     def key(self) -> tuple[Any, ...]:
         return ("oracle", self.depth)
 
-    def start(self, settled: Settled, hidden: Tensor) -> Tensor:
+    def start(self, settled: Committed, hidden: Tensor) -> Tensor:
         self._drafter.start(settled, hidden)
         drafts = self._drafter.drafts
         width = -(-(max(map(len, drafts)) + 1) // _TABLE) * _TABLE  # the last is always -1
         return torch.tensor([[*row, *[-1] * (width - len(row))] for row in drafts], device=hidden.device)
 
     def draft(
-        self, state: Tensor, memory: FixedArena | None, lengths: Tensor, root: Tensor, sampler: Sampler
+        self, state: Tensor, memory: FixedCache | None, lengths: Tensor, root: Tensor, sampler: Sampler
     ) -> TokenTree:
         positions = lengths[:, None] + torch.arange(self.depth, device=root.device)
         drafts = state.gather(1, positions.clamp(max=state.shape[1] - 1))
@@ -272,8 +273,8 @@ class Foretold(Proposer):
 class Content:
     """Where the rows of a call are between two steps; each tensor has a row for each."""
 
-    arena: KVArena
-    memory: KVArena | None
+    arena: KVCache
+    memory: KVCache | None
     root: Tensor
     state: Tensor
     keys: Tensor | None
@@ -320,10 +321,10 @@ class Stage:
         self.target, self.support, self.proposer = target, plan.support, copy(plan.proposer)
         self.proposer.memory = None  # that of one call's prefill
         self.rows, self.capacity, self.compiled, self._pool = rows, capacity, compiled, pool
-        self.arena = FixedArena(plan.support.layers, rows, capacity, target.dtype, device)
+        self.arena = FixedCache(plan.support.layers, rows, capacity, target.dtype, device)
         self.memory = None
         if plan.proposer.memory is not None:
-            self.memory = FixedArena(plan.proposer.memory.shapes, rows, capacity, plan.proposer.memory.dtype, device)
+            self.memory = FixedCache(plan.proposer.memory.shapes, rows, capacity, plan.proposer.memory.dtype, device)
         self.root = torch.zeros(rows, dtype=torch.long, device=device)
         self.state = plan.state.new_zeros(rows, *plan.state.shape[1:])
         self.sampler = FixedSampler(
@@ -542,11 +543,7 @@ def why_not(
         return f"acceptance {rule} waits for the host"
     if sampler.processors is not None or not all(isinstance(one, _WARPERS) for one in sampler.warpers):
         return "logits processors wait for the host"
-    if isinstance(drafter, TrainedDrafter):
-        if len(drafter.layers) > 1:
-            return f"drafter {drafter.name} reads several layers"
-        return None if drafter.predictor.device == target.device else "drafts are made on another device"
-    return None if drafter is None or isinstance(drafter, OracleDrafter) else f"drafter {drafter.name} waits for it"
+    return None if drafter is None else drafter.why_not_fixed(target)
 
 
 def proposer_of(drafter: Drafter | None) -> Proposer:

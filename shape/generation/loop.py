@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from shape.drafters.base import Drafter, Settled, common_length
+from shape.drafters.base import Committed, Drafter, common_length
 from shape.generation.control import Pace
 from shape.generation.stats import DecodeStats, Step
 from shape.generation.trace import Trace
 from shape.target.model import Target
+from shape.target.support import Support
 from shape.verification.acceptance import Accepted
-from shape.verification.cache import KVArena
-from shape.verification.forward import Support, new_arena, prefill, recompute, tree_forward
+from shape.verification.cache import KVCache
+from shape.verification.forward import new_cache, prefill, recompute, tree_forward
 from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree, first_path, root_only, shallow
 
@@ -102,10 +103,10 @@ class Memory:
 
     tokens: list[int] = field(default_factory=list)
     hidden: Tensor | None = None
-    arena: KVArena | None = None
+    arena: KVCache | None = None
     switched: bool = False
 
-    def take(self, prompt: list[int], switched: bool) -> tuple[KVArena, Tensor] | None:
+    def take(self, prompt: list[int], switched: bool) -> tuple[KVCache, Tensor] | None:
         """Arena and states, cut to what they have in common with a prompt; None where that is nothing, as it is with
         a prompt that has the other rotary table.
 
@@ -120,7 +121,7 @@ class Memory:
         arena.set_lengths([common])
         return arena, hidden[:, :common]
 
-    def keep(self, tokens: list[int], hidden: Tensor | None, arena: KVArena | None, switched: bool) -> None:
+    def keep(self, tokens: list[int], hidden: Tensor | None, arena: KVCache | None, switched: bool) -> None:
         self.tokens, self.hidden, self.arena, self.switched = tokens, hidden, arena, switched
 
 
@@ -166,7 +167,7 @@ def decode(
     started = perf_counter()
     finished = live = begin(rows, prompts, criteria)
     layers, size = (-1,) if drafter is None else drafter.layers, target.hidden_size
-    listens = drafter is not None and drafter.listens
+    needs_updates = drafter is not None and drafter.needs_updates
     arena, settled, hidden = settle_prompts(target, support, prompts, sampler, max_new_tokens, memory, stats, layers)
     for row, token in zip(live, settled.root.tolist(), strict=True):
         row.extend([token], max_new_tokens, eos_token_ids)
@@ -223,11 +224,11 @@ def decode(
                 stats.count_sources(tree.source[i], paths[i][1 : 1 + min(drafted[i], emitted[i])])
         lengths = arena.host_lengths
         arena.commit(paths)
-        if listens or memory is not None:
+        if needs_updates or memory is not None:
             states = _along(states, accepted.path[:, : max(counts)])
         if active is not None:
             active.inspect(tree, logits)
-        if drafter is not None and listens:
+        if drafter is not None and needs_updates:
             tokens = [[text[-1], *own] for text, own in zip(settled.texts, new, strict=True)]
             drafter.update(tokens, states, accepted.counts)
         if memory is not None:
@@ -276,7 +277,7 @@ def settle_prompts(
     memory: Memory | None,
     stats: DecodeStats,
     layers: Sequence[int] = (-1,),
-) -> tuple[KVArena, Settled, Tensor]:
+) -> tuple[KVCache, Committed, Tensor]:
     """The cache with the prompts in it, the first token of every row, and the prompts' states, (B, T, F)."""
     room = min(max_new_tokens, _NEW_SLOTS) + _TREE_SLOTS
     # Samples of one prompt share its prefill.
@@ -284,7 +285,7 @@ def settle_prompts(
     lengths = [len(prompt) for prompt in distinct]
     known = memory.take(prompts[0], target.switched(len(prompts[0]))) if memory is not None else None
     if known is None:
-        arena = new_arena(target, support, len(distinct), max(lengths) + room)
+        arena = new_cache(target, support, len(distinct), max(lengths) + room)
         padded = [[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in distinct]
         hidden = prefill(target, arena, torch.tensor(padded, device=target.device), lengths, layers=layers)
     else:
@@ -301,4 +302,4 @@ def settle_prompts(
     sampler.settle(arena.lengths, prompts)
     root = sampler.choose_roots(target.logits(last[:, None, -target.hidden_size :]), root_only(arena.lengths))
     texts = [[*prompt, token] for prompt, token in zip(prompts, root.tolist(), strict=True)]
-    return arena, Settled(texts, arena.lengths + 1, root), hidden
+    return arena, Committed(texts, arena.lengths + 1, root), hidden

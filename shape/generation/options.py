@@ -75,7 +75,7 @@ class GenerateOptions(PairOptions):
         dtype: of the target, for example float32 or bfloat16; default: its checkpoint's.
         draft_device: where the predictor drafts, for example cuda:1 or cpu; default: beside the target.
         tree: shape of the predictor's token tree; default: the predictor's own.
-        lookahead: of a smaller model that drafts: adaptive, cost, or a number of tokens.
+        num_draft_tokens: length of the drafts of a smaller model: adaptive, cost, or a number.
         pack: recipes to look up, by themselves (--drafter recipes) or before the predictor.
         trace: write what became of every drafted and emitted token to this file, as JSON lines (of a chat: the last
             answer's).
@@ -101,7 +101,7 @@ class GenerateOptions(PairOptions):
     dtype: str | None = None
     draft_device: str | None = None
     tree: TreeShape | None = None
-    lookahead: str = "adaptive"
+    num_draft_tokens: str = "adaptive"
     pack: str | None = None
     trace: str | None = None
     show_draft: bool = False

@@ -31,6 +31,7 @@ from shape.target.inference import evaluating
 from shape.target.loading import FILE_OPTIONS, commit_of, default_device, first_line, only, resolve_dtype
 from shape.target.prepack import PrepackedForward, is_prepacked, linear, prepack, unpack
 from shape.target.rotary import Switch, find_switch
+from shape.target.support import Support
 
 # Encoded by every tokenizer into its identity: vocabularies can be equal where the merges differ.
 _TOKENIZER_PROBE = "The 3 quick  brown foxes, 1,024 émigrés & 東京\n\tdef f(x): return x**2 <|im_start|> </s>"
@@ -114,8 +115,7 @@ class Target:
         self.max_positions: int | None = getattr(
             self.config, "max_position_embeddings", getattr(self.config, "max_seq_len", None)
         )
-        # What the probe found out (verification.forward.Support); kept here so that it runs once per target.
-        self.support: Any = None
+        self.support: Support | None = None  # found out, once, by ``shape.verification.probe.support_of``
         self._packed = False  # whether the model's prepacked layers are this object's doing
         self.sharded = False  # over processes, which then have to run every layer together: see `shape.target.sharding`
 

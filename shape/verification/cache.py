@@ -1,35 +1,19 @@
-"""The KV arena: one allocation for all layers, ragged rows, and commits that move only accepted rows.
+"""The KV cache: one allocation for all layers, sequences of unequal length, commits that move only accepted states.
 
-Attention sees slots ``[0, max(lengths) + N)``; the mask decides per row. ``lengths`` is the only truth about how
-much is settled: what lies beyond is overwritten by the next step, so rejecting a draft costs nothing.
+Attention sees slots ``[0, max(lengths) + N)``; the mask decides per sequence. ``lengths`` alone says how much is
+committed: what lies beyond is overwritten by the next step, so rejecting a draft costs nothing.
 """
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from shape.target.support import LayerShape
 from shape.verification.tree import of_lists
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """How one layer's states are stored.
-
-    Attributes:
-        keys, values: (heads, head size).
-        dtype, device: None stands for those of the target's states, so that a target that is moved takes its cache
-            along; layers that accelerate spreads over devices have their own.
-    """
-
-    keys: tuple[int, int]
-    values: tuple[int, int]
-    dtype: torch.dtype | None = None
-    device: torch.device | None = None
 
 
 class Group(NamedTuple):
@@ -48,14 +32,13 @@ def grouped(shapes: list[LayerShape], dtype: torch.dtype, device: torch.device) 
 
 
 class Slots:
-    """How many slots of each row are settled, and so where the next tokens go: what the arena and its layers share.
+    """How many slots of each sequence are committed, and so where the next tokens go. Shared by a cache and its layers.
 
-    Layers have this and not the arena, or else every cache were a reference cycle, whose memory is free only once
-    Python's collector comes by.
+    Layers refer to this and not to the cache: a reference cycle would keep its memory until Python's collector runs.
 
     Attributes:
-        capacity: slots per row.
-        lengths: (B,) int64, settled slots per row; ``host_lengths`` are the same numbers on the host.
+        capacity: slots per sequence.
+        lengths: (B,) int64, committed slots per sequence; ``host_lengths`` are the same numbers on the host.
         longest: the largest of these. uniform: whether all are equal.
     """
 
@@ -70,12 +53,12 @@ class Slots:
         self._next: dict[tuple[int, torch.device], Tensor] = {}
 
     def see_all(self, new: int) -> None:
-        """Let attention see every slot, whatever ``lengths`` says on the device, when ``new`` tokens per row come."""
+        """Let attention see every slot, whatever ``lengths`` says, when ``new`` tokens per sequence come."""
         self.longest, self.uniform = self.capacity - new, False
         self._next = {}
 
     def next(self, new: int, device: torch.device) -> Tensor:
-        """(B * new,) int64, where the next tokens of all rows go if the rows lie one behind the other."""
+        """(B * new,) int64, where the next tokens go if the sequences' slots lie one behind the other."""
         if (new, device) not in self._next:
             starts = self.lengths + torch.arange(len(self.lengths), device=self.device) * self.capacity
             slots = (starts[:, None] + torch.arange(new, device=self.device)).flatten()
@@ -83,8 +66,8 @@ class Slots:
         return self._next[new, device]
 
 
-class ArenaLayer(CacheLayerMixin):
-    """One layer's window on the arena, in the form that transformers' attention layers expect."""
+class KVCacheLayer(CacheLayerMixin):
+    """One layer's view of the cache, in the form that transformers' attention layers expect."""
 
     is_sliding = False
     keys: Tensor
@@ -96,16 +79,16 @@ class ArenaLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the arena is allocated as a whole."""
+        """Nothing to do: the cache is allocated as a whole."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Write (B, heads, N, D) states behind each row's settled ones and return all slots in use."""
+        """Write (B, heads, N, D) states behind each sequence's committed ones and return all slots in use."""
         slots, new = self.slots, key_states.shape[2]
         end = slots.longest + new
         for held, states in ((self.keys, key_states), (self.values, value_states)):
             if slots.uniform:
                 held[:, :, slots.longest : end] = states
-            else:  # tokens of all rows are written one behind the other, each as a whole
+            else:  # each token as a whole
                 held.transpose(1, 2).flatten(0, 1).index_copy_(
                     0, slots.next(new, held.device), states.transpose(1, 2).flatten(0, 1)
                 )
@@ -121,13 +104,13 @@ class ArenaLayer(CacheLayerMixin):
         return self.slots.capacity
 
 
-class KVArena(Cache):
-    """Keys and values of a batch with rows of unequal length.
+class KVCache(Cache):
+    """Keys and values of a batch of sequences of unequal length.
 
     Args:
         shapes: one LayerShape per layer.
-        batch, capacity: rows, and slots per row (settled tokens plus the largest tree).
-        dtype: of layers that have none of their own; ``arena.dtype`` is that of the first layer's keys.
+        batch, capacity: sequences, and slots per sequence (committed tokens plus the largest tree).
+        dtype: of layers that have none of their own; ``cache.dtype`` is that of the first layer's keys.
         device: of lengths and paths, and of layers that have none of their own.
     """
 
@@ -169,20 +152,19 @@ class KVArena(Cache):
         return self.slots.uniform
 
     @property
-    def views(self) -> list[ArenaLayer]:
+    def views(self) -> list[KVCacheLayer]:
         """``layers``, by their own type."""
-        return cast(list[ArenaLayer], self.layers)
+        return cast(list[KVCacheLayer], self.layers)
 
     def _views(self) -> Iterator[CacheLayerMixin]:
-        """One window per layer, in the model's order."""
         unused = {group: iter(storage) for group, storage in self._storage.items()}
         return (
-            ArenaLayer(self.slots, next(unused[keys]).transpose(1, 2), next(unused[values]).transpose(1, 2))
+            KVCacheLayer(self.slots, next(unused[keys]).transpose(1, 2), next(unused[values]).transpose(1, 2))
             for keys, values in self._groups
         )
 
     def reserve(self, new: int) -> None:
-        """Make room for ``new`` slots behind the longest row."""
+        """Make room for ``new`` slots behind the longest sequence."""
         if self.longest + new <= self.capacity:
             return
         extra = max(self.longest + new - self.capacity, self.capacity // 2)
@@ -193,22 +175,22 @@ class KVArena(Cache):
         self.layers = list(self._views())
 
     def set_lengths(self, lengths: list[int]) -> None:
-        """Say how many slots of each row are settled (host numbers, which the loop has anyway)."""
+        """Say how many slots of each sequence are committed."""
         self.slots.set(lengths)
 
     def commit(self, paths: list[list[int]]) -> None:
-        """Settle the states of accepted nodes: slot ``length + path[i]`` moves to ``length + i``.
+        """Keep the states of accepted nodes: slot ``length + path[i]`` moves to ``length + i``.
 
         Nothing moves when every accepted path is already contiguous, as in every chain.
 
         Args:
-            paths: per row the accepted nodes, root first, increasing.
+            paths: per sequence the accepted nodes, root first, increasing.
         """
         moves = [
-            (row * self.capacity + length + node, row * self.capacity + length + place)
+            (row * self.capacity + length + node, row * self.capacity + length + at)
             for row, (length, path) in enumerate(zip(self.host_lengths, paths, strict=True))
-            for place, node in enumerate(path)
-            if node != place
+            for at, node in enumerate(path)
+            if node != at
         ]
         if moves:
             old, new = (of_lists(slots, self.device) for slots in zip(*moves, strict=True))
@@ -218,7 +200,7 @@ class KVArena(Cache):
         self.set_lengths([length + len(path) for length, path in zip(self.host_lengths, paths, strict=True)])
 
     def select(self, rows: Tensor) -> None:
-        """Keep only these rows."""
+        """Keep only these sequences, (B',) int64."""
         self._storage = {key: storage[:, rows.to(storage.device)] for key, storage in self._storage.items()}
         self.layers = list(self._views())
         self.set_lengths([self.host_lengths[row] for row in rows.tolist()])

@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from shape.target.model import Target
-from shape.verification.cache import ArenaLayer, Group, KVArena, LayerShape
+from shape.target.support import LayerShape
+from shape.verification.cache import Group, KVCache, KVCacheLayer
 
 # Whatever its name, a window of so many tokens is seen; larger ones by the numbers under such names.
 _SEEN, _NAMES = 4096, re.compile("window|chunk|block|local|span|stride|segment|sparse|topk")
@@ -23,14 +24,14 @@ _MOST = 1 << 16  # tokens pretended at most
 _LOUD, _LOUDEST = 4, 8192
 
 
-class FarLayer(ArenaLayer):
+class PretendedLayer(KVCacheLayer):
     """Behind pretended tokens; new ones are not kept."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return torch.cat([self.keys, key_states], dim=2), torch.cat([self.values, value_states], dim=2)
 
 
-class FarArena(KVArena):
+class PretendedCache(KVCache):
     """As if a row of ``length`` tokens were settled, before ``new`` ones.
 
     Args:
@@ -57,7 +58,7 @@ class FarArena(KVArena):
                 values *= volume
                 values[:, :, :dropped] = 0
                 contents[keys, group, dropped] = zeros, values.to(group.device, group.dtype)
-            self.layers.append(FarLayer(self.slots, *contents[keys, group, dropped]))
+            self.layers.append(PretendedLayer(self.slots, *contents[keys, group, dropped]))
 
 
 def far(target: Target, new: int) -> int | None:

@@ -9,7 +9,7 @@ from shape.drafters import CompressedDrafter, Compression
 from shape.drafters.compressed import (
     BlockResiduals,
     Int8Linear,
-    LowRankArena,
+    LowRankCache,
     attend,
     cache_bases,
     compress,
@@ -20,7 +20,8 @@ from shape.drafters.compressed import (
 from shape.errors import ConfigError
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
-from shape.verification.forward import new_arena, prefill, probe
+from shape.verification.forward import new_cache, prefill
+from shape.verification.probe import probe
 
 TEXTS = [row.tolist() for row in torch.randint(64, (6, 24), generator=torch.Generator().manual_seed(1))]
 IDS = torch.tensor(TEXTS[:2])
@@ -146,12 +147,12 @@ def test_the_cache_keeps_ranks_and_gives_back_what_they_hold(tiny_model):
     distances = []
     for share in (1.0, 0.5):
         bases = cache_bases(target, share, TEXTS)
-        arena = LowRankArena(bases, support.layers, 2, 30, target.dtype, target.device)
+        arena = LowRankCache(bases, support.layers, 2, 30, target.dtype, target.device)
         found = prefill(target, arena, IDS, [24, 24], portion=5)
         distances.append(float((found - expected).norm() / expected.norm()))
         assert arena.views[0].keys.shape == (2, heads, 30, round(8 * share))
     assert distances[0] < 1e-4 < distances[1]
-    whole = new_arena(target, support, 2, 30)
+    whole = new_cache(target, support, 2, 30)
     assert whole.views[0].keys.shape[-1] == 8
 
 

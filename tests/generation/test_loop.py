@@ -21,7 +21,7 @@ def test_a_prefill_in_portions_gives_the_same_states(tiny_model, arch, monkeypat
     lengths = [23, 5, 16]
     states = []
     for portion in (1024, 7):
-        arena = forward.new_arena(decoder.target, decoder.support, 3, 32)
+        arena = forward.new_cache(decoder.target, decoder.support, 3, 32)
         hidden = forward.prefill(decoder.target, arena, ids, lengths, portion)
         states.append([hidden[row, :length] for row, length in enumerate(lengths)])
         assert arena.host_lengths == lengths

@@ -20,7 +20,7 @@ from shape.generation.decoder import ShapeDecoder
 from shape.generation.fixed import FixedSteps
 from shape.target.model import Target
 from shape.target.rotary import Switch
-from shape.verification.forward import new_arena, prefill
+from shape.verification.forward import new_cache, prefill
 
 BOUNDARY = 24  # of the table's LongRoPE families
 LENGTHS = [30, 9, 24, 3, 25]
@@ -78,7 +78,7 @@ def test_a_long_prompt_has_one_table_whatever_the_portions(family):
     decoder = ShapeDecoder(target)
     expected = target.features(ids)
     for settled in (0, 7):  # also behind what a session has settled of a long prompt
-        arena = new_arena(target, decoder.support, 1, 70)
+        arena = new_cache(target, decoder.support, 1, 70)
         prefill(target, arena, ids, [settled])
         found = prefill(target, arena, ids[:, settled:], [60], portion=5)
         torch.testing.assert_close(found, expected[:, settled:], rtol=1e-9, atol=1e-9)

@@ -17,7 +17,7 @@ from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
 from shape.verification import attention
 from shape.verification.attention import grouped_queries, grouped_sdpa
-from shape.verification.forward import probe
+from shape.verification.probe import probe
 
 GROUPED = ["llama", "qwen2", "qwen3", "mistral, sliding", "mixtral", "gemma3", "granite", "phi3", "cohere2", "smollm3"]
 

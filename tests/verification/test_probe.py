@@ -18,7 +18,7 @@ from shape.drafters import OracleDrafter
 from shape.errors import UnsupportedTarget
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
-from shape.verification.forward import probe
+from shape.verification.probe import probe
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "mistral"]
 

@@ -1,0 +1,50 @@
+"""What ``shape.verification.probe`` finds out about a target: how drafts can be verified, and what its KV cache holds.
+
+The types are here and the probe is there, because it runs the tree forward, which is built on the target.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """How one layer's states are cached.
+
+    Attributes:
+        keys, values: (heads, head size).
+        dtype, device: None stands for those of the target's states, so that a target that is moved takes its cache
+            along; layers that accelerate spreads over devices have their own.
+    """
+
+    keys: tuple[int, int]
+    values: tuple[int, int]
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+
+
+@dataclass(frozen=True)
+class Support:
+    """How a target can be verified; one that cannot is refused with UnsupportedTarget.
+
+    Attributes:
+        mode: "tree" when ragged batches of trees are exact; "chain" when only an unbranched draft for one sequence is,
+            and batches are decoded one sequence at a time.
+        reason: why not "tree"; empty otherwise.
+        layers: shapes of the cache.
+        sliding_window: window of the sliding layers, or None.
+        mask_by_layer_type: the model takes a dict of masks, one per layer type.
+        grouped_queries: trees are attended to without repeated keys and values (``shape.verification.attention``).
+        positions: that forwards may reach, where a call is sure to need no more and has the first rotary table
+            throughout; None leaves it to the target.
+    """
+
+    mode: Literal["tree", "chain"]
+    reason: str
+    layers: list[LayerShape]
+    sliding_window: int | None
+    mask_by_layer_type: bool
+    grouped_queries: bool = False
+    positions: int | None = None
