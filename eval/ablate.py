@@ -56,8 +56,9 @@ from shape.files import reading, typed
 from shape.generation.decoder import ShapeDecoder, ShapeOutput
 from shape.networks.config import ShapeConfig
 from shape.networks.sizing import parameters
-from shape.target.loading import TargetOptions, of_target
+from shape.target.loading import of_target
 from shape.target.model import Target, announce
+from shape.target.options import TargetOptions
 from shape.target.size import size_of
 from shape.training import parsing
 from shape.training.defaults import network_config, resolve
