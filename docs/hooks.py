@@ -1,12 +1,15 @@
 """What the documentation includes and does not copy: options of the commands, measured tables, READMEs of folders."""
 
+import re
 from itertools import groupby
 from pathlib import Path
+from posixpath import dirname, relpath
 from typing import Any
 
 from commands import ROOT, modules, page, summary
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 _RESULTS = ROOT / "eval" / "results"
 _SHOWN = (".md", ".png", ".svg")
@@ -14,7 +17,12 @@ _SHOWN = (".md", ".png", ".svg")
 _ELSEWHERE = {
     "reference/configurations.md": ROOT / "configs/README.md",
     "results/protocols.md": ROOT / "eval/README.md",
+    "guides/recipes.md": ROOT / "train/README.md",
+    "guides/examples.md": ROOT / "examples/README.md",
+    "contributing.md": ROOT / "CONTRIBUTING.md",
+    "changelog.md": ROOT / "CHANGELOG.md",
 }
+_LINK = re.compile(r"\]\(([^)#:\s]+\.\w+)")
 _COMMANDS = """# Commands
 
 Every command lists its options with `--help`, takes them from a YAML file with `--config FILE`, and prints such a file
@@ -45,6 +53,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for place, source in {**_ELSEWHERE, **tables}.items():
         files.append(File.generated(config, place, abs_src_path=str(source)))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turn links between files of the repository into links between pages of the site."""
+    if page.file.abs_src_path is None:  # made here, with links of the site
+        return markdown
+    folder = Path(page.file.abs_src_path).parent
+    pages = {Path(file.abs_src_path).resolve(): file.src_uri for file in files if file.abs_src_path}
+
+    def moved(link: re.Match[str]) -> str:
+        found = pages.get((folder / link[1]).resolve())
+        return f"]({relpath(found, dirname(page.file.src_uri) or '.')}" if found else link[0]
+
+    return _LINK.sub(moved, markdown)
 
 
 def _place(module: str) -> str:

@@ -1,6 +1,6 @@
 """What training takes where the user says nothing: it follows from the target and from the data.
 
-Each rule is a function here; what it was measured by is in `eval/results/sizes` (`docs/train.md` tells it at length).
+Each rule is a function here; what it was measured by is in `eval/results/sizes` (`docs/guides/train.md` tells it at length).
 
 - **Length** of a conversation: 1,024 tokens, or as many as the target has positions.
 - **Draft vocabulary**: the tokens that make up 99.5 % of the answers, from 2,048 to a quarter of the target's, and at
