@@ -42,7 +42,7 @@ from eval.ablation import Ablation, Anatomy, Figures, Line, Trained
 from shape import bundled
 from shape.data.conversations import Prompt, evenly, load_prompts
 from shape.drafters import Drafter, TreeShape, make_drafter
-from shape.drafters.base import Settled, Wrapped
+from shape.drafters.base import Committed, Wrapped
 from shape.errors import CheckpointError, ConfigError, ShapeError, exit_on_error
 from shape.evaluation.environment import Environment
 from shape.evaluation.results import SpeedResults, Tally
@@ -522,7 +522,7 @@ class _Counting(Wrapped):
         super().__init__(inner)
         self.flops = []  # type: ignore[var-annotated]
 
-    def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
+    def draft(self, settled: Committed, sampler: Sampler) -> TokenTree:
         with FlopCounterMode(display=False) as counter:
             tree = self.inner.draft(settled, sampler)
         self.flops.append(counter.get_total_flops())

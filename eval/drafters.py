@@ -35,7 +35,6 @@ from shape.drafters import (
 )
 from shape.drafters.compressed import compress, own_texts
 from shape.drafters.geodesic import PATHS
-from shape.drafters.model import Fixed, make_lookahead
 from shape.drafters.recipes.drafter import CompileOptions, Pack, RecipeDrafter, compile_pack
 from shape.evaluation.markdown import markdown, show
 from shape.evaluation.results import SpeedResults
@@ -86,8 +85,8 @@ def lookahead(
     target = setting.load()
     small = Target.load(model, dtype=setting.dtype)
     chosen = load_prompts(bundled.path("data", "kinds.jsonl"))[:prompts]
-    methods = {f"{length} tokens": ModelDrafter(small, Fixed(length)) for length in (1, 2, 4, 6, 8)}
-    methods |= {name: ModelDrafter(small, make_lookahead(name)) for name in ("adaptive", "cost")}
+    methods = {f"{length} tokens": ModelDrafter(small, length) for length in (1, 2, 4, 6, 8)}
+    methods |= {name: ModelDrafter(small, name) for name in ("adaptive", "cost")}
     label = f"Fixed and adaptive draft lengths, temperature {temperature:g}"
     setting.measure(target, methods, chosen, source="kinds.jsonl", temperature=temperature, label=label)
 
@@ -97,7 +96,7 @@ def recipes(
 ) -> None:
     """A pack per task, compiled from other prompts of the task."""
     target = setting.load()
-    small = ModelDrafter(Target.load(model, dtype=setting.dtype), make_lookahead("cost"))
+    small = ModelDrafter(Target.load(model, dtype=setting.dtype), "cost")
     rows = []
     for task, (training, held_out) in _tasks(compiled_from, measured).items():
         folder = Path(setting.output) / task
@@ -193,8 +192,8 @@ def compressed(setting: Setting, prompts: int = 24, tokens: int = 3) -> None:
             int8=True, attention=0.5, cache=0.65, residuals=0.1
         ),
     }
-    drafters = {name: CompressedDrafter(kind, texts, Fixed(tokens)) for name, kind in kinds.items()}
-    hybrid = HybridDrafter([SuffixDrafter(), CompressedDrafter(kinds["8 bits"], texts, Fixed(tokens))])
+    drafters = {name: CompressedDrafter(kind, texts, tokens) for name, kind in kinds.items()}
+    hybrid = HybridDrafter([SuffixDrafter(), CompressedDrafter(kinds["8 bits"], texts, tokens)])
     label = f"The target compressed, drafting {tokens} tokens, temperature 0"
     methods: dict[str, Method] = {**drafters, "suffix + 8 bits": hybrid}
     results = setting.measure(target, methods, chosen, source="bench.jsonl", label=label)

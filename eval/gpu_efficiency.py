@@ -246,7 +246,7 @@ def bare_draft(drafter: Drafter | None, target: Target, rows: int, passes: int) 
     """The drafter's network alone."""
     if drafter is None or passes == 0:
         return 0.0
-    return seconds(captured(lambda: drafter.rehearse(rows, passes), target), target.device)
+    return seconds(captured(lambda: drafter.run_forwards(rows, passes), target), target.device)
 
 
 def padded(prompts: Sequence[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 
-from shape.drafters.base import Drafter, Settled, TreeShape
+from shape.drafters.base import Committed, Drafter, TreeShape
 from shape.drafters.compressed import CompressedDrafter, Compression
 from shape.drafters.geodesic import GeodesicDrafter
 from shape.drafters.hybrid import HybridDrafter
@@ -33,25 +33,37 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 }
 
 
-def make_drafter(name: str, given: Mapping[str, Drafter] | None = None) -> Drafter | None:
-    """A drafter by name; "none" is plain decoding, names joined by "+" are a hybrid of these, cheap ones first.
+def make_drafter(
+    name: str, given: Mapping[str, Drafter] | None = None, num_draft_tokens: int | None = None
+) -> Drafter | None:
+    """A drafter by name; "none" is autoregressive decoding, names joined by "+" a hybrid of these, cheap ones first.
 
     Other packages add theirs by an entry point of the group "shape.drafters", whose name is the drafter's and whose
     object makes one without arguments; a name that ships goes before theirs.
 
     Args:
         given: drafters at hand, by names that go before all others: predictors, packs, models.
+        num_draft_tokens: the longest draft, see ``Drafter.limit_draft``; None leaves each drafter its own.
 
     Raises:
-        ConfigError: no drafter of that name, or one named twice.
+        ConfigError: no drafter of that name, one named twice, or one without a draft length where that is to be set.
     """
+    if num_draft_tokens is not None and num_draft_tokens < 1:
+        raise ConfigError(f"num_draft_tokens is {num_draft_tokens}; give a positive number")
+    drafter = _make(name, given or {})
+    if drafter is not None and num_draft_tokens is not None:
+        drafter.limit_draft(num_draft_tokens)
+    return drafter
+
+
+def _make(name: str, given: Mapping[str, Drafter]) -> Drafter | None:
     if name == "none":
         return None
-    given, names = given or {}, name.split("+")
+    names = name.split("+")
     if len(names) > 1:
         if len(set(names)) < len(names):
             raise ConfigError(f"drafter {name!r} names one twice; give each once")
-        return HybridDrafter([each for part in names if (each := make_drafter(part, given)) is not None])
+        return HybridDrafter([each for part in names if (each := _make(part, given)) is not None])
     if name in given:
         return given[name]
     if name in DRAFTERS:
@@ -72,6 +84,7 @@ __all__ = [
     "DRAFTERS",
     "PREDICTORS",
     "AdversaryDrafter",
+    "Committed",
     "CompressedDrafter",
     "Compression",
     "Drafter",
@@ -82,7 +95,6 @@ __all__ = [
     "NgramDrafter",
     "OneDecodeDrafter",
     "OracleDrafter",
-    "Settled",
     "SuffixDrafter",
     "TrainedDrafter",
     "TreeShape",

@@ -1,21 +1,25 @@
-"""What every drafter is: something that proposes a token tree for each row, given the settled text."""
+"""What every drafter is: something that proposes a token tree for each row, given the committed text."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from typing import Any
+from warnings import warn
 
 import torch
 from torch import Tensor, nn
 
+from shape.errors import ConfigError
+from shape.networks.base import Predictor
 from shape.target.model import Target
 from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree, of_lists
 
 
 @dataclass
-class Settled:
-    """The settled text of a batch: x_0..x_t per row; the root x_t has not been through the target yet.
+class Committed:
+    """The committed text of a batch: x_0..x_t per row; the root x_t has not been through the target yet.
 
     Attributes:
         texts: token ids per row, on the host, where streaming and stopping need them anyway.
@@ -34,11 +38,11 @@ class Settled:
         self.lengths = self.lengths + counts
         self.root = of_lists([text[-1] for text in self.texts], self.root.device)
 
-    def select(self, rows: list[int]) -> "Settled":
+    def select(self, rows: list[int]) -> "Committed":
         index = torch.tensor(rows, device=self.root.device)
-        return Settled([self.texts[row] for row in rows], self.lengths[index], self.root[index])
+        return Committed([self.texts[row] for row in rows], self.lengths[index], self.root[index])
 
-    def to(self, device: torch.device) -> "Settled":
+    def to(self, device: torch.device) -> "Committed":
         if self.root.device == device:
             return self
         return replace(self, lengths=self.lengths.to(device), root=self.root.to(device))
@@ -89,15 +93,51 @@ class Drafter(ABC):
     name: str = ""
     layers: tuple[int, ...] = (-1,)  # of the target, whose states it reads: see ``Target.features``; h, -1, comes last
     passes: int = 0  # forwards of a network in the last draft, one after the other
+    predictor: Predictor | None = None  # the trained network that it drafts with, where that is one
+    tree: TreeShape | None = None  # how its trees grow, where they have such a shape
 
     def __str__(self) -> str:
         """For reports, and to tell settings apart."""
         return self.name
 
+    def describe(self, beside: torch.device | None = None) -> str:
+        """For records: changes with its settings and weights, and with its device where that is not the given one."""
+        return str(self)
+
     @property
-    def listens(self) -> bool:
-        """Whether it has an ``update`` of its own, so that someone has to gather what this is told."""
+    def needs_updates(self) -> bool:
+        """Whether ``update`` does anything, so that its arguments have to be gathered."""
         return type(self).update is not Drafter.update
+
+    @property
+    def drops_drawn_nodes(self) -> bool:
+        """Whether it may leave out children that it drew, which biases rejection sampling."""
+        return False
+
+    def with_tree(self, tree: TreeShape) -> "Drafter | None":
+        """A copy that grows trees of this shape; None for drafters whose trees have no such shape."""
+        return None
+
+    def limit_draft(self, num_draft_tokens: int) -> None:
+        """Draft at most so many tokens one after the other; for drafters that are not in use yet.
+
+        Raises:
+            ConfigError: its drafts have no length to set.
+        """
+        raise ConfigError(f"drafter {self.name} has no draft length; leave num_draft_tokens out")
+
+    def why_not_fixed(self, target: Target) -> str | None:
+        """Why it cannot draft in steps of fixed shapes (``shape.generation.fixed``); None where it can."""
+        return f"drafter {self.name} waits for the host"
+
+    def weights_read(self, target: Target, hidden_size: int, vocab_size: int) -> float | None:
+        """Weights read for one draft, projected to a target of other sizes; None where that is not known.
+
+        Args:
+            target: the target that it drafts for.
+            hidden_size, vocab_size: those of the target that is projected to.
+        """
+        return None if self.networks else 0.0
 
     @property
     def networks(self) -> Sequence[nn.Module]:
@@ -107,17 +147,17 @@ class Drafter(ABC):
     def bind(self, target: Target) -> None:
         """Learn the target, before anything is computed. Raise here when the two do not fit."""
 
-    def start(self, settled: Settled, hidden: Tensor) -> None:
+    def start(self, committed: Committed, hidden: Tensor) -> None:
         """A new batch.
 
         Args:
-            settled: prompts and the first token of each row.
+            committed: prompts and the first token of each row.
             hidden: (B, T, F) states of the prompts, those of ``layers`` side by side, padded on the right; row b has
                 ``lengths[b] - 1`` of them.
         """
 
     @abstractmethod
-    def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
+    def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
         """Propose a tree per row. Node 0 is the root; sampling drafters rank by ``sampler.draft_scores``, and where
         ``sampler.draws`` they keep every child that they draw and say in ``TokenTree.log_q`` from what.
         """
@@ -128,14 +168,14 @@ class Drafter(ABC):
         """
         return copy(self)
 
-    def rehearse(self, rows: int, passes: int) -> None:
-        """Run the network forwards of such a draft and nothing else, for measuring; nothing without a network."""
+    def run_forwards(self, rows: int, passes: int) -> None:
+        """Run the network's forwards of a draft and nothing else, for measuring; does nothing without a network."""
 
     def update(self, tokens: list[list[int]], hidden: Tensor, counts: Tensor) -> None:
         """What verification made known.
 
         Args:
-            tokens: of each row the root that was verified and what was settled behind it.
+            tokens: of each row the root that was verified and what was committed behind it.
             hidden: (B, D, F), states of all but the last of these.
             counts: (B,) int64, how many of row b's states count; the others are padding.
         """
@@ -157,7 +197,7 @@ class Wrapped(Drafter):
     """Another drafter, as it is: for those that look at what it does."""
 
     def __init__(self, inner: Drafter) -> None:
-        self.inner, self.name, self.layers = inner, inner.name, inner.layers
+        self.inner, self.name, self.layers, self.predictor = inner, inner.name, inner.layers, inner.predictor
 
     @property
     def networks(self) -> Sequence[nn.Module]:
@@ -171,11 +211,11 @@ class Wrapped(Drafter):
     def bind(self, target: Target) -> None:
         self.inner.bind(target)
 
-    def start(self, settled: Settled, hidden: Tensor) -> None:
-        self.inner.start(settled, hidden)
+    def start(self, committed: Committed, hidden: Tensor) -> None:
+        self.inner.start(committed, hidden)
 
-    def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
-        return self.inner.draft(settled, sampler)
+    def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
+        return self.inner.draft(committed, sampler)
 
     def update(self, tokens: list[list[int]], hidden: Tensor, counts: Tensor) -> None:
         self.inner.update(tokens, hidden, counts)
@@ -185,3 +225,10 @@ class Wrapped(Drafter):
 
     def select(self, rows: Tensor) -> None:
         self.inner.select(rows)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Settled":
+        warn("shape.drafters.base.Settled is now called Committed", FutureWarning, stacklevel=2)
+        return Committed
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 from transformers.pytorch_utils import Conv1D
 
-from shape.drafters.model import Adaptive, Lookahead, ModelDrafter
+from shape.drafters.lengths import DraftLength, make_length
+from shape.drafters.model import ModelDrafter
 from shape.errors import ConfigError
 from shape.target.model import Target
 from shape.target.prepack import is_plain, linear
@@ -75,7 +76,7 @@ class CompressedDrafter(ModelDrafter):
         compression: what is left.
         texts: token ids of texts to calibrate with; without any the target writes some, where the compression needs
             them.
-        lookahead: see ``ModelDrafter``.
+        num_draft_tokens: see ``ModelDrafter``.
     """
 
     name = "compressed"
@@ -84,21 +85,21 @@ class CompressedDrafter(ModelDrafter):
         self,
         compression: Compression | None = None,
         texts: Iterable[Sequence[int]] = (),
-        lookahead: Lookahead | None = None,
+        num_draft_tokens: str | int | DraftLength = "adaptive",
     ) -> None:
         self.compression = Compression(int8=True) if compression is None else compression
-        self.texts, self._given = [list(text) for text in texts], lookahead
+        self.texts, self.length = [list(text) for text in texts], make_length(num_draft_tokens)
 
     def __str__(self) -> str:
         texts = f", calibrated with {len(self.texts)} texts" if self.texts else ""
-        return f"{self.compression}{texts}, {self._given or Adaptive()}"
+        return f"{self.compression}{texts}, {self.length}"
 
     def bind(self, target: Target) -> None:
         support_of(target)
         texts = self.texts or (own_texts(target) if self.compression.needs_texts else [])
         small, self.energy = compress(target, self.compression, texts)
         self._bases = None if self.compression.cache is None else cache_bases(small, self.compression.cache, texts)
-        super().__init__(small, self._given)
+        super().__init__(small, self.length)
         super().bind(target)
 
     def _new_arena(self, rows: int, capacity: int) -> KVCache:

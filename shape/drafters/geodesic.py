@@ -1,12 +1,13 @@
 """Drafting without training: the path of the hidden states, followed a little further."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shape.drafters.base import Drafter, Settled, TreeShape
+from shape.drafters.base import Committed, Drafter, TreeShape
 from shape.errors import ConfigError
 from shape.target.model import Target
 from shape.verification.noise import token_words
@@ -33,6 +34,7 @@ class GeodesicDrafter(Drafter):
     """
 
     name = "geodesic"
+    tree: TreeShape
 
     def __init__(self, path: str = "analogue", tree: TreeShape | None = None) -> None:
         if path not in PATHS:
@@ -43,12 +45,18 @@ class GeodesicDrafter(Drafter):
     def __str__(self) -> str:
         return f"geodesic, {self.path.__name__}, {self.tree}"
 
+    def limit_draft(self, num_draft_tokens: int) -> None:
+        self.tree = replace(self.tree, depth=num_draft_tokens)
+
+    def weights_read(self, target: Target, hidden_size: int, vocab_size: int) -> float:
+        return vocab_size * hidden_size  # the output embedding, once for all depths
+
     def bind(self, target: Target) -> None:
         self._target = target
         self._words = token_words(torch.arange(target.vocab_size, device=target.device))
 
-    def start(self, settled: Settled, hidden: Tensor) -> None:
-        lengths = (settled.lengths - 1).tolist()
+    def start(self, committed: Committed, hidden: Tensor) -> None:
+        lengths = (committed.lengths - 1).tolist()
         self._states = [row[:length].float() for row, length in zip(hidden, lengths, strict=True)]
 
     def update(self, tokens: list[list[int]], hidden: Tensor, counts: Tensor) -> None:
@@ -61,17 +69,17 @@ class GeodesicDrafter(Drafter):
         self._states = [self._states[row] for row in rows.tolist()]
 
     @torch.no_grad()
-    def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
-        depth, noise = self.tree.depth, sampler.foresee(self.tree.depth, self._words)
+    def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
+        depth, noise = self.tree.depth, sampler.draft_noise(self.tree.depth, self._words)
         points = torch.stack(
             [
                 follow(states, torch.tensor(text, device=states.device), self.path, depth)
-                for states, text in zip(self._states, settled.texts, strict=True)
+                for states, text in zip(self._states, committed.texts, strict=True)
             ]
         )
         offsets = torch.arange(depth, device=points.device)
         logits = sampler.draft_logits(self._target.logits(points.to(self._target.dtype)), offsets)
-        tokens, joint, drawn = [], [torch.zeros_like(settled.root, dtype=torch.float)], []
+        tokens, joint, drawn = [], [torch.zeros_like(committed.root, dtype=torch.float)], []
         for n in range(depth):
             best, token = perturbed(logits[:, n : n + 1], noise[n]).log_softmax(-1).max(-1)
             unlikely = self.tree.threshold > 0 and float((joint[-1] + best[:, 0]).max().exp()) < self.tree.threshold
@@ -83,7 +91,7 @@ class GeodesicDrafter(Drafter):
                 drawn.append(sampler.draft_log_probs(logits[:, n : n + 1], self._target.vocab_size))
             if unlikely:
                 break
-        tree = chain(settled.root, torch.cat([settled.root[:, None][:, :0], *tokens], dim=1))
+        tree = chain(committed.root, torch.cat([committed.root[:, None][:, :0], *tokens], dim=1))
         log_q = torch.cat([*drawn, drawn[-1]], dim=1) if drawn else None
         return TokenTree(tree.tokens, tree.parent, log_q, torch.stack(joint, dim=1))
 

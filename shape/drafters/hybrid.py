@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from math import exp, log
 from time import perf_counter
 
+import torch
 from torch import Tensor, nn
 
-from shape.drafters.base import Drafter, Settled
+from shape.drafters.base import Committed, Drafter
 from shape.drafters.calibration import NODE, Calibration, Times, Worth
 from shape.drafters.growing import likeliest, renumbered
 from shape.target.model import Target
@@ -60,15 +61,26 @@ class HybridDrafter(Drafter):
     def networks(self) -> Sequence[nn.Module]:
         return [network for drafter in self.drafters for network in drafter.networks]
 
+    def describe(self, beside: torch.device | None = None) -> str:
+        return f"{self.nodes} nodes of {' + '.join(drafter.describe(beside) for drafter in self.drafters)}"
+
+    def limit_draft(self, num_draft_tokens: int) -> None:
+        for drafter in self.drafters:
+            drafter.limit_draft(num_draft_tokens)
+
+    def weights_read(self, target: Target, hidden_size: int, vocab_size: int) -> float | None:
+        parts = [drafter.weights_read(target, hidden_size, vocab_size) for drafter in self.drafters]
+        return None if None in parts else sum(part for part in parts if part is not None)
+
     def bind(self, target: Target) -> None:
         for drafter in self.drafters:
             drafter.bind(target)
 
-    def start(self, settled: Settled, hidden: Tensor) -> None:
-        self._pending: list[_Proposal | None] = [None] * len(settled.texts)
+    def start(self, committed: Committed, hidden: Tensor) -> None:
+        self._pending: list[_Proposal | None] = [None] * len(committed.texts)
         self._drafted_at: float | None = None
         for drafter in self.drafters:
-            drafter.start(settled, self._columns(drafter, hidden))
+            drafter.start(committed, self._columns(drafter, hidden))
 
     def update(self, tokens: list[list[int]], hidden: Tensor, counts: Tensor) -> None:
         if self._drafted_at is not None:
@@ -87,11 +99,11 @@ class HybridDrafter(Drafter):
         for drafter in self.drafters:
             drafter.select(rows)
 
-    def rehearse(self, rows: int, passes: int) -> None:
+    def run_forwards(self, rows: int, passes: int) -> None:
         """The passes are the sources', in the proportion that they have had them so far."""
         total = sum(self._passes) or 1
         for drafter, own in zip(self.drafters, self._passes, strict=True):
-            drafter.rehearse(rows, round(passes * own / total))
+            drafter.run_forwards(rows, round(passes * own / total))
 
     def _columns(self, drafter: Drafter, hidden: Tensor) -> Tensor:
         """The states of the layers that a source reads."""
@@ -100,13 +112,13 @@ class HybridDrafter(Drafter):
         layers = hidden.unflatten(-1, (len(self.layers), -1))
         return layers[..., [self.layers.index(layer) for layer in drafter.layers], :].flatten(-2)
 
-    def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
-        self._learn(settled)
+    def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
+        self._learn(committed)
         self.passes, spent = 0, 0.0
-        proposals = [_Proposal(len(text)) for text in settled.texts]
+        proposals = [_Proposal(len(text)) for text in committed.texts]
         found: list[tuple[int, TokenTree]] = []  # that the proposals do not have yet
         for number, drafter in enumerate(self.drafters):
-            self._take_in(proposals, found)
+            self._add_trees(proposals, found)
             expected = sum(each.expected for each in proposals) / len(proposals)
             verify = self._times.usual if self._by_clock else 1.0
             if number and not self._worth[number].pays(expected, spent, verify):
@@ -114,7 +126,7 @@ class HybridDrafter(Drafter):
             for proposal in proposals:
                 proposal.asked[number] = proposal.expected
             started = perf_counter()
-            tree = drafter.draft(settled, sampler)
+            tree = drafter.draft(committed, sampler)
             nominal = _NETWORK if drafter.networks else _LOOK_UP
             seconds = perf_counter() - started if self._by_clock else nominal
             if tree.size > 1:
@@ -127,12 +139,12 @@ class HybridDrafter(Drafter):
         if len(found) == 1 and found[0][1].size - 1 <= self.nodes and not any(each.nodes for each in proposals):
             tree = self._as_it_is(proposals, *found[0])
         else:
-            self._take_in(proposals, found)
-            tree = self._merged(settled, proposals, self._worthwhile(proposals, spent))
+            self._add_trees(proposals, found)
+            tree = self._merged(committed, proposals, self._worthwhile(proposals, spent))
         self._drafted_at, self._size = perf_counter(), tree.size
         return tree
 
-    def _take_in(self, proposals: "Sequence[_Proposal]", found: list[tuple[int, TokenTree]]) -> None:
+    def _add_trees(self, proposals: "Sequence[_Proposal]", found: list[tuple[int, TokenTree]]) -> None:
         """Move trees into the proposals."""
         for number, tree in found:
             joints = [None] * len(proposals) if tree.joint is None else tree.joint.tolist()
@@ -149,10 +161,10 @@ class HybridDrafter(Drafter):
             proposal.alone = _Alone(number, tokens, parents)
         return replace(tree, source=[[name if parent >= 0 else None for parent in parents] for _, _, parents in rows])
 
-    def _merged(self, settled: Settled, proposals: "Sequence[_Proposal]", count: int) -> TokenTree:
+    def _merged(self, committed: Committed, proposals: "Sequence[_Proposal]", count: int) -> TokenTree:
         """The likeliest nodes of all."""
         best = [each.best(count) for each in proposals]
-        tree = ragged_tree(settled.root, [drafted for drafted, _ in best])
+        tree = ragged_tree(committed.root, [drafted for drafted, _ in best])
         names = [[self._named(sources) for sources in row] for _, row in best]
         return replace(tree, source=[[None, *row, *[None] * (tree.size - 1 - len(row))] for row in names])
 
@@ -174,9 +186,9 @@ class HybridDrafter(Drafter):
     def _named(self, sources: Sequence[int]) -> str:
         return "+".join(self.drafters[number].name for number in sources)
 
-    def _learn(self, settled: Settled) -> None:
-        """What became of the last proposals, by the text that has been settled since."""
-        for proposal, text in zip(self._pending, settled.texts, strict=True):
+    def _learn(self, committed: Committed) -> None:
+        """What became of the last proposals, by the text that has been committed since."""
+        for proposal, text in zip(self._pending, committed.texts, strict=True):
             if proposal is None:
                 continue
             if proposal.alone is not None:
@@ -237,7 +249,7 @@ class _Proposal:
     """What the sources propose for one row: nodes numbered from 1, 0 being the root.
 
     Attributes:
-        length: of the settled text.
+        length: of the committed text.
         asked: the sources that were asked, and what was expected of the ones before.
         alone: the tree of the only source that had one, if it was taken as it is.
     """

@@ -7,7 +7,7 @@ from random import Random
 
 from torch import Tensor
 
-from shape.drafters.base import Drafter, Settled
+from shape.drafters.base import Committed, Drafter
 from shape.drafters.growing import Paths
 from shape.verification.sampling import Sampler, best
 from shape.verification.tree import Drafted, TokenTree, ragged_tree
@@ -19,7 +19,7 @@ _GUESSED, _ASKED = 0.5, 0.01
 class LookaheadDrafter(Drafter):
     """Jacobi iteration on tokens to come, whose trajectories are kept as n-grams (Fu et al., arXiv 2402.02057).
 
-    A window of guesses stands behind the settled text: its first level is what the next tokens may be, every further
+    A window of guesses stands behind the committed text: its first level is what the next tokens may be, every further
     level what the target then said to come after. All of it is a tree, in which a level's tokens hang on the ones that
     they followed, so that one verification asks the target about the whole window and about n-grams from the pool that
     begin with the root. What it says behind the last level makes each column an n-gram for the pool, and the second
@@ -43,12 +43,12 @@ class LookaheadDrafter(Drafter):
         where = ", from the text too" if self.from_text else ""
         return f"lookahead, {self.window} columns, {self.guesses} guesses of {self.size} tokens{where}"
 
-    def start(self, settled: Settled, hidden: Tensor) -> None:
-        self._rows = [_Row(self, len(text)) for text in settled.texts]
+    def start(self, committed: Committed, hidden: Tensor) -> None:
+        self._rows = [_Row(self, len(text)) for text in committed.texts]
 
-    def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
-        drafts = [row.draft(text) for row, text in zip(self._rows, settled.texts, strict=True)]
-        return ragged_tree(settled.root, drafts)
+    def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
+        drafts = [row.draft(text) for row, text in zip(self._rows, committed.texts, strict=True)]
+        return ragged_tree(committed.root, drafts)
 
     def inspect(self, tree: TokenTree, logits: Tensor) -> None:
         parts = (part.tolist() for part in (tree.tokens, tree.parent, best(logits.float())))

@@ -1,17 +1,17 @@
-"""A smaller causal language model as drafter, with a lookahead that adapts."""
+"""A smaller causal language model as drafter."""
 
 from collections.abc import Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass, field
 from time import perf_counter
-from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shape.drafters.base import Drafter, Settled, common_length
-from shape.errors import ConfigError, TargetMismatch, UnsupportedGeneration
+from shape.drafters.base import Committed, Drafter, common_length
+from shape.drafters.lengths import DraftLength, Fixed, make_length
+from shape.errors import TargetMismatch, UnsupportedGeneration
+from shape.target.inference import evaluating
 from shape.target.model import Target
 from shape.verification.cache import KVCache
 from shape.verification.forward import new_cache, prefill, tree_forward
@@ -21,131 +21,7 @@ from shape.verification.sampling import Sampler, perturbed
 from shape.verification.tree import TokenTree, chain, ragged_chain, root_only
 
 _SLOTS = 256  # of the model's cache, at first, behind the prompt
-_MEMORY = 0.97  # of acceptance, per draft
-_REHEARSED = 256  # known positions that a rehearsal attends to
-
-
-class Lookahead(Protocol):
-    """How many tokens the next draft has.
-
-    Attributes:
-        reads_entropy: whether it looks at the drafter's entropy, which costs a pass over its logits.
-    """
-
-    reads_entropy: ClassVar[bool]
-
-    @property
-    def length(self) -> int: ...
-
-    def observe(self, accepted: float, drafted: int, entropy: float, cost: float | None) -> None:
-        """What became of a draft, as means over the rows.
-
-        Args:
-            accepted: drafted tokens that stood.
-            drafted: how many there were.
-            entropy: of the drafter's distributions, nats; 0 where it is not read.
-            cost: seconds of one draft token over seconds of a verification; None where that is not known yet.
-        """
-
-
-@dataclass
-class Fixed:
-    """Always the same."""
-
-    reads_entropy: ClassVar[bool] = False
-    length: int = 4
-
-    def observe(self, accepted: float, drafted: int, entropy: float, cost: float | None) -> None:
-        pass
-
-
-@dataclass
-class Adaptive:
-    """One token more where acceptance is high, or fair and the drafter sure; one less where it is low.
-
-    As in "Torch-Velocity", whose thresholds are the defaults.
-
-    Args:
-        length: at first.
-        least: its lower bound.
-        most: its upper bound.
-        up: share of drafted tokens accepted, in the mean over some drafts, above which it grows.
-        down: share below which it shrinks.
-        sure: nats of entropy below which it grows too,
-        fair: where this share is accepted.
-    """
-
-    reads_entropy: ClassVar[bool] = True
-    length: int = 4
-    least: int = 1
-    most: int = 8
-    up: float = 0.8
-    down: float = 0.3
-    sure: float = 2.0
-    fair: float = 0.5
-    _rate: float | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.least <= self.length <= self.most:
-            raise ConfigError(f"lookahead {self.length} is not within {self.least} to {self.most}; correct them")
-
-    def observe(self, accepted: float, drafted: int, entropy: float, cost: float | None) -> None:
-        rate = accepted / drafted
-        self._rate = rate if self._rate is None else 0.5 * (self._rate + rate)
-        if self._rate > self.up or (self._rate >= self.fair and entropy < self.sure):
-            self.length = min(self.length + 1, self.most)
-        elif self._rate < self.down:
-            self.length = max(self.length - 1, self.least)
-
-
-@dataclass
-class ByCost:
-    """The length with the most tokens per second: (1 - a^(n+1)) / (1 - a) tokens for n c + 1 verifications' time, with
-    the acceptance a of a token and the cost c of drafting one, both as measured on the way (Leviathan et al., arXiv
-    2211.17192, theorem 3.8).
-
-    Args:
-        length: until both are known.
-        most: its bound.
-    """
-
-    reads_entropy: ClassVar[bool] = False
-    length: int = 4
-    most: int = 12
-    _reached: float = field(default=2.0, repr=False)  # a mild prior: one of two stands
-    _stood: float = field(default=1.0, repr=False)
-    _cost: float | None = field(default=None, repr=False)
-
-    def observe(self, accepted: float, drafted: int, entropy: float, cost: float | None) -> None:
-        self._reached = _MEMORY * self._reached + min(accepted + 1, drafted)
-        self._stood = _MEMORY * self._stood + accepted
-        if cost is not None:
-            self._cost = cost if self._cost is None else 0.8 * self._cost + 0.2 * cost
-        if (relative := self._cost) is None:
-            return
-        share = min(self._stood / self._reached, 0.99)
-
-        def rate(length: int) -> float:
-            return (1 - share ** (length + 1)) / (1 - share) / (length * relative + 1)
-
-        self.length = max(range(1, self.most + 1), key=rate)
-
-
-def make_lookahead(chosen: "str | int | Lookahead") -> Lookahead:
-    """A lookahead by name, or of so many tokens always.
-
-    Raises:
-        ConfigError: no lookahead of that name, or a number below 1.
-    """
-    if isinstance(chosen, int):
-        chosen = str(chosen)
-    if not isinstance(chosen, str):
-        return chosen
-    if chosen.isdecimal() and int(chosen) > 0:
-        return Fixed(int(chosen))
-    if chosen not in ("adaptive", "cost"):
-        raise ConfigError(f"lookahead {chosen!r} is unknown; use adaptive, cost, or a number of tokens")
-    return Adaptive() if chosen == "adaptive" else ByCost()
+_MEASURED_LENGTH = 256  # known positions that ``run_forwards`` attends to
 
 
 class ModelDrafter(Drafter):
@@ -158,19 +34,19 @@ class ModelDrafter(Drafter):
 
     Args:
         model: the smaller model.
-        lookahead: how many tokens a draft has; shared by the calls of a decoder.
+        num_draft_tokens: "adaptive", "cost", a number, or a ``DraftLength``, which the calls of a decoder share.
     """
 
     name = "model"
 
-    def __init__(self, model: Target, lookahead: Lookahead | None = None) -> None:
+    def __init__(self, model: Target, num_draft_tokens: str | int | DraftLength = "adaptive") -> None:
         self.model = model
-        self.lookahead: Lookahead = Adaptive() if lookahead is None else lookahead
-        self._as_given = deepcopy(self.lookahead)
+        self.length = make_length(num_draft_tokens)
+        self._as_given = deepcopy(self.length)
         self._by_clock = True
 
     def __str__(self) -> str:
-        return f"{self.model!r}, {self.lookahead}"
+        return f"{self.model!r}, {self.length}"
 
     @property
     def networks(self) -> Sequence[nn.Module]:
@@ -196,13 +72,16 @@ class ModelDrafter(Drafter):
         self._size = min(self.model.vocab_size, target.vocab_size)
         self._words = token_words(torch.arange(self._size, device=self.model.device))
 
+    def limit_draft(self, num_draft_tokens: int) -> None:
+        self.length = self._as_given = Fixed(num_draft_tokens)
+
     def reproducible(self) -> "ModelDrafter":
         other = copy(self)
-        other.lookahead, other._by_clock = deepcopy(self._as_given), False
+        other.length, other._by_clock = deepcopy(self._as_given), False
         return other
 
-    def start(self, settled: Settled, hidden: Tensor) -> None:
-        known = [text[:-1] for text in settled.texts]
+    def start(self, committed: Committed, hidden: Tensor) -> None:
+        known = [text[:-1] for text in committed.texts]
         support = support_of(self.model)
         if support.mode == "chain" and len(known) > 1:
             raise UnsupportedGeneration(
@@ -231,24 +110,24 @@ class ModelDrafter(Drafter):
         self.arena.select(rows.to(self.model.device))
         self._drafted = [self._drafted[row] for row in rows.tolist()]
 
-    def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
+    def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
         device = self.model.device
-        tree = self._draft(settled.to(device), sampler.to(device)).to(settled.root.device)
+        tree = self._draft(committed.to(device), sampler.to(device)).to(committed.root.device)
         self._ended = perf_counter()
         return tree
 
     @torch.no_grad()
-    def _draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
+    def _draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
         started = perf_counter()
-        self._roll_back(settled.texts)
-        length = self.lookahead.length
+        self._roll_back(committed.texts)
+        length = self.length.length
         if self.model.max_positions is not None:
-            length = min(length, self.model.max_positions - max(map(len, settled.texts)))
+            length = min(length, self.model.max_positions - max(map(len, committed.texts)))
         self.passes = max(length, 0)
         if length <= 0:
-            return root_only(settled.root)
-        noise = sampler.foresee(length, self._words)
-        state = self._read(settled.texts)
+            return root_only(committed.root)
+        noise = sampler.draft_noise(length, self._words)
+        state = self._read(committed.texts)
         tokens, drawn, entropy = [], [], state.new_zeros((), dtype=torch.float32)
         joint = [torch.zeros(state.shape[0], 1, device=state.device)]
         for n in range(length):
@@ -257,7 +136,7 @@ class ModelDrafter(Drafter):
             best, token = perturbed(logits, noise[n]).log_softmax(-1).max(-1)
             joint.append(joint[-1] + best)
             tokens.append(token)
-            if self.lookahead.reads_entropy:
+            if self.length.reads_entropy:
                 entropy = entropy + torch.special.entr(own.float().softmax(-1)).sum(-1).mean()
             if sampler.draws:
                 log_p = sampler.draft_log_probs(logits, self._size)
@@ -267,9 +146,9 @@ class ModelDrafter(Drafter):
                 self.arena.set_lengths([one + 1 for one in self.arena.host_lengths])
         drafted = torch.cat(tokens, dim=1)
         self._drafted = drafted.tolist()
-        self.arena.set_lengths([len(text) for text in settled.texts])
+        self.arena.set_lengths([len(text) for text in committed.texts])
         self._entropy, self._seconds = float(entropy) / length, (perf_counter() - started) / length
-        tree = chain(settled.root, drafted)
+        tree = chain(committed.root, drafted)
         log_q = torch.cat([*drawn, drawn[-1]], dim=1) if drawn else None  # nothing is drawn below the last node
         return TokenTree(tree.tokens, tree.parent, log_q, torch.cat(joint, dim=1))
 
@@ -283,7 +162,7 @@ class ModelDrafter(Drafter):
             cost = None if self._verified is None else self._seconds / max(self._verified, 1e-9)
             if not self._by_clock:
                 cost = self._share  # a forward takes as long as its weights take to be read
-            self.lookahead.observe(sum(stood) / len(stood), count, self._entropy, cost)
+            self.length.observe(sum(stood) / len(stood), count, self._entropy, cost)
         # The last drafted token has not been fed, nor has the text's last one.
         kept = [at + min(same, max(count - 1, 0)) for at, same in zip(lengths, stood, strict=True)]
         self.arena.set_lengths([min(length, len(text) - 1) for length, text in zip(kept, texts, strict=True)])
@@ -304,9 +183,9 @@ class ModelDrafter(Drafter):
         return tree_forward(self.model, support_of(self.model), self.arena, tree)
 
     @torch.no_grad()
-    def rehearse(self, rows: int, passes: int) -> None:
-        self.arena = self._new_arena(rows, _REHEARSED + passes)
-        self.arena.set_lengths([_REHEARSED] * rows)
+    def run_forwards(self, rows: int, passes: int) -> None:
+        self.arena = self._new_arena(rows, _MEASURED_LENGTH + passes)
+        self.arena.set_lengths([_MEASURED_LENGTH] * rows)
         tree = root_only(torch.zeros(rows, dtype=torch.long, device=self.model.device))
         for _ in range(passes):
             self.model.logits(self._forward(tree))

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from shape.drafters.base import Drafter, Settled
+from shape.drafters.base import Committed, Drafter
 from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree, ragged_chain
 
@@ -23,14 +23,17 @@ class NgramDrafter(Drafter):
     def __init__(self, depth: int = 8, longest: int = 4, shortest: int = 2) -> None:
         self.depth, self.longest, self.shortest = depth, longest, shortest
 
-    def start(self, settled: Settled, hidden: Tensor) -> None:
-        self._indices = [_SuffixIndex(self.shortest, self.longest) for _ in settled.texts]
+    def limit_draft(self, num_draft_tokens: int) -> None:
+        self.depth = num_draft_tokens
 
-    def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
+    def start(self, committed: Committed, hidden: Tensor) -> None:
+        self._indices = [_SuffixIndex(self.shortest, self.longest) for _ in committed.texts]
+
+    def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
         drafts = [
-            index.continuation(text, self.depth) for index, text in zip(self._indices, settled.texts, strict=True)
+            index.continuation(text, self.depth) for index, text in zip(self._indices, committed.texts, strict=True)
         ]
-        return ragged_chain(settled.root, drafts)
+        return ragged_chain(committed.root, drafts)
 
     def select(self, rows: Tensor) -> None:
         self._indices = [self._indices[row] for row in rows.tolist()]

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from shape.drafters.base import Drafter, Settled
+from shape.drafters.base import Committed, Drafter
 from shape.drafters.growing import grow
 from shape.target.model import Target
 from shape.verification.sampling import Sampler
@@ -54,6 +54,9 @@ class OneDecodeDrafter(Drafter):
             f"depth {self.depth}, {self.nodes} nodes"
         )
 
+    def limit_draft(self, num_draft_tokens: int) -> None:
+        self.depth = num_draft_tokens
+
     def bind(self, target: Target) -> None:
         size = min(self.vocabulary, target.vocab_size)
         baked = bake_texts(target, size, self.texts) if self.texts else bake_tokens(target, size, self.candidates)
@@ -63,15 +66,15 @@ class OneDecodeDrafter(Drafter):
             if best and best[0][1] >= self.threshold:
                 self.table[token] = dict(best)
 
-    def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
+    def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
         def following(token: int) -> Mapping[int, float]:
             return self.table.get(token, {})
 
         drafts = [
             grow(text[-1], following, lambda _, token: token, nodes=self.nodes, depth=self.depth)
-            for text in settled.texts
+            for text in committed.texts
         ]
-        return ragged_tree(settled.root, drafts)
+        return ragged_tree(committed.root, drafts)
 
 
 @torch.no_grad()

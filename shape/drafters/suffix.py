@@ -7,7 +7,7 @@ from math import log
 
 from torch import Tensor
 
-from shape.drafters.base import Drafter, Settled
+from shape.drafters.base import Committed, Drafter
 from shape.drafters.growing import grow
 from shape.verification.sampling import Sampler
 from shape.verification.tree import Drafted, TokenTree, ragged_tree
@@ -53,17 +53,20 @@ class SuffixDrafter(Drafter):
             for token in (*text, _BREAK):
                 self.corpus.extend(token)
 
-    def start(self, settled: Settled, hidden: Tensor) -> None:
-        self._rows = [_Row(SuffixAutomaton()) for _ in settled.texts]
+    def limit_draft(self, num_draft_tokens: int) -> None:
+        self.depth = num_draft_tokens
 
-    def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
+    def start(self, committed: Committed, hidden: Tensor) -> None:
+        self._rows = [_Row(SuffixAutomaton()) for _ in committed.texts]
+
+    def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
         drafts = []
-        for row, text in zip(self._rows, settled.texts, strict=True):
+        for row, text in zip(self._rows, committed.texts, strict=True):
             for token in text[len(row.own) :]:
                 row.own.extend(token)
                 row.abroad = self.corpus.follow(row.abroad, token)
             drafts.append(self._grow(row))
-        return ragged_tree(settled.root, drafts)
+        return ragged_tree(committed.root, drafts)
 
     def select(self, rows: Tensor) -> None:
         self._rows = [self._rows[row] for row in rows.tolist()]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from shape.drafters.base import Drafter, Settled
+from shape.drafters.base import Committed, Drafter
 from shape.verification.noise import mix
 from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree, ragged_chain
@@ -30,13 +30,16 @@ class OracleDrafter(Drafter):
     def bind(self, target) -> None:
         self._vocab_size = target.vocab_size
 
-    def start(self, settled: Settled, hidden: Tensor) -> None:
-        self._rows = [self._row_of(row, text) for row, text in enumerate(settled.texts)]
+    def why_not_fixed(self, target) -> None:
+        return None
+
+    def start(self, committed: Committed, hidden: Tensor) -> None:
+        self._rows = [self._row_of(row, text) for row, text in enumerate(committed.texts)]
         self.drafts = [self._corrupted(row, text) for row, text in enumerate(self.texts)]
 
-    def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
-        drafts = zip(self._rows, map(len, settled.texts), strict=True)
-        return ragged_chain(settled.root, [self.drafts[row][start : start + self.depth] for row, start in drafts])
+    def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
+        drafts = zip(self._rows, map(len, committed.texts), strict=True)
+        return ragged_chain(committed.root, [self.drafts[row][start : start + self.depth] for row, start in drafts])
 
     def _row_of(self, row: int, text: list[int]) -> int:
         """The text that begins so: rows may be decoded in groups."""
@@ -75,8 +78,8 @@ class AdversaryDrafter(Drafter):
     def bind(self, target) -> None:
         self._vocab_size = target.vocab_size
 
-    def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
-        batch, generator = len(settled.texts), self._generator
+    def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
+        batch, generator = len(committed.texts), self._generator
         index = torch.arange(self.nodes + 1)
         if self.chains_only:
             parent = (index - 1).expand(batch, -1).clone()
@@ -87,14 +90,14 @@ class AdversaryDrafter(Drafter):
             orphan = torch.rand(batch, self.nodes + 1, generator=generator) < 0.1
             parent = parent.masked_fill(orphan, -1)
         parent[:, 0] = -1
-        tokens = self._tokens(settled, sampler, generator)
+        tokens = self._tokens(committed, sampler, generator)
         # Duplicates: every third node repeats the token before it.
         tokens[:, 3::3] = tokens[:, 2:-1:3]
-        tokens[:, 0] = settled.root.cpu()
-        return TokenTree(tokens.to(settled.root.device), parent.to(settled.root.device))
+        tokens[:, 0] = committed.root.cpu()
+        return TokenTree(tokens.to(committed.root.device), parent.to(committed.root.device))
 
-    def _tokens(self, settled: Settled, sampler: Sampler, generator: torch.Generator) -> Tensor:
-        batch = len(settled.texts)
+    def _tokens(self, committed: Committed, sampler: Sampler, generator: torch.Generator) -> Tensor:
+        batch = len(committed.texts)
         tokens = torch.randint(self._vocab_size, (batch, self.nodes + 1), generator=generator)
         if not sampler.greedy:
             # The likeliest winners of the noise alone: a rule that leaks g into acceptance shows it here.

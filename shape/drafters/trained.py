@@ -1,6 +1,9 @@
 """The drafter of every trained predictor: trees grown step by step from what is known of each row."""
 
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
+from hashlib import sha256
 from math import log
 
 import numpy as np
@@ -8,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shape.drafters.base import Drafter, Settled, TreeShape
+from shape.drafters.base import Committed, Drafter, TreeShape
 from shape.drafters.growing import Biases, grow_by_depth
 from shape.errors import TargetMismatch
 from shape.networks.base import Head, Known, MarkovBias, Predictor, Remembered, turns_ahead
@@ -21,7 +24,7 @@ from shape.verification.sampling import Sampler, perturbed
 from shape.verification.tree import TokenTree, keep_best, of_lists, root_only
 
 _SLOTS = 256  # of the memory, at first
-_REHEARSED = 256  # known positions that a rehearsal attends to
+_MEASURED_LENGTH = 256  # known positions that ``run_forwards`` attends to
 _EMBEDDED = 4096  # tokens whose embeddings are held at once
 _TABLED = 2**24  # biases of tokens by tokens before them that are kept as a table
 
@@ -31,7 +34,7 @@ class TrainedDrafter(Drafter):
 
     Nodes carry what their path has made of the network's state; where that does not depend on the path's tokens, all
     nodes of a depth share one prediction. A network with attention keeps keys and values of known positions in an arena
-    of its own, into which only settled states go, so that rejected drafts leave nothing to roll back. Works on a
+    of its own, into which only committed states go, so that rejected drafts leave nothing to roll back. Works on a
     predictor in training as well: it takes no gradient and touches no global random state.
 
     It drafts on the predictor's device, which need not be the target's: new states go there and the tree comes back.
@@ -49,6 +52,8 @@ class TrainedDrafter(Drafter):
             the host's own.
     """
 
+    predictor: Predictor
+    tree: TreeShape
     window: Tensor
     arena: KVCache | None = None
     on_host: bool = False
@@ -62,6 +67,42 @@ class TrainedDrafter(Drafter):
     @property
     def networks(self) -> Sequence[nn.Module]:
         return (self.predictor,)
+
+    def describe(self, beside: torch.device | None = None) -> str:
+        sums = [parameter.double().sum().item() for parameter in self.predictor.parameters()]
+        where = "" if beside in (None, self.predictor.device) else f", on {self.predictor.device}"
+        return f"{self.name}, {self.tree}, weights {sha256(repr(sums).encode()).hexdigest()[:8]}{where}"
+
+    @property
+    def drops_drawn_nodes(self) -> bool:
+        return self.tree.nodes is not None
+
+    def with_tree(self, tree: TreeShape) -> "TrainedDrafter":
+        other = copy(self)
+        other.tree = tree
+        return other
+
+    def why_not_fixed(self, target: Target) -> str | None:
+        if len(self.layers) > 1:
+            return f"drafter {self.name} reads several layers"
+        return None if self.predictor.device == target.device else "drafts are made on another device"
+
+    def limit_draft(self, num_draft_tokens: int) -> None:
+        self.tree = replace(self.tree, depth=num_draft_tokens)
+
+    def weights_read(self, target: Target, hidden_size: int, vocab_size: int) -> float:
+        """Parameters grow with the square of the width, tables of tokens with width and vocabulary, of which the same
+        share is drafted from. Recursive predictors read all of that once per depth, parallel ones once, but for a
+        Markov bias.
+        """
+        network, config = self.predictor, self.predictor.config
+        drafted = (config.draft_vocab_size or target.vocab_size) / target.vocab_size * vocab_size
+        heads, bias = network.heads, network.markov
+        tables = (0 if heads is None else heads.numel()) + (0 if bias is None else bias.expand.weight.numel())
+        own = (network.num_parameters() - tables) * (hidden_size / target.hidden_size) ** 2
+        read = own + drafted * hidden_size * (1 if heads is None else len(heads))
+        passes = self.tree.depth if config.step_mode == "recursive" else 1
+        return passes * read + self.tree.depth * config.markov_rank * drafted
 
     def bind(self, target: Target) -> None:
         if missing := [layer for layer in self.layers if layer > target.config.num_hidden_layers]:
@@ -119,34 +160,34 @@ class TrainedDrafter(Drafter):
             return F.embedding(candidates, self._biases)
         return self.predictor.markov(F.embedding(candidates, self._reduced))
 
-    def start(self, settled: Settled, hidden: Tensor) -> None:
+    def start(self, committed: Committed, hidden: Tensor) -> None:
         hidden = hidden.to(self._device)
-        ends = settled.lengths[:, None].to(self._device) - 1
+        ends = committed.lengths[:, None].to(self._device) - 1
         config, shapes = self.predictor.config, self.predictor.memory_shapes
         self.window = windows(hidden, ends, config.window)[:, 0]
         if shapes:
             rows, longest = hidden.shape[:2]
             self.arena = KVCache(self.memory_layers, rows, longest + _SLOTS, self.predictor.dtype, self._device)
-            ids = [text + [0] * (longest + 1 - len(text)) for text in settled.texts]
+            ids = [text + [0] * (longest + 1 - len(text)) for text in committed.texts]
             tokens = torch.tensor(ids, device=self._device)
             self._remember(tokens, F.pad(hidden, (0, 0, 1, 0)))
-            self.arena.set_lengths([len(text) - 1 for text in settled.texts])
+            self.arena.set_lengths([len(text) - 1 for text in committed.texts])
 
     def update(self, tokens: list[list[int]], hidden: Tensor, counts: Tensor) -> None:
         hidden, counts = hidden.to(self._device), counts.to(self._device)
         if self.arena is None:
-            return self.take_in(None, hidden, counts)
+            return self.append_states(None, hidden, counts)
         size, rows = hidden.shape[1] + 1, zip(self.arena.host_lengths, tokens, strict=True)
         padded = of_lists([[*own, *[0] * (size - len(own))] for own in tokens], self._device)
-        self.take_in(padded, hidden, counts)
+        self.append_states(padded, hidden, counts)
         self.arena.set_lengths([length + len(own) - 1 for length, own in rows])
 
-    def take_in(self, tokens: Tensor | None, hidden: Tensor, counts: Tensor) -> None:
+    def append_states(self, tokens: Tensor | None, hidden: Tensor, counts: Tensor) -> None:
         """``update`` without a word to another host: the memory's lengths are left for the caller to move on.
 
         Args:
             tokens: (B, D + 1) int64, which only networks that attend look at: the root that was verified and what was
-                settled behind it.
+                committed behind it.
         """
         known = torch.cat([self.window, hidden], dim=1)
         size = self.predictor.config.window
@@ -167,7 +208,7 @@ class TrainedDrafter(Drafter):
 
     @torch.no_grad()
     def _remember(self, tokens: Tensor, features: Tensor) -> None:
-        """Write what the next positions leave behind the settled ones: tokens (B, D + 1), theirs and the one after;
+        """Write what the next positions leave behind the committed ones: tokens (B, D + 1), theirs and the one after;
         features (B, D + 1, F), of the position before and theirs.
         """
         assert self.arena is not None
@@ -197,31 +238,31 @@ class TrainedDrafter(Drafter):
         ahead = turns_ahead(arena.lengths[:, None], config, self.predictor.dtype, max(steps, config.num_steps))
         return Known(self.window[:, None], memory, visible, ahead)
 
-    def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
-        return self._draft(settled.to(self._device), sampler.to(self._device)).to(settled.root.device)
+    def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
+        return self._draft(committed.to(self._device), sampler.to(self._device)).to(committed.root.device)
 
     @torch.no_grad()
-    def _draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
+    def _draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
         config = self.predictor.config
         depth = self.tree.depth
         if config.step_mode == "parallel":
             depth = min(depth, config.num_steps)
         self.passes = 0
         if depth == 0:
-            return root_only(settled.root)
+            return root_only(committed.root)
         network, by_path = self.predictor, self.predictor.by_path
         width, branching = self.tree.width, self.tree.branching or self.tree.width
 
-        root = settled.root[:, None]
+        root = committed.root[:, None]
         embedding, known = self._embed_roots(root), self._known(depth)
         carried = network.begin(known, embedding)
         if not by_path:
             all_states, found = self._logits_of_all_depths(known, carried, embedding, depth)
             all_logits = sampler.draft_logits(found, None, self._vocabulary)
             if self.on_host and network.confidence is None and not sampler.draws:
-                return self._grown_on_host(settled.root, embedding, all_logits, sampler)
+                return self._grown_on_host(committed.root, embedding, all_logits, sampler)
         rows = torch.arange(root.shape[0], device=root.device)[:, None]
-        noise = sampler.foresee(depth, self._words, width)
+        noise = sampler.draft_noise(depth, self._words, width)
         # The frontier: nodes expanded next, with numbers, joint log-probabilities, embeddings and what they carry.
         number, nodes = torch.zeros_like(root), 1
         joint = torch.zeros(root.shape, device=root.device)
@@ -337,11 +378,11 @@ class TrainedDrafter(Drafter):
         return self._target.embed(candidates) if self._embeddings is None else F.embedding(candidates, self._embeddings)
 
     @torch.no_grad()
-    def rehearse(self, rows: int, passes: int) -> None:
+    def run_forwards(self, rows: int, passes: int) -> None:
         network, config = self.predictor, self.predictor.config
         zeros = next(network.parameters()).new_zeros
-        memory = [(zeros(rows, heads, _REHEARSED, size),) * 2 for heads, size in network.memory_shapes]
-        roots = torch.full((rows, 1), _REHEARSED, device=self._device)
+        memory = [(zeros(rows, heads, _MEASURED_LENGTH, size),) * 2 for heads, size in network.memory_shapes]
+        roots = torch.full((rows, 1), _MEASURED_LENGTH, device=self._device)
         ahead = turns_ahead(roots, config, network.dtype, max(passes, config.num_steps)) if memory else None
         known = Known(zeros(rows, 1, config.window, config.feature_size), memory, None, ahead)
         embedding = zeros(rows, 1, config.hidden_size)

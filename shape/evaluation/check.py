@@ -145,8 +145,9 @@ def check(options: CheckOptions) -> dict[str, Any]:
     free = Costs(costs.rows, costs.context, costs.verify, {})
     shapes = [TreeShape(depth=depth, width=1) for depth in (2, 4, 8)]
     report["ngram"] = [asdict(one) for one in plan(free, sketch(lookup, contexts, **sampling), shapes)]
-    if options.predictor is not None and isinstance(decoder.drafter, TrainedDrafter):
-        answers, own = sketch(decoder, contexts, **sampling), decoder.drafter.tree
+    own = None if decoder.drafter is None else decoder.drafter.tree
+    if options.predictor is not None and own is not None:
+        answers = sketch(decoder, contexts, **sampling)
         trees = CANDIDATES if decoder.support.mode == "tree" else [one for one in CANDIDATES if one.width == 1]
         plans = plan(costs, answers, list(dict.fromkeys([own, *trees])))
         report["acceptance"] = acceptance(answers)

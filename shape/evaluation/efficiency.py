@@ -134,7 +134,7 @@ def _bare_seconds(
         _wait(target)
         start = perf_counter()
         if drafter is not None and step.passes:
-            drafter.rehearse(rows, step.passes)
+            drafter.run_forwards(rows, step.passes)
         _wait(target)
         drafted = perf_counter()
         with attending(target, support):

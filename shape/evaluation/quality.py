@@ -17,7 +17,6 @@ from tqdm import tqdm
 
 from shape import bundled
 from shape.data.conversations import Prompt, evenly, load_prompts
-from shape.drafters import TrainedDrafter
 from shape.errors import ConfigError, DataError
 from shape.evaluation import sandbox
 from shape.evaluation.correctness import final_number, known_number, program
@@ -102,7 +101,7 @@ class _Writer:
         self.plain = ShapeDecoder(decoder.target)
         self.drafting = ShapeDecoder(decoder.target, decoder.drafter, fall_back=False)
         self.drafter = decoder.drafter
-        if not isinstance(self.drafter, TrainedDrafter):
+        if self.drafter is None or self.drafter.predictor is None:
             raise ConfigError(f"predictor {options.predictor} is no predictor of shape.train; give one that is")
         self.reader = Reader(self.drafter.predictor, self.target)
         self.labels = {
@@ -117,8 +116,7 @@ class _Writer:
 
     def _rule(self, mode: str) -> Rule:
         if mode == ALONE:
-            assert isinstance(self.drafter, TrainedDrafter)
-            return TrsLossy(k=1, depth=self.drafter.predictor.config.num_steps)
+            return TrsLossy(k=1, depth=self.reader.predictor.config.num_steps)
         return Match() if mode == SHAPE else make_rule(mode, self.options.typical_lossy, self.options.trs_lossy)
 
     def describe(self, mode: str) -> str:

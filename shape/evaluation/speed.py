@@ -33,13 +33,6 @@ from transformers.generation.streamers import BaseStreamer
 from shape.data.conversations import Prompt
 from shape.drafters import (
     Drafter,
-    GeodesicDrafter,
-    HybridDrafter,
-    LookaheadDrafter,
-    NgramDrafter,
-    OneDecodeDrafter,
-    SuffixDrafter,
-    TrainedDrafter,
 )
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
@@ -249,46 +242,25 @@ def describe(method: Method, beside: torch.device | None = None) -> str:
         return method or "plain"
     if isinstance(method, Assisted):
         return f"transformers, assisted by {method.model!r}"
-    if isinstance(method, HybridDrafter):
-        return f"{method.nodes} nodes of {' + '.join(describe(each, beside) for each in method.drafters)}"
-    if not isinstance(method, TrainedDrafter):
-        return str(method)
-    sums = [parameter.double().sum().item() for parameter in method.predictor.parameters()]
-    where = "" if beside in (None, method.predictor.device) else f", on {method.predictor.device}"
-    return f"{method.name}, {method.tree}, weights {hashlib.sha256(repr(sums).encode()).hexdigest()[:8]}{where}"
+    return method.describe(beside)
 
 
 def projected_draft_cost(method: Method, target: Target) -> float | None:
     """Weights the drafter reads per step over those the target reads, at the size of Llama-3.1-8B.
 
-    Assumes that both are bound by memory, so that a target forward over a tree costs what one over a token
-    does; that the predictor's parameters grow with the square of the width, and tables of tokens with width and
-    vocabulary (the same share of it that is drafted from here); that recursive predictors read their own weights and an
-    output embedding once per depth of their tree, parallel ones once, but for a Markov bias. Cache traffic and
-    overheads are left out, and the measured acceptance length is taken to hold for the large target.
+    Assumes that both are bound by memory, so that a target forward over a tree costs what one over a token does; see
+    ``Drafter.weights_read``. Cache traffic and overheads are left out, and the measured acceptance length is taken to
+    hold for the large target.
 
     Returns:
         0 where nothing is read, None for the baselines and for drafters of unknown cost.
     """
     if isinstance(method, Ruled):
         method = method.drafter
-    if isinstance(method, NgramDrafter | SuffixDrafter | LookaheadDrafter | OneDecodeDrafter):
-        return 0.0
-    if isinstance(method, GeodesicDrafter):
-        return _LARGE_VOCABULARY * _LARGE_HIDDEN / _LARGE_PARAMETERS  # the output embedding, once for all depths
-    if isinstance(method, HybridDrafter):
-        parts = [projected_draft_cost(each, target) for each in method.drafters]
-        return None if None in parts else sum(part for part in parts if part is not None)
-    if not isinstance(method, TrainedDrafter):
+    if not isinstance(method, Drafter):
         return None
-    predictor, config = method.predictor, method.predictor.config
-    drafted = (config.draft_vocab_size or target.vocab_size) / target.vocab_size * _LARGE_VOCABULARY
-    heads, bias = predictor.heads, predictor.markov
-    tables = (0 if heads is None else heads.numel()) + (0 if bias is None else bias.expand.weight.numel())
-    own = (predictor.num_parameters() - tables) * (_LARGE_HIDDEN / target.hidden_size) ** 2
-    read = own + drafted * _LARGE_HIDDEN * (1 if heads is None else len(heads))
-    passes = method.tree.depth if config.step_mode == "recursive" else 1
-    return (passes * read + method.tree.depth * config.markov_rank * drafted) / _LARGE_PARAMETERS
+    read = method.weights_read(target, _LARGE_HIDDEN, _LARGE_VOCABULARY)
+    return None if read is None else read / _LARGE_PARAMETERS
 
 
 class _Contexts:

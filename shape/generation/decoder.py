@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from shape import bundled
 from shape.drafters import PREDICTORS, Drafter, ModelDrafter, TrainedDrafter, TreeShape, make_drafter
-from shape.drafters.model import Lookahead, make_lookahead
+from shape.drafters.lengths import DraftLength
 from shape.drafters.recipes.drafter import Pack, RecipeDrafter
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, UnsupportedGeneration
 from shape.files import reading, typed
@@ -122,7 +122,7 @@ class ShapeDecoder:
         fall_back: bool | float = True,
         draft_device: str | torch.device | None = None,
         graphs: bool | FixedSteps = False,
-        lookahead: str | int | Lookahead = "adaptive",
+        lookahead: str | int | DraftLength = "adaptive",
         pack: str | Path | None = None,
         prepacked: bool | None = None,
         *,
@@ -155,7 +155,7 @@ class ShapeDecoder:
             pack: file of recipes (see ``shape.drafters.recipes.drafter``), which by themselves are the drafter
                 "recipes", and beside a predictor come before it.
             lookahead: of a smaller LM: "adaptive", "cost", a number of tokens, or one's own (see
-                ``shape.drafters.model``).
+                ``shape.drafters.lengths``).
             prepacked: see ``Target.load``; for the predictor too.
             predictor: folder, hub id or bundled name of an exported predictor, or of a smaller causal LM with the
                 target's tokens, which then drafts.
@@ -209,7 +209,7 @@ class ShapeDecoder:
             small = Target.load(
                 predictor, dtype=_draft_dtype(loaded, where), device_map=where, prepacked=prepacked, **code, **hub
             )
-            given["model"] = ModelDrafter(small, make_lookahead(lookahead))
+            given["model"] = ModelDrafter(small, lookahead)
         chosen = make_drafter(name or "+".join(given) or _WITHOUT_TRAINING, given)
         made = cls(loaded, chosen, fall_back=fall_back, graphs=graphs)
         made._made_target = loaded is not target

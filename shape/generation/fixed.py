@@ -38,7 +38,7 @@ from transformers import (
 )
 
 from shape.drafters import Drafter, OracleDrafter, TrainedDrafter
-from shape.drafters.base import Settled
+from shape.drafters.base import Committed
 from shape.errors import UnsupportedTarget
 from shape.generation.control import Pace
 from shape.generation.loop import Row, Stops, begin, settle_prompts
@@ -170,7 +170,7 @@ class Proposer(ABC):
         return (type(self).__name__,)
 
     @abstractmethod
-    def start(self, settled: Settled, hidden: Tensor) -> Tensor:
+    def start(self, settled: Committed, hidden: Tensor) -> Tensor:
         """What changes from step to step beside text and cache, (B, ...), behind a prefill (see ``Drafter.start``)."""
 
     @abstractmethod
@@ -189,7 +189,7 @@ class Proposer(ABC):
 class Nothing(Proposer):
     """Plain decoding."""
 
-    def start(self, settled: Settled, hidden: Tensor) -> Tensor:
+    def start(self, settled: Committed, hidden: Tensor) -> Tensor:
         return hidden.new_zeros(len(hidden), 0)
 
     def draft(
@@ -220,7 +220,7 @@ class Grown(Proposer):
     def key(self) -> tuple[Any, ...]:
         return ("shape", id(self._drafter.predictor), self._drafter.tree)
 
-    def start(self, settled: Settled, hidden: Tensor) -> Tensor:
+    def start(self, settled: Committed, hidden: Tensor) -> Tensor:
         self._drafter.start(settled, hidden)
         self.memory = self._drafter.arena
         return self._drafter.window
@@ -231,7 +231,7 @@ class Grown(Proposer):
         self._drafter.window, self._drafter.arena = state, memory
         if memory is not None:
             memory.expect(0)
-        return self._drafter.draft(Settled([], lengths, root), sampler)
+        return self._drafter.draft(Committed([], lengths, root), sampler)
 
     def update(
         self, state: Tensor, memory: FixedCache | None, tokens: Tensor, hidden: Tensor, counts: Tensor
@@ -239,7 +239,7 @@ class Grown(Proposer):
         self._drafter.window, self._drafter.arena = state, memory
         if memory is not None:
             memory.expect(hidden.shape[1])
-        self._drafter.take_in(tokens, hidden, counts)
+        self._drafter.append_states(tokens, hidden, counts)
         return self._drafter.window
 
 
@@ -253,7 +253,7 @@ class Foretold(Proposer):
     def key(self) -> tuple[Any, ...]:
         return ("oracle", self.depth)
 
-    def start(self, settled: Settled, hidden: Tensor) -> Tensor:
+    def start(self, settled: Committed, hidden: Tensor) -> Tensor:
         self._drafter.start(settled, hidden)
         drafts = self._drafter.drafts
         width = -(-(max(map(len, drafts)) + 1) // _TABLE) * _TABLE  # the last is always -1
@@ -543,11 +543,7 @@ def why_not(
         return f"acceptance {rule} waits for the host"
     if sampler.processors is not None or not all(isinstance(one, _WARPERS) for one in sampler.warpers):
         return "logits processors wait for the host"
-    if isinstance(drafter, TrainedDrafter):
-        if len(drafter.layers) > 1:
-            return f"drafter {drafter.name} reads several layers"
-        return None if drafter.predictor.device == target.device else "drafts are made on another device"
-    return None if drafter is None or isinstance(drafter, OracleDrafter) else f"drafter {drafter.name} waits for it"
+    return None if drafter is None else drafter.why_not_fixed(target)
 
 
 def proposer_of(drafter: Drafter | None) -> Proposer:

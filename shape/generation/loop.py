@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from shape.drafters.base import Drafter, Settled, common_length
+from shape.drafters.base import Committed, Drafter, common_length
 from shape.generation.control import Pace
 from shape.generation.stats import DecodeStats, Step
 from shape.generation.trace import Trace
@@ -167,7 +167,7 @@ def decode(
     started = perf_counter()
     finished = live = begin(rows, prompts, criteria)
     layers, size = (-1,) if drafter is None else drafter.layers, target.hidden_size
-    listens = drafter is not None and drafter.listens
+    needs_updates = drafter is not None and drafter.needs_updates
     arena, settled, hidden = settle_prompts(target, support, prompts, sampler, max_new_tokens, memory, stats, layers)
     for row, token in zip(live, settled.root.tolist(), strict=True):
         row.extend([token], max_new_tokens, eos_token_ids)
@@ -224,11 +224,11 @@ def decode(
                 stats.count_sources(tree.source[i], paths[i][1 : 1 + min(drafted[i], emitted[i])])
         lengths = arena.host_lengths
         arena.commit(paths)
-        if listens or memory is not None:
+        if needs_updates or memory is not None:
             states = _along(states, accepted.path[:, : max(counts)])
         if active is not None:
             active.inspect(tree, logits)
-        if drafter is not None and listens:
+        if drafter is not None and needs_updates:
             tokens = [[text[-1], *own] for text, own in zip(settled.texts, new, strict=True)]
             drafter.update(tokens, states, accepted.counts)
         if memory is not None:
@@ -277,7 +277,7 @@ def settle_prompts(
     memory: Memory | None,
     stats: DecodeStats,
     layers: Sequence[int] = (-1,),
-) -> tuple[KVCache, Settled, Tensor]:
+) -> tuple[KVCache, Committed, Tensor]:
     """The cache with the prompts in it, the first token of every row, and the prompts' states, (B, T, F)."""
     room = min(max_new_tokens, _NEW_SLOTS) + _TREE_SLOTS
     # Samples of one prompt share its prefill.
@@ -302,4 +302,4 @@ def settle_prompts(
     sampler.settle(arena.lengths, prompts)
     root = sampler.choose_roots(target.logits(last[:, None, -target.hidden_size :]), root_only(arena.lengths))
     texts = [[*prompt, token] for prompt, token in zip(prompts, root.tolist(), strict=True)]
-    return arena, Settled(texts, arena.lengths + 1, root), hidden
+    return arena, Committed(texts, arena.lengths + 1, root), hidden

@@ -18,8 +18,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from shape.drafters import Drafter, TrainedDrafter, TreeShape
-from shape.drafters.base import Settled, Wrapped
+from shape.drafters import Drafter, TreeShape
+from shape.drafters.base import Committed, Wrapped
 from shape.files import typed
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.rules import Match
@@ -163,7 +163,7 @@ def _kept(cache: Path) -> dict[str, Costs]:
 def _machine(decoder: ShapeDecoder) -> list[object]:
     """What costs depend on."""
     target, drafter = decoder.target, decoder.drafter
-    network = drafter.predictor if isinstance(drafter, TrainedDrafter) else None
+    network = None if drafter is None else drafter.predictor
     return [
         torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else str(target.device),
         torch.get_num_threads(),
@@ -188,7 +188,7 @@ class _Bench:
         text = torch.randint(self.target.vocab_size, (rows, context), generator=generator).to(self.target.device)
         self.hidden = prefill(self.target, self.arena, text, [context] * rows)
         self.root = text[:, -1]
-        self.settled = Settled([[*row, row[-1]] for row in text.tolist()], self.arena.lengths + 1, self.root)
+        self.settled = Committed([[*row, row[-1]] for row in text.tolist()], self.arena.lengths + 1, self.root)
         self.sampler = Sampler(self.arena.lengths)
         self.sampler.settle(self.settled.lengths, self.settled.texts)
 
@@ -206,20 +206,15 @@ class _Bench:
 
 
 def _measure(decoder: ShapeDecoder, rows: int, context: int, sizes: Sequence[int], repeats: int) -> Costs:
-    device, passes = decoder.target.device, 1
-    drafters: dict[int, TrainedDrafter] = {}
-    if isinstance(decoder.drafter, TrainedDrafter):
-        predictor = decoder.drafter.predictor
-        passes = 4 if predictor.config.step_mode == "recursive" else min(4, predictor.config.num_steps)
-        drafters = {width: TrainedDrafter(predictor, TreeShape(depth=4, width=width)) for width in _WIDTHS}
-    for drafter in drafters.values():  # outside of inference mode, as decoders do: prepacked layers ask for versions
-        drafter.bind(decoder.target)
+    device, own = decoder.target.device, decoder.drafter
+    shapes = {} if own is None else {width: own.with_tree(TreeShape(depth=4, width=width)) for width in _WIDTHS}
+    drafters = {width: drafter for width, drafter in shapes.items() if drafter is not None}
     with decoder.gradientless():
         bench = _Bench(decoder, rows, context, max(sizes))
         verify = _seconds([partial(bench.verify, size) for size in sizes], repeats, device)
         draft = _seconds([bench.drafts(drafter) for drafter in drafters.values()], repeats, device)
-    per_pass = [seconds / passes for seconds in draft]
-    return Costs(rows, context, dict(zip(sizes, verify, strict=True)), dict(zip(drafters, per_pass, strict=True)))
+    per_pass = {width: taken / drafters[width].passes for width, taken in zip(drafters, draft, strict=True)}
+    return Costs(rows, context, dict(zip(sizes, verify, strict=True)), per_pass)
 
 
 def draft_cost(
@@ -287,11 +282,11 @@ class _Shadow(Wrapped):
         super().__init__(drafter)
         self.seen = []  # type: ignore[var-annotated]
 
-    def start(self, settled: Settled, hidden: Tensor) -> None:
+    def start(self, settled: Committed, hidden: Tensor) -> None:
         super().start(settled, hidden)
         self._rows = list(range(len(settled.texts)))
 
-    def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
+    def draft(self, settled: Committed, sampler: Sampler) -> TokenTree:
         tree = self.inner.draft(settled, sampler)
         joint = tree.depth.neg() if tree.joint is None else tree.joint
         for at, row in enumerate(self._rows):
@@ -321,8 +316,7 @@ def sketch(
     drafter = decoder.drafter
     if drafter is None:
         return []
-    if isinstance(drafter, TrainedDrafter):
-        drafter = TrainedDrafter(drafter.predictor, wide)
+    drafter = drafter.with_tree(wide) or drafter
     answers = []
     for context in contexts:
         shadow = _Shadow(drafter)
@@ -359,7 +353,7 @@ def acceptance(answers: Sequence[Sequence[Sketch]]) -> list[list[float]]:
 
 
 def cut(one: Sketch, shape: TreeShape) -> tuple[int, int, int]:
-    """(accepted tokens, nodes, passes) if the drafter had grown this shape, as ``TrainedDrafter`` grows it.
+    """(accepted tokens, nodes, passes) if a predictor's drafter had grown this shape.
 
     A narrow tree can expand a node that the wide one did not, where it then counts as ending; that is rare.
     """
@@ -429,6 +423,6 @@ def tune(decoder: ShapeDecoder, contexts: Sequence[list[int]], **options) -> Pla
     """
     costs = calibrate(decoder, context=max(map(len, contexts)) + 64)
     best = plan(costs, sketch(decoder, contexts, **options))[0]
-    if best.shape is not None and isinstance(decoder.drafter, TrainedDrafter):
-        decoder.drafter.tree = best.shape
+    if best.shape is not None and decoder.drafter is not None:
+        decoder.drafter = decoder.drafter.with_tree(best.shape) or decoder.drafter
     return best

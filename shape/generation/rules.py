@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shape.drafters import Drafter, TrainedDrafter, TreeShape
+from shape.drafters import Drafter, TreeShape
 from shape.errors import ConfigError, UnsupportedGeneration
 from shape.target.model import Target
 from shape.verification.acceptance import Accepted, follow, match, traverse, trs_lossy, typical_lossy
@@ -77,7 +77,7 @@ class Rejection(Rule):
     coupled = False
 
     def fit(self, drafter: Drafter | None, target: Target) -> Drafter | None:
-        if isinstance(drafter, TrainedDrafter) and drafter.tree.nodes is not None:
+        if drafter is not None and drafter.drops_drawn_nodes:
             raise UnsupportedGeneration(
                 f"acceptance {self.name!r} is biased where drawn nodes are dropped again; give a tree without nodes, "
                 "or use 'match'"
@@ -99,7 +99,7 @@ class Traversal(Rejection):
             return matched(tree, logits, sampler)
         p = sampler.tree_scores(logits, tree).softmax(-1)
         q = None if tree.log_q is None else tree.log_q.exp()
-        return traverse(tree, p, q, sampler.coins(tree.size), sampler.residual_noise(p.shape[-1]))
+        return traverse(tree, p, q, sampler.uniforms(tree.size), sampler.residual_noise(p.shape[-1]))
 
 
 @dataclass(frozen=True)
@@ -154,14 +154,13 @@ class TrsLossy(Rule):
             )
 
     def fit(self, drafter: Drafter | None, target: Target) -> Drafter | None:
-        if not isinstance(drafter, TrainedDrafter):
+        full = None if drafter is None else drafter.with_tree(TreeShape.full(self.k, self.depth))
+        if full is None:
             raise UnsupportedGeneration("acceptance 'trs-lossy' needs the k^N trees of a SHAPE predictor; give one")
         if target.support is not None and target.support.mode == "chain":
             raise UnsupportedGeneration(
                 f"acceptance 'trs-lossy' needs trees, and target {target.name} verifies chains only"
             )
-        full = TrainedDrafter(drafter.predictor, TreeShape.full(self.k, self.depth))
-        full.bind(target)
         return full
 
     def __call__(self, tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:

@@ -220,7 +220,7 @@ class _Odds:
         if not sampler.greedy and sampler.coupled:
             noise = sampler.noise(depth, logits.shape[-1])[at]
         elif not sampler.greedy:
-            draws = sampler.coins(tree.size)[at]
+            draws = sampler.uniforms(tree.size)[at]
         joint = None if tree.joint is None else tree.joint[at]
         return cls(
             scores.log_softmax(-1),

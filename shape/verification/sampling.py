@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from warnings import warn
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from shape.verification.noise import GOLDEN, all_words, gumbel, mix, shift
 from shape.verification.tree import TokenTree, root_only
 
 # What noise beside the target's own is for; any different words will do.
-_DRAFTS, _COINS, _RESIDUALS = 0x6472616674, 0x636F696E73, 0x7265736964
+_DRAFTS, _UNIFORMS, _RESIDUALS = 0x6472616674, 0x636F696E73, 0x7265736964
 
 
 def perturbed(logits: Tensor, noise: Tensor | None) -> Tensor:
@@ -25,7 +26,7 @@ def perturbed(logits: Tensor, noise: Tensor | None) -> Tensor:
     with other noise the largest are draws without replacement.
 
     Args:
-        logits: (B, M, K) of ``Sampler.draft_logits``. noise: (B, 1 or at least M, K), of ``Sampler.foresee``.
+        logits: (B, M, K) of ``Sampler.draft_logits``. noise: (B, 1 or at least M, K), of ``Sampler.draft_noise``.
     """
     return logits if noise is None else logits + noise[:, : logits.shape[1]]
 
@@ -143,7 +144,7 @@ class Sampler:
         positions = self._lengths[:, None] + torch.tensor(offsets, device=words.device)
         return gumbel(self.keys[:, None].expand_as(positions), positions, words)
 
-    def foresee(self, depth: int, words: Tensor, nodes: int = 1) -> Sequence[Tensor | None]:
+    def draft_noise(self, depth: int, words: Tensor, nodes: int = 1) -> Sequence[Tensor | None]:
         """What ``perturbed`` adds at offsets 0 to ``depth`` - 1: noise for some tokens each.
 
         It is the target's own, (B, 1, K), where drafts are coupled to its choices, and None when greedy. If not
@@ -158,6 +159,11 @@ class Sampler:
             return self._noise_at(range(depth), words).split(1, dim=1)
         counters = torch.arange(depth * nodes, device=words.device)
         return gumbel(self._step_words(_DRAFTS)[:, None], counters, words).split(nodes, dim=1)
+
+    def foresee(self, depth: int, words: Tensor, nodes: int = 1) -> Sequence[Tensor | None]:
+        """The former name of ``draft_noise``."""
+        warn("Sampler.foresee is now called draft_noise", FutureWarning, stacklevel=2)
+        return self.draft_noise(depth, words, nodes)
 
     def draft_scores(
         self, logits: Tensor, offset: Tensor | int, noise: Tensor | None, vocabulary: Tensor | None = None
@@ -291,10 +297,10 @@ class Sampler:
         ]
         return torch.cat(found)
 
-    def coins(self, nodes: int) -> Tensor:
+    def uniforms(self, nodes: int) -> Tensor:
         """(B, nodes) float64 in (0, 1), one to decide over each node of a tree where drafts are drawn."""
         counters = torch.arange(1, nodes + 1, device=self._lengths.device) * GOLDEN
-        bits = shift(mix(self._step_words(_COINS)[:, None] + counters), 12)
+        bits = shift(mix(self._step_words(_UNIFORMS)[:, None] + counters), 12)
         return (bits.to(torch.float64) + 0.5) * 2.0**-52
 
     def residual_noise(self, vocab_size: int, offset: int = 0) -> Tensor:
@@ -319,9 +325,9 @@ class Sampler:
         )
         candidates = tree.tokens[rows].gather(1, order).masked_fill(~children.gather(1, order), -1)
         q = None if tree.log_q is None else tree.log_q[rows, nodes].exp()
-        coins = self.coins(tree.size)[rows].gather(1, order)
+        uniforms = self.uniforms(tree.size)[rows].gather(1, order)
         return reject_in_turn(
-            scores.softmax(-1), q, candidates, coins, self.residual_noise(scores.shape[-1], offset)[rows]
+            scores.softmax(-1), q, candidates, uniforms, self.residual_noise(scores.shape[-1], offset)[rows]
         )
 
     def warp(self, logits: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from copy import copy
 import pytest
 import torch
 
-from shape.drafters import HybridDrafter, NgramDrafter, Settled, SuffixDrafter, make_drafter
+from shape.drafters import Committed, HybridDrafter, NgramDrafter, SuffixDrafter, make_drafter
 from shape.drafters.base import Drafter
 from shape.errors import ConfigError
 from shape.generation.decoder import ShapeDecoder
@@ -27,28 +27,28 @@ class Fixed(Drafter):
             joint.append(joint[parent] + math.log(probability))
             self.drafted.append((token, parent, joint[-1]))
 
-    def start(self, settled: Settled, hidden: torch.Tensor) -> None:
+    def start(self, committed: Committed, hidden: torch.Tensor) -> None:
         self.seen.append(hidden)
 
     def update(self, tokens: list[list[int]], hidden: torch.Tensor, counts: torch.Tensor) -> None:
         self.seen.append(hidden)
 
-    def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
+    def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
         self.asked += 1
-        return ragged_tree(settled.root, [self.drafted] * len(settled.texts))
+        return ragged_tree(committed.root, [self.drafted] * len(committed.texts))
 
 
-def settled(*rows: list[int]) -> Settled:
+def committed(*rows: list[int]) -> Committed:
     lengths = torch.tensor([len(text) for text in rows])
-    return Settled(list(rows), lengths, torch.tensor([text[-1] for text in rows]))
+    return Committed(list(rows), lengths, torch.tensor([text[-1] for text in rows]))
 
 
 def draft(hybrid: HybridDrafter, *rows: list[int]) -> TokenTree:
-    return hybrid.draft(settled(*rows), GREEDY)
+    return hybrid.draft(committed(*rows), GREEDY)
 
 
 def started(hybrid: HybridDrafter, rows: int = 1, width: int = 4) -> HybridDrafter:
-    hybrid.start(settled(*[[1]] * rows), torch.zeros(rows, 1, width))
+    hybrid.start(committed(*[[1]] * rows), torch.zeros(rows, 1, width))
     return hybrid
 
 
@@ -131,7 +131,7 @@ def test_each_source_gets_the_layers_that_it_reads():
     hybrid = HybridDrafter([plain, deep, other])
     assert hybrid.layers == (2, 3, 5, -1)
     hidden = torch.arange(8.0).expand(1, 3, 8)  # four layers of width 2
-    hybrid.start(settled([1]), hidden)
+    hybrid.start(committed([1]), hidden)
     hybrid.update([[1, 2]], hidden[:, :1], torch.tensor([1]))
     for source, columns in ((plain, [6, 7]), (deep, [0, 1, 4, 5, 6, 7]), (other, [2, 3, 6, 7])):
         assert [seen[0, 0].tolist() for seen in source.seen] == [columns, columns]
@@ -163,11 +163,11 @@ def test_a_rehearsal_has_the_passes_that_each_source_had(monkeypatch):
     light, heavy = Fixed("light", (5, 0, 0.5)), Fixed("heavy", (6, 0, 0.5))
     light.passes, heavy.passes, asked = 1, 3, []
     for drafter in (light, heavy):
-        drafter.rehearse = lambda rows, passes, name=drafter.name: asked.append((name, rows, passes))
+        drafter.run_forwards = lambda rows, passes, name=drafter.name: asked.append((name, rows, passes))
     hybrid = started(HybridDrafter([light, heavy]))
     draft(hybrid, [1, 2])
     assert hybrid.passes == 4
-    hybrid.rehearse(2, 8)
+    hybrid.run_forwards(2, 8)
     assert asked == [("light", 2, 2), ("heavy", 2, 6)]
 
 
@@ -187,10 +187,10 @@ def test_statistics_by_source(tiny_model):
     right = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
 
     class Knowing(Fixed):
-        def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
-            done = len(settled.texts[0]) - ids.shape[1]
+        def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
+            done = len(committed.texts[0]) - ids.shape[1]
             self.drafted = [(token, place, -0.1 * place) for place, token in enumerate(right[done : done + 3])]
-            return super().draft(settled, sampler)
+            return super().draft(committed, sampler)
 
     hybrid = HybridDrafter([Knowing("knowing"), SuffixDrafter(shortest=1)])
     decoder = ShapeDecoder(model, hybrid, fall_back=False)

@@ -5,7 +5,7 @@ from helpers import prompts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shape.drafters import LookaheadDrafter, Settled
+from shape.drafters import Committed, LookaheadDrafter
 from shape.generation.decoder import ShapeDecoder
 from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree
@@ -14,9 +14,9 @@ GREEDY = Sampler(prompt_lengths=torch.tensor([1]))
 VOCABULARY = 97
 
 
-def settled(*rows: list[int]) -> Settled:
+def committed(*rows: list[int]) -> Committed:
     lengths = torch.tensor([len(text) for text in rows])
-    return Settled(list(rows), lengths, torch.tensor([text[-1] for text in rows]))
+    return Committed(list(rows), lengths, torch.tensor([text[-1] for text in rows]))
 
 
 def says(path: list[int]) -> int:
@@ -37,10 +37,10 @@ def test_the_pool_has_what_the_target_said(window, size, moves):
     """By steps of one to three tokens, whatever was accepted."""
     drafter = LookaheadDrafter(window, size, guesses=4, from_text=False)
     text = [3, 1, 4, 1, 5]
-    drafter.start(settled(text), torch.empty(0))
+    drafter.start(committed(text), torch.empty(0))
     row = drafter._rows[0]
     for moved in moves:
-        tree = drafter.draft(settled(text), GREEDY)
+        tree = drafter.draft(committed(text), GREEDY)
         assert tree.size - 1 <= window * (size - 1) + 4 * (size - 1)
         last = len(row.levels) - 1
         asked = [list(path) for path in row.asked]
@@ -58,22 +58,22 @@ def test_the_pool_has_what_the_target_said(window, size, moves):
 def test_a_guess_of_the_text_comes_first_and_hangs_on_the_root():
     drafter = LookaheadDrafter(window=1, size=3, guesses=2)
     text = [1, 2, 3, 1, 4, 5, 1, 2, 6, 1]
-    drafter.start(settled(text), torch.empty(0))
-    tree = drafter.draft(settled(text), GREEDY)
+    drafter.start(committed(text), torch.empty(0))
+    tree = drafter.draft(committed(text), GREEDY)
     assert tree.tokens[0, :5].tolist() == [1, 2, 6, 4, 5] and tree.parent[0, :5].tolist() == [-1, 0, 1, 0, 3]
 
 
 def test_nodes_that_were_not_verified_begin_anew():
     drafter = LookaheadDrafter(window=3, size=3, from_text=False)
     text = [1, 2]
-    drafter.start(settled(text), torch.empty(0))
-    tree = drafter.draft(settled(text), GREEDY)
+    drafter.start(committed(text), torch.empty(0))
+    tree = drafter.draft(committed(text), GREEDY)
     cut = TokenTree(tree.tokens[:, :2], tree.parent[:, :2])
     drafter.inspect(cut, answered(text, cut))
     drafter.inspect(cut, answered(text, cut))  # nothing was asked since
     row = drafter._rows[0]
     assert [len(level) for level in row.levels] == [1, 1]
-    drafter.draft(settled([1, 2, 3]), GREEDY)
+    drafter.draft(committed([1, 2, 3]), GREEDY)
     assert [len(level) for level in row.levels] == [3, 3]
 
 

@@ -6,8 +6,8 @@ from helpers import prompts, weaker_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shape.drafters import HybridDrafter, ModelDrafter, Settled, make_drafter
-from shape.drafters.model import Adaptive, ByCost, Fixed, make_lookahead
+from shape.drafters import Committed, HybridDrafter, ModelDrafter, make_drafter
+from shape.drafters.lengths import Fixed
 from shape.errors import ConfigError, TargetMismatch
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
@@ -15,9 +15,9 @@ from shape.verification.noise import row_keys
 from shape.verification.sampling import Sampler
 
 
-def settled(*rows: list[int]) -> Settled:
+def committed(*rows: list[int]) -> Committed:
     lengths = torch.tensor([len(text) for text in rows])
-    return Settled([list(text) for text in rows], lengths, torch.tensor([text[-1] for text in rows]))
+    return Committed([list(text) for text in rows], lengths, torch.tensor([text[-1] for text in rows]))
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +39,13 @@ def test_drafts_its_own_continuation_whatever_became_of_the_last(tiny_model, sma
     texts = [[7, 8, 9, 10], [11, 12], [13, 14, 15, 16, 17, 18, 19]]
     keys = row_keys(seed, 3) if sampling else None
     sampler = Sampler(torch.tensor([1, 1, 1]), temperature=0.8 if sampling else 0.0, keys=keys)
-    drafter.start(settled(*texts), torch.empty(0))
+    drafter.start(committed(*texts), torch.empty(0))
     alone = ShapeDecoder(small)
     for step, count in enumerate(accepted):
         if step == 2:
             texts, sampler = texts[:2], sampler.select(torch.tensor([0, 1]))
             drafter.select(torch.tensor([0, 1]))
-        now = settled(*texts)
+        now = committed(*texts)
         sampler.settle(now.lengths, now.texts)
         drafted = drafter.draft(now, sampler).tokens[:, 1:].tolist()
         for row, text in enumerate(texts):
@@ -127,48 +127,6 @@ def test_tables_of_tokens_may_be_padded(tiny_model, tiny_tokenizer, tiny_target)
     assert torch.equal(
         decoder.generate(ids, max_new_tokens=20), ShapeDecoder(tiny_target).generate(ids, max_new_tokens=20)
     )
-
-
-def test_adaptive_lookahead_follows_acceptance_and_entropy():
-    lookahead = Adaptive()
-    for _ in range(10):
-        lookahead.observe(lookahead.length, lookahead.length, entropy=3.0, cost=None)
-    assert lookahead.length == 8
-    for _ in range(20):
-        lookahead.observe(0, lookahead.length, entropy=3.0, cost=None)
-    assert lookahead.length == 1
-    lookahead = Adaptive()
-    for _ in range(10):
-        lookahead.observe(0.6 * lookahead.length, lookahead.length, entropy=3.0, cost=None)
-    assert lookahead.length == 4
-    for _ in range(10):
-        lookahead.observe(0.6 * lookahead.length, lookahead.length, entropy=1.0, cost=None)
-    assert lookahead.length == 8
-    with pytest.raises(ConfigError, match="not within 1 to 8"):
-        Adaptive(length=9)
-
-
-@pytest.mark.parametrize(("share", "cost"), [(0.5, 0.3), (0.9, 0.1), (0.8, 0.05), (0.3, 0.5)])
-def test_lookahead_by_cost_is_the_best_of_the_closed_form(share, cost):
-    """Against the expected tokens and times of each length, with geometric acceptance."""
-    generator, lookahead = torch.Generator().manual_seed(0), ByCost()
-    for _ in range(4000):
-        coins = torch.rand(lookahead.length, generator=generator) < share
-        lookahead.observe(float(coins.long().cumprod(0).sum()), lookahead.length, 0.0, cost)
-
-    def rate(length: int) -> float:
-        return sum(share**n for n in range(length + 1)) / (1 + cost * length)
-
-    best = max(range(1, 13), key=rate)
-    assert rate(lookahead.length) > 0.95 * rate(best)
-
-
-def test_lookahead_by_name():
-    assert make_lookahead(5) == Fixed(5) == make_lookahead("5") and make_lookahead("adaptive") == Adaptive()
-    assert isinstance(make_lookahead("cost"), ByCost) and make_lookahead(chosen := ByCost()) is chosen
-    for wrong in ("0", "fast"):
-        with pytest.raises(ConfigError, match="is unknown; use adaptive, cost, or a number"):
-            make_lookahead(wrong)
 
 
 def test_from_pretrained(tiny_target, tiny_target_folder, tmp_path, tiny_model, tiny_tokenizer):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shape.drafters import OneDecodeDrafter, Settled
+from shape.drafters import Committed, OneDecodeDrafter
 from shape.drafters.onedecode import bake_texts, bake_tokens
 from shape.target.model import Target
 from shape.verification.sampling import Sampler
@@ -11,9 +11,9 @@ from shape.verification.sampling import Sampler
 GREEDY = Sampler(prompt_lengths=torch.tensor([1]))
 
 
-def settled(*rows: list[int]) -> Settled:
+def committed(*rows: list[int]) -> Committed:
     lengths = torch.tensor([len(text) for text in rows])
-    return Settled(list(rows), lengths, torch.tensor([text[-1] for text in rows]))
+    return Committed(list(rows), lengths, torch.tensor([text[-1] for text in rows]))
 
 
 def test_tokens_by_themselves_are_what_the_target_says_of_them(tiny_model):
@@ -44,7 +44,7 @@ def test_what_is_not_sure_is_not_offered(tiny_model):
     assert drafter.table.keys() == sure and 0 < len(sure) < 40
     unsure = next(token for token in range(40) if token not in sure)
     first = next(iter(sure))
-    tree = drafter.draft(settled([1, first], [1, unsure], [1, 63]), GREEDY)
+    tree = drafter.draft(committed([1, first], [1, unsure], [1, 63]), GREEDY)
     assert (tree.parent[1:, 1:] == -1).all()
     children = [
         token for token, parent in zip(tree.tokens[0].tolist(), tree.parent[0].tolist(), strict=True) if parent == 0
@@ -57,5 +57,5 @@ def test_any_number_of_candidates_fits(tiny_model, candidates):
     """The source's K = 8 crashed."""
     drafter = OneDecodeDrafter(threshold=0.0, candidates=candidates, depth=2, nodes=1000)
     drafter.bind(Target(tiny_model("llama")))
-    tree = drafter.draft(settled([1, 2]), GREEDY)
+    tree = drafter.draft(committed([1, 2]), GREEDY)
     assert tree.size == 1 + min(candidates + candidates**2, 1000)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shape.drafters import Settled, SuffixDrafter
+from shape.drafters import Committed, SuffixDrafter
 from shape.drafters import suffix as module
 from shape.drafters.suffix import SuffixAutomaton
 from shape.verification.sampling import Sampler
@@ -21,9 +21,9 @@ def _count_all(monkeypatch):
     monkeypatch.setattr(module, "_COUNTED", 1000)
 
 
-def settled(*rows: list[int]) -> Settled:
+def committed(*rows: list[int]) -> Committed:
     lengths = torch.tensor([len(text) for text in rows])
-    return Settled(list(rows), lengths, torch.tensor([text[-1] for text in rows]))
+    return Committed(list(rows), lengths, torch.tensor([text[-1] for text in rows]))
 
 
 def followers(text: list[int], suffix: list[int]) -> dict[int, int]:
@@ -86,26 +86,26 @@ def paths(tree) -> list[list[int]]:
 def test_copies_the_longest_match_first():
     drafter = SuffixDrafter(depth=3, nodes=3)
     text = [1, 2, 3, 4, 5, 9, 2, 3, 8, 8, 1, 2, 3]
-    drafter.start(settled(text), torch.empty(0))
-    tree = drafter.draft(settled(text), GREEDY)
+    drafter.start(committed(text), torch.empty(0))
+    tree = drafter.draft(committed(text), GREEDY)
     assert paths(tree) == [[4], [4, 5], [4, 5, 9]]
     more = SuffixDrafter(depth=3, nodes=4)
-    more.start(settled(text), torch.empty(0))
-    assert [8] in paths(more.draft(settled(text), GREEDY))  # from the shorter match
+    more.start(committed(text), torch.empty(0))
+    assert [8] in paths(more.draft(committed(text), GREEDY))  # from the shorter match
 
 
 def test_frequent_continuations_come_first():
     text = [1, 2, 5, 0, 1, 2, 6, 0, 1, 2, 6, 3, 1, 2]
     drafter = SuffixDrafter(depth=1, nodes=2)
-    drafter.start(settled(text), torch.empty(0))
-    assert paths(drafter.draft(settled(text), GREEDY)) == [[6], [5]]
+    drafter.start(committed(text), torch.empty(0))
+    assert paths(drafter.draft(committed(text), GREEDY)) == [[6], [5]]
 
 
 @given(texts, texts, st.integers(1, 6), st.integers(1, 8))
 def test_trees_are_ordered_and_their_estimates_are_probabilities(text, corpus, depth, nodes):
     drafter = SuffixDrafter(depth=depth, nodes=nodes, shortest=1, threshold=0.01, corpus=[corpus])
-    drafter.start(settled(text), torch.empty(0))
-    tree = drafter.draft(settled(text), GREEDY)
+    drafter.start(committed(text), torch.empty(0))
+    tree = drafter.draft(committed(text), GREEDY)
     assert tree.size <= nodes + 1 and (tree.depth[0] <= depth).all()
     joint, parent = tree.joint[0].tolist(), tree.parent[0].tolist()
     assert joint[1:] == sorted(joint[1:], reverse=True)
@@ -120,16 +120,16 @@ def test_trees_are_ordered_and_their_estimates_are_probabilities(text, corpus, d
 def test_a_corpus_continues_what_the_row_has_not_seen():
     drafter = SuffixDrafter(depth=3, corpus=[[5, 6, 7, 8], [9, 9]])
     text = [1, 5, 6]
-    drafter.start(settled(text), torch.empty(0))
-    assert paths(drafter.draft(settled(text), GREEDY)) == [[7], [7, 8]]  # and not into the next text
+    drafter.start(committed(text), torch.empty(0))
+    assert paths(drafter.draft(committed(text), GREEDY)) == [[7], [7, 8]]  # and not into the next text
 
 
 def test_rows_keep_their_own_text():
     drafter = SuffixDrafter(depth=2)
     rows = [[1, 2, 3, 1, 2], [4, 5, 6, 7, 8], [7, 8, 9, 7, 8]]
-    drafter.start(settled(*rows), torch.empty(0))
-    tree = drafter.draft(settled(*rows), GREEDY)
+    drafter.start(committed(*rows), torch.empty(0))
+    tree = drafter.draft(committed(*rows), GREEDY)
     assert tree.tokens[0].tolist() == [2, 3, 1] and tree.parent[1].tolist() == [-1, -1, -1]
     drafter.select(torch.tensor([0, 2]))
     kept = [[*rows[0], 3], [*rows[2], 9]]
-    assert drafter.draft(settled(*kept), GREEDY).tokens.tolist() == [[3, 1, 2], [9, 7, 8]]
+    assert drafter.draft(committed(*kept), GREEDY).tokens.tolist() == [[3, 1, 2], [9, 7, 8]]

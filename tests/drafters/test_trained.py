@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from helpers import RIVALS
 from helpers import predictor as build
 
-from shape.drafters import Settled, TrainedDrafter, TreeShape, trained
+from shape.drafters import Committed, TrainedDrafter, TreeShape, trained
 from shape.errors import TargetMismatch
 from shape.networks.config import ShapeConfig
 from shape.networks.shape import ShapePredictor, roll, windows
@@ -40,29 +40,29 @@ def target(tiny_model) -> Target:
     return Target(tiny_model("llama"))
 
 
-def begin(network, target, tree, batch=2) -> tuple[TrainedDrafter, Settled, torch.Tensor]:
+def begin(network, target, tree, batch=2) -> tuple[TrainedDrafter, Committed, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     lengths = [6, 3][:batch]
     texts = [torch.randint(3, 64, (length,), generator=generator).tolist() for length in lengths]
-    settled = Settled(texts, torch.tensor(lengths), torch.tensor([text[-1] for text in texts]))
+    committed = Committed(texts, torch.tensor(lengths), torch.tensor([text[-1] for text in texts]))
     hidden = torch.randn(batch, 5, 32, dtype=torch.float64, generator=generator)
     drafter = TrainedDrafter(network, tree)
     drafter.bind(target)
-    drafter.start(settled, hidden)
-    return drafter, settled, hidden
+    drafter.start(committed, hidden)
+    return drafter, committed, hidden
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_children_are_the_best_of_each_nodes_own_path(target, mode, temperature):
     network = predictor(*mode)
-    drafter, settled, hidden = begin(network, target, TreeShape(depth=3, width=2, branching=2))
-    sampler = Sampler(settled.lengths - 1, temperature, keys=row_keys(0, 2) if temperature else None)
-    sampler.settle(settled.lengths)
-    tree = drafter.draft(settled, sampler)
+    drafter, committed, hidden = begin(network, target, TreeShape(depth=3, width=2, branching=2))
+    sampler = Sampler(committed.lengths - 1, temperature, keys=row_keys(0, 2) if temperature else None)
+    sampler.settle(committed.lengths)
+    tree = drafter.draft(committed, sampler)
     assert tree.size == 1 + 2 + 4 + 4
     for row in range(2):
-        end = len(settled.texts[row]) - 1
+        end = len(committed.texts[row]) - 1
         for node in range(tree.size):
             children = [n for n in range(tree.size) if tree.parent[row, n] == node]
             if not children:
@@ -73,7 +73,7 @@ def test_children_are_the_best_of_each_nodes_own_path(target, mode, temperature)
             embeddings = target.embed(tokens if mode[1] == "path" else tokens[:1].expand(len(path)))
             state = network(window, embeddings, len(path))[-1]
             logits = target.logits(state).expand(2, 1, -1)
-            noise = sampler.foresee(len(path), token_words(torch.arange(64)))[-1]
+            noise = sampler.draft_noise(len(path), token_words(torch.arange(64)))[-1]
             scores = sampler.draft_scores(logits, len(path) - 1, noise)[row, 0]
             assert tree.tokens[row, children].tolist() == scores.topk(2).indices.tolist()
 
@@ -86,14 +86,14 @@ def test_biases_from_a_table_are_those_that_are_computed(target, monkeypatch, ki
     trees = []
     for entries in (trained._TABLED, 0):
         monkeypatch.setattr(trained, "_TABLED", entries)
-        drafter, settled, _ = begin(network, target, TreeShape(depth=3, width=2))
+        drafter, committed, _ = begin(network, target, TreeShape(depth=3, width=2))
         assert (drafter._biases is None) == (entries == 0)
-        sampler.settle(settled.lengths)
-        trees.append(drafter.draft(settled, sampler))
+        sampler.settle(committed.lengths)
+        trees.append(drafter.draft(committed, sampler))
     assert torch.equal(trees[0].tokens, trees[1].tokens) and torch.equal(trees[0].parent, trees[1].parent)
     network.markov.expand.weight.data.zero_()  # and they matter
-    drafter, settled, _ = begin(network, target, TreeShape(depth=3, width=2))
-    assert not torch.equal(drafter.draft(settled, sampler).tokens, trees[0].tokens)
+    drafter, committed, _ = begin(network, target, TreeShape(depth=3, width=2))
+    assert not torch.equal(drafter.draft(committed, sampler).tokens, trees[0].tokens)
 
 
 SHAPES = [
@@ -115,24 +115,24 @@ def test_trees_grown_on_the_host_are_those_grown_on_a_device(target, monkeypatch
     kinds = {"parallel": {"kind": "shape", "step_mode": "parallel", "token_conditioning": "root"}}
     kinds |= {"no table": RIVALS["shape with Markov bias"], "block": {"kind": "block", "markov_rank": 4}}
     network = build(**(RIVALS | kinds)[name], loud=True)
-    drafter, settled, _ = begin(network, target, shape)
-    sampler = Sampler(settled.lengths - 1, temperature, keys=row_keys(0, 2) if temperature else None)
-    sampler.settle(settled.lengths)
+    drafter, committed, _ = begin(network, target, shape)
+    sampler = Sampler(committed.lengths - 1, temperature, keys=row_keys(0, 2) if temperature else None)
+    sampler.settle(committed.lengths)
     assert drafter.on_host and not network.by_path
-    here = drafter.draft(settled, sampler)
+    here = drafter.draft(committed, sampler)
     drafter.on_host = False
-    there = drafter.draft(settled, sampler)
+    there = drafter.draft(committed, sampler)
     assert torch.equal(here.tokens, there.tokens) and torch.equal(here.parent, there.parent)
     torch.testing.assert_close(here.joint[:, 1:], there.joint[:, 1:], check_dtype=False)
 
 
 def test_pruned_trees_keep_the_likeliest_nodes(target):
     network = predictor("recursive", "path")
-    whole, settled, _ = begin(network, target, TreeShape(depth=3, width=3))
+    whole, committed, _ = begin(network, target, TreeShape(depth=3, width=3))
     pruned, _, _ = begin(network, target, TreeShape(depth=3, width=3, nodes=5))
-    sampler = Sampler(settled.lengths - 1)
-    sampler.settle(settled.lengths)
-    every, some = whole.draft(settled, sampler), pruned.draft(settled, sampler)
+    sampler = Sampler(committed.lengths - 1)
+    sampler.settle(committed.lengths)
+    every, some = whole.draft(committed, sampler), pruned.draft(committed, sampler)
     assert every.size == 1 + 3 + 9 + 9 and some.size == 6
 
     def paths(tree, row):
@@ -148,11 +148,11 @@ def test_pruned_trees_keep_the_likeliest_nodes(target):
 @pytest.mark.parametrize("counts", [[1, 3], [2, 1]])
 def test_update_moves_the_window_by_what_was_accepted(target, counts):
     network = predictor("recursive", "path")
-    drafter, settled, hidden = begin(network, target, TreeShape())
+    drafter, committed, hidden = begin(network, target, TreeShape())
     new = torch.randn(2, 3, 32, dtype=torch.float64)
     drafter.update([[0] * (1 + count) for count in counts], new, torch.tensor(counts))
     for row, count in enumerate(counts):
-        known = torch.cat([hidden[row, : len(settled.texts[row]) - 1], new[row, :count]])
+        known = torch.cat([hidden[row, : len(committed.texts[row]) - 1], new[row, :count]])
         expected = windows(known[None], torch.tensor([[len(known)]]), 4)[0, 0]
         assert torch.equal(drafter.window[row], expected)
     drafter.select(torch.tensor([1]))
@@ -170,10 +170,10 @@ def test_a_draft_vocabulary_is_all_that_is_drafted(target, mode, temperature):
         network = predictor(*mode)
         network.load_state_dict(whole.state_dict())
         network.register_buffer("draft_vocabulary", vocabulary)
-        drafter, settled, _ = begin(network, target, TreeShape(depth=3, width=2))
-        sampler = Sampler(settled.lengths - 1, temperature, keys=row_keys(0, 2) if temperature else None)
-        sampler.settle(settled.lengths)
-        drafts.append(drafter.draft(settled, sampler))
+        drafter, committed, _ = begin(network, target, TreeShape(depth=3, width=2))
+        sampler = Sampler(committed.lengths - 1, temperature, keys=row_keys(0, 2) if temperature else None)
+        sampler.settle(committed.lengths)
+        drafts.append(drafter.draft(committed, sampler))
     assert torch.equal(drafts[0].tokens, drafts[1].tokens)
     assert set(drafts[2].tokens[:, 1:].flatten().tolist()) <= set(some.tolist())
 
@@ -184,8 +184,8 @@ def test_full_trees_hold_every_path():
 
 
 def test_parallel_predictors_draft_no_deeper_than_their_steps(target):
-    drafter, settled, _ = begin(predictor("parallel", "none"), target, TreeShape(depth=9, width=1))
-    assert drafter.draft(settled, Sampler(settled.lengths)).size == 1 + 4
+    drafter, committed, _ = begin(predictor("parallel", "none"), target, TreeShape(depth=9, width=1))
+    assert drafter.draft(committed, Sampler(committed.lengths)).size == 1 + 4
 
 
 def test_rolling_uses_the_predicted_state(target):
@@ -208,10 +208,10 @@ def test_another_target_is_refused(target, tiny_model):
 @pytest.mark.parametrize("mode", MODES)
 def test_every_node_draws_children_of_its_own(target, mode):
     """Where the rule asks for draws: siblings do not draw alike, even from one distribution, which the tree tells."""
-    drafter, settled, _ = begin(predictor(*mode), target, TreeShape(depth=3, width=3))
-    sampler = Sampler(settled.lengths - 1, 99.0, keys=row_keys(0, 2), coupled=False)  # near the flat distribution
-    sampler.settle(settled.lengths)
-    tree = drafter.draft(settled, sampler)
+    drafter, committed, _ = begin(predictor(*mode), target, TreeShape(depth=3, width=3))
+    sampler = Sampler(committed.lengths - 1, 99.0, keys=row_keys(0, 2), coupled=False)  # near the flat distribution
+    sampler.settle(committed.lengths)
+    tree = drafter.draft(committed, sampler)
     assert tree.log_q is not None
     for row in range(2):
         parents, tokens = tree.parent[row].tolist(), tree.tokens[row].tolist()
@@ -236,9 +236,10 @@ def test_every_kind_drafts_what_training_unrolls(target, rival, grown):
     hidden = torch.randn(2, 8, len(layers) * size, dtype=torch.float64, generator=generator)
     drafter = TrainedDrafter(network, TreeShape(depth=3, width=2, branching=2))
     drafter.bind(target)
-    short = [2, 4] if grown == "step by step" else [9, 6]  # settled at the prefill, root included
-    settled = Settled([text[:n] for text, n in zip(texts, short, strict=True)], torch.tensor(short), torch.tensor([0]))
-    drafter.start(settled, hidden[:, : max(short) - 1])
+    short = [2, 4] if grown == "step by step" else [9, 6]  # committed at the prefill, root included
+    begun = [text[:n] for text, n in zip(texts, short, strict=True)]
+    committed = Committed(begun, torch.tensor(short), torch.tensor([0]))
+    drafter.start(committed, hidden[:, : max(short) - 1])
     while (behind := [len(text) - n for text, n in zip(texts, short, strict=True)]) != [0, 0]:
         counts = [min(more, many) for more, many in zip(behind, (3, 1), strict=True)]
         new = [hidden[b, n - 1 : n + c - 1] for b, (n, c) in enumerate(zip(short, counts, strict=True))]
@@ -246,10 +247,10 @@ def test_every_kind_drafts_what_training_unrolls(target, rival, grown):
         ids = [text[n - 1 : n + count] for text, n, count in zip(texts, short, counts, strict=True)]
         short = [n + count for n, count in zip(short, counts, strict=True)]
         drafter.update(ids, torch.stack(rows), torch.tensor(counts))
-    settled = Settled(texts, torch.tensor(short), torch.tensor([text[-1] for text in texts]))
-    sampler = Sampler(settled.lengths - 1)
-    sampler.settle(settled.lengths)
-    tree = drafter.draft(settled, sampler)
+    committed = Committed(texts, torch.tensor(short), torch.tensor([text[-1] for text in texts]))
+    sampler = Sampler(committed.lengths - 1)
+    sampler.settle(committed.lengths)
+    tree = drafter.draft(committed, sampler)
     assert tree.size == 1 + 2 + 4 + 4
     reader = Reader(network, target)
     for row, text in enumerate(texts):

@@ -48,9 +48,9 @@ def test_bare_forwards_are_those_of_the_steps(tiny_model):
     ids = torch.tensor([[5, 6, 7, 8]])
     out = decoder.generate(ids, max_new_tokens=12, eos_token_id=[], return_dict_in_generate=True)
     seen, passes = [], []
-    hidden, rehearse = decoder.target.hidden, decoder.drafter.rehearse
+    hidden, run_forwards = decoder.target.hidden, decoder.drafter.run_forwards
     decoder.target.hidden = lambda tokens, **options: seen.append(tokens.shape[1]) or hidden(tokens, **options)
-    decoder.drafter.rehearse = lambda rows, count: passes.append(count) or rehearse(rows, count)
+    decoder.drafter.run_forwards = lambda rows, count: passes.append(count) or run_forwards(rows, count)
     forward, draft = bare_seconds(decoder, out.stats.steps)
     assert seen == [step.nodes for step in out.stats.steps] and passes == [step.passes for step in out.stats.steps]
     assert forward > 0 and draft > 0

@@ -1,6 +1,6 @@
 """A drafter from elsewhere: all that a package needs so that `drafter="parrot"` finds it, beside its entry point."""
 
-from shape.drafters.base import Drafter, Settled
+from shape.drafters.base import Committed, Drafter
 from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree, ragged_chain
 
@@ -10,5 +10,5 @@ class ParrotDrafter(Drafter):
 
     name = "parrot"
 
-    def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
-        return ragged_chain(settled.root, [[text[-1]] for text in settled.texts])
+    def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
+        return ragged_chain(committed.root, [[text[-1]] for text in committed.texts])

@@ -16,7 +16,7 @@ from shape.drafters import (
     hybrid,
     model,
 )
-from shape.drafters.model import Adaptive, ByCost
+from shape.drafters.lengths import Adaptive, ByCost
 from shape.generation import fixed, loop
 from shape.generation.control import Experience, Pace
 from shape.generation.decoder import ShapeDecoder

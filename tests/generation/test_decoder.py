@@ -37,7 +37,7 @@ from shape.drafters import (
     TrainedDrafter,
     TreeShape,
 )
-from shape.drafters.model import Adaptive
+from shape.drafters.lengths import Adaptive
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, UnsupportedGeneration
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.request import _NEUTRAL, _SERVED
@@ -82,7 +82,8 @@ def drafters() -> dict:
         "onedecode of many": lambda: OneDecodeDrafter(threshold=0.0, candidates=8, nodes=10),
         "geodesic of its own": lambda: GeodesicDrafter("geodesic", TreeShape(depth=2)),
         "compressed in every way": lambda: CompressedDrafter(
-            Compression(attention=0.3, mlp=0.5, int8=True, cache=0.5, residuals=0.35), lookahead=Adaptive(length=2)
+            Compression(attention=0.3, mlp=0.5, int8=True, cache=0.5, residuals=0.35),
+            num_draft_tokens=Adaptive(2),
         ),
         "lookahead hybrid": lambda: HybridDrafter([LookaheadDrafter(window=2), GeodesicDrafter()], nodes=9),
         "adversary": lambda: AdversaryDrafter(seed=1),
@@ -203,7 +204,7 @@ class Draws(Drafter):
         batch, tokens = len(settled.texts), [settled.root[:, None]]
         for depth in range(2):
             logits = self.logits.expand(batch, 2**depth, -1)
-            noise = sampler.foresee(2, token_words(torch.arange(6)), nodes=2)[depth]
+            noise = sampler.draft_noise(2, token_words(torch.arange(6)), nodes=2)[depth]
             scores = sampler.draft_scores(logits, depth, noise)
             if self.way == "top-k":
                 scores = logits

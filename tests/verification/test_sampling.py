@@ -127,12 +127,12 @@ def test_processors_see_each_rows_own_text():
 
 def test_drafts_see_the_targets_own_noise_and_only_that_of_their_vocabulary():
     chooser, some = sampler(temperature=1.0, prompt_lengths=torch.tensor([4, 9])), torch.tensor([7, 3, 30])
-    foreseen = chooser.foresee(3, token_words(some))
+    foreseen = chooser.draft_noise(3, token_words(some))
     for offset in (2, 0, 1):
         assert torch.equal(foreseen[offset][:, 0], chooser.noise(offset, 50)[:, some])
-    assert sampler().foresee(2, token_words(some)) == [None, None]
+    assert sampler().draft_noise(2, token_words(some)) == [None, None]
     rejecting = sampler(temperature=1.0, prompt_lengths=torch.tensor([4, 9]), coupled=False)
-    assert not torch.equal(rejecting.foresee(1, token_words(some))[0], foreseen[0])
+    assert not torch.equal(rejecting.draft_noise(1, token_words(some))[0], foreseen[0])
 
 
 def test_choices_follow_the_distribution():
@@ -167,10 +167,10 @@ def test_eos_is_out_of_reach_until_the_minimum(temperature):
     assert set(choices[:2]) <= {0, 2} and choices[2] == 1
     assert chooser.choose(logits, tree)[0, 0] == choices[0]
     assert logits[0, 0, 1] == 50.0  # the model's logits are not written to
-    noise = chooser.foresee(1, words(4))[0]
+    noise = chooser.draft_noise(1, words(4))[0]
     assert chooser.draft_scores(logits[:, :1], 0, noise)[0, 0].argmax() in (0, 2)
     some = torch.tensor([1, 2])  # a draft vocabulary
-    noise = chooser.foresee(1, token_words(some))[0]
+    noise = chooser.draft_noise(1, token_words(some))[0]
     assert chooser.draft_scores(logits[:, :1, some], 0, noise, some)[0, 0].argmax() == 1
 
 
@@ -184,12 +184,12 @@ def test_draws_of_nodes_depths_and_steps_are_independent():
     found = []
     for length in (4, 5):
         drawing.settle(torch.tensor([length, length]))
-        noise = drawing.foresee(3, words(4000), nodes=2)
+        noise = drawing.draft_noise(3, words(4000), nodes=2)
         assert all(
-            torch.equal(one, again) for one, again in zip(noise, drawing.foresee(3, words(4000), 2), strict=True)
+            torch.equal(one, again) for one, again in zip(noise, drawing.draft_noise(3, words(4000), 2), strict=True)
         )
         found += torch.cat(noise, dim=1).flatten(0, 1)
-        found += [*drawing.residual_noise(4000), *drawing.residual_noise(4000, offset=1), *drawing.coins(4000)]
+        found += [*drawing.residual_noise(4000), *drawing.residual_noise(4000, offset=1), *drawing.uniforms(4000)]
         found += drawing.noise(0, 4000)
     correlation = torch.corrcoef(torch.stack([one.double() for one in found])).fill_diagonal_(0)
     assert len(found) == 2 * (3 * 2 * 2 + 2 + 2 + 2 + 2)

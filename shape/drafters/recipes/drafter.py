@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from shape.drafters.base import Drafter, Settled
+from shape.drafters.base import Committed, Drafter
 from shape.drafters.growing import Paths
 from shape.drafters.suffix import SuffixAutomaton
 from shape.errors import CheckpointError, ConfigError, TargetMismatch
@@ -219,18 +219,18 @@ class RecipeDrafter(Drafter):
             if times > 1 and len(known := self._shaped[shape]) < _KINDS:
                 known.append(Recipe(shape, tokens, times))
 
-    def start(self, settled: Settled, hidden: Tensor) -> None:
-        self._missed: list[int | None] = [None] * len(settled.texts)
+    def start(self, committed: Committed, hidden: Tensor) -> None:
+        self._missed: list[int | None] = [None] * len(committed.texts)
 
     def select(self, rows: Tensor) -> None:
         self._missed = [self._missed[row] for row in rows.tolist()]
 
-    def draft(self, settled: Settled, sampler: Sampler) -> TokenTree:
+    def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
         if self.misses is not None:
-            self._log(settled.texts)
-        found = [self.lookup(text[-self._prefix :]) for text in settled.texts]
-        self._missed = [len(text) if not rows else None for text, rows in zip(settled.texts, found, strict=True)]
-        return ragged_tree(settled.root, [self._grown(recipes) for recipes in found])
+            self._log(committed.texts)
+        found = [self.lookup(text[-self._prefix :]) for text in committed.texts]
+        self._missed = [len(text) if not rows else None for text, rows in zip(committed.texts, found, strict=True)]
+        return ragged_tree(committed.root, [self._grown(recipes) for recipes in found])
 
     def lookup(self, prefix: Sequence[int]) -> list[Recipe]:
         """Recipes for the last tokens of a text, the most frequent first."""

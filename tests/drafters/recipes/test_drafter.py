@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shape.cli.recipes import main
-from shape.drafters import Settled
+from shape.drafters import Committed
 from shape.drafters.recipes.drafter import Pack, Recipe, RecipeDrafter, agreed, merged, pack_of, read_misses, recipes_of
 from shape.errors import CheckpointError, ConfigError, TargetMismatch
 from shape.generation.decoder import ShapeDecoder
@@ -22,9 +22,9 @@ GREEDY = Sampler(prompt_lengths=torch.tensor([1]))
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=14)
 
 
-def settled(*rows: list[int]) -> Settled:
+def committed(*rows: list[int]) -> Committed:
     lengths = torch.tensor([len(text) for text in rows])
-    return Settled(list(rows), lengths, torch.tensor([text[-1] for text in rows]))
+    return Committed(list(rows), lengths, torch.tensor([text[-1] for text in rows]))
 
 
 def inside(part: tuple[int, ...], text: list[int]) -> bool:
@@ -104,8 +104,8 @@ def test_looks_up_what_stands_there_and_then_its_shape(tiny_target):
     )
     drafter.bind(tiny_target)
     text = [letter_c, letter_a, one]
-    drafter.start(settled(text), torch.empty(0))
-    tree = drafter.draft(settled(text), GREEDY)
+    drafter.start(committed(text), torch.empty(0))
+    tree = drafter.draft(committed(text), GREEDY)
     assert tree.tokens[0].tolist() == [one, letter_b, two, letter_c] and tree.parent[0].tolist() == [-1, 0, 1, 0]
     assert [recipe.tokens for recipe in drafter.lookup([letter_c, one])] == [(letter_b, two)]  # by shape, seen often
     assert drafter.lookup([letter_c, three]) == [] and drafter.lookup([one]) == []
@@ -115,9 +115,9 @@ def test_misses_are_logged_with_what_followed(tiny_target, tmp_path):
     log = tmp_path / "misses.jsonl"
     drafter = RecipeDrafter(pack(tiny_target, ((5, 6), (7,), 1)), misses=log)
     drafter.bind(tiny_target)
-    drafter.start(settled([1, 2, 3]), torch.empty(0))
+    drafter.start(committed([1, 2, 3]), torch.empty(0))
     for text in ([1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7]):
-        drafter.draft(settled(text), GREEDY)
+        drafter.draft(committed(text), GREEDY)
     assert read_misses(log) == [[2, 3, 4], [3, 4, 5, 6]]
     log.write_text("nothing")
     with pytest.raises(CheckpointError, match=r"misses\.jsonl cannot be read"):

@@ -1,0 +1,129 @@
+"""How many tokens the next draft has: fixed, adapted to acceptance, or what makes the most tokens per second."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+from shape.errors import ConfigError
+
+_MEMORY = 0.97  # of acceptance, per draft
+
+
+class DraftLength(Protocol):
+    """How many tokens the next draft has; learns from the ones before.
+
+    Attributes:
+        reads_entropy: whether it looks at the drafter's entropy, which costs a pass over its logits.
+    """
+
+    reads_entropy: ClassVar[bool]
+
+    @property
+    def length(self) -> int: ...
+
+    def observe(self, accepted: float, drafted: int, entropy: float, cost: float | None) -> None:
+        """What became of a draft, as means over the rows.
+
+        Args:
+            accepted: drafted tokens that were accepted.
+            drafted: how many there were.
+            entropy: of the drafter's distributions, nats; 0 where it is not read.
+            cost: seconds of one draft token over seconds of a verification; None where that is not known yet.
+        """
+
+
+@dataclass
+class Fixed:
+    """Always the same."""
+
+    reads_entropy: ClassVar[bool] = False
+    length: int = 4
+
+    def observe(self, accepted: float, drafted: int, entropy: float, cost: float | None) -> None:
+        pass
+
+
+@dataclass
+class Adaptive:
+    """One token more where acceptance is high, or fair and the drafter sure; one less where it is low.
+
+    As in "Torch-Velocity", whose thresholds are the defaults.
+
+    Args:
+        length: at first.
+        least: its lower bound.
+        most: its upper bound.
+        up: share of drafted tokens accepted, in the mean over some drafts, above which it grows.
+        down: share below which it shrinks.
+        sure: nats of entropy below which it grows too,
+        fair: where this share is accepted.
+    """
+
+    reads_entropy: ClassVar[bool] = True
+    length: int = 4
+    least: int = 1
+    most: int = 8
+    up: float = 0.8
+    down: float = 0.3
+    sure: float = 2.0
+    fair: float = 0.5
+    _rate: float | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.length <= self.most:
+            raise ConfigError(f"draft length {self.length} is not within {self.least} to {self.most}; correct them")
+
+    def observe(self, accepted: float, drafted: int, entropy: float, cost: float | None) -> None:
+        rate = accepted / drafted
+        self._rate = rate if self._rate is None else 0.5 * (self._rate + rate)
+        if self._rate > self.up or (self._rate >= self.fair and entropy < self.sure):
+            self.length = min(self.length + 1, self.most)
+        elif self._rate < self.down:
+            self.length = max(self.length - 1, self.least)
+
+
+@dataclass
+class ByCost:
+    """The length with the most tokens per second: (1 - a^(n+1)) / (1 - a) tokens for n c + 1 verifications' time, with
+    the acceptance a of a token and the cost c of drafting one, both as measured on the way (Leviathan et al., arXiv
+    2211.17192, theorem 3.8).
+
+    Args:
+        length: until both are known.
+        most: its bound.
+    """
+
+    reads_entropy: ClassVar[bool] = False
+    length: int = 4
+    most: int = 12
+    _reached: float = field(default=2.0, repr=False)  # a mild prior: one of two is accepted
+    _accepted: float = field(default=1.0, repr=False)
+    _cost: float | None = field(default=None, repr=False)
+
+    def observe(self, accepted: float, drafted: int, entropy: float, cost: float | None) -> None:
+        self._reached = _MEMORY * self._reached + min(accepted + 1, drafted)
+        self._accepted = _MEMORY * self._accepted + accepted
+        if cost is not None:
+            self._cost = cost if self._cost is None else 0.8 * self._cost + 0.2 * cost
+        if (relative := self._cost) is None:
+            return
+        share = min(self._accepted / self._reached, 0.99)
+
+        def rate(length: int) -> float:
+            return (1 - share ** (length + 1)) / (1 - share) / (length * relative + 1)
+
+        self.length = max(range(1, self.most + 1), key=rate)
+
+
+def make_length(chosen: "str | int | DraftLength") -> DraftLength:
+    """A draft length by name, "adaptive" or "cost", or always the same.
+
+    Raises:
+        ConfigError: no length of that name, or a number below 1.
+    """
+    if not isinstance(chosen, str | int):
+        return chosen
+    if str(chosen).isdecimal() and int(chosen) > 0:
+        return Fixed(int(chosen))
+    if chosen not in ("adaptive", "cost"):
+        raise ConfigError(f"num_draft_tokens {chosen!r} is unknown; use adaptive, cost, or a number of tokens")
+    return Adaptive() if chosen == "adaptive" else ByCost()
