@@ -16,6 +16,7 @@ from rich.table import Table
 from shape import bundled
 from shape.data.conversations import Prompt, evenly, load_prompts
 from shape.drafters import Drafter, NgramDrafter, TrainedDrafter, TreeShape, make_drafter
+from shape.drafters.cost import Costs, break_even, expected_length, throughput
 from shape.drafters.recipes.drafter import RecipeDrafter
 from shape.drafters.recipes.pack import Pack
 from shape.errors import ConfigError, DataError
@@ -26,14 +27,10 @@ from shape.features.costs import size_of
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.planning import (
     CANDIDATES,
-    Costs,
     acceptance,
-    break_even,
     calibrate,
-    expected_length,
     plan,
     sketch,
-    throughput,
 )
 from shape.networks.shape import ShapePredictor
 from shape.target.loading import PairOptions, of_pair, of_target
@@ -231,12 +228,12 @@ def _chain(costs: Costs, rate: float) -> dict[str, float]:
         "acceptance": rate,
         "depth": depth,
         "acceptance_length": expected_length(rate, depth),
-        "speed_up": speed(depth) * costs.plain,
+        "speed_up": speed(depth) * costs.autoregressive,
     }
 
 
 def _break_even(costs: Costs, depth: int) -> float | None:
-    return break_even(depth, costs.draft[1], costs.of(depth + 1, 0, 1), costs.plain)
+    return break_even(depth, costs.draft[1], costs.of(depth + 1, 0, 1), costs.autoregressive)
 
 
 def name(shape: dict[str, Any] | None) -> str:

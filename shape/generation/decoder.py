@@ -26,7 +26,7 @@ from shape.drafters.recipes.pack import Pack
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, UnsupportedGeneration
 from shape.files import reading, typed
 from shape.generation import streams
-from shape.generation.control import FIXED_BREAK_EVEN, Experience, Pace
+from shape.generation.control import FIXED_BREAK_EVEN, SpeculationControl, StepCosts
 from shape.generation.fixed import FixedSteps, why_not
 from shape.generation.fixed import decode as decode_fixed
 from shape.generation.loop import Memory, Row, decode
@@ -77,9 +77,9 @@ class ShapeDecoder:
         drafter: a Drafter, the name of one that needs no training ("ngram"), or None for plain decoding in the
             same loop.
         tokenizer: the target's; only needed where text goes in or out.
-        fall_back: decode plainly for a while where drafting does not pay (see ``pace.Pace``): by the times measured
-            on the way, or where the acceptance length is below a given number. False always drafts. Reproducible calls
-            (see ``generate``) measure no times and take ``pace.FIXED_BREAK_EVEN`` for the number.
+        fall_back: decode autoregressively for a while where drafting does not pay (``shape.generation.control``): by
+            the times measured while decoding, or where the acceptance length is below a given number. False always
+            drafts. Reproducible calls (see ``generate``) measure no times and take ``FIXED_BREAK_EVEN`` for the number.
         graphs: decode in steps of fixed shapes, captured as CUDA graphs on a GPU, wherever a call allows it (see
             ``shape.generation.fixed``); a FixedSteps says how. Off by default: it has not been run on a GPU yet.
 
@@ -105,7 +105,7 @@ class ShapeDecoder:
         self.gradientless = gradientless(self._networks)
         self.fall_back = fall_back
         self.graphs = (FixedSteps() if graphs else None) if isinstance(graphs, bool) else graphs
-        self._experience: dict[tuple[int, bool], Experience] = {}  # by number of rows, and whether by fixed steps
+        self._step_costs: dict[tuple[int, bool], StepCosts] = {}  # by number of rows, and whether by fixed steps
         self._made_target = not isinstance(target, Target)
         self._closed = False
 
@@ -514,7 +514,7 @@ class ShapeDecoder:
                     "criteria": request.criteria and [request.criteria[row] for row in group],
                     "stats": stats,
                     "rows": group,
-                    "pace": self._pace(drafter, (len(group), fixed is not None), reproducible),
+                    "control": self._control(drafter, (len(group), fixed is not None), reproducible),
                 }
                 stats.graphs = fixed is not None
                 if fixed is not None:
@@ -537,13 +537,15 @@ class ShapeDecoder:
             return [[row] for row in range(len(lengths))]
         return [list(range(len(lengths)))] if switch is None else switch.groups(lengths, request.max_new_tokens)
 
-    def _pace(self, drafter: Drafter | None, steps: tuple[int, bool], reproducible: bool) -> Pace | None:
+    def _control(
+        self, drafter: Drafter | None, steps: tuple[int, bool], reproducible: bool
+    ) -> SpeculationControl | None:
         if drafter is None or self.fall_back is False:
             return None
         least = None if self.fall_back is True else float(self.fall_back)
         if reproducible:
-            return Pace(Experience(), FIXED_BREAK_EVEN if least is None else least)
-        return Pace(self._experience.setdefault(steps, Experience()), least)
+            return SpeculationControl(StepCosts(), FIXED_BREAK_EVEN if least is None else least)
+        return SpeculationControl(self._step_costs.setdefault(steps, StepCosts()), least)
 
 
 def _finish(steps: Steps, input_ids: Tensor, streamer: BaseStreamer | None) -> ShapeOutput:

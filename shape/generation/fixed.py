@@ -40,7 +40,7 @@ from transformers import (
 from shape.drafters import Drafter, OracleDrafter, TrainedDrafter
 from shape.drafters.base import Committed
 from shape.errors import UnsupportedTarget
-from shape.generation.control import Pace
+from shape.generation.control import SpeculationControl
 from shape.generation.loop import Row, Stops, begin, settle_prompts
 from shape.generation.rules import Match, Rule
 from shape.generation.stats import DecodeStats, Step
@@ -566,7 +566,7 @@ def decode(
     criteria: list[Stops] | None,
     stats: DecodeStats,
     rows: list[int],
-    pace: Pace | None = None,
+    control: SpeculationControl | None = None,
 ) -> Generator[tuple[int, list[int]], None, list[Row]]:
     """``loop.decode`` with fixed shapes and one step ahead of what is read. Arguments, yields and returns are its.
 
@@ -604,11 +604,13 @@ def decode(
                     stage = steps.take(plan, len(going), needed)
                     used.append(stage)  # kept to the end: what it has under way has not been read
                     stage.prepare(drafts=proposer.depth > 0)
-                    if pace is not None:
+                    if control is not None:
                         stage.prepare(drafts=False)
                     stage.fill(content, index)
                     content, live = stage.content, going
-                flights.append(stage.launch(proposer.depth > 0 and (pace is None or pace.draft_next(longest)), live))
+                flights.append(
+                    stage.launch(proposer.depth > 0 and (control is None or control.draft_next(longest)), live)
+                )
             flight = flights.popleft()
             results, seconds = flight.wait()
             own = [(row, result) for row, result in zip(flight.rows, results, strict=False) if not row.finished]
@@ -617,8 +619,8 @@ def decode(
             stats.steps.append(
                 Step([row.index for row, _ in own], lengths, flight.nodes, flight.passes, 0.0, seconds, 0.0)
             )
-            if pace is not None:
-                pace.observe(flight.drafts, sum(count for _, (count, *_) in own) / len(own), seconds, max(lengths))
+            if control is not None:
+                control.observe(flight.drafts, sum(count for _, (count, *_) in own) / len(own), seconds, max(lengths))
                 stats.plain_steps += not flight.drafts
             for row, (count, proposed, *tokens) in own:
                 emitted = row.extend(tokens[:count], max_new_tokens, eos_token_ids)
@@ -628,6 +630,6 @@ def decode(
         for stage in used:
             steps.give_back(plan, stage)
     stats.decode_seconds += perf_counter() - prefilled
-    if pace is not None:
-        stats.pauses += pace.pauses
+    if control is not None:
+        stats.pauses += control.pauses
     return finished

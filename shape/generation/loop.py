@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from shape.drafters.base import Committed, Drafter, common_length
-from shape.generation.control import Pace
+from shape.generation.control import SpeculationControl
 from shape.generation.stats import DecodeStats, Step
 from shape.generation.trace import Trace
 from shape.target.model import Target
@@ -138,7 +138,7 @@ def decode(
     acceptance: AcceptanceRule,
     stats: DecodeStats,
     rows: list[int],
-    pace: Pace | None = None,
+    control: SpeculationControl | None = None,
     memory: Memory | None = None,
     trace: Trace | None = None,
 ) -> Generator[tuple[int, list[int]], None, list[Row]]:
@@ -154,7 +154,7 @@ def decode(
         acceptance: the rule; gets the tree, the target's logits (B, N, V) and the sampler.
         stats: counted into.
         rows: the rows' numbers.
-        pace: decides whether a step drafts; None always drafts.
+        control: decides whether a step drafts; None always drafts.
         memory: of the call before, to go on from where the only row begins alike; gets what this call leaves.
         trace: gets a record of everything.
 
@@ -200,7 +200,7 @@ def decode(
             del hidden
         drafting = perf_counter()
         sampler.settle(settled.lengths, settled.texts)
-        active = drafter if pace is None or pace.draft_next(arena.longest) else None
+        active = drafter if control is None or control.draft_next(arena.longest) else None
         tree = root_only(settled.root) if active is None else active.draft(settled, sampler)
         if support.mode == "chain":
             tree = first_path(tree)
@@ -247,15 +247,15 @@ def decode(
         if trace is not None:
             trace.step(step, tree, logits, sampler, paths, new, drafted, emitted)
         settled.advance(new, accepted.counts)
-        if pace is not None:
-            pace.observe(tree.size > 1, sum(counts) / len(counts), step.seconds, max(lengths))
+        if control is not None:
+            control.observe(tree.size > 1, sum(counts) / len(counts), step.seconds, max(lengths))
             stats.plain_steps += active is None
         # Behind the step's times, which decide whether drafting pays: whoever listens may be slow.
         for row, own, count in zip(live, new, emitted, strict=True):
             yield row.index, own[:count]
     stats.decode_seconds += perf_counter() - prefilled
-    if pace is not None:
-        stats.pauses += pace.pauses
+    if control is not None:
+        stats.pauses += control.pauses
     if memory is not None:
         memory.keep(settled.texts[0][: arena.longest], torch.cat(states_so_far, dim=1), arena, switched)
     return finished

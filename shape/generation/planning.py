@@ -7,7 +7,6 @@ puts the two together for any shape of draft, "none" included, without decoding 
 
 import json
 import os
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from shape.drafters import Drafter, TreeShape
 from shape.drafters.base import Committed, Wrapped
+from shape.drafters.cost import Costs
 from shape.files import typed
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.rules import Match
@@ -43,86 +43,6 @@ CANDIDATES = (
     ),
     *(TreeShape.full(branching, depth) for branching, depth in ((2, 2), (3, 2), (4, 2), (2, 3))),  # the paper's k^N
 )
-
-
-# The closed form of OTT-Decode (HyperTensor, paper C), for a chain of depth g whose tokens stand with probability a
-# each, independently: a model to think with. `plan` does not use it.
-
-
-def expected_length(acceptance: float, depth: int) -> float:
-    """Tokens per step, (1 - a^(g+1)) / (1 - a), the target's own token included."""
-    if acceptance == 1.0:
-        return depth + 1.0
-    return (1.0 - acceptance ** (depth + 1)) / (1.0 - acceptance)
-
-
-def throughput(acceptance: float, depth: int, draft: float, verify: float) -> float:
-    """Tokens per second, with the seconds of one drafted token and of one verification."""
-    return expected_length(acceptance, depth) / (depth * draft + verify)
-
-
-def best_depth(acceptance: float, draft: float, verify: float, deepest: int = 32) -> int:
-    """The depth of most throughput; 0 is not to draft."""
-    return max(range(deepest + 1), key=lambda depth: throughput(acceptance, depth, draft, verify))
-
-
-def break_even(depth: int, draft: float, verify: float, plain: float) -> float | None:
-    """The acceptance at which a chain is as fast as plain decoding; None where even certainty is not enough."""
-    if throughput(1.0, depth, draft, verify) < 1.0 / plain:
-        return None
-    rates = range(1001)
-    return bisect_left(rates, 1.0 / plain, key=lambda rate: throughput(rate / 1000, depth, draft, verify)) / 1000
-
-
-def compression_gain(
-    acceptance: float, compressed: float, depth: int, draft: float, compressed_draft: float, verify: float
-) -> tuple[float, float, float]:
-    """Throughput with a compressed drafter over that with the whole one, as three factors whose product it is.
-
-    Acceptance is lost twice: longer runs fail, (1 - a'^(g+1)) / (1 - a^(g+1)), and each token fails more often,
-    (1 - a) / (1 - a'); cheaper drafts win once, (g T_D + T_V) / (g T_D' + T_V). Acceptances below 1.
-    """
-    return (
-        (1 - compressed ** (depth + 1)) / (1 - acceptance ** (depth + 1)),
-        (1 - acceptance) / (1 - compressed),
-        (depth * draft + verify) / (depth * compressed_draft + verify),
-    )
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Seconds on this machine, for a number of rows and a length of text.
-
-    Attributes:
-        verify: by tokens per row: forward of the target, choice and acceptance.
-        draft: by the width of the tree: one pass of the drafter, with what grows the tree. Empty without a network.
-    """
-
-    rows: int
-    context: int
-    verify: dict[int, float]
-    draft: dict[int, float]
-
-    def of(self, nodes: int, passes: int, width: int) -> float:
-        """A step that verifies `nodes` tokens per row, the root among them, after so many passes."""
-        drafting = passes * self.draft[min(width, max(self.draft))] if self.draft else 0.0
-        return drafting + _between(self.verify, nodes)
-
-    @property
-    def plain(self) -> float:
-        return self.verify[1]
-
-
-def _between(known: dict[int, float], size: int) -> float:
-    """Linear between the sizes that were measured; beyond the last one in proportion."""
-    sizes = sorted(known)
-    at = bisect_left(sizes, size)
-    if at == len(sizes):
-        return known[sizes[-1]] * size / sizes[-1]
-    if sizes[at] == size or at == 0:
-        return known[sizes[at]]
-    low, high = sizes[at - 1], sizes[at]
-    return known[low] + (known[high] - known[low]) * (size - low) / (high - low)
 
 
 def calibrate(
@@ -397,7 +317,7 @@ def plan(costs: Costs, answers: Sequence[Sequence[Sketch]], shapes: Sequence[Tre
 
     Each answer is walked through as decoding would: from a position to behind the last token that stood there.
     """
-    plans = [Plan(None, 1.0, 0.0, 0.0, costs.plain, 1.0 / costs.plain, 1.0)]
+    plans = [Plan(None, 1.0, 0.0, 0.0, costs.autoregressive, 1.0 / costs.autoregressive, 1.0)]
     for shape in shapes:
         steps = tokens = nodes = passes = 0
         seconds = 0.0
@@ -412,7 +332,7 @@ def plan(costs: Costs, answers: Sequence[Sequence[Sketch]], shapes: Sequence[Tre
         if steps:
             rate = tokens / seconds
             means = (tokens / steps, nodes / steps, passes / steps, seconds / steps)
-            plans.append(Plan(shape, *means, rate, rate * costs.plain))
+            plans.append(Plan(shape, *means, rate, rate * costs.autoregressive))
     return sorted(plans, key=lambda one: -one.rate)
 
 

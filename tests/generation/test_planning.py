@@ -1,77 +1,23 @@
 """Plans: the closed form against simulation, shapes cut from wide drafts against decoding with them."""
 
-import random
-
 import pytest
 import torch
 from helpers import predictor, prompts
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shape.drafters import NgramDrafter, OracleDrafter, TrainedDrafter, TreeShape
+from shape.drafters.cost import Costs
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.planning import (
-    Costs,
     Sketch,
     acceptance,
-    best_depth,
-    break_even,
     calibrate,
-    compression_gain,
     cut,
     draft_cost,
-    expected_length,
     plan,
     sketch,
-    throughput,
     tune,
 )
 from shape.target.model import Target
-
-
-@pytest.mark.parametrize("rate,depth", [(0.9, 8), (0.5, 3), (0.0, 4), (1.0, 5)])
-def test_the_closed_form_agrees_with_simulation(rate, depth):
-    """20,000 steps; the mean within 4.9 standard errors: a false-alarm rate of 1e-6, fixed seed."""
-    coin, lengths = random.Random(0), []
-    for _ in range(20_000):
-        stood = 0
-        while stood < depth and coin.random() < rate:
-            stood += 1
-        lengths.append(stood + 1)
-    mean = sum(lengths) / len(lengths)
-    deviation = (sum((length - mean) ** 2 for length in lengths) / len(lengths)) ** 0.5
-    assert abs(mean - expected_length(rate, depth)) <= 4.9 * deviation / len(lengths) ** 0.5 + 1e-12
-    seconds = depth * 0.1 + 1.0
-    assert throughput(rate, depth, 0.1, 1.0) == pytest.approx(expected_length(rate, depth) / seconds)
-
-
-RATES, SECONDS = st.floats(0.05, 0.95), st.floats(0.01, 1.0)
-
-
-@given(RATES, RATES, st.integers(1, 12), SECONDS, SECONDS, SECONDS)
-def test_the_three_factors_are_the_ratio_of_throughputs(whole, compressed, depth, draft, cheaper, verify):
-    first, second, third = compression_gain(whole, compressed, depth, draft, cheaper, verify)
-    ratio = throughput(compressed, depth, cheaper, verify) / throughput(whole, depth, draft, verify)
-    assert first * second * third == pytest.approx(ratio)
-
-
-def test_the_best_depth_and_the_break_even():
-    assert best_depth(0.0, 0.1, 1.0) == 0
-    assert best_depth(0.95, 0.0, 1.0) == 32
-    depth = best_depth(0.8, 0.2, 1.2)
-    assert 0 < depth < 32
-    around = [throughput(0.8, other, 0.2, 1.2) for other in (depth - 1, depth, depth + 1)]
-    assert max(around) == around[1]
-    rate = break_even(3, 0.2, 1.2, 1.0)
-    assert throughput(rate, 3, 0.2, 1.2) >= 1.0 > throughput(rate - 0.002, 3, 0.2, 1.2)
-    assert break_even(2, 2.0, 1.2, 1.0) is None
-
-
-def test_costs_between_sizes():
-    costs = Costs(1, 128, {1: 1.0, 3: 2.0, 5: 2.0}, {1: 0.1, 2: 0.3})
-    assert costs.of(2, 0, 1) == 1.5 and costs.of(4, 2, 2) == pytest.approx(2.6) and costs.of(10, 0, 1) == 4.0
-    assert costs.of(1, 1, 9) == pytest.approx(1.3)  # wider than what was measured
-    assert Costs(1, 1, {1: 1.0}, {}).of(1, 5, 1) == 1.0  # a drafter without a network
 
 
 @pytest.mark.parametrize(
