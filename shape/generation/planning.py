@@ -140,13 +140,13 @@ def _measure(decoder: ShapeDecoder, rows: int, context: int, sizes: Sequence[int
 def draft_cost(
     decoder: ShapeDecoder, context: int = 128, repeats: int = 9, clock: Callable[[], float] = perf_counter
 ) -> tuple[float, float]:
-    """Seconds of one draft of the decoder's own shape, for one row, and of a step of one token."""
+    """Seconds of one draft of the decoder's own shape, for one sequence, and of a step of one token."""
     assert decoder.drafter is not None
     with decoder.gradientless():
         bench = _Bench(decoder, 1, context, 1)
         calls = [bench.drafts(decoder.drafter), partial(bench.verify, 1)]
-        draft, plain = _seconds(calls, repeats, decoder.target.device, clock)
-    return draft, plain
+        draft, verify = _seconds(calls, repeats, decoder.target.device, clock)
+    return draft, verify
 
 
 def _seconds(
@@ -173,26 +173,26 @@ class Sketch:
     Attributes:
         depth: of every node; -1 where it hangs on nothing.
         children: of every node, the likeliest first.
-        joint: log of the drafter's estimate that the path to the node stands.
-        stands: whether that path is how the text goes on.
+        joint: log of the drafter's estimate that the path to the node is accepted.
+        accepted: whether that path is how the text goes on.
     """
 
     depth: list[int]
     children: list[list[int]]
     joint: list[float]
-    stands: list[bool]
+    accepted: list[bool]
 
     @classmethod
     def of(cls, tokens: list[int], parent: list[int], joint: list[float], rest: list[int]) -> "Sketch":
         """`rest`: the tokens that follow the root in the text."""
-        depth, stands, children = [0], [True], [[] for _ in tokens]  # type: ignore[var-annotated]
+        depth, accepted, children = [0], [True], [[] for _ in tokens]  # type: ignore[var-annotated]
         for node, (token, above) in enumerate(zip(tokens[1:], parent[1:], strict=True), 1):
             hangs = above >= 0 and depth[above] >= 0
             depth.append(depth[above] + 1 if hangs else -1)
-            stands.append(hangs and stands[above] and depth[node] <= len(rest) and rest[depth[node] - 1] == token)
+            accepted.append(hangs and accepted[above] and depth[node] <= len(rest) and rest[depth[node] - 1] == token)
             if hangs:
                 children[above].append(node)
-        return cls(depth, children, joint, stands)
+        return cls(depth, children, joint, accepted)
 
 
 class _Shadow(Wrapped):
@@ -264,11 +264,11 @@ def acceptance(answers: Sequence[Sequence[Sketch]]) -> list[list[float]]:
                 counts.append([])
             asked[depth] += 1
             counts[depth] += [0] * (len(children) - len(counts[depth]))
-            standing = next((rank for rank, child in enumerate(children) if one.stands[child]), None)
-            if standing is None:
+            rank = next((rank for rank, child in enumerate(children) if one.accepted[child]), None)
+            if rank is None:
                 break
-            counts[depth][standing] += 1
-            node, depth = children[standing], depth + 1
+            counts[depth][rank] += 1
+            node, depth = children[rank], depth + 1
     return [[count / total for count in ranks] for ranks, total in zip(counts, asked, strict=True)]
 
 
@@ -290,7 +290,7 @@ def cut(one: Sketch, shape: TreeShape) -> tuple[int, int, int]:
         if shape.threshold > 0 and depth + 1 < shape.depth and one.joint[frontier[0]] < log(shape.threshold):
             break
     kept = sorted(grown, key=lambda node: (-one.joint[node], node))[: shape.nodes]
-    return max((one.depth[node] for node in kept if one.stands[node]), default=0), len(kept), passes
+    return max((one.depth[node] for node in kept if one.accepted[node]), default=0), len(kept), passes
 
 
 @dataclass(frozen=True)
@@ -298,9 +298,9 @@ class Plan:
     """What a shape of draft is expected to bring.
 
     Attributes:
-        shape: None is plain decoding.
+        shape: None is autoregressive decoding.
         acceptance_length: tokens per step; nodes, passes: means per step.
-        seconds: per step; rate: tokens per second and row; speed_up: over plain decoding.
+        seconds: per step; rate: tokens per second and sequence; speed_up: over autoregressive decoding.
     """
 
     shape: TreeShape | None
@@ -315,7 +315,7 @@ class Plan:
 def plan(costs: Costs, answers: Sequence[Sequence[Sketch]], shapes: Sequence[TreeShape] = CANDIDATES) -> list[Plan]:
     """All shapes, and none, by the tokens per second that they would have had on these answers; the fastest first.
 
-    Each answer is walked through as decoding would: from a position to behind the last token that stood there.
+    Each answer is walked through as decoding would: from a position to behind the last token that was accepted there.
     """
     plans = [Plan(None, 1.0, 0.0, 0.0, costs.autoregressive, 1.0 / costs.autoregressive, 1.0)]
     for shape in shapes:
@@ -324,11 +324,11 @@ def plan(costs: Costs, answers: Sequence[Sequence[Sketch]], shapes: Sequence[Tre
         for answer in answers:
             at = 0
             while at < len(answer):
-                stood, grown, ran = cut(answer[at], shape)
+                accepted, grown, ran = cut(answer[at], shape)
                 steps, nodes, passes = steps + 1, nodes + grown, passes + ran
-                tokens += min(stood + 1, len(answer) - at)
+                tokens += min(accepted + 1, len(answer) - at)
                 seconds += costs.of(grown + 1, ran, shape.width)
-                at += stood + 1
+                at += accepted + 1
         if steps:
             rate = tokens / seconds
             means = (tokens / steps, nodes / steps, passes / steps, seconds / steps)
@@ -339,7 +339,7 @@ def plan(costs: Costs, answers: Sequence[Sequence[Sketch]], shapes: Sequence[Tre
 def tune(decoder: ShapeDecoder, contexts: Sequence[list[int]], **options) -> Plan:
     """Give a decoder the shape of draft that is expected to be fastest on these prompts; the plan.
 
-    Where that is none, the decoder falls back by itself.
+    Where none pays, the drafter is left as it is: the decoder falls back by itself.
     """
     costs = calibrate(decoder, context=max(map(len, contexts)) + 64)
     best = plan(costs, sketch(decoder, contexts, **options))[0]

@@ -6,6 +6,7 @@ from helpers import predictor, prompts
 
 from shape.drafters import NgramDrafter, OracleDrafter, TrainedDrafter, TreeShape
 from shape.drafters.cost import Costs
+from shape.generation import planning
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.planning import (
     Sketch,
@@ -53,13 +54,13 @@ def test_a_cut_shape_is_what_decoding_with_it_gives(tiny_model, shape, sample):
 def test_acceptance_by_depth_and_rank():
     right = Sketch.of([9, 5, 6, 7], [-1, 0, 0, 2], [0.0, -1.0, -2.0, -3.0], [6, 7])
     wrong = Sketch.of([9, 5, 6, 7], [-1, 0, 0, 2], [0.0, -1.0, -2.0, -3.0], [5, 1])
-    assert right.stands == [True, False, True, True] and wrong.stands == [True, True, False, False]
+    assert right.accepted == [True, False, True, True] and wrong.accepted == [True, True, False, False]
     assert acceptance([[right], [wrong]]) == [[0.5, 0.5], [1.0]]  # nothing was drafted below 5
     assert cut(right, TreeShape(depth=2, width=2)) == (2, 3, 2)
     assert cut(right, TreeShape(depth=2, width=2, nodes=2)) == (1, 2, 2)
     assert cut(right, TreeShape(depth=2, width=1)) == (0, 1, 1)
     loose = Sketch.of([9, 5, 6], [-1, -1, 1], [0.0, -1.0, -2.0], [5, 6])
-    assert loose.stands == [True, False, False] and cut(loose, TreeShape(depth=3, width=2)) == (0, 0, 0)
+    assert loose.accepted == [True, False, False] and cut(loose, TreeShape(depth=3, width=2)) == (0, 0, 0)
 
 
 def test_good_drafts_are_planned_and_bad_ones_are_not(tiny_model):
@@ -97,8 +98,20 @@ def test_drafts_from_few_tokens_by_prepacked_layers_are_timed(tiny_model, tmp_pa
     assert min(draft_cost(decoder, repeats=1)) > 0
 
 
-def test_tuning_sets_the_shape(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setenv("SHAPE_CACHE", str(tmp_path))
-    drafter = TrainedDrafter(predictor(), TreeShape(depth=2))
-    best = tune(ShapeDecoder(tiny_model("llama"), drafter), [[5, 6, 7]], max_new_tokens=12, eos_token_id=[])
-    assert best.rate > 0 and drafter.tree in (best.shape, TreeShape(depth=2))
+def test_tuning_sets_the_shape(tiny_model, monkeypatch):
+    """Where drafts and larger verifications are free, the shape with the most accepted tokens, unlike the drafter's."""
+    own = TreeShape(depth=2, width=1)
+    free, dear = Costs(1, 128, {1: 1.0, 100: 1.0}, {1: 0.0}), Costs(1, 128, {1: 1.0, 100: 1.0}, {1: 9.0})
+    options = {"max_new_tokens": 40, "eos_token_id": []}
+    decoder = ShapeDecoder(tiny_model("llama"), TrainedDrafter(predictor(), own), fall_back=False)
+    ids = torch.tensor([[5, 6, 7]])
+    monkeypatch.setattr(planning, "calibrate", lambda *_, **__: dear)
+    assert tune(decoder, ids.tolist(), **options).shape is None and decoder.drafter.tree == own
+    before = decoder.generate(ids, **options, return_dict_in_generate=True)
+    monkeypatch.setattr(planning, "calibrate", lambda *_, **__: free)
+    best = tune(decoder, ids.tolist(), **options)
+    assert best.shape is not None and decoder.drafter.tree == best.shape != own and best.speed_up > 1
+    after = decoder.generate(ids, **options, return_dict_in_generate=True)
+    assert torch.equal(before.sequences, after.sequences)
+    assert after.stats.acceptance_length > before.stats.acceptance_length
+    assert max(step.nodes for step in after.stats.steps) > max(step.nodes for step in before.stats.steps)
