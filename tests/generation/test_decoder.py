@@ -904,7 +904,7 @@ def test_warming_up_leaves_nothing_behind(tiny_model, options):
     decoder = ShapeDecoder(model, drafter)
     torch.manual_seed(5)
     decoder.warm_up(**options)
-    assert not decoder._experience
+    assert not decoder._step_costs
     assert torch.equal(decoder.generate(**batch, max_new_tokens=8, **options), expected)
 
 
