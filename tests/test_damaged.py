@@ -30,8 +30,8 @@ from shape.evaluation.report import find
 from shape.features.store import FeatureStore
 from shape.generation.decoder import ShapeDecoder, load_predictor
 from shape.generation.planning import _kept
-from shape.training.joint import options_of
-from shape.training.module import sound_checkpoint
+from shape.training.checkpoints import sound_checkpoint
+from shape.training.parsing import read_options
 
 # As json reads them; numbers stay small, since a size that is merely too large is a size.
 leaves = st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.text("a/0.é", max_size=4)
@@ -240,7 +240,7 @@ def kinds(folder: Path, tiny_target) -> dict[str, tuple[bytes, Callable[[Path], 
         with suppress(Exception):
             if isinstance(yaml.safe_load(path.read_bytes()), dict):
                 return  # what the names of options are is for their parser to say, which takes its time
-        options_of(str(path))
+        read_options(str(path))
 
     def conversations(path: Path) -> None:
         attempt(lambda: load_conversations(path, skip_bad_rows=True, require_answers=False), DataError)

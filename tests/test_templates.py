@@ -21,13 +21,14 @@ from shape.data.encoding import encode, unfolded
 from shape.data.reading import load_conversations, load_prompts
 from shape.data.regeneration import regenerate
 from shape.errors import DataError
-from shape.evaluation.speed import prompts_hash
+from shape.evaluation.methods import prompts_hash
 from shape.features.extraction import rows_of
 from shape.features.storage import Storage
 from shape.generation.answers import LocalBackend
 from shape.generation.decoder import ShapeDecoder
 from shape.target.chat import Message, answer_message, prompt_ids
-from shape.training.run import TrainOptions, prepare, validation_prompts
+from shape.training.options import TrainOptions
+from shape.training.preparation import prepare, validation_prompts
 
 FAMILIES = ["qwen3", "llama31", "deepseek-r1", "gpt-oss"]
 DATE = {"date_string": "1 May 2026"}

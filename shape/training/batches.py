@@ -21,8 +21,8 @@ from shape.data.encoding import Encoded, encode_row
 from shape.errors import ConfigError, DataError
 from shape.features.positions import eligible, followers
 from shape.features.store import FeatureStore
+from shape.networks.teacher_forcing import Texts
 from shape.target.model import Target
-from shape.training.examples import Texts, whole_texts
 
 _ROOTS_SAMPLE = 256
 _STEPS_POOLED = 8  # whose texts are sorted together
@@ -250,7 +250,7 @@ class TextBatches(_Batches):
     def _load(self, batch: Batch) -> Batch:
         stored = [self.store[int(self.numbers[sample])] for sample in batch.samples]
         hidden = pad_sequence([each.hidden for each in stored], batch_first=True)
-        texts = whole_texts(hidden, [each.input_ids for each in stored], [each.loss_mask for each in stored])
+        texts = Texts.whole(hidden, [each.input_ids for each in stored], [each.loss_mask for each in stored])
         return replace(batch, texts=texts)
 
 
