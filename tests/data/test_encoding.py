@@ -91,7 +91,7 @@ def chat(*texts: str) -> Conversation:
 def runs(tokenizer, conversation, max_length=None) -> list[tuple[bool, str]]:
     """(supervised, decoded text) of each stretch of equal mask, text after text."""
     stretches: list[tuple[bool, list[int]]] = []
-    for part in unfolded([conversation], tokenizer)[0]:
+    for part in unfolded(conversation, tokenizer):
         encoded = encode(part, tokenizer, max_length)
         for number, (token, mark) in enumerate(
             zip(encoded.input_ids.tolist(), encoded.loss_mask.tolist(), strict=True)
