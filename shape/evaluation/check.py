@@ -14,7 +14,8 @@ from shape import bundled
 from shape.data.conversations import Prompt, evenly
 from shape.data.reading import load_prompts
 from shape.drafters import Drafter, NgramDrafter, TrainedDrafter, TreeShape, make_drafter
-from shape.drafters.recipes.drafter import Pack, RecipeDrafter
+from shape.drafters.recipes.drafter import RecipeDrafter
+from shape.drafters.recipes.pack import Pack
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import Estimate

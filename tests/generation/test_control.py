@@ -17,7 +17,7 @@ from shape.drafters import (
     model,
 )
 from shape.drafters.lengths import Adaptive, ByCost
-from shape.generation import fixed, loop
+from shape.generation import eager, loop, stage
 from shape.generation.control import Experience, Pace
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
@@ -163,7 +163,7 @@ def forwards(decoder: ShapeDecoder, monkeypatch, clock: int, **options) -> list[
         return now.seconds
 
     now.seconds = 0.0
-    for module in (loop, fixed, hybrid, model):
+    for module in (loop, eager, stage, hybrid, model):
         monkeypatch.setattr(module, "perf_counter", now)
     stats = decoder.generate(
         **prompts([5]), max_new_tokens=40, eos_token_id=[], return_dict_in_generate=True, **options

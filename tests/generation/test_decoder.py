@@ -746,7 +746,7 @@ def test_streaming_gives_every_token_once(tiny_model):
     recorder = Recorder()
     out = decoder.generate(**batch, max_new_tokens=12, streamer=recorder)
     assert recorder.ended and [token for piece in recorder.pieces for token in piece] == out[0].tolist()
-    with pytest.raises(UnsupportedGeneration, match="streaming follows one row"):
+    with pytest.raises(UnsupportedGeneration, match="streaming follows one sequence"):
         decoder.generate(**prompts(), streamer=recorder)
 
 
