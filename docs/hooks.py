@@ -1,12 +1,15 @@
 """What the documentation includes and does not copy: options of the commands, measured tables, READMEs of folders."""
 
+import re
 from itertools import groupby
 from pathlib import Path
+from posixpath import dirname, relpath
 from typing import Any
 
 from commands import ROOT, page
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 from shape.cli.main import COMMANDS, GROUPS
 from shape.cli.parsing import summary
@@ -17,7 +20,12 @@ _SHOWN = (".md", ".png", ".svg")
 _ELSEWHERE = {
     "reference/configurations.md": ROOT / "configs/README.md",
     "results/protocols.md": ROOT / "eval/README.md",
+    "guides/recipes.md": ROOT / "train/README.md",
+    "guides/examples.md": ROOT / "examples/README.md",
+    "contributing.md": ROOT / "CONTRIBUTING.md",
+    "changelog.md": ROOT / "CHANGELOG.md",
 }
+_LINK = re.compile(r"\]\(([^)#:\s]+\.\w+)")
 _COMMANDS = """# Commands
 
 `shape NAME` and `python -m shape.NAME` are the same. `--help` shows the options that people use, `--help-all` all of
@@ -55,6 +63,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def _place(command: str) -> str:
     return f"reference/commands/{command}.md"
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turn links between files of the repository into links between pages of the site."""
+    if page.file.abs_src_path is None:  # made here, with links of the site
+        return markdown
+    folder = Path(page.file.abs_src_path).parent
+    pages = {Path(file.abs_src_path).resolve(): file.src_uri for file in files if file.abs_src_path}
+
+    def moved(link: re.Match[str]) -> str:
+        found = pages.get((folder / link[1]).resolve())
+        return f"]({relpath(found, dirname(page.file.src_uri) or '.')}" if found else link[0]
+
+    return _LINK.sub(moved, markdown)
 
 
 def _tables() -> list[Any]:

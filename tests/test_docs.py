@@ -17,18 +17,18 @@ from helpers import ROOT, program
 from jsonargparse import ArgumentParser
 from transformers import dynamic_module_utils
 
-from shape.training.run import TrainOptions
+from shape.training.options import TrainOptions
 
 with program("commands", "docs") as commands:
     pass
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-READMES = [ROOT / "README.md", *sorted(ROOT.glob("*/README.md"))]
+READMES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("*/README.md"))]
 BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>[^>]+) -->\n)?```python\n(?P<code>.*?)```", re.DOTALL)
 SNIPPET = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
 SPAN = re.compile(r"(?<!`)`[^`]+`(?!`)")  # code within a sentence, which may be broken into lines
 COMMAND = re.compile(r"(?: -m ((?:shape|eval)\.[\w.]*\w)|(?:^|[`$/]) *(shape [a-z]+))([^\n`|>&#]*)", re.MULTILINE)
-RECORDED = re.compile(r"<!-- results:begin -->.*<!-- results:end -->", re.DOTALL)  # what was run, not what to run
+RECORDED = re.compile(r"<!-- results:begin[^>]*-->.*?<!-- results:end -->", re.DOTALL)  # what was run, not what to run
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
@@ -129,7 +129,7 @@ def test_commands_parse(module, arguments, place, monkeypatch):
         ("shape.bench", "--tree.breadth 2"),
         ("shape.extract", "--output features"),
         ("shape.recipes", "compile --target T"),
-        ("eval.ablate", "rivals --variant eagle"),
+        ("eval.ablate", "baselines --variant eagle"),
         ("shape.learn", "--steps 5"),
     ],
 )

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from shape.cli.parsing import CommandParser, command_parser, options_of
 from shape.errors import exit_on_error
-from shape.evaluation.bench import BenchOptions
+from shape.evaluation.options import BenchOptions
 
 COMMON = (
     *("output", "predictor", "target", "prompts", "methods", "limit", "max_new_tokens", "temperature", "batch_size"),
@@ -49,11 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         values = reader.instantiate(reader.parse_args(arguments))
         from rich.console import Console
 
-        from shape.evaluation.bench import bench, render, replace_region
+        from shape.evaluation.bench import bench
+        from shape.evaluation.render import render
 
         if values.render:
             results, document = map(Path, values.render)
-            document.write_text(replace_region(document.read_text(), render(results)))
+            document.write_text(render(document.read_text(), results))
             return
         options = options_of(BenchOptions, values)
         console = Console(highlight=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shape.cli.parsing import CommandParser, command_parser, options_of
 from shape.errors import exit_on_error
-from shape.evaluation.check import CheckOptions
+from shape.evaluation.options import CheckOptions
 
 COMMON = (
     "target",

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from shape.cli.parsing import CommandParser, command_parser, options_of
 from shape.errors import exit_on_error
-from shape.evaluation.efficiency import EfficiencyOptions
+from shape.evaluation.options import EfficiencyOptions
 
 COMMON = (
     "output",

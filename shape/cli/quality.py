@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from shape.cli.parsing import CommandParser, command_parser, options_of
 from shape.errors import exit_on_error
-from shape.evaluation.quality import QualityOptions
+from shape.evaluation.options import QualityOptions
 
 COMMON = (
     "output",

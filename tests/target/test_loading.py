@@ -19,16 +19,9 @@ from shape.drafters import ModelDrafter, TrainedDrafter
 from shape.errors import CheckpointError, ConfigError, UnsupportedTarget
 from shape.evaluation.environment import Environment
 from shape.generation.decoder import ShapeDecoder
-from shape.target.loading import (
-    PairOptions,
-    PlacedOptions,
-    TargetOptions,
-    default_device,
-    of_predictor,
-    of_target,
-    recorded,
-)
+from shape.target.loading import default_device, of_predictor, of_target, recorded
 from shape.target.model import Target
+from shape.target.options import PairOptions, PlacedOptions, TargetOptions
 
 TARGET, PREDICTOR = "somebody/target", "somebody/predictor"
 

@@ -22,8 +22,9 @@ from shape.drafters.growing import Paths
 from shape.drafters.suffix import SuffixAutomaton
 from shape.errors import CheckpointError, ConfigError, TargetMismatch
 from shape.files import reading, typed, written_whole
-from shape.target.loading import PlacedOptions, of_target
+from shape.target.loading import of_target
 from shape.target.model import Target, TargetIdentity, announce
+from shape.target.options import PlacedOptions
 from shape.verification.sampling import Sampler
 from shape.verification.tree import Drafted, TokenTree, ragged_tree
 
@@ -326,7 +327,8 @@ class CompileOptions(PlacedOptions):
 
 def compile_pack(options: CompileOptions) -> Pack:
     """Answer the prompts, keep what their samples agree on, and write the pack."""
-    from shape.data.conversations import evenly, load_prompts
+    from shape.data.conversations import evenly
+    from shape.data.reading import load_prompts
     from shape.generation.decoder import ShapeDecoder
 
     options.check()
