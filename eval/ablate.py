@@ -41,21 +41,22 @@ from torch.utils.flop_counter import FlopCounterMode
 from eval.ablation import Ablation, Anatomy, Figures, Line, Trained
 from eval.equal_size import as_large_as
 from shape import bundled
-from shape.data.conversations import Prompt, evenly, load_prompts
+from shape.data.conversations import Prompt, evenly
+from shape.data.reading import load_prompts
 from shape.drafters import Drafter, TreeShape, make_drafter
 from shape.drafters.base import Committed, Wrapped
 from shape.errors import CheckpointError, ConfigError, ShapeError, exit_on_error
 from shape.evaluation.environment import Environment
 from shape.evaluation.results import SpeedResults, Tally
 from shape.evaluation.speed import Method, Outside, measure
-from shape.features.costs import size_of
-from shape.features.extraction import quiet
+from shape.features.trainer import quiet
 from shape.files import reading, typed
 from shape.generation.decoder import ShapeDecoder, ShapeOutput
 from shape.networks.config import ShapeConfig
 from shape.networks.sizing import parameters
 from shape.target.loading import TargetOptions, of_target
 from shape.target.model import Target, announce
+from shape.target.size import size_of
 from shape.training import parsing
 from shape.training.defaults import network_config, resolve
 from shape.training.joint import require_alike

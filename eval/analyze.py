@@ -37,17 +37,21 @@ from tqdm import tqdm
 
 from eval.analysis_report import draw, report
 from shape import bundled
-from shape.data.conversations import Encoded, encode_all, evenly, load_conversations, load_prompts, prompt_ids
+from shape.data.conversations import evenly
+from shape.data.encoding import Encoded, encode_all
+from shape.data.reading import load_conversations, load_prompts
 from shape.drafters import TrainedDrafter
 from shape.errors import ConfigError, DataError, exit_on_error
 from shape.evaluation.environment import Environment
 from shape.features.extraction import compute_features
-from shape.features.store import Stored, eligible
+from shape.features.positions import eligible
+from shape.features.store import Stored
 from shape.generation.decoder import ShapeDecoder, load_predictor
 from shape.networks.base import Known, Predictor
 from shape.networks.teacher_forcing import Reader, Texts, examples, known_in
 from shape.networks.transport import Plan, optimal_acceptance, squared_distances
 from shape.networks.transport import sinkhorn as entropic_plan
+from shape.target.chat import prompt_ids
 from shape.target.loading import SOURCE, PairOptions, of_pair, of_predictor, of_target, only, recorded
 from shape.target.model import Target, announce
 from shape.training.losses import kl, log_probabilities, mistake_costs, sinkhorn, total_variation

@@ -23,10 +23,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from shape.drafters import PREDICTORS, TrainedDrafter
 from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import markdown
-from shape.features.costs import Size, size_of
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.planning import draft_cost
 from shape.target.model import Target
+from shape.target.size import Size, size_of
 from shape.training.defaults import network_config, resolve
 from shape.training.forecast import network_size, weights_read
 from shape.training.options import TrainOptions

@@ -26,12 +26,14 @@ import torch
 from tqdm import tqdm
 
 from shape import bundled
-from shape.data.conversations import load_conversations
+from shape.data.reading import load_conversations
 from shape.drafters import PREDICTORS
 from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import markdown
-from shape.features.extraction import extract, human_bytes, quiet
+from shape.features.extraction import extract
 from shape.features.store import FeatureStore
+from shape.features.trainer import quiet
+from shape.files import human_bytes
 from shape.networks.config import ShapeConfig
 from shape.networks.sizing import draft_vocabulary
 from shape.target.model import Target
@@ -132,9 +134,9 @@ def measure(work: Path, options: TrainOptions, limit: int | None) -> dict[str, A
             lines.append(
                 {
                     "store": name,
-                    "reached": "folder" if store.place.folder else "address",
+                    "reached": "folder" if store.storage.folder else "address",
                     "bytes": size,
-                    "bytes_per_position": size / store.rows,
+                    "bytes_per_position": size / store.tokens,
                     "from_disk": read(store, target, config, options),
                     "again": read(store, target, config, options),
                 }

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from jsonargparse import ArgumentParser
 
 from shape.errors import exit_on_error
-from shape.features.extraction import quiet
+from shape.features.trainer import quiet
 from shape.training.joint import train_jointly
 from shape.training.parsing import read_options
 from shape.training.run import keep_freed_memory

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from shape.errors import exit_on_error
-from shape.features.extraction import quiet
+from shape.features.trainer import quiet
 from shape.training.parsing import DRY_RUN, parse
 from shape.training.run import keep_freed_memory, train
 

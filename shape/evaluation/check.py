@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.table import Table
 
 from shape import bundled
-from shape.data.conversations import Prompt, evenly, load_prompts
+from shape.data.conversations import Prompt, evenly
+from shape.data.reading import load_prompts
 from shape.drafters import Drafter, NgramDrafter, TrainedDrafter, TreeShape, make_drafter
 from shape.drafters.recipes.drafter import Pack, RecipeDrafter
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import show, show_interval
 from shape.evaluation.speed import measure
-from shape.features.costs import size_of
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.planning import (
     CANDIDATES,
@@ -39,6 +39,7 @@ from shape.networks.shape import ShapePredictor
 from shape.networks.sizing import draft_vocab_size, parameters, width
 from shape.target.loading import PairOptions, of_pair, of_target
 from shape.target.model import Target, announce
+from shape.target.size import size_of
 
 _RATES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _SHOWN_PLANS = 6

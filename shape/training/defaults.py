@@ -11,12 +11,13 @@ What each rule was measured by is in `eval/results/sizes`; docs/train.md explain
 
 from dataclasses import asdict, replace
 
+from shape.data.statistics import Text
 from shape.errors import ConfigError
-from shape.features.costs import Size, Text
-from shape.features.extraction import longest
+from shape.features.options import longest
 from shape.networks import sizing
 from shape.networks.config import ShapeConfig
 from shape.target.model import Target
+from shape.target.size import Size
 from shape.training.options import TrainOptions
 
 _PASSES, _MOST_PASSES = 4, 40

@@ -23,17 +23,22 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import AutoTokenizer, PretrainedConfig
 
 from shape import bundled
-from shape.data.conversations import Conversation, evenly, load_conversations
-from shape.data.regeneration import LocalBackend, regenerate
+from shape.data.conversations import Conversation, evenly
+from shape.data.encoding import encode_row
+from shape.data.reading import load_conversations
+from shape.data.regeneration import regenerate
+from shape.data.statistics import Text
 from shape.drafters import TrainedDrafter
-from shape.features.costs import Size, Text, size_of
-from shape.features.extraction import compute_features, encode_row, extract, human_bytes, place, rows_of
-from shape.features.storage import Place
+from shape.features.extraction import compute_features, extract, place, rows_of
+from shape.features.storage import Storage
+from shape.files import human_bytes
+from shape.generation.answers import LocalBackend
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.planning import draft_cost
 from shape.networks.base import Predictor
 from shape.target.loading import FILE_OPTIONS, of_target, only, resolve_dtype
 from shape.target.model import Target, read_config
+from shape.target.size import Size, size_of
 from shape.training import preparation
 from shape.training.defaults import network_config, resolve
 from shape.training.forecast import Draft, Forecast, Hours
@@ -162,7 +167,7 @@ def _measured(options: TrainOptions, conversations: Sequence[Conversation], text
         each = (monotonic() - start) / max(sum(len(one.input_ids) for one in batches), 1)
         times = steps * options.training.batch_size / max(text.positions, 1) if options.online else 1
         hours["features"] = times * tokens * each / 3600
-        material = preparation.Material([trial], target, rows, set(), rows, [], Place(name), trainer)
+        material = preparation.Material([trial], target, rows, set(), rows, [], Storage(name), trainer)
         module, data = make_module(trial, material, store)
         hours["training"] = steps * _seconds_of_a_step(trial, module, data) / 3600
     found = Hours(hours, f"measured here on {target.device} by {len(sample)} conversations and {_STEPS} steps")

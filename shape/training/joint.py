@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shape.errors import CheckpointError, ConfigError
-from shape.features.storage import Place
+from shape.features.storage import Storage
 from shape.training.batches import Batch
 from shape.training.callbacks import CountFlops
 from shape.training.checkpoints import checkpoint_to_resume, set_aside
@@ -100,7 +100,7 @@ def train_jointly(runs: Sequence[TrainOptions], output: str | Path, ckpt_path: s
     for run in runs:
         writable(Path(run.output))
     checkpoint = checkpoint_to_resume(ckpt_path, shared)
-    material = prepare(runs, Place(shared))
+    material = prepare(runs, Storage(shared))
     runs = material.runs
     made = [make_module(run, material, None) for run in runs]
     modules = {name: module for name, (module, _) in zip(names, made, strict=True)}

@@ -8,7 +8,8 @@ from typing import Any, Literal
 from shape.data.regeneration import AnswerOptions
 from shape.drafters import TreeShape
 from shape.errors import ConfigError
-from shape.features.extraction import FeatureOptions, StorageOptions, TrainerOptions
+from shape.features.options import FeatureOptions, StorageOptions
+from shape.features.trainer import TrainerOptions
 from shape.target.loading import TargetOptions
 
 QUICKSTART_TARGET = "quickstart-target"

@@ -11,16 +11,20 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from shape import bundled
-from shape.data.conversations import Conversation, Prompt, evenly, load_conversations, load_prompts
-from shape.data.regeneration import LocalBackend, answers_file, own_answers
+from shape.data.conversations import Conversation, Prompt, evenly
+from shape.data.encoding import encode_row
+from shape.data.reading import load_conversations, load_prompts
+from shape.data.regeneration import answers_file, own_answers
+from shape.data.statistics import Text, counted
 from shape.errors import ConfigError, DataError, FeatureStoreError
-from shape.features.costs import Text, counted, size_of
-from shape.features.extraction import encode_row, place, rows_of
-from shape.features.storage import Place
-from shape.features.store import MANIFEST, refuse_others
+from shape.features.extraction import place, rows_of
+from shape.features.manifest import MANIFEST, refuse_others
+from shape.features.storage import Storage
+from shape.generation.answers import LocalBackend
 from shape.generation.decoder import ShapeDecoder
 from shape.target.loading import of_target
 from shape.target.model import Target, announce
+from shape.target.size import size_of
 from shape.training.batches import derive_seed
 from shape.training.defaults import network_config, resolve
 from shape.training.forecast import Forecast
@@ -50,11 +54,11 @@ class Material:
     held_out: set[int]
     for_validation: list[Conversation]
     prompts: list[Prompt]
-    home: Place
+    home: Storage
     trainer: pl.Trainer
 
 
-def prepare(runs: Sequence[TrainOptions], home: Place) -> Material:
+def prepare(runs: Sequence[TrainOptions], home: Storage) -> Material:
     """Target and data of runs that share them, and every check of their options that needs these.
 
     Args:
@@ -147,7 +151,7 @@ def load_data(options: TrainOptions) -> list[Conversation]:
 
 
 def _regenerated(
-    options: TrainOptions, target: Target, conversations: list[Conversation], home: Place, trainer: pl.Trainer
+    options: TrainOptions, target: Target, conversations: list[Conversation], home: Storage, trainer: pl.Trainer
 ) -> list[Conversation]:
     """The conversations answered by the target, where the Trainer would run it. Written once, beside the features that
     are made of them, or, where these lie elsewhere, to the output folder.

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from shape.data.conversations import Prompt, evenly
 from shape.evaluation.environment import Environment, matrix_product_peak, peak_memory
-from shape.evaluation.speed import SpeedResults, measure
+from shape.evaluation.results import SpeedResults
+from shape.evaluation.speed import measure
 from shape.generation.decoder import ShapeDecoder, ShapeOutput
 from shape.networks.base import Predictor
 from shape.networks.export import export, export_model

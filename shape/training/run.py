@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from shape.data.conversations import fingerprint
 from shape.features.extraction import extract
-from shape.features.storage import Place
+from shape.features.storage import Storage
 from shape.features.store import FeatureStore
 from shape.networks.base import Predictor
 from shape.networks.registry import PREDICTORS
@@ -40,7 +40,7 @@ def train(options: TrainOptions) -> Path:
     options.check()
     output = writable(Path(options.output))
     checkpoint = checkpoint_to_resume(options.ckpt_path, output)
-    home = Place(output if options.online else options.features or output / "features")
+    home = Storage(output if options.online else options.features or output / "features")
     material = prepare([options], home)
     (options,) = material.runs
     validation, counted = decoding_validation(options, material), CountFlops()

@@ -19,7 +19,18 @@ from shape.evaluation.speed import _Bench
 from shape.generation.decoder import ShapeDecoder
 from shape.training import parsing
 
-SHIPPED = ["curve", "data", "default", "lookahead", "features", "losses", "refinement", "baselines", "tokens", "training"]
+SHIPPED = [
+    "curve",
+    "data",
+    "default",
+    "lookahead",
+    "features",
+    "losses",
+    "refinement",
+    "baselines",
+    "tokens",
+    "training",
+]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import torch
 from helpers import tiny_bert
 
 from shape.cli.quality import main
-from shape.data.conversations import load_prompts
+from shape.data.reading import load_prompts
 from shape.drafters import TrainedDrafter
 from shape.errors import ConfigError, DataError
 from shape.evaluation.journal import Journal

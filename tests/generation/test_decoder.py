@@ -6,7 +6,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 import torch
-from helpers import FAMILIES, LENGTHS, BASELINES, predictor, prompts, weaker_model
+from helpers import BASELINES, FAMILIES, LENGTHS, predictor, prompts, weaker_model
 from transformers import (
     DynamicCache,
     GenerationConfig,

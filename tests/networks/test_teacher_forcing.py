@@ -10,7 +10,8 @@ from training_runs import OPTIONS, STEPS, WINDOW, fit, network
 
 from shape.drafters import TrainedDrafter, TreeShape
 from shape.errors import ConfigError
-from shape.features.store import Stored, eligible
+from shape.features.positions import eligible
+from shape.features.store import Stored
 from shape.generation.decoder import ShapeDecoder
 from shape.networks.shape import windows
 from shape.networks.sizing import draft_vocabulary

@@ -11,7 +11,7 @@ from training_runs import OPTIONS, data_of
 from shape.cli.train import main
 from shape.drafters import ModelDrafter
 from shape.errors import ConfigError
-from shape.features.store import eligible
+from shape.features.positions import eligible
 from shape.generation.decoder import ShapeDecoder
 from shape.networks.teacher_forcing import Texts
 from shape.training.batches import Batch

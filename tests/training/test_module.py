@@ -100,7 +100,7 @@ def test_one_position_has_one_weight(unequal, tiny_target, kind):
         store, window = unequal, None
     else:
         module = ShapeModule(trainable(tiny_target, **changes), tiny_target, Losses(mse=0.5), options, log_every=1000)
-        store = UNEQUAL if kind == "online" else FeatureStore(unequal.place, layers=module.layers)
+        store = UNEQUAL if kind == "online" else FeatureStore(unequal.storage, layers=module.layers)
         window = None if module.predictor.memory_shapes else WINDOW
     data = data_of(store, tiny_target, options, window=window, max_length=160)
     module.log = module.log_dict = lambda *_, **__: None  # type: ignore[method-assign,assignment]
@@ -155,7 +155,7 @@ def test_what_no_loss_reaches_is_not_trained(unequal, tiny_target, kind):
         module = ShapeModule(predictor, tiny_target, losses, OPTIONS, log_every=1)
         module.log = module.log_dict = lambda *_, **__: None  # type: ignore[method-assign,assignment]
         window = None if predictor.memory_shapes else WINDOW
-        data = data_of(FeatureStore(unequal.place, layers=module.layers), tiny_target, window=window)
+        data = data_of(FeatureStore(unequal.storage, layers=module.layers), tiny_target, window=window)
         module.training_step(data.batches(Split())[0], 0).backward()
         named = list(predictor.named_parameters())
         assert not [name for name, weight in named if weight.requires_grad and weight.grad is None]

@@ -17,13 +17,14 @@ from transformers import AutoTokenizer
 
 from shape import bundled
 from shape.cli.train import main
-from shape.data.conversations import Conversation, Message
+from shape.data.conversations import Conversation
 from shape.errors import ConfigError, DataError
-from shape.features.extraction import TrainerOptions
-from shape.features.storage import Place
+from shape.features.storage import Storage
 from shape.features.store import FeatureStore
+from shape.features.trainer import TrainerOptions
 from shape.generation.decoder import ShapeDecoder
 from shape.networks.config import ShapeConfig
+from shape.target.chat import Message
 from shape.training.defaults import network_config
 from shape.training.options import MeasurementOptions, PredictorOptions, TrainOptions
 from shape.training.parsing import parse
@@ -247,18 +248,18 @@ def test_what_is_measured_on_chose_nothing(tiny_target_folder, data, tmp_path):
     options = TrainOptions(target=str(tiny_target_folder), data=str(data), regenerate=False, max_length=128)
     few = talks(tmp_path / "few.jsonl", 7)
     for given, choosing, measured in ((None, 3, 3), (str(few), 4, 3)):
-        material = prepare([replace(options, validation_data=given)], Place(tmp_path))
+        material = prepare([replace(options, validation_data=given)], Storage(tmp_path))
         ids = {conversation.id for conversation in material.for_validation}
         asked = {prompt.id for prompt in material.prompts}
         assert (len(ids), len(asked)) == (choosing, measured) and not ids & asked
         held = {material.conversations[number].id for number in material.held_out}
         assert held == (ids | asked if given is None else set())
     unmeasured = replace(options, measurement=MeasurementOptions(limit=0))
-    again = prepare([unmeasured], Place(tmp_path))
+    again = prepare([unmeasured], Storage(tmp_path))
     assert len(again.for_validation) == 3 and len(again.held_out) == 6, "what is learned depends on what is measured"
     (tmp_path / "one.jsonl").write_text(few.read_text().splitlines()[0])
     with pytest.raises(DataError, match="one conversation to validate on, and none is left to measure on"):
-        prepare([replace(options, validation_data=str(tmp_path / "one.jsonl"))], Place(tmp_path))
+        prepare([replace(options, validation_data=str(tmp_path / "one.jsonl"))], Storage(tmp_path))
 
 
 def test_validation_prompts_end_where_answers_begin(tiny_target):
@@ -274,7 +275,7 @@ def test_a_target_of_few_positions_needs_no_option(tiny_model, tiny_tokenizer, t
     """Nothing but a target and data, whose conversations and prompts go beyond the positions."""
     folder, data = small_target(tiny_model, tiny_tokenizer, tmp_path), long_talks(tmp_path / "long.jsonl")
     options = parse([f"--target={folder}", f"--data={data}", f"--output={tmp_path}", "--regenerate=false"])
-    material = prepare([options], Place(tmp_path / "features"))
+    material = prepare([options], Storage(tmp_path / "features"))
     (resolved,) = material.runs
     assert resolved.max_length == material.target.max_positions == 512
     assert resolved.feature_options().max_length == 512 and resolved.training.steps == 200
@@ -283,7 +284,7 @@ def test_a_target_of_few_positions_needs_no_option(tiny_model, tiny_tokenizer, t
     room = 512 - resolved.measurement.max_new_tokens
     assert material.prompts and all(material.target.encode(each.opening).shape[1] <= room for each in material.prompts)
     with pytest.raises(ConfigError, match=r"max_length is 513, but target .* has 512 positions"):
-        prepare([replace(options, max_length=513)], Place(tmp_path / "features"))
+        prepare([replace(options, max_length=513)], Storage(tmp_path / "features"))
 
 
 @pytest.mark.slow
