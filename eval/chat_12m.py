@@ -5,8 +5,8 @@
 Every eighth training dialogue of Schema-Guided Dialogue is answered by the target; all predictors learn from the same
 stored features for the same minutes (`configs/ablations/baselines.yaml`) and are measured on dialogues of the
 development part, which were left out. Then the default predictor and the paper's, of the first seed, are measured
-beside transformers on these dialogues, in two precisions, and on public prompts that the target is weak at. Each step is a
-command of the package, and what is finished is not done again. The tables go to `eval/results/`, into
+beside transformers on these dialogues, in two precisions, and on public prompts that the target is weak at. Each step
+is a command of the package, and what is finished is not done again. The tables go to `eval/results/`, into
 `ablations/rivals-chat-12m` and `chat-12m`.
 """
 

@@ -44,7 +44,6 @@ from shape.training.defaults import network_config, resolve
 from shape.training.forecast import Draft, Forecast, Hours
 from shape.training.options import TrainOptions
 from shape.training.run import make_module
-from shape.training.trainer import bare_trainer
 
 _STEPS = 4  # trained, of which all but the first are timed
 _ANSWER = 64  # tokens of the answers that are timed
@@ -216,6 +215,6 @@ class _Watch(pl.Callback):
 def _seconds_of_a_step(options: TrainOptions, module: pl.LightningModule, data: pl.LightningDataModule) -> float:
     """Of those behind the first."""
     watch = _Watch()
-    trainer = bare_trainer(options.trainer, _STEPS, logger=False, enable_checkpointing=False, callbacks=[watch])
+    trainer = options.trainer.for_training(_STEPS, logger=False, enable_checkpointing=False, callbacks=[watch])
     trainer.fit(module, data)
     return (watch.times[-1] - watch.times[0]) / (len(watch.times) - 1)

@@ -138,6 +138,7 @@ def _recipe(options: TrainOptions, material: Material) -> dict[str, Any]:
         "conversations": fingerprint(material.conversations)[:16],
         "precision": options.trainer.chosen_precision(),
         "gradient_clip_val": options.trainer.gradient_clip_val,
+        "gradient_clip_algorithm": options.trainer.more.get("gradient_clip_algorithm"),
     }
 
 
