@@ -20,7 +20,9 @@ from jsonargparse import ArgumentParser
 from rich.console import Console
 
 from shape.errors import exit_on_error
-from shape.evaluation.bench import BenchOptions, bench, render, replace_region
+from shape.evaluation.bench import bench
+from shape.evaluation.options import BenchOptions
+from shape.evaluation.render import render
 
 
 def parser() -> ArgumentParser:
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         values = reader.instantiate(reader.parse_args(arguments))
         if values.render:
             results, document = map(Path, values.render)
-            document.write_text(replace_region(document.read_text(), render(results)))
+            document.write_text(render(document.read_text(), results))
             return
         chosen = {entry.name: values[entry.name] for entry in fields(BenchOptions) if values[entry.name] is not None}
         options = BenchOptions(**chosen)

@@ -13,7 +13,8 @@ from jsonargparse import ArgumentParser
 from rich.console import Console
 
 from shape.errors import exit_on_error
-from shape.evaluation.check import CheckOptions, check, show_report
+from shape.evaluation.check import check, show_report
+from shape.evaluation.options import CheckOptions
 
 
 def parser() -> ArgumentParser:

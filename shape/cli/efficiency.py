@@ -13,18 +13,22 @@ Methods answer the same prompts in turn, in rotating order. `oracle` drafts the 
 token corrupted, at no cost: its speed-up is simulated, its efficiency is not.
 """
 
-from jsonargparse import CLI
+from collections.abc import Sequence
+
+from jsonargparse import auto_cli
 from rich.console import Console
 from rich.markdown import Markdown
 
 from shape.errors import exit_on_error
-from shape.evaluation.efficiency import EfficiencyOptions, report, run
+from shape.evaluation.efficiency import report, run
+from shape.evaluation.options import EfficiencyOptions
 
 
-def main(options: EfficiencyOptions) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     with exit_on_error():
+        options = auto_cli(EfficiencyOptions, as_positional=False, args=None if arguments is None else list(arguments))
         Console().print(Markdown(report(run(options))))
 
 
 if __name__ == "__main__":
-    main(CLI(EfficiencyOptions, as_positional=False))
+    main()

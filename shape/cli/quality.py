@@ -17,18 +17,22 @@ exact match on prompts whose `reference` is a number (GSM8K), pass@1 on prompts 
 folder. Until then finished prompts are kept there in `records.jsonl`, by which the same command goes on.
 """
 
-from jsonargparse import CLI
+from collections.abc import Sequence
+
+from jsonargparse import auto_cli
 from rich.console import Console
 from rich.markdown import Markdown
 
 from shape.errors import exit_on_error
-from shape.evaluation.quality import QualityOptions, run
+from shape.evaluation.options import QualityOptions
+from shape.evaluation.quality import run
 
 
-def main(options: QualityOptions) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     with exit_on_error():
+        options = auto_cli(QualityOptions, as_positional=False, args=None if arguments is None else list(arguments))
         Console().print(Markdown(run(options).to_markdown()))
 
 
 if __name__ == "__main__":
-    main(CLI(QualityOptions, as_positional=False))
+    main()

@@ -135,7 +135,7 @@ def _measure(options: TrainOptions, decoder: ShapeDecoder, prompts: Sequence[Pro
     chosen = options.measurement
     return measure(
         decoder.target,
-        {"transformers": "transformers", "plain": None, "shape": decoder.drafter},
+        {"transformers": "transformers", "autoregressive": None, "shape": decoder.drafter},
         evenly(prompts, chosen.limit),
         max_new_tokens=chosen.max_new_tokens,
         temperature=chosen.temperature,
