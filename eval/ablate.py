@@ -53,11 +53,13 @@ from shape.evaluation.runner import sampling
 from shape.evaluation.speed import measure
 from shape.features.trainer import quiet
 from shape.files import reading, typed
-from shape.generation.decoder import ShapeDecoder, ShapeOutput
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.engine import ShapeOutput
 from shape.networks.config import ShapeConfig
 from shape.networks.sizing import parameters
-from shape.target.loading import TargetOptions, of_target
+from shape.target.loading import of_target
 from shape.target.model import Target, announce
+from shape.target.options import TargetOptions
 from shape.target.size import size_of
 from shape.training import parsing
 from shape.training.defaults import network_config, resolve

@@ -1,7 +1,7 @@
 """What training takes where the user says nothing: it follows from the target and from the data.
 
-What each rule was measured by is in `eval/results/sizes`; docs/train.md explains it. Width and draft vocabulary are in
-`shape.networks.sizing`.
+What each rule was measured by is in `eval/results/sizes`; docs/guides/train.md explains it. Width and draft vocabulary
+are in `shape.networks.sizing`.
 
 - **Length** of a conversation: 1,024 tokens, or as many as the target has positions.
 - **Depth**: one block, as none, one and two are accepted alike (`PredictorOptions.num_layers`).

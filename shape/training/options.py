@@ -10,7 +10,7 @@ from shape.drafters import TreeShape
 from shape.errors import ConfigError
 from shape.features.options import FeatureOptions, StorageOptions
 from shape.features.trainer import TrainerOptions
-from shape.target.loading import TargetOptions
+from shape.target.options import TargetOptions
 
 QUICKSTART_TARGET = "quickstart-target"
 STATE_LOSSES = ("mse", "smooth_l1")

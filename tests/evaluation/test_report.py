@@ -12,8 +12,8 @@ from browser import find as find_browser
 from browser import opened
 from helpers import ROOT, predictor
 
-from shape.cli.generate import GenerateOptions, about
 from shape.cli.report import report
+from shape.cli.terminal import about
 from shape.data.conversations import Prompt
 from shape.drafters import HybridDrafter, NgramDrafter, SuffixDrafter, TrainedDrafter, TreeShape
 from shape.errors import DataError
@@ -25,6 +25,7 @@ from shape.evaluation.report import find, page
 from shape.evaluation.sections import sections
 from shape.evaluation.speed import measure_in
 from shape.generation.decoder import ShapeDecoder
+from shape.generation.options import GenerateOptions
 from shape.generation.rules import TypicalLossy
 from shape.target.chat import Message
 
