@@ -28,11 +28,12 @@ from shape.networks.base import Predictor
 from shape.networks.shape import windows
 from shape.networks.teacher_forcing import Examples, Reader, Texts, examples, known_in
 from shape.target.model import Target
-from shape.training.batches import Batch, derive_seed
+from shape.training.batches import Batch
 from shape.training.checkpoints import require_same_run
 from shape.training.losses import supervised, weighted_loss
 from shape.training.optimization import CombinedOptimizer, learning_rate_factor, make_optimizer
 from shape.training.options import Losses, TrainingOptions
+from shape.training.order import derive_seed
 from shape.verification.noise import mix
 
 

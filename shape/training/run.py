@@ -21,14 +21,15 @@ from shape.features.store import FeatureStore
 from shape.networks.base import Predictor
 from shape.networks.registry import PREDICTORS
 from shape.networks.sizing import draft_vocabulary
-from shape.training.batches import ShapeDataModule, derive_seed
 from shape.training.callbacks import CountFlops
 from shape.training.checkpoints import checkpoint_to_resume, set_aside
+from shape.training.datamodule import ShapeDataModule
 from shape.training.defaults import network_config
 from shape.training.distillation import DistillModule, draft_model
 from shape.training.joint import JointModule, require_alike
 from shape.training.module import DrafterModule, ShapeModule
 from shape.training.options import TrainOptions
+from shape.training.order import derive_seed
 from shape.training.preparation import Material, excluded_numbers, prepare, validation_prompts, writable
 from shape.training.result import export_and_measure, throughput
 from shape.training.trainer import make_trainer

@@ -51,9 +51,8 @@ def acceptance_length(emitted: Sequence[int], forwards: Sequence[int]) -> Measur
 class DecodingValidation(pl.Callback):
     """Measures the acceptance length by decoding fixed prompts with the current weights, and keeps the best ones.
 
-    Prompts are dealt to processes by number, none twice; processes that share the target decode all of them together.
-    Sums are reduced over processes, and each prompt's own counts are kept for the interval. Decoding runs without
-    autocast, in evaluation mode, without gradients.
+    Each process decodes its share of the prompts; processes that share the target's weights decode all of them at once.
+    Decoding runs without autocast, in evaluation mode, without gradients.
 
     Args:
         prompts: token ids, (T,) int64 each.

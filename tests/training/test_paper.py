@@ -10,7 +10,7 @@ import torch
 from shape import bundled
 from shape.generation.decoder import ShapeDecoder
 from shape.networks.shape import ShapePredictor
-from shape.training.batches import derive_seed
+from shape.training.order import derive_seed
 
 PROMPT = "Book a table for two."
 
