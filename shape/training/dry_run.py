@@ -83,7 +83,7 @@ def dry_run(options: TrainOptions) -> str:
         notes.append(f"measured: nothing, as {reason}")
     else:
         draft, hours = _measured(resolved, conversations, text)
-    return "\n".join([Forecast.of(resolved, size, text, dtype, draft, hours).full(), *notes])
+    return "\n".join([Forecast(resolved, size, text, dtype, draft, hours).full(), *notes])
 
 
 def _dtype(options: TrainOptions, config: PretrainedConfig) -> torch.dtype:

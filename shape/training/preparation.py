@@ -98,7 +98,7 @@ def prepare(runs: Sequence[TrainOptions], home: Storage) -> Material:
         for_validation, prompts = for_validation[::2], _as_prompts(for_validation[1::2])
     rank_zero_only(announce)(target)
     for run in resolved:
-        rank_zero_only(print)(Forecast.of(run, size, text, target.dtype).brief(), flush=True)
+        rank_zero_only(print)(Forecast(run, size, text, target.dtype).brief(), flush=True)
     owners = [number for number, own in enumerate(texts) for _ in own]
     return Material(
         resolved,
