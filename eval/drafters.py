@@ -23,7 +23,8 @@ import torch
 from jsonargparse import auto_cli
 
 from shape import bundled
-from shape.data.conversations import Prompt, evenly, load_conversations, load_prompts
+from shape.data.conversations import Prompt, evenly
+from shape.data.reading import load_conversations, load_prompts
 from shape.drafters import (
     CompressedDrafter,
     Compression,

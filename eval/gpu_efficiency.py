@@ -39,13 +39,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from shape import bundled
-from shape.data.conversations import evenly, load_prompts, prompt_ids
+from shape.data.conversations import evenly
+from shape.data.reading import load_prompts
 from shape.drafters import Drafter, OracleDrafter, TrainedDrafter
 from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import markdown, show
 from shape.generation.decoder import ShapeDecoder, ShapeOutput
 from shape.generation.fixed import FixedCache, FixedSteps, LaidOut, captured
 from shape.generation.streams import Arrivals
+from shape.target.chat import prompt_ids
 from shape.target.model import Target
 from shape.verification.forward import attending, tree_inputs
 from shape.verification.tree import chain

@@ -25,7 +25,7 @@ from jsonargparse import auto_cli
 
 from shape import bundled
 from shape.cli.report import report
-from shape.data.conversations import load_prompts
+from shape.data.reading import load_prompts
 from shape.errors import ConfigError, exit_on_error
 
 REPOSITORY = Path(__file__).resolve().parent.parent

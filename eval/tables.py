@@ -24,7 +24,8 @@ from rich.console import Console
 from eval import ablate, analyze, latency
 from eval.paper_tables import LOOKAHEAD, NUMBERS, Found, Table, is_missing, made, render
 from shape import bundled
-from shape.data.conversations import evenly, load_prompts
+from shape.data.conversations import evenly
+from shape.data.reading import load_prompts
 from shape.drafters import TrainedDrafter
 from shape.errors import ConfigError, ShapeError, exit_on_error
 from shape.evaluation import efficiency, quality

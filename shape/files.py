@@ -113,6 +113,15 @@ def typed(kind: Any, value: Any) -> Any:
     raise TypeError(f"{str(value)[:40]!r} is no {getattr(kind, '__name__', kind)}")
 
 
+def human_bytes(size: float) -> str:
+    """For people: 3 digits and a unit."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.3g} TB"
+
+
 def _key(kind: Any, key: str) -> Any:
     """JSON has texts as keys alone."""
     if kind is not int:

@@ -17,7 +17,7 @@ from helpers import ROOT, program
 from jsonargparse import ArgumentParser
 from transformers import dynamic_module_utils
 
-from shape.training.run import TrainOptions
+from shape.training.options import TrainOptions
 
 with program("commands", "docs") as commands:
     pass
@@ -129,7 +129,7 @@ def test_commands_parse(module, arguments, place, monkeypatch):
         ("shape.bench", "--tree.breadth 2"),
         ("shape.extract", "--output features"),
         ("shape.drafters.recipes.drafter", "compile --target T"),
-        ("eval.ablate", "rivals --variant eagle"),
+        ("eval.ablate", "baselines --variant eagle"),
         ("shape.learn", "--steps 5"),
     ],
 )

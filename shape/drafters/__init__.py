@@ -15,17 +15,9 @@ from shape.drafters.suffix import SuffixDrafter
 from shape.drafters.testing import AdversaryDrafter, OracleDrafter
 from shape.drafters.trained import TrainedDrafter
 from shape.errors import ConfigError
-from shape.networks.base import Predictor
-from shape.networks.block import BlockPredictor
-from shape.networks.eagle import EaglePredictor
-from shape.networks.medusa import MedusaPredictor
-from shape.networks.shape import ShapePredictor
+from shape.networks.registry import PREDICTORS
 
 _GROUP = "shape.drafters"
-# Networks by ``ShapeConfig.kind``; trained, each is drafted with by a ``TrainedDrafter``.
-PREDICTORS: dict[str, type[Predictor]] = {
-    network.kind: network for network in (ShapePredictor, MedusaPredictor, EaglePredictor, BlockPredictor)
-}
 # Drafters that need nothing but the target.
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     drafter.name: drafter

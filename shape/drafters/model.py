@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from shape.drafters.base import Committed, Drafter, common_length
 from shape.drafters.lengths import DraftLength, Fixed, make_length
 from shape.errors import TargetMismatch, UnsupportedGeneration
-from shape.target.inference import evaluating
 from shape.target.model import Target
 from shape.verification.cache import KVCache
 from shape.verification.forward import new_cache, prefill, tree_forward

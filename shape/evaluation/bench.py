@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
 
 from shape import bundled
-from shape.data.conversations import load_prompts
+from shape.data.reading import load_prompts
 from shape.drafters import DRAFTERS, Drafter, TreeShape
 from shape.errors import ConfigError, DataError
 from shape.evaluation.speed import JOURNAL, Assisted, Method, Outside, Ruled, SpeedResults, measure_in

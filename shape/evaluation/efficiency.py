@@ -16,7 +16,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from shape import bundled
-from shape.data.conversations import Prompt, evenly, load_prompts, prompt_ids
+from shape.data.conversations import Prompt, evenly
+from shape.data.reading import load_prompts
 from shape.drafters import Drafter, OracleDrafter, make_drafter
 from shape.errors import ConfigError
 from shape.evaluation.environment import Environment
@@ -25,6 +26,7 @@ from shape.evaluation.results import Estimate, estimate, interval, ratio
 from shape.generation.decoder import ShapeDecoder, ShapeOutput
 from shape.generation.stats import Step, quantile
 from shape.generation.streams import Arrivals
+from shape.target.chat import prompt_ids
 from shape.target.loading import PairOptions, of_pair, recorded
 from shape.target.model import Target, announce
 from shape.target.support import Support

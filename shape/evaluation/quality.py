@@ -16,7 +16,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from shape import bundled
-from shape.data.conversations import Prompt, evenly, load_prompts
+from shape.data.conversations import Prompt, evenly
+from shape.data.reading import load_prompts
 from shape.errors import ConfigError, DataError
 from shape.evaluation import sandbox
 from shape.evaluation.correctness import final_number, known_number, program
@@ -28,9 +29,9 @@ from shape.evaluation.speed import describe, prompts_hash, target_settings
 from shape.features.store import Stored
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.rules import RULES, Match, Rule, TrsLossy, TypicalLossy, make_rule
+from shape.networks.teacher_forcing import Reader, forced_drafts
 from shape.target.loading import PairOptions, of_pair, recorded
 from shape.target.model import announce
-from shape.training.examples import Reader, forced_drafts
 
 PLAIN, SHAPE, ALONE, BEAM = "plain", "shape", "drafter-alone", "beam"
 TOO_LONG = "a prompt and its answer exceed the target's positions"

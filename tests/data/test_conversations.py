@@ -13,21 +13,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from shape.cli.preview import main
-from shape.data.conversations import (
-    Checks,
-    Conversation,
-    Message,
-    Tokens,
-    encode,
-    encode_all,
-    fingerprint,
-    load_conversations,
-    load_prompts,
-    prompt_ids,
-    render,
-    unfolded,
-)
+from shape.data.conversations import Checks, Conversation, Tokens, fingerprint
+from shape.data.encoding import encode, encode_all, unfolded
+from shape.data.reading import load_conversations, load_prompts
 from shape.errors import DataError
+from shape.target.chat import Message, prompt_ids, render
 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 CHATML = (
@@ -603,7 +593,7 @@ def test_preview_prints_samples_and_a_summary(tmp_path, capsys, monkeypatch):
     MERGING.chat_template = CHATML
     MERGING.save_pretrained(tmp_path / "target")
     data = write(tmp_path / "data.jsonl", chat("hello", "world [bold]").to_row(), chat("hello", "again").to_row())
-    main(["preview", "--data", str(data), "--target", str(tmp_path / "target"), "-n", "1"])
+    main(["--data", str(data), "--target", str(tmp_path / "target"), "-n", "1"])
     out = capsys.readouterr().out
     assert "\x1b[1;32mworld [bold]<|im_end|>" in out and "again" not in out
     assert "2 rows, " in out and "% supervised" in out
@@ -611,7 +601,7 @@ def test_preview_prints_samples_and_a_summary(tmp_path, capsys, monkeypatch):
 
 def test_preview_of_bad_input_exits_with_status_2(tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
-        main(["preview", "--data", str(tmp_path / "none.jsonl"), "--target", str(tmp_path)])
+        main(["--data", str(tmp_path / "none.jsonl"), "--target", str(tmp_path)])
     assert caught.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and "none.jsonl does not exist" in error and error.count("\n") == 1

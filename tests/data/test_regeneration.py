@@ -19,19 +19,16 @@ import pytest
 import torch
 
 from shape.cli.regenerate import main
-from shape.data.conversations import Conversation, Message, encode, load_conversations, prompt_ids
-from shape.data.regeneration import (
-    Answer,
-    EndpointBackend,
-    EndpointError,
-    LocalBackend,
-    Request,
-    Share,
-    Summary,
-    regenerate,
-)
+from shape.data.backends import Answer, Request
+from shape.data.conversations import Conversation
+from shape.data.encoding import encode
+from shape.data.endpoint import EndpointBackend, EndpointError
+from shape.data.reading import load_conversations
+from shape.data.regeneration import Share, Summary, regenerate
 from shape.errors import ConfigError, DataError
+from shape.generation.answers import LocalBackend
 from shape.generation.decoder import ShapeDecoder
+from shape.target.chat import Message, prompt_ids
 from shape.target.model import Target
 
 

@@ -14,7 +14,7 @@ from helpers import ROOT, predictor
 
 from shape.cli.generate import GenerateOptions, about
 from shape.cli.report import report
-from shape.data.conversations import Message, Prompt
+from shape.data.conversations import Prompt
 from shape.drafters import HybridDrafter, NgramDrafter, SuffixDrafter, TrainedDrafter, TreeShape
 from shape.errors import DataError
 from shape.evaluation.check import CheckOptions, check
@@ -25,6 +25,7 @@ from shape.evaluation.sections import sections
 from shape.evaluation.speed import Ruled, measure_in
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.rules import TypicalLossy
+from shape.target.chat import Message
 
 RESULTS = ROOT / "eval" / "results"
 HOSTILE = "</span><script>alert('1')</script>\"&amp;"

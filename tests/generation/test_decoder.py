@@ -6,7 +6,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 import torch
-from helpers import FAMILIES, LENGTHS, RIVALS, predictor, prompts, weaker_model
+from helpers import BASELINES, FAMILIES, LENGTHS, predictor, prompts, weaker_model
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -61,12 +61,12 @@ def drafters() -> dict:
         "shape drawn parallel": lambda: TrainedDrafter(
             predictor(step_mode="parallel", token_conditioning="none"), TreeShape(depth=3, width=2)
         ),
-        "eagle tree": lambda: TrainedDrafter(predictor(**RIVALS["eagle"], loud=True), TreeShape(depth=4, width=3)),
+        "eagle tree": lambda: TrainedDrafter(predictor(**BASELINES["eagle"], loud=True), TreeShape(depth=4, width=3)),
         "block chain": lambda: TrainedDrafter(
-            predictor(**RIVALS["block with Markov bias and confidence"], loud=True), TreeShape(depth=4, width=1)
+            predictor(**BASELINES["block with Markov bias and confidence"], loud=True), TreeShape(depth=4, width=1)
         ),
         "attending tree": lambda: TrainedDrafter(
-            predictor(**RIVALS["shape of three layers"], loud=True), TreeShape(depth=3, width=2, nodes=5)
+            predictor(**BASELINES["shape of three layers"], loud=True), TreeShape(depth=3, width=2, nodes=5)
         ),
         "model": lambda: ModelDrafter(Target(weaker_model()), Adaptive(length=3)),
         "suffix": lambda: SuffixDrafter(shortest=1, threshold=0.0),
@@ -74,7 +74,7 @@ def drafters() -> dict:
             [
                 SuffixDrafter(shortest=1, threshold=0.0),
                 AdversaryDrafter(seed=1),
-                TrainedDrafter(predictor(**RIVALS["shape of three layers"], loud=True), TreeShape(depth=3, width=2)),
+                TrainedDrafter(predictor(**BASELINES["shape of three layers"], loud=True), TreeShape(depth=3, width=2)),
                 TrainedDrafter(predictor(), TreeShape(depth=4, width=3, nodes=7)),
             ],
             nodes=9,

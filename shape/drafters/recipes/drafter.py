@@ -326,7 +326,8 @@ class CompileOptions(PlacedOptions):
 
 def compile_pack(options: CompileOptions) -> Pack:
     """Answer the prompts, keep what their samples agree on, and write the pack."""
-    from shape.data.conversations import evenly, load_prompts
+    from shape.data.conversations import evenly
+    from shape.data.reading import load_prompts
     from shape.generation.decoder import ShapeDecoder
 
     options.check()

@@ -10,11 +10,14 @@ from training_runs import OPTIONS, STEPS, WINDOW, fit, network
 
 from shape.drafters import TrainedDrafter, TreeShape
 from shape.errors import ConfigError
-from shape.features.store import Stored, eligible
+from shape.features.positions import eligible
+from shape.features.store import Stored
 from shape.generation.decoder import ShapeDecoder
 from shape.networks.shape import windows
-from shape.training.examples import Reader, Texts, draft_vocabulary, examples, teacher_forced
-from shape.training.losses import Losses, supervised
+from shape.networks.sizing import draft_vocabulary
+from shape.networks.teacher_forcing import Reader, Texts, examples, teacher_forced
+from shape.training.losses import supervised
+from shape.training.options import Losses
 
 
 def naive(hidden, tokens, mask, root, window, steps, size):

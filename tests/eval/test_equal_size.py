@@ -1,9 +1,10 @@
 import pytest
 
+from eval.equal_size import as_large_as
 from shape.drafters import PREDICTORS
 from shape.errors import ConfigError
 from shape.networks.config import ShapeConfig
-from shape.training.sizes import as_large_as, parameters
+from shape.networks.sizing import parameters
 
 TARGET = {"hidden_size": 64, "vocab_size": 2048}
 KINDS = {

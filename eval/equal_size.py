@@ -1,21 +1,12 @@
-"""Networks of one size, for comparisons on equal terms."""
+"""Networks with the same number of parameters, for comparisons on equal terms."""
 
 from copy import deepcopy
 
-import torch
-
-from shape.drafters import PREDICTORS
 from shape.errors import ConfigError
 from shape.networks.config import ShapeConfig
+from shape.networks.sizing import parameters
 
 _TOLERANCE = 0.1
-
-
-def parameters(config: ShapeConfig) -> int:
-    """Numbers that a network of this configuration learns."""
-    with torch.device("meta"):
-        network = PREDICTORS[config.kind](config)
-    return sum(weight.numel() for weight in network.parameters())
 
 
 def as_large_as(wanted: int, config: ShapeConfig) -> dict[str, int]:
