@@ -47,15 +47,18 @@ from shape.drafters import Drafter, TreeShape, make_drafter
 from shape.drafters.base import Committed, Wrapped
 from shape.errors import CheckpointError, ConfigError, ShapeError, exit_on_error
 from shape.evaluation.environment import Environment
+from shape.evaluation.methods import Method, Outside
 from shape.evaluation.results import SpeedResults, Tally
-from shape.evaluation.speed import Method, Outside, measure
+from shape.evaluation.runner import sampling
+from shape.evaluation.speed import measure
 from shape.features.trainer import quiet
 from shape.files import reading, typed
 from shape.generation.decoder import ShapeDecoder, ShapeOutput
 from shape.networks.config import ShapeConfig
 from shape.networks.sizing import parameters
-from shape.target.loading import TargetOptions, of_target
+from shape.target.loading import of_target
 from shape.target.model import Target, announce
+from shape.target.options import TargetOptions
 from shape.target.size import size_of
 from shape.training import parsing
 from shape.training.defaults import network_config, resolve
@@ -100,7 +103,7 @@ class MeasureOptions:
     max_new_tokens: int = 64
     dtype: str | None = None
     temperatures: list[float] = field(default_factory=lambda: [0.0])
-    methods: list[str] = field(default_factory=lambda: ["transformers", "plain"])
+    methods: list[str] = field(default_factory=lambda: ["transformers", "autoregressive"])
     repeats: int = 1
     warmup: int = 2
     seed: int = 0
@@ -116,8 +119,8 @@ class MeasureOptions:
             raise ConfigError("measure needs at least one temperature, none below 0, and warmup >= 0; correct them")
         if len(set(self.temperatures)) < len(self.temperatures):
             raise ConfigError(f"measure.temperatures {self.temperatures} holds one twice; give each once")
-        if not {"plain", "transformers"} & set(self.methods):
-            raise ConfigError("measure.methods holds no baseline to compare with; add plain or transformers")
+        if not {"autoregressive", "transformers"} & set(self.methods):
+            raise ConfigError("measure.methods holds no baseline to compare with; add autoregressive or transformers")
 
 
 @dataclass
@@ -547,9 +550,7 @@ def examine(
     """
     counting = _Counting(drafter)
     decoder = ShapeDecoder(target, counting, fall_back=False)
-    options: dict[str, Any] = {"do_sample": temperature > 0}
-    if temperature > 0:
-        options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+    options = sampling(temperature)
     asked: list[int] = []
     accepted: list[int] = []
     for index, context in enumerate(contexts):
@@ -594,7 +595,11 @@ def _load_prompts(options: AblationOptions, runs: TrainOptions) -> tuple[list[Pr
 
 def _others(names: Sequence[str]) -> dict[str, Method]:
     return {
-        name: cast(Outside, name) if name in get_args(Outside) else None if name == "plain" else make_drafter(name)
+        name: cast(Outside, name)
+        if name in get_args(Outside)
+        else None
+        if name in ("autoregressive", "plain")
+        else make_drafter(name)
         for name in names
     }
 

@@ -52,8 +52,9 @@ from shape.networks.teacher_forcing import Reader, Texts, examples, known_in
 from shape.networks.transport import Plan, optimal_acceptance, squared_distances
 from shape.networks.transport import sinkhorn as entropic_plan
 from shape.target.chat import prompt_ids
-from shape.target.loading import SOURCE, PairOptions, of_pair, of_predictor, of_target, only, recorded
+from shape.target.loading import SOURCE, of_pair, of_predictor, of_target, only, recorded
 from shape.target.model import Target, announce
+from shape.target.options import PairOptions
 from shape.training.losses import kl, log_probabilities, mistake_costs, sinkhorn, total_variation
 from shape.verification.acceptance import match, reject_in_turn
 from shape.verification.noise import gumbel, row_keys, token_words

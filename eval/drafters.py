@@ -38,8 +38,9 @@ from shape.drafters.compressed import compress, own_texts
 from shape.drafters.geodesic import PATHS
 from shape.drafters.recipes.drafter import CompileOptions, Pack, RecipeDrafter, compile_pack
 from shape.evaluation.markdown import markdown, show
+from shape.evaluation.methods import Method
 from shape.evaluation.results import SpeedResults
-from shape.evaluation.speed import Method, measure_in
+from shape.evaluation.speed import measure_in
 from shape.generation.decoder import ShapeDecoder, ShapeOutput
 from shape.target.model import Target
 
@@ -71,7 +72,7 @@ class Setting:
         return measure_in(
             Path(self.output) / folder,
             target,
-            {"transformers": "transformers", "plain": None, **methods},
+            {"transformers": "transformers", "autoregressive": None, **methods},
             prompts,
             max_new_tokens=self.max_new_tokens,
             fall_back=False,
@@ -200,7 +201,7 @@ def compressed(setting: Setting, prompts: int = 24, tokens: int = 3) -> None:
     results = setting.measure(target, methods, chosen, source="bench.jsonl", label=label)
     rows = []
     for name, line in results.summary.items():
-        if name in ("transformers", "plain"):
+        if name in ("transformers", "autoregressive"):
             continue
         tally = results.total[name]
         drafter = drafters.get(name)

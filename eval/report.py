@@ -29,7 +29,7 @@ from shape.data.reading import load_prompts
 from shape.errors import ConfigError, exit_on_error
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-METHODS = ("transformers", "plain", "ngram", "suffix", "lookahead", "shape", "suffix+shape")
+METHODS = ("transformers", "autoregressive", "ngram", "suffix", "lookahead", "shape", "suffix+shape")
 CHAIN = ("--tree.width", "1", "--tree.depth", "4")  # which rules other than match can judge
 # Traced answers: name -> how.
 TRACES = {
@@ -108,7 +108,7 @@ def parts(options: Options) -> list[Part]:
     made = results / "check.json"
     asked = ["--limit", str(min(12, options.limit)), "--dtype", options.dtype]
     found.append(Part(made, "shape.check", [*predictor, *suite, *sizes, *asked, "--output", str(made)]))
-    rules = ["transformers", "plain", "shape", "shape@rejection", "shape@traversal"]
+    rules = ["transformers", "autoregressive", "shape", "shape@rejection", "shape@traversal"]
     speed = {
         "bench-t0": ("Drafters, temperature 0", METHODS, 0, ()),
         "bench-t1": ("Drafters, temperature 1", METHODS, 1, ()),
@@ -121,7 +121,7 @@ def parts(options: Options) -> list[Part]:
         found.append(Part(folder / "results.json", "shape.bench", [*common, *more, "--output", str(folder)]))
     for name, batches, temperatures in (("efficiency", [1], [0.0, 1.0]), ("batches", options.batches, [0.0])):
         folder = results / name
-        rows = [f"--batches={batches}", f"--temperatures={temperatures}", f"--dtypes=[{options.dtype}]"]
+        rows = [f"--batch_size={batches}", f"--temperature={temperatures}", f"--dtype=[{options.dtype}]"]
         limit = ["--limit", str(max(int(few), *batches))]
         arguments = [*predictor, *suite, *sizes, *limit, *rows, "--output", str(folder)]
         found.append(Part(folder / "efficiency.json", "shape.efficiency", arguments))

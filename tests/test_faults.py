@@ -16,10 +16,12 @@ from training_runs import CONVERSATIONS, arguments, command, talks
 
 from shape.cli.train import main
 from shape.errors import DiskSpaceError, FeatureStoreError
-from shape.features.extraction import FeatureOptions, TrainerOptions, extract
+from shape.features.extraction import extract
+from shape.features.manifest import Manifest
+from shape.features.options import FeatureOptions
 from shape.features.shards import load_shard, write_shard
 from shape.features.storage import Storage
-from shape.features.store import Manifest
+from shape.features.trainer import TrainerOptions
 from shape.training.checkpoints import AtomicCheckpointIO, sound_checkpoint
 
 SHORT = ["--training.steps=24", "--validation.every=12"]

@@ -21,7 +21,7 @@ from shape.data.encoding import encode, unfolded
 from shape.data.reading import load_conversations, load_prompts
 from shape.data.regeneration import regenerate
 from shape.errors import DataError
-from shape.evaluation.speed import prompts_hash
+from shape.evaluation.methods import prompts_hash
 from shape.features.extraction import rows_of
 from shape.features.storage import Storage
 from shape.generation.answers import LocalBackend

@@ -16,8 +16,9 @@ from jsonargparse import ArgumentParser
 
 from shape.drafters.recipes.drafter import CompileOptions, Pack, compile_pack, inspect, merged
 from shape.errors import exit_on_error
-from shape.target.loading import PlacedOptions, of_target
+from shape.target.loading import of_target
 from shape.target.model import Target
+from shape.target.options import PlacedOptions
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

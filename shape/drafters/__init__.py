@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 
-from shape.drafters.base import Committed, Drafter, TreeShape
+from shape.drafters.base import Committed, Drafter
 from shape.drafters.compressed import CompressedDrafter, Compression
 from shape.drafters.geodesic import GeodesicDrafter
 from shape.drafters.hybrid import HybridDrafter
@@ -16,6 +16,7 @@ from shape.drafters.testing import AdversaryDrafter, OracleDrafter
 from shape.drafters.trained import TrainedDrafter
 from shape.errors import ConfigError
 from shape.networks.registry import PREDICTORS
+from shape.verification.tree_shape import TreeShape
 
 _GROUP = "shape.drafters"
 # Drafters that need nothing but the target.

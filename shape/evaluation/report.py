@@ -4,7 +4,6 @@ The command is `shape.cli.report`.
 """
 
 import html
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -17,6 +16,7 @@ from tqdm import tqdm
 from shape.errors import DataError
 from shape.evaluation import plots, traced
 from shape.evaluation.environment import Environment
+from shape.evaluation.files import loads
 from shape.evaluation.results import SpeedResults
 from shape.evaluation.sections import Found, Plot, Section, Source, sections, slug
 from shape.files import reading
@@ -69,7 +69,7 @@ def _load(kind: _Kind, name: str, text: str) -> Source[Any]:
 
 def _is_check(text: str) -> bool:
     try:
-        values = json.loads(text)
+        values = loads(text)
     except (ValueError, RecursionError):
         return False
     return isinstance(values, dict) and values.keys() >= _PARTS_OF_CHECK
@@ -80,11 +80,11 @@ def _is_check(text: str) -> bool:
 
 def _speed(name: str, text: str) -> Source[SpeedResults]:
     results = SpeedResults.from_json(text)
-    return Source(name, results.label, results.notes()[0], results.environment, results)
+    return Source(name, results.label, results.about, results.environment, results)
 
 
 def _efficiency(name: str, text: str) -> Source[Any]:
-    record = json.loads(text)
+    record = loads(text)
     options = record["options"]
     about = (
         f"Predictor {options['predictor']}, {options['limit']} prompts of {options['prompts'] or 'bench.jsonl'}, at "
@@ -94,7 +94,7 @@ def _efficiency(name: str, text: str) -> Source[Any]:
 
 
 def _ablation(name: str, text: str) -> Source[Any]:
-    record = json.loads(text)
+    record = loads(text)
     first = next(iter(record["settings"].values()))
     about = (
         f"Target {first['target']} ({first['parameters'] / 1e6:.1f}M parameters, {first['dtype']}), {first['count']} "
@@ -105,7 +105,7 @@ def _ablation(name: str, text: str) -> Source[Any]:
 
 
 def _analysis(name: str, text: str) -> Source[Any]:
-    record = json.loads(text)
+    record = loads(text)
     options = record["options"]
     about = (
         f"Target {options['target'] or 'of the predictor'}, predictor {options['predictor']}, {record['texts']} texts "
@@ -116,7 +116,7 @@ def _analysis(name: str, text: str) -> Source[Any]:
 
 
 def _check(name: str, text: str) -> Source[Any]:
-    record = json.loads(text)
+    record = loads(text)
     target, settings = record["target"], record.get("settings")
     about = (
         f"Target {target['name']} ({target['parameters'] / 1e6:.1f}M parameters, {target['dtype']}, {target['device']})"
@@ -124,7 +124,7 @@ def _check(name: str, text: str) -> Source[Any]:
     if settings:
         about += (
             f", {settings['limit']} prompts of {settings['prompts']}, at most {settings['max_new_tokens']} new tokens, "
-            f"temperature {settings['temperature']:g}, {settings['rows']} row(s)"
+            f"temperature {settings['temperature']:g}, batch {settings.get('batch_size', settings.get('rows'))}"
         )
     return _recorded(name, f"shape.check, {Path(target['name']).name}", f"{about}.", record)
 

@@ -12,8 +12,9 @@ from matplotlib.figure import Figure
 
 from shape.evaluation import plots
 from shape.evaluation.environment import Environment
-from shape.evaluation.markdown import DASH, share, show, show_interval
-from shape.evaluation.results import Estimate, SpeedResults, Summary
+from shape.evaluation.estimates import Estimate
+from shape.evaluation.markdown import DASH, share, show
+from shape.evaluation.results import COLUMNS, SpeedResults, Summary
 from shape.evaluation.traced import Traced
 from shape.generation.stats import quantile
 
@@ -229,7 +230,9 @@ def _summary(found: Found) -> Iterator[Headline]:
         results = source.data
         rivals = {name: line for name, line in results.summary.items() if line.speed_up.value is not None}
         drafted = {
-            name: line for name, line in rivals.items() if results.methods[name] not in ("plain", "transformers")
+            name: line
+            for name, line in rivals.items()
+            if results.methods[name] not in ("autoregressive", "transformers")
         }
         lossless = {name: line for name, line in drafted.items() if not _lossy(results, name)}
         if not lossless:
@@ -241,16 +244,16 @@ def _summary(found: Found) -> Iterator[Headline]:
             source,
             best,
             show(line.speed_up.value, unit="x"),
-            show_interval(*_triple(line.speed_up), unit="x"),
-            show_interval(*_triple(line.acceptance_length)),
+            line.speed_up.text("x"),
+            line.acceptance_length.text(),
             _identical(line),
             f"Faster, but lossy: {', '.join(faster)}." if faster else "",
         )
 
 
 def _identical(line: Summary) -> str:
-    if line.equal_plain is not None:
-        return f"{share(line.equal_plain, line.answers)} as plain decoding"
+    if line.equal_autoregressive is not None:
+        return f"{share(line.equal_autoregressive, line.answers)} as autoregressive decoding"
     return f"{share(line.equal_transformers, line.answers)} as transformers"
 
 
@@ -273,7 +276,7 @@ def _caution(results: SpeedResults) -> str:
 def _speed(found: Found) -> Iterator[Plot]:
     for source in found.speed:
         results = source.data
-        header, rows = results.rows()
+        header, rows = ["method", *COLUMNS], results.lines()
         header = [*header[:-1], "projected for 8B (not measured)"]
         shown = {name: line.speed_up for name, line in results.summary.items() if line.speed_up.value is not None}
         ranked = sorted(shown, key=lambda name: -(shown[name].value or 0.0))
@@ -291,7 +294,7 @@ def _speed(found: Found) -> Iterator[Plot]:
 
 def _by_task(source: Source[SpeedResults], ranked: Sequence[str]) -> Plot:
     results = source.data
-    fastest = [name for name in ranked if results.methods[name] not in ("plain", "transformers")]
+    fastest = [name for name in ranked if results.methods[name] not in ("autoregressive", "transformers")]
     drafted = [name for name in results.methods if name in fastest]
     lines = {one: {name: results.summarise(name, one) for name in drafted} for one in results.categories}
     groups = {
@@ -306,8 +309,8 @@ def _by_task(source: Source[SpeedResults], ranked: Sequence[str]) -> Plot:
         [
             category,
             name,
-            show_interval(*_triple(line.speed_up), unit="x"),
-            show_interval(*_triple(line.acceptance_length)),
+            line.speed_up.text("x"),
+            line.acceptance_length.text(),
         ]
         for category, found in lines.items()
         for name, line in found.items()
@@ -329,7 +332,7 @@ def _lengths(found: Found) -> Iterator[Plot]:
                 tally.timed_tokens / tally.forwards for r in results.records if (tally := r.tallies[name]).forwards > 0
             ]
             for name, line in results.summary.items()
-            if line.acceptance_length.value is not None and results.methods[name] != "plain"
+            if line.acceptance_length.value is not None and results.methods[name] != "autoregressive"
         }
         values = {name: lengths for name, lengths in values.items() if lengths}
         if values:
@@ -364,7 +367,11 @@ def _lengths(found: Found) -> Iterator[Plot]:
 
 def _histograms(results: SpeedResults) -> dict[str, Counter[int]]:
     """Of the drafted methods, as many as can be told apart."""
-    drafted = [name for name in results.details if results.methods[name] != "plain" and results.details[name].histogram]
+    drafted = [
+        name
+        for name in results.details
+        if results.methods[name] != "autoregressive" and results.details[name].histogram
+    ]
     fastest = sorted(drafted, key=lambda name: -(results.summary[name].speed_up.value or 0.0))[: plots.MOST_SERIES]
     # In the order of the table, so that a method looks alike from drawing to drawing.
     return {_name(results, name): Counter(results.details[name].histogram) for name in drafted if name in fastest}
@@ -758,9 +765,11 @@ def _batches(found: Found) -> Iterator[Plot]:
                     case["method"]: case["tokens"] / case["seconds"] for case in grouped[dtype, temperature, batch]
                 }
                 for method, rate in rates.items():
-                    rows.append([str(batch), _oracle(method), f"{rate:.0f}", show(rate / rates["plain"], unit="x")])
-                    if method != "plain":
-                        series.setdefault(_oracle(method), []).append((batch, rate / rates["plain"]))
+                    rows.append(
+                        [str(batch), _oracle(method), f"{rate:.0f}", show(rate / rates["autoregressive"], unit="x")]
+                    )
+                    if method != "autoregressive":
+                        series.setdefault(_oracle(method), []).append((batch, rate / rates["autoregressive"]))
             drawing = partial(plots.curves, series, "rows decoded together", "speed-up", log=True, at=1.0)
             table = (["rows", "method", "tokens/s", "against plain"], rows)
             title = f"Speed-up by batch size, {dtype}, T = {temperature:g}"
@@ -777,7 +786,7 @@ def _ablations(found: Found) -> Iterator[Plot]:
                 estimates = {label: _triple(Estimate(**summary[key])) for label, summary in lines}
                 known = {label: triple for label, triple in estimates.items() if triple[0] is not None}
                 beside = {name: _triple(Estimate(**other[key])) for name, other in others.items()}
-                rows = [[label, show_interval(*triple, unit)] for label, triple in {**estimates, **beside}.items()]
+                rows = [[label, Estimate(*triple).text(unit)] for label, triple in {**estimates, **beside}.items()]
                 if known:
                     drawing = partial(plots.intervals, known, f"{title.lower()}, {at}", reference, unit)
                     table = (["variant", f"{title.lower()} (95 %)"], rows)
@@ -848,7 +857,7 @@ def _check(found: Found) -> Iterator[Plot]:
         }
         if measured:
             cells = [
-                [one["drafter"], show_interval(one["speed_up"], one["speed_up_low"], one["speed_up_high"], "x"),
+                [one["drafter"], Estimate(one["speed_up"], one["speed_up_low"], one["speed_up_high"]).text("x"),
                  show(one["acceptance_length"]), show(one["tokens_per_second"], ".0f")]
                 for one in report["measured"]
             ]  # fmt: skip

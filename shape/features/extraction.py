@@ -33,8 +33,9 @@ from shape.features.storage import Storage
 from shape.features.store import FeatureStore
 from shape.features.trainer import TrainerOptions
 from shape.files import human_bytes, written_whole
-from shape.target.loading import TargetOptions, of_target
+from shape.target.loading import of_target
 from shape.target.model import Target, announce
+from shape.target.options import TargetOptions
 
 _ESTIMATE_SAMPLE = 256
 

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from shape.data.statistics import Text
 from shape.errors import ConfigError
-from shape.features.costs import Size, Text
 from shape.networks.config import ShapeConfig
 from shape.networks.registry import PREDICTORS
+from shape.target.size import Size
 
 _SMALLEST_VOCABULARY, _LARGEST_VOCABULARY = 2048, 32_768
 _VOCABULARY_SHARE = 4  # of the vocabulary, at most its quarter

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from shape.features.store import Stored, eligible
+from shape.features.positions import eligible
+from shape.features.store import Stored
 from shape.networks.base import Known, Predictor, known_at
 from shape.networks.shape import windows
 from shape.target.model import Target

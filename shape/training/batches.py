@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from shape.data.conversations import Conversation
 from shape.data.encoding import Encoded, encode_row
 from shape.errors import ConfigError, DataError
-from shape.features.store import FeatureStore, eligible, followers
+from shape.features.positions import eligible, followers
+from shape.features.store import FeatureStore
 from shape.networks.teacher_forcing import Texts
 from shape.target.model import Target
 

@@ -1,7 +1,7 @@
 """What training takes where the user says nothing: it follows from the target and from the data.
 
-What each rule was measured by is in `eval/results/sizes`; docs/guides/train.md explains it. Width and draft vocabulary are in
-`shape.networks.sizing`.
+What each rule was measured by is in `eval/results/sizes`; docs/guides/train.md explains it. Width and draft vocabulary
+are in `shape.networks.sizing`.
 
 - **Length** of a conversation: 1,024 tokens, or as many as the target has positions.
 - **Depth**: one block, as none, one and two are accepted alike (`PredictorOptions.num_layers`).
@@ -11,12 +11,13 @@ What each rule was measured by is in `eval/results/sizes`; docs/guides/train.md 
 
 from dataclasses import asdict, replace
 
+from shape.data.statistics import Text
 from shape.errors import ConfigError
-from shape.features.costs import Size, Text
-from shape.features.extraction import longest
+from shape.features.options import longest
 from shape.networks import sizing
 from shape.networks.config import ShapeConfig
 from shape.target.model import Target
+from shape.target.size import Size
 from shape.training.options import TrainOptions
 
 _PASSES, _MOST_PASSES = 4, 40

@@ -11,10 +11,12 @@ from typing import cast
 
 import torch
 
-from shape.features.costs import CostOptions, Size, Text, costs
-from shape.features.extraction import human_bytes
+from shape.data.statistics import Text
+from shape.features.costs import CostOptions, costs
 from shape.features.manifest import state_bytes
+from shape.files import human_bytes
 from shape.networks.sizing import parameters
+from shape.target.size import Size
 from shape.training.defaults import network_config
 from shape.training.options import TrainOptions
 

@@ -8,9 +8,9 @@ from typing import Any, Literal
 from shape.data.regeneration import AnswerOptions
 from shape.drafters import TreeShape
 from shape.errors import ConfigError
-from shape.features.extraction import FeatureOptions, TrainerOptions
-from shape.features.options import StorageOptions
-from shape.target.loading import TargetOptions
+from shape.features.options import FeatureOptions, StorageOptions
+from shape.features.trainer import TrainerOptions
+from shape.target.options import TargetOptions
 
 QUICKSTART_TARGET = "quickstart-target"
 STATE_LOSSES = ("mse", "smooth_l1")

@@ -12,17 +12,19 @@ from torch import Tensor
 
 from shape import bundled
 from shape.data.conversations import Conversation, Prompt, evenly
+from shape.data.encoding import encode_row
 from shape.data.reading import load_conversations, load_prompts
 from shape.data.regeneration import answers_file, own_answers
+from shape.data.statistics import Text, counted
 from shape.errors import ConfigError, DataError, FeatureStoreError
-from shape.features.costs import Text, counted, size_of
-from shape.features.extraction import encode_row, place, rows_of
+from shape.features.extraction import place, rows_of
 from shape.features.manifest import MANIFEST, refuse_others
 from shape.features.storage import Storage
 from shape.generation.answers import LocalBackend
 from shape.generation.decoder import ShapeDecoder
 from shape.target.loading import of_target
 from shape.target.model import Target, announce
+from shape.target.size import size_of
 from shape.training.batches import derive_seed
 from shape.training.defaults import network_config, resolve
 from shape.training.forecast import Forecast

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from shape.data.conversations import Prompt, evenly
 from shape.evaluation.environment import Environment, matrix_product_peak, peak_memory
-from shape.evaluation.speed import SpeedResults, measure
+from shape.evaluation.results import SpeedResults
+from shape.evaluation.speed import measure
 from shape.generation.decoder import ShapeDecoder, ShapeOutput
 from shape.networks.base import Predictor
 from shape.networks.export import export, export_model
@@ -134,7 +135,7 @@ def _measure(options: TrainOptions, decoder: ShapeDecoder, prompts: Sequence[Pro
     chosen = options.measurement
     return measure(
         decoder.target,
-        {"transformers": "transformers", "plain": None, "shape": decoder.drafter},
+        {"transformers": "transformers", "autoregressive": None, "shape": decoder.drafter},
         evenly(prompts, chosen.limit),
         max_new_tokens=chosen.max_new_tokens,
         temperature=chosen.temperature,

@@ -9,7 +9,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
-from shape.features.extraction import TrainerOptions
+from shape.features.trainer import TrainerOptions
 from shape.target.model import Target
 from shape.target.sharding import ShardTarget
 from shape.training.callbacks import StopOnDivergence

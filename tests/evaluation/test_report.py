@@ -12,18 +12,20 @@ from browser import find as find_browser
 from browser import opened
 from helpers import ROOT, predictor
 
-from shape.cli.generate import GenerateOptions, about
 from shape.cli.report import report
+from shape.cli.terminal import about
 from shape.data.conversations import Prompt
 from shape.drafters import HybridDrafter, NgramDrafter, SuffixDrafter, TrainedDrafter, TreeShape
 from shape.errors import DataError
-from shape.evaluation.check import CheckOptions, check
-from shape.evaluation.efficiency import EfficiencyOptions
+from shape.evaluation.check import check
 from shape.evaluation.efficiency import run as measure_efficiency
+from shape.evaluation.methods import Ruled
+from shape.evaluation.options import CheckOptions, EfficiencyOptions
 from shape.evaluation.report import find, page
 from shape.evaluation.sections import sections
-from shape.evaluation.speed import Ruled, measure_in
+from shape.evaluation.speed import measure_in
 from shape.generation.decoder import ShapeDecoder
+from shape.generation.options import GenerateOptions
 from shape.generation.rules import TypicalLossy
 from shape.target.chat import Message
 
@@ -46,7 +48,7 @@ def results(tiny_target, tiny_target_folder, tmp_path_factory) -> Path:
         for kind, text in (("talk", "Hi"), ("sums", "1+1 1+1 1+1"))
     ]
     methods = {
-        "transformers": "transformers", "plain": None, "shape": own, "suffix+shape": hybrid,
+        "transformers": "transformers", "autoregressive": None, "shape": own, "suffix+shape": hybrid,
         "shape@typical-lossy": Ruled(own, TypicalLossy()), HOSTILE: NgramDrafter(),
     }  # fmt: skip
     measure_in(folder / "bench", tiny_target, methods, prompts, max_new_tokens=10, temperature=1.0, warmup=0,
@@ -56,7 +58,7 @@ def results(tiny_target, tiny_target_folder, tmp_path_factory) -> Path:
     measure_efficiency(
         EfficiencyOptions(
             output=str(folder / "efficiency"), predictor="none", target=str(tiny_target_folder), prompts=str(asked),
-            limit=2, max_new_tokens=4, dtypes=["float32"], temperatures=[0.0], batches=[1, 2],
+            limit=2, max_new_tokens=4, dtype=["float32"], temperature=[0.0], batch_size=[1, 2],
         )
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
@@ -158,10 +160,10 @@ def test_the_summary_is_of_the_fastest_lossless_method(results):
     found = find(results)
     (headline,) = next(section for section in sections(found) if section.key == "summary").content
     summary = found.speed[0].data.summary
-    rivals = ("shape", "suffix+shape", HOSTILE)
-    assert headline.method == max(rivals, key=lambda name: summary[name].speed_up.value)
+    lossless = ("shape", "suffix+shape", HOSTILE)
+    assert headline.method == max(lossless, key=lambda name: summary[name].speed_up.value)
     assert headline.speed_up == f"{summary[headline.method].speed_up.value:.2f}x"
-    assert headline.identical == "2 / 2 as plain decoding"
+    assert headline.identical == "2 / 2 as autoregressive decoding"
 
 
 def test_hostile_texts_stay_texts(document):
@@ -210,7 +212,7 @@ def test_the_same_results_give_the_same_page(tmp_path):
         "type": "token",
         "step": 1,
         "row": 0,
-        "event": "plain",
+        "event": "autoregressive",
         "token": 7,
         "position": 4,
         "emitted": True,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from training_runs import CONVERSATIONS, OPTIONS, STEPS, UNEQUAL, WINDOW, data_of, extracted, network, portions
 
 from shape.errors import DataError
-from shape.features.store import eligible
+from shape.features.positions import eligible
 from shape.networks.teacher_forcing import Texts, examples
 from shape.training.batches import Split, StepOrder, cuts, derive_seed
 from shape.training.module import ShapeModule, computed_texts

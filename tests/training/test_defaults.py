@@ -5,8 +5,9 @@ import torch
 from helpers import LLAMA_8B, QWEN_06B
 from transformers import LlamaConfig, Qwen3Config
 
-from shape.features.costs import Size, Text, size_of
+from shape.data.statistics import Text
 from shape.networks import sizing
+from shape.target.size import Size, size_of
 from shape.training import defaults
 from shape.training.defaults import resolve
 from shape.training.forecast import Forecast, network_size

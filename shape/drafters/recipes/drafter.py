@@ -22,8 +22,9 @@ from shape.drafters.growing import Paths
 from shape.drafters.suffix import SuffixAutomaton
 from shape.errors import CheckpointError, ConfigError, TargetMismatch
 from shape.files import reading, typed, written_whole
-from shape.target.loading import PlacedOptions, of_target
+from shape.target.loading import of_target
 from shape.target.model import Target, TargetIdentity, announce
+from shape.target.options import PlacedOptions
 from shape.verification.sampling import Sampler
 from shape.verification.tree import Drafted, TokenTree, ragged_tree
 

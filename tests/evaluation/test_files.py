@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from shape.evaluation.markdown import json_by_line
+from shape.evaluation.files import json_by_line
 
 
 @pytest.mark.parametrize("records", [[], [{"a": [1, 2]}, {"a": [], "b": {"c": None}}]])
