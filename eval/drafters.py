@@ -41,7 +41,8 @@ from shape.evaluation.markdown import markdown, show
 from shape.evaluation.methods import Method
 from shape.evaluation.results import SpeedResults
 from shape.evaluation.speed import measure_in
-from shape.generation.decoder import ShapeDecoder, ShapeOutput
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.engine import ShapeOutput
 from shape.target.model import Target
 
 METHODS = ("recipes", "recipes+suffix", "draft model")

@@ -28,7 +28,8 @@ from shape.evaluation import traced
 from shape.evaluation.journal import Journal
 from shape.evaluation.report import find
 from shape.features.store import FeatureStore
-from shape.generation.decoder import ShapeDecoder, load_predictor
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.loading import load_predictor
 from shape.generation.planning import _kept
 from shape.training.checkpoints import sound_checkpoint
 from shape.training.parsing import read_options

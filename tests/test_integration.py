@@ -32,8 +32,9 @@ from transformers.generation.streamers import BaseStreamer
 from shape import bundled
 from shape.drafters import AdversaryDrafter, TrainedDrafter
 from shape.errors import CheckpointError, ConfigError, DataError, TargetMismatch, UnsupportedGeneration
-from shape.generation.decoder import ShapeDecoder, _draft_dtype
-from shape.generation.loop import Memory
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.loading import draft_dtype
+from shape.generation.prefill import Memory
 from shape.networks.config import ShapeConfig
 from shape.networks.export import export
 from shape.networks.shape import ShapePredictor
@@ -171,7 +172,7 @@ def test_the_decoder_is_made_once_and_lives_as_long_as_its_model(
         change()
         expected.append(model.generate(ids, max_new_tokens=12))
         assert torch.equal(model.generate(ids, **run), expected[-1])
-        assert made[-1].drafter.predictor.dtype == _draft_dtype(made[-1].target, model.device)
+        assert made[-1].drafter.predictor.dtype == draft_dtype(made[-1].target, model.device)
     assert len(made) == 5
     with torch.no_grad():
         head.weight.add_(torch.randn_like(head.weight))

@@ -19,7 +19,8 @@ from shape.drafters import Drafter, TrainedDrafter, TreeShape
 from shape.errors import CheckpointError
 from shape.features.store import Stored
 from shape.files import written_whole
-from shape.generation.decoder import ShapeDecoder, ShapeOutput
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.engine import ShapeOutput
 from shape.networks.base import Predictor
 from shape.networks.teacher_forcing import teacher_forced
 from shape.target.inference import evaluating
@@ -154,8 +155,8 @@ def decode_counts(
             return_dict_in_generate=True,
         )
         assert isinstance(output, ShapeOutput)
-        emitted += output.stats.row_emitted
-        forwards += output.stats.row_forwards
+        emitted += output.stats.sequence_emitted
+        forwards += output.stats.sequence_forwards
     return emitted, forwards
 
 
