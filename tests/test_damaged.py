@@ -24,9 +24,9 @@ from shape.data.conversations import load_conversations, load_prompts
 from shape.data.regeneration import _Journal
 from shape.drafters.recipes.drafter import Pack, Recipe, read_misses
 from shape.errors import CheckpointError, ConfigError, DataError, FeatureStoreError, ShapeError
-from shape.evaluation import traced
 from shape.evaluation.journal import Journal
-from shape.evaluation.report import find
+from shape.evaluation.report import traced
+from shape.evaluation.report.sources import find
 from shape.features.store import FeatureStore
 from shape.generation.decoder import ShapeDecoder, load_predictor
 from shape.generation.planning import _kept
