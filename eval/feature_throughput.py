@@ -35,11 +35,15 @@ from shape.features.store import FeatureStore
 from shape.features.trainer import quiet
 from shape.files import human_bytes
 from shape.networks.config import ShapeConfig
+from shape.networks.sizing import draft_vocabulary
 from shape.target.model import Target
-from shape.training.batches import ShapeDataModule, Split
-from shape.training.examples import draft_vocabulary
+from shape.training.batches import Split
+from shape.training.datamodule import ShapeDataModule
+from shape.training.defaults import network_config
 from shape.training.module import ShapeModule
-from shape.training.run import TrainOptions, keep_freed_memory, parse
+from shape.training.options import TrainOptions
+from shape.training.parsing import parse
+from shape.training.run import keep_freed_memory
 
 STORES: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
@@ -112,7 +116,7 @@ def forget(folder: Path) -> None:
 def measure(work: Path, options: TrainOptions, limit: int | None) -> dict[str, Any]:
     """Figures of every store, and what training consumes."""
     target = Target.load(options.target)
-    config = options.predictor_config(target)
+    config = network_config(options, target)
     assert config is not None
     conversations = load_conversations(bundled.path("data", "answers.jsonl.gz"), limit=limit)
     wanted = options.feature_options()

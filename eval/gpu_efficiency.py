@@ -44,7 +44,8 @@ from shape.data.reading import load_prompts
 from shape.drafters import Drafter, OracleDrafter, TrainedDrafter
 from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import markdown, show
-from shape.generation.decoder import ShapeDecoder, ShapeOutput
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.engine import ShapeOutput
 from shape.generation.fixed import FixedSteps
 from shape.generation.stage import captured
 from shape.generation.static_drafters import StaticCache, StaticTree

@@ -22,7 +22,7 @@ from shape.features.options import FeatureOptions
 from shape.features.shards import load_shard, write_shard
 from shape.features.storage import Storage
 from shape.features.trainer import TrainerOptions
-from shape.training.module import AtomicCheckpointIO, sound_checkpoint
+from shape.training.checkpoints import AtomicCheckpointIO, sound_checkpoint
 
 SHORT = ["--training.steps=24", "--validation.every=12"]
 

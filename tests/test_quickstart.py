@@ -13,9 +13,9 @@ from shape.features.options import FeatureOptions
 from shape.features.trainer import TrainerOptions
 from shape.generation.decoder import ShapeDecoder
 from shape.networks.shape import ShapePredictor
+from shape.networks.teacher_forcing import teacher_forced
 from shape.target.chat import Message
 from shape.target.model import Target
-from shape.training.examples import teacher_forced
 
 PROMPTS = 56
 NEW_TOKENS = 64

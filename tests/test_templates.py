@@ -21,13 +21,14 @@ from shape.data.encoding import encode, unfolded
 from shape.data.reading import load_conversations, load_prompts
 from shape.data.regeneration import regenerate
 from shape.errors import DataError
-from shape.evaluation.speed import prompts_hash
+from shape.evaluation.methods import prompts_hash
 from shape.features.extraction import rows_of
 from shape.features.storage import Storage
 from shape.generation.answers import LocalBackend
 from shape.generation.decoder import ShapeDecoder
 from shape.target.chat import Message, answer_message, prompt_ids
-from shape.training.run import TrainOptions, prepare, validation_prompts
+from shape.training.options import TrainOptions
+from shape.training.preparation import prepare, validation_prompts
 
 FAMILIES = ["qwen3", "llama31", "deepseek-r1", "gpt-oss"]
 DATE = {"date_string": "1 May 2026"}
@@ -50,7 +51,7 @@ def bot(text: str, thought: str = "", finished: bool = True) -> Message:
 def shown(tokenizer, conversation: Conversation) -> list[str]:
     """Every text to learn from, what is supervised in brackets."""
     texts = []
-    for part in unfolded([conversation], tokenizer)[0]:
+    for part in unfolded(conversation, tokenizer):
         encoded = encode(part, tokenizer, None)
         text, before = "", False
         for token, mark in zip(encoded.input_ids.tolist(), encoded.loss_mask.tolist(), strict=True):
@@ -158,7 +159,7 @@ def test_every_turn_is_learned_as_the_target_writes_it(shipped, family, messages
 def test_training_sees_the_prompts_that_decoding_sees(shipped, family, messages):
     tokenizer = speaking(shipped, family)
     found = []
-    for part in unfolded([Conversation("c", messages)], tokenizer)[0]:
+    for part in unfolded(Conversation("c", messages), tokenizer):
         encoded = encode(part, tokenizer, None)
         starts = (encoded.loss_mask & ~encoded.loss_mask.roll(1)).nonzero()[:, 0].tolist()
         found += [encoded.input_ids[:start].tolist() for start in starts]
@@ -214,7 +215,7 @@ def test_the_data_that_ship_have_the_ids_and_masks_that_they_always_had(shipped)
     """Of before token ids were kept; measured then."""
     digest = hashlib.sha256()
     for conversation in load_conversations(bundled.path("data", "answers.jsonl.gz"))[::8]:
-        (part,) = unfolded([conversation], shipped)[0]
+        (part,) = unfolded(conversation, shipped)
         encoded = encode(part, shipped, 1024)
         digest.update(encoded.input_ids.numpy().tobytes() + encoded.loss_mask.numpy().tobytes())
     assert digest.hexdigest()[:16] == "2e4b411ca52fa789"

@@ -21,15 +21,13 @@ from shape.features.store import FeatureStore
 from shape.features.trainer import TrainerOptions
 from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
+from shape.networks.sizing import draft_vocabulary
 from shape.target.chat import Message
-from shape.training.batches import Batch, ShapeDataModule, Split
-from shape.training.examples import draft_vocabulary
-from shape.training.losses import Losses
-from shape.training.module import (
-    AtomicCheckpointIO,
-    ShapeModule,
-    TrainingOptions,
-)
+from shape.training.batches import Batch, Split
+from shape.training.checkpoints import AtomicCheckpointIO
+from shape.training.datamodule import ShapeDataModule
+from shape.training.module import ShapeModule
+from shape.training.options import Losses, TrainingOptions
 
 WINDOW, STEPS = 3, 3
 OPTIONS = TrainingOptions(steps=8, batch_size=16, learning_rate=3e-3, warmup_steps=2)

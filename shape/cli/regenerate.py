@@ -24,8 +24,9 @@ from shape.errors import ConfigError, exit_on_error
 from shape.features.trainer import TrainerOptions, quiet
 from shape.generation.answers import LocalBackend
 from shape.generation.decoder import ShapeDecoder
-from shape.target.loading import PlacedOptions, of_target
+from shape.target.loading import of_target
 from shape.target.model import announce
+from shape.target.options import PlacedOptions
 
 
 @dataclass(kw_only=True)

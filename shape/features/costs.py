@@ -19,8 +19,9 @@ from shape.features.manifest import state_bytes
 from shape.features.options import FeatureOptions, longest
 from shape.features.storage import Storage
 from shape.files import human_bytes
-from shape.target.loading import FILE_OPTIONS, TargetOptions, of_target, only
+from shape.target.loading import FILE_OPTIONS, of_target, only
 from shape.target.model import read_config
+from shape.target.options import TargetOptions
 from shape.target.size import Size, size_of
 
 _WINDOW = 8  # states before an answer that the default predictor reads

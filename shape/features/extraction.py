@@ -33,8 +33,9 @@ from shape.features.storage import Storage
 from shape.features.store import FeatureStore
 from shape.features.trainer import TrainerOptions
 from shape.files import human_bytes, written_whole
-from shape.target.loading import TargetOptions, of_target
+from shape.target.loading import of_target
 from shape.target.model import Target, announce
+from shape.target.options import TargetOptions
 
 _ESTIMATE_SAMPLE = 256
 
@@ -161,7 +162,7 @@ def rows_of(target: Target, conversations: Sequence[Conversation]) -> list[list[
                 f"conversation {conversation.id} holds token {largest}, and target {target.name} has "
                 f"{target.vocab_size} tokens; give token ids that were made for it"
             )
-    return unfolded(conversations, target.tokenizer)
+    return [unfolded(conversation, target.tokenizer) for conversation in conversations]
 
 
 def place(target: Target, device: torch.device) -> None:

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from shape.errors import CheckpointError, UnsupportedGeneration
-from shape.generation.decoder import ShapeDecoder, ShapeOutput
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.engine import ShapeOutput
 from shape.target.loading import HUB_OPTIONS
 from shape.target.model import Target
 

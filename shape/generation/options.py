@@ -1,120 +1,108 @@
-"""Which of ``generate``'s options are carried out, which change nothing here, and what is refused."""
+"""Options of commands that decode. Nothing heavy is imported, so that help is quick."""
 
-import inspect
-from collections.abc import Mapping
-from copy import copy
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
-
-from shape.errors import UnsupportedGeneration
-from shape.generation.prompts import require_tokens
-from shape.target.model import Target
-
-# Options that are carried out.
-SERVED = {
-    "do_sample", "temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
-    "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
-    "bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens",
-    "begin_suppress_tokens", "exponential_decay_length_penalty", "remove_invalid_values", "renormalize_logits",
-    "min_length", "min_new_tokens", "max_length", "max_new_tokens", "max_time", "stop_strings", "eos_token_id",
-    "pad_token_id", "num_return_sequences", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn",
-    "tokenizer",
-}  # fmt: skip
-# Options that only say how to compute or what else to return, and change no token here.
-NEUTRAL = {
-    "use_cache", "bos_token_id", "cache_implementation", "cache_config", "disable_compile", "compile_config",
-    "return_dict_in_generate", "transformers_version", "max_matching_ngram_size", "use_mtp", "max_cache_len",
-    "prefill_chunk_size", "low_memory", "continuous_batching_config", "decoder_start_token_id", "logits_to_keep",
-    # How an assistant drafts; the assistant itself is refused.
-    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind",
-    "target_lookbehind",
-}  # fmt: skip
-# Values with which an option that is not carried out changes nothing.
-NEUTRAL_VALUES: dict[str, Any] = {
-    "num_beams": 1,
-    "num_beam_groups": 1,
-    "length_penalty": 1.0,
-    "diversity_penalty": 0.0,
-    "penalty_alpha": 0.0,
-    "guidance_scale": 1.0,
-    "early_stopping": False,
-    "output_scores": False,
-    "output_logits": False,
-    "output_attentions": False,
-    "output_hidden_states": False,
-    "assistant_model": None,
-    "assistant_tokenizer": None,
-    "inputs_embeds": None,
-    "past_key_values": None,
-    "negative_prompt_ids": None,
-    "negative_prompt_attention_mask": None,
-    "synced_gpus": False,
-}
+from shape.errors import ConfigError
+from shape.target.options import PairOptions
+from shape.verification.tree_shape import TreeShape
 
 
-def given_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
+@dataclass(frozen=True)
+class TypicalParameters:
+    """Of the rule typical-lossy.
 
+    Attributes:
+        epsilon: a token this likely is always accepted; at most 1.
+        delta: a token is accepted too where it has delta times exp(-entropy) of the target's probability.
+    """
 
-def merged(target: Target, generation_config: GenerationConfig | None, options: dict[str, Any]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for config in (target.model.generation_config, generation_config):
-        if config is not None:
-            merged |= given_of(config.to_dict())
-    return merged | given_of(options)
+    epsilon: float = 0.09
+    delta: float = 0.3
 
-
-def refuse(target: Target, given: dict[str, Any]) -> None:
-    """Raises for options that do not exist, and for those and the model's inputs that would be ignored here."""
-    known = GenerationConfig().to_dict() | NEUTRAL_VALUES
-    for name, value in given.items():
-        if name in SERVED or name in NEUTRAL or name.startswith("_"):
-            continue
-        if name not in known:
-            takers = target.model.forward, target.model.prepare_inputs_for_generation
-            if any(name in inspect.signature(taker).parameters for taker in takers):
-                raise UnsupportedGeneration(
-                    f"input {name} of the model is not supported by speculative decoding here; leave it out, or use "
-                    "the target's own generate"
-                )
-            raise UnsupportedGeneration(f"option {name} is not one of generate's; see ShapeDecoder.generate")
-        simple = isinstance(value, bool | int | float | str)
-        if value is not False and not (simple and value in (known[name], NEUTRAL_VALUES.get(name))):
-            shown = f"{name}={value!r}" if simple else name
-            raise UnsupportedGeneration(
-                f"option {shown} is not supported by speculative decoding here; set it to "
-                f"{NEUTRAL_VALUES.get(name)!r}, or use the target's own generate"
+    def __post_init__(self) -> None:
+        if not (0 < self.epsilon <= 1 and self.delta > 0):
+            raise ConfigError(
+                f"typical-lossy has epsilon {self.epsilon:g} and delta {self.delta:g}; epsilon must be above 0 and at "
+                "most 1, delta above 0"
             )
-    for name in ("forced_bos_token_id", "forced_eos_token_id"):
-        if (forced := given.get(name)) is not None:
-            require_tokens(target, forced if isinstance(forced, list) else [forced], f"{name} is")
-    if given.get("do_sample") and not float(given.get("temperature", 1.0)) > 0.0:
-        raise UnsupportedGeneration(
-            f"temperature {given['temperature']} cannot be sampled at; leave do_sample off to decode greedily"
-        )
-    for name in ("max_new_tokens", "num_return_sequences"):
-        count = given.get(name, 1)
-        if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
-            raise UnsupportedGeneration(f"{name} is {count!r}; it must be at least 1 and an integer")
 
 
-def with_stop_strings(
-    target: Target, generation_config: GenerationConfig | None, options: dict[str, Any]
-) -> tuple[GenerationConfig | None, dict[str, Any]]:
-    """Stop strings as the criterion that they become: the tokenizer that they need does not reach ``_prepare``."""
-    options = dict(options)
-    tokenizer = options.pop("tokenizer", None) or target.tokenizer
-    strings = options.pop("stop_strings", None)
-    if strings is None and generation_config is not None:
-        strings = generation_config.stop_strings
-    if strings is None:
-        return generation_config, options
-    if tokenizer is None:
-        raise UnsupportedGeneration("stop_strings need a tokenizer, and the target has none; give one with tokenizer")
-    if generation_config is not None:
-        generation_config = copy(generation_config)
-        generation_config.stop_strings = None
-    criteria = StoppingCriteriaList([*options.get("stopping_criteria", ()), StopStringCriteria(tokenizer, strings)])
-    return generation_config, {**options, "stopping_criteria": criteria}
+@dataclass(frozen=True)
+class TrsParameters:
+    """Of the rule trs-lossy.
+
+    Attributes:
+        k: candidates per position.
+        depth: N, positions per step; k^N paths are scored.
+        threshold: share of the best path's joint probability that a path needs to be kept.
+    """
+
+    k: int = 3
+    depth: int = 3
+    threshold: float = 0.8
+
+    def __post_init__(self) -> None:
+        if min(self.k, self.depth) < 1 or not 0 < self.threshold <= 1:
+            raise ConfigError(
+                f"trs-lossy has k {self.k}, depth {self.depth} and threshold {self.threshold:g}; k and depth must be "
+                "at least 1, the threshold above 0 and at most 1"
+            )
+
+
+@dataclass
+class GenerateOptions(PairOptions):
+    """What to answer, and how.
+
+    Args:
+        prompt: the user's message; without one, a chat in a terminal, or the message from standard input.
+        predictor: folder, hub id or bundled name of a trained predictor, or of a smaller model of the target's tokens;
+            default: quickstart-shape, and beside a target none, so that suffix drafts.
+        target: path or hub id; default: the target that the predictor was trained for.
+        drafter: another drafter (for example suffix), several in one (suffix+shape), or none for autoregressive
+            decoding.
+        system: a system message before the first one.
+        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
+        max_new_tokens: longest answer.
+        temperature: 0 decodes greedily.
+        top_k: sample from the k likeliest tokens; 0 means all.
+        top_p: sample from the likeliest tokens that hold this probability.
+        seed: of the sampling; the same seed gives the same answer with every drafter.
+        acceptance: match; rejection or traversal, lossless too; Medusa's typical-lossy or the paper's trs-lossy.
+        typical_lossy: parameters of the rule typical-lossy.
+        trs_lossy: parameters of the rule trs-lossy.
+        eos_aware: let no answer end within its first four tokens.
+        dtype: of the target, for example float32 or bfloat16; default: its checkpoint's.
+        draft_device: where the predictor drafts, for example cuda:1 or cpu; default: beside the target.
+        tree: shape of the predictor's token tree; default: the predictor's own.
+        num_draft_tokens: length of the drafts of a smaller model: adaptive, cost, or a number.
+        pack: recipes to look up, by themselves (--drafter recipes) or before the predictor.
+        trace: write what became of every drafted and emitted token to this file, as JSON lines (of a chat: the last
+            answer's).
+        show_draft: colour the answer by what became of each token (shown when the answer is finished).
+        show_trace: print every step: what was drafted and what was accepted.
+    """
+
+    prompt: str | None = None
+    predictor: str | None = None
+    target: str | None = None
+    drafter: str | None = None
+    system: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    acceptance: str = "match"
+    typical_lossy: TypicalParameters = field(default_factory=TypicalParameters)
+    trs_lossy: TrsParameters = field(default_factory=TrsParameters)
+    eos_aware: bool = False
+    dtype: str | None = None
+    draft_device: str | None = None
+    tree: TreeShape | None = None
+    num_draft_tokens: str = "adaptive"
+    pack: str | None = None
+    trace: str | None = None
+    show_draft: bool = False
+    show_trace: bool = False

@@ -6,7 +6,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 import torch
-from helpers import FAMILIES, LENGTHS, RIVALS, predictor, prompts, weaker_model
+from helpers import BASELINES, FAMILIES, LENGTHS, predictor, prompts, weaker_model
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -40,7 +40,7 @@ from shape.drafters import (
 from shape.drafters.lengths import Adaptive
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, UnsupportedGeneration
 from shape.generation.decoder import ShapeDecoder
-from shape.generation.options import NEUTRAL, SERVED
+from shape.generation.served import NEUTRAL, SERVED
 from shape.generation.rules import RULES, TrsLossy, TypicalLossy
 from shape.target.model import Target
 from shape.verification.noise import token_words
@@ -61,12 +61,12 @@ def drafters() -> dict:
         "shape drawn parallel": lambda: TrainedDrafter(
             predictor(step_mode="parallel", token_conditioning="none"), TreeShape(depth=3, width=2)
         ),
-        "eagle tree": lambda: TrainedDrafter(predictor(**RIVALS["eagle"], loud=True), TreeShape(depth=4, width=3)),
+        "eagle tree": lambda: TrainedDrafter(predictor(**BASELINES["eagle"], loud=True), TreeShape(depth=4, width=3)),
         "block chain": lambda: TrainedDrafter(
-            predictor(**RIVALS["block with Markov bias and confidence"], loud=True), TreeShape(depth=4, width=1)
+            predictor(**BASELINES["block with Markov bias and confidence"], loud=True), TreeShape(depth=4, width=1)
         ),
         "attending tree": lambda: TrainedDrafter(
-            predictor(**RIVALS["shape of three layers"], loud=True), TreeShape(depth=3, width=2, nodes=5)
+            predictor(**BASELINES["shape of three layers"], loud=True), TreeShape(depth=3, width=2, nodes=5)
         ),
         "model": lambda: ModelDrafter(Target(weaker_model()), Adaptive(length=3)),
         "suffix": lambda: SuffixDrafter(shortest=1, threshold=0.0),
@@ -74,7 +74,7 @@ def drafters() -> dict:
             [
                 SuffixDrafter(shortest=1, threshold=0.0),
                 AdversaryDrafter(seed=1),
-                TrainedDrafter(predictor(**RIVALS["shape of three layers"], loud=True), TreeShape(depth=3, width=2)),
+                TrainedDrafter(predictor(**BASELINES["shape of three layers"], loud=True), TreeShape(depth=3, width=2)),
                 TrainedDrafter(predictor(), TreeShape(depth=4, width=3, nodes=7)),
             ],
             nodes=9,
@@ -904,7 +904,7 @@ def test_warming_up_leaves_nothing_behind(tiny_model, options):
     decoder = ShapeDecoder(model, drafter)
     torch.manual_seed(5)
     decoder.warm_up(**options)
-    assert not decoder._experience
+    assert not decoder._step_costs
     assert torch.equal(decoder.generate(**batch, max_new_tokens=8, **options), expected)
 
 

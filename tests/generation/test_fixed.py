@@ -10,7 +10,8 @@ from helpers import predictor, prompts
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from shape.drafters import Drafter, NgramDrafter, OracleDrafter, TrainedDrafter, TreeShape
-from shape.generation.decoder import ShapeDecoder, ShapeOutput
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.engine import ShapeOutput
 from shape.generation.fixed import FixedSteps, bucket
 
 SHAPES = {

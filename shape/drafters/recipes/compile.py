@@ -19,8 +19,8 @@ from shape.drafters.recipes.pack import Counts, Pack, pack_of
 from shape.drafters.suffix import SuffixAutomaton
 from shape.errors import CheckpointError, ConfigError
 from shape.files import reading, typed
-from shape.target.loading import PlacedOptions
 from shape.target.model import Target
+from shape.target.options import PlacedOptions
 
 
 def agreed(samples: Sequence[Sequence[int]], shortest: int) -> Iterator[tuple[int, ...]]:
