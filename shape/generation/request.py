@@ -31,9 +31,9 @@ from transformers.generation import (
 )
 
 from shape.errors import UnsupportedGeneration
-from shape.generation.served import NEUTRAL, given_of, merged, refuse, with_stop_strings
 from shape.generation.prompts import mask_of, prompts_of, seen_prompts, width_of
 from shape.generation.sequence import SequenceState, StopCriteria
+from shape.generation.served import NEUTRAL, given_of, merged, refuse, with_stop_strings
 from shape.target.model import Target
 from shape.verification.noise import row_keys
 from shape.verification.sampling import Sampler

@@ -40,8 +40,8 @@ from shape.drafters import (
 from shape.drafters.lengths import Adaptive
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, UnsupportedGeneration
 from shape.generation.decoder import ShapeDecoder
-from shape.generation.served import NEUTRAL, SERVED
 from shape.generation.rules import RULES, TrsLossy, TypicalLossy
+from shape.generation.served import NEUTRAL, SERVED
 from shape.target.model import Target
 from shape.verification.noise import token_words
 from shape.verification.tree import TokenTree
