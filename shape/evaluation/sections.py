@@ -154,7 +154,7 @@ def sections(found: Found) -> list[Section]:
         ("odds", "The target's odds against the drafter's", _ODDS, trace, _odds(found)),
         ("entropy", "Entropy against acceptance", _ENTROPY, trace, _entropy(found)),
         ("sources", "Who proposed what stood", _SOURCES, f"{trace} --drafter suffix+shape", _sources(found)),
-        ("batches", "Batch sizes", _BATCHES, f"{efficiency} --batches '[1,2,4,8]'", _batches(found)),
+        ("batches", "Batch sizes", _BATCHES, f"{efficiency} --batch_size '[1,2,4,8]'", _batches(found)),
         ("ablations", "Ablations", _ABLATIONS, "python -m eval.ablate default --output RESULTS/ablation",
          _ablations(found)),
         ("analysis", "Does transport pay?", _ANALYSIS, "python -m eval.analyze --output RESULTS/analysis",

@@ -1,14 +1,17 @@
-"""Lightning's Trainer, which decides about devices, processes and nodes, for extraction and training alike."""
+"""Lightning's Trainer, which decides about devices, processes and nodes, for extraction and training alike.
+
+Options are made of this, so what is heavy is imported where it is used.
+"""
 
 import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import pytorch_lightning as pl
-import torch
-from transformers.utils import logging as transformers_logging
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
 
 
 @dataclass
@@ -45,6 +48,8 @@ class TrainerOptions:
         """What auto stands for on this machine."""
         if self.precision != "auto":
             return self.precision
+        import torch
+
         if self.accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available():
             fast = torch.cuda.is_bf16_supported(including_emulation=False)
         else:  # Lightning would prefer mps where there is one, and that has no fast bfloat16 to rely on
@@ -52,8 +57,10 @@ class TrainerOptions:
             fast = on_cpu and torch.cpu._is_avx512_bf16_supported()  # type: ignore[attr-defined]
         return "bf16-mixed" if fast else "32-true"
 
-    def for_extraction(self) -> pl.Trainer:
+    def for_extraction(self) -> "pl.Trainer":
         """A Trainer for `extract`. No inference mode: its tensors could not be used in training afterwards."""
+        import pytorch_lightning as pl
+
         return pl.Trainer(
             accelerator=self.accelerator,
             devices=self.devices,
@@ -71,6 +78,8 @@ class TrainerOptions:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep libraries to the progress bars of the work itself: no tips, and no hints that do not apply here."""
+    from transformers.utils import logging as transformers_logging
+
     transformers_logging.disable_progress_bar()
     log = logging.getLogger("pytorch_lightning.utilities.rank_zero")
     level = log.level

@@ -12,8 +12,9 @@ from typing import cast
 import torch
 
 from shape.data.statistics import Text
-from shape.features.costs import CostOptions, costs
+from shape.features.costs import costs
 from shape.features.manifest import state_bytes
+from shape.features.options import CostOptions
 from shape.files import human_bytes
 from shape.networks.sizing import parameters
 from shape.target.size import Size
@@ -76,7 +77,7 @@ class Forecast:
             dtype: of the target.
         """
         learned = network_size(options, size)
-        stored = options.extraction.dtype or str(dtype).removeprefix("torch.")
+        stored = options.extraction.feature_dtype or str(dtype).removeprefix("torch.")
         layers = len(options.feature_options().stored)
         states = text.stored(options.extraction.before) * state_bytes(stored, size.hidden_size, layers)
         disk = {} if options.online else {"features": states + 5 * text.conversations * text.tokens}
