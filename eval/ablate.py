@@ -53,7 +53,8 @@ from shape.evaluation.runner import sampling
 from shape.evaluation.speed import measure
 from shape.features.trainer import quiet
 from shape.files import reading, typed
-from shape.generation.decoder import ShapeDecoder, ShapeOutput
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.engine import ShapeOutput
 from shape.networks.config import ShapeConfig
 from shape.networks.sizing import parameters
 from shape.target.loading import of_target

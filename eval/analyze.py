@@ -46,7 +46,8 @@ from shape.evaluation.environment import Environment
 from shape.features.extraction import compute_features
 from shape.features.positions import eligible
 from shape.features.store import Stored
-from shape.generation.decoder import ShapeDecoder, load_predictor
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.loading import load_predictor
 from shape.networks.base import Known, Predictor
 from shape.networks.teacher_forcing import Reader, Texts, examples, known_in
 from shape.networks.transport import Plan, optimal_acceptance, squared_distances

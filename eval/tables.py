@@ -33,7 +33,8 @@ from shape.evaluation.bench import bench, named_predictors
 from shape.evaluation.environment import Environment
 from shape.evaluation.options import BenchOptions, EfficiencyOptions, QualityOptions
 from shape.evaluation.speed import measure_in
-from shape.generation.decoder import ShapeDecoder, load_predictor
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.loading import load_predictor
 from shape.target.loading import of_pair, of_predictor, of_target
 from shape.target.options import PairOptions, PlacedOptions, TargetOptions
 

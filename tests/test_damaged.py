@@ -22,13 +22,15 @@ from safetensors.torch import load_file, save_file
 from eval.paper_tables import Found
 from shape.data.journal import AnswerJournal
 from shape.data.reading import load_conversations, load_prompts
-from shape.drafters.recipes.drafter import Pack, Recipe, read_misses
+from shape.drafters.recipes.compile import read_misses
+from shape.drafters.recipes.pack import Pack, Recipe
 from shape.errors import CheckpointError, ConfigError, DataError, FeatureStoreError, ShapeError
-from shape.evaluation import traced
 from shape.evaluation.journal import Journal
-from shape.evaluation.report import find
+from shape.evaluation.report import traced
+from shape.evaluation.report.sources import find
 from shape.features.store import FeatureStore
-from shape.generation.decoder import ShapeDecoder, load_predictor
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.loading import load_predictor
 from shape.generation.planning import _kept
 from shape.training.checkpoints import sound_checkpoint
 from shape.training.parsing import read_options

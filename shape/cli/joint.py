@@ -34,9 +34,8 @@ def parser() -> CommandParser:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     with exit_on_error():
-        from shape.training.joint import train_jointly
         from shape.training.parsing import read_options
-        from shape.training.run import keep_freed_memory
+        from shape.training.run import keep_freed_memory, train_jointly
 
         keep_freed_memory()
         with quiet():

@@ -13,7 +13,8 @@ from transformers import TextStreamer
 
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
-from shape.generation.decoder import ShapeDecoder, ShapeOutput
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.engine import ShapeOutput
 from shape.generation.options import GenerateOptions
 from shape.generation.rules import Rule, make_rule
 from shape.generation.stats import DecodeStats

@@ -132,10 +132,10 @@ def bare_seconds(decoder: ShapeDecoder, steps: Sequence[Step]) -> tuple[float, f
 def _bare_seconds(decoder: ShapeDecoder, steps: Sequence[Step]) -> tuple[float, float]:
     target, support, drafter = decoder.target, decoder.support, decoder.drafter
     capacity = max((max(step.lengths) + step.nodes for step in steps), default=0)
-    caches = {size: new_cache(target, support, size, capacity) for size in {len(step.rows) for step in steps}}
+    caches = {size: new_cache(target, support, size, capacity) for size in {len(step.sequences) for step in steps}}
     forward = draft = 0.0
     for step in steps:
-        size, length = len(step.rows), max(step.lengths)
+        size, length = len(step.sequences), max(step.lengths)
         cache = caches[size]
         cache.set_lengths([length] * size)
         tokens = torch.zeros(size, step.nodes, dtype=torch.long, device=target.device)

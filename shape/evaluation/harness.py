@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from shape.errors import ConfigError
-from shape.generation.decoder import ShapeDecoder, ShapeOutput
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.engine import ShapeOutput
 from shape.target.loading import of_pair
 from shape.target.model import announce
 from shape.target.options import PairOptions

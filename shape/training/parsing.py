@@ -8,6 +8,7 @@ import yaml
 
 from shape import bundled
 from shape.errors import ConfigError, exit_on_error
+from shape.features.trainer import TrainerOptions
 from shape.files import reading
 from shape.parsing import HELP, CommandParser, command_parser
 from shape.training.options import QUICKSTART_TARGET, TrainOptions
@@ -25,12 +26,23 @@ def parser(defaults: Path | None, docstring: str | None = None, common: Sequence
 
 def parse(arguments: Sequence[str], docstring: str | None = None, common: Sequence[str] = ()) -> TrainOptions:
     """Options from the command line. The quickstart's sizes are for its own target and no other."""
+    arguments = [_trainer_option(argument) for argument in arguments]
     with exit_on_error():
         defaults = bundled.path("configs", "quickstart.yaml")
     first = [each for each in arguments if not each.startswith("--print_config") and each not in HELP]
     is_bundled = parser(defaults).parse_args(first).target == QUICKSTART_TARGET
     reader = parser(defaults if is_bundled else None, docstring, common)
-    return as_options(reader.instantiate(reader.parse_args(arguments)).as_dict())
+    values = reader.parse_args(arguments)
+    with exit_on_error():
+        return as_options(reader.instantiate(values).as_dict())
+
+
+def _trainer_option(argument: str) -> str:
+    """`--trainer.NAME`, for an option of Lightning's Trainer that `TrainerOptions` does not name, in full."""
+    name = argument.removeprefix("--trainer.").partition("=")[0].partition(".")[0]
+    if not argument.startswith("--trainer.") or name in TrainerOptions.__dataclass_fields__:
+        return argument
+    return argument.replace("--trainer.", "--trainer.more.", 1)
 
 
 def as_options(values: Mapping[str, Any]) -> TrainOptions:

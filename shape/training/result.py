@@ -13,7 +13,8 @@ from shape.data.conversations import Prompt, evenly
 from shape.evaluation.environment import Environment, matrix_product_peak, peak_memory
 from shape.evaluation.results import SpeedResults
 from shape.evaluation.speed import measure
-from shape.generation.decoder import ShapeDecoder, ShapeOutput
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.engine import ShapeOutput
 from shape.networks.base import Predictor
 from shape.networks.export import export, export_model
 from shape.target.model import Target

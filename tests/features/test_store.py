@@ -22,7 +22,8 @@ from shape.features.shards import quantised, restored
 from shape.features.storage import LocalCopies, Storage
 from shape.features.store import FeatureStore
 from shape.features.trainer import TrainerOptions
-from shape.training.batches import FetchedBatches, ShardedOrder, Split, StepOrder
+from shape.training.batches import FetchedBatches, Split
+from shape.training.order import ShardedOrder, StepOrder
 
 
 def run(target, address, **changes) -> FeatureStore:
@@ -190,7 +191,9 @@ def test_int8_is_within_half_a_step_of_each_state(layers, rows, size):
 
 
 def test_int8_halves_the_bytes_and_is_read_like_the_rest(whole, tiny_target, tmp_path):
-    half, small = (run(tiny_target, tmp_path / dtype, feature_dtype=dtype, more_layers=[1]) for dtype in ("bfloat16", "int8"))
+    half, small = (
+        run(tiny_target, tmp_path / dtype, feature_dtype=dtype, more_layers=[1]) for dtype in ("bfloat16", "int8")
+    )
     assert small.manifest.bytes_per_state == 2 * (32 + 2) and half.manifest.bytes_per_state == 2 * 64
     small.verify(tiny_target)
     around, expected = (store.gather(whole.roots(), 3, 3) for store in (small, whole))
@@ -232,7 +235,7 @@ def test_training_reads_no_more_than_is_kept(whole, tiny_target, tmp_path):
     for window, reads in ((4, "a window of 4"), (None, "whole texts")):
         with pytest.raises(ConfigError, match=reads):
             data_of(store, tiny_target, window=window)
-    with pytest.raises(FeatureStoreError, match=r"rows before each answer \(3 there, all wanted\)"):
+    with pytest.raises(FeatureStoreError, match=r"states before each answer \(3 there, all wanted\)"):
         run(tiny_target, tmp_path)
     assert len(run(tiny_target, tmp_path, before=2)) == len(store)
     with pytest.raises(ConfigError, match="before is 0"):
