@@ -31,8 +31,6 @@ SNIPPET = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
 SPAN = re.compile(r"(?<!`)`[^`]+`(?!`)")  # code within a sentence, which may be broken into lines
 MODULE, SCRIPT = r" -m ((?:shape|eval)\.[\w.]*[a-z])", r"(?:^|&& )[ $]*(?:[.\w]+/)*(shape [a-z]+)\b"
 COMMAND = re.compile(rf"(?:{MODULE}|{SCRIPT})([^\n`|>&#]*)", re.MULTILINE)
-    r"(?: -m ((?:shape|eval)\.[\w.]*[a-z])|(?:^|&& )[ $]*(?:[.\w]+/)*(shape [a-z]+)\b)([^\n`|>&#]*)", re.M
-)
 RECORDED = re.compile(r"<!-- results:begin[^>]*-->.*?<!-- results:end -->", re.DOTALL)  # what was run, not what to run
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
