@@ -25,7 +25,7 @@ from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import markdown
 from shape.features.costs import Size, size_of
 from shape.generation.decoder import ShapeDecoder
-from shape.generation.planning import draft_cost
+from shape.generation.timing import draft_cost
 from shape.target.model import Target
 from shape.training.forecast import network_size, weights_read
 from shape.training.run import TrainOptions

@@ -28,10 +28,10 @@ from shape.generation.decoder import ShapeDecoder
 from shape.generation.planning import (
     CANDIDATES,
     acceptance,
-    calibrate,
     plan,
     sketch,
 )
+from shape.generation.timing import measure_costs
 from shape.networks.shape import ShapePredictor
 from shape.target.loading import PairOptions, of_pair, of_target
 from shape.target.model import Target, announce
@@ -111,7 +111,7 @@ def check(options: CheckOptions) -> dict[str, Any]:
             f"positions of target {target.name}; give shorter ones or a smaller max_new_tokens"
         )
     fitting = [prompt for prompt, ids in zip(prompts, encoded, strict=True) if len(ids) <= room]
-    costs = calibrate(decoder, options.rows, max(map(len, contexts)) + options.max_new_tokens)
+    costs = measure_costs(decoder, options.rows, max(map(len, contexts)) + options.max_new_tokens)
     report: dict[str, Any] = {
         "environment": asdict(Environment.capture(target.device)),
         "settings": {
@@ -140,7 +140,7 @@ def check(options: CheckOptions) -> dict[str, Any]:
     if options.temperature > 0:
         sampling |= {"temperature": options.temperature, "top_k": 0, "top_p": 1.0, "seed": options.seed}
     lookup = ShapeDecoder(target, NgramDrafter())
-    free = Costs(costs.rows, costs.context, costs.verify, {})
+    free = Costs(costs.batch_size, costs.context, costs.verify, {})
     shapes = [TreeShape(depth=depth, width=1) for depth in (2, 4, 8)]
     report["ngram"] = [asdict(one) for one in plan(free, sketch(lookup, contexts, **sampling), shapes)]
     own = None if decoder.drafter is None else decoder.drafter.tree

@@ -30,7 +30,7 @@ from shape.features.costs import Size, Text, size_of
 from shape.features.extraction import compute_features, encode_row, extract, human_bytes, place, rows_of
 from shape.features.storage import Place
 from shape.generation.decoder import ShapeDecoder
-from shape.generation.planning import draft_cost
+from shape.generation.timing import draft_cost
 from shape.networks.base import Predictor
 from shape.target.loading import FILE_OPTIONS, of_target, only, resolve_dtype
 from shape.target.model import Target, read_config
