@@ -7,7 +7,7 @@ from statistics import mean
 from typing import Any
 
 from shape.evaluation.environment import Environment
-from shape.evaluation.markdown import DASH, markdown, show, show_interval
+from shape.evaluation.markdown import DASH, markdown, show
 from shape.evaluation.results import Summary
 
 SCHEMA_VERSION = 1
@@ -146,13 +146,15 @@ class Ablation:
         depths = max(len(figures.anatomy.asked) for _, figures in found)
         parts = ("draft", "verify", "commit")
         header = ["variant", *(f"stands at {depth}" for depth in range(1, depths + 1)), "tokens per draft step"]
-        header += [f"{part} ms" for part in parts] + ["tokens/s", "equal to plain"]
+        header += [f"{part} ms" for part in parts] + ["tokens/s", "equal to autoregressive"]
         rows = []
         for label, figures in found:
             asked, accepted = figures.anatomy.asked, figures.anatomy.accepted
             shares = [show(yes / of) for yes, of in zip(accepted, asked, strict=True)]
             summary = figures.summary
-            equal = DASH if summary.equal_plain is None else f"{summary.equal_plain} / {summary.answers}"
+            equal = (
+                DASH if summary.equal_autoregressive is None else f"{summary.equal_autoregressive} / {summary.answers}"
+            )
             rows.append(
                 [
                     label,
@@ -177,7 +179,8 @@ class Ablation:
             if len(seeds) > 1
             else f"One seed ({seeds[0]}): intervals are over prompts, and say nothing about other trainings. "
         )
-        at_once = " (all variants of a seed at once, and so the seconds of all)" if first.record.get("together") else ""
+        joint = first.record.get("joint") or first.record.get("together")  # as it was called before
+        at_once = " (all variants of a seed at once, and so the seconds of all)" if joint else ""
         return [
             f"Target {settings['target']} ({settings['parameters'] / 1e6:.1f}M parameters, {settings['dtype']} while "
             f"measuring), learned from {first.record.get('examples', 'online data')}; {settings['count']} prompts of "
@@ -199,9 +202,9 @@ def _cells(
 ) -> list[str]:
     length, speed_up = summary.acceptance_length, summary.speed_up
     return [
-        show_interval(length.value, length.low, length.high),
+        length.text(),
         *([] if lengths is None else [_range(lengths)]),
-        show_interval(speed_up.value, speed_up.low, speed_up.high, "x"),
+        speed_up.text("x"),
         *([] if speed_ups is None else [_range(speed_ups)]),
         show(summary.projected_speed_up_8b, unit="x"),
     ]

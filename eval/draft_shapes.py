@@ -13,9 +13,11 @@ import argparse
 from pathlib import Path
 
 from shape import bundled
-from shape.data.conversations import evenly, load_prompts
+from shape.data.conversations import evenly
+from shape.data.reading import load_prompts
 from shape.drafters import TreeShape
-from shape.evaluation.speed import Method, measure
+from shape.evaluation.methods import Method
+from shape.evaluation.speed import measure
 from shape.generation.decoder import ShapeDecoder
 
 CHAINS = [TreeShape(width=1, depth=depth, threshold=limit) for depth in (4, 6, 8, 12) for limit in (0.1, 0.2, 0.35)]
@@ -46,7 +48,7 @@ def main() -> None:
     target, config = decoder.target, decoder.drafter.predictor.config
     deepest = config.num_steps if config.step_mode == "parallel" else max(shape.depth for shape in CHAINS)
     shapes = [shape for shape in (*CHAINS, *TREES, *WIDE) if shape.depth <= deepest]
-    methods: dict[str, Method] = {"transformers": "transformers", "plain": None}
+    methods: dict[str, Method] = {"transformers": "transformers", "autoregressive": None}
     for shape in shapes:
         methods[name(shape)] = ShapeDecoder.from_pretrained(args.predictor, target=target, tree=shape).drafter
     results = measure(

@@ -23,7 +23,8 @@ import torch
 from jsonargparse import auto_cli
 
 from shape import bundled
-from shape.data.conversations import Prompt, evenly, load_conversations, load_prompts
+from shape.data.conversations import Prompt, evenly
+from shape.data.reading import load_conversations, load_prompts
 from shape.drafters import (
     CompressedDrafter,
     Compression,
@@ -39,9 +40,11 @@ from shape.drafters.recipes.compile import CompileOptions, compile_pack
 from shape.drafters.recipes.drafter import RecipeDrafter
 from shape.drafters.recipes.pack import Pack
 from shape.evaluation.markdown import markdown, show
+from shape.evaluation.methods import Method
 from shape.evaluation.results import SpeedResults
-from shape.evaluation.speed import Method, measure_in
-from shape.generation.decoder import ShapeDecoder, ShapeOutput
+from shape.evaluation.speed import measure_in
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.engine import ShapeOutput
 from shape.target.model import Target
 
 METHODS = ("recipes", "recipes+suffix", "draft model")
@@ -72,7 +75,7 @@ class Setting:
         return measure_in(
             Path(self.output) / folder,
             target,
-            {"transformers": "transformers", "plain": None, **methods},
+            {"transformers": "transformers", "autoregressive": None, **methods},
             prompts,
             max_new_tokens=self.max_new_tokens,
             fall_back=False,
@@ -199,7 +202,7 @@ def compressed(setting: Setting, prompts: int = 24, tokens: int = 3) -> None:
     results = setting.measure(target, methods, chosen, source="bench.jsonl", label=label)
     rows = []
     for name, line in results.summary.items():
-        if name in ("transformers", "plain"):
+        if name in ("transformers", "autoregressive"):
             continue
         tally = results.total[name]
         drafter = drafters.get(name)

@@ -27,8 +27,9 @@ from shape.evaluation.markdown import markdown, show
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.stats import quantile
 from shape.generation.streams import Arrivals
-from shape.target.loading import PlacedOptions, default_device, of_target, recorded
+from shape.target.loading import default_device, of_target, recorded
 from shape.target.model import Target, announce
+from shape.target.options import PlacedOptions
 
 
 @dataclass
@@ -78,7 +79,7 @@ class Latency:
 def measure(target: Target, contexts: Sequence[int], new_tokens: int, repeats: int, seed: int) -> list[Latency]:
     """Of one target, at those of the contexts that it has positions for."""
     decoder = ShapeDecoder(target)
-    methods: dict[str, Callable[..., Any]] = {"transformers": target.model.generate, "plain": decoder.generate}
+    methods: dict[str, Callable[..., Any]] = {"transformers": target.model.generate, "autoregressive": decoder.generate}
     options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
     generator = torch.Generator().manual_seed(seed)
     room = (target.max_positions or max(contexts) + new_tokens) - new_tokens

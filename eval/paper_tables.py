@@ -5,7 +5,6 @@ large targets and GPUs; they stand beside ours for comparison and are never ours
 command.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +16,10 @@ from shape.drafters import PREDICTORS, LookaheadDrafter, NgramDrafter
 from shape.errors import DataError
 from shape.evaluation import efficiency
 from shape.evaluation.environment import Environment
-from shape.evaluation.markdown import DASH, markdown, show, show_interval
-from shape.evaluation.quality_results import AHEAD_NOTE, QualityResults, interval
+from shape.evaluation.estimates import Estimate
+from shape.evaluation.files import loads
+from shape.evaluation.markdown import DASH, markdown, show
+from shape.evaluation.quality_results import AHEAD_NOTE, QualityResults
 from shape.evaluation.results import SpeedResults, Summary
 from shape.files import reading
 
@@ -59,9 +60,9 @@ class Found:
         elif path.name == "quality.json":
             self.quality[name] = QualityResults.from_json(path.read_text())
         elif path.stem in ("efficiency", "ablation", "analysis", "latency"):
-            getattr(self, path.stem)[name] = json.loads(path.read_text())
+            getattr(self, path.stem)[name] = loads(path.read_text())
         elif path.name.startswith("results_"):
-            record = json.loads(path.read_text())
+            record = loads(path.read_text())
             if record.get("model_name") is not None and "results" in record:
                 self.harness[name] = record
 
@@ -153,7 +154,7 @@ def speed_up(found: Found) -> Table:
                 if name in (NgramDrafter.name, LookaheadDrafter.name) or _is_trained(results.methods[name]):
                     own = [results.summarise(name, task).speed_up.value for task in tasks]
                     at = [f"{results.settings['temperature']:g}", results.settings["dtype"]]
-                    cells = [interval(line.speed_up, "x"), *(show(value, unit="x") for value in own)]
+                    cells = [line.speed_up.text("x"), *(show(value, unit="x") for value in own)]
                     rows.append([name, *at, *cells, show(line.acceptance_length.value)])
         note = (
             f"Target {target} ({first.settings['parameters'] / 1e6:.1f}M parameters), prompts {prompts}, batch 1; the "
@@ -203,23 +204,24 @@ def _measured_on(record: Mapping[str, Any]) -> list[str]:
 
 
 def _estimate(values: Mapping[str, float | None], unit: str = "") -> str:
-    return show_interval(values["value"], values["low"], values["high"], unit)
+    return Estimate(**values).text(unit)
 
 
 def batches(found: Found) -> Table:
     parts = []
     for path, record in found.efficiency.items():
-        cases = [efficiency.Case(**case) for case in record["cases"]]
+        cases = [efficiency.Case.from_dict(case) for case in record["cases"]]
         sizes = sorted({case.batch for case in cases})
         if len(sizes) < 2:
             continue
         rates = {(case.dtype, case.temperature, case.method, case.batch): case.rate for case in cases}
         rows = []
         for dtype, temperature, method in dict.fromkeys(key[:3] for key in rates):
-            if method not in ("plain", "transformers", "oracle"):
+            if method not in ("autoregressive", "transformers", "oracle"):
                 own = [rates[dtype, temperature, method, size] for size in sizes]
                 base = [
-                    max(rates[dtype, temperature, plain, size] for plain in ("plain", "transformers")) for size in sizes
+                    max(rates[dtype, temperature, plain, size] for plain in ("autoregressive", "transformers"))
+                    for size in sizes
                 ]
                 ratios = [show(one / other, unit="x") for one, other in zip(own, base, strict=True)]
                 rows.append([method, f"{temperature:g}", dtype, *ratios])
@@ -236,7 +238,7 @@ def batches(found: Found) -> Table:
 def written(found: Found) -> Table:
     parts = []
     for path, results in _quiet(found).items():
-        header, rows = results.rows()
+        header, rows = results.table()
         parts.append(Part(header, rows, [*results.notes()[:-1], _from(path, results.environment)]))
     parts += [_harness(path, record) for path, record in found.harness.items()]
     absent = [
@@ -385,7 +387,7 @@ def by_lookahead(found: Found) -> Table:
             for name in names
         ]
         header = ["lookahead", "all", *tasks]
-        note = f"Speed-up (acceptance length). {results.notes()[0]}"
+        note = f"Speed-up (acceptance length). {results.about}"
         parts.append(Part(header, rows, [note, _from(path, results.environment)]))
     paper = "1.9x at a lookahead of 1, 2.6x at 2, 3.2–4.1x at 3."
     return Table(["11"], "speed-up by lookahead and task", paper, parts, [])
@@ -400,7 +402,7 @@ def accuracy_ahead(found: Found) -> Table:
                 absent.append(f"likeness of texts in `{path}`, since no encoder was named (`--encoder`).")
             else:
                 notes.insert(1, f"Texts are compared by {results.encoder}.")
-            parts.append(Part(*results.ahead_rows(), notes))
+            parts.append(Part(*results.ahead_table(), notes))
     paper = "token accuracy 0.91 / 0.89 / 0.86 at a lookahead of 1 / 2 / 3."
     title = "token accuracy, BERTScore and sentence similarity by lookahead"
     return Table(["12"], title, paper, parts, absent)
@@ -415,8 +417,8 @@ def strategies(found: Found) -> Table:
         rows = [
             [
                 _strategy(label),
-                interval(line.perplexity),
-                *([show(line.tokens_per_second, ".0f"), interval(line.speed_up, "x")] if results.timed else []),
+                line.perplexity.text(),
+                *([show(line.tokens_per_second, ".0f"), line.speed_up.text("x")] if results.timed else []),
                 f"{line.equal} / {line.answers}",
             ]
             for label, line in results.summary.items()
@@ -435,8 +437,8 @@ def strategies(found: Found) -> Table:
 def _strategy(label: str) -> str:
     """A mode's label, with the paper's word for it where it has one."""
     words = {
-        "plain, T = 0": "greedy",
-        "plain, T = 1": "autoregressive sampling",
+        "autoregressive, T = 0": "greedy",
+        "autoregressive, T = 1": "autoregressive sampling",
         "beam, T = 0": "beam search",
     }
     return f"{words[label]} ({label})" if label in words else label.replace("trs-lossy", "tree rejection (trs-lossy)")

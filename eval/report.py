@@ -24,12 +24,13 @@ from pathlib import Path
 from jsonargparse import auto_cli
 
 from shape import bundled
-from shape.cli.report import report
-from shape.data.conversations import load_prompts
+from shape.data.reading import load_prompts
 from shape.errors import ConfigError, exit_on_error
+from shape.evaluation.report.page import write, write_images
+from shape.evaluation.report.sources import find
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-METHODS = ("transformers", "plain", "ngram", "suffix", "lookahead", "shape", "suffix+shape")
+METHODS = ("transformers", "autoregressive", "ngram", "suffix", "lookahead", "shape", "suffix+shape")
 CHAIN = ("--tree.width", "1", "--tree.depth", "4")  # which rules other than match can judge
 # Traced answers: name -> how.
 TRACES = {
@@ -108,7 +109,7 @@ def parts(options: Options) -> list[Part]:
     made = results / "check.json"
     asked = ["--limit", str(min(12, options.limit)), "--dtype", options.dtype]
     found.append(Part(made, "shape.check", [*predictor, *suite, *sizes, *asked, "--output", str(made)]))
-    rules = ["transformers", "plain", "shape", "shape@rejection", "shape@traversal"]
+    rules = ["transformers", "autoregressive", "shape", "shape@rejection", "shape@traversal"]
     speed = {
         "bench-t0": ("Drafters, temperature 0", METHODS, 0, ()),
         "bench-t1": ("Drafters, temperature 1", METHODS, 1, ()),
@@ -121,7 +122,7 @@ def parts(options: Options) -> list[Part]:
         found.append(Part(folder / "results.json", "shape.bench", [*common, *more, "--output", str(folder)]))
     for name, batches, temperatures in (("efficiency", [1], [0.0, 1.0]), ("batches", options.batches, [0.0])):
         folder = results / name
-        rows = [f"--batches={batches}", f"--temperatures={temperatures}", f"--dtypes=[{options.dtype}]"]
+        rows = [f"--batch_size={batches}", f"--temperature={temperatures}", f"--dtype=[{options.dtype}]"]
         limit = ["--limit", str(max(int(few), *batches))]
         arguments = [*predictor, *suite, *sizes, *limit, *rows, "--output", str(folder)]
         found.append(Part(folder / "efficiency.json", "shape.efficiency", arguments))
@@ -171,8 +172,10 @@ def make(options: Options) -> None:
     if trained.exists():  # without the trainings, which are no results
         (output / "results" / "ablation").mkdir(exist_ok=True)
         shutil.copy(trained, output / "results" / "ablation")
-    images = str(output / "images") if options.images else None
-    report(str(output / "results"), str(output / "report.html"), images)
+    found = find(output / "results")
+    print(f"written: {write(found, output / 'report.html', progress=True)[0]}")
+    if options.images:
+        write_images(found, output / "images", progress=True)
 
 
 def _require_same(options: Options, file: Path) -> None:

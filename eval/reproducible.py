@@ -19,10 +19,11 @@ import torch
 from tqdm import tqdm
 
 from shape.bundled import path
-from shape.data.conversations import evenly, load_prompts
+from shape.data.conversations import evenly
+from shape.data.reading import load_prompts
 from shape.evaluation.environment import Environment
+from shape.evaluation.estimates import estimate, ratio
 from shape.evaluation.markdown import markdown
-from shape.evaluation.results import estimate, interval, ratio
 from shape.generation.decoder import ShapeDecoder
 
 DRAFTERS = ("shape", "suffix", "suffix+shape")
@@ -59,7 +60,7 @@ def measure(decoder: ShapeDecoder, prompts: list, rounds: int, temperature: floa
     return {
         "tokens/s": {way: float(tokens[way].sum() / seconds[way].sum()) for way in WAYS},
         "ratio": asdict(estimate(gain, len(prompts))),
-        "interval": interval(estimate(gain, len(prompts)), "x"),
+        "interval": estimate(gain, len(prompts)).text("x"),
         "same": {way: same[way] / again for way in WAYS},
     }
 

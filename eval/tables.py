@@ -24,15 +24,19 @@ from rich.console import Console
 from eval import ablate, analyze, latency
 from eval.paper_tables import LOOKAHEAD, NUMBERS, Found, Table, is_missing, made, render
 from shape import bundled
-from shape.data.conversations import evenly, load_prompts
+from shape.data.conversations import evenly
+from shape.data.reading import load_prompts
 from shape.drafters import TrainedDrafter
 from shape.errors import ConfigError, ShapeError, exit_on_error
 from shape.evaluation import efficiency, quality
-from shape.evaluation.bench import BenchOptions, bench, named_predictors
+from shape.evaluation.bench import bench, named_predictors
 from shape.evaluation.environment import Environment
+from shape.evaluation.options import BenchOptions, EfficiencyOptions, QualityOptions
 from shape.evaluation.speed import measure_in
-from shape.generation.decoder import ShapeDecoder, load_predictor
-from shape.target.loading import PairOptions, PlacedOptions, TargetOptions, of_pair, of_predictor, of_target
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.loading import load_predictor
+from shape.target.loading import of_pair, of_predictor, of_target
+from shape.target.options import PairOptions, PlacedOptions, TargetOptions
 
 SCHEMA_VERSION = 1
 BATCHES = (1, 2, 4, 8, 16, 24)
@@ -119,7 +123,7 @@ def _bench(options: TablesOptions, folder: Path) -> None:
                     target=options.target,
                     prompts=options.prompts,
                     chat_template_kwargs=options.chat_template_kwargs,
-                    methods=["transformers", "plain", "ngram", "lookahead", "shape"],
+                    methods=["transformers", "autoregressive", "ngram", "lookahead", "shape"],
                     temperature=temperature,
                     limit=options.limit,
                     max_new_tokens=options.max_new_tokens,
@@ -131,7 +135,7 @@ def _bench(options: TablesOptions, folder: Path) -> None:
 
 def _batches(options: TablesOptions, folder: Path) -> object:
     return efficiency.run(
-        efficiency.EfficiencyOptions(
+        EfficiencyOptions(
             output=str(folder),
             predictor=_first(options),
             target=options.target,
@@ -139,9 +143,9 @@ def _batches(options: TablesOptions, folder: Path) -> object:
             chat_template_kwargs=options.chat_template_kwargs,
             limit=options.limit,
             max_new_tokens=options.max_new_tokens,
-            dtypes=[options.dtype or "bfloat16"],
-            temperatures=[0.0],
-            batches=[size for size in BATCHES if size <= options.limit],
+            dtype=[options.dtype or "bfloat16"],
+            temperature=0.0,
+            batch_size=[size for size in BATCHES if size <= options.limit],
             **_loading(options),
         )
     )
@@ -149,7 +153,7 @@ def _batches(options: TablesOptions, folder: Path) -> object:
 
 def _quality(options: TablesOptions, folder: Path, **more: Any) -> object:
     return quality.run(
-        quality.QualityOptions(
+        QualityOptions(
             output=str(folder),
             predictor=_first(options),
             target=options.target,
@@ -207,7 +211,7 @@ def _lookaheads(options: TablesOptions, folder: Path) -> object:
     return measure_in(
         folder,
         decoder.target,
-        {"transformers": "transformers", "plain": None, **shorter},
+        {"transformers": "transformers", "autoregressive": None, **shorter},
         evenly(load_prompts(source, options.chat_template_kwargs), options.limit),
         max_new_tokens=options.max_new_tokens,
         source=source.name,
@@ -226,7 +230,7 @@ RUNS: dict[str, tuple[Run, tuple[str, ...]]] = {
     "latency": (_latency, ("8",)),
     "lookahead": (_lookaheads, ("11",)),
     "strategies": (
-        partial(_quality, modes=["plain", "shape", "trs-lossy", "beam"], timed=True),
+        partial(_quality, modes=["autoregressive", "shape", "trs-lossy", "beam"], timed=True),
         ("13",),
     ),
 }

@@ -18,8 +18,9 @@ from shape.drafters.recipes.compile import CompileOptions, compile_pack
 from shape.drafters.recipes.pack import Pack, inspect, merged
 from shape.errors import exit_on_error
 from shape.generation.decoder import ShapeDecoder
-from shape.target.loading import PlacedOptions, of_target
+from shape.target.loading import of_target
 from shape.target.model import Target, announce
+from shape.target.options import PlacedOptions
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

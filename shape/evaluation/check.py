@@ -1,11 +1,8 @@
-"""`python -m shape.check`: what speculation can bring for a target on this machine, before anyone trains, and after.
-
-The command is `shape.cli.check`.
-"""
+"""What speculation can bring for a target on this machine, before anyone trains, and after (`shape check`)."""
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +11,19 @@ from rich.console import Console
 from rich.table import Table
 
 from shape import bundled
-from shape.data.conversations import Prompt, evenly, load_prompts
+from shape.data.conversations import Prompt, evenly
+from shape.data.reading import load_prompts
 from shape.drafters import Drafter, NgramDrafter, TrainedDrafter, TreeShape, make_drafter
 from shape.drafters.cost import Costs, break_even, expected_length, throughput
 from shape.drafters.recipes.drafter import RecipeDrafter
 from shape.drafters.recipes.pack import Pack
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
-from shape.evaluation.markdown import show, show_interval
+from shape.evaluation.estimates import Estimate
+from shape.evaluation.markdown import show
+from shape.evaluation.options import CheckOptions
+from shape.evaluation.runner import sampling
 from shape.evaluation.speed import measure
-from shape.features.costs import size_of
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.planning import (
     CANDIDATES,
@@ -32,50 +32,15 @@ from shape.generation.planning import (
     sketch,
 )
 from shape.generation.timing import measure_costs
+from shape.networks.config import ShapeConfig
 from shape.networks.shape import ShapePredictor
-from shape.target.loading import PairOptions, of_pair, of_target
+from shape.networks.sizing import draft_vocab_size, parameters, width
+from shape.target.loading import of_pair, of_target
 from shape.target.model import Target, announce
-from shape.training.run import PredictorOptions, TrainOptions
+from shape.target.size import size_of
 
 _RATES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _SHOWN_PLANS = 6
-
-
-@dataclass
-class CheckOptions(PairOptions):
-    """What to look at.
-
-    Args:
-        target: path, hub id or bundled name; default: the predictor's own, or the bundled target.
-        predictor: folder, hub id or bundled name of a trained predictor, or of a smaller model with the target's
-            tokens; default: an untrained predictor of the default size, which costs as much per draft.
-        pack: file of recipes (`python -m shape.recipes compile`).
-        drafters: measured on the prompts, interleaved: names as in `shape.bench`; default: those without training, the
-            predictor, the recipes, and hybrids of these; [] measures none.
-        prompts: JSON-lines file, of the task in question; default: the bundled validation prompts.
-        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
-        limit: prompts, evenly chosen, on which acceptance is estimated and drafters are measured.
-        max_new_tokens: of each answer.
-        rows: prompts decoded together.
-        temperature: 0 decodes greedily.
-        seed: of the sampling.
-        dtype: of the target; default: its checkpoint's.
-        output: a JSON file for the report.
-    """
-
-    target: str | None = None
-    predictor: str | None = None
-    pack: str | None = None
-    drafters: list[str] | None = None
-    prompts: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    limit: int = 12
-    max_new_tokens: int = 64
-    rows: int = 1
-    temperature: float = 0.0
-    seed: int = 0
-    dtype: str | None = None
-    output: str | None = None
 
 
 def check(options: CheckOptions) -> dict[str, Any]:
@@ -85,10 +50,10 @@ def check(options: CheckOptions) -> dict[str, Any]:
         UnsupportedTarget: the target cannot be verified exactly, with the reason.
         DataError: no prompt fits into the target's positions.
     """
-    if min(options.rows, options.limit, options.max_new_tokens) < 1 or options.temperature < 0:
+    if min(options.batch_size, options.limit, options.max_new_tokens) < 1 or options.temperature < 0:
         raise ConfigError(
-            "rows, limit and max_new_tokens have to be at least 1 and temperature at least 0; got "
-            f"{options.rows}, {options.limit}, {options.max_new_tokens} and {options.temperature:g}"
+            "batch_size, limit and max_new_tokens have to be at least 1 and temperature at least 0; got "
+            f"{options.batch_size}, {options.limit}, {options.max_new_tokens} and {options.temperature:g}"
         )
     source = Path(options.prompts) if options.prompts else bundled.path("data", "validation.jsonl.gz")
     prompts = evenly(load_prompts(source, options.chat_template_kwargs), options.limit)
@@ -111,7 +76,7 @@ def check(options: CheckOptions) -> dict[str, Any]:
             f"positions of target {target.name}; give shorter ones or a smaller max_new_tokens"
         )
     fitting = [prompt for prompt, ids in zip(prompts, encoded, strict=True) if len(ids) <= room]
-    costs = measure_costs(decoder, options.rows, max(map(len, contexts)) + options.max_new_tokens)
+    costs = measure_costs(decoder, options.batch_size, max(map(len, contexts)) + options.max_new_tokens)
     report: dict[str, Any] = {
         "environment": asdict(Environment.capture(target.device)),
         "settings": {
@@ -119,7 +84,7 @@ def check(options: CheckOptions) -> dict[str, Any]:
             "limit": len(contexts),
             "max_new_tokens": options.max_new_tokens,
             "temperature": options.temperature,
-            "rows": options.rows,
+            "batch_size": options.batch_size,
         },
         "target": {
             "name": target.name,
@@ -136,16 +101,14 @@ def check(options: CheckOptions) -> dict[str, Any]:
         "chains": [_chain(costs, rate) for rate in _RATES] if costs.draft else [],
         "break_even": {depth: _break_even(costs, depth) for depth in (1, 2, 4, 8)} if costs.draft else {},
     }
-    sampling: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": options.temperature > 0}
-    if options.temperature > 0:
-        sampling |= {"temperature": options.temperature, "top_k": 0, "top_p": 1.0, "seed": options.seed}
+    how = {"max_new_tokens": options.max_new_tokens, "seed": options.seed, **sampling(options.temperature)}
     lookup = ShapeDecoder(target, NgramDrafter())
     free = Costs(costs.batch_size, costs.context, costs.verify, {})
     shapes = [TreeShape(depth=depth, width=1) for depth in (2, 4, 8)]
-    report["ngram"] = [asdict(one) for one in plan(free, sketch(lookup, contexts, **sampling), shapes)]
+    report["ngram"] = [asdict(one) for one in plan(free, sketch(lookup, contexts, **how), shapes)]
     own = None if decoder.drafter is None else decoder.drafter.tree
     if options.predictor is not None and own is not None:
-        answers = sketch(decoder, contexts, **sampling)
+        answers = sketch(decoder, contexts, **how)
         trees = CANDIDATES if decoder.support.mode == "tree" else [one for one in CANDIDATES if one.width == 1]
         plans = plan(costs, answers, list(dict.fromkeys([own, *trees])))
         report["acceptance"] = acceptance(answers)
@@ -175,8 +138,8 @@ def _methods(options: CheckOptions, target: Target, own: Drafter | None) -> dict
 def _measured(
     options: CheckOptions, target: Target, methods: dict[str, Drafter | None], prompts: Sequence[Prompt]
 ) -> list[dict[str, Any]]:
-    """What each drafter brings, the fastest first: tokens per second, acceptance length, and speed-up against plain
-    decoding with its interval.
+    """What each drafter brings, the fastest first: tokens per second, acceptance length, and speed-up against
+    autoregressive decoding with its interval.
     """
     results = measure(
         target,
@@ -193,9 +156,7 @@ def _measured(
             "drafter": name,
             "tokens_per_second": line.tokens_per_second,
             "acceptance_length": line.acceptance_length.value,
-            "speed_up": line.speed_up.value,
-            "speed_up_low": line.speed_up.low,
-            "speed_up_high": line.speed_up.high,
+            **dict(zip(("speed_up", "speed_up_low", "speed_up_high"), astuple(line.speed_up), strict=True)),
         }
         for name, line in results.summary.items()
     ]
@@ -206,9 +167,22 @@ def _untrained(target: Target) -> TrainedDrafter:
     """Of recursive steps, a pass per depth, so that no depth is out of its reach; the default's one pass costs less.
     What a draft costs does not depend on what was learned.
     """
-    steps = PredictorOptions(step_mode="recursive", token_conditioning="path", markov_rank=0)
-    config = TrainOptions(predictor=steps).settled(size_of(target.model), None).predictor_config(target)
-    assert config is not None
+    size = size_of(target.model)
+
+    def of_width(intermediate_size: int) -> ShapeConfig:
+        return ShapeConfig(
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            window=8,
+            intermediate_size=intermediate_size,
+            num_steps=8,
+            step_mode="recursive",
+            token_conditioning="path",
+            draft_vocab_size=draft_vocab_size(size, None),
+            draft=asdict(TreeShape(depth=8, width=2, nodes=12)),
+        )
+
+    config = of_width(width(size, lambda intermediate_size: parameters(of_width(intermediate_size))))
     predictor = ShapePredictor(config)
     if config.draft_vocab_size is not None:
         predictor.draft_vocabulary = torch.arange(config.draft_vocab_size)
@@ -216,8 +190,8 @@ def _untrained(target: Target) -> TrainedDrafter:
 
 
 def _chain(costs: Costs, rate: float) -> dict[str, float]:
-    """The best chain if each drafted token stands with a probability; a chain's forward is taken to cost as one over
-    as many tokens.
+    """The best chain if each drafted token is accepted with some probability; a chain's forward is taken to cost as
+    much as one over as many tokens.
     """
 
     def speed(depth: int) -> float:
@@ -239,7 +213,7 @@ def _break_even(costs: Costs, depth: int) -> float | None:
 def name(shape: dict[str, Any] | None) -> str:
     """A shape in words."""
     if shape is None:
-        return "plain decoding"
+        return "no draft"
     form = f"chain of {shape['depth']}" if shape["width"] == 1 else f"tree {shape['width']} x {shape['depth']}"
     nodes = "" if shape["nodes"] is None or shape["width"] == 1 else f", {shape['nodes']} nodes"
     return form + nodes + (f", until {shape['threshold']:g}" if shape["threshold"] else "")
@@ -261,7 +235,7 @@ def show_report(report: dict[str, Any], console: Console) -> None:
         shown = ", ".join(f"{1e3 * seconds:.2f} (width {width})" for width, seconds in costs["draft"].items())
         console.print(f"one pass of the drafter, ms: {shown}")
     if report["chains"]:
-        table = Table("a drafted token stands with", "best depth", "tokens per step", "speed-up", box=None)
+        table = Table("a drafted token is accepted with", "best depth", "tokens per step", "speed-up", box=None)
         for one in report["chains"]:
             depth, length = str(one["depth"] or "none"), show(one["acceptance_length"])
             table.add_row(f"{one['acceptance']:.1f}", depth, length, show(one["speed_up"], unit="x"))
@@ -279,7 +253,7 @@ def show_report(report: dict[str, Any], console: Console) -> None:
     if report["measured"]:
         table = Table("measured on these prompts", "tokens/s", "tokens/step", "speed-up (95 %)", box=None)
         for one in report["measured"]:
-            gain = show_interval(one["speed_up"], one["speed_up_low"], one["speed_up_high"], "x")
+            gain = Estimate(one["speed_up"], one["speed_up_low"], one["speed_up_high"]).text("x")
             speed = show(one["tokens_per_second"], ".0f")
             table.add_row(one["drafter"], speed, show(one["acceptance_length"]), gain)
         console.print(table)

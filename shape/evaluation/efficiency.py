@@ -1,6 +1,9 @@
-"""How little the engine adds to the forwards that decoding is made of: engine efficiency, by measurement.
+"""How little the engine adds to the forwards that decoding is made of (`shape efficiency`).
 
-The command is `shape.cli.efficiency`.
+*Engine efficiency* is (bare target forward + bare drafter forwards) / measured time of a step, the median over answers.
+A bare target forward is one over as many tokens as the step verified, behind as many cached ones, with masks and
+positions at hand and nothing done with its logits; bare drafter forwards are its network alone. Both are run again for
+every step of an answer right behind that answer, so that a slow minute falls on all of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,22 +15,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from shape import bundled
-from shape.data.conversations import Prompt, evenly, load_prompts, prompt_ids
+from shape.data.conversations import evenly
+from shape.data.reading import load_prompts
 from shape.drafters import Drafter, OracleDrafter, make_drafter
 from shape.errors import ConfigError
 from shape.evaluation.environment import Environment
-from shape.evaluation.markdown import json_by_line, markdown, show
-from shape.evaluation.results import Estimate, estimate, interval, ratio
-from shape.generation.decoder import ShapeDecoder, ShapeOutput
+from shape.evaluation.estimates import Estimate, estimate, ratio
+from shape.evaluation.files import json_by_line
+from shape.evaluation.markdown import markdown, show
+from shape.evaluation.options import EfficiencyOptions, several
+from shape.evaluation.results import AUTOREGRESSIVE
+from shape.evaluation.runner import Run, by_decoder, by_transformers, rotated, sampling, synchronise
+from shape.generation.decoder import ShapeDecoder
 from shape.generation.stats import Step, quantile
-from shape.generation.streams import Arrivals
-from shape.target.loading import PairOptions, of_pair, recorded
+from shape.target.chat import prompt_ids
+from shape.target.loading import of_pair, recorded
 from shape.target.model import Target, announce
-from shape.target.support import Support
 from shape.verification.forward import attending, new_cache, tree_inputs
 from shape.verification.tree import chain
 
@@ -39,7 +45,7 @@ class Case:
     """One method under one setting, summed over its answers.
 
     Attributes:
-        steps, rows: steps, and rows that took part in them, summed.
+        steps, forwards: steps, and sequences that took part in them, summed.
         tokens: emitted after the prefill.
         seconds: of decoding, prefill excluded.
         forward_seconds, draft_seconds: of the bare forwards of target and drafter.
@@ -53,7 +59,7 @@ class Case:
     batch: int
     method: str
     steps: int = 0
-    rows: int = 0
+    forwards: int = 0
     tokens: int = 0
     seconds: float = 0.0
     forward_seconds: float = 0.0
@@ -61,6 +67,11 @@ class Case:
     shares: list[float] = field(default_factory=list)
     answers: list[tuple[int, float]] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Case":
+        """Of a record; in older ones `forwards` was called `rows`."""
+        return cls(**{"forwards" if name == "rows" else name: value for name, value in values.items()})
 
     @property
     def efficiency(self) -> float | None:
@@ -115,40 +126,33 @@ class Case:
 def bare_seconds(decoder: ShapeDecoder, steps: Sequence[Step]) -> tuple[float, float]:
     """(target, drafter) seconds of the bare forwards of some steps, in their order."""
     with decoder.gradientless():
-        return _bare_seconds(decoder.target, decoder.support, decoder.drafter, steps)
+        return _bare_seconds(decoder, steps)
 
 
-def _bare_seconds(
-    target: Target, support: Support, drafter: Drafter | None, steps: Sequence[Step]
-) -> tuple[float, float]:
+def _bare_seconds(decoder: ShapeDecoder, steps: Sequence[Step]) -> tuple[float, float]:
+    target, support, drafter = decoder.target, decoder.support, decoder.drafter
     capacity = max((max(step.lengths) + step.nodes for step in steps), default=0)
-    arenas = {rows: new_cache(target, support, rows, capacity) for rows in {len(step.rows) for step in steps}}
+    caches = {size: new_cache(target, support, size, capacity) for size in {len(step.sequences) for step in steps}}
     forward = draft = 0.0
     for step in steps:
-        rows, length = len(step.rows), max(step.lengths)
-        arena = arenas[rows]
-        arena.set_lengths([length] * rows)
-        tokens = torch.zeros(rows, step.nodes, dtype=torch.long, device=target.device)
+        size, length = len(step.sequences), max(step.lengths)
+        cache = caches[size]
+        cache.set_lengths([length] * size)
+        tokens = torch.zeros(size, step.nodes, dtype=torch.long, device=target.device)
         tree = chain(tokens[:, 0], tokens[:, 1:])
-        positions, masks = tree_inputs(target, support, arena, tree)
-        _wait(target)
+        positions, masks = tree_inputs(target, support, cache, tree)
+        synchronise(target.device)
         start = perf_counter()
         if drafter is not None and step.passes:
-            drafter.run_forwards(rows, step.passes)
-        _wait(target)
-        drafted = perf_counter()
+            drafter.run_forwards(size, step.passes)
+        synchronise(target.device)
+        draft += perf_counter() - start
         with attending(target, support):
-            begun = perf_counter()
-            target.logits(target.hidden(tokens, attention_mask=masks, position_ids=positions, cache=arena))
-            _wait(target)
-            forward += perf_counter() - begun
-        draft += drafted - start
+            start = perf_counter()
+            target.logits(target.hidden(tokens, attention_mask=masks, position_ids=positions, cache=cache))
+            synchronise(target.device)
+            forward += perf_counter() - start
     return forward, draft
-
-
-def _wait(target: Target) -> None:
-    if target.device.type == "cuda":
-        torch.cuda.synchronize(target.device)
 
 
 def measure(
@@ -161,28 +165,29 @@ def measure(
     max_new_tokens: int,
     progress: Callable[[], Any] = lambda: None,
 ) -> list[Case]:
-    """transformers, our plain loop, the oracle and some drafters on the same prompts in groups of `batch`.
+    """transformers, our autoregressive loop, the oracle and some drafters on the same prompts in groups of `batch`.
 
     Args:
         contexts: token ids of prompts; a last group that is not full is left out.
         progress: called after each group.
     """
     dtype = str(target.dtype).removeprefix("torch.")
-    names = ["transformers", "plain", "oracle", *drafters]
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
-    if temperature > 0:
-        options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+    options = {"max_new_tokens": max_new_tokens, **sampling(temperature)}
+    transformers = by_transformers(target, **options)
+    decoders = {name: ShapeDecoder(target, drafter, fall_back=False) for name, drafter in drafters.items()}
+    decoders[AUTOREGRESSIVE] = ShapeDecoder(target, None, fall_back=False)
+    runners = {name: by_decoder(decoder, **options) for name, decoder in decoders.items()}
+    names = ["transformers", AUTOREGRESSIVE, "oracle", *drafters]
 
     def answer(group: Sequence[list[int]], number: int, cases: dict[str, Case]) -> None:
-        ids, mask = _padded(group, target)
-        oracle = _oracle(target, ids, mask, options, number)
-        methods: dict[str, Drafter | None] = {"plain": None, "oracle": oracle, **drafters}
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
+        seeds = [number * batch + place for place in range(batch)]
+        oracle = _oracle(target, group, runners[AUTOREGRESSIVE](group, seeds), number)
+        decoders["oracle"], runners["oracle"] = oracle, by_decoder(oracle, **options)
+        for name in rotated(names, number):
             if name == "transformers":
-                _run_transformers(target, cases[name], ids, mask, options, number)
+                _add(cases[name], transformers(group, seeds))
             else:
-                _run(target, methods[name], cases[name], ids, mask, options, number)
+                _add_steps(cases[name], decoders[name], runners[name](group, seeds))
 
     def empty() -> dict[str, Case]:
         return {name: Case(dtype, temperature, batch, name) for name in names}
@@ -196,143 +201,78 @@ def measure(
     return list(cases.values())
 
 
-def _run(
-    target: Target,
-    drafter: Drafter | None,
-    case: Case,
-    ids: Tensor,
-    mask: Tensor,
-    options: dict[str, Any],
-    seed: int,
-) -> None:
-    decoder = ShapeDecoder(target, drafter, fall_back=False)
-    out = decoder.generate(ids, mask, seed=seed, return_dict_in_generate=True, **options)
-    assert isinstance(out, ShapeOutput)
-    forward, draft = bare_seconds(decoder, out.stats.steps)
-    case.steps += len(out.stats.steps)
-    case.rows += out.stats.forwards
-    case.add(out.stats.emitted, out.stats.decode_seconds)
+def _oracle(target: Target, group: Sequence[list[int]], answers: Run, seed: int) -> ShapeDecoder:
+    """Drafts what the autoregressive loop answers, with every fifth token corrupted."""
+    texts = [[*context, *answer] for context, answer in zip(group, answers.sequences, strict=True)]
+    return ShapeDecoder(target, OracleDrafter(texts, ORACLE_ERROR_RATE, ORACLE_DEPTH, seed=seed), fall_back=False)
+
+
+def _add(case: Case, run: Run) -> None:
+    case.steps += len(run.gaps)
+    case.add(run.timed_tokens, sum(run.gaps))
+    case.gaps += run.gaps
+
+
+def _add_steps(case: Case, decoder: ShapeDecoder, run: Run) -> None:
+    """What one of our runs took, and its bare forwards, run again."""
+    stats = run.stats
+    assert stats is not None
+    forward, draft = bare_seconds(decoder, stats.steps)
+    case.steps += len(stats.steps)
+    case.forwards += stats.forwards
+    case.add(stats.emitted, stats.decode_seconds)
     case.forward_seconds += forward
     case.draft_seconds += draft
-    if out.stats.decode_seconds:
-        case.shares.append((forward + draft) / out.stats.decode_seconds)
-    case.gaps += [step.seconds for step in out.stats.steps]
-
-
-def _run_transformers(
-    target: Target, case: Case, ids: Tensor, mask: Tensor, options: dict[str, Any], seed: int
-) -> None:
-    arrivals = Arrivals()
-    with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        sequences = target.model.generate(ids, attention_mask=mask, streamer=arrivals, **options)
-    tokens = 0
-    for row in sequences[:, ids.shape[1] :].tolist():
-        ends = [at for at, token in enumerate(row) if token in target.eos_token_ids]
-        tokens += min([*ends, len(row) - 1])  # the first token is the prefill's
-    case.steps += len(arrivals.gaps)
-    case.add(tokens, sum(arrivals.gaps))
-    case.gaps += arrivals.gaps
-
-
-def _oracle(target: Target, ids: Tensor, mask: Tensor, options: dict[str, Any], seed: int) -> OracleDrafter:
-    """Drafts what the plain loop answers."""
-    answers = ShapeDecoder(target).generate(ids, mask, seed=seed, **options)
-    assert isinstance(answers, Tensor)
-    new = answers[:, ids.shape[1] :].tolist()
-    texts = [row[keep].tolist() + more for row, keep, more in zip(ids, mask.bool(), new, strict=True)]
-    return OracleDrafter(texts, ORACLE_ERROR_RATE, ORACLE_DEPTH, seed=seed)
-
-
-def _padded(group: Sequence[list[int]], target: Target) -> tuple[Tensor, Tensor]:
-    """Ids and mask of a batch, padded on the left, as transformers wants it."""
-    longest = max(map(len, group))
-    ids = torch.tensor([[0] * (longest - len(one)) + one for one in group], device=target.device)
-    mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in group], device=target.device)
-    return ids, mask
+    if stats.decode_seconds:
+        case.shares.append((forward + draft) / stats.decode_seconds)
+    case.gaps += run.gaps
 
 
 def report(cases: Sequence[Case]) -> str:
-    """The cases as Markdown; ratios are to the plain loop and to transformers of the same setting."""
+    """The cases as Markdown; ratios are to the autoregressive loop and to transformers of the same setting."""
     head = [
         "dtype", "T", "batch", "method", "efficiency (95 %)", "step ms", "target ms", "drafter ms", "rest ms",
-        "acceptance length", "tokens/s", "against plain (95 %)", "against transformers (95 %)", "gap ms, median", "p95",
+        "acceptance length", "tokens/s", "against autoregressive (95 %)", "against transformers (95 %)",
+        "gap ms, median", "p95",
     ]  # fmt: skip
     found = {(case.dtype, case.temperature, case.batch, case.method): case for case in cases}
-    rows = []
+    lines = []
     for case in cases:
         setting = (case.dtype, case.temperature, case.batch)
         rest = case.seconds - case.forward_seconds - case.draft_seconds
         ours = case.method != "transformers"
-        rows.append(
+        lines.append(
             [
                 case.dtype,
                 f"{case.temperature:g}",
                 str(case.batch),
                 case.method,
-                interval(case.efficiency_interval),
+                case.efficiency_interval.text(),
                 show(case.milliseconds(case.seconds)),
-                show(case.milliseconds(case.forward_seconds) if ours else None),
-                show(case.milliseconds(case.draft_seconds) if ours else None),
-                show(case.milliseconds(rest) if ours else None),
-                show(case.tokens / case.rows if ours else None),
+                *(
+                    show(case.milliseconds(s) if ours else None)
+                    for s in (case.forward_seconds, case.draft_seconds, rest)
+                ),
+                show(case.tokens / case.forwards if ours else None),
                 show(case.rate, ".0f"),
-                interval(case.speed_up(found[*setting, "plain"]), "x"),
-                interval(case.speed_up(found[*setting, "transformers"]), "x"),
+                *(case.speed_up(found[*setting, base]).text("x") for base in (AUTOREGRESSIVE, "transformers")),
                 show(case.gap(0.5)),
                 show(case.gap(0.95)),
             ]
         )
-    return markdown(head, rows)
-
-
-@dataclass
-class EfficiencyOptions(PairOptions):
-    """What to measure.
-
-    Args:
-        output: folder for efficiency.json and efficiency.md.
-        predictor: folder, hub id or bundled name of a trained predictor; "none" measures without one.
-        target: path or hub id; default: the predictor's own.
-        prompts: JSON-lines file of prompts; default: the bundled bench split.
-        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
-        limit: prompts, evenly chosen; at larger batches their answers are measured together.
-        repeats: how often each is answered, by every method in turn, for narrower intervals.
-        max_new_tokens: longest answer.
-        dtypes: of the target.
-        temperatures: 0 is greedy.
-        batches: numbers of rows.
-        drafters: measured beside the predictor.
-        prepacked: weights in the layout of the CPU's matrix kernels (see `shape.target.prepack`); default: if there is
-        room.
-        label: heading of the table.
-    """
-
-    output: str = "efficiency-results"
-    predictor: str = "quickstart-shape"
-    target: str | None = None
-    prompts: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    limit: int = 24
-    repeats: int = 1
-    max_new_tokens: int = 64
-    dtypes: list[str] = field(default_factory=lambda: ["float32", "bfloat16"])
-    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
-    batches: list[int] = field(default_factory=lambda: [1])
-    drafters: list[str] = field(default_factory=lambda: ["ngram"])
-    prepacked: bool | None = None
-    label: str = ""
+    return markdown(head, lines)
 
 
 def run(options: EfficiencyOptions) -> list[Case]:
     """Measures, and writes efficiency.json and efficiency.md."""
-    if max(options.batches, default=0) > options.limit or min(options.batches, default=0) < 1:
-        raise ConfigError(f"batches {options.batches} have to lie between 1 and limit {options.limit}; raise the limit")
+    batches = several(options.batch_size)
+    if max(batches, default=0) > options.limit or min(batches, default=0) < 1:
+        raise ConfigError(f"batch_size {batches} has to lie between 1 and limit {options.limit}; raise the limit")
     source = Path(options.prompts) if options.prompts else bundled.path("data", "bench.jsonl")
-    prompts: list[Prompt] = evenly(load_prompts(source, options.chat_template_kwargs), options.limit)
+    prompts = evenly(load_prompts(source, options.chat_template_kwargs), options.limit)
+    predictor = None if options.predictor == "none" else options.predictor
     cases: list[Case] = []
-    for dtype in options.dtypes:
-        predictor = None if options.predictor == "none" else options.predictor
+    for dtype in several(options.dtype):
         decoder = ShapeDecoder.from_pretrained(
             predictor=predictor,
             target=options.target,
@@ -348,8 +288,8 @@ def run(options: EfficiencyOptions) -> list[Case]:
             drafters[decoder.drafter.name] = decoder.drafter
         contexts = [prompt_ids(prompt.messages, target.tokenizer, prompt.template) for prompt in prompts]
         contexts *= options.repeats
-        for batch in options.batches:
-            for temperature in options.temperatures:
+        for batch in batches:
+            for temperature in several(options.temperature):
                 with tqdm(total=len(contexts) // batch, desc=f"{dtype}, T {temperature:g}, batch {batch}") as bar:
                     cases += measure(
                         target,
@@ -360,15 +300,12 @@ def run(options: EfficiencyOptions) -> list[Case]:
                         max_new_tokens=options.max_new_tokens,
                         progress=bar.update,
                     )
-    environment = Environment.capture(target.device)
-    _write(options, target, source, cases, environment)
+    _write(options, target, source, cases)
     return cases
 
 
-def _write(
-    options: EfficiencyOptions, target: Target, source: Path, cases: Sequence[Case], environment: Environment
-) -> None:
-    folder = Path(options.output)
+def _write(options: EfficiencyOptions, target: Target, source: Path, cases: Sequence[Case]) -> None:
+    folder, environment = Path(options.output), Environment.capture(target.device)
     folder.mkdir(parents=True, exist_ok=True)
     figures = [{**asdict(case), "gaps": [case.gap(0.5), case.gap(0.95)]} for case in cases]
     head = {"options": recorded(options), "environment": asdict(environment)}
@@ -380,7 +317,7 @@ def _write(
         "bare forwards of target and drafter over measured time, median over answers; the parts of a step are means; "
         "ranges are 95 % bootstrap intervals over answers (`shape/evaluation/efficiency.py`). `oracle` drafts the "
         "truth with every fifth token corrupted, at no cost: its speed-up is simulated. Gaps are between arrivals of "
-        "tokens, several at a time where a draft stood."
+        "tokens, several at a time where a draft was accepted."
     )
     text = "\n\n".join([f"### {title}", report(cases), note, environment.line()])
     (folder / "efficiency.md").write_text(text + "\n")

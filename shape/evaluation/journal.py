@@ -7,6 +7,8 @@ from typing import Any
 from shape.errors import ConfigError
 from shape.files import reading, typed
 
+JOURNAL = "records.jsonl"  # its usual name
+
 
 class Journal:
     """A file whose first line says what the measurement depends on; a last line cut short by a crash is dropped.

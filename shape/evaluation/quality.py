@@ -1,118 +1,72 @@
 """How good what a decoder writes is, for lossy ways of decoding above all, beside the target's own text.
 
-The command is `shape.cli.quality`.
+Modes: `autoregressive`, the target's own text; `shape`, the predictor's drafts under the lossless rule "match"; the
+name of another acceptance rule (`typical-lossy`, `trs-lossy`, `rejection`, ...); `drafter-alone`, where every drafted
+token is accepted unjudged (the target only computes the states that the predictor reads next: `trs-lossy` of a single
+path, which never refuses one); `beam`, transformers' beam search. All answer the same prompts with the same seeds, and
+the autoregressive answer is the context of the next turn for all.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from shape import bundled
-from shape.data.conversations import Prompt, evenly, load_prompts
+from shape.data.conversations import Prompt, evenly
+from shape.data.reading import load_prompts
 from shape.errors import ConfigError, DataError
 from shape.evaluation import sandbox
 from shape.evaluation.correctness import final_number, known_number, program
 from shape.evaluation.environment import Environment
-from shape.evaluation.journal import Journal
-from shape.evaluation.quality_results import Ahead, QualityRecord, QualityResults, Written, added
+from shape.evaluation.journal import JOURNAL, Journal
+from shape.evaluation.methods import describe, prompts_hash, target_settings
+from shape.evaluation.options import QualityOptions, several
+from shape.evaluation.quality_results import Ahead, QualityRecord, QualityResults, Written
+from shape.evaluation.results import AUTOREGRESSIVE
+from shape.evaluation.runner import Run, Runner, by_decoder, by_transformers, rotated, sampling
 from shape.evaluation.similarity import Encoder, Likeness
-from shape.evaluation.speed import describe, prompts_hash, target_settings
 from shape.features.store import Stored
 from shape.generation.decoder import ShapeDecoder
-from shape.generation.rules import RULES, Match, Rule, TrsLossy, TypicalLossy, make_rule
-from shape.target.loading import PairOptions, of_pair, recorded
+from shape.generation.rules import RULES, Match, Rule, TrsLossy, make_rule
+from shape.networks.teacher_forcing import Reader, forced_drafts
+from shape.target.loading import of_pair, recorded
 from shape.target.model import announce
-from shape.training.examples import Reader, forced_drafts
 
-PLAIN, SHAPE, ALONE, BEAM = "plain", "shape", "drafter-alone", "beam"
+SHAPE, ALONE, BEAM = "shape", "drafter-alone", "beam"
 TOO_LONG = "a prompt and its answer exceed the target's positions"
-MODES = (PLAIN, SHAPE, *(name for name in RULES if name != Match.name), ALONE, BEAM)
-
-
-@dataclass
-class QualityOptions(PairOptions):
-    """What to measure.
-
-    Args:
-        output: folder for quality.json, quality.md and answers.jsonl.
-        predictor: folder, hub id or bundled name of a trained predictor.
-        target: path or hub id; default: the predictor's own.
-        prompts: JSON lines of prompts, one file or several; default: the bundled bench split.
-        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
-        limit: prompts of each file, evenly chosen; default: all.
-        max_new_tokens: longest answer.
-        modes: ways of decoding, of plain, shape, typical-lossy, trs-lossy, rejection, traversal, drafter-alone, beam.
-        temperatures: every mode writes at each; 0 is greedy, and the only one of beam.
-        typical_lossy: parameters of the rule typical-lossy.
-        trs_lossy: parameters of the rule trs-lossy.
-        beams: of beam search.
-        encoder: folder or hub id of a Hugging Face encoder (or decoder) that compares texts; without one nothing does.
-        run_code: run the programs that answer prompts with tests, which is UNTRUSTED CODE, written by a model: with
-            limits, and cut off as far as this machine allows (see shape/evaluation/sandbox.py).
-        limits: of each program.
-        timed: also report speed; only means something on a machine that does nothing else.
-        seed: of the sampling, for the first prompt; the others count up.
-        dtype: of the target.
-        label: heading of the table.
-    """
-
-    output: str = "quality-results"
-    predictor: str = "quickstart-shape"
-    target: str | None = None
-    prompts: list[str] | str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    limit: int | None = None
-    max_new_tokens: int = 128
-    modes: list[str] = field(default_factory=lambda: [PLAIN, SHAPE, TypicalLossy.name, TrsLossy.name, ALONE])
-    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
-    typical_lossy: TypicalLossy = field(default_factory=TypicalLossy)
-    trs_lossy: TrsLossy = field(default_factory=TrsLossy)
-    beams: int = 4
-    encoder: str | None = None
-    run_code: bool = False
-    limits: sandbox.Limits = field(default_factory=sandbox.Limits)
-    timed: bool = False
-    seed: int = 0
-    dtype: str | None = None
-    label: str = ""
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """One mode's answer: the text's ids and seconds that it took."""
-
-    tokens: list[int]
-    seconds: float
+MODES = (AUTOREGRESSIVE, SHAPE, *(name for name in RULES if name != Match.name), ALONE, BEAM)
 
 
 class _Writer:
     """Target and predictor, ready to answer in every mode."""
 
     def __init__(self, options: QualityOptions, decoder: ShapeDecoder) -> None:
-        self.options, self.target = options, decoder.target
-        self.plain = ShapeDecoder(decoder.target)
-        self.drafting = ShapeDecoder(decoder.target, decoder.drafter, fall_back=False)
-        self.drafter = decoder.drafter
-        if self.drafter is None or self.drafter.predictor is None:
+        if decoder.drafter is None or decoder.drafter.predictor is None:
             raise ConfigError(f"predictor {options.predictor} is no predictor of shape.train; give one that is")
-        self.reader = Reader(self.drafter.predictor, self.target)
+        self.options, self.target, self.drafter = options, decoder.target, decoder.drafter
+        self.reader = Reader(decoder.drafter.predictor, self.target)
         self.labels = {
             label(mode, temperature): (mode, temperature)
-            for temperature in options.temperatures
+            for temperature in several(options.temperature)
             for mode in options.modes
             if mode != BEAM or temperature == 0
         }
-        self.rules = {mode: self._rule(mode) for mode in options.modes if mode not in (PLAIN, BEAM)}
-        for rule in self.rules.values():
-            rule.fit(self.drafter, self.target)  # what cannot be served is said before anything is measured
+        self.runners = {name: self._runner(mode, temperature) for name, (mode, temperature) in self.labels.items()}
+
+    def _runner(self, mode: str, temperature: float) -> Runner:
+        options = {"max_new_tokens": self.options.max_new_tokens, **sampling(temperature)}
+        if mode == BEAM:
+            return by_transformers(self.target, num_beams=self.options.beams, use_cache=True, **options)
+        if mode == AUTOREGRESSIVE:
+            return by_decoder(ShapeDecoder(self.target), **options)
+        return by_decoder(ShapeDecoder(self.target, self.drafter, fall_back=False), self._rule(mode), **options)
 
     def _rule(self, mode: str) -> Rule:
         if mode == ALONE:
@@ -121,35 +75,13 @@ class _Writer:
 
     def describe(self, mode: str) -> str:
         """What a mode is, for the record."""
-        if mode == PLAIN:
+        if mode == AUTOREGRESSIVE:
             return "the target's own text"
         if mode == BEAM:
             return f"transformers' beam search, {self.options.beams} beams"
-        drafter = describe(self.rules[mode].fit(self.drafter, self.target), self.target.device)
-        judged = "every drafted token stands unjudged" if mode == ALONE else f"acceptance {self.rules[mode]}"
-        return f"{drafter}, {judged}"
-
-    def __call__(self, name: str, context: Tensor, seed: int) -> _Answer:
-        """Answers (1, L) ids."""
-        mode, temperature = self.labels[name]
-        options: dict[str, Any] = {"max_new_tokens": self.options.max_new_tokens, "do_sample": temperature > 0}
-        if temperature > 0:
-            options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
-        mask = torch.ones_like(context)
-        started = perf_counter()
-        if mode == BEAM:
-            text = self.target.model.generate(
-                context, attention_mask=mask, num_beams=self.options.beams, **options, use_cache=True
-            )
-        elif mode == PLAIN:
-            text = self.plain.generate(context, mask, seed=seed, **options)
-        else:
-            text = self.drafting.generate(context, mask, seed=seed, acceptance=self.rules[mode], **options)
-        assert isinstance(text, Tensor)
-        tokens = text[0, context.shape[1] :].tolist()
-        seconds = perf_counter() - started
-        ends = [at for at, token in enumerate(tokens) if token in self.target.eos_token_ids]
-        return _Answer(tokens[: ends[0] + 1] if ends else tokens, seconds)
+        rule = self._rule(mode)
+        drafter = describe(rule.fit(self.drafter, self.target), self.target.device)
+        return f"{drafter}, {'every drafted token accepted unjudged' if mode == ALONE else f'acceptance {rule}'}"
 
     @torch.no_grad()
     def nats(self, context: Tensor, answer: Sequence[int]) -> float:
@@ -160,7 +92,7 @@ class _Writer:
         return -float(log_p[0].gather(1, ids[0, context.shape[1] :, None]).double().sum())
 
     def ahead(self, context: Tensor, answer: Sequence[int], encoder: Encoder | None) -> list[Ahead]:
-        """How the drafts stand by lookahead, on the target's own text."""
+        """How often the draft n tokens ahead is right, on the target's own text."""
         predictor, tokenizer = self.reader.predictor, self.target.tokenizer
         ids = torch.cat([context, context.new_tensor([list(answer)])], dim=1)
         hidden = self.target.features(ids, predictor.config.feature_layers)[0].to(predictor.dtype)
@@ -192,6 +124,7 @@ class _Measurement:
 
     def __init__(self, options: QualityOptions, writer: _Writer, encoder: Encoder | None) -> None:
         self.options, self.writer, self.target, self.encoder = options, writer, writer.target, encoder
+        self.temperatures = several(options.temperature)
 
     def fits(self, context: Tensor) -> bool:
         limit = self.target.max_positions
@@ -202,7 +135,7 @@ class _Measurement:
         written: dict[str, list[Written]] = {name: [] for name in self.writer.labels}
         ahead: list[list[Ahead]] = []
         texts, cut = [], None
-        for temperature in self.options.temperatures:
+        for temperature in self.temperatures:
             names = [name for name, (_, at) in self.writer.labels.items() if at == temperature]
             messages = prompt.opening
             for turn in range(len(prompt.turns)):
@@ -212,46 +145,44 @@ class _Measurement:
                 if not self.fits(context):
                     cut = f"{TOO_LONG} at turn {turn + 1}"
                     break
-                first = (number + turn) % len(names)  # no mode is always the first, which counts where time does
-                answers = {
-                    name: self.writer(name, context, self.options.seed + number)
-                    for name in names[first:] + names[:first]
-                }
-                own = answers[label(PLAIN, temperature)]
+                seeds = [self.options.seed + number]
+                answers = {name: self.writer.runners[name]([context], seeds) for name in rotated(names, number + turn)}
+                own = answers[label(AUTOREGRESSIVE, temperature)]
                 decoded = {name: self._decode(answers[name]) for name in names}
                 for name in names:
                     score = self._score(prompt, turn, context, answers[name], own, decoded[name])
                     written[name].append(score)
                     texts.append({"id": prompt.id, "turn": turn, "mode": name, "text": decoded[name]})
-                self._compare(written, decoded, names, decoded[label(PLAIN, temperature)])
+                self._compare(written, decoded, names, decoded[label(AUTOREGRESSIVE, temperature)])
                 if temperature == 0:
-                    ahead.append(self.writer.ahead(context, own.tokens, self.encoder))
-                messages = [*messages, self.target.message(own.tokens, prompt.template)]
-        sums = {name: added(parts) for name, parts in written.items()}
-        by_lookahead = [added(parts) for parts in zip(*ahead, strict=True)]
-        return QualityRecord(prompt.id, prompt.category, sums, by_lookahead), texts, cut
+                    ahead.append(self.writer.ahead(context, own.sequences[0], self.encoder))
+                messages = [*messages, self.target.message(own.sequences[0], prompt.template)]
+        sums = {name: Written.total(parts) for name, parts in written.items()}
+        by_distance = [Ahead.total(parts) for parts in zip(*ahead, strict=True)]
+        return QualityRecord(prompt.id, prompt.category, sums, by_distance), texts, cut
 
-    def _decode(self, answer: _Answer) -> str:
-        return self.target.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+    def _decode(self, answer: Run) -> str:
+        return self.target.tokenizer.decode(answer.sequences[0], skip_special_tokens=True)
 
-    def _score(self, prompt: Prompt, turn: int, context: Tensor, answer: _Answer, own: _Answer, text: str) -> Written:
-        bigrams = list(pairwise(answer.tokens))
+    def _score(self, prompt: Prompt, turn: int, context: Tensor, answer: Run, own: Run, text: str) -> Written:
+        (tokens,) = answer.sequences
+        bigrams = list(pairwise(tokens))
         wanted = known_number(prompt.references[turn]) if turn < len(prompt.references) else None
         tested = prompt.checks if self.options.run_code and turn == len(prompt.turns) - 1 else None
         passed = tested is not None and sandbox.run(program(prompt, tested, text), self.options.limits) is None
         return Written(
             answers=1,
-            tokens=len(answer.tokens),
-            nats=self.writer.nats(context, answer.tokens),
-            ended=int(answer.tokens[-1] in self.target.eos_token_ids),
-            equal=int(answer.tokens == own.tokens),
+            tokens=len(tokens),
+            nats=self.writer.nats(context, tokens),
+            ended=int(tokens[-1] in self.target.eos_token_ids),
+            equal=int([tokens] == own.sequences),
             bigrams=len(bigrams),
             distinct_bigrams=len(set(bigrams)),
             sums=int(wanted is not None),
             sums_right=int(wanted is not None and final_number(text) == wanted),
             programs=int(tested is not None),
             programs_right=int(passed),
-            seconds=answer.seconds if self.options.timed else 0.0,
+            seconds=answer.prefill_seconds + answer.decode_seconds if self.options.timed else 0.0,
         )
 
     def _compare(
@@ -271,8 +202,7 @@ def _chosen(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
 def run(options: QualityOptions) -> QualityResults:
     """Measures, and writes quality.json, quality.md and answers.jsonl."""
     _check(options)
-    named = [options.prompts] if isinstance(options.prompts, str) else options.prompts
-    sources = [Path(name) for name in named] if named else [bundled.path("data", "bench.jsonl")]
+    sources = [Path(name) for name in several(options.prompts or str(bundled.path("data", "bench.jsonl")))]
     prompts = [
         prompt
         for source in sources
@@ -313,11 +243,11 @@ def run(options: QualityOptions) -> QualityResults:
     }
     folder = Path(options.output)
     folder.mkdir(parents=True, exist_ok=True)
-    journal = Journal(folder / "records.jsonl", settings | environment.machine())
+    journal = Journal(folder / JOURNAL, settings | environment.machine())
     finished = {line["record"]["id"]: line for line in journal.records}
     if options.timed and len(finished) < len(measured):
-        for name in writer.labels:  # warms up
-            writer(name, target.encode(measured[0].opening, measured[0].template), options.seed)
+        for runner in writer.runners.values():  # warms up
+            runner([target.encode(measured[0].opening, measured[0].template)], [options.seed])
     for number, prompt in enumerate(tqdm(measured, desc="quality", unit="prompt")):
         if prompt.id not in finished:
             record, texts, cut = measurement.record(prompt, number)
@@ -328,7 +258,7 @@ def run(options: QualityOptions) -> QualityResults:
     results = QualityResults(
         label=options.label or f"Quality of what is written, {settings['target']}",
         settings=settings,
-        own={name: label(PLAIN, temperature) for name, (_, temperature) in writer.labels.items()},
+        own={name: label(AUTOREGRESSIVE, temperature) for name, (_, temperature) in writer.labels.items()},
         environment=environment,
         records=tuple(QualityRecord.from_dict(line["record"]) for line in lines),
         skipped={**left_out, **{line["record"]["id"]: line["cut"] for line in lines if line["cut"]}},
@@ -343,16 +273,17 @@ def run(options: QualityOptions) -> QualityResults:
 
 
 def _check(options: QualityOptions) -> None:
-    """Raises ConfigError for the first value that cannot be meant."""
+    """Raises ConfigError for the first value that makes no sense."""
     for name, least in (("limit", 1), ("max_new_tokens", 1), ("beams", 2)):
         value = getattr(options, name)
         if value is not None and value < least:
             raise ConfigError(f"{name} is {value}; give at least {least}")
     if unknown := [mode for mode in options.modes if mode not in MODES]:
         raise ConfigError(f"mode {unknown[0]!r} is unknown; use some of {', '.join(MODES)}")
-    if PLAIN not in options.modes:
-        raise ConfigError(f"the modes hold nothing to compare with; add {PLAIN}")
-    if not options.temperatures or min(options.temperatures) < 0:
-        raise ConfigError(f"temperatures are {options.temperatures}; give one or more, none below 0")
-    if BEAM in options.modes and 0 not in options.temperatures:
+    if AUTOREGRESSIVE not in options.modes:
+        raise ConfigError(f"the modes hold nothing to compare with; add {AUTOREGRESSIVE}")
+    temperatures = several(options.temperature)
+    if min(temperatures, default=-1) < 0:
+        raise ConfigError(f"temperature is {options.temperature}; give one or more, none below 0")
+    if BEAM in options.modes and 0 not in temperatures:
         raise ConfigError(f"{BEAM} search is greedy; add temperature 0, or leave the mode out")

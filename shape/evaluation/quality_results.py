@@ -4,24 +4,22 @@ Every figure is a ratio of sums over prompts, with an interval by bootstrap over
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from shape.errors import DataError
 from shape.evaluation.environment import Environment
-from shape.evaluation.markdown import DASH, json_by_line, markdown, share, show
-from shape.evaluation.results import Estimate, estimate, interval, number, of_schema, ratio
+from shape.evaluation.estimates import Estimate, Sums, number, over_prompts, ratio
+from shape.evaluation.files import Results
+from shape.evaluation.markdown import DASH, Table, markdown, share, show
 from shape.evaluation.similarity import f1
-from shape.files import reading, typed
-
-SCHEMA_VERSION = 1
+from shape.files import typed
 
 
 @dataclass(frozen=True)
-class Compared:
+class Compared(Sums):
     """Sums over pairs of texts (see `similarity.Likeness`)."""
 
     pairs: Any = 0
@@ -50,18 +48,10 @@ class Written(Compared):
 
 @dataclass(frozen=True)
 class Ahead(Compared):
-    """Sums over a prompt's drafts of one lookahead. Pairs are of the text that these drafts make and the true one."""
+    """Sums over a prompt's drafts at one distance. Pairs are of the text that these drafts make and the true one."""
 
     positions: Any = 0
     right: Any = 0
-
-
-Sums = TypeVar("Sums", bound=Compared)
-
-
-def added(parts: Sequence[Sums]) -> Sums:
-    """Their sum; of at least one."""
-    return type(parts[0])(*map(sum, zip(*map(astuple, parts), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -105,7 +95,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class AheadFigures:
-    """One lookahead's line."""
+    """The line of one distance."""
 
     positions: int
     accuracy: Estimate
@@ -116,15 +106,16 @@ class AheadFigures:
 
 
 @dataclass(frozen=True)
-class QualityResults:
+class QualityResults(Results):
     """The records of one measurement.
 
     Attributes:
-        settings: target, predictor, prompts, modes by label ("plain, T = 0": what it is), and what else was asked for.
+        settings: target, predictor, prompts, modes by label ("shape, T = 0": what it is), and what else was asked for.
         own: by label, that of the target's own text at the same temperature.
         skipped: by prompt id, why it or its later turns were left out.
     """
 
+    what, record, named = "this measurement of quality", QualityRecord, "modes"
     label: str
     settings: dict[str, Any]
     own: dict[str, str]
@@ -147,95 +138,67 @@ class QualityResults:
 
     @cached_property
     def ahead(self) -> list[AheadFigures]:
-        """By lookahead, from 1."""
+        """By distance, from 1."""
         depth = len(self.records[0].ahead)
         return [_ahead_figures([record.ahead[n] for record in self.records]) for n in range(depth)]
 
     def _figures(self, label: str) -> Figures:
         parts = [record.written[label] for record in self.records]
         own = [record.written[self.own[label]] for record in self.records]
-        total, base = added(parts), _columns(own)
-        column = _columns(parts)
-
-        def of(top: str, bottom: str) -> Estimate:
-            return _share(column, top, bottom)
-
+        total = Written.total(parts)
         return Figures(
             answers=total.answers,
             tokens=total.tokens,
-            perplexity=estimate(lambda w: np.exp(ratio(w @ column["nats"], w @ column["tokens"])), len(parts)),
+            perplexity=over_prompts(lambda mine: np.exp(ratio(mine.nats, mine.tokens)), parts),
             tokens_per_answer=number(ratio(total.tokens, total.answers)),
             equal=total.equal,
             ended=number(ratio(total.ended, total.answers)),
             distinct_2=number(ratio(total.distinct_bigrams, total.bigrams)),
             **_likeness(total),
             sums=total.sums,
-            sums_right=of("sums_right", "sums"),
+            sums_right=over_prompts(lambda mine: ratio(mine.sums_right, mine.sums), parts),
             programs=total.programs,
-            programs_right=of("programs_right", "programs"),
+            programs_right=over_prompts(lambda mine: ratio(mine.programs_right, mine.programs), parts),
             tokens_per_second=number(ratio(total.tokens, total.seconds)),
-            speed_up=estimate(
-                lambda w: ratio(
-                    ratio(w @ base["seconds"], w @ base["tokens"]), ratio(w @ column["seconds"], w @ column["tokens"])
-                ),
-                len(parts),
+            speed_up=over_prompts(
+                lambda mine, base: ratio(ratio(base.seconds, base.tokens), ratio(mine.seconds, mine.tokens)),
+                parts,
+                own,
             ),
         )
 
     def to_json(self) -> str:
         """Everything; the figures are for readers and are not read back."""
-        return json_by_line(
-            {
-                "schema_version": SCHEMA_VERSION,
-                "label": self.label,
-                "settings": self.settings,
-                "own": self.own,
-                "environment": asdict(self.environment),
-                "summary": {label: asdict(line) for label, line in self.summary.items()},
-                "ahead": [asdict(line) for line in self.ahead],
-                "skipped": self.skipped,
-            },
-            "records",
-            (asdict(record) for record in self.records),
-        )
+        summary = {label: asdict(line) for label, line in self.summary.items()}
+        return self.write({"summary": summary, "ahead": [asdict(line) for line in self.ahead]})
 
-    @classmethod
-    def from_json(cls, text: str) -> "QualityResults":
-        """Raises `DataError` on another schema, or where it is damaged."""
-        with reading("this measurement of quality", DataError, "measure again"):
-            values = of_schema(text, SCHEMA_VERSION, "this measurement of quality has")
-            records = tuple(map(QualityRecord.from_dict, values["records"]))
-            found = typed(cls, {each.name: values[each.name] for each in fields(cls)} | {"records": []})
-            typed(dict[str, str], found.modes)
-            return replace(found, records=records)
-
-    def rows(self) -> tuple[list[str], list[list[str]]]:
+    def table(self) -> Table:
         """Header and cells: columns of what nobody was asked, or no encoder compared, are left out."""
         lines = self.summary
         columns: list[tuple[str, bool, Callable[[Figures], str]]] = [
-            ("perplexity (95 %)", True, lambda line: interval(line.perplexity)),
+            ("perplexity (95 %)", True, lambda line: line.perplexity.text()),
             ("equal to the target's own", True, lambda line: share(line.equal, line.answers)),
             ("tokens per answer", True, lambda line: show(line.tokens_per_answer, ".1f")),
             ("ended by EOS", True, lambda line: show(line.ended, ".0%")),
             ("distinct-2", True, lambda line: show(line.distinct_2)),
             ("BERTScore P / R / F1", self.compared, lambda line: _bert(line)),
             ("sentence similarity", self.compared, lambda line: show(line.sentence, ".3f")),
-            ("sums right (95 %)", self.asked("sums"), lambda line: interval(line.sums_right)),
-            ("pass@1 (95 %)", self.asked("programs"), lambda line: interval(line.programs_right)),
+            ("sums right (95 %)", self.asked("sums"), lambda line: line.sums_right.text()),
+            ("pass@1 (95 %)", self.asked("programs"), lambda line: line.programs_right.text()),
             ("tokens/s", self.timed, lambda line: show(line.tokens_per_second, ".0f")),
-            ("speed-up (95 %)", self.timed, lambda line: interval(line.speed_up, "x")),
+            ("speed-up (95 %)", self.timed, lambda line: line.speed_up.text("x")),
         ]
         kept = [(name, cell) for name, there, cell in columns if there]
         header = ["mode", *(name for name, _ in kept)]
         return header, [[label, *(cell(line) for _, cell in kept)] for label, line in lines.items()]
 
-    def ahead_rows(self) -> tuple[list[str], list[list[str]]]:
+    def ahead_table(self) -> Table:
         more = ["BERTScore P / R / F1", "sentence similarity"] if self.compared else []
-        return ["lookahead", "positions", "token accuracy (95 %)", *more], [
+        return ["tokens ahead", "positions", "token accuracy (95 %)", *more], [
             [
                 str(n),
                 f"{line.positions:,}",
-                interval(line.accuracy),
+                line.accuracy.text(),
                 *([_bert(line), show(line.sentence, ".3f")] if more else []),
             ]
             for n, line in enumerate(self.ahead, 1)
@@ -290,14 +253,14 @@ class QualityResults:
         return [*found, self.environment.line()]
 
     def to_markdown(self) -> str:
-        parts = [f"### {self.label}", markdown(*self.rows()), *self.notes()]
+        parts = [f"### {self.label}", markdown(*self.table()), *self.notes()]
         if self.ahead:
-            parts += [AHEAD_NOTE, markdown(*self.ahead_rows())]
+            parts += [AHEAD_NOTE, markdown(*self.ahead_table())]
         return "\n\n".join(parts) + "\n"
 
 
 AHEAD_NOTE = (
-    "By lookahead, on the target's own greedy text: whether the best draft n tokens ahead is the token that the target "
+    "By distance, on the target's own greedy text: whether the best draft n tokens ahead is the token that the target "
     "wrote. By teacher forcing: the drafter knows the target's states up to the root, and, where it reads drafted "
     "tokens, the true ones before. Texts that are compared are those of all n-th drafts, one after the other."
 )
@@ -310,8 +273,9 @@ def _bert(line: Figures | AheadFigures) -> str:
 
 
 def _ahead_figures(parts: Sequence[Ahead]) -> AheadFigures:
-    total = added(parts)
-    return AheadFigures(total.positions, _share(_columns(parts), "right", "positions"), **_likeness(total))
+    total = Ahead.total(parts)
+    accuracy = over_prompts(lambda mine: ratio(mine.right, mine.positions), parts)
+    return AheadFigures(total.positions, accuracy, **_likeness(total))
 
 
 def _likeness(total: Compared) -> dict[str, float | None]:
@@ -320,13 +284,3 @@ def _likeness(total: Compared) -> dict[str, float | None]:
     )
     score = None if precision is None or recall is None else f1(precision, recall)
     return {"precision": precision, "recall": recall, "bert_score": score, "sentence": sentence}
-
-
-def _columns(parts: Sequence[Compared]) -> dict[str, np.ndarray]:
-    """Each field over prompts, (P,) float64."""
-    return {one.name: np.array([getattr(part, one.name) for part in parts], dtype=float) for one in fields(parts[0])}
-
-
-def _share(columns: dict[str, np.ndarray], top: str, bottom: str) -> Estimate:
-    """A ratio of sums; undefined where nothing was counted."""
-    return estimate(lambda w: ratio(w @ columns[top], w @ columns[bottom]), len(columns[top]))

@@ -3,33 +3,29 @@
 Every figure is a ratio of sums over prompts, so that any subset and any bootstrap resample is computed alike.
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from statistics import fmean, median
 from typing import Any
 
-import numpy as np
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Table as ScreenTable
 
-from shape.errors import DataError
 from shape.evaluation.environment import Environment
-from shape.evaluation.markdown import json_by_line, markdown, share, show, show_interval
-from shape.files import reading, typed
+from shape.evaluation.estimates import Estimate, Sums, number, over_prompts, ratio
+from shape.evaluation.files import Results
+from shape.evaluation.markdown import Table, markdown, share, show
+from shape.files import typed
 
-SCHEMA_VERSION = 1
-_BOOTSTRAP_SAMPLES = 2000
+AUTOREGRESSIVE = "autoregressive"
+BASELINES = ("transformers", AUTOREGRESSIVE)
 
 
 @dataclass(frozen=True)
-class Tally:
-    """Sums over answers of one method. Additive, so every reported figure is a ratio of two of these sums.
-
-    The fields may be numbers, or arrays of one length (as in the bootstrap, where each entry is a resample).
-    """
+class Tally(Sums):
+    """Sums over answers of one method."""
 
     answers: Any = 0
     tokens: Any = 0  # emitted in all
@@ -45,11 +41,8 @@ class Tally:
     bigrams: Any = 0
     distinct_bigrams: Any = 0  # distinct within their own answer
     ended: Any = 0  # answers that ended by an end-of-sequence token
-    equal_plain: Any = 0  # answers token for token those of the plain loop with the same seed
+    equal_autoregressive: Any = 0  # answers token for token those of autoregressive decoding with the same seed
     equal_transformers: Any = 0
-
-    def __add__(self, other: "Tally") -> "Tally":
-        return Tally(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Tally)))
 
     @property
     def seconds_per_token(self) -> Any:
@@ -63,22 +56,14 @@ class Tally:
     def tokens_per_draft_step(self) -> Any:
         return 1 + ratio(self.accepted, self.draft_steps)
 
-    @property
-    def distinct_2(self) -> Any:
-        return ratio(self.distinct_bigrams, self.bigrams)
-
-    @property
-    def eos_share(self) -> Any:
-        return ratio(self.ended, self.answers)
-
 
 @dataclass(frozen=True)
 class Detail:
     """How steps went, one by one rather than summed; additive as well.
 
     Attributes:
-        histogram: tokens settled in a step -> number of such steps.
-        gaps: milliseconds between arrivals of tokens, of one or of several settled together, to three digits.
+        histogram: tokens committed in a step -> number of such steps.
+        gaps: milliseconds between arrivals of tokens, of one or of several committed together, to three digits.
         sources: name of a drafter in a hybrid -> [proposed, accepted]; what two proposed counts for both.
     """
 
@@ -86,17 +71,15 @@ class Detail:
     gaps: list[float] = field(default_factory=list)
     sources: dict[str, list[int]] = field(default_factory=dict)
 
-    def __add__(self, other: "Detail") -> "Detail":
-        names = dict.fromkeys([*self.sources, *other.sources])
-        none = [0, 0]
-        return Detail(
-            dict(sorted((Counter(self.histogram) + Counter(other.histogram)).items())),
-            self.gaps + other.gaps,
-            {
-                name: [a + b for a, b in zip(self.sources.get(name, none), other.sources.get(name, none), strict=True)]
-                for name in names
-            },
-        )
+    @classmethod
+    def total(cls, parts: Iterable["Detail"]) -> "Detail":
+        histogram, gaps, sources = Counter[int](), list[float](), dict[str, list[int]]()
+        for part in parts:
+            histogram.update(part.histogram)
+            gaps += part.gaps
+            for name, counts in part.sources.items():
+                sources[name] = [a + b for a, b in zip(sources.get(name, (0, 0)), counts, strict=True)]
+        return cls(dict(sorted(histogram.items())), gaps, sources)
 
 
 @dataclass(frozen=True)
@@ -119,15 +102,6 @@ class PromptRecord:
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A figure with its 95 % bootstrap interval over prompts; None where it is undefined."""
-
-    value: float | None
-    low: float | None = None
-    high: float | None = None
-
-
-@dataclass(frozen=True)
 class Summary:
     """One method's line in the table. Rates are per second, prefill is milliseconds per answer."""
 
@@ -142,13 +116,34 @@ class Summary:
     draft_share: float | None  # drafting's part of the decode time
     distinct_2: float | None
     eos_share: float | None
-    equal_plain: int | None
+    equal_autoregressive: int | None
     equal_transformers: int | None
     projected_speed_up_8b: float | None
 
 
+# The table's columns behind the method's name.
+COLUMNS: dict[str, Callable[[Summary], str]] = {
+    "tokens/s": lambda line: show(line.tokens_per_second, ".0f"),
+    "speed-up (95 %)": lambda line: line.speed_up.text("x"),
+    "acceptance length (95 %)": lambda line: line.acceptance_length.text(),
+    "tokens per draft step": lambda line: show(line.tokens_per_draft_step),
+    "prefill ms": lambda line: show(line.prefill_ms, ".1f"),
+    "draft share": lambda line: show(line.draft_share, ".0%"),
+    "distinct-2": lambda line: show(line.distinct_2),
+    "ended by EOS": lambda line: show(line.eos_share, ".0%"),
+    "equal to autoregressive": lambda line: share(line.equal_autoregressive, line.answers),
+    "equal to transformers": lambda line: share(line.equal_transformers, line.answers),
+    "projected for 8B*": lambda line: show(line.projected_speed_up_8b, unit="x"),
+}
+SHORT = ("tokens/s", "speed-up (95 %)", "acceptance length (95 %)", "equal to autoregressive")
+PROJECTION = (
+    "*A projection, not a measurement: acceptance length / (1 + c), where c is what the drafter would read of weights "
+    "per step, scaled to Llama-3.1-8B's width and vocabulary, over the target's own."
+)
+
+
 @dataclass(frozen=True)
-class SpeedResults:
+class SpeedResults(Results):
     """The measured records of one run, and every figure derived from them.
 
     Attributes:
@@ -158,6 +153,7 @@ class SpeedResults:
         skipped: for each prompt left out, or cut after some of its turns, the reason.
     """
 
+    what, record, named = "this file of results", PromptRecord, "methods"
     label: str
     settings: dict[str, Any]
     environment: Environment
@@ -167,24 +163,33 @@ class SpeedResults:
 
     @cached_property
     def total(self) -> dict[str, Tally]:
-        return {name: sum((r.tallies[name] for r in self.records), Tally()) for name in self.methods}
+        return {name: Tally.total([r.tallies[name] for r in self.records]) for name in self.methods}
 
     @cached_property
     def details(self) -> dict[str, Detail]:
         """Of the methods of which steps were looked at; empty in older results."""
         names = [name for name in self.methods if any(name in record.details for record in self.records)]
-        return {name: sum((r.details.get(name, Detail()) for r in self.records), Detail()) for name in names}
+        return {name: Detail.total(r.details[name] for r in self.records if name in r.details) for name in names}
 
     @property
     def methods(self) -> dict[str, str]:
-        """What each method is: "transformers", "transformers-lookup", "plain", or its drafter's description."""
+        """What each method is: "transformers", "transformers-lookup", "autoregressive", or a drafter's description."""
         return self.settings["methods"]
 
     @cached_property
     def baseline(self) -> str:
-        """The stronger of transformers' generate and the plain loop: the divisor of every speed-up."""
-        candidates = [name for name, what in self.methods.items() if what in ("transformers", "plain")]
+        """The faster of transformers' `generate` and our autoregressive loop: the divisor of every speed-up."""
+        candidates = [name for name, what in self.methods.items() if what in BASELINES]
         return min(candidates, key=lambda name: self.total[name].seconds_per_token)
+
+    @property
+    def drafted(self) -> list[str]:
+        """The methods that are no baselines, the fastest first."""
+        names = [name for name, what in self.methods.items() if what not in BASELINES]
+        return sorted(names, key=lambda name: -(self.summary[name].speed_up.value or 0.0))
+
+    def is_lossy(self, name: str) -> bool:
+        return "lossy" in name or "lossy" in self.methods[name]
 
     @property
     def categories(self) -> list[str]:
@@ -198,37 +203,31 @@ class SpeedResults:
         """The figures of one method, over all prompts or those of one category."""
         records = [r for r in self.records if category is None or r.category == category]
         tallies = [r.tallies[name] for r in records]
-        mine = _columns(tallies)
-        base = _columns(r.tallies[self.baseline] for r in records)
-        total, what = _weighted(mine, np.ones(len(records))), self.methods[name]
+        total, what, kinds = Tally.total(tallies), self.methods[name], self.methods.values()
         ours = not what.startswith("transformers")
-        is_drafted = ours and what != "plain"
-        length = estimate(lambda w: _weighted(mine, w).acceptance_length, len(records)) if ours else None
+        is_drafted = ours and what != AUTOREGRESSIVE
         rates = [t.timed_tokens / t.decode_seconds for t in tallies if t.timed_tokens and t.decode_seconds]
         cost = self.projected_cost[name]
-        greedy = self.settings["temperature"] == 0
+        compares_greedily = self.settings["temperature"] == 0 and "transformers" in kinds
         return Summary(
             answers=int(total.answers),
             tokens=int(total.tokens),
-            tokens_per_second=number(1 / total.seconds_per_token),
+            tokens_per_second=number(ratio(1, total.seconds_per_token)),
             tokens_per_second_median=median(rates) if rates else None,
-            prefill_ms=number(1e3 * total.prefill_seconds / total.answers),
-            speed_up=estimate(
-                lambda w: _weighted(base, w).seconds_per_token / _weighted(mine, w).seconds_per_token,
-                len(records),
+            prefill_ms=number(1e3 * ratio(total.prefill_seconds, total.answers)),
+            speed_up=over_prompts(
+                lambda mine, base: base.seconds_per_token / mine.seconds_per_token,
+                tallies,
+                [r.tallies[self.baseline] for r in records],
             ),
-            acceptance_length=length or Estimate(None),
+            acceptance_length=over_prompts(lambda mine: mine.acceptance_length, tallies) if ours else Estimate(None),
             tokens_per_draft_step=number(total.tokens_per_draft_step) if is_drafted else None,
             draft_share=number(ratio(total.draft_seconds, total.decode_seconds)) if is_drafted else None,
-            distinct_2=number(total.distinct_2),
-            eos_share=number(total.eos_share),
-            equal_plain=int(total.equal_plain) if ours and "plain" in self.methods.values() else None,
-            equal_transformers=(
-                int(total.equal_transformers) if greedy and "transformers" in self.methods.values() else None
-            ),
-            projected_speed_up_8b=(
-                None if cost is None or length is None else number(total.acceptance_length / (1 + cost))
-            ),
+            distinct_2=number(ratio(total.distinct_bigrams, total.bigrams)),
+            eos_share=number(ratio(total.ended, total.answers)),
+            equal_autoregressive=int(total.equal_autoregressive) if ours and AUTOREGRESSIVE in kinds else None,
+            equal_transformers=int(total.equal_transformers) if compares_greedily else None,
+            projected_speed_up_8b=None if cost is None or not ours else number(total.acceptance_length / (1 + cost)),
         )
 
     def pooled(self, groups: Mapping[str, Sequence[str]]) -> "SpeedResults":
@@ -244,10 +243,10 @@ class SpeedResults:
             replace(
                 record,
                 tallies={
-                    group: sum((record.tallies[name] for name in names), Tally()) for group, names in groups.items()
+                    group: Tally.total([record.tallies[name] for name in names]) for group, names in groups.items()
                 },
                 details={
-                    group: sum((record.details[name] for name in names), Detail())
+                    group: Detail.total(record.details[name] for name in names)
                     for group, names in groups.items()
                     if record.details
                 },
@@ -266,7 +265,7 @@ class SpeedResults:
         found = []
         for name, line in self.summary.items():
             speed_up, length = line.speed_up.value, line.acceptance_length.value
-            if self.methods[name] != "plain" and speed_up and length and speed_up > length:
+            if self.methods[name] != AUTOREGRESSIVE and speed_up and length and speed_up > length:
                 found.append(f"{name}: the speed-up ({speed_up:.2f}) exceeds the acceptance length ({length:.2f})")
         if self.skipped:
             found.append(f"{len(self.skipped)} prompts left out or cut ({next(iter(self.skipped.values()))})")
@@ -274,169 +273,74 @@ class SpeedResults:
 
     def to_json(self) -> str:
         """Everything; `from_json` reads it back (the summary is written for readers, not read)."""
-        return json_by_line(
+        by_category = {
+            category: {name: asdict(self.summarise(name, category)) for name in self.methods}
+            for category in self.categories
+        }
+        return self.write(
             {
-                "schema_version": SCHEMA_VERSION,
-                "label": self.label,
-                "settings": self.settings,
-                "environment": asdict(self.environment),
                 "baseline": self.baseline,
                 "summary": {name: asdict(line) for name, line in self.summary.items()},
-                "categories": {
-                    category: {name: asdict(self.summarise(name, category)) for name in self.methods}
-                    for category in self.categories
-                },
-                "projected_cost": self.projected_cost,
+                "categories": by_category,
                 "warnings": self.warnings,
-                "skipped": self.skipped,
-            },
-            "records",
-            (asdict(record) for record in self.records),
+            }
         )
 
-    @classmethod
-    def from_json(cls, text: str) -> "SpeedResults":
-        """Raises `DataError` on another schema, or where it is damaged."""
-        with reading("this file of results", DataError, "measure again"):
-            values = of_schema(text, SCHEMA_VERSION, "these results have")
-            records = tuple(map(PromptRecord.from_dict, values["records"]))
-            found = typed(cls, {each.name: values[each.name] for each in fields(cls)} | {"records": []})
-            typed(dict[str, str], found.methods)
-            return replace(found, records=records)
+    def marked(self, name: str) -> str:
+        """A method's name with what has to be known of it."""
+        lossy = " (lossy)" if self.is_lossy(name) and "lossy" not in name else ""
+        return f"{name}{lossy}{' (baseline)' if name == self.baseline else ''}"
 
-    def rows(self) -> tuple[list[str], list[list[str]]]:
-        """Header and cells of the table, as text."""
-        header = [
-            "method",
-            "tokens/s",
-            "speed-up (95 %)",
-            "acceptance length (95 %)",
-            "tokens per draft step",
-            "prefill ms",
-            "draft share",
-            "distinct-2",
-            "ended by EOS",
-            "equal to plain",
-            "equal to transformers",
-            "projected for 8B*",
-        ]
-        return header, [
-            [
-                f"{name} (baseline)" if name == self.baseline else name,
-                show(line.tokens_per_second, ".0f"),
-                interval(line.speed_up, "x"),
-                interval(line.acceptance_length),
-                show(line.tokens_per_draft_step),
-                show(line.prefill_ms, ".1f"),
-                show(line.draft_share, ".0%"),
-                show(line.distinct_2),
-                show(line.eos_share, ".0%"),
-                share(line.equal_plain, line.answers),
-                share(line.equal_transformers, line.answers),
-                show(line.projected_speed_up_8b, ".2f", "x"),
-            ]
-            for name, line in self.summary.items()
-        ]
+    def lines(self, columns: Sequence[str] = tuple(COLUMNS), methods: Sequence[str] | None = None) -> list[list[str]]:
+        """The cells of some methods, all if None, under "method" and these columns."""
+        chosen = self.methods if methods is None else methods
+        return [[self.marked(name), *(COLUMNS[one](self.summary[name]) for one in columns)] for name in chosen]
+
+    @property
+    def about(self) -> str:
+        """What was measured, in a sentence."""
+        settings = self.settings
+        batch, length = settings.get("batch", 1), settings.get("context_length")
+        filled = "" if length is None else f", contexts filled up to {length} tokens with other prompts"
+        return (
+            f"Target {settings['target']} ({settings['parameters'] / 1e6:.1f}M parameters, {settings['dtype']}), "
+            f"{len(self.records) * batch} prompts of {settings['prompts']} "
+            f"({next(iter(self.summary.values())).answers} answers), at most {settings['max_new_tokens']} new tokens, "
+            f"temperature {settings['temperature']:g}, batch {batch}{filled}, median of {settings['repeats']} run(s) "
+            "per answer, interleaved; the speed-up leaves prefill out."
+        )
 
     def notes(self) -> list[str]:
         """The lines under the table: what was measured, on what, and what to be careful about."""
-        settings = self.settings
-        answers = next(iter(self.summary.values())).answers
-        batch = settings.get("batch", 1)
-        return [
-            f"Target {settings['target']} ({settings['parameters'] / 1e6:.1f}M parameters, "
-            f"{settings['dtype']}), {len(self.records) * batch} prompts of {settings['prompts']} ({answers} "
-            f"answers), at most {settings['max_new_tokens']} new tokens, temperature "
-            f"{settings['temperature']:g}, batch {batch}{_filled(settings)}, median of "
-            f"{settings['repeats']} run(s) per answer, interleaved; the speed-up leaves prefill out.",
-            self.environment.line(),
-            "*A projection, not a measurement: acceptance length / (1 + c), where c is what the drafter "
-            "would read of weights per step, scaled to Llama-3.1-8B's width and vocabulary, over the "
-            "target's own.",
-            *(f"Look into this: {warning}." for warning in self.warnings),
-        ]
+        return [self.about, self.environment.line(), PROJECTION, *(f"Look into this: {one}." for one in self.warnings)]
+
+    def by_category(self) -> Table:
+        """Speed-up and acceptance length of every method in every category."""
+        found = {one: [self.summarise(name, one) for name in self.methods] for one in self.categories}
+        lines = [[category, *map(_speed_and_length, summaries)] for category, summaries in found.items()]
+        means = [fmean(one.speed_up.value or 0.0 for one in column) for column in zip(*found.values(), strict=True)]
+        lines.append(["mean of these", *(show(mean, unit="x") for mean in means)])
+        return ["category", *self.methods], lines
 
     def to_markdown(self, detail: bool = True) -> str:
         """The table and its notes; with `detail` also speed-up and acceptance length by category."""
-        parts = [markdown(*self.rows()), *self.notes()]
+        parts = [f"### {self.label}", markdown(["method", *COLUMNS], self.lines()), *self.notes()]
         if detail and len(self.categories) > 1:
-            names = list(self.methods)
-            lines = {one: [self.summarise(name, one) for name in names] for one in self.categories}
-            cells = [[category, *map(_by_category, found)] for category, found in lines.items()]
-            means = [
-                fmean(line.speed_up.value or 0.0 for line in column) for column in zip(*lines.values(), strict=True)
-            ]
-            cells.append(["mean of these", *(show(mean, unit="x") for mean in means)])
-            parts += [
-                "Speed-up (acceptance length) by category:",
-                markdown(["category", *names], cells),
-            ]
-        return "\n\n".join([f"### {self.label}", *parts]) + "\n"
+            parts += ["Speed-up (acceptance length) by category:", markdown(*self.by_category())]
+        return "\n\n".join(parts) + "\n"
 
-    def table(self) -> Table:
+    def table(self) -> ScreenTable:
         """The same for the screen, where a column per method fits better."""
-        (corner, *figures), cells = self.rows()
         notes = escape("\n".join(self.notes()))  # brackets of a recorded command are no markup
-        table = Table(title=escape(self.label), caption=notes, caption_justify="left")
-        table.add_column(corner)
-        for name, *_ in cells:
-            table.add_column(name, justify="right")
-        for position, figure in enumerate(figures, start=1):
-            table.add_row(figure, *(row[position] for row in cells))
+        table = ScreenTable(title=escape(self.label), caption=notes, caption_justify="left")
+        names, *figures = zip(["method", *COLUMNS], *self.lines(), strict=True)
+        for place, name in enumerate(names):
+            table.add_column(name, justify="right" if place else "left")
+        for line in figures:
+            table.add_row(*line)
         return table
 
 
-def _filled(settings: Mapping[str, Any]) -> str:
-    length = settings.get("context_length")
-    return "" if length is None else f", contexts filled up to {length} tokens with other prompts"
-
-
-def of_schema(text: str, version: int, what: str) -> dict[str, Any]:
-    """A JSON object; raises `DataError`, which begins with `what`, where it has another schema version."""
-    values = json.loads(text)
-    if values.get("schema_version") != version:
-        raise DataError(
-            f"{what} schema version {values.get('schema_version')}, this program reads {version}; measure again"
-        )
-    return values
-
-
-def ratio(numerator: Any, denominator: Any) -> Any:
-    """Elementwise quotient, nan where nothing was counted."""
-    top, bottom = np.asarray(numerator, dtype=float), np.asarray(denominator, dtype=float)
-    return np.divide(top, bottom, out=np.full(np.broadcast(top, bottom).shape, np.nan), where=bottom != 0)
-
-
-def _columns(tallies: Iterable[Tally]) -> np.ndarray:
-    """(prompts, fields) float64."""
-    return np.array([[getattr(tally, f.name) for f in fields(Tally)] for tally in tallies], dtype=float)
-
-
-def _weighted(columns: np.ndarray, weights: np.ndarray) -> Tally:
-    """Sums over prompts counted `weights` times, (..., prompts) -> a Tally of arrays (...,)."""
-    return Tally(*np.moveaxis(weights @ columns, -1, 0))
-
-
-def estimate(figure: Callable[[np.ndarray], Any], prompts: int) -> Estimate:
-    """A figure of prompt weights with the 95 % percentile bootstrap over prompts (Efron 1979)."""
-    value = number(figure(np.ones(prompts)))
-    if value is None or prompts < 2:
-        return Estimate(value)
-    rng = np.random.default_rng(0)
-    resamples = figure(rng.multinomial(prompts, np.full(prompts, 1 / prompts), size=_BOOTSTRAP_SAMPLES))
-    low, high = map(float, np.nanpercentile(resamples, [2.5, 97.5]))
-    return Estimate(value) if low == high else Estimate(value, low, high)
-
-
-def number(value: Any) -> float | None:
-    return float(value) if np.isfinite(value) else None
-
-
-def _by_category(line: Summary) -> str:
+def _speed_and_length(line: Summary) -> str:
     length = line.acceptance_length.value
     return show(line.speed_up.value, unit="x") + ("" if length is None else f" ({length:.2f})")
-
-
-def interval(estimate: Estimate, unit: str = "") -> str:
-    """A cell."""
-    return show_interval(estimate.value, estimate.low, estimate.high, unit)

@@ -1,12 +1,9 @@
 """Speed of decoding methods on the same prompts, measured side by side in one process.
 
-Every prompt is answered by every method in turn (interleaved, in rotating order, after a discarded warm-up),
-so that a slow minute of the machine falls on all of them. A method is a drafter, `None` for our loop without
-one, `"transformers"` for `model.generate` on the same loaded weights, `"transformers-lookup"` for the same
-with transformers' own prompt lookup, or `Assisted` for the same with its assisted generation. Speed-up is
-against the *stronger* of plain loop and plain `generate`, as time per decoded token; prefill is left out of
-it and reported beside it. Several prompts may be answered at once, as a batch whose rows are decoded together, and
-contexts may be filled up to a length with the text of other prompts.
+Every prompt is answered by every method in turn, in rotating order, after a discarded warm-up, so that a slow minute of
+the machine falls on all of them. Speed-up is against the *faster* of our autoregressive loop and transformers'
+`generate` on the same weights, as time per decoded token; prefill is left out of it and reported beside it. Several
+prompts may be decoded together as a batch, and contexts may be filled up to a length with the text of other prompts.
 
 Terms: *acceptance length* is tokens emitted per target forward after the prefill, bonus included. *Tokens per
 draft step* is 1 + accepted / drafts, over the steps that had a draft. The token that the prefill itself
@@ -14,58 +11,36 @@ yields counts on neither side of any ratio (prompt lookup drafts in the prefill 
 come with it are left out).
 """
 
-import hashlib
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
-from transformers.generation.streamers import BaseStreamer
+from tqdm.auto import tqdm
 
 from shape.data.conversations import Prompt
-from shape.drafters import (
-    Drafter,
-)
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
-from shape.evaluation.journal import Journal
+from shape.evaluation.journal import JOURNAL, Journal
+from shape.evaluation.methods import (
+    LOOKUP,
+    Assisted,
+    Method,
+    Ruled,
+    describe,
+    projected_draft_cost,
+    prompts_hash,
+    target_settings,
+)
 from shape.evaluation.results import Detail, PromptRecord, SpeedResults, Tally
-from shape.generation.decoder import ShapeDecoder, ShapeOutput
-from shape.generation.rules import Match, Rule
-from shape.generation.stats import DecodeStats
+from shape.evaluation.runner import Run, Runner, by_decoder, by_transformers, rotated, sampling
+from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
 
-
-@dataclass(frozen=True)
-class Ruled:
-    """A drafter under an acceptance rule other than "match"."""
-
-    drafter: Drafter | None
-    acceptance: Rule
-
-
-@dataclass(frozen=True)
-class Assisted:
-    """transformers' own assisted generation, with a smaller model."""
-
-    model: Target
-
-
-Outside = Literal["transformers", "transformers-lookup"]
-Method = Drafter | Ruled | Assisted | Outside | None
-
-# The 8B target of the projection: parameters, width and vocabulary of Llama-3.1-8B.
-_LARGE_PARAMETERS, _LARGE_HIDDEN, _LARGE_VOCABULARY = 8.03e9, 4096, 128_256
-JOURNAL = "records.jsonl"
-_LOOKUP: Outside = "transformers-lookup"
 # How far transformers' prompt lookup drafts: the value of its documentation.
 _LOOKUP_TOKENS = 10
 
@@ -90,7 +65,7 @@ def measure(
 ) -> SpeedResults:
     """Answers every prompt with every method and returns what it took.
 
-    Turns are answered in order, and the plain loop's answer (or else the first method's) is the context of
+    Turns are answered in order, and the autoregressive loop's answer (or else the first method's) is the context of
     the next turn for all methods, so that all decode from the same text. Prompts and turns that leave no room
     for `max_new_tokens` in the target's positions are left out, and the results say so. At a temperature all
     methods sample with the same seed per prompt, top_k = 0 and top_p = 1.
@@ -116,7 +91,7 @@ def measure(
         DataError: no prompt can be measured, or two share an id.
     """
     if not any(method is None or method == "transformers" for method in methods.values()):
-        raise ConfigError("the methods hold no baseline to compare with; add plain or transformers")
+        raise ConfigError("the methods hold no baseline to compare with; add autoregressive or transformers")
     if min(max_new_tokens, repeats) < 1 or warmup < 0 or temperature < 0:
         raise ConfigError(
             "max_new_tokens and repeats must be at least 1, warmup and temperature at least 0; "
@@ -124,9 +99,11 @@ def measure(
         )
     if batch < 1 or (context_length is not None and context_length < 1):
         raise ConfigError(f"batch is {batch} and context_length {context_length}; give positive numbers")
-    single = [name for name, method in methods.items() if isinstance(method, Assisted) or method == _LOOKUP]
+    single = [name for name, method in methods.items() if isinstance(method, Assisted) or method == LOOKUP]
     if batch > 1 and single:
-        raise ConfigError(f"transformers takes one row at a time for {single[0]}; leave it out, or give a batch of 1")
+        raise ConfigError(
+            f"transformers decodes one prompt at a time for {single[0]}; leave it out, or give a batch of 1"
+        )
     if len({prompt.id for prompt in prompts}) < len(prompts):
         raise DataError("two prompts share an id; give every prompt its own")
     if target.tokenizer is None:
@@ -145,8 +122,10 @@ def measure(
         "batch": batch,
         "context_length": context_length,
     }
-    contexts = _Contexts(target, prompts, context_length, max_new_tokens)
-    bench = _Bench(target, methods, contexts, max_new_tokens, temperature, repeats, fall_back)
+    contexts = Contexts(target, prompts, context_length, max_new_tokens)
+    options = {"max_new_tokens": max_new_tokens, **sampling(temperature)}
+    runners = {name: _runner(method, target, fall_back, options) for name, method in methods.items()}
+    bench = Bench(target, runners, methods, contexts, repeats)
     reasons = {prompt.id: contexts.refuse(contexts.of(prompt, prompt.opening)) for prompt in prompts}
     fitting = [prompt for prompt in prompts if reasons[prompt.id] is None]
     if not fitting:
@@ -163,13 +142,13 @@ def measure(
     finished = {record.id: record for record in map(PromptRecord.from_dict, written.records)}
     for group in groups[:warmup]:
         openings = [contexts.of(prompt, prompt.opening) for prompt in group]
-        for runner in bench.runners.values():
+        for runner in runners.values():
             runner(openings, [seed] * batch)
     unit = "prompt" if batch == 1 else "batch"
     for index, group in enumerate(tqdm(groups, desc="bench", unit=unit, disable=not progress)):
         if _name(group) not in finished:
-            seeds = [seed + index * batch + row for row in range(batch)]
-            finished[_name(group)] = bench.record(group, seeds, rotation=index)
+            seeds = [seed + index * batch + place for place in range(batch)]
+            finished[_name(group)] = bench.record(group, seeds, turn=index)
             written.append(asdict(finished[_name(group)]))
     records = tuple(finished[_name(group)] for group in groups)
     return SpeedResults(
@@ -191,22 +170,29 @@ def measure_in(
     methods: Mapping[str, Method],
     prompts: Sequence[Prompt],
     *,
-    keep: bool = False,
+    keep_journal: bool = False,
     **settings: Any,
 ) -> SpeedResults:
-    """`measure`, with results.json and results.md in a folder, and its journal, records.jsonl, there until then.
-
-    Args:
-        keep: leave the journal, for whoever measures more.
-    """
+    """`measure`, with results.json and results.md in a folder, and until then its journal, records.jsonl."""
     folder.mkdir(parents=True, exist_ok=True)
     journal = folder / JOURNAL
     results = measure(target, methods, prompts, journal=journal, **settings)
     (folder / "results.json").write_text(results.to_json())
     (folder / "results.md").write_text(results.to_markdown())
-    if not keep:
+    if not keep_journal:
         journal.unlink()
     return results
+
+
+def _runner(method: Method, target: Target, fall_back: bool | float, options: dict[str, Any]) -> Runner:
+    if method == "transformers":
+        return by_transformers(target, **options)
+    if method == LOOKUP:
+        return by_transformers(target, prompt_lookup_num_tokens=_LOOKUP_TOKENS, **options)
+    if isinstance(method, Assisted):
+        return by_transformers(target, assistant_model=method.model.model, **options)
+    drafter, rule = (method.drafter, method.acceptance) if isinstance(method, Ruled) else (method, None)
+    return by_decoder(ShapeDecoder(target, drafter, fall_back=fall_back), rule, **options)  # type: ignore[arg-type]
 
 
 def _name(group: Sequence[Prompt]) -> str:
@@ -214,65 +200,13 @@ def _name(group: Sequence[Prompt]) -> str:
     return "+".join(prompt.id for prompt in group)
 
 
-def target_settings(target: Target) -> dict[str, Any]:
-    """What a record of a measurement says of its target."""
-    return {
-        # Not where it lies: a moved folder is the same target.
-        "target": Path(target.name).name if Path(target.name).exists() else target.name,
-        "target_identity": replace(target.identity, name="").to_dict(),
-        "parameters": target.model.num_parameters(),
-        "dtype": target.precision,
-    }
-
-
-def prompts_hash(prompts: Sequence[Prompt]) -> str:
-    """By which two measurements know that they asked the same."""
-    asked = repr(list(prompts))
-    more = [(prompt.template, [message.more for message in prompt.messages]) for prompt in prompts]
-    if any(template or any(messages) for template, messages in more):  # the others keep the hash that they always had
-        asked += repr(more)
-    return hashlib.sha256(asked.encode()).hexdigest()[:16]
-
-
-def describe(method: Method, beside: torch.device | None = None) -> str:
-    """What a method is, in words that change when its settings or weights do, or its device is not the given one."""
-    if isinstance(method, Ruled):
-        return f"{describe(method.drafter, beside)}, acceptance {method.acceptance}"
-    if method is None or isinstance(method, str):
-        return method or "plain"
-    if isinstance(method, Assisted):
-        return f"transformers, assisted by {method.model!r}"
-    return method.describe(beside)
-
-
-def projected_draft_cost(method: Method, target: Target) -> float | None:
-    """Weights the drafter reads per step over those the target reads, at the size of Llama-3.1-8B.
-
-    Assumes that both are bound by memory, so that a target forward over a tree costs what one over a token does; see
-    ``Drafter.weights_read``. Cache traffic and overheads are left out, and the measured acceptance length is taken to
-    hold for the large target.
-
-    Returns:
-        0 where nothing is read, None for the baselines and for drafters of unknown cost.
-    """
-    if isinstance(method, Ruled):
-        method = method.drafter
-    if not isinstance(method, Drafter):
-        return None
-    read = method.weights_read(target, _LARGE_HIDDEN, _LARGE_VOCABULARY)
-    return None if read is None else read / _LARGE_PARAMETERS
-
-
-class _Contexts:
+class Contexts:
     """What is answered: the prompts' ids, filled up to a length where one is given."""
 
     def __init__(self, target: Target, prompts: Sequence[Prompt], length: int | None, max_new_tokens: int) -> None:
         self.target, self.length, self.max_new_tokens = target, length, max_new_tokens
         self._numbers = {prompt.id: number for number, prompt in enumerate(prompts)}
         self._openings = [] if length is None else [target.encode(p.opening, p.template) for p in prompts]
-        self.too_long = (
-            f"the prompt and {max_new_tokens} new tokens exceed the target's {target.max_positions} positions"
-        )
 
     def of(self, prompt: Prompt, messages: Sequence[dict[str, Any]]) -> Tensor:
         """(1, L) ids of a prompt's conversation so far, behind other prompts' texts where there is room."""
@@ -290,162 +224,71 @@ class _Contexts:
         """Why a context is not answered."""
         limit = self.target.max_positions
         if limit is not None and context.shape[1] + self.max_new_tokens > limit:
-            return self.too_long
+            return f"the prompt and {self.max_new_tokens} new tokens exceed the target's {limit} positions"
         if self.length is not None and context.shape[1] > self.length:
             return f"the prompt is longer than the contexts of {self.length} tokens"
         return None
 
 
-@dataclass(frozen=True)
-class _Run:
-    """One timed call of one method on the contexts of a batch; `prefilled` tokens came with the prefill."""
-
-    rows: list[list[int]]
-    prefilled: int
-    decode_seconds: float
-    prefill_seconds: float
-    gaps: Sequence[float]  # seconds between arrivals behind the prefill
-    stats: DecodeStats | None = None
-
-    @property
-    def detail(self) -> Detail:
-        gaps = [float(f"{1e3 * gap:.3g}") for gap in self.gaps]
-        if self.stats is None:
-            return Detail(gaps=gaps)
-        return Detail(dict(self.stats.histogram), gaps, self.stats.sources)
-
-
-class _Clock(BaseStreamer):
-    """One stopwatch for every method: what is streamed first after the prompt ends the prefill."""
-
-    def __init__(self) -> None:
-        self.calls = self.prefilled = 0
-        self.start = self.first = time.perf_counter()
-        self.times: list[float] = []
-
-    def put(self, value: Tensor) -> None:
-        self.calls += 1
-        self.times.append(time.perf_counter())
-        if self.calls == 2:
-            self.first, self.prefilled = self.times[-1], value.numel()
-
-    def end(self) -> None: ...
-
-    def run(self, output: Tensor, prompt: int, eos: Sequence[int], stats: DecodeStats | None = None) -> _Run:
-        """The finished call: its output (B, L) is read to the host before the watch stops."""
-        rows = output[:, prompt:].tolist()
-        end = time.perf_counter()
-        prefilled, prefill = self.prefilled, self.first - self.start
-        if stats is not None and len(rows) > 1:  # our loop streams single rows, and has a watch of its own
-            prefilled, prefill = len(rows), stats.prefill_seconds
-        # Our loop streams what a step settled token by token; to whoever reads it arrives at once.
-        gaps = [step.seconds for step in stats.steps] if stats else [b - a for a, b in pairwise(self.times[1:])]
-        return _Run([_ended(row, eos) for row in rows], prefilled, end - self.start - prefill, prefill, gaps, stats)
-
-
-def _ended(row: list[int], eos: Sequence[int]) -> list[int]:
-    """A row without the padding behind its end."""
-    end = next((place for place, token in enumerate(row) if token in eos), len(row))
-    return row[: end + 1]
-
-
-class _Bench:
-    """The methods, ready to run on one target."""
+class Bench:
+    """The methods, ready to answer prompts."""
 
     def __init__(
         self,
         target: Target,
+        runners: Mapping[str, Runner],
         methods: Mapping[str, Method],
-        contexts: _Contexts,
-        max_new_tokens: int,
-        temperature: float,
+        contexts: Contexts,
         repeats: int,
-        fall_back: bool | float,
     ) -> None:
-        self.target, self.contexts, self.repeats, self.fall_back = target, contexts, repeats, fall_back
-        self.eos = target.eos_token_ids
-        self.options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
-        if temperature > 0:
-            self.options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
-        self.runners: dict[str, Callable[[Sequence[Tensor], list[int]], _Run]] = {
-            name: self._runner(method) for name, method in methods.items()
-        }
-        self.plain = next((name for name, method in methods.items() if method is None), None)
+        self.target, self.runners, self.contexts, self.repeats = target, runners, contexts, repeats
+        self.autoregressive = next((name for name, method in methods.items() if method is None), None)
         self.transformers = next((name for name, method in methods.items() if method == "transformers"), None)
-        self.reference = self.plain or next(iter(methods))
+        self.reference = self.autoregressive or next(iter(methods))
 
-    def _runner(self, method: Method) -> Callable[[Sequence[Tensor], list[int]], _Run]:
-        if method == "transformers":
-            return self._run_transformers
-        if method == _LOOKUP:
-            return partial(self._run_transformers, prompt_lookup_num_tokens=_LOOKUP_TOKENS)
-        if isinstance(method, Assisted):
-            return partial(self._run_transformers, assistant_model=method.model.model)
-        drafter, rule = (method.drafter, method.acceptance) if isinstance(method, Ruled) else (method, Match())
-        decoder = ShapeDecoder(self.target, drafter, fall_back=self.fall_back)
-        rule.fit(decoder.drafter, decoder.target)  # what cannot be served is said before anything is measured
-        return lambda contexts, seeds: self._run_ours(decoder, contexts, seeds, rule)
+    def record(self, group: Sequence[Prompt], seeds: Sequence[int], turn: int) -> PromptRecord:
+        """Every method's answers to every turn of a batch of prompts.
 
-    def _run_transformers(self, contexts: Sequence[Tensor], seeds: list[int], **more: Any) -> _Run:
-        device, (ids, mask) = self.target.device, _side_by_side(contexts)
-        if len(contexts) > 1:
-            more["pad_token_id"] = self.eos[0] if self.eos else 0  # it is cut off again
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(seeds[0])
-            clock = _Clock()
-            output = self.target.model.generate(ids, attention_mask=mask, streamer=clock, **self.options, **more)
-            return clock.run(output, ids.shape[1], self.eos)
-
-    def _run_ours(self, decoder: ShapeDecoder, contexts: Sequence[Tensor], seeds: list[int], acceptance: Rule) -> _Run:
-        ids, mask = _side_by_side(contexts)
-        clock = _Clock()
-        output = decoder.generate(
-            ids,
-            attention_mask=mask,
-            seed=seeds,
-            streamer=clock if len(contexts) == 1 else None,
-            acceptance=acceptance,
-            return_dict_in_generate=True,
-            **self.options,
-        )
-        assert isinstance(output, ShapeOutput)
-        return clock.run(output.sequences, ids.shape[1], self.eos, output.stats)
-
-    def record(self, group: Sequence[Prompt], seeds: Sequence[int], rotation: int) -> PromptRecord:
-        """Every method's answers to every turn of a batch of prompts."""
-        tallies, details = dict.fromkeys(self.runners, Tally()), dict.fromkeys(self.runners, Detail())
+        Args:
+            turn: of the rotation.
+        """
+        tallies: dict[str, list[Tally]] = {name: [] for name in self.runners}
+        details: dict[str, list[Detail]] = {name: [] for name in self.runners}
         messages, going, cut = [prompt.opening for prompt in group], list(range(len(group))), None
-        for turn in range(max(len(prompt.turns) for prompt in group)):
-            asked, going = [row for row in going if turn < len(group[row].turns)], []
+        for number in range(max(len(prompt.turns) for prompt in group)):
+            asked, going = [place for place in going if number < len(group[place].turns)], []
             contexts = []
-            for row in asked:
-                if turn > 0:
-                    messages[row] = [*messages[row], {"role": "user", "content": group[row].turns[turn]}]
-                context = self.contexts.of(group[row], messages[row])
+            for place in asked:
+                if number > 0:
+                    messages[place] = [*messages[place], {"role": "user", "content": group[place].turns[number]}]
+                context = self.contexts.of(group[place], messages[place])
                 if reason := self.contexts.refuse(context):
-                    cut = f"{reason} at turn {turn + 1}"
+                    cut = f"{reason} at turn {number + 1}"
                 else:
-                    going.append(row)
+                    going.append(place)
                     contexts.append(context)
             if not going:
                 break
-            runs = self._answers(contexts, [seeds[row] for row in going], rotation + turn)
-            for name in self.runners:
-                tallies[name] += self._tally(runs, name)
-                details[name] += runs[name].detail
-            for row, tokens in zip(going, runs[self.reference].rows, strict=True):
-                messages[row] = [*messages[row], self.target.message(tokens, group[row].template)]
+            runs = self._answers(contexts, [seeds[place] for place in going], turn + number)
+            for name, run in runs.items():
+                tallies[name].append(self._tally(run, runs))
+                details[name].append(_detail(run))
+            for place, tokens in zip(going, runs[self.reference].sequences, strict=True):
+                messages[place] = [*messages[place], self.target.message(tokens, group[place].template)]
         categories = {prompt.category for prompt in group}
-        category = categories.pop() if len(categories) == 1 else "several"
-        return PromptRecord(_name(group), category, tallies, cut, details)
+        return PromptRecord(
+            _name(group),
+            categories.pop() if len(categories) == 1 else "several",
+            {name: Tally.total(parts) for name, parts in tallies.items()},
+            cut,
+            {name: Detail.total(parts) for name, parts in details.items()},
+        )
 
-    def _answers(self, contexts: Sequence[Tensor], seeds: list[int], rotation: int) -> dict[str, _Run]:
+    def _answers(self, contexts: Sequence[Tensor], seeds: list[int], turn: int) -> dict[str, Run]:
         """One run per method: the interleaved repeats with their median times."""
-        names = list(self.runners)
-        runs: dict[str, list[_Run]] = {name: [] for name in names}
+        runs: dict[str, list[Run]] = {name: [] for name in self.runners}
         for repeat in range(self.repeats):
-            first = (rotation + repeat) % len(names)
-            for name in names[first:] + names[:first]:
+            for name in rotated(list(runs), turn + repeat):
                 runs[name].append(self.runners[name](contexts, seeds))
         return {
             name: replace(
@@ -456,37 +299,31 @@ class _Bench:
             for name, tries in runs.items()
         }
 
-    def _tally(self, runs: dict[str, _Run], name: str) -> Tally:
-        run, rows, stats = runs[name], runs[name].rows, runs[name].stats
-        bigrams = [list(pairwise(row)) for row in rows]
-        tokens = sum(map(len, rows))
+    def _tally(self, run: Run, runs: Mapping[str, Run]) -> Tally:
+        answers, stats = run.sequences, run.stats
+        bigrams = [list(pairwise(answer)) for answer in answers]
 
         def equal(other: str | None) -> int:
-            return 0 if other is None else sum(map(list.__eq__, rows, runs[other].rows))
+            return 0 if other is None else sum(map(list.__eq__, answers, runs[other].sequences))
 
+        counted = ("forwards", "draft_steps", "accepted", "draft_seconds", "verify_seconds", "commit_seconds")
         return Tally(
-            answers=len(rows),
-            tokens=tokens,
-            timed_tokens=tokens - run.prefilled,
+            answers=len(answers),
+            tokens=sum(map(len, answers)),
+            timed_tokens=run.timed_tokens,
             decode_seconds=run.decode_seconds,
             prefill_seconds=run.prefill_seconds,
-            forwards=stats.forwards if stats else 0,
-            draft_steps=stats.draft_steps if stats else 0,
-            accepted=stats.accepted if stats else 0,
-            draft_seconds=stats.draft_seconds if stats else 0.0,
-            verify_seconds=stats.verify_seconds if stats else 0.0,
-            commit_seconds=stats.commit_seconds if stats else 0.0,
+            **({} if stats is None else {name: getattr(stats, name) for name in counted}),
             bigrams=sum(map(len, bigrams)),
             distinct_bigrams=sum(len(set(own)) for own in bigrams),
-            ended=sum(row[-1] in self.eos for row in rows),
-            equal_plain=equal(self.plain),
+            ended=sum(answer[-1] in self.target.eos_token_ids for answer in answers),
+            equal_autoregressive=equal(self.autoregressive),
             equal_transformers=equal(self.transformers),
         )
 
 
-def _side_by_side(contexts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Ids (B, L) of contexts (1, any) each, padded on the left, and their mask."""
-    longest = max(context.shape[1] for context in contexts)
-    ids = torch.cat([F.pad(context, (longest - context.shape[1], 0)) for context in contexts])
-    mask = torch.cat([F.pad(torch.ones_like(context), (longest - context.shape[1], 0)) for context in contexts])
-    return ids, mask
+def _detail(run: Run) -> Detail:
+    gaps = [float(f"{1e3 * gap:.3g}") for gap in run.gaps]
+    if run.stats is None:
+        return Detail(gaps=gaps)
+    return Detail(dict(run.stats.histogram), gaps, run.stats.sources)

@@ -6,98 +6,75 @@ measures, or follow from an accelerator that is assumed, and say which.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import NamedTuple, cast
 
 import torch
 
-from shape.features.costs import CostOptions, Size, Text, costs
-from shape.features.extraction import human_bytes
-from shape.features.store import state_bytes
-from shape.training.sizes import parameters
-
-if TYPE_CHECKING:
-    from shape.training.run import TrainOptions
+from shape.data.statistics import Text
+from shape.features.costs import CostOptions, costs
+from shape.features.manifest import state_bytes
+from shape.files import human_bytes
+from shape.networks.sizing import parameters
+from shape.target.size import Size
+from shape.training.defaults import network_config
+from shape.training.options import TrainOptions
 
 _BYTES_LEARNED = 16  # of a parameter in training: float32 weight, gradient, and AdamW's two means
 _BYTES_KEPT = 12  # of a parameter in a checkpoint, of which there are two: weight and means
 _LOGITS = 6  # tensors of as many numbers in a step: measured so on a CPU, a seventh less with mixed precision
 
 
-@dataclass(frozen=True)
-class Draft:
+class Draft(NamedTuple):
     """Cost of a whole draft over that of a step of one token."""
 
     relative: float
     how: str
 
 
-@dataclass(frozen=True)
-class Hours:
+class Hours(NamedTuple):
     """Of each part of the work, and how they are known."""
 
     parts: Mapping[str, float]
     how: str
 
 
-@dataclass(frozen=True)
 class Forecast:
-    """Of one training, on one device.
+    """Of one training, on one device: what is counted, and what was measured where it was.
+
+    Args:
+        options: resolved.
+        dtype: of the target.
 
     Attributes:
-        options: settled.
         learned: parameters of the network.
         memory, disk: bytes by what they are for.
     """
 
-    options: "TrainOptions"
-    size: Size
-    text: Text
-    learned: int
-    memory: Mapping[str, float]
-    disk: Mapping[str, float]
-    draft: Draft
-    hours: Hours
-
-    @classmethod
-    def of(
-        cls,
-        options: "TrainOptions",
+    def __init__(
+        self,
+        options: TrainOptions,
         size: Size,
         text: Text,
         dtype: torch.dtype,
         draft: Draft | None = None,
         hours: Hours | None = None,
-    ) -> "Forecast":
-        """What is counted, and what was measured where it was.
-
-        Args:
-            dtype: of the target.
-        """
-        learned = network_size(options, size)
-        stored = options.extraction.dtype or str(dtype).removeprefix("torch.")
-        layers = len(options.feature_options().stored)
-        states = text.stored(options.extraction.before) * state_bytes(stored, size.hidden_size, layers)
-        disk = {} if options.online else {"features": states + 5 * text.conversations * text.tokens}
-        return cls(
-            options,
-            size,
-            text,
-            learned,
-            {
-                "weights, gradients, optimiser": (_BYTES_LEARNED + 4 * (options.training.ema is not None)) * learned,
-                "target": size.parameters * dtype.itemsize,
-                "a portion of a step": _portion(options, size),
-            },
-            disk | {"checkpoints": 2 * _BYTES_KEPT * learned + 8 * learned},
-            draft or Draft(weights_read(options, size, learned) / size.read, "by the weights read, not measured"),
-            hours or assumed(options, size, text, learned),
-        )
-
-    @property
-    def passes(self) -> float:
-        """Over the positions of the data."""
-        return cast(int, self.options.training.steps) * self.options.training.batch_size / max(self.text.positions, 1)
+    ) -> None:
+        self.options, self.size, self.text = options, size, text
+        self.learned = network_size(options, size)
+        self.memory = {
+            "weights, gradients, optimiser": (_BYTES_LEARNED + 4 * (options.training.ema is not None)) * self.learned,
+            "target": size.parameters * dtype.itemsize,
+            "a portion of a step": _portion(options, size),
+        }
+        self.disk: dict[str, float] = {"checkpoints": 2 * _BYTES_KEPT * self.learned + 8 * self.learned}
+        if not options.online:
+            stored = options.extraction.dtype or str(dtype).removeprefix("torch.")
+            each = state_bytes(stored, size.hidden_size, len(options.feature_options().stored))
+            states = text.stored(options.extraction.before) * each
+            self.disk = {"features": states + 5 * text.conversations * text.tokens, **self.disk}
+        read = weights_read(options, size, self.learned)
+        self.draft = draft or Draft(read / size.read, "by the weights read, not measured")
+        self.hours = hours or assumed(options, size, text, self.learned)
 
     def brief(self) -> str:
         """The plan in two lines."""
@@ -112,13 +89,14 @@ class Forecast:
         drafted = predictor.draft_vocab_size or size.vocab_size
         width = "" if predictor.intermediate_size is None else f"width {predictor.intermediate_size:,}, "
         hours = ", ".join(f"{name} {each:.2g}" for name, each in self.hours.parts.items())
+        passes = cast(int, training.steps) * training.batch_size / max(text.positions, 1)
         return [
             f"plan: {predictor.kind} of {self.learned / 1e6:,.1f}M parameters ({width}blocks {predictor.num_layers}), "
             f"drafting from {drafted:,} of {size.vocab_size:,} tokens; a draft costs {self.draft.relative:.2g} of a "
             f"step of one token ({self.draft.how})",
             f"plan: {text.positions:,} positions of {text.conversations:,} conversations of at most "
             f"{self.options.max_length:,} tokens; {training.steps:,} steps of {training.batch_size:,}, which is "
-            f"{self.passes:.3g} passes",
+            f"{passes:.3g} passes",
             f"target: {size.parameters / 1e6:,.1f}M parameters, {size.positions or 'unlimited'} positions",
             f"memory: about {_listed(self.memory)}",
             f"disk: about {_listed(self.disk)}",
@@ -127,18 +105,18 @@ class Forecast:
         ]
 
 
-def network_size(options: "TrainOptions", size: Size) -> int:
+def network_size(options: TrainOptions, size: Size) -> int:
     """Parameters that are learned; of a language model about."""
-    config = options.predictor_config(size)
+    config = network_config(options, size)
     if config is not None:
         return parameters(config)
     width = options.predictor.intermediate_size or size.hidden_size // 3
     return width * size.vocab_size + 12 * options.predictor.num_layers * width**2
 
 
-def weights_read(options: "TrainOptions", size: Size, learned: int) -> float:
+def weights_read(options: TrainOptions, size: Size, learned: int) -> float:
     """By one draft: recursive steps read the network and an output embedding each, parallel ones once for all."""
-    config, depth = options.predictor_config(size), options.tree.depth
+    config, depth = network_config(options, size), options.tree.depth
     if config is None:
         return depth * learned
     heads = config.num_steps if config.kind == "medusa" else 1
@@ -148,9 +126,9 @@ def weights_read(options: "TrainOptions", size: Size, learned: int) -> float:
     return passes * read + depth * config.draft_size * config.markov_rank
 
 
-def _portion(options: "TrainOptions", size: Size) -> float:
+def _portion(options: TrainOptions, size: Size) -> float:
     """Bytes of what a portion's forward keeps for its backward pass."""
-    config = options.predictor_config(size)
+    config = network_config(options, size)
     roots = options.training.batch_size / options.trainer.accumulate_grad_batches
     if config is None:
         return 4 * _LOGITS * roots * size.vocab_size
@@ -159,11 +137,11 @@ def _portion(options: "TrainOptions", size: Size) -> float:
     return 4 * roots * (_LOGITS * config.num_steps * config.draft_size + inner)
 
 
-def assumed(options: "TrainOptions", size: Size, text: Text, learned: int) -> Hours:
+def assumed(options: TrainOptions, size: Size, text: Text, learned: int) -> Hours:
     """Hours of one accelerator, by operations and bytes."""
     machine = CostOptions()
     found = costs(size, text, machine, math.inf)
-    config = options.predictor_config(size)
+    config = network_config(options, size)
     steps, drafted = (1, size.vocab_size) if config is None else (config.num_steps, config.draft_size)
     # Six per weight learned; frozen output embeddings are gone through twice forwards and once backwards.
     each = 6 * learned + 6 * steps * drafted * size.hidden_size

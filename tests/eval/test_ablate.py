@@ -15,11 +15,22 @@ from eval.ablate import examine, main, parse, plan
 from shape import bundled
 from shape.drafters import OracleDrafter, TrainedDrafter, TreeShape
 from shape.errors import CheckpointError, ConfigError
-from shape.evaluation.speed import _Bench
 from shape.generation.decoder import ShapeDecoder
-from shape.training import run as training
+from shape.generation.planning import _Bench
+from shape.training import parsing
 
-SHIPPED = ["curve", "data", "default", "lookahead", "features", "losses", "refinement", "rivals", "tokens", "training"]
+SHIPPED = [
+    "curve",
+    "data",
+    "default",
+    "features",
+    "losses",
+    "refinement",
+    "baselines",
+    "tokens",
+    "training",
+    "trees",
+]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +71,7 @@ def file(tiny_target_folder, tmp_path_factory) -> Path:
             "limit": 2,
             "max_new_tokens": 6,
             "temperatures": [0, 1],
-            "methods": ["transformers", "plain", "transformers-lookup"],
+            "methods": ["transformers", "autoregressive", "transformers-lookup"],
             "warmup": 0,
             "examined": 1,
         },
@@ -116,13 +127,13 @@ def test_trains_every_variant_with_every_seed_and_measures_them_together(file, t
         for temperature in ("0.0", "1.0"):
             figures = line["at"][temperature]
             assert figures["summary"]["answers"] == 4  # two prompts, two seeds
-            assert set(figures["acceptance_lengths"]) == {"0", "1"} and figures["summary"]["equal_plain"] == 4
+            assert set(figures["acceptance_lengths"]) == {"0", "1"} and figures["summary"]["equal_autoregressive"] == 4
             assert all(length >= 1 for length in figures["acceptance_lengths"].values())
             assert figures["anatomy"]["flops"] > 0 and figures["step_ms"]["verify"] > 0
         for trained in found["trained"][line["variant"]].values():
             assert trained["steps"] == 3 and 0 <= trained["seconds"] <= trained["record"]["seconds"]
             assert trained["parameters"] > 1000 and 0 < trained["record"]["share_of_peak"] < 1
-    assert list(found["others"]["1.0"]) == ["transformers", "plain", "transformers-lookup"]
+    assert list(found["others"]["1.0"]) == ["transformers", "autoregressive", "transformers-lookup"]
     text = (tmp_path / "ablation.md").read_text()
     assert text.startswith("### Tiny") and "acceptance length, T = 1, over seeds" in text and "| root |" in text
     assert "| transformers-lookup |" in text and "stands at 1" in text
@@ -253,7 +264,7 @@ def test_runs_have_all_their_options_and_only_their_own_changes(file, tmp_path):
         assert run.options.measurement.limit == 0 and run.options.features == str(tmp_path / "features")
         written = tmp_path / "options.yaml"
         written.write_text(yaml.safe_dump(run.values))
-        assert training.parse([f"--config={written}"]) == run.options
+        assert parsing.parse([f"--config={written}"]) == run.options
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -268,7 +279,7 @@ def test_shipped_ablations_are_sound(name, tmp_path):
     # Nulls of the file go before the defaults of the target that ships.
     run = next((run for run in runs if run.options.predictor.draft_vocab_size is None), runs[0])
     (tmp_path / "options.yaml").write_text(yaml.safe_dump(run.values))
-    assert training.parse([f"--config={tmp_path / 'options.yaml'}"]) == run.options
+    assert parsing.parse([f"--config={tmp_path / 'options.yaml'}"]) == run.options
     steps = runs[0].options.predictor.num_steps
     for shape in options.trees.values():
         assert shape == TreeShape.full(shape.branching, shape.depth) and shape.depth <= steps
@@ -333,7 +344,7 @@ def test_acceptance_by_depth_counts_drafts_that_came_so_far(tiny_target, tempera
         (["--variants={plain: {}}"], "the name plain is a method's and a variant's"),
         (["--target=/nowhere"], "/nowhere"),
         (["--measure.methods=[transformers-lookup]"], "no baseline"),
-        (["--measure.methods=[plain,magic]"], "drafter 'magic' is unknown"),
+        (["--measure.methods=[autoregressive,magic]"], "drafter 'magic' is unknown"),
         (["--measure.prompts=absent.jsonl"], "absent.jsonl"),
         (["--measure.prompts=null"], "measure.prompts is not given"),
         (["--measure.temperatures=[0,0]"], "once"),

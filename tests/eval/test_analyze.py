@@ -24,7 +24,7 @@ from eval.analyze import (
     texts_of,
     transitions,
 )
-from shape.data.conversations import Encoded
+from shape.data.encoding import Encoded
 from shape.errors import ConfigError, DataError
 from shape.features.store import Stored
 from shape.networks.config import ShapeConfig
@@ -188,7 +188,7 @@ def test_the_command_writes_what_it_measured(tiny_target, tiny_target_folder, tm
     answers.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = AnalyzeOptions(
         output=str(tmp_path / "out"), target=str(tiny_target_folder), data=str(answers), label="Tiny",
-        predictor=folder(mixed(tiny_target, refinement="none"), tmp_path / "plain"),
+        predictor=folder(mixed(tiny_target, refinement="none"), tmp_path / "autoregressive"),
         refined=folder(mixed(tiny_target), tmp_path / "refined"), **OPTIONS,
     )  # fmt: skip
     record = run(options)
@@ -204,7 +204,7 @@ def test_prompts_are_answered_first(tiny_target, tiny_target_folder, tmp_path):
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Hello", "Good day")))
     options = AnalyzeOptions(
         output=str(tmp_path / "out"), target=str(tiny_target_folder), prompts=str(prompts),
-        predictor=folder(mixed(tiny_target, refinement="none"), tmp_path / "plain"), **OPTIONS,
+        predictor=folder(mixed(tiny_target, refinement="none"), tmp_path / "autoregressive"), **OPTIONS,
     )  # fmt: skip
     assert run(options)["refinement"] is None
     assert "Not measured" in (tmp_path / "out" / "analysis.md").read_text()

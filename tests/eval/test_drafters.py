@@ -22,14 +22,22 @@ def setting(program, tiny_target_folder, tmp_path):
 
 def summary(folder: Path) -> dict:
     found = json.loads((folder / "results.json").read_text())["summary"]
-    assert all(line["equal_plain"] == line["answers"] for name, line in found.items() if name != "transformers")
+    assert all(
+        line["equal_autoregressive"] == line["answers"] for name, line in found.items() if name != "transformers"
+    )
     return found
 
 
 def test_draft_lengths(program, setting, tiny_target_folder, tmp_path):
     program.lookahead(setting, model=str(tiny_target_folder), prompts=6)
     found = summary(tmp_path / "out")
-    assert found.keys() == {"transformers", "plain", *(f"{n} tokens" for n in (1, 2, 4, 6, 8)), "adaptive", "cost"}
+    assert found.keys() == {
+        "transformers",
+        "autoregressive",
+        *(f"{n} tokens" for n in (1, 2, 4, 6, 8)),
+        "adaptive",
+        "cost",
+    }
     assert found["4 tokens"]["acceptance_length"]["value"] > found["1 tokens"]["acceptance_length"]["value"] > 1.5
 
 
@@ -45,7 +53,10 @@ def test_compressed(program, setting, tmp_path, monkeypatch):
     program.compressed(setting, prompts=2, tokens=2)
     rows = [line.strip("| ").split(" | ") for line in (tmp_path / "out" / "compressed.md").read_text().splitlines()]
     found = {row[0]: row for row in rows if len(row) == 6}
-    assert found.keys() - {"left of the target", "---"} == summary(tmp_path / "out").keys() - {"transformers", "plain"}
+    assert found.keys() - {"left of the target", "---"} == summary(tmp_path / "out").keys() - {
+        "transformers",
+        "autoregressive",
+    }
     energy = [float(found[f"attention at {share:g} d, SVD"][1].rstrip("%")) for share in (0.5, 0.25, 0.08)]
     assert energy == sorted(energy, reverse=True)
     assert float(found["8 bits"][2].rstrip("%")) > 90

@@ -20,7 +20,7 @@ def test_tiny(program, tmp_path, monkeypatch, capsys):
     found = json.loads((tmp_path / "gpu-efficiency.json").read_text())
     assert found["left_out"] == [] and found["bandwidth"] > 0
     assert [(one["batch"], one["method"]) for one in found["cases"]] == [
-        (batch, method) for batch in (1, 2) for method in ("plain", "oracle (simulated)")
+        (batch, method) for batch in (1, 2) for method in ("autoregressive", "oracle (simulated)")
     ]
     plain, oracle = found["cases"][:2]
     assert plain["speed_up"] == plain["acceptance_length"] == 1 and plain["nodes"] == 1

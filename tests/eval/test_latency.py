@@ -12,7 +12,7 @@ from shape.errors import ConfigError
 def test_both_loops_are_measured_at_every_context_with_room(tiny_target):
     found = measure(tiny_target, [8, 32, 251], new_tokens=6, repeats=2, seed=0)
     assert [(one.context, one.method) for one in found] == [
-        (8, "transformers"), (8, "plain"), (32, "transformers"), (32, "plain"),
+        (8, "transformers"), (8, "autoregressive"), (32, "transformers"), (32, "autoregressive"),
     ]  # fmt: skip
     assert all(0 < one.between <= one.late and one.first > 0 for one in found)
     header, cells = rows(found)

@@ -112,8 +112,8 @@ def test_what_is_missing_is_measured_once(options, tmp_path, monkeypatch):
     assert {"tiny", "ngram", "lookahead"} == {row[0] for row in found["2"].parts[0].rows}
     assert [row[0] for row in found["12"].parts[0].rows] == ["1", "2"]
     strategies = cells(found["13"])
-    assert "greedy (plain, T = 0)" in strategies and "beam search (beam, T = 0)" in strategies
-    assert strategies["greedy (plain, T = 0)"][2] == "1.00x"
+    assert "greedy (autoregressive, T = 0)" in strategies and "beam search (beam, T = 0)" in strategies
+    assert strategies["greedy (autoregressive, T = 0)"][2] == "1.00x"
     minutes = cells(found["G.3"])
     assert next(iter(minutes.values()))[1:] == ["1.5", "3", "7", "0.25"]
     out = tmp_path / "out"

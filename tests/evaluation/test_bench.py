@@ -9,8 +9,10 @@ import torch
 
 from shape.cli.bench import main, parser
 from shape.errors import ConfigError, DataError
-from shape.evaluation.bench import BEGIN, END, BenchOptions, load_methods, named_predictors, render, replace_region
-from shape.evaluation.speed import _Bench
+from shape.evaluation.bench import load_methods, named_predictors
+from shape.evaluation.options import BenchOptions
+from shape.evaluation.render import render
+from shape.evaluation.speed import Bench
 from shape.networks.config import ShapeConfig
 from shape.networks.shape import ShapePredictor
 
@@ -55,9 +57,9 @@ def arguments(predictors, prompts, tmp_path) -> list[str]:
 def test_measures_and_writes(arguments, tmp_path, capsys):
     main(arguments)
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert list(results["summary"]) == ["transformers", "plain", "ngram", "shape"]
-    assert results["summary"]["shape"]["equal_plain"] == results["summary"]["shape"]["answers"] == 4
-    assert results["schema_version"] == 1 and results["environment"]["versions"]["torch"] == torch.__version__
+    assert list(results["summary"]) == ["transformers", "autoregressive", "ngram", "shape"]
+    assert results["summary"]["shape"]["equal_autoregressive"] == results["summary"]["shape"]["answers"] == 4
+    assert results["schema_version"] == 2 and results["environment"]["versions"]["torch"] == torch.__version__
     table = (tmp_path / "out" / "results.md").read_text()
     assert "| shape |" in table and "| two |" in table
     assert not (tmp_path / "out" / "records.jsonl").exists()
@@ -65,15 +67,15 @@ def test_measures_and_writes(arguments, tmp_path, capsys):
 
 
 def test_limit_methods_and_several_predictors(arguments, predictors, tmp_path):
-    asked = ["--methods", "[plain,transformers-lookup,shape]"]
+    asked = ["--methods", "[autoregressive,transformers-lookup,shape]"]
     main([*arguments, "--predictor", f"other={predictors[1]}", "--limit", "1", *asked])
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert list(results["summary"]) == ["plain", "transformers-lookup", "shape", "other"]
+    assert list(results["summary"]) == ["autoregressive", "transformers-lookup", "shape", "other"]
     assert [record["id"] for record in results["records"]] == ["a"]
 
 
 def test_other_acceptance_rules_stand_in_the_name(arguments, tmp_path, capsys):
-    asked = ["plain", "shape", "shape@rejection", "shape@traversal", "shape@trs-lossy", "ngram@typical-lossy"]
+    asked = ["autoregressive", "shape", "shape@rejection", "shape@traversal", "shape@trs-lossy", "ngram@typical-lossy"]
     arguments += ["--limit", "1", "--temperature", "1", "--tree.width", "2"]
     main([*arguments, "--methods", f"[{','.join(asked)},ngram@match]", "--typical_lossy.epsilon", "0.2"])
     results = json.loads((tmp_path / "out" / "results.json").read_text())
@@ -81,8 +83,11 @@ def test_other_acceptance_rules_stand_in_the_name(arguments, tmp_path, capsys):
     assert "acceptance rejection" in results["settings"]["methods"]["shape@rejection"]
     assert "typical-lossy(epsilon=0.2, delta=0.3)" in results["settings"]["methods"]["ngram@typical-lossy"]
     for extra, sentence in (
-        (["--methods", "[plain,shape@typical]"], "acceptance rule 'typical' is unknown"),
-        (["--methods", "[plain,shape@traversal]", "--tree.nodes", "3"], "acceptance 'traversal' is biased where"),
+        (["--methods", "[autoregressive,shape@typical]"], "acceptance rule 'typical' is unknown"),
+        (
+            ["--methods", "[autoregressive,shape@traversal]", "--tree.nodes", "3"],
+            "acceptance 'traversal' is biased where",
+        ),
         (["--trs_lossy.k", "0"], "trs-lossy has k 0"),
     ):
         with pytest.raises(SystemExit) as stopped:
@@ -91,13 +96,13 @@ def test_other_acceptance_rules_stand_in_the_name(arguments, tmp_path, capsys):
 
 
 def test_the_tree_is_the_one_asked_for(arguments, tmp_path):
-    main([*arguments, "--limit", "1", "--methods", "[plain,shape]", "--tree.width", "1", "--tree.depth", "2"])
+    main([*arguments, "--limit", "1", "--methods", "[autoregressive,shape]", "--tree.width", "1", "--tree.depth", "2"])
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert "depth=2, width=1" in results["settings"]["methods"]["shape"]
 
 
 def test_suites_and_the_assisted_generation_of_transformers(arguments, prompts, tiny_target_folder, tmp_path, capsys):
-    arguments += ["--limit", "1", "--methods", "[transformers,plain,transformers-assisted]"]
+    arguments += ["--limit", "1", "--methods", "[transformers,autoregressive,transformers-assisted]"]
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 2 and "transformers-assisted needs a smaller language model" in capsys.readouterr().err
@@ -112,8 +117,8 @@ def test_suites_and_the_assisted_generation_of_transformers(arguments, prompts, 
 
 def test_an_interrupted_measurement_continues(arguments, tmp_path, monkeypatch):
     """The finished prompt is not measured again, and no other measurement may take the folder meanwhile."""
-    arguments = [*arguments, "--methods", "[plain,ngram]"]
-    original = _Bench.record
+    arguments = [*arguments, "--methods", "[autoregressive,ngram]"]
+    original = Bench.record
     done = []
 
     def record(self, prompts, *rest, **options):
@@ -122,7 +127,7 @@ def test_an_interrupted_measurement_continues(arguments, tmp_path, monkeypatch):
         done.append(prompts[0].id)
         return original(self, prompts, *rest, **options)
 
-    monkeypatch.setattr(_Bench, "record", record)
+    monkeypatch.setattr(Bench, "record", record)
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 130
@@ -137,9 +142,9 @@ def test_an_interrupted_measurement_continues(arguments, tmp_path, monkeypatch):
 
 def test_several_temperatures_batches_and_contexts(arguments, tmp_path, monkeypatch, capsys):
     """One folder each; interrupted in the last, those before are taken over."""
-    arguments = [*arguments, "--methods", "[transformers,plain,shape]", "--temperature", "[0,1]"]
+    arguments = [*arguments, "--methods", "[transformers,autoregressive,shape]", "--temperature", "[0,1]"]
     arguments += ["--batch_size", "[1,3]", "--context_length", "[64]"]
-    original, done = _Bench.record, []
+    original, done = Bench.record, []
 
     def record(self, prompts, *rest, **options):
         done.append("+".join(prompt.id for prompt in prompts))
@@ -147,7 +152,7 @@ def test_several_temperatures_batches_and_contexts(arguments, tmp_path, monkeypa
             raise KeyboardInterrupt
         return original(self, prompts, *rest, **options)
 
-    monkeypatch.setattr(_Bench, "record", record)
+    monkeypatch.setattr(Bench, "record", record)
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 130
@@ -160,15 +165,16 @@ def test_several_temperatures_batches_and_contexts(arguments, tmp_path, monkeypa
         results = json.loads((tmp_path / "out" / folder / "results.json").read_text())
         assert results["settings"]["batch"] == int(folder[4]) and results["settings"]["context_length"] == 64
         line = results["summary"]["shape"]
-        assert line["answers"] == line["equal_plain"] == 4 and folder[:2] in (tmp_path / "out" / folder).name
+        assert line["answers"] == line["equal_autoregressive"] == 4
+        assert results["settings"]["temperature"] == float(folder[1])
     assert "temperature 1, batch 3, contexts of 64" in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_sampling_is_the_same_for_every_drafter(arguments, tmp_path):
     main([*arguments, "--temperature", "1"])
     summary = json.loads((tmp_path / "out" / "results.json").read_text())["summary"]
-    assert summary["shape"]["equal_plain"] == summary["ngram"]["equal_plain"] == 4
-    assert summary["plain"]["equal_transformers"] is None
+    assert summary["shape"]["equal_autoregressive"] == summary["ngram"]["equal_autoregressive"] == 4
+    assert summary["autoregressive"]["equal_transformers"] is None
 
 
 def test_names_of_predictors():
@@ -180,9 +186,9 @@ def test_names_of_predictors():
 
 
 def test_the_results_file_is_as_documented(arguments, tmp_path):
-    main([*arguments, "--methods", "[plain,shape]"])
+    main([*arguments, "--methods", "[autoregressive,shape]"])
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    page = (ROOT / "docs/evaluate.md").read_text()
+    page = (ROOT / "docs/guides/evaluate.md").read_text()
     section = page[page.index("## The results file") : page.index("## How to read a table")]
     named = set(re.findall(r"`([^`]+)`", section))
     assert results.keys() <= named, "a field is not described"
@@ -198,33 +204,55 @@ def test_renders_into_a_document(arguments, tmp_path, capsys):
     main([*arguments, "--limit", "1", "--label", "Tiny [shape]"])
     assert "Tiny [shape]" in capsys.readouterr().out  # no markup on the screen
     document = tmp_path / "doc.md"
-    document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    document.write_text("before\n<!-- results:begin -->\nold\n<!-- results:end -->\nafter\n")
     main(["--render", str(tmp_path / "out"), str(document)])
     text = document.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text and "### Tiny [shape]" in text
     main(["--render", str(tmp_path / "out"), str(document)])
     assert document.read_text() == text
+    document.write_text("<!-- results:begin short out:ngram,shape -->\n<!-- results:end -->\n")
+    main(["--render", str(tmp_path), str(document)])
+    lines = document.read_text().splitlines()
+    assert lines[2].startswith("| method | tokens/s | speed-up") and [line[:9] for line in lines[4:6]] == [
+        "| ngram |",
+        "| shape |",
+    ]
+    document.write_text("<!-- results:begin short out:magic -->\n<!-- results:end -->\n")
+    with pytest.raises(SystemExit):
+        main(["--render", str(tmp_path), str(document)])
+    assert "has no method magic" in capsys.readouterr().err
     with pytest.raises(DataError, match="has no lines"):
-        replace_region("nothing here", "x")
+        render("nothing here", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
-    ("results", "document"), [("eval/results/shipped", "README.md"), ("eval/results", "eval/results/README.md")]
+    ("results", "document"),
+    [
+        ("eval/results", "README.md"),
+        ("eval/results/shipped", "docs/results/shipped.md"),
+        ("eval/results", "eval/results/README.md"),
+    ],
 )
 def test_documents_show_the_committed_results(results, document):
-    """After new results: python -m shape.bench --render RESULTS DOCUMENT, for both."""
+    """After new results: python -m shape.bench --render RESULTS DOCUMENT, for each."""
     text = (ROOT / document).read_text()
-    assert replace_region(text, render(ROOT / results)) == text
+    assert render(text, ROOT / results) == text
+
+
+def test_the_old_name_of_autoregressive_decoding_is_understood(arguments, tmp_path):
+    with pytest.warns(FutureWarning, match='now called "autoregressive"'):
+        main([*arguments, "--limit", "1", "--methods", "[plain]"])
+    assert list(json.loads((tmp_path / "out" / "results.json").read_text())["summary"]) == ["autoregressive"]
 
 
 def test_methods_without_any_named(tiny_target_folder, capsys):
     """The quickstart pair, or a target alone with drafters that need no training."""
-    usual = ["transformers", "plain", "ngram"]
+    usual = ["transformers", "autoregressive", "ngram"]
     assert list(load_methods(BenchOptions())[1]) == [*usual, "shape"]
     target, methods = load_methods(BenchOptions(target=str(tiny_target_folder)))
     assert list(methods) == [*usual, "suffix"] and f"target {target.name}: float32" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="method shape needs a predictor"):
-        load_methods(BenchOptions(target=str(tiny_target_folder), methods=["plain", "shape"]))
+        load_methods(BenchOptions(target=str(tiny_target_folder), methods=["autoregressive", "shape"]))
 
 
 def test_defaults_are_those_of_the_documentation():
@@ -238,7 +266,7 @@ def test_defaults_are_those_of_the_documentation():
         (["--limit", "0"], "limit 0 leaves no prompt"),
         (["--prompts", "absent.jsonl"], "absent.jsonl"),
         (["--methods", "[shape]"], "no baseline"),
-        (["--methods", "[plain,magic]", "--target", "TARGET"], "drafter 'magic' is unknown"),
+        (["--methods", "[autoregressive,magic]", "--target", "TARGET"], "drafter 'magic' is unknown"),
         (["--max_new_tokens", "4000"], "no prompt can be measured"),
         (["--temperature", "-1"], "temperature at least 0"),
         (["--temperature", "[]"], "holds no value, or one twice"),
@@ -246,8 +274,8 @@ def test_defaults_are_those_of_the_documentation():
         (["--batch_size", "9"], "cannot be filled with 3 prompts"),
         (["--context_length", "0"], "give positive numbers"),
         (
-            ["--batch_size", "2", "--methods", "[plain,transformers-lookup]"],
-            "one row at a time for transformers-lookup",
+            ["--batch_size", "2", "--methods", "[autoregressive,transformers-lookup]"],
+            "one prompt at a time for transformers-lookup",
         ),
         (["--target", "/nowhere"], "target /nowhere cannot be loaded"),
         (["--predictor", "other=/nowhere"], "predictor /nowhere cannot be read"),

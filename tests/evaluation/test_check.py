@@ -101,7 +101,7 @@ def test_what_does_not_belong_together_is_said_at_once(capsys, questions, tiny_t
     ("arguments", "sentence"),
     [
         (["--target", "/nowhere"], "target /nowhere cannot be loaded"),
-        (["--rows", "0"], "rows, limit and max_new_tokens have to be at least 1"),
+        (["--batch_size", "0"], "batch_size, limit and max_new_tokens have to be at least 1"),
     ],
 )
 def test_mistakes_are_one_sentence_and_status_2(capsys, arguments, sentence):

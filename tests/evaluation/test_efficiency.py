@@ -8,7 +8,8 @@ from helpers import predictor
 
 from shape.drafters import NgramDrafter, TrainedDrafter
 from shape.errors import ConfigError
-from shape.evaluation.efficiency import Case, EfficiencyOptions, bare_seconds, measure, report, run
+from shape.evaluation.efficiency import Case, bare_seconds, measure, report, run
+from shape.evaluation.options import EfficiencyOptions
 from shape.generation.decoder import ShapeDecoder
 
 CONTEXTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16], [17, 18, 19]]
@@ -28,12 +29,15 @@ def test_every_method_answers_the_same_prompts(tiny_target, batch, temperature):
         progress=lambda: groups.append(1),
     )
     found = {case.method: case for case in cases}
-    assert list(found) == ["transformers", "plain", "oracle", "ngram"] and len(groups) == 4 // batch
-    ours = [found[name] for name in ("plain", "oracle", "ngram")]
+    assert list(found) == ["transformers", "autoregressive", "oracle", "ngram"] and len(groups) == 4 // batch
+    ours = [found[name] for name in ("autoregressive", "oracle", "ngram")]
     assert len({case.tokens for case in ours}) == 1  # the same texts
     if temperature == 0:
         assert found["transformers"].tokens == ours[0].tokens
-    assert found["plain"].tokens == found["plain"].rows and found["oracle"].tokens > found["oracle"].rows
+    assert (
+        found["autoregressive"].tokens == found["autoregressive"].forwards
+        and found["oracle"].tokens > found["oracle"].forwards
+    )
     for case in ours:
         assert case.efficiency > 0 and len(case.gaps) == case.steps
         assert case.gap(0.5) <= case.gap(0.95)
@@ -58,7 +62,7 @@ def test_bare_forwards_are_those_of_the_steps(tiny_model):
 
 def test_intervals_are_over_answers():
     shares = [0.8, 0.9, 1.0, 0.7, 0.95] * 8
-    plain = Case("float32", 0.0, 1, "plain", shares=shares)
+    plain = Case("float32", 0.0, 1, "autoregressive", shares=shares)
     other = Case("float32", 0.0, 1, "other", tokens=30, seconds=2.0)
     for second in (1, 2, 3, 4):
         plain.add(10, 0.1 * second)
@@ -77,7 +81,16 @@ def test_intervals_are_over_answers():
 
 def test_figures():
     case = Case(
-        "float32", 0.0, 1, "plain", steps=4, rows=4, tokens=8, seconds=0.04, shares=[0.9, 0.75, 0.2], gaps=[0.01, 0.03]
+        "float32",
+        0.0,
+        1,
+        "autoregressive",
+        steps=4,
+        forwards=4,
+        tokens=8,
+        seconds=0.04,
+        shares=[0.9, 0.75, 0.2],
+        gaps=[0.01, 0.03],
     )
     assert case.efficiency == 0.75 and case.rate == pytest.approx(200)
     assert case.gap(0.5) == pytest.approx(30) and case.milliseconds(case.seconds) == pytest.approx(10)
@@ -88,14 +101,14 @@ def test_the_command_writes_what_it_measured(tiny_target_folder, tmp_path):
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Hello", "Good day")))
     options = EfficiencyOptions(
         output=str(tmp_path / "out"), predictor="none", target=str(tiny_target_folder), prompts=str(prompts), limit=2,
-        repeats=2, max_new_tokens=6, dtypes=["float32"], temperatures=[0.0], label="Tiny",
+        repeats=2, max_new_tokens=6, dtype=["float32"], temperature=[0.0], label="Tiny",
     )  # fmt: skip
     run(options)
     record = json.loads((tmp_path / "out" / "efficiency.json").read_text())
-    assert [case["method"] for case in record["cases"]] == ["transformers", "plain", "oracle", "ngram"]
+    assert [case["method"] for case in record["cases"]] == ["transformers", "autoregressive", "oracle", "ngram"]
     assert record["environment"]["versions"]["torch"] == torch.__version__
     assert all(len(case["answers"]) == 4 for case in record["cases"])
     written = (tmp_path / "out" / "efficiency.md").read_text()
     assert "### Tiny" in written and "each answered 2 times" in written
-    with pytest.raises(ConfigError, match="have to lie between 1 and limit 2"):
-        run(EfficiencyOptions(limit=2, batches=[4]))
+    with pytest.raises(ConfigError, match="has to lie between 1 and limit 2"):
+        run(EfficiencyOptions(limit=2, batch_size=[4]))

@@ -8,15 +8,16 @@ import torch
 from helpers import tiny_bert
 
 from shape.cli.quality import main
-from shape.data.conversations import load_prompts
+from shape.data.reading import load_prompts
 from shape.drafters import TrainedDrafter
 from shape.errors import ConfigError, DataError
 from shape.evaluation.journal import Journal
-from shape.evaluation.quality import QualityOptions, run
-from shape.evaluation.quality_results import Ahead, QualityResults, added
+from shape.evaluation.options import QualityOptions
+from shape.evaluation.quality import run
+from shape.evaluation.quality_results import Ahead, QualityResults
 from shape.features.store import Stored
 from shape.generation.decoder import ShapeDecoder
-from shape.training.examples import Reader, forced_drafts
+from shape.networks.teacher_forcing import Reader, forced_drafts
 
 
 @pytest.fixture
@@ -40,16 +41,16 @@ def options(tiny_predictor_folder, tiny_target_folder, tmp_path):
 
 def test_every_mode_is_scored(options, tmp_path):
     bert = tiny_bert(tmp_path / "bert")
-    modes = ["plain", "shape", "trs-lossy", "drafter-alone", "beam"]
+    modes = ["autoregressive", "shape", "trs-lossy", "drafter-alone", "beam"]
     results = run(options(modes=modes, beams=2, encoder=str(bert), timed=True))
     assert list(results.summary) == [f"{mode}, T = 0" for mode in modes] + [f"{mode}, T = 1" for mode in modes[:-1]]
     for temperature in (0, 1):
-        own, same = (results.summary[f"{mode}, T = {temperature}"] for mode in ("plain", "shape"))
+        own, same = (results.summary[f"{mode}, T = {temperature}"] for mode in ("autoregressive", "shape"))
         assert own.answers == own.equal == same.equal == 3  # lossless
         assert same.perplexity == own.perplexity and same.bert_score == pytest.approx(1, abs=1e-5)
         assert own.speed_up.value == 1 and same.speed_up.value > 0
     alone, beam = (results.summary[f"{mode}, T = 0"] for mode in ("drafter-alone", "beam"))
-    own = results.summary["plain, T = 0"]
+    own = results.summary["autoregressive, T = 0"]
     assert alone.equal < 3 and alone.bert_score < 0.999 and alone.sentence < 1
     assert alone.perplexity.value > own.perplexity.value  # untrained drafts are unlikely text
     assert beam.perplexity.value != own.perplexity.value
@@ -62,14 +63,14 @@ def test_every_mode_is_scored(options, tmp_path):
 
 
 def test_perplexity_is_the_models_own(options, tiny_target, tmp_path):
-    results = run(options(modes=["plain"], temperatures=[0.0]))
+    results = run(options(modes=["autoregressive"], temperature=[0.0]))
     prompts = load_prompts(tmp_path / "prompts.jsonl")
     ids = tiny_target.encode(prompts[1].opening)
     text = ShapeDecoder(tiny_target).generate(ids, max_new_tokens=10)
     labels = text.clone()
     labels[:, : ids.shape[1]] = -100
     loss = float(tiny_target.model(text, labels=labels).loss)
-    found = results.records[1].written["plain, T = 0"]
+    found = results.records[1].written["autoregressive, T = 0"]
     assert exp(found.nats / found.tokens) == pytest.approx(exp(loss), rel=1e-4)
     assert "absent, because no encoder was named" in results.to_markdown()
     assert "BERTScore P" not in results.to_markdown() and "tokens/s" not in results.to_markdown()
@@ -77,7 +78,7 @@ def test_perplexity_is_the_models_own(options, tiny_target, tmp_path):
 
 def test_accuracy_by_lookahead_is_that_of_real_drafts(options, tiny_target, tiny_predictor_folder):
     """What teacher forcing says of a parallel predictor that reads no token is what chains draft from each position."""
-    results = run(options(modes=["plain"], temperatures=[0.0]))
+    results = run(options(modes=["autoregressive"], temperature=[0.0]))
     decoder = ShapeDecoder.from_pretrained(tiny_predictor_folder, target=tiny_target)
     assert isinstance(decoder.drafter, TrainedDrafter)
     reader = Reader(decoder.drafter.predictor, tiny_target)
@@ -91,7 +92,7 @@ def test_accuracy_by_lookahead_is_that_of_real_drafts(options, tiny_target, tiny
         own = [reader.predictor.step(window[None, None], None, n)[0, 0] for n in range(2)]
         assert tiny_target.logits(torch.stack(own).float()).argmax(-1).tolist() == drafts.tolist()
     assert [line.positions > 0 for line in results.ahead] == [True, True]
-    total = added([record.ahead[0] for record in results.records])
+    total = Ahead.total([record.ahead[0] for record in results.records])
     assert isinstance(total, Ahead) and results.ahead[0].accuracy.value == total.right / total.positions
 
 
@@ -101,14 +102,14 @@ def test_programs_are_run_only_where_that_is_allowed(options, tmp_path):
     prompts.write_text(json.dumps(row) + "\n")
     with pytest.raises(ConfigError, match="untrusted code: allow that with --run_code true"):
         run(options(prompts=str(prompts)))
-    results = run(options(prompts=str(prompts), run_code=True, modes=["plain"], temperatures=[0.0]))
-    assert results.summary["plain, T = 0"].programs == 1
-    assert results.summary["plain, T = 0"].programs_right.value == 0  # random bytes are no program
+    results = run(options(prompts=str(prompts), run_code=True, modes=["autoregressive"], temperature=[0.0]))
+    assert results.summary["autoregressive, T = 0"].programs == 1
+    assert results.summary["autoregressive, T = 0"].programs_right.value == 0  # random bytes are no program
     assert "pass@1" in results.to_markdown() and "Programs ran with 5 s" in results.to_markdown()
 
 
 def test_an_interrupted_measurement_goes_on(options, tmp_path, monkeypatch):
-    only = {"modes": ["plain", "drafter-alone"], "temperatures": [0.0]}
+    only = {"modes": ["autoregressive", "drafter-alone"], "temperature": [0.0]}
     whole = run(options(**only)).records
     append, calls = Journal.append, []
 
@@ -127,10 +128,10 @@ def test_an_interrupted_measurement_goes_on(options, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"modes": ["plain", "best"]}, "mode 'best' is unknown"),
-        ({"modes": ["shape"]}, "nothing to compare with; add plain"),
-        ({"modes": ["plain", "beam"], "temperatures": [1.0]}, "beam search is greedy"),
-        ({"temperatures": []}, "give one or more"),
+        ({"modes": ["autoregressive", "best"]}, "mode 'best' is unknown"),
+        ({"modes": ["shape"]}, "nothing to compare with; add autoregressive"),
+        ({"modes": ["autoregressive", "beam"], "temperature": [1.0]}, "beam search is greedy"),
+        ({"temperature": []}, "give one or more"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"max_new_tokens": 256}, "no prompt leaves room"),
         ({"encoder": "nowhere"}, "encoder nowhere cannot be loaded"),
@@ -141,7 +142,7 @@ def test_what_cannot_be_meant_is_refused(options, given, message):
         run(options(**given))
 
 
-def test_the_command_says_it_in_one_sentence(options, capsys):
+def test_the_command_says_it_in_one_sentence(capsys):
     with pytest.raises(SystemExit) as ended:
-        main(options(limit=0))
+        main(["--limit", "0"])
     assert ended.value.code == 2 and capsys.readouterr().err == "error: limit is 0; give at least 1\n"

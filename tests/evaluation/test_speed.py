@@ -9,14 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shape.data.conversations import Message, Prompt
+from shape.data.conversations import Prompt
 from shape.drafters import AdversaryDrafter, HybridDrafter, NgramDrafter, TrainedDrafter, TreeShape
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
+from shape.evaluation.methods import describe, projected_draft_cost
 from shape.evaluation.results import PromptRecord, SpeedResults, Tally
-from shape.evaluation.speed import _Contexts, describe, measure, projected_draft_cost
+from shape.evaluation.speed import Contexts, measure
 from shape.networks.config import ShapeConfig
 from shape.networks.shape import ShapePredictor
+from shape.target.chat import Message
 
 
 def prompt(name: str, *turns: str, category: str = "talk") -> Prompt:
@@ -28,7 +30,7 @@ PROMPTS = [
     prompt("b", "Hi", "And then?"),
     prompt("c", "One two one two", category="count"),
 ]
-METHODS = {"transformers": "transformers", "plain": None, "ngram": NgramDrafter(), "wild": AdversaryDrafter()}
+METHODS = {"transformers": "transformers", "autoregressive": None, "ngram": NgramDrafter(), "wild": AdversaryDrafter()}
 
 
 def run(target, methods=METHODS, prompts=PROMPTS, **options) -> SpeedResults:
@@ -46,7 +48,7 @@ def test_counts_every_answer_and_token(results):
         assert total.answers == 4
         assert total.timed_tokens == total.tokens - 4  # one token of each answer is the prefill's
         assert total.decode_seconds > 0 and total.prefill_seconds > 0
-    assert results.summary["plain"].acceptance_length.value == 1.0
+    assert results.summary["autoregressive"].acceptance_length.value == 1.0
     assert results.total["transformers"].forwards == 0
     assert results.summary["transformers"].acceptance_length.value is None
 
@@ -64,7 +66,7 @@ def test_steps_are_kept_one_by_one(results, tiny_target):
         del record["details"]
     assert SpeedResults.from_json(json.dumps(older)).details == {}
     hybrid = HybridDrafter([NgramDrafter(), AdversaryDrafter()])
-    sources = run(tiny_target, {"plain": None, "both": hybrid}, PROMPTS[2:]).details["both"].sources
+    sources = run(tiny_target, {"autoregressive": None, "both": hybrid}, PROMPTS[2:]).details["both"].sources
     assert sources and all(0 <= accepted <= proposed for proposed, accepted in sources.values())
 
 
@@ -72,14 +74,14 @@ def test_every_method_gives_the_same_greedy_tokens(results):
     for name in METHODS:
         line = results.summary[name]
         assert line.equal_transformers == line.answers == 4
-    assert results.summary["wild"].equal_plain == 4
-    assert results.summary["transformers"].equal_plain is None
+    assert results.summary["wild"].equal_autoregressive == 4
+    assert results.summary["transformers"].equal_autoregressive is None
 
 
 def test_sampled_tokens_equal_those_of_the_plain_loop(tiny_target):
     results = run(tiny_target, temperature=1.0, prompts=PROMPTS[:2])
-    assert results.summary["ngram"].equal_plain == results.summary["wild"].equal_plain == 3
-    assert results.summary["plain"].equal_transformers is None
+    assert results.summary["ngram"].equal_autoregressive == results.summary["wild"].equal_autoregressive == 3
+    assert results.summary["autoregressive"].equal_transformers is None
     again = run(tiny_target, {"transformers": "transformers"}, temperature=1.0, prompts=PROMPTS[:1])
     once_more = run(tiny_target, {"transformers": "transformers"}, temperature=1.0, prompts=PROMPTS[:1])
     assert again.total["transformers"].distinct_bigrams == once_more.total["transformers"].distinct_bigrams
@@ -87,18 +89,18 @@ def test_sampled_tokens_equal_those_of_the_plain_loop(tiny_target):
 
 def test_measuring_leaves_the_global_generator_alone(tiny_target):
     state = torch.random.get_rng_state()
-    run(tiny_target, {"transformers": "transformers", "plain": None}, PROMPTS[:1], temperature=1.0)
+    run(tiny_target, {"transformers": "transformers", "autoregressive": None}, PROMPTS[:1], temperature=1.0)
     assert torch.equal(state, torch.random.get_rng_state())
 
 
 def test_transformers_own_prompt_lookup_stands_beside_its_plain_generate(tiny_target):
-    methods = {"transformers": "transformers", "transformers-lookup": "transformers-lookup", "plain": None}
+    methods = {"transformers": "transformers", "transformers-lookup": "transformers-lookup", "autoregressive": None}
     repeating = [prompt("again", "one two three one two three one two three"), *PROMPTS[:1]]
     results = run(tiny_target, methods, repeating, max_new_tokens=30)
     line, total = results.summary["transformers-lookup"], results.total["transformers-lookup"]
     assert line.equal_transformers == line.answers == 2
     # Its prefill may yield several tokens at once, none of which the decoding paid for.
-    assert total.tokens == results.total["plain"].tokens and total.timed_tokens <= total.tokens - 2
+    assert total.tokens == results.total["autoregressive"].tokens and total.timed_tokens <= total.tokens - 2
     assert line.acceptance_length.value is None and line.draft_share is None and line.projected_speed_up_8b is None
     assert results.baseline != "transformers-lookup" and "| transformers-lookup |" in results.to_markdown()
     with pytest.raises(ConfigError, match="no baseline"):
@@ -108,8 +110,8 @@ def test_transformers_own_prompt_lookup_stands_beside_its_plain_generate(tiny_ta
 
 
 def test_the_baseline_is_the_stronger_one(results):
-    slower = max(("transformers", "plain"), key=lambda name: results.total[name].seconds_per_token)
-    assert results.baseline in ("transformers", "plain") and results.baseline != slower
+    slower = max(("transformers", "autoregressive"), key=lambda name: results.total[name].seconds_per_token)
+    assert results.baseline in ("transformers", "autoregressive") and results.baseline != slower
     assert results.summary[results.baseline].speed_up.value == 1.0
     assert results.summary[slower].speed_up.value < 1.0
 
@@ -120,6 +122,8 @@ def test_json_and_markdown(results):
     assert "| count |" in results.to_markdown() and "| count |" not in results.to_markdown(detail=False)
     strict = json.loads(results.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert strict["settings"]["target"] == "tiny"
+    older = results.to_json().replace('"autoregressive', '"plain').replace("equal_autoregressive", "equal_plain")
+    assert SpeedResults.from_json(older.replace('"schema_version": 2', '"schema_version": 1')) == results
     with pytest.raises(DataError, match="schema version 0"):
         SpeedResults.from_json('{"schema_version": 0}')
 
@@ -127,10 +131,10 @@ def test_json_and_markdown(results):
 def test_prompts_without_room_are_left_out_and_named(tiny_target):
     long = prompt("long", "x" * 300)
     grows = prompt("grows", "short", "y" * 250)
-    results = run(tiny_target, {"plain": None}, [PROMPTS[0], long, grows])
+    results = run(tiny_target, {"autoregressive": None}, [PROMPTS[0], long, grows])
     assert [record.id for record in results.records] == ["a", "grows"]
     assert "256 positions" in results.skipped["long"] and "turn 2" in results.skipped["grows"]
-    assert results.total["plain"].answers == 2
+    assert results.total["autoregressive"].answers == 2
     assert any("2 prompts left out or cut" in warning for warning in results.warnings)
 
 
@@ -145,16 +149,18 @@ def test_batches_are_answered_as_their_prompts_alone(results, tiny_target):
                 assert (total.answers, total.tokens, total.bigrams, total.distinct_bigrams, total.ended) == (
                     apart.answers, apart.tokens, apart.bigrams, apart.distinct_bigrams, apart.ended
                 )  # fmt: skip
-                assert total.timed_tokens == total.tokens - 4 and total.equal_plain == apart.equal_plain
-                assert name != "plain" or total.forwards == apart.forwards
+                assert (
+                    total.timed_tokens == total.tokens - 4 and total.equal_autoregressive == apart.equal_autoregressive
+                )
+                assert name != "autoregressive" or total.forwards == apart.forwards
             assert total.decode_seconds > 0 and total.prefill_seconds > 0
         assert "batch 3" in together.to_markdown() and "3 prompts" in together.to_markdown()
-    pairs = run(tiny_target, {"plain": None}, batch=2)
+    pairs = run(tiny_target, {"autoregressive": None}, batch=2)
     assert [record.id for record in pairs.records] == ["a+b"] and pairs.skipped == {"c": "it fills no batch of 2"}
 
 
 def test_contexts_are_filled_up_with_other_prompts(tiny_target):
-    contexts = _Contexts(tiny_target, PROMPTS, 100, 10)
+    contexts = Contexts(tiny_target, PROMPTS, 100, 10)
     for one in PROMPTS:
         ids = tiny_target.encode(one.opening)
         filled = contexts.of(one, one.opening)
@@ -163,24 +169,25 @@ def test_contexts_are_filled_up_with_other_prompts(tiny_target):
         before = filled[0, : 100 - ids.shape[1]].tolist()
         last = max(others, key=lambda other: before[-other.shape[1] :] == other[0].tolist())
         assert before[-last.shape[1] :] == last[0].tolist()
-    results = run(tiny_target, {"plain": None, "ngram": NgramDrafter()}, context_length=40)
-    assert "longer than the contexts of 40 tokens" in results.skipped["b"] or results.total["plain"].answers == 4
-    assert "filled up to 40 tokens" in results.to_markdown()
-    assert results.total["ngram"].equal_plain == results.total["ngram"].answers
+    longest = max(tiny_target.encode(one.opening).shape[1] for one in PROMPTS)
+    results = run(tiny_target, {"autoregressive": None, "ngram": NgramDrafter()}, context_length=longest)
+    assert results.skipped == {"b": f"the prompt is longer than the contexts of {longest} tokens at turn 2"}
+    assert f"filled up to {longest} tokens" in results.to_markdown()
+    assert results.total["ngram"].equal_autoregressive == results.total["ngram"].answers == 3
 
 
 def test_a_journal_continues_where_it_was_cut(tiny_target, tmp_path):
     journal = tmp_path / "records.jsonl"
-    whole = run(tiny_target, {"plain": None}, journal=journal)
+    whole = run(tiny_target, {"autoregressive": None}, journal=journal)
     lines = journal.read_text().splitlines(keepends=True)
     assert len(lines) == 1 + len(PROMPTS)
     journal.write_text("".join(lines[:3]) + lines[3][:20])  # a crash in the middle of the last line
-    continued = run(tiny_target, {"plain": None}, journal=journal)
+    continued = run(tiny_target, {"autoregressive": None}, journal=journal)
     assert continued.records[:2] == whole.records[:2]
     assert [record.id for record in continued.records] == ["a", "b", "c"]
     assert len(journal.read_text().splitlines()) == 1 + len(PROMPTS)
     with pytest.raises(ConfigError, match=r"other settings \(max_new_tokens\)"):
-        run(tiny_target, {"plain": None}, journal=journal, max_new_tokens=11)
+        run(tiny_target, {"autoregressive": None}, journal=journal, max_new_tokens=11)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +197,11 @@ def test_a_journal_continues_where_it_was_cut(tiny_target, tmp_path):
         ({"repeats": 0}, ConfigError, "at least 1"),
         ({"batch": 0}, ConfigError, "give positive numbers"),
         ({"batch": 4}, DataError, "cannot be filled with 3 prompts"),
-        ({"batch": 2, "methods": {"plain": None, "x": "transformers-lookup"}}, ConfigError, "one row at a time for x"),
+        (
+            {"batch": 2, "methods": {"autoregressive": None, "x": "transformers-lookup"}},
+            ConfigError,
+            "one prompt at a time for x",
+        ),
         ({"context_length": 8}, DataError, "longer than the contexts of 8"),
         ({"temperature": -0.5}, ConfigError, "at least 0"),
         ({"prompts": []}, DataError, "none was given"),
@@ -203,14 +214,14 @@ def test_what_cannot_be_measured_is_refused(tiny_target, options, kind, sentence
         run(tiny_target, **options)
 
 
-def made_up(*rows: tuple[Tally, Tally], methods=("plain", "shape")) -> SpeedResults:
+def made_up(*rows: tuple[Tally, Tally], methods=("autoregressive", "shape")) -> SpeedResults:
     """Results from given tallies of the plain loop and one drafter."""
     records = tuple(PromptRecord(str(i), "all", dict(zip(methods, row, strict=True))) for i, row in enumerate(rows))
     environment = Environment("now", "here", None, "CPU", "some", 2, 2, {})
-    settings = {"methods": {"plain": "plain", "shape": "shape, a tree"}, "temperature": 0.0}
+    settings = {"methods": {"autoregressive": "autoregressive", "shape": "shape, a tree"}, "temperature": 0.0}
     settings |= {"target": "t", "parameters": 1, "dtype": "float32", "prompts": "p", "max_new_tokens": 9}
     settings |= {"repeats": 1}
-    return SpeedResults("made up", settings, environment, {"plain": None, "shape": 0.25}, records, {})
+    return SpeedResults("made up", settings, environment, {"autoregressive": None, "shape": 0.25}, records, {})
 
 
 def tally(seconds: float, tokens: int, forwards: int = 10) -> Tally:
@@ -231,18 +242,18 @@ def test_figures_are_ratios_of_sums():
 
 def test_pooled_methods_are_summed_prompt_by_prompt():
     rows = [(tally(2.0, 20, 20), tally(1.0, 20, 10), tally(1.0, 20, 5)) for _ in range(2)]
-    methods = ("plain", "one", "two")
+    methods = ("autoregressive", "one", "two")
     records = tuple(PromptRecord(str(i), "all", dict(zip(methods, row, strict=True))) for i, row in enumerate(rows))
     base = made_up((tally(1.0, 1), tally(1.0, 1)))
-    settings = {**base.settings, "methods": {"plain": "plain", "one": "shape 1", "two": "shape 2"}}
+    settings = {**base.settings, "methods": {"autoregressive": "autoregressive", "one": "shape 1", "two": "shape 2"}}
     results = replace(
-        base, settings=settings, records=records, projected_cost={"plain": None, "one": 0.25, "two": 0.25}
+        base, settings=settings, records=records, projected_cost={"autoregressive": None, "one": 0.25, "two": 0.25}
     )
-    pooled = results.pooled({"plain": ["plain"], "both": ["one", "two"]})
+    pooled = results.pooled({"autoregressive": ["autoregressive"], "both": ["one", "two"]})
     line = pooled.summary["both"]
     assert line.acceptance_length.value == pytest.approx(40 / 15) and line.speed_up.value == pytest.approx(2.0)
     assert line.projected_speed_up_8b == pytest.approx(40 / 15 / 1.25) and line.answers == 4
-    assert pooled.methods["both"] == "shape 1; shape 2" and pooled.baseline == "plain"
+    assert pooled.methods["both"] == "shape 1; shape 2" and pooled.baseline == "autoregressive"
 
 
 def test_a_speed_up_above_the_acceptance_length_is_flagged():
@@ -301,4 +312,4 @@ def test_descriptions_change_with_the_settings(tiny_target):
     assert describe(TrainedDrafter(other, TreeShape(depth=1))) != one
     assert describe(TrainedDrafter(predictor, TreeShape(depth=1)), torch.device("cpu")) == one
     assert describe(TrainedDrafter(predictor, TreeShape(depth=1)), torch.device("meta")) == f"{one}, on cpu"
-    assert one != two and describe(None) == "plain" and describe("transformers") == "transformers"
+    assert one != two and describe(None) == "autoregressive" and describe("transformers") == "transformers"

@@ -7,7 +7,7 @@ from helpers import predictor, prompts
 
 from shape.drafters import HybridDrafter, NgramDrafter, SuffixDrafter, TrainedDrafter, TreeShape
 from shape.errors import DataError
-from shape.evaluation.traced import Traced, read
+from shape.evaluation.report.traced import Traced, read
 from shape.generation.decoder import ShapeDecoder
 
 TREE = TreeShape(depth=4, width=2, nodes=7)
@@ -39,8 +39,8 @@ def test_figures_agree_with_the_decoder(tiny_model, tmp_path, drafter):
     stats = out.stats
     assert trace.call["drafter"] == "it"
     assert [token["token"] for token in trace.emitted] == out.sequences[0, 9:].tolist()
-    assert len(trace.steps) == stats.row_forwards[0]
-    assert trace.acceptance_length == pytest.approx(stats.row_emitted[0] / stats.row_forwards[0])
+    assert len(trace.steps) == stats.sequence_forwards[0]
+    assert trace.acceptance_length == pytest.approx(stats.sequence_emitted[0] / stats.sequence_forwards[0])
     assert trace.events.total() == 24 and trace.events["prefill"] == 1
     assert sum(stood for _, stood in trace.lengths) == sum(t["event"] == "accepted" for t in trace.tokens)
     # What stood at a depth was asked at the next one, where the draft went as far.

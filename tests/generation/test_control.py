@@ -17,7 +17,7 @@ from shape.drafters import (
     model,
 )
 from shape.drafters.lengths import Adaptive, ByCost
-from shape.generation import fixed, loop
+from shape.generation import eager, loop, stage
 from shape.generation.control import SpeculationControl, StepCosts
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
@@ -127,8 +127,10 @@ def test_falling_back_changes_no_token(tiny_model, sample):
     for drafter in (AdversaryDrafter(), TrainedDrafter(predictor())):
         out = ShapeDecoder(model, drafter, fall_back=2.5).generate(**batch, **options)
         assert torch.equal(out.sequences, plain.sequences)
-        assert out.stats.plain_steps >= 16 and out.stats.pauses >= 1
-        assert ShapeDecoder(model, drafter, fall_back=False).generate(**batch, **options).stats.plain_steps == 0
+        assert out.stats.autoregressive_steps >= 16 and out.stats.pauses >= 1
+        assert (
+            ShapeDecoder(model, drafter, fall_back=False).generate(**batch, **options).stats.autoregressive_steps == 0
+        )
 
 
 def test_good_drafts_are_never_held_back_by_a_number(tiny_model):
@@ -137,7 +139,7 @@ def test_good_drafts_are_never_held_back_by_a_number(tiny_model):
     plain = ShapeDecoder(model).generate(**batch, **options)
     decoder = ShapeDecoder(model, OracleDrafter(plain.tolist()), fall_back=2.5)
     out = decoder.generate(**batch, **options, return_dict_in_generate=True)
-    assert out.stats.plain_steps == 0 == out.stats.pauses and out.stats.acceptance_length > 4.5
+    assert out.stats.autoregressive_steps == 0 == out.stats.pauses and out.stats.acceptance_length > 4.5
 
 
 def test_a_drafter_with_nothing_to_say_is_not_judged_by_it():
@@ -174,12 +176,12 @@ def forwards(decoder: ShapeDecoder, monkeypatch, clock: int, **options) -> list[
         return now.seconds
 
     now.seconds = 0.0
-    for module in (loop, fixed, hybrid, model):
+    for module in (loop, eager, stage, hybrid, model):
         monkeypatch.setattr(module, "perf_counter", now)
     stats = decoder.generate(
         **prompts([5]), max_new_tokens=40, eos_token_id=[], return_dict_in_generate=True, **options
     ).stats
-    return [(step.nodes, step.rows) for step in stats.steps]
+    return [(step.nodes, step.sequences) for step in stats.steps]
 
 
 @pytest.mark.parametrize("call", CALLS)

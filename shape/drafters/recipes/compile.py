@@ -13,13 +13,14 @@ from typing import Any
 from torch import Tensor, ones_like
 from tqdm import tqdm
 
-from shape.data.conversations import evenly, load_prompts
+from shape.data.conversations import evenly
+from shape.data.reading import load_prompts
 from shape.drafters.recipes.pack import Counts, Pack, pack_of
 from shape.drafters.suffix import SuffixAutomaton
 from shape.errors import CheckpointError, ConfigError
 from shape.files import reading, typed
-from shape.target.loading import PlacedOptions
 from shape.target.model import Target
+from shape.target.options import PlacedOptions
 
 
 def agreed(samples: Sequence[Sequence[int]], shortest: int) -> Iterator[tuple[int, ...]]:

@@ -1,0 +1,92 @@
+"""The ways of decoding that are measured against each other, described for the record."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from shape.data.conversations import Prompt
+from shape.drafters import Drafter
+from shape.evaluation.results import AUTOREGRESSIVE
+from shape.generation.rules import Rule
+from shape.target.model import Target
+
+
+@dataclass(frozen=True)
+class Ruled:
+    """A drafter under an acceptance rule other than "match"."""
+
+    drafter: Drafter | None
+    acceptance: Rule
+
+
+@dataclass(frozen=True)
+class Assisted:
+    """transformers' own assisted generation, with a smaller model."""
+
+    model: Target
+
+
+# transformers' `generate`, by itself or with its prompt lookup.
+Outside = Literal["transformers", "transformers-lookup"]
+LOOKUP: Outside = "transformers-lookup"
+Method = Drafter | Ruled | Assisted | Outside | None  # None is our loop without a drafter
+
+# The 8B target of the projection: parameters, width and vocabulary of Llama-3.1-8B.
+_LARGE_PARAMETERS, _LARGE_HIDDEN, _LARGE_VOCABULARY = 8.03e9, 4096, 128_256
+
+
+def describe(method: Method, beside: torch.device | None = None) -> str:
+    """What a method is, in words that change when its settings or weights do, or its device is not the given one."""
+    if isinstance(method, Ruled):
+        return f"{describe(method.drafter, beside)}, acceptance {method.acceptance}"
+    if method is None or isinstance(method, str):
+        return method or AUTOREGRESSIVE
+    if isinstance(method, Assisted):
+        return f"transformers, assisted by {method.model!r}"
+    return method.describe(beside)
+
+
+def projected_draft_cost(method: Method, target: Target) -> float | None:
+    """Weights the drafter reads per step over those the target reads, at the size of Llama-3.1-8B.
+
+    Assumes that both are bound by memory, so that a target forward over a tree costs what one over a token does; see
+    `Drafter.weights_read`. Cache traffic and overheads are left out, and the measured acceptance length is taken to
+    hold for the large target.
+
+    Returns:
+        0 where nothing is read, None for the baselines and for drafters of unknown cost.
+    """
+    if isinstance(method, Ruled):
+        method = method.drafter
+    if not isinstance(method, Drafter):
+        return None
+    read = method.weights_read(target, _LARGE_HIDDEN, _LARGE_VOCABULARY)
+    return None if read is None else read / _LARGE_PARAMETERS
+
+
+def target_settings(target: Target) -> dict[str, Any]:
+    """What a record of a measurement says of its target."""
+    return {
+        # Not where it lies: a moved folder is the same target.
+        "target": Path(target.name).name if Path(target.name).exists() else target.name,
+        "target_identity": replace(target.identity, name="").to_dict(),
+        "parameters": target.model.num_parameters(),
+        "dtype": target.precision,
+    }
+
+
+def prompts_hash(prompts: Sequence[Prompt]) -> str:
+    """By which two measurements know that they asked the same."""
+    asked = repr(list(prompts))
+    more = [(prompt.template, [message.more for message in prompt.messages]) for prompt in prompts]
+    if any(template or any(messages) for template, messages in more):  # the others keep the hash that they always had
+        asked += repr(more)
+    return _digest(asked)[:16]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,207 @@
+"""What the commands that measure can be asked for: bench, check, efficiency and quality."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from shape.drafters import TreeShape
+from shape.evaluation.sandbox import Limits
+from shape.generation.rules import TrsLossy, TypicalLossy
+from shape.target.options import PairOptions
+
+
+def several(given: Any) -> list[Any]:
+    """What an option that takes one or several was given."""
+    return given if isinstance(given, list) else [given]
+
+
+@dataclass
+class BenchOptions(PairOptions):
+    """What to measure.
+
+    Args:
+        output: folder for results.json and results.md.
+        predictor: trained predictors, each DIR or NAME=DIR with the name for the table; default: quickstart-shape, or
+            none beside a target.
+        target: path or hub id of the target; default: the one the first predictor was trained for.
+        prompts: JSON lines with turns, messages, prompt or question; a bundled suite, bench (the default) or kinds; or
+            a dataset of the hub, NAME, NAME:SPLIT or NAME:CONFIG:SPLIT (HuggingFaceH4/mt_bench_prompts,
+            openai/gsm8k:main:test); or several, as a list.
+        methods: what to measure: transformers, transformers-lookup (its own prompt lookup), transformers-assisted (its
+            assisted generation, with every predictor that is a smaller model), autoregressive (our loop without a
+            drafter), shape (every predictor), names of other drafters, and several joined by + for a hybrid; default:
+            transformers, autoregressive, ngram and shape, or suffix where there is no predictor; behind a name
+            @rejection, @traversal, @typical-lossy or @trs-lossy is the acceptance rule, otherwise match.
+        typical_lossy: parameters of the rule typical-lossy.
+        trs_lossy: parameters of the rule trs-lossy.
+        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
+        limit: measure the first so many prompts of each file only.
+        max_new_tokens: longest answer.
+        temperature: 0 decodes greedily; above, every method samples with the same seed per prompt. One, or several.
+        batch_size: prompts answered at once. One number, or several.
+        context_length: tokens that every context is filled up to with other prompts' text; default: as they are. One
+            number, or several.
+        repeats: timed runs per answer, of which the median counts.
+        warmup: prompts answered once by every method before the measurement.
+        seed: of the sampling.
+        dtype: of the target, for example float32 or bfloat16; default: its checkpoint's.
+        prepacked: weights in the layout of the CPU's matrix kernels, for all methods (see `shape.target.prepack`);
+            default: where there is room.
+        draft_device: where the predictors draft, for example cuda:1 or cpu; default: beside the target.
+        tree: shape of the predictors' token trees; default: each predictor's own.
+        lookahead: of smaller models that draft: adaptive, cost, or a number of tokens.
+        pack: recipes that the method recipes looks up.
+        label: heading of the table.
+        fall_back: decode without drafts for a while where drafting does not pay; false always drafts, a number is the
+            acceptance length below which drafting pauses.
+    """
+
+    output: str = "bench-results"
+    predictor: list[str] | None = None
+    target: str | None = None
+    prompts: list[str] | str | None = None
+    methods: list[str] | None = None
+    typical_lossy: TypicalLossy = field(default_factory=TypicalLossy)
+    trs_lossy: TrsLossy = field(default_factory=TrsLossy)
+    chat_template_kwargs: dict[str, Any] | None = None
+    limit: int | None = None
+    max_new_tokens: int = 128
+    temperature: float | list[float] = 0.0
+    batch_size: int | list[int] = 1
+    context_length: int | list[int] | None = None
+    repeats: int = 1
+    warmup: int = 2
+    seed: int = 0
+    dtype: str | None = None
+    prepacked: bool | None = None
+    draft_device: str | None = None
+    tree: TreeShape | None = None
+    lookahead: str = "adaptive"
+    pack: str | None = None
+    label: str = ""
+    fall_back: bool | float = True
+
+
+@dataclass
+class CheckOptions(PairOptions):
+    """What to look at.
+
+    Args:
+        target: path, hub id or bundled name; default: the predictor's own, or the bundled target.
+        predictor: folder, hub id or bundled name of a trained predictor, or of a smaller model with the target's
+            tokens; default: an untrained predictor of the default size, which costs as much per draft.
+        pack: recipes of `shape.drafters.recipes.drafter`.
+        drafters: measured on the prompts, interleaved: names as in `shape.bench`; default: those without training, the
+            predictor, the recipes, and hybrids of these; [] measures none.
+        prompts: JSON-lines file, of the task in question; default: the bundled validation prompts.
+        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
+        limit: prompts, evenly chosen, on which acceptance is estimated and drafters are measured.
+        max_new_tokens: of each answer.
+        batch_size: prompts decoded together.
+        temperature: 0 decodes greedily.
+        seed: of the sampling.
+        dtype: of the target; default: its checkpoint's.
+        output: a JSON file for the report.
+    """
+
+    target: str | None = None
+    predictor: str | None = None
+    pack: str | None = None
+    drafters: list[str] | None = None
+    prompts: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    limit: int = 12
+    max_new_tokens: int = 64
+    batch_size: int = 1
+    temperature: float = 0.0
+    seed: int = 0
+    dtype: str | None = None
+    output: str | None = None
+
+
+@dataclass
+class EfficiencyOptions(PairOptions):
+    """What to measure.
+
+    Args:
+        output: folder for efficiency.json and efficiency.md.
+        predictor: folder, hub id or bundled name of a trained predictor; "none" measures without one.
+        target: path or hub id; default: the predictor's own.
+        prompts: JSON-lines file of prompts; default: the bundled bench split.
+        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
+        limit: prompts, evenly chosen; at larger batches their answers are measured together.
+        repeats: how often each is answered, by every method in turn, for narrower intervals.
+        max_new_tokens: longest answer.
+        dtype: of the target, one or several.
+        temperature: 0 is greedy. One, or several.
+        batch_size: prompts decoded together. One number, or several.
+        drafters: measured beside the predictor.
+        prepacked: weights in the layout of the CPU's matrix kernels (see `shape.target.prepack`); default: if there is
+            room.
+        label: heading of the table.
+    """
+
+    output: str = "efficiency-results"
+    predictor: str = "quickstart-shape"
+    target: str | None = None
+    prompts: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    limit: int = 24
+    repeats: int = 1
+    max_new_tokens: int = 64
+    dtype: list[str] | str = field(default_factory=lambda: ["float32", "bfloat16"])
+    temperature: list[float] | float = field(default_factory=lambda: [0.0, 1.0])
+    batch_size: list[int] | int = 1
+    drafters: list[str] = field(default_factory=lambda: ["ngram"])
+    prepacked: bool | None = None
+    label: str = ""
+
+
+@dataclass
+class QualityOptions(PairOptions):
+    """What to measure.
+
+    Args:
+        output: folder for quality.json, quality.md and answers.jsonl.
+        predictor: folder, hub id or bundled name of a trained predictor.
+        target: path or hub id; default: the predictor's own.
+        prompts: JSON lines of prompts, one file or several; default: the bundled bench split.
+        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
+        limit: prompts of each file, evenly chosen; default: all.
+        max_new_tokens: longest answer.
+        modes: ways of decoding, of autoregressive, shape, typical-lossy, trs-lossy, rejection, traversal,
+            drafter-alone, beam.
+        temperature: every mode writes at each; 0 is greedy, and the only one of beam. One, or several.
+        typical_lossy: parameters of the rule typical-lossy.
+        trs_lossy: parameters of the rule trs-lossy.
+        beams: of beam search.
+        encoder: folder or hub id of a Hugging Face encoder (or decoder) that compares texts; without one nothing does.
+        run_code: run the programs that answer prompts with tests, which is UNTRUSTED CODE, written by a model: with
+            limits, and cut off as far as this machine allows (see shape/evaluation/sandbox.py).
+        limits: of each program.
+        timed: also report speed; only means something on a machine that does nothing else.
+        seed: of the sampling, for the first prompt; the others count up.
+        dtype: of the target.
+        label: heading of the table.
+    """
+
+    output: str = "quality-results"
+    predictor: str = "quickstart-shape"
+    target: str | None = None
+    prompts: list[str] | str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    limit: int | None = None
+    max_new_tokens: int = 128
+    modes: list[str] = field(
+        default_factory=lambda: ["autoregressive", "shape", "typical-lossy", "trs-lossy", "drafter-alone"]
+    )
+    temperature: list[float] | float = field(default_factory=lambda: [0.0, 1.0])
+    typical_lossy: TypicalLossy = field(default_factory=TypicalLossy)
+    trs_lossy: TrsLossy = field(default_factory=TrsLossy)
+    beams: int = 4
+    encoder: str | None = None
+    run_code: bool = False
+    limits: Limits = field(default_factory=Limits)
+    timed: bool = False
+    seed: int = 0
+    dtype: str | None = None
+    label: str = ""

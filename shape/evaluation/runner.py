@@ -1,0 +1,160 @@
+"""What all measurements share: sampling options, padded batches, turns in rotation, and one stopwatch for every method.
+
+A call of transformers' `generate` and one of `ShapeDecoder.generate` give the same `Run`, timed alike: the first token
+ends the prefill, and the last one, read to the host, ends decoding.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.engine import ShapeOutput
+from shape.generation.rules import Match, Rule
+from shape.generation.stats import DecodeStats
+from shape.generation.streams import Arrivals
+from shape.target.model import Target
+
+Item = TypeVar("Item")
+Context = Tensor | Sequence[int]  # token ids, (L,) or (1, L)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One timed call on the contexts of a batch.
+
+    Attributes:
+        sequences: the new tokens of each, up to its end token.
+        prefilled: tokens that came with the prefill, which is not decoding.
+        gaps: seconds between arrivals behind the prefill, of one token or of several committed together.
+        stats: of our own decoder.
+    """
+
+    sequences: list[list[int]]
+    prefilled: int
+    decode_seconds: float
+    prefill_seconds: float
+    gaps: Sequence[float]
+    stats: DecodeStats | None = None
+
+    @property
+    def timed_tokens(self) -> int:
+        """What decode_seconds were spent on."""
+        return sum(map(len, self.sequences)) - self.prefilled
+
+
+# Answers contexts, with a seed for each (transformers takes the first alone).
+Runner = Callable[[Sequence[Context], Sequence[int]], Run]
+
+
+def sampling(temperature: float) -> dict[str, Any]:
+    """Options of `generate`: greedy at 0, else from all tokens."""
+    if temperature == 0:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+
+
+def side_by_side(contexts: Sequence[Context], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids (B, L), padded on the left, and their mask."""
+    ids = [torch.as_tensor(context, device=device).view(-1) for context in contexts]
+    masks = [torch.ones_like(each) for each in ids]
+    return tuple(pad_sequence(each, batch_first=True, padding_side="left") for each in (ids, masks))  # type: ignore[return-value]
+
+
+def until_end(tokens: list[int], end_tokens: Sequence[int]) -> list[int]:
+    """An answer without the padding behind its end token."""
+    return tokens[: next((at for at, token in enumerate(tokens) if token in end_tokens), len(tokens)) + 1]
+
+
+def rotated(items: Sequence[Item], turn: int) -> list[Item]:
+    """Another one first in every turn, so that none always runs on a machine that just rested."""
+    first = turn % len(items)
+    return [*items[first:], *items[:first]]
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Within it torch's global generators begin at a seed; afterwards they are as before."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+class Stopwatch(Arrivals):
+    """Streamed to: the prompt first, then the prefill's tokens, then the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prefilled = 0
+        self.start = perf_counter()
+
+    def put(self, value: Tensor) -> None:
+        super().put(value)
+        if len(self.times) == 2:
+            self.prefilled = value.numel()
+
+    def stop(self, output: Tensor, prompt: int, end_tokens: Sequence[int], stats: DecodeStats | None = None) -> Run:
+        """The finished call: its output (B, L) is read to the host before the watch stops."""
+        answers = output[:, prompt:].tolist()
+        end = perf_counter()
+        prefilled = self.prefilled
+        prefill = self.times[1] - self.start if len(self.times) > 1 else 0.0
+        if stats is not None and len(answers) > 1:  # our decoder streams single sequences, and times batches itself
+            prefilled, prefill = len(answers), stats.prefill_seconds
+        # Our decoder streams what a step committed token by token; to a reader it arrives at once.
+        gaps = self.gaps if stats is None else [step.seconds for step in stats.steps]
+        answers = [until_end(answer, end_tokens) for answer in answers]
+        return Run(answers, prefilled, end - self.start - prefill, prefill, gaps, stats)
+
+
+def by_transformers(target: Target, **options: Any) -> Runner:
+    """`model.generate` on the target's own weights."""
+
+    def run(contexts: Sequence[Context], seeds: Sequence[int]) -> Run:
+        ids, mask = side_by_side(contexts, target.device)
+        padding = {} if len(contexts) == 1 else {"pad_token_id": next(iter(target.eos_token_ids), 0)}
+        with seeded(seeds[0], target.device):
+            watch = Stopwatch()
+            streamer = None if "num_beams" in options else watch  # of which transformers streams none
+            output = target.model.generate(ids, attention_mask=mask, streamer=streamer, **padding, **options)
+            return watch.stop(output, ids.shape[1], target.eos_token_ids)
+
+    return run
+
+
+def by_decoder(decoder: ShapeDecoder, rule: Rule | None = None, **options: Any) -> Runner:
+    """`ShapeDecoder.generate` under an acceptance rule.
+
+    Raises:
+        UnsupportedGeneration: drafter or target cannot serve the rule.
+    """
+    rule = rule or Match()
+    rule.fit(decoder.drafter, decoder.target)
+
+    def run(contexts: Sequence[Context], seeds: Sequence[int]) -> Run:
+        ids, mask = side_by_side(contexts, decoder.target.device)
+        watch = Stopwatch()
+        output = decoder.generate(
+            ids,
+            mask,
+            seed=list(seeds),
+            streamer=watch if len(contexts) == 1 else None,
+            acceptance=rule,
+            return_dict_in_generate=True,
+            **options,
+        )
+        assert isinstance(output, ShapeOutput)
+        return watch.stop(output.sequences, ids.shape[1], decoder.target.eos_token_ids, output.stats)
+
+    return run

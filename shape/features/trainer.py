@@ -1,0 +1,119 @@
+"""Lightning's Trainer, which decides about devices, processes and nodes, for extraction and training alike."""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from inspect import signature
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from transformers.utils import logging as transformers_logging
+
+from shape.errors import ConfigError
+
+_SET_BY_TRAINING = {"max_steps", "max_epochs", "logger", "callbacks", "plugins", "use_distributed_sampler"} | {
+    "enable_checkpointing",
+    "enable_model_summary",
+    "inference_mode",
+}
+
+
+@dataclass
+class TrainerOptions:
+    """Options of Lightning's Trainer, under its names and with its meaning.
+
+    Attributes:
+        accelerator: cpu, cuda, mps, or auto.
+        devices: how many, a list of indices, or auto.
+        num_nodes: machines.
+        strategy: ddp for several devices; fsdp where the predictor, its gradients and its optimiser are too large for
+            one (GPUs only); auto chooses.
+        precision: of training, for example 32-true; auto is bf16-mixed where the hardware multiplies in bfloat16.
+            Extraction runs in the target's own dtype.
+        accumulate_grad_batches: portions that a step's batch is computed in, to save memory.
+        gradient_clip_val: largest norm of the gradients; null does not clip.
+        log_every_n_steps: steps between logged metrics.
+        enable_progress_bar: show one.
+        deterministic: refuse operations that are not reproducible on an accelerator.
+        more: any other option of Lightning's Trainer, for training alone, for example {"max_time": "00:08:00:00"};
+            `--trainer.max_time 00:08:00:00` is short for that.
+    """
+
+    accelerator: str = "auto"
+    devices: int | str | list[int] = "auto"
+    num_nodes: int = 1
+    strategy: str = "auto"
+    precision: str = "auto"
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: float | None = 1.0
+    log_every_n_steps: int = 20
+    enable_progress_bar: bool = True
+    deterministic: bool = False
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raises ConfigError for an option in `more` that Lightning does not know, or that is set elsewhere."""
+        free = signature(pl.Trainer).parameters.keys() - {each.name for each in fields(self)} - _SET_BY_TRAINING
+        if unknown := sorted(self.more.keys() - free):
+            raise ConfigError(
+                f"trainer.{unknown[0]} is no option of Lightning's Trainer that can be given here; beside its own "
+                f"options trainer takes {', '.join(sorted(free))}"
+            )
+
+    def for_training(self, steps: int, **others: Any) -> pl.Trainer:
+        """A Trainer for so many steps of batches that are dealt to processes already."""
+        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "more"}
+        return pl.Trainer(
+            **{**own, "precision": self.chosen_precision(), **self.more},
+            max_steps=steps,
+            max_epochs=1,  # one run over the loader, which counts in steps
+            use_distributed_sampler=False,
+            enable_model_summary=False,
+            **others,
+        )
+
+    def chosen_precision(self) -> str:
+        """What auto stands for on this machine."""
+        if self.precision != "auto":
+            return self.precision
+        if self.accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available():
+            fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        else:  # Lightning would prefer mps where there is one, and that has no fast bfloat16 to rely on
+            on_cpu = self.accelerator == "cpu" or not torch.backends.mps.is_available()
+            fast = on_cpu and torch.cpu._is_avx512_bf16_supported()  # type: ignore[attr-defined]
+        return "bf16-mixed" if fast else "32-true"
+
+    def for_extraction(self) -> pl.Trainer:
+        """A Trainer for `extract`. No inference mode: its tensors could not be used in training afterwards."""
+        return pl.Trainer(
+            accelerator=self.accelerator,
+            devices=self.devices,
+            num_nodes=self.num_nodes,
+            strategy="ddp" if self.strategy.startswith("fsdp") else self.strategy,  # nothing is trained
+            enable_progress_bar=self.enable_progress_bar,
+            inference_mode=False,
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+        )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep libraries to the progress bars of the work itself: no tips, and no hints that do not apply here."""
+    transformers_logging.disable_progress_bar()
+    log = logging.getLogger("pytorch_lightning.utilities.rank_zero")
+    level = log.level
+    log.setLevel(logging.WARNING)
+    with warnings.catch_warnings():
+        for message in ("does not have many workers", "overridden `transfer_batch_to_device`", "LeafSpec"):
+            warnings.filterwarnings("ignore", message=f".*{message}.*")
+        try:
+            yield
+        finally:
+            log.setLevel(level)
+            transformers_logging.enable_progress_bar()
