@@ -36,7 +36,9 @@ from shape.drafters import (
 )
 from shape.drafters.compressed import compress, own_texts
 from shape.drafters.geodesic import PATHS
-from shape.drafters.recipes.drafter import CompileOptions, Pack, RecipeDrafter, compile_pack
+from shape.drafters.recipes.compile import CompileOptions, compile_pack
+from shape.drafters.recipes.drafter import RecipeDrafter
+from shape.drafters.recipes.pack import Pack
 from shape.evaluation.markdown import markdown, show
 from shape.evaluation.methods import Method
 from shape.evaluation.results import SpeedResults
@@ -107,12 +109,10 @@ def recipes(
         asked, file = folder / "prompts.jsonl", folder / "task.pack"
         asked.write_text("".join(json.dumps({"messages": prompt.opening}) + "\n" for prompt in training))
         if not file.exists():
-            compile_pack(
-                CompileOptions(
-                    target=setting.target, prompts=str(asked), output=str(file), dtype=setting.dtype,
-                    max_new_tokens=setting.max_new_tokens,
-                )
-            )  # fmt: skip
+            options = CompileOptions(
+                target=setting.target, prompts=str(asked), output=str(file), max_new_tokens=setting.max_new_tokens
+            )
+            compile_pack(options, target, ShapeDecoder(target, "suffix").generate)
         pack = Pack.load(file)
         methods: dict[str, Method] = {"recipes": RecipeDrafter(pack), "draft model": small}
         methods["recipes+suffix"] = HybridDrafter([RecipeDrafter(pack), SuffixDrafter()])

@@ -22,7 +22,8 @@ from safetensors.torch import load_file, save_file
 from eval.paper_tables import Found
 from shape.data.journal import AnswerJournal
 from shape.data.reading import load_conversations, load_prompts
-from shape.drafters.recipes.drafter import Pack, Recipe, read_misses
+from shape.drafters.recipes.compile import read_misses
+from shape.drafters.recipes.pack import Pack, Recipe
 from shape.errors import CheckpointError, ConfigError, DataError, FeatureStoreError, ShapeError
 from shape.evaluation import traced
 from shape.evaluation.journal import Journal

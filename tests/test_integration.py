@@ -528,7 +528,7 @@ def test_errors_reach_whoever_listens(decoder):
 def test_bad_streams_are_refused_at_once(decoder, tiny_model):
     """When the stream is asked for, not when it is first read."""
     ids = torch.tensor([[40, 50, 60], [40, 50, 60]])
-    with pytest.raises(UnsupportedGeneration, match="streaming follows one row, and 2 were asked for"):
+    with pytest.raises(UnsupportedGeneration, match="streaming follows one sequence, and 2 were asked for"):
         decoder.stream(ids)
     with pytest.raises(UnsupportedGeneration, match="num_beams=2"):
         decoder.astream("Hello", num_beams=2)
@@ -550,7 +550,7 @@ def test_streamers_reach_a_custom_generate(decoder):
     assert recorder.tokens == out[0].tolist() and recorder.ended == 1
     assert torch.equal(out, decoder.generate(ids, mask, max_new_tokens=20))
     recorder = Recorder()
-    with pytest.raises(UnsupportedGeneration, match="streaming follows one row"):
+    with pytest.raises(UnsupportedGeneration, match="streaming follows one sequence"):
         decode = decoder.as_custom_generate(streamer=recorder)
         model.generate(ids, num_return_sequences=2, do_sample=True, custom_generate=decode, **run)
     assert recorder.ended == 1

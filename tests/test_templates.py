@@ -51,7 +51,7 @@ def bot(text: str, thought: str = "", finished: bool = True) -> Message:
 def shown(tokenizer, conversation: Conversation) -> list[str]:
     """Every text to learn from, what is supervised in brackets."""
     texts = []
-    for part in unfolded([conversation], tokenizer)[0]:
+    for part in unfolded(conversation, tokenizer):
         encoded = encode(part, tokenizer, None)
         text, before = "", False
         for token, mark in zip(encoded.input_ids.tolist(), encoded.loss_mask.tolist(), strict=True):
@@ -159,7 +159,7 @@ def test_every_turn_is_learned_as_the_target_writes_it(shipped, family, messages
 def test_training_sees_the_prompts_that_decoding_sees(shipped, family, messages):
     tokenizer = speaking(shipped, family)
     found = []
-    for part in unfolded([Conversation("c", messages)], tokenizer)[0]:
+    for part in unfolded(Conversation("c", messages), tokenizer):
         encoded = encode(part, tokenizer, None)
         starts = (encoded.loss_mask & ~encoded.loss_mask.roll(1)).nonzero()[:, 0].tolist()
         found += [encoded.input_ids[:start].tolist() for start in starts]
@@ -215,7 +215,7 @@ def test_the_data_that_ship_have_the_ids_and_masks_that_they_always_had(shipped)
     """Of before token ids were kept; measured then."""
     digest = hashlib.sha256()
     for conversation in load_conversations(bundled.path("data", "answers.jsonl.gz"))[::8]:
-        (part,) = unfolded([conversation], shipped)[0]
+        (part,) = unfolded(conversation, shipped)
         encoded = encode(part, shipped, 1024)
         digest.update(encoded.input_ids.numpy().tobytes() + encoded.loss_mask.numpy().tobytes())
     assert digest.hexdigest()[:16] == "2e4b411ca52fa789"

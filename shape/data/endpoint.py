@@ -135,5 +135,5 @@ def _openai_message(message: Message) -> dict[str, Any]:
         {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
         for call in message.more.get("tool_calls", [])
     ]
-    plain = {"role": message.role, "content": message.content, **message.more}
-    return {**plain, "tool_calls": calls} if calls else plain
+    fields = {"role": message.role, "content": message.content, **message.more}
+    return fields | {"tool_calls": calls} if calls else fields

@@ -1,26 +1,27 @@
 """Reading conversations and prompts from files, folders and the hub.
 
-Data sets of the hub are read by `datasets`. Files are read here: its readers know no line numbers for messages, give
+The hub and parquet files are read by `datasets`. JSON and text are read here: its readers report no line numbers, give
 every row the columns of all, and know neither JSON lines under the name .json nor texts between blank lines.
 """
 
 import gzip
-import io
 import json
 import re
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from shape.data.conversations import Conversation, Prompt
 from shape.data.rows import parse_prompt, parse_row
 from shape.errors import DataError
+from shape.target.loading import first_line
 
 Source = str | Path
-SUFFIXES = (".jsonl", ".json", ".txt")
+SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[^:]+){0,2}")
 
 
@@ -41,8 +42,8 @@ def load_conversations(
     which suffice alone; chats may hold `tools` and `chat_template_kwargs`.
 
     Args:
-        source: a .jsonl, .json (list) or .txt file (blank lines separate texts), any of them gzipped, a folder of
-            these, a dataset on the hub (`name`, `name:split` or `name:config:split`), or a list of sources.
+        source: a .jsonl, .json (list) or .txt file (blank lines separate texts), any of them gzipped, a .parquet file,
+            a folder of these, a dataset on the hub (`name`, `name:split` or `name:config:split`), or a list of sources.
         skip_bad_rows: count malformed rows, warn once and continue, instead of raising at the first.
         limit: at most this many conversations.
         exclude_ids: leave out ids that begin with one of these.
@@ -134,30 +135,32 @@ def _rows(source: Source) -> Iterator[tuple[str, str, object]]:
 
 def _file_rows(path: Path) -> Iterator[tuple[str, str, object]]:
     suffix = _suffix(path)
-    if suffix not in SUFFIXES:
+    if suffix not in SUFFIXES or path.name.endswith(".parquet.gz"):
         raise DataError(f"{path} is of an unknown type; expected {', '.join(SUFFIXES)} or one of these with .gz")
     stem = path.name.split(".")[0]
     count = 0
     try:
-        with _open(path) as file:
-            for count, (where, row) in enumerate(_READERS[suffix](path, file), 1):
-                yield where, f"{stem}-{count - 1}", row
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
+        for count, (where, row) in enumerate(_READERS[suffix](path), 1):
+            yield where, f"{stem}-{count - 1}", row
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
     if not count:
         raise DataError(f"{path} is empty; it has no row to read")
 
 
-def _open(path: Path) -> TextIO:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8-sig")
-    return open(path, encoding="utf-8-sig")
+def _lines(path: Path) -> Iterator[str]:
+    with (
+        gzip.open(path, "rt", encoding="utf-8-sig")
+        if path.suffix == ".gz"
+        else open(path, encoding="utf-8-sig") as file
+    ):
+        yield from file
 
 
-def _json_lines(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, object]]:
-    for number, line in enumerate(lines, 1):
+def _json_lines(path: Path) -> Iterator[tuple[str, object]]:
+    for number, line in enumerate(_lines(path), 1):
         if line.strip():
             try:
                 yield f"{path}:{number}", json.loads(line)
@@ -165,15 +168,15 @@ def _json_lines(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, object]
                 yield f"{path}:{number}", DataError(_no_json(error))
 
 
-def _json_list(path: Path, file: TextIO) -> Iterator[tuple[str, object]]:
-    text = file.read()
+def _json_list(path: Path) -> Iterator[tuple[str, object]]:
+    text = "".join(_lines(path))
     if not text.strip():
         return
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         if getattr(error, "msg", None) == "Extra data":  # several documents: JSON lines under the wrong name
-            yield from _json_lines(path, io.StringIO(text))
+            yield from _json_lines(path)
             return
         raise DataError(f"{path}:{getattr(error, 'lineno', 1)}: {_no_json(error)}") from None
     rows = data if isinstance(data, list) else [data]
@@ -186,10 +189,10 @@ def _no_json(error: Exception) -> str:
     return f"not valid JSON ({error})"  # nested too deep, or a number of too many digits
 
 
-def _text_blocks(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, object]]:
+def _text_blocks(path: Path) -> Iterator[tuple[str, object]]:
     block: list[str] = []
     start = 1
-    for number, line in enumerate([*lines, ""], 1):
+    for number, line in enumerate(chain(_lines(path), [""]), 1):
         if line.strip():
             start = start if block else number
             block.append(line)
@@ -198,7 +201,20 @@ def _text_blocks(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, object
             block = []
 
 
-_READERS = {".jsonl": _json_lines, ".json": _json_list, ".txt": _text_blocks}
+def _parquet(path: Path) -> Iterator[tuple[str, object]]:
+    from datasets import load_dataset
+
+    try:
+        rows = iter(load_dataset("parquet", data_files=str(path), split="train", streaming=True))
+        for number, row in enumerate(rows, 1):
+            yield f"{path}: row {number}", {name: value for name, value in row.items() if value is not None}
+    except ValueError as error:  # pyarrow's errors
+        raise DataError(f"{path} cannot be read: {first_line(error)}") from None
+
+
+_READERS: dict[str, Callable[[Path], Iterator[tuple[str, object]]]] = {
+    ".jsonl": _json_lines, ".json": _json_list, ".txt": _text_blocks, ".parquet": _parquet
+}  # fmt: skip
 
 
 def _hub_rows(source: str) -> Iterator[tuple[str, str, object]]:

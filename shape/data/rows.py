@@ -10,25 +10,13 @@ from shape.data.conversations import Checks, Conversation, Prompt, Tokens
 from shape.errors import DataError
 from shape.target.chat import Message, Role
 
-ROLES: dict[str, Role] = {
-    "system": "system",
-    "developer": "system",
-    "human": "user",
-    "user": "user",
-    "prompter": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "function_call": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "function_response": "tool",
-    "observation": "tool",
-    "ipython": "tool",
+_SPEAKERS: dict[Role, str] = {
+    "system": "system developer",
+    "user": "human user prompter",
+    "assistant": "gpt assistant chatgpt model bing bard function_call",
+    "tool": "tool function function_response observation ipython",
 }
+ROLES: dict[str, Role] = {name: role for role, names in _SPEAKERS.items() for name in names.split()}
 FORMATS = (
     "conversations, messages, turns, instruction + output, prompt + completion, prompt, text, or input_ids + loss_mask"
 )
@@ -104,8 +92,8 @@ def _conversation(row: dict[str, Any], identity: str) -> Conversation | None:
         return Conversation(identity, tuple(Message("user", _text(turn, "turns")) for turn in turns))
     system = (Message("system", _text(row["system"], "system")),) if row.get("system") else ()
     if "instruction" in row and "output" in row:
-        parts = [_text(row["instruction"], "instruction"), _text(row.get("input") or "", "input")]
-        question = Message("user", "\n\n".join(part for part in parts if part))
+        parts = _text(row["instruction"], "instruction"), _text(row.get("input") or "", "input")
+        question = Message("user", "\n\n".join(filter(None, parts)))
         return Conversation(identity, (*system, question, Message("assistant", _text(row["output"], "output"))))
     finished = row.get("finished", True) is not False
     if "prompt" in row and "completion" in row:

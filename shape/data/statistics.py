@@ -48,8 +48,8 @@ class Text:
 def counted(conversations: Sequence[Conversation], tokenizer: Any, max_length: int, skip_bad_rows: bool) -> Text:
     """Estimated on a random sample, as many data sets are ordered."""
     drawn = Random(0).sample(range(len(conversations)), min(_SAMPLE, len(conversations)))
-    rows = list(chain.from_iterable(unfolded([conversations[number] for number in drawn], tokenizer)))
-    sample = [encode_row(row, tokenizer, max_length, skip_bad_rows) for row in rows]
+    parts = chain.from_iterable(unfolded(conversations[number], tokenizer) for number in drawn)
+    sample = [encode_row(part, tokenizer, max_length, skip_bad_rows) for part in parts]
     tokens = sum(len(each.loss_mask) for each in sample)
     answers = torch.cat([each.input_ids[each.loss_mask] for each in sample])
     starts = (each.loss_mask.int().diff(prepend=torch.zeros(1, dtype=torch.int32)) == 1 for each in sample)

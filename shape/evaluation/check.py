@@ -14,7 +14,9 @@ from shape import bundled
 from shape.data.conversations import Prompt, evenly
 from shape.data.reading import load_prompts
 from shape.drafters import Drafter, NgramDrafter, TrainedDrafter, TreeShape, make_drafter
-from shape.drafters.recipes.drafter import Pack, RecipeDrafter
+from shape.drafters.cost import Costs, break_even, expected_length, throughput
+from shape.drafters.recipes.drafter import RecipeDrafter
+from shape.drafters.recipes.pack import Pack
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import Estimate
@@ -25,14 +27,10 @@ from shape.evaluation.speed import measure
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.planning import (
     CANDIDATES,
-    Costs,
     acceptance,
-    break_even,
     calibrate,
-    expected_length,
     plan,
     sketch,
-    throughput,
 )
 from shape.networks.config import ShapeConfig
 from shape.networks.shape import ShapePredictor
@@ -204,12 +202,12 @@ def _chain(costs: Costs, rate: float) -> dict[str, float]:
         "acceptance": rate,
         "depth": depth,
         "acceptance_length": expected_length(rate, depth),
-        "speed_up": speed(depth) * costs.plain,
+        "speed_up": speed(depth) * costs.autoregressive,
     }
 
 
 def _break_even(costs: Costs, depth: int) -> float | None:
-    return break_even(depth, costs.draft[1], costs.of(depth + 1, 0, 1), costs.plain)
+    return break_even(depth, costs.draft[1], costs.of(depth + 1, 0, 1), costs.autoregressive)
 
 
 def name(shape: dict[str, Any] | None) -> str:

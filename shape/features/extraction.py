@@ -162,7 +162,7 @@ def rows_of(target: Target, conversations: Sequence[Conversation]) -> list[list[
                 f"conversation {conversation.id} holds token {largest}, and target {target.name} has "
                 f"{target.vocab_size} tokens; give token ids that were made for it"
             )
-    return unfolded(conversations, target.tokenizer)
+    return [unfolded(conversation, target.tokenizer) for conversation in conversations]
 
 
 def place(target: Target, device: torch.device) -> None:

@@ -110,7 +110,7 @@ class Manifest:
             found.append(f"layers ({self.layers} there, {other.layers} wanted)")
         if self.before is not None and (other.before is None or other.before > self.before):
             wanted = "all" if other.before is None else other.before
-            found.append(f"rows before each answer ({self.before} there, {wanted} wanted)")
+            found.append(f"states before each answer ({self.before} there, {wanted} wanted)")
         for name in ("dtype", "max_length"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from shape.data.backends import Answer, Request
 from shape.errors import ConfigError, DataError
@@ -65,22 +66,23 @@ class LocalBackend:
 
     def _decode(self, prompts: list[list[int]], sampled: bool, seeds: list[int]) -> list[list[int]]:
         target = self.decoder.target
-        longest = max(map(len, prompts))
-        padding = [longest - len(ids) for ids in prompts]
-        input_ids = torch.tensor([[0] * pad + ids for pad, ids in zip(padding, prompts, strict=True)])
-        mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding])
+        given = [torch.tensor(ids) for ids in prompts]
+        input_ids, mask = (
+            pad_sequence(each, batch_first=True, padding_side="left").to(target.device)
+            for each in (given, [torch.ones_like(ids) for ids in given])
+        )
         # top_k 0 and a penalty of 1: the target's own distribution, whatever its generation config prefers.
         sampling = {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
         sequences = self.decoder.generate(
-            input_ids.to(target.device),
-            attention_mask=mask.to(target.device),
+            input_ids,
+            attention_mask=mask,
             seed=seeds,
             max_new_tokens=self.max_new_tokens,
             repetition_penalty=1.0,
             **(sampling if sampled else {"do_sample": False}),
         )
         assert isinstance(sequences, torch.Tensor)
-        return sequences[:, longest:].tolist()
+        return sequences[:, input_ids.shape[1] :].tolist()
 
     def _answer(self, request: Request, prompt: list[int], ids: list[int]) -> Answer:
         ends = self.decoder.target.eos_token_ids

@@ -28,6 +28,7 @@ class EagerSteps(Steps):
         self._layers = (-1,) if batch.drafter is None else batch.drafter.layers
         self._switched = batch.target.switched(len(self._live[0].prompt))
         self._needs_updates = batch.drafter is not None and batch.drafter.needs_updates
+        self._last: tuple[list[list[int]], Tensor] | None = None  # tokens and counts of the last step
         self._hidden: Tensor | None = None  # of the prompts, until the drafter has them
         self._states: list[Tensor] = []  # of all committed tokens, where a memory will keep them
 
@@ -43,6 +44,7 @@ class EagerSteps(Steps):
             self.batch.drafter.start(self._committed, hidden)
 
     def step(self, live: list[SequenceState]) -> Outcome:
+        self._advance()
         self._drop_finished(live)
         self._recompute_behind_switch()
         batch, cache, committed, sampler = self.batch, self._cache, self._committed, self._sampler
@@ -69,14 +71,21 @@ class EagerSteps(Steps):
         self._update(tokens, states, accepted, max(counts))
         times = verifying - drafting, committing - verifying, perf_counter() - committing
         numbers, passes = [sequence.index for sequence in live], 0 if drafter is None else drafter.passes
-        committed.advance(tokens, accepted.counts)
+        self._last = tokens, accepted.counts
         verified = Verified(tree, logits, sampler, paths)
         return Outcome(Step(numbers, lengths, tree.size, passes, *times), tokens, proposed, drafted, drafts, verified)
 
     def __exit__(self, *raised: Any) -> None:
         if self._memory is not None and raised[0] is None:
+            self._advance()
             text, states = self._committed.texts[0][: self._cache.longest], torch.cat(self._states, dim=1)
             self._memory.keep(text, states, self._cache, self._switched)
+
+    def _advance(self) -> None:
+        """Add the last step's tokens to the text: not before, since a trace looks at the step as it was."""
+        if self._last is not None:
+            self._committed.advance(*self._last)
+            self._last = None
 
     def _drop_finished(self, live: list[SequenceState]) -> None:
         if len(live) == len(self._live):

@@ -11,7 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from shape.drafters import Drafter, make_drafter
 from shape.errors import UnsupportedGeneration
-from shape.generation.control import FIXED_BREAK_EVEN, Experience, Pace
+from shape.generation.control import FIXED_BREAK_EVEN, SpeculationControl, StepCosts
 from shape.generation.eager import EagerSteps
 from shape.generation.fixed import FixedSteps, StagedSteps, why_not
 from shape.generation.loop import Batch, decode
@@ -65,7 +65,7 @@ class Engine:
         self.gradientless = gradientless(self._networks)
         self.fall_back = fall_back
         self.graphs = (FixedSteps() if graphs else None) if isinstance(graphs, bool) else graphs
-        self._experience: dict[tuple[int, bool], Experience] = {}  # by batch size, and whether by fixed steps
+        self._step_costs: dict[tuple[int, bool], StepCosts] = {}  # by batch size, and whether by fixed steps
         self._made_target = not isinstance(target, Target)
         self._closed = False
 
@@ -134,13 +134,14 @@ class Engine:
             return [[index] for index in range(len(lengths))]
         return [list(range(len(lengths)))] if switch is None else switch.groups(lengths, request.max_new_tokens)
 
-    def _control(self, drafter: Drafter | None, steps: tuple[int, bool], reproducible: bool) -> Pace | None:
+    def _control(self, drafter: Drafter | None, steps: tuple[int, bool], reproducible: bool) -> SpeculationControl |
+    None:
         if drafter is None or self.fall_back is False:
             return None
         least = None if self.fall_back is True else float(self.fall_back)
         if reproducible:
-            return Pace(Experience(), FIXED_BREAK_EVEN if least is None else least)
-        return Pace(self._experience.setdefault(steps, Experience()), least)
+            return SpeculationControl(StepCosts(), FIXED_BREAK_EVEN if least is None else least)
+        return SpeculationControl(self._step_costs.setdefault(steps, StepCosts()), least)
 
 
 def finish(pieces: Pieces, input_ids: Tensor, streamer: BaseStreamer | None) -> ShapeOutput:

@@ -11,7 +11,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from shape import bundled
 from shape.drafters import PREDICTORS, Drafter, ModelDrafter, TrainedDrafter, TreeShape, make_drafter
 from shape.drafters.lengths import DraftLength
-from shape.drafters.recipes.drafter import Pack, RecipeDrafter
+from shape.drafters.recipes.drafter import RecipeDrafter
+from shape.drafters.recipes.pack import Pack
 from shape.errors import CheckpointError, ConfigError, TargetMismatch
 from shape.files import reading, typed
 from shape.networks.base import Predictor

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from shape.drafters.base import Drafter
-from shape.generation.control import Pace
+from shape.generation.control import SpeculationControl
 from shape.generation.rules import Rule
 from shape.generation.sequence import SequenceState
 from shape.generation.stats import DecodeStats, Step
@@ -43,7 +43,7 @@ class Batch:
     sampler: Sampler
     rule: Rule
     stats: DecodeStats
-    control: Pace | None = None
+    control: SpeculationControl | None = None
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Examples(NamedTuple):
 def examples(texts: Texts, window: int, steps: int, hidden_size: int) -> Examples:
     """Cut examples out of texts; the windows are cut by the function that decoding uses.
 
-    A root that is not eligible (`shape.features.store.eligible`) gives an example whose mask is False throughout.
+    A root that is not eligible (`shape.features.positions.eligible`) gives an example whose mask is False throughout.
 
     Args:
         texts: the last `hidden_size` columns of their features are h.

@@ -232,7 +232,7 @@ def test_training_reads_no_more_than_is_kept(whole, tiny_target, tmp_path):
     for window, reads in ((4, "a window of 4"), (None, "whole texts")):
         with pytest.raises(ConfigError, match=reads):
             data_of(store, tiny_target, window=window)
-    with pytest.raises(FeatureStoreError, match=r"rows before each answer \(3 there, all wanted\)"):
+    with pytest.raises(FeatureStoreError, match=r"states before each answer \(3 there, all wanted\)"):
         run(tiny_target, tmp_path)
     assert len(run(tiny_target, tmp_path, before=2)) == len(store)
     with pytest.raises(ConfigError, match="before is 0"):

@@ -746,7 +746,7 @@ def test_streaming_gives_every_token_once(tiny_model):
     recorder = Recorder()
     out = decoder.generate(**batch, max_new_tokens=12, streamer=recorder)
     assert recorder.ended and [token for piece in recorder.pieces for token in piece] == out[0].tolist()
-    with pytest.raises(UnsupportedGeneration, match="streaming follows one row"):
+    with pytest.raises(UnsupportedGeneration, match="streaming follows one sequence"):
         decoder.generate(**prompts(), streamer=recorder)
 
 
@@ -904,7 +904,7 @@ def test_warming_up_leaves_nothing_behind(tiny_model, options):
     decoder = ShapeDecoder(model, drafter)
     torch.manual_seed(5)
     decoder.warm_up(**options)
-    assert not decoder._experience
+    assert not decoder._step_costs
     assert torch.equal(decoder.generate(**batch, max_new_tokens=8, **options), expected)
 
 
