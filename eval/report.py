@@ -24,9 +24,10 @@ from pathlib import Path
 from jsonargparse import auto_cli
 
 from shape import bundled
-from shape.cli.report import report
 from shape.data.reading import load_prompts
 from shape.errors import ConfigError, exit_on_error
+from shape.evaluation.report.page import write, write_images
+from shape.evaluation.report.sources import find
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 METHODS = ("transformers", "autoregressive", "ngram", "suffix", "lookahead", "shape", "suffix+shape")
@@ -171,8 +172,10 @@ def make(options: Options) -> None:
     if trained.exists():  # without the trainings, which are no results
         (output / "results" / "ablation").mkdir(exist_ok=True)
         shutil.copy(trained, output / "results" / "ablation")
-    images = str(output / "images") if options.images else None
-    report(str(output / "results"), str(output / "report.html"), images)
+    found = find(output / "results")
+    print(f"written: {write(found, output / 'report.html', progress=True)[0]}")
+    if options.images:
+        write_images(found, output / "images", progress=True)
 
 
 def _require_same(options: Options, file: Path) -> None:

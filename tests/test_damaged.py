@@ -25,9 +25,9 @@ from shape.data.reading import load_conversations, load_prompts
 from shape.drafters.recipes.compile import read_misses
 from shape.drafters.recipes.pack import Pack, Recipe
 from shape.errors import CheckpointError, ConfigError, DataError, FeatureStoreError, ShapeError
-from shape.evaluation import traced
 from shape.evaluation.journal import Journal
-from shape.evaluation.report import find
+from shape.evaluation.report import traced
+from shape.evaluation.report.sources import find
 from shape.features.store import FeatureStore
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.loading import load_predictor

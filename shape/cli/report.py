@@ -1,11 +1,11 @@
-"""`shape report`: one HTML page of whatever was measured, without network or other files.
+"""`shape report`: one HTML page of whatever was measured, which needs no network.
 
     shape report eval/results --output report.html
     shape report RESULTS --output report.html --images figures   # PNG and SVG as well, for papers
 
-Looks below RESULTS for results of `shape.bench`, `shape.efficiency`, `eval.ablate` and
-`eval.analyze`, reports of `shape.check --output` and traces of `shape.generate --trace`, and shows what is
-there. Where a section has no data, the page ends with the command that makes it.
+Looks below RESULTS for results of `shape.bench`, `shape.efficiency`, `eval.ablate` and `eval.analyze`, reports of
+`shape.check --output` and traces of `shape.generate --trace`. The page begins with tokens per second by method and one
+table of all measurements; details fold out, and each trace has a page of its own beside it.
 """
 
 from collections.abc import Sequence
@@ -26,15 +26,15 @@ def parser() -> CommandParser:
 def report(results: str, output: str = "report.html", images: str | None = None) -> None:
     """Write the page, and the drawings where they are asked for."""
     with exit_on_error():
-        from shape.evaluation.report import find, page, write_images
-        from shape.evaluation.sections import sections
+        from shape.evaluation.report.page import write, write_images
+        from shape.evaluation.report.sources import find
 
-        found, file = find(Path(results)), Path(output)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(page(found, progress=True), encoding="utf-8")
-        print(f"{len(found.all)} files of results in {file} ({file.stat().st_size / 1e6:.1f} MB)")
+        found = find(Path(results))
+        page, *traces = write(found, Path(output), progress=True)
+        beside = f" and {len(traces)} pages of traces beside it" if traces else ""
+        print(f"{len(found)} files of results in {page} ({page.stat().st_size / 1e6:.1f} MB){beside}")
         if images is not None:
-            write_images(sections(found), Path(images), progress=True)
+            write_images(found, Path(images), progress=True)
             print(f"the drawings as PNG and SVG in {images}")
 
 

@@ -16,7 +16,7 @@ from shape.errors import ConfigError
 from shape.networks.config import ShapeConfig
 from shape.networks.shape import ShapePredictor
 
-SECTIONS = ("summary", "speed", "text", "rejection", "sources", "batches", "analysis", "check")
+SECTIONS = ("rate", "all", "trace", "speed", "efficiency", "check", "analysis")
 
 
 @pytest.fixture(name="program", scope="module")
@@ -67,7 +67,7 @@ def test_everything_is_measured_once_and_shown(program, options, launched, tmp_p
     assert launched == everything
     written = tmp_path / "report" / "report.html"
     first = written.read_text()
-    assert all(f'<h2 id="{name}">' in first for name in SECTIONS) and '<h2 id="ablations">' not in first
+    assert all(f'<h2 id="{name}">' in first for name in SECTIONS) and '<h2 id="ablation">' not in first
     assert "python -m eval.ablate" in first  # what is missing is said
     (tmp_path / "report" / "results" / "bench-t1" / "results.json").unlink()
     launched.clear()
@@ -129,7 +129,7 @@ def test_with_an_ablation_in_processes_of_their_own(program, options, tiny_targe
     options.variants, options.images = ["default"], True
     program.make(options)
     output = Path(options.output)
-    assert '<h2 id="ablations">' in (output / "report.html").read_text()
+    assert '<h2 id="ablation">' in (output / "report.html").read_text()
     assert (output / "results" / "ablation" / "ablation.json").exists()
     images = [path.name for path in (output / "images").iterdir()]
     assert sum(name.endswith(".svg") for name in images) == sum(name.endswith(".png") for name in images) > 30

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from shape.evaluation import plots
+from shape.evaluation.report import plots
 
 HOSTILE = '<script>alert("1")</script> & $x_{0}$ "#0072b2" id="a"'
 TRIPLES = {"shape": (2.5, 2.1, 2.9), HOSTILE: (1.2, None, None)}
@@ -19,8 +19,6 @@ DRAWINGS = {
     "curves": lambda: plots.curves({"a": [(1, 0.5), (2, 0.2)], HOSTILE: [(1, 0.1)]}, "depth", "share", share=True),
     "curves of powers": lambda: plots.curves({"a": [(1, 5.0), (8, 9.0)]}, "rows", "ms", log=True, at=1.0),
     "stacks": lambda: plots.stacks({"a": {"x": 3.0, "y": 1.0, "z": 2.0}, HOSTILE: {"y": 2.0}}, "ms"),
-    "strips": lambda: plots.strips({"a": [1.0, 2.0, 4.0], HOSTILE: [3.0]}, "acceptance length"),
-    "spans": lambda: plots.spans({"a": (1.0, 2.0), HOSTILE: (3.0, 3.0)}, "ms", ("median", "95 %")),
     "lengths": lambda: plots.lengths([(4, 2), (3, 0), (0, 0)]),
     "timeline": lambda: plots.timeline({"draft": [1.0, 2.0], "verify": [3.0, 3.0]}, "ms"),
     "waterfall": lambda: plots.waterfall([(5, [(5, 5), (7, 6)], [6, 8]), (7, [(7, 7)], [])]),
@@ -54,6 +52,12 @@ def test_an_inline_drawing_is_safe_in_a_page(name):
     tags = " ".join(re.findall(r"<[^>]*>", drawn))
     assert not re.findall(r"#[0-9a-f]{6}\b", tags)  # every colour is the page's
     assert set(re.findall(r"var\(--([\w-]+)\)", tags)) <= set(plots.COLOURS) and 'fill="var' not in tags
+    classes: dict[str, str] = {}
+    shorter = plots.inline(DRAWINGS[name](), "f7", "speed by method", classes)
+    assert " style=" not in shorter.replace("<style", "") and len(shorter) < len(drawn)
+    for style, its in classes.items():
+        shorter = shorter.replace(f' class="{its}"', f' style="{style}"')
+    assert shorter == drawn
     if any("script" in text for text in texts(DRAWINGS[name]())):
         assert "&lt;script" in drawn and "<script" not in drawn
 
@@ -64,8 +68,6 @@ def test_figures_are_what_was_given():
     assert axes.lines[0].get_xydata().tolist() == [[1, 0.5], [2, 0.2]]
     (axes,) = plots.stacks({"a": {"x": 3.0, "y": 1.0}, "b": {"y": 2.0}}, "ms").axes
     assert [round(bar.get_width(), 6) for bar in axes.patches if hasattr(bar, "get_width")] == [3, 0, 1, 2]
-    (axes,) = plots.strips({"a": [1.0, 2.0, 4.0]}, "x").axes
-    assert [list(line.get_xdata()) for line in axes.lines] == [[1.0, 2.0, 4.0], [2.0, 2.0]]
     (axes,) = plots.waterfall([(5, [(5, 5), (7, 6)], [6, 8]), (7, [(7, 7)], [])]).axes
     bars = {(bar.get_y() + 0.4, bar.get_x(), bar.get_width()) for bar in axes.patches}
     # Kept in 5 and 6; 7 was moved away and 8 rejected, so both are rolled back, while 6 was written over.

@@ -12,7 +12,7 @@ from browser import find as find_browser
 from browser import opened
 from helpers import ROOT, predictor
 
-from shape.cli.report import report
+from shape.cli.report import main
 from shape.cli.terminal import about
 from shape.data.conversations import Prompt
 from shape.drafters import HybridDrafter, NgramDrafter, SuffixDrafter, TrainedDrafter, TreeShape
@@ -21,8 +21,8 @@ from shape.evaluation.check import check
 from shape.evaluation.efficiency import run as measure_efficiency
 from shape.evaluation.methods import Ruled
 from shape.evaluation.options import CheckOptions, EfficiencyOptions
-from shape.evaluation.report import find, page
-from shape.evaluation.sections import sections
+from shape.evaluation.report.page import bars, pages, plots_of
+from shape.evaluation.report.sources import find
 from shape.evaluation.speed import measure_in
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.options import GenerateOptions
@@ -31,10 +31,7 @@ from shape.target.chat import Message
 
 RESULTS = ROOT / "eval" / "results"
 HOSTILE = "</span><script>alert('1')</script>\"&amp;"
-EVERYTHING = {
-    "summary", "speed", "lengths", "depths", "latency", "tail", "text", "drafts", "cache", "rejection", "odds",
-    "entropy", "sources", "batches", "ablations", "analysis", "check",
-}  # fmt: skip
+KINDS = {"speed", "efficiency", "check", "ablation", "analysis"}
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +87,18 @@ def traced(target, drafter, rule: str, path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def document(results) -> str:
-    return page(find(results))
+def documents(results) -> dict[str, str]:
+    return pages(find(results))
+
+
+@pytest.fixture(scope="module")
+def document(documents) -> str:
+    return documents["report.html"]
+
+
+@pytest.fixture(scope="module")
+def trace(documents) -> str:
+    return documents["report-trace-traces-match-jsonl.html"]
 
 
 class Outline(HTMLParser):
@@ -127,50 +134,60 @@ class Outline(HTMLParser):
         return [attributes for name, attributes in self.elements if name == tag]
 
 
-def test_the_page_is_whole(results, document):
+def test_the_page_begins_with_one_chart_and_one_table(results, document):
     outline = Outline(document)
-    headings = {attributes.get("id") for attributes in outline.of("h2")}
-    assert headings == EVERYTHING  # so nothing is missing
-    ids = [attributes["id"] for _, attributes in outline.elements if attributes.get("id")]
-    assert len(set(ids)) == len(ids)
-    for _, attributes in outline.elements:
-        for name in ("href", "xlink:href", "aria-labelledby"):
-            if (value := attributes.get(name)) and value != "data:,":
-                assert value.removeprefix("#") in ids
-        assert not {"src", "srcset", "action", "onclick", "onerror"} & attributes.keys()
-    drawings = outline.of("svg")
-    assert len(drawings) == len(outline.of("figure")) > 20
-    assert all(one["role"] == "img" and len(one["aria-label"]) > 20 for one in drawings)
-    assert len(outline.of("table")) == len(outline.of("figure"))
-    addresses = set(re.findall(r"https?://[^\s\"'<)]+", document))
-    assert addresses <= {"http://www.w3.org/1999/xlink"}  # a name, not a place
-    assert "@import" not in document and len(document) < 3e6
+    headings = [attributes.get("id") for attributes in outline.of("h2")]
+    assert headings[:2] == ["rate", "all"] and {*headings} == {"rate", "all", "trace", *KINDS}
+    measured = next(one for one in find(results) if one.kind == "speed").data
+    drawn = bars(measured)
+    assert [bar.method for bar in drawn if bar.is_baseline] == [
+        measured.marked(name)
+        for name in sorted(("transformers", "autoregressive"), key=lambda one: -measured.summary[one].tokens_per_second)
+    ]
+    assert drawn[0].share == 1 and [bar.share for bar in drawn] == sorted((bar.share for bar in drawn), reverse=True)
+    before, _, after = document.partition('class="sortable"')
+    table = Outline(f"<table {after.partition('</table>')[0]}</table>")
+    assert "<svg" not in before and "<details" not in before and len(table.of("tr")) == 1 + len(measured.methods)
+    rates = [one["data-value"] for one in table.of("td") if "data-value" in one][::4]
+    assert float(rates[0]) == pytest.approx(measured.summary["transformers"].tokens_per_second, rel=1e-4)
+    assert len(outline.of("details")) > 20 and not any("open" in one for one in outline.of("details"))
 
 
-def test_every_figure_says_what_it_is_of(results, document):
-    for source in find(results).all:
+def test_pages_are_whole(documents):
+    assert len(documents) == 4
+    for name, document in documents.items():
+        outline = Outline(document)
+        ids = [attributes["id"] for _, attributes in outline.elements if attributes.get("id")]
+        assert len(set(ids)) == len(ids)
+        for _, attributes in outline.elements:
+            for attribute in ("href", "xlink:href", "aria-labelledby"):
+                if (value := attributes.get(attribute)) and value != "data:,":
+                    assert value in documents or value.removeprefix("#") in ids, (name, value)
+            assert not {"src", "srcset", "action", "onclick", "onerror"} & attributes.keys()
+        drawings = outline.of("svg")
+        assert len(drawings) > 5 and all(one["role"] == "img" and len(one["aria-label"]) > 20 for one in drawings)
+        assert len(outline.of("figure")) >= len(drawings)
+        addresses = set(re.findall(r"https?://[^\s\"'<)]+", document))
+        assert addresses <= {"http://www.w3.org/1999/xlink"}  # a name, not a place
+        assert "@import" not in document and len(document) < 1e6
+
+
+def test_every_figure_says_what_it_is_of(results, documents):
+    everything = "".join(documents.values())
+    for source in find(results):
         assert source.about and source.environment is not None
-        assert source.environment.versions["torch"] in document and source.name in document
-    outline = " ".join(Outline(document).text)
+        assert source.environment.versions["torch"] in everything and source.name in everything
+    outline = " ".join(Outline(documents["report.html"]).text)
     assert "oracle (simulated)" in outline and "projected for 8B (not measured)" in outline
     assert "Lossy, not the target's own distribution: shape@typical-lossy" in outline
 
 
-def test_the_summary_is_of_the_fastest_lossless_method(results):
-    found = find(results)
-    (headline,) = next(section for section in sections(found) if section.key == "summary").content
-    summary = found.speed[0].data.summary
-    lossless = ("shape", "suffix+shape", HOSTILE)
-    assert headline.method == max(lossless, key=lambda name: summary[name].speed_up.value)
-    assert headline.speed_up == f"{summary[headline.method].speed_up.value:.2f}x"
-    assert headline.identical == "2 / 2 as autoregressive decoding"
-
-
-def test_hostile_texts_stay_texts(document):
-    outline = Outline(document)
-    assert len(outline.of("script")) == 1 and "alert(" not in document.split("<script>")[1]
-    assert HOSTILE in "".join(outline.text)
-    assert sum(one.get("class", "").startswith("t ") for one in outline.of("span")) > 60
+def test_hostile_texts_stay_texts(document, trace):
+    for page in (document, trace):
+        outline = Outline(page)
+        assert len(outline.of("script")) == 1 and "alert(" not in page.split("<script>")[1]
+    assert HOSTILE in "".join(Outline(document).text)
+    assert sum(one.get("class", "").startswith("t ") for one in Outline(trace).of("span")) > 10
 
 
 def test_what_a_token_says(results, tmp_path):
@@ -181,7 +198,7 @@ def test_what_a_token_says(results, tmp_path):
         if record["type"] == "token":
             record["text"] = HOSTILE + "\n"
     (tmp_path / "edited.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    outline = Outline(page(find(tmp_path)))
+    outline = Outline(pages(find(tmp_path))["report-trace-edited-jsonl.html"])
     emitted = [record for record in records if record["type"] == "token" and record["emitted"]]
     spans = [one for one in outline.of("span") if one.get("role") == "option"]
     assert [one["class"].split()[1] for one in spans] == [record["event"] for record in emitted]
@@ -219,35 +236,41 @@ def test_the_same_results_give_the_same_page(tmp_path):
         "p": 0.5,
     }
     trace.write_text(json.dumps(step) + "\n" + json.dumps(token) + "\n")
-    first = page(find(tmp_path))
-    assert page(find(tmp_path)) == first and "⟨7⟩" in first and "Environment not recorded" in first
+    first = pages(find(tmp_path))
+    text = first["report-trace-old-jsonl.html"]
+    assert pages(find(tmp_path)) == first and "⟨7⟩" in text and "Environment not recorded" in text
 
 
-def test_sections_without_data_are_named_with_their_commands():
-    shown = {section.key: section for section in sections(find(RESULTS / "efficiency"))}
-    assert {key for key, section in shown.items() if section.content} == {"latency", "tail"}
-    missing = [section for section in shown.values() if not section.content]
-    assert len(missing) == len(EVERYTHING) - 2
-    assert all(
-        section.command.startswith(("python -m shape.", "python -m eval.")) and "RESULTS" in section.command
-        for section in missing
-    )
+def test_what_is_missing_is_named_with_its_command():
+    text = pages(find(RESULTS / "efficiency"))["report.html"]
+    assert re.findall(r"<li>[^:]*: <code>(\S+ \S+)", text) == [
+        "shape bench", "shape check", "python -m", "python -m", "shape generate"
+    ]  # fmt: skip
+    assert '<h2 id="rate"' not in text and '<h2 id="efficiency"' in text
 
 
 def test_committed_results_of_before_are_shown():
-    found = find(RESULTS / "shipped")
-    shown = {section.key for section in sections(found) if section.content}
-    assert {"summary", "speed", "lengths", "latency"} <= shown
+    for source in find(RESULTS / "shipped"):
+        titles = [plot.title for plot in plots_of(source)]
+        assert titles[0] == "Speed-up by method" and "Where the time goes" in titles
 
 
-def test_the_command_writes_page_and_images(results, tmp_path, capsys):
+@pytest.mark.slow  # draws 180 figures
+def test_everything_committed_fits_into_one_small_page():
+    assert len(pages(find(RESULTS))["report.html"].encode()) < 2e6
+
+
+def test_the_command_writes_pages_and_images(results, tmp_path, capsys):
     few = tmp_path / "few"
     shutil.copytree(results / "analysis", few / "analysis")
-    report(str(few), str(tmp_path / "out" / "report.html"), str(tmp_path / "images"))
-    assert "1 files of results" in capsys.readouterr().out
-    Outline((tmp_path / "out" / "report.html").read_text())
-    names = sorted(path.name for path in (tmp_path / "images").iterdir())
-    drawn = sum(len(section.content) for section in sections(find(few)))
+    shutil.copy(results / "traces" / "match.jsonl", few)
+    output, images = tmp_path / "out" / "mine.html", tmp_path / "images"
+    main([str(few), f"--output={output}", f"--images={images}"])
+    assert "2 files of results" in capsys.readouterr().out
+    assert {path.name for path in output.parent.iterdir()} == {"mine.html", "mine-trace-match-jsonl.html"}
+    assert 'href="mine-trace-match-jsonl.html"' in output.read_text()
+    names = sorted(path.name for path in images.iterdir())
+    drawn = sum(plot.draw is not None for source in find(few) for plot in plots_of(source))
     assert len(names) == 2 * drawn and "analysis-analysis-shipped-analysis-acceptance-and-its-limits.svg" in names
 
 
@@ -267,7 +290,7 @@ def test_what_cannot_be_shown_is_one_sentence(name, text, sentence, tmp_path, ca
     with pytest.raises(DataError, match=sentence):
         find(tmp_path)
     with pytest.raises(SystemExit) as stopped:
-        report(str(tmp_path), str(tmp_path / "report.html"))
+        main([str(tmp_path), "--output", str(tmp_path / "report.html")])
     assert stopped.value.code == 2 and not (tmp_path / "report.html").exists()
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
     with pytest.raises(DataError, match="is no folder"):
@@ -275,17 +298,18 @@ def test_what_cannot_be_shown_is_one_sentence(name, text, sentence, tmp_path, ca
 
 
 @pytest.mark.skipif(find_browser() is None, reason="no Chromium on PATH to open the page in")
-def test_in_a_browser(document, tmp_path):
-    """No request, no complaint, no sideways scrolling on a phone, both themes, and tokens that can be asked."""
-    file = tmp_path / "report.html"
-    file.write_text(document)
+def test_in_a_browser(documents, tmp_path):
+    """No request, no complaint, no sideways scrolling on a phone, both themes; tables that sort, tokens that tell."""
+    for name, text in documents.items():
+        (tmp_path / name).write_text(text)
+    page, trace = tmp_path / "report.html", tmp_path / "report-trace-traces-match-jsonl.html"
     with opened(find_browser(), tmp_path / "profile") as tab:
         papers = set()
-        for width, dark in ((390, False), (390, True), (1280, False)):
+        for file, width, dark in ((page, 390, False), (page, 1280, True), (trace, 390, True), (trace, 1280, False)):
             tab.open(file, width, dark=dark)
+            tab.value("document.querySelectorAll('details').forEach(one => one.open = true)")
             assert tab.requests == [file.resolve().as_uri()] and tab.complaints == []
             assert tab.value("document.documentElement.scrollWidth") <= width
-            assert set(tab.value("[...document.querySelectorAll('h2')].map(one => one.id)")) == EVERYTHING
             papers.add(tab.value("getComputedStyle(document.querySelector('.card')).backgroundColor"))
             letters = "[...document.querySelectorAll('svg text')].map(one => one.getBoundingClientRect().height)"
             assert tab.value(f"Math.min(...{letters})") > 9
@@ -295,3 +319,10 @@ def test_in_a_browser(document, tmp_path):
         assert "prefill" in tab.value(told)
         tab.call("Input.dispatchKeyEvent", type="keyDown", key="ArrowRight")
         assert "step 1" in tab.value(told) and tab.value("document.activeElement.tabIndex") == 0
+        tab.open(page, 1280)
+        column = "[...document.querySelectorAll('.sortable tbody tr')].map(one => Number(one.cells[1].dataset.value))"
+        tab.value("document.querySelectorAll('.sortable button')[1].click()")
+        assert tab.value(column) == sorted(tab.value(column), reverse=True)
+        tab.value("document.querySelectorAll('.sortable button')[1].click()")
+        assert tab.value(column) == sorted(tab.value(column))
+        assert tab.value("document.querySelectorAll('[aria-sort=ascending]').length") == 1

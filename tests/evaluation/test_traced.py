@@ -7,7 +7,7 @@ from helpers import predictor, prompts
 
 from shape.drafters import HybridDrafter, NgramDrafter, SuffixDrafter, TrainedDrafter, TreeShape
 from shape.errors import DataError
-from shape.evaluation.traced import Traced, read
+from shape.evaluation.report.traced import Traced, read
 from shape.generation.decoder import ShapeDecoder
 
 TREE = TreeShape(depth=4, width=2, nodes=7)

@@ -228,55 +228,18 @@ def stacks(rows: Mapping[str, Mapping[str, float]], x: str, spec: str = ".2g") -
     return figure
 
 
-@_drawing
-def strips(rows: Mapping[str, Sequence[float]], x: str) -> Figure:
-    """Every value as a dot, and the median of each row as a bar."""
-    figure, axes, places = _listed(rows)
-    for place, values in zip(places, rows.values(), strict=True):
-        shifts = 0.5 * _LINE * np.sin(2.4 * np.arange(len(values)))  # spreads neighbours alike every time
-        axes.plot(values, place + shifts, "o", color=_SERIES[0], markersize=3, alpha=0.55, markeredgewidth=0)
-        middle = float(np.median(values))
-        axes.plot([middle] * 2, [place - 0.8 * _LINE, place + 0.8 * _LINE], color=_INK, linewidth=2)
-        axes.annotate(f"{middle:.2f}", (max(values), place), (6, 0), textcoords="offset points", va="center")
-    axes.margins(x=0.14)
-    axes.set(xlabel=x)
-    return figure
-
-
-@_drawing
-def spans(rows: Mapping[str, tuple[float, float]], x: str, ends: tuple[str, str]) -> Figure:
-    """Two figures per row, joined by a line.
-
-    Args:
-        ends: what the first and the second of each are.
-    """
-    figure, axes, places = _listed(rows)
-    for place, (low, high) in zip(places, rows.values(), strict=True):
-        axes.plot([low, high], [place, place], color=_SERIES[5], linewidth=1.5, zorder=1)
-        axes.plot(low, place, _MARKERS[0], color=_SERIES[0])
-        axes.plot(high, place, _MARKERS[1], color=_SERIES[1])
-        axes.annotate(f"{low:.1f} – {high:.1f}", (high, place), (7, 0), textcoords="offset points", va="center")
-    for number, name in enumerate(ends):
-        axes.plot([], [], _MARKERS[number], color=_SERIES[number], label=name)
-    axes.set_xlim(left=0)
-    axes.margins(x=0.25)
-    axes.set(xlabel=x)
-    _legend(figure)
-    return figure
-
-
 # ------------------------------------------------------------------------------------------- for one trace
 
 
 @_drawing
 def lengths(steps: Sequence[tuple[int, int]]) -> Figure:
-    """Per step how deep the draft went (the outline), and how many of its tokens stood (filled)."""
+    """Per step how deep the draft went (the outline), and how many of its tokens were accepted (filled)."""
     figure = Figure((_WIDTH, 2.7), layout="constrained")
     axes = figure.add_subplot()
     across = np.arange(1, len(steps) + 1)
-    drafted, stood = (np.array([step[at] for step in steps]) for at in (0, 1))
-    axes.bar(across, stood, 0.8, color=_PALE[EVENTS["accepted"]], edgecolor=EVENTS["accepted"], hatch="////",
-             linewidth=0, label="stood")  # fmt: skip
+    drafted, accepted = (np.array([step[at] for step in steps]) for at in (0, 1))
+    axes.bar(across, accepted, 0.8, color=_PALE[EVENTS["accepted"]], edgecolor=EVENTS["accepted"], hatch="////",
+             linewidth=0, label="accepted")  # fmt: skip
     axes.step(np.append(across, len(steps) + 1) - 0.5, np.append(drafted, drafted[-1:]), where="post", color=_INK,
               linewidth=1.2, label="drafted")  # fmt: skip
     _counted(axes, "step", "tokens deep")
@@ -405,25 +368,25 @@ def odds(drafts: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
 
 @_drawing
 def by_entropy(questions: Mapping[str, Sequence[tuple[float, bool]]]) -> Figure:
-    """How often a draft stood by the entropy of a distribution: every case as a tick, and shares of equal numbers.
+    """How often a draft was accepted by the entropy of a distribution: cases as ticks, and shares of equal numbers.
 
     Args:
-        questions: whose entropy -> (nats, whether one stood).
+        questions: whose entropy -> (nats, whether one was accepted).
     """
     figure = Figure((_WIDTH, 3.3), layout="constrained")
     axes = figure.add_subplot()
     for number, (name, cases) in enumerate(questions.items()):
-        entropy, stood = (np.array([case[at] for case in cases], dtype=float) for at in (0, 1))
+        entropy, accepted = (np.array([case[at] for case in cases], dtype=float) for at in (0, 1))
         colour, marker = _SERIES[number], _MARKERS[number]
-        axes.plot(entropy, np.where(stood, 1.04, -0.04) + 0.035 * number * np.where(stood, 1, -1), "|", color=colour,
-                  markersize=6)  # fmt: skip
+        ticks = np.where(accepted, 1.04 + 0.035 * number, -0.04 - 0.035 * number)
+        axes.plot(entropy, ticks, "|", color=colour, markersize=6)
         bins = np.array_split(np.argsort(entropy, kind="stable"), max(1, min(6, len(entropy) // 8)))
-        axes.plot([entropy[one].mean() for one in bins], [stood[one].mean() for one in bins], marker=marker,
+        axes.plot([entropy[one].mean() for one in bins], [accepted[one].mean() for one in bins], marker=marker,
                   color=colour, linestyle=_DASHES[number], label=name)  # fmt: skip
     axes.set_ylim(-0.12, 1.12)
     axes.set_yticks(np.linspace(0, 1, 5))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    axes.set(xlabel="entropy, nats", ylabel="a draft stood")
+    axes.set(xlabel="entropy, nats", ylabel="a draft was accepted")
     _legend(figure)
     return figure
 
@@ -477,32 +440,43 @@ def _short(name: str, length: int = 40) -> str:
 # ------------------------------------------------------------------------------------------- written out
 
 
-def inline(figure: Figure, prefix: str, label: str) -> str:
+def inline(figure: Figure, prefix: str, label: str, classes: dict[str, str] | None = None) -> str:
     """The drawing as an <svg> element for an HTML page: text stays text, colours are the variables of `COLOURS`.
 
     Args:
         prefix: goes before every id, since ids are the page's.
         label: said by screen readers in place of the drawing. Must be escaped.
+        classes: style -> class; given, styles become classes, for which new ones are added.
     """
     file = io.StringIO()
     with _styled(**{"svg.fonttype": "none"}):
         figure.savefig(file, format="svg", metadata={"Date": None})
     drawn = file.getvalue()
-    drawn = drawn[drawn.index("<svg") :]
-    drawn = re.sub(r"<metadata>.*?</metadata>\s*", "", drawn, flags=re.DOTALL)
-    drawn = re.sub(r"<[^>]*>", lambda tag: _of_page(tag[0], prefix), drawn)  # never in what a token says
+    drawn = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", drawn[drawn.index("<svg") :], flags=re.DOTALL)
+    used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', drawn))
+
+    def tidy(found: re.Match[str]) -> str:
+        """A tag, never what a token says: ids that are used, short numbers, the page's font and colours."""
+        tag = re.sub(r' id="([^"]*)"', lambda own: own[0] if own[1] in used else "", found[0])
+        tag = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", tag)
+        tag = re.sub(r"(?<![\w#.-])(-?\d+\.\d)\d+", r"\1", tag)
+        tag = re.sub(r"\s+", " ", re.sub(r' transform="rotate\(-0[^"]*"|font-family: [^;]*; ', "", tag))
+        for name, (light, _) in COLOURS.items():
+            tag = tag.replace(light, f"var(--{name})")
+        tag = re.sub(r'fill="(var[^"]*)"', r'style="fill: \1"', tag)  # variables have no meaning in attributes
+        if classes is None:
+            return tag
+        return re.sub(
+            r' style="([^"]*)"', lambda own: f' class="{classes.setdefault(own[1], f"s{len(classes)}")}"', tag
+        )
+
+    drawn = re.sub(r">\s+<", "><", re.sub(r"<[^>]*>", tidy, drawn))
+    while (flatter := re.sub(r"<g>([^<]*(?:<(?!/?g\b)[^<]*)*)</g>", r"\1", drawn)) != drawn:  # groups of nothing
+        drawn = flatter
     size = re.search(r'viewBox="[^"]*"', drawn)
     assert size is not None
     opening = f'<svg xmlns:xlink="http://www.w3.org/1999/xlink" {size[0]} role="img" aria-label="{label}">'
-    drawn = opening + drawn[drawn.index(">") + 1 :]
-    return drawn
-
-
-def _of_page(tag: str, prefix: str) -> str:
-    tag = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", tag)
-    for name, (light, _) in COLOURS.items():
-        tag = tag.replace(light, f"var(--{name})")
-    return re.sub(r'fill="(var[^"]*)"', r'style="fill: \1"', tag)  # variables have no meaning in attributes
+    return opening + drawn[drawn.index(">") + 1 :]
 
 
 def write_images(figure: Figure, folder: Path, name: str) -> None:
