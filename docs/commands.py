@@ -1,7 +1,7 @@
 """The options of every command as Markdown, read from the parser that the command itself makes.
 
-A command is a file of `shape/cli`, so a new one has its page without being named anywhere. Nothing is written down
-twice: names, types and defaults are the parser's, explanations are the docstrings of the dataclasses.
+Nothing is written down twice: names, types and defaults are the parser's, explanations are the docstrings of the
+dataclasses.
 """
 
 import ast
@@ -20,14 +20,21 @@ from unittest.mock import patch
 
 from jsonargparse import capture_parser
 
+from shape.cli.main import COMMANDS
+
 ROOT = Path(__file__).resolve().parents[1]
 _RUNS = '\nif __name__ == "__main__":\n'
-_NOT_OPTIONS = ("help", "print_config", "subcommand")  # they are every parser's, or no option
+_NOT_OPTIONS = ("help", "help_all", "print_config", "subcommand")  # they are every parser's, or no option
 
 
 def modules() -> list[str]:
-    """Every command, by the name of its module."""
-    return [f"shape.{path.stem}" for path in sorted((ROOT / "shape" / "cli").glob("[a-z]*.py"))]
+    """Every command of `shape`, by the name of its module."""
+    return [f"shape.{name}" for name in COMMANDS]
+
+
+def has_options(module: str) -> bool:
+    """Whether a command has a parser of jsonargparse; lm-evaluation-harness has its own."""
+    return (module in modules() and module != "shape.harness") or "jsonargparse" in _source(module)
 
 
 def can_be_run(module: str) -> bool:
@@ -63,18 +70,15 @@ def options(parser: ArgumentParser) -> Iterator[tuple[str, list[Action]]]:
 
 def page(module: str) -> str:
     """The page of a command."""
+    parts = [f"# {module.replace('.', ' ')}", _docstring(module)]
+    if not has_options(module):
+        return "\n\n".join(parts) + "\n"
     parser = parser_of(module)
-    parts = [f"# {module}", _docstring(module)]
     parts += [f"Usage: `{parser.usage}`"] if parser.usage else []
     parts += _sections(parser, "##")
     for name, sub in subcommands(parser).items():
         parts += [f"## {name}", sub.description or "", *_sections(sub, "###")]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def summary(module: str) -> str:
-    """A command in a line, from the first sentence of its module."""
-    return " ".join(_docstring(module).split("\n\n")[0].split()).removeprefix(f"`python -m {module}`: ")
 
 
 def _source(module: str) -> str:
@@ -86,7 +90,7 @@ def _source(module: str) -> str:
 def _docstring(module: str) -> str:
     """What a module says of itself; lines that are commands become code, whether it indents them or not."""
     told = ast.get_docstring(ast.parse(_source(module))) or ""
-    return re.sub(r"^(?=python -m )", "    ", told, flags=re.MULTILINE)
+    return re.sub(r"^(?=shape |python -m )", "    ", told, flags=re.MULTILINE)
 
 
 def _sections(parser: ArgumentParser, heading: str) -> Iterator[str]:

@@ -1,12 +1,18 @@
 """What the documentation includes and does not copy: options of the commands, measured tables, READMEs of folders."""
 
+import re
 from itertools import groupby
 from pathlib import Path
+from posixpath import dirname, relpath
 from typing import Any
 
-from commands import ROOT, modules, page, summary
+from commands import ROOT, page
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from shape.cli.main import COMMANDS, GROUPS
+from shape.cli.parsing import summary
 
 _RESULTS = ROOT / "eval" / "results"
 _SHOWN = (".md", ".png", ".svg")
@@ -14,19 +20,24 @@ _SHOWN = (".md", ".png", ".svg")
 _ELSEWHERE = {
     "reference/configurations.md": ROOT / "configs/README.md",
     "results/protocols.md": ROOT / "eval/README.md",
+    "guides/recipes.md": ROOT / "train/README.md",
+    "guides/examples.md": ROOT / "examples/README.md",
+    "contributing.md": ROOT / "CONTRIBUTING.md",
+    "changelog.md": ROOT / "CHANGELOG.md",
 }
+_LINK = re.compile(r"\]\(([^)#:\s]+\.\w+)")
 _COMMANDS = """# Commands
 
-Every command lists its options with `--help`, takes them from a YAML file with `--config FILE`, and prints such a file
-with `--print_config`; what is given by name goes before what is in the file. A mistake in the input ends with one
-sentence and exit status 2.
+`shape NAME` and `python -m shape.NAME` are the same. `--help` shows the options that people use, `--help-all` all of
+them. `--config FILE` takes options from a YAML file, `--print_config` prints one. Precedence: command line > config
+file > defaults. A mistake in the input ends with one sentence and exit status 2.
 """
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fill the two places of the navigation whose pages are found, not named."""
     sections = {title: entries for section in config.nav or () for title, entries in section.items()}
-    commands = [{module.removeprefix("shape."): _place(module)} for module in modules()]
+    commands = [{name: _place(name)} for name in COMMANDS]
     sections["Reference"].insert(0, {"Commands": ["reference/commands/index.md", *commands]})
     sections["Results"] += _tables()
     return config
@@ -34,10 +45,13 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made here or lie elsewhere."""
-    listed = "\n".join(f"- [`python -m {module}`]({module}.md): {summary(module)}" for module in modules())
+    listed = [
+        f"**{group}**\n\n" + "\n".join(f"- [`shape {name}`]({name}.md): {summary(name)}" for name in names)
+        for group, names in GROUPS.items()
+    ]
     made = {
-        "reference/commands/index.md": f"{_COMMANDS}\n{listed}\n",
-        **{_place(each): page(each) for each in modules()},
+        "reference/commands/index.md": "\n\n".join([_COMMANDS, *listed, ""]),
+        **{_place(name): page(f"shape.{name}") for name in COMMANDS},
     }
     for place, content in made.items():
         files.append(File.generated(config, place, content=content))
@@ -47,8 +61,22 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def _place(module: str) -> str:
-    return f"reference/commands/{module}.md"
+def _place(command: str) -> str:
+    return f"reference/commands/{command}.md"
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turn links between files of the repository into links between pages of the site."""
+    if page.file.abs_src_path is None:  # made here, with links of the site
+        return markdown
+    folder = Path(page.file.abs_src_path).parent
+    pages = {Path(file.abs_src_path).resolve(): file.src_uri for file in files if file.abs_src_path}
+
+    def moved(link: re.Match[str]) -> str:
+        found = pages.get((folder / link[1]).resolve())
+        return f"]({relpath(found, dirname(page.file.src_uri) or '.')}" if found else link[0]
+
+    return _LINK.sub(moved, markdown)
 
 
 def _tables() -> list[Any]:

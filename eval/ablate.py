@@ -39,8 +39,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from eval.ablation import Ablation, Anatomy, Figures, Line, Trained
+from eval.equal_size import as_large_as
 from shape import bundled
-from shape.data.conversations import Prompt, evenly, load_prompts
+from shape.data.conversations import Prompt, evenly
+from shape.data.reading import load_prompts
 from shape.drafters import Drafter, TreeShape, make_drafter
 from shape.drafters.base import Committed, Wrapped
 from shape.errors import CheckpointError, ConfigError, ShapeError, exit_on_error
@@ -49,17 +51,20 @@ from shape.evaluation.methods import Method, Outside
 from shape.evaluation.results import SpeedResults, Tally
 from shape.evaluation.runner import sampling
 from shape.evaluation.speed import measure
-from shape.features.costs import size_of
-from shape.features.extraction import quiet
+from shape.features.trainer import quiet
 from shape.files import reading, typed
-from shape.generation.decoder import ShapeDecoder, ShapeOutput
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.engine import ShapeOutput
 from shape.networks.config import ShapeConfig
-from shape.target.loading import TargetOptions, of_target
+from shape.networks.sizing import parameters
+from shape.target.loading import of_target
 from shape.target.model import Target, announce
-from shape.training import run as training
+from shape.target.options import TargetOptions
+from shape.target.size import size_of
+from shape.training import parsing
+from shape.training.defaults import network_config, resolve
 from shape.training.joint import require_alike
-from shape.training.run import TrainOptions
-from shape.training.sizes import as_large_as, parameters
+from shape.training.options import TrainOptions
 from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree
 
@@ -220,7 +225,7 @@ def plan(options: AblationOptions) -> list[Run]:
             raise ConfigError(f"{name} sets {wrong[0]}, which follows from the ablation's own options; leave it out")
         if name != "common" and (wrong := [key for key in _SHARED if key in given]):
             raise ConfigError(f"{name} sets {wrong[0]}, which all variants have to share; put it under common")
-    reader = training.parser(None)
+    reader = parsing.parser(None)
     reader.exit_on_error = False
     with _one_sentence("base and common"):
         values = reader.parse_args([f"--config={_find(name)}" for name in options.base])
@@ -287,7 +292,7 @@ def _run(
         if values.features is None and not values.online:
             ours["features"] = str(store)
         values = _with(reader, values, ours)
-        options = training.as_options(reader.instantiate(values).as_dict())
+        options = parsing.as_options(reader.instantiate(values).as_dict())
         options.check()
     # Nulls too: where shape.train reads the file, they go before the defaults of the target that ships.
     text = reader.dump(values, skip_unset=False)
@@ -326,7 +331,7 @@ def _checked(run: Run, target: Target) -> ShapeConfig | None:
     """The network's configuration for this target; None for a language model."""
     with _one_sentence(f"variant {run.variant}"):
         run.options.feature_options().check(target)
-        return run.options.settled(size_of(target.model), None).predictor_config(target)
+        return network_config(resolve(run.options, size_of(target.model), None), target)
 
 
 def _require_unchanged(run: Run) -> None:

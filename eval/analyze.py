@@ -37,20 +37,26 @@ from tqdm import tqdm
 
 from eval.analysis_report import draw, report
 from shape import bundled
-from shape.data.conversations import Encoded, encode_all, evenly, load_conversations, load_prompts, prompt_ids
+from shape.data.conversations import evenly
+from shape.data.encoding import Encoded, encode_all
+from shape.data.reading import load_conversations, load_prompts
 from shape.drafters import TrainedDrafter
 from shape.errors import ConfigError, DataError, exit_on_error
 from shape.evaluation.environment import Environment
 from shape.features.extraction import compute_features
-from shape.features.store import Stored, eligible
-from shape.generation.decoder import ShapeDecoder, load_predictor
+from shape.features.positions import eligible
+from shape.features.store import Stored
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.loading import load_predictor
 from shape.networks.base import Known, Predictor
+from shape.networks.teacher_forcing import Reader, Texts, examples, known_in
 from shape.networks.transport import Plan, optimal_acceptance, squared_distances
 from shape.networks.transport import sinkhorn as entropic_plan
-from shape.target.loading import SOURCE, PairOptions, of_pair, of_predictor, of_target, only, recorded
+from shape.target.chat import prompt_ids
+from shape.target.loading import SOURCE, of_pair, of_predictor, of_target, only, recorded
 from shape.target.model import Target, announce
-from shape.training.examples import Reader, Texts, examples, known_in
-from shape.training.losses import kl, mistake_costs, sinkhorn, total_variation
+from shape.target.options import PairOptions
+from shape.training.losses import kl, log_probabilities, mistake_costs, sinkhorn, total_variation
 from shape.verification.acceptance import match, reject_in_turn
 from shape.verification.noise import gumbel, row_keys, token_words
 from shape.verification.tree import TokenTree
@@ -340,7 +346,7 @@ def read_outs(predictor: Predictor, target: Target, found: Predictions) -> list[
         drafts = logits.argmax(-1)
         drafts = drafts if vocabulary is None else vocabulary[drafts]
         agrees = (drafts == best).double()
-        states, accepted = states[mask], 1 - total_variation(logits, true)
+        states, accepted = states[mask], 1 - total_variation(log_probabilities(logits), log_probabilities(true))
         if reference is None:
             reference = states, drafts, agrees, accepted
         rows.append(
@@ -521,7 +527,7 @@ def loss_family(
     values, gradients = {}, {}
     for name, loss in family.items():
         logits = predicted.clone().requires_grad_()
-        value = loss(logits, target_logits=target_logits)
+        value = loss(log_probabilities(logits), log_probabilities(target_logits))
         (gradients[name],) = torch.autograd.grad(value.sum(), logits)
         values[name] = value.detach()
     acceptance = 1 - values["total variation"]

@@ -25,7 +25,8 @@ from eval.families import WINDOW
 from shape.drafters import AdversaryDrafter, OracleDrafter
 from shape.errors import UnsupportedTarget
 from shape.evaluation.markdown import DASH, markdown, share
-from shape.generation.decoder import ShapeDecoder, ShapeOutput
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.engine import ShapeOutput
 
 _HEADING = """\
 # Which architectures can be verified, and how

@@ -3,10 +3,10 @@
     SHAPE_SHARED=/path/to/shared python eval/chat_12m.py WORK_FOLDER
 
 Every eighth training dialogue of Schema-Guided Dialogue is answered by the target; all predictors learn from the same
-stored features for the same minutes (`configs/ablations/rivals.yaml`) and are measured on dialogues of the development
-part, which were left out. Then the default predictor and the paper's, of the first seed, are measured beside
-transformers on these dialogues, in two precisions, and on public prompts that the target is weak at. Each step is a
-command of the package, and what is finished is not done again. The tables go to `eval/results/`, into
+stored features for the same minutes (`configs/ablations/baselines.yaml`) and are measured on dialogues of the
+development part, which were left out. Then the default predictor and the paper's, of the first seed, are measured
+beside transformers on these dialogues, in two precisions, and on public prompts that the target is weak at. Each step
+is a command of the package, and what is finished is not done again. The tables go to `eval/results/`, into
 `ablations/rivals-chat-12m` and `chat-12m`.
 """
 
@@ -103,7 +103,7 @@ def rivals(work: Path) -> None:
         return
     answers = ",".join(f"regeneration.{name}={value}" for name, value in ANSWERS.items())
     shape(
-        "evaluation.ablate", "rivals", "--target", "chat-12m", "--data", "train.jsonl",
+        "evaluation.ablate", "baselines", "--target", "chat-12m", "--data", "train.jsonl",
         "--measure.prompts", "sgd-dev.jsonl", "--override", f"[{answers}]", "--output", "rivals", "--jobs", 2,
         "--title", "SHAPE and its rivals on chat-12m, which does not ship: the same time, the same features",
         work=work,

@@ -23,12 +23,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from shape.drafters import PREDICTORS, TrainedDrafter
 from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import markdown
-from shape.features.costs import Size, size_of
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.planning import draft_cost
 from shape.target.model import Target
+from shape.target.size import Size, size_of
+from shape.training.defaults import network_config, resolve
 from shape.training.forecast import network_size, weights_read
-from shape.training.run import TrainOptions
+from shape.training.options import TrainOptions
 
 # hidden size, inner width, heads, heads of keys, blocks, vocabulary: SmolLM-135M, Qwen2.5-0.5B with Llama's layers
 SHAPES = {"135M": (576, 1536, 9, 3, 30, 49_152), "0.5B": (896, 4864, 14, 2, 24, 151_936)}
@@ -49,7 +50,7 @@ def load(name: str) -> Target:
 
 def candidates(size: Size) -> list[TrainOptions]:
     """Around what the rule chooses, which comes first: narrower and wider, and other draft vocabularies."""
-    chosen = TrainOptions().settled(size, None)
+    chosen = resolve(TrainOptions(), size, None)
     found = [chosen]
     for width in (size.hidden_size // 2, size.hidden_size, 2 * size.hidden_size):
         found.append(replace(chosen, predictor=replace(chosen.predictor, intermediate_size=width)))
@@ -62,7 +63,7 @@ def measure(name: str, repeats: int) -> list[dict[str, object]]:
     target = load(name)
     size, rows = size_of(target.model), []
     for options in candidates(size):
-        config = options.predictor_config(target)
+        config = network_config(options, target)
         assert config is not None
         network = PREDICTORS[config.kind](config)
         if config.draft_vocab_size is not None:

@@ -13,7 +13,8 @@ import argparse
 from pathlib import Path
 
 from shape import bundled
-from shape.data.conversations import evenly, load_prompts
+from shape.data.conversations import evenly
+from shape.data.reading import load_prompts
 from shape.drafters import TreeShape
 from shape.evaluation.methods import Method
 from shape.evaluation.speed import measure

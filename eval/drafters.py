@@ -23,7 +23,8 @@ import torch
 from jsonargparse import auto_cli
 
 from shape import bundled
-from shape.data.conversations import Prompt, evenly, load_conversations, load_prompts
+from shape.data.conversations import Prompt, evenly
+from shape.data.reading import load_conversations, load_prompts
 from shape.drafters import (
     CompressedDrafter,
     Compression,
@@ -35,12 +36,15 @@ from shape.drafters import (
 )
 from shape.drafters.compressed import compress, own_texts
 from shape.drafters.geodesic import PATHS
-from shape.drafters.recipes.drafter import CompileOptions, Pack, RecipeDrafter, compile_pack
+from shape.drafters.recipes.compile import CompileOptions, compile_pack
+from shape.drafters.recipes.drafter import RecipeDrafter
+from shape.drafters.recipes.pack import Pack
 from shape.evaluation.markdown import markdown, show
 from shape.evaluation.methods import Method
 from shape.evaluation.results import SpeedResults
 from shape.evaluation.speed import measure_in
-from shape.generation.decoder import ShapeDecoder, ShapeOutput
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.engine import ShapeOutput
 from shape.target.model import Target
 
 METHODS = ("recipes", "recipes+suffix", "draft model")
@@ -105,12 +109,10 @@ def recipes(
         asked, file = folder / "prompts.jsonl", folder / "task.pack"
         asked.write_text("".join(json.dumps({"messages": prompt.opening}) + "\n" for prompt in training))
         if not file.exists():
-            compile_pack(
-                CompileOptions(
-                    target=setting.target, prompts=str(asked), output=str(file), dtype=setting.dtype,
-                    max_new_tokens=setting.max_new_tokens,
-                )
-            )  # fmt: skip
+            options = CompileOptions(
+                target=setting.target, prompts=str(asked), output=str(file), max_new_tokens=setting.max_new_tokens
+            )
+            compile_pack(options, target, ShapeDecoder(target, "suffix").generate)
         pack = Pack.load(file)
         methods: dict[str, Method] = {"recipes": RecipeDrafter(pack), "draft model": small}
         methods["recipes+suffix"] = HybridDrafter([RecipeDrafter(pack), SuffixDrafter()])

@@ -26,18 +26,23 @@ import torch
 from tqdm import tqdm
 
 from shape import bundled
-from shape.data.conversations import load_conversations
+from shape.data.reading import load_conversations
 from shape.drafters import PREDICTORS
 from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import markdown
-from shape.features.extraction import extract, human_bytes, quiet
+from shape.features.extraction import extract
 from shape.features.store import FeatureStore
+from shape.features.trainer import quiet
+from shape.files import human_bytes
 from shape.networks.config import ShapeConfig
+from shape.networks.sizing import draft_vocabulary
 from shape.target.model import Target
 from shape.training.batches import ShapeDataModule, Split
-from shape.training.examples import draft_vocabulary
+from shape.training.defaults import network_config
 from shape.training.module import ShapeModule
-from shape.training.run import TrainOptions, keep_freed_memory, parse
+from shape.training.options import TrainOptions
+from shape.training.parsing import parse
+from shape.training.run import keep_freed_memory
 
 STORES: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
@@ -110,7 +115,7 @@ def forget(folder: Path) -> None:
 def measure(work: Path, options: TrainOptions, limit: int | None) -> dict[str, Any]:
     """Figures of every store, and what training consumes."""
     target = Target.load(options.target)
-    config = options.predictor_config(target)
+    config = network_config(options, target)
     assert config is not None
     conversations = load_conversations(bundled.path("data", "answers.jsonl.gz"), limit=limit)
     wanted = options.feature_options()
@@ -129,9 +134,9 @@ def measure(work: Path, options: TrainOptions, limit: int | None) -> dict[str, A
             lines.append(
                 {
                     "store": name,
-                    "reached": "folder" if store.place.folder else "address",
+                    "reached": "folder" if store.storage.folder else "address",
                     "bytes": size,
-                    "bytes_per_position": size / store.rows,
+                    "bytes_per_position": size / store.tokens,
                     "from_disk": read(store, target, config, options),
                     "again": read(store, target, config, options),
                 }

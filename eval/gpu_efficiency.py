@@ -39,13 +39,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from shape import bundled
-from shape.data.conversations import evenly, load_prompts, prompt_ids
+from shape.data.conversations import evenly
+from shape.data.reading import load_prompts
 from shape.drafters import Drafter, OracleDrafter, TrainedDrafter
 from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import markdown, show
-from shape.generation.decoder import ShapeDecoder, ShapeOutput
-from shape.generation.fixed import FixedCache, FixedSteps, LaidOut, captured
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.engine import ShapeOutput
+from shape.generation.fixed import FixedSteps
+from shape.generation.stage import captured
+from shape.generation.static_drafters import StaticCache, StaticTree
 from shape.generation.streams import Arrivals
+from shape.target.chat import prompt_ids
 from shape.target.model import Target
 from shape.verification.forward import attending, tree_inputs
 from shape.verification.tree import chain
@@ -220,10 +225,10 @@ def random_llama(config: dict[str, Any], device: torch.device, dtype: torch.dtyp
 def bare(decoder: ShapeDecoder, rows: int, nodes: int, context: int, slots: int, compiled: bool) -> float:
     """t(n): a forward over so many tokens per row behind `context` cached ones, masks and positions being at hand."""
     target, support = decoder.target, decoder.support
-    arena = FixedCache(support.layers, rows, slots, target.dtype, target.device)
+    arena = StaticCache(support.layers, rows, slots, target.dtype, target.device)
     arena.lengths.fill_(context)
     tokens = torch.zeros(rows, nodes, dtype=torch.long, device=target.device)
-    tree = LaidOut.of(chain(tokens[:, 0], tokens[:, 1:]))
+    tree = StaticTree.of(chain(tokens[:, 0], tokens[:, 1:]))
     arena.expect(nodes)
     positions, masks = tree_inputs(target, support, arena, tree)
 

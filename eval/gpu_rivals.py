@@ -4,9 +4,9 @@
 
 Call it again until it says that it is finished: each call goes on where the last one was stopped. It trains the target
 on the given dialogues and on those of our own generator (on the latter alone without `--data`), lets it answer 16,000
-prompts, trains all variants of `configs/ablations/rivals.yaml` on its answers, a minute each, measures them on prompts
-that neither has seen, and leaves the table, with its environment, in `eval/results/ablations/rivals-gpu`. Each step is
-a command of the repository; options of `eval.ablate` may follow, `--seeds '[0]'` for one training of each.
+prompts, trains all variants of `configs/ablations/baselines.yaml` on its answers, a minute each, measures them on
+prompts that neither has seen, and leaves the table, with its environment, in `eval/results/ablations/rivals-gpu`. Each
+step is a command of the repository; options of `eval.ablate` may follow, `--seeds '[0]'` for one training of each.
 (Written, and tried with tiny sizes on a CPU; not yet run on a GPU.)
 """
 
@@ -86,7 +86,7 @@ def finish(arguments: argparse.Namespace, more: list[str], deadline: float) -> N
         part.replace(work / "train.jsonl")
     changes = ",".join(f"{name}={value}" for name, value in VARIANTS.items())
     run(
-        deadline, work, "-m", "eval.ablate", "rivals", "--target=target", "--data=train.jsonl",
+        deadline, work, "-m", "eval.ablate", "baselines", "--target=target", "--data=train.jsonl",
         f"--measure.prompts={REPOSITORY / 'data/bench.jsonl'}", "--output=rivals", f"--override=[{changes}]",
         "--title=SHAPE and its rivals for a larger target, on a GPU", *more,
     )  # fmt: skip

@@ -27,8 +27,9 @@ from shape.evaluation.markdown import markdown, show
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.stats import quantile
 from shape.generation.streams import Arrivals
-from shape.target.loading import PlacedOptions, default_device, of_target, recorded
+from shape.target.loading import default_device, of_target, recorded
 from shape.target.model import Target, announce
+from shape.target.options import PlacedOptions
 
 
 @dataclass

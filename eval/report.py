@@ -24,7 +24,7 @@ from pathlib import Path
 from jsonargparse import auto_cli
 
 from shape import bundled
-from shape.data.conversations import load_prompts
+from shape.data.reading import load_prompts
 from shape.errors import ConfigError, exit_on_error
 from shape.evaluation.report.page import write, write_images
 from shape.evaluation.report.sources import find

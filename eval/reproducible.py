@@ -19,7 +19,8 @@ import torch
 from tqdm import tqdm
 
 from shape.bundled import path
-from shape.data.conversations import evenly, load_prompts
+from shape.data.conversations import evenly
+from shape.data.reading import load_prompts
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import estimate, ratio
 from shape.evaluation.markdown import markdown

@@ -24,7 +24,8 @@ from rich.console import Console
 from eval import ablate, analyze, latency
 from eval.paper_tables import LOOKAHEAD, NUMBERS, Found, Table, is_missing, made, render
 from shape import bundled
-from shape.data.conversations import evenly, load_prompts
+from shape.data.conversations import evenly
+from shape.data.reading import load_prompts
 from shape.drafters import TrainedDrafter
 from shape.errors import ConfigError, ShapeError, exit_on_error
 from shape.evaluation import efficiency, quality
@@ -32,8 +33,10 @@ from shape.evaluation.bench import bench, named_predictors
 from shape.evaluation.environment import Environment
 from shape.evaluation.options import BenchOptions, EfficiencyOptions, QualityOptions
 from shape.evaluation.speed import measure_in
-from shape.generation.decoder import ShapeDecoder, load_predictor
-from shape.target.loading import PairOptions, PlacedOptions, TargetOptions, of_pair, of_predictor, of_target
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.loading import load_predictor
+from shape.target.loading import of_pair, of_predictor, of_target
+from shape.target.options import PairOptions, PlacedOptions, TargetOptions
 
 SCHEMA_VERSION = 1
 BATCHES = (1, 2, 4, 8, 16, 24)

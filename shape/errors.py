@@ -5,11 +5,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What the collectives of gloo and of NCCL say where another process has gone.
 _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "Timed out waiting")
+# What only an extra brings, by the extra's name.
+_EXTRAS = {
+    "train": {"pytorch_lightning", "lightning_fabric", "datasets", "torchmetrics", "tensorboard", "fsspec", "ot"},
+    "eval": {"lm_eval", "matplotlib"},
+    "quant": {"torchao", "optimum", "bitsandbytes"},
+}
 
 
 class ShapeError(ValueError):
@@ -59,25 +63,16 @@ def exit_on_error() -> Iterator[None]:
         yield
     except ShapeError as error:
         sys.exit(_report(str(error)))
-    except torch.OutOfMemoryError as error:
-        sys.exit(
-            _report(
-                "the accelerator ran out of memory; lower the batch size, the sequence length or the tree "
-                f"(--training.batch_size, --max_length, --tree.nodes) or use a smaller dtype ({error})"
-            )
-        )
+    except ModuleNotFoundError as error:
+        extra = next((extra for extra, modules in _EXTRAS.items() if (error.name or "").split(".")[0] in modules), None)
+        if extra is None:
+            raise
+        sys.exit(_report(f"this needs {error.name}, which is not installed; pip install 'shape-decoding[{extra}]'"))
     except (OSError, RuntimeError) as error:
-        if is_full_disk(error):
-            sys.exit(_report(f"there is no space left to write ({error}); free some, and give the same command again"))
-        if _is_lost_process(error):
-            sys.exit(
-                _report(
-                    f"rank {torch.distributed.get_rank()} has lost a process beside it, which was killed, failed, ran "
-                    "out of memory, or whose machine is lost; give the same command again, with --ckpt_path last where "
-                    "training had begun: what was finished is kept"
-                )
-            )
-        raise
+        explained = _explained(error)
+        if explained is None:
+            raise
+        sys.exit(_report(explained))
     except KeyboardInterrupt:
         print("interrupted; run the same command again to continue where resuming is offered", file=sys.stderr)
         sys.exit(130)
@@ -91,10 +86,27 @@ def is_full_disk(error: BaseException) -> bool:
     return said or (behind is not None and is_full_disk(behind))
 
 
-def _is_lost_process(error: BaseException) -> bool:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
-    return isinstance(error, torch.distributed.DistError) or any(phrase in str(error) for phrase in _GONE)
+def _explained(error: OSError | RuntimeError) -> str | None:
+    """What happened, and what to do about it; None for an error that is nobody's input."""
+    if is_full_disk(error):
+        return f"there is no space left to write ({error}); free some, and give the same command again"
+    if "torch" not in sys.modules:  # which nobody should wait for before it is needed
+        return None
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError):
+        return (
+            "the accelerator ran out of memory; lower the batch size, the sequence length or the tree "
+            f"(--training.batch_size, --max_length, --tree.nodes) or use a smaller dtype ({error})"
+        )
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if several and (isinstance(error, torch.distributed.DistError) or any(phrase in str(error) for phrase in _GONE)):
+        return (
+            f"rank {torch.distributed.get_rank()} has lost a process beside it, which was killed, failed, ran out of "
+            "memory, or whose machine is lost; give the same command again, with --ckpt_path last where training had "
+            "begun: what was finished is kept"
+        )
+    return None
 
 
 def _report(message: str) -> int:

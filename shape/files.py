@@ -1,6 +1,4 @@
-"""Files that are written completely or not at all, also after a crash of the machine or on a full disk; and that are
-read as what they should be, or refused in one sentence.
-"""
+"""Files are written completely or not at all, also in a crash or on a full disk, and are read or refused."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,10 +17,10 @@ T = TypeVar("T")
 
 @contextmanager
 def written_whole(path: Path, writer: str = "") -> Iterator[Path]:
-    """Gives a name beside `path` to write to, which becomes `path` once it is written; otherwise nothing is left.
+    """A temporary name beside `path` to write to, renamed to `path` once it is written; after an error nothing is left.
 
     Args:
-        writer: tells apart processes that write the same file at the same time.
+        writer: part of the temporary name, for processes that write the same file at the same time.
 
     Raises:
         DiskSpaceError: the disk, a quota or the largest size of a file is exhausted.
@@ -46,8 +44,7 @@ def written_whole(path: Path, writer: str = "") -> Iterator[Path]:
 
 @contextmanager
 def reading(what: str, error: type[ShapeError], advice: str) -> Iterator[None]:
-    """Makes one sentence of whatever a file brings about that is damaged or of another kind: every library that reads,
-    and every line that takes apart what was read, has errors of its own.
+    """Turns any exception of reading a damaged file, or one of another kind, into a sentence.
 
     Raises:
         `error`: "`what` cannot be read; `advice`", with the reason; one that was raised inside stays as it is.
@@ -70,13 +67,10 @@ def typed(kind: Any, value: Any) -> Any: ...
 
 
 def typed(kind: Any, value: Any) -> Any:
-    """What JSON says, as a value of a kind: dataclasses of objects, tuples of lists, numbers as keys.
-
-    Args:
-        kind: a type as in annotations.
+    """A JSON value as a type of annotations: dataclasses of objects, tuples of lists, numbers as keys.
 
     Raises:
-        TypeError: it is none.
+        TypeError: the value is of another type.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if kind is Any:
@@ -113,8 +107,17 @@ def typed(kind: Any, value: Any) -> Any:
     raise TypeError(f"{str(value)[:40]!r} is no {getattr(kind, '__name__', kind)}")
 
 
+def human_bytes(size: float) -> str:
+    """For people: 3 digits and a unit."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.3g} TB"
+
+
 def _key(kind: Any, key: str) -> Any:
-    """JSON has texts as keys alone."""
+    """JSON's keys are strings."""
     if kind is not int:
         return key
     try:

@@ -72,7 +72,7 @@ def weaker_model(arch: str = "llama", noise: float = 0.02) -> PreTrainedModel:
 
 
 # Of every kind and way of reading: what they are by name, for tests that draft with them.
-RIVALS: dict[str, dict] = {
+BASELINES: dict[str, dict] = {
     "shape with attention": {"attention": True},
     "shape with Markov bias": {"step_mode": "parallel", "token_conditioning": "root", "markov_rank": 4},
     "shape with coupling": {"step_mode": "parallel", "token_conditioning": "none", "markov_rank": 4, "coupling": 9},

@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Pretr
 
 from shape.drafters import AdversaryDrafter, Drafter, OracleDrafter, TrainedDrafter, TreeShape
 from shape.generation.decoder import ShapeDecoder
-from shape.generation.fixed import FixedSteps, Stage
+from shape.generation.fixed import FixedSteps
+from shape.generation.stage import Stage
 from shape.networks.config import ShapeConfig
 from shape.networks.shape import ShapePredictor
 from shape.target.model import Target

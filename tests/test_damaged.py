@@ -20,18 +20,20 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from eval.paper_tables import Found
-from shape.data.conversations import load_conversations, load_prompts
-from shape.data.regeneration import _Journal
-from shape.drafters.recipes.drafter import Pack, Recipe, read_misses
+from shape.data.journal import AnswerJournal
+from shape.data.reading import load_conversations, load_prompts
+from shape.drafters.recipes.compile import read_misses
+from shape.drafters.recipes.pack import Pack, Recipe
 from shape.errors import CheckpointError, ConfigError, DataError, FeatureStoreError, ShapeError
 from shape.evaluation.journal import Journal
 from shape.evaluation.report import traced
 from shape.evaluation.report.sources import find
 from shape.features.store import FeatureStore
-from shape.generation.decoder import ShapeDecoder, load_predictor
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.loading import load_predictor
 from shape.generation.planning import _kept
-from shape.training.joint import options_of
-from shape.training.module import sound_checkpoint
+from shape.training.checkpoints import sound_checkpoint
+from shape.training.parsing import read_options
 
 # As json reads them; numbers stay small, since a size that is merely too large is a size.
 leaves = st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.text("a/0.é", max_size=4)
@@ -182,7 +184,7 @@ def test_a_predictors_weights_of_another_kind(tiny_predictor_folder, tmp_path):
 
 
 def test_a_damaged_feature_store(store, tmp_path):
-    folder = Path(shutil.copytree(store.place.folder, tmp_path / "copy"))
+    folder = Path(shutil.copytree(store.storage.folder, tmp_path / "copy"))
     files = [folder / "manifest.json", next(folder.glob("shard-*"))]
     whole = [file.read_bytes() for file in files]
 
@@ -240,7 +242,7 @@ def kinds(folder: Path, tiny_target) -> dict[str, tuple[bytes, Callable[[Path], 
         with suppress(Exception):
             if isinstance(yaml.safe_load(path.read_bytes()), dict):
                 return  # what the names of options are is for their parser to say, which takes its time
-        options_of(str(path))
+        read_options(str(path))
 
     def conversations(path: Path) -> None:
         attempt(lambda: load_conversations(path, skip_bad_rows=True, require_answers=False), DataError)
@@ -250,7 +252,7 @@ def kinds(folder: Path, tiny_target) -> dict[str, tuple[bytes, Callable[[Path], 
         load_prompts(path)
 
     def answers(path: Path) -> None:
-        journal = _Journal(path, {"a": 1})
+        journal = AnswerJournal(path, {"a": 1})
         assert all(len(entry) == 4 for entry in journal.entries.values())
 
     def summary(path: Path) -> None:

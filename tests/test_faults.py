@@ -16,10 +16,13 @@ from training_runs import CONVERSATIONS, arguments, command, talks
 
 from shape.cli.train import main
 from shape.errors import DiskSpaceError, FeatureStoreError
-from shape.features.extraction import FeatureOptions, TrainerOptions, extract
-from shape.features.storage import Place
-from shape.features.store import Manifest, _load, write_shard
-from shape.training.module import AtomicCheckpointIO, sound_checkpoint
+from shape.features.extraction import extract
+from shape.features.manifest import Manifest
+from shape.features.options import FeatureOptions
+from shape.features.shards import load_shard, write_shard
+from shape.features.storage import Storage
+from shape.features.trainer import TrainerOptions
+from shape.training.checkpoints import AtomicCheckpointIO, sound_checkpoint
 
 SHORT = ["--training.steps=24", "--validation.every=12"]
 
@@ -175,11 +178,11 @@ def test_a_loss_that_is_no_number_stops_the_run(undisturbed, copy, tiny_target_f
     """By a feature that is infinite in spite of all: the checkpoint before is kept, and serves once it is right."""
     shutil.rmtree(copy / "checkpoints")
     shard = copy / "features/shard-00001.safetensors"
-    tensors = {name: tensor.clone() for name, tensor in _load(shard).items()}
+    tensors = {name: tensor.clone() for name, tensor in load_shard(shard).items()}
     end = int(tensors["offsets"][6])
     assert tensors["loss_mask"][end - 2]
     tensors["hidden"][end - 8] = float("inf")
-    write_shard(Place(copy / "features"), Manifest.read(copy / "features"), 1, tensors)
+    write_shard(Storage(copy / "features"), Manifest.read(copy / "features"), 1, tensors)
     options = arguments(tiny_target_folder, data, copy, "--training.batch_size=4", "--training.steps=12")
     said = stops(capsys, *options, "--training.checkpoint_every=1")
     assert "not numbers any more at step" in said and "--ckpt_path last" in said

@@ -11,7 +11,7 @@ from transformers import StoppingCriteria
 
 from shape.drafters import Drafter, HybridDrafter, ModelDrafter, NgramDrafter, TrainedDrafter
 from shape.generation.decoder import ShapeDecoder
-from shape.generation.fixed import FixedCache
+from shape.generation.static_drafters import StaticCache
 from shape.target.model import Target
 from shape.verification.cache import KVCache
 
@@ -83,7 +83,7 @@ def test_a_session_keeps_one_cache(tiny_model, caches):
 def test_steps_of_fixed_shapes_keep_theirs_and_no_other(tiny_model, caches):
     decoder = ShapeDecoder(tiny_model("llama"), TrainedDrafter(predictor(attention=True)), graphs=True)
     assert decoder.generate(**prompts([5]), max_new_tokens=12, return_dict_in_generate=True).stats.graphs
-    assert len(caches) == 2 and all(isinstance(cache, FixedCache) for cache in caches)
+    assert len(caches) == 2 and all(isinstance(cache, StaticCache) for cache in caches)
     del decoder
     assert not caches
 

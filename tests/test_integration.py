@@ -32,8 +32,9 @@ from transformers.generation.streamers import BaseStreamer
 from shape import bundled
 from shape.drafters import AdversaryDrafter, TrainedDrafter
 from shape.errors import CheckpointError, ConfigError, DataError, TargetMismatch, UnsupportedGeneration
-from shape.generation.decoder import ShapeDecoder, _draft_dtype
-from shape.generation.loop import Memory
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.loading import draft_dtype
+from shape.generation.prefill import Memory
 from shape.networks.config import ShapeConfig
 from shape.networks.export import export
 from shape.networks.shape import ShapePredictor
@@ -171,7 +172,7 @@ def test_the_decoder_is_made_once_and_lives_as_long_as_its_model(
         change()
         expected.append(model.generate(ids, max_new_tokens=12))
         assert torch.equal(model.generate(ids, **run), expected[-1])
-        assert made[-1].drafter.predictor.dtype == _draft_dtype(made[-1].target, model.device)
+        assert made[-1].drafter.predictor.dtype == draft_dtype(made[-1].target, model.device)
     assert len(made) == 5
     with torch.no_grad():
         head.weight.add_(torch.randn_like(head.weight))
@@ -527,7 +528,7 @@ def test_errors_reach_whoever_listens(decoder):
 def test_bad_streams_are_refused_at_once(decoder, tiny_model):
     """When the stream is asked for, not when it is first read."""
     ids = torch.tensor([[40, 50, 60], [40, 50, 60]])
-    with pytest.raises(UnsupportedGeneration, match="streaming follows one row, and 2 were asked for"):
+    with pytest.raises(UnsupportedGeneration, match="streaming follows one sequence, and 2 were asked for"):
         decoder.stream(ids)
     with pytest.raises(UnsupportedGeneration, match="num_beams=2"):
         decoder.astream("Hello", num_beams=2)
@@ -549,7 +550,7 @@ def test_streamers_reach_a_custom_generate(decoder):
     assert recorder.tokens == out[0].tolist() and recorder.ended == 1
     assert torch.equal(out, decoder.generate(ids, mask, max_new_tokens=20))
     recorder = Recorder()
-    with pytest.raises(UnsupportedGeneration, match="streaming follows one row"):
+    with pytest.raises(UnsupportedGeneration, match="streaming follows one sequence"):
         decode = decoder.as_custom_generate(streamer=recorder)
         model.generate(ids, num_return_sequences=2, do_sample=True, custom_generate=decode, **run)
     assert recorder.ended == 1

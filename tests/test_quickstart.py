@@ -4,13 +4,18 @@ import pytest
 import torch
 
 from shape import bundled
-from shape.data.conversations import Conversation, Message, encode, load_prompts
+from shape.data.conversations import Conversation
+from shape.data.encoding import encode
+from shape.data.reading import load_prompts
 from shape.drafters import AdversaryDrafter, NgramDrafter, TrainedDrafter, TreeShape
-from shape.features.extraction import FeatureOptions, TrainerOptions, extract
+from shape.features.extraction import extract
+from shape.features.options import FeatureOptions
+from shape.features.trainer import TrainerOptions
 from shape.generation.decoder import ShapeDecoder
 from shape.networks.shape import ShapePredictor
+from shape.networks.teacher_forcing import teacher_forced
+from shape.target.chat import Message
 from shape.target.model import Target
-from shape.training.examples import teacher_forced
 
 PROMPTS = 56
 NEW_TOKENS = 64

@@ -15,24 +15,20 @@ from transformers import AutoTokenizer
 
 from shape import bundled
 from shape.cli.generate import main as generate_main
-from shape.data.conversations import (
-    Conversation,
-    Message,
-    Tokens,
-    answer_message,
-    encode,
-    load_conversations,
-    load_prompts,
-    prompt_ids,
-    unfolded,
-)
-from shape.data.regeneration import LocalBackend, Request, regenerate
+from shape.data.backends import Request
+from shape.data.conversations import Conversation, Tokens
+from shape.data.encoding import encode, unfolded
+from shape.data.reading import load_conversations, load_prompts
+from shape.data.regeneration import regenerate
 from shape.errors import DataError
 from shape.evaluation.methods import prompts_hash
 from shape.features.extraction import rows_of
-from shape.features.storage import Place
+from shape.features.storage import Storage
+from shape.generation.answers import LocalBackend
 from shape.generation.decoder import ShapeDecoder
-from shape.training.run import TrainOptions, prepare, validation_prompts
+from shape.target.chat import Message, answer_message, prompt_ids
+from shape.training.options import TrainOptions
+from shape.training.preparation import prepare, validation_prompts
 
 FAMILIES = ["qwen3", "llama31", "deepseek-r1", "gpt-oss"]
 DATE = {"date_string": "1 May 2026"}
@@ -55,7 +51,7 @@ def bot(text: str, thought: str = "", finished: bool = True) -> Message:
 def shown(tokenizer, conversation: Conversation) -> list[str]:
     """Every text to learn from, what is supervised in brackets."""
     texts = []
-    for part in unfolded([conversation], tokenizer)[0]:
+    for part in unfolded(conversation, tokenizer):
         encoded = encode(part, tokenizer, None)
         text, before = "", False
         for token, mark in zip(encoded.input_ids.tolist(), encoded.loss_mask.tolist(), strict=True):
@@ -163,7 +159,7 @@ def test_every_turn_is_learned_as_the_target_writes_it(shipped, family, messages
 def test_training_sees_the_prompts_that_decoding_sees(shipped, family, messages):
     tokenizer = speaking(shipped, family)
     found = []
-    for part in unfolded([Conversation("c", messages)], tokenizer)[0]:
+    for part in unfolded(Conversation("c", messages), tokenizer):
         encoded = encode(part, tokenizer, None)
         starts = (encoded.loss_mask & ~encoded.loss_mask.roll(1)).nonzero()[:, 0].tolist()
         found += [encoded.input_ids[:start].tolist() for start in starts]
@@ -219,7 +215,7 @@ def test_the_data_that_ship_have_the_ids_and_masks_that_they_always_had(shipped)
     """Of before token ids were kept; measured then."""
     digest = hashlib.sha256()
     for conversation in load_conversations(bundled.path("data", "answers.jsonl.gz"))[::8]:
-        (part,) = unfolded([conversation], shipped)[0]
+        (part,) = unfolded(conversation, shipped)
         encoded = encode(part, shipped, 1024)
         digest.update(encoded.input_ids.numpy().tobytes() + encoded.loss_mask.numpy().tobytes())
     assert digest.hexdigest()[:16] == "2e4b411ca52fa789"
@@ -320,7 +316,7 @@ def test_the_data_path_of_training_by_target_and_data_alone(thinking_target_fold
     options = TrainOptions(target=str(thinking_target_folder), data=str(dialogues), output=str(tmp_path / "out"))
     options.regeneration.sampled_share = 0.0
     options.trainer.accelerator, options.trainer.enable_progress_bar = "cpu", False
-    material = prepare([options], Place(tmp_path / "out"))
+    material = prepare([options], Storage(tmp_path / "out"))
     tokenizer = material.target.tokenizer
     # Two dialogues are held out, to validate on and to measure on, each of two turns.
     assert len(material.conversations) == 24 and material.held_out == {0, 1, 12, 13}
@@ -334,7 +330,7 @@ def test_the_data_path_of_training_by_target_and_data_alone(thinking_target_fold
     assert len(asked_for) == 2 and all(text.endswith("<|im_start|>assistant\n") for text in asked_for)
     assert [prompt.turns for prompt in material.prompts] == [("one 6",)]
     options.chat_template_kwargs = {"enable_thinking": False}
-    closed = prepare([options], Place(tmp_path / "out"))  # other answers, beside the first
+    closed = prepare([options], Storage(tmp_path / "out"))  # other answers, beside the first
     encoded = encode(closed.conversations[0], tokenizer, None)
     assert tokenizer.decode(encoded.input_ids[encoded.loss_mask]) == "yes!<|im_end|>"
     assert closed.prompts[0].template == {"enable_thinking": False}
@@ -346,7 +342,7 @@ def test_rows_of_token_ids_are_learned_from_as_they_are(thinking_target, thinkin
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = TrainOptions(target=str(thinking_target_folder), data=str(data), output=str(tmp_path / "out"))
     options.trainer.accelerator = "cpu"
-    material = prepare([options], Place(tmp_path / "out"))
+    material = prepare([options], Storage(tmp_path / "out"))
     assert [encode(row, None, None).input_ids.tolist() for row in material.conversations] == [
         r["input_ids"] for r in rows
     ]

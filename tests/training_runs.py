@@ -13,20 +13,20 @@ from pathlib import Path
 import pytorch_lightning as pl
 import torch
 
-from shape.data.conversations import Conversation, Message
+from shape.data.conversations import Conversation
 from shape.drafters import PREDICTORS
-from shape.features.extraction import FeatureOptions, TrainerOptions, extract
+from shape.features.extraction import extract
+from shape.features.options import FeatureOptions
 from shape.features.store import FeatureStore
+from shape.features.trainer import TrainerOptions
 from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
+from shape.networks.sizing import draft_vocabulary
+from shape.target.chat import Message
 from shape.training.batches import Batch, ShapeDataModule, Split
-from shape.training.examples import draft_vocabulary
-from shape.training.losses import Losses
-from shape.training.module import (
-    AtomicCheckpointIO,
-    ShapeModule,
-    TrainingOptions,
-)
+from shape.training.checkpoints import AtomicCheckpointIO
+from shape.training.module import ShapeModule
+from shape.training.options import Losses, TrainingOptions
 
 WINDOW, STEPS = 3, 3
 OPTIONS = TrainingOptions(steps=8, batch_size=16, learning_rate=3e-3, warmup_steps=2)
@@ -109,7 +109,7 @@ def fit(
 ) -> ShapeModule:
     predictor = network(target, **changes)
     if isinstance(source, FeatureStore):
-        source = FeatureStore(source.place, layers=predictor.config.feature_layers)
+        source = FeatureStore(source.storage, layers=predictor.config.feature_layers)
     window = None if predictor.memory_shapes else predictor.config.window
     module = ShapeModule(predictor, target, losses or Losses(), options, seed=seed, log_every=2)
     data = data_of(source, target, options, window=window, max_length=160, seed=seed)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import gzip
-import importlib.util
 import json
 import os
 import re
@@ -25,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -137,12 +137,8 @@ def hub_sources() -> tuple[Texts, Texts]:
 
 
 def load_generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_conversations", REPOSITORY / "data/make_conversations.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up by name
-    spec.loader.exec_module(module)
-    return module
+    sys.path.append(str(REPOSITORY / "data"))
+    return import_module("make_conversations")
 
 
 def generated_rows(count: int) -> tuple[list[Row], list[Row]]:

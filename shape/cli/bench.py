@@ -1,10 +1,10 @@
-"""`python -m shape.bench`: how fast a predictor decodes, beside plain decoding and the other drafters.
+"""`shape bench`: how fast a predictor decodes, beside autoregressive decoding and the other drafters.
 
-    python -m shape.bench --output results                 # the quickstart pair on the bundled prompts
-    python -m shape.bench --target T --output results      # a target alone, with drafters that need no training
-    python -m shape.bench --predictor ours=DIR --predictor paper=DIR --prompts FILE --output results
-    python -m shape.bench --temperature '[0,1]' --batch_size '[1,4,16]' --context_length '[256,512]' --output results
-    python -m shape.bench --render RESULTS_FOLDER README.md  # measured tables into a document
+    shape bench --output results                 # the quickstart pair on the bundled prompts
+    shape bench --target T --output results      # a target alone, with drafters that need no training
+    shape bench --predictor ours=DIR --predictor paper=DIR --prompts FILE --output results
+    shape bench --temperature '[0,1]' --batch_size '[1,4,16]' --context_length '[256,512]' --output results
+    shape bench --render RESULTS_FOLDER README.md  # measured tables into a document
 
 Writes `results.json` (everything, per prompt) and `results.md` (the table and its environment) to the
 output folder, or to one folder in it for every combination of several temperatures, batch sizes and context lengths.
@@ -13,21 +13,20 @@ interruption.
 """
 
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 
-from jsonargparse import ArgumentParser
-from rich.console import Console
-
+from shape.cli.parsing import CommandParser, command_parser, options_of
 from shape.errors import exit_on_error
-from shape.evaluation.bench import bench
 from shape.evaluation.options import BenchOptions
-from shape.evaluation.render import render
+
+COMMON = (
+    *("output", "predictor", "target", "prompts", "methods", "limit", "max_new_tokens", "temperature", "batch_size"),
+    *("dtype", "device", "seed"),
+)
 
 
-def parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="python -m shape.bench", description=__doc__.splitlines()[0])
-    parser.add_argument("--config", action="config", help="a YAML file with these options")
+def parser() -> CommandParser:
+    parser = command_parser("bench", BenchOptions, COMMON, skip={"predictor"})
     parser.add_argument(
         "--predictor",
         action="append",
@@ -35,7 +34,6 @@ def parser() -> ArgumentParser:
         help="a trained predictor and its name in the table; may be repeated (default: quickstart-shape, or none "
         "beside a target)",
     )
-    parser.add_class_arguments(BenchOptions, skip={"predictor"})
     parser.add_argument(
         "--render",
         nargs=2,
@@ -49,12 +47,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     reader = parser()
     with exit_on_error():
         values = reader.instantiate(reader.parse_args(arguments))
+        from rich.console import Console
+
+        from shape.evaluation.bench import bench
+        from shape.evaluation.render import render
+
         if values.render:
             results, document = map(Path, values.render)
             document.write_text(render(document.read_text(), results))
             return
-        chosen = {entry.name: values[entry.name] for entry in fields(BenchOptions) if values[entry.name] is not None}
-        options = BenchOptions(**chosen)
+        options = options_of(BenchOptions, values)
         console = Console(highlight=False)
         found = bench(options)
         for measured in found:

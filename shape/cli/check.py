@@ -1,34 +1,45 @@
-"""`python -m shape.check`: what speculation can bring for a target on this machine, before anyone trains, and after.
+"""`shape check`: what speculation can bring for a target on this machine, before anyone trains, and after.
 
-python -m shape.check --target Qwen/Qwen3-0.6B                  # can it be verified, what forwards cost, what would pay
-python -m shape.check --predictor checkpoints/mine --prompts prompts.jsonl    # the best draft shape, the best drafter
+shape check --target Qwen/Qwen3-0.6B                  # can it be verified, what forwards cost, what would pay
+shape check --predictor checkpoints/mine --prompts prompts.jsonl    # the best draft shape, the best drafter
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 
-from jsonargparse import ArgumentParser
-from rich.console import Console
-
+from shape.cli.parsing import CommandParser, command_parser, options_of
 from shape.errors import exit_on_error
-from shape.evaluation.check import check, show_report
 from shape.evaluation.options import CheckOptions
 
+COMMON = (
+    "target",
+    "predictor",
+    "drafter",
+    "prompts",
+    "limit",
+    "max_new_tokens",
+    "batch_size",
+    "temperature",
+    "seed",
+    "dtype",
+    "output",
+)
 
-def parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="python -m shape.check", description=__doc__.splitlines()[0])
-    parser.add_argument("--config", action="config", help="a YAML file with these options")
-    parser.add_class_arguments(CheckOptions)
-    return parser
+
+def parser() -> CommandParser:
+    return command_parser("check", CheckOptions, COMMON)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     reader = parser()
-    values = reader.instantiate(reader.parse_args(arguments))
     with exit_on_error():
-        options = CheckOptions(**{entry.name: values[entry.name] for entry in fields(CheckOptions)})
+        options = options_of(CheckOptions, reader.instantiate(reader.parse_args(arguments)))
+        import json
+
+        from rich.console import Console
+
+        from shape.evaluation.check import check, show_report
+
         report = check(options)
         show_report(report, Console(highlight=False))
         if options.output is not None:

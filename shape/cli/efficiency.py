@@ -1,6 +1,6 @@
-"""How little the engine adds to the forwards that decoding is made of: engine efficiency, by measurement.
+"""`shape efficiency`: how little the engine adds to the forwards that decoding is made of.
 
-    python -m shape.efficiency --predictor checkpoints/quickstart --output eval/results/efficiency/shipped
+    shape efficiency --predictor checkpoints/quickstart --output eval/results/efficiency/shipped
 
 *Engine efficiency* is (bare target forward + bare drafter forwards) / measured time of a step, the median over answers.
 A bare target forward is one over as many tokens as the step verified, behind as many cached ones, with masks and
@@ -15,18 +15,37 @@ token corrupted, at no cost: its speed-up is simulated, its efficiency is not.
 
 from collections.abc import Sequence
 
-from jsonargparse import auto_cli
-from rich.console import Console
-from rich.markdown import Markdown
-
+from shape.cli.parsing import CommandParser, command_parser, options_of
 from shape.errors import exit_on_error
-from shape.evaluation.efficiency import report, run
 from shape.evaluation.options import EfficiencyOptions
+
+COMMON = (
+    "output",
+    "predictor",
+    "target",
+    "prompts",
+    "limit",
+    "max_new_tokens",
+    "dtype",
+    "temperature",
+    "batch_size",
+    "drafter",
+)
+
+
+def parser() -> CommandParser:
+    return command_parser("efficiency", EfficiencyOptions, COMMON)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    reader = parser()
     with exit_on_error():
-        options = auto_cli(EfficiencyOptions, as_positional=False, args=None if arguments is None else list(arguments))
+        options = options_of(EfficiencyOptions, reader.instantiate(reader.parse_args(arguments)))
+        from rich.console import Console
+        from rich.markdown import Markdown
+
+        from shape.evaluation.efficiency import report, run
+
         Console().print(Markdown(report(run(options))))
 
 

@@ -1,259 +1,28 @@
-"""`python -m shape.generate`: answer a prompt, or chat, several tokens per target forward.
+"""`shape generate`: answer a prompt, or chat, several tokens per target forward.
 
-python -m shape.generate --prompt "Book a table for two."     # the quickstart pair
-python -m shape.generate --target T --prompt "..."             # a target alone
-python -m shape.generate --predictor DIR --target T --prompt "..." --show-draft
-python -m shape.generate                                      # a chat, in a terminal
+shape generate --prompt "Book a table for two."     # the quickstart pair
+shape generate --target T --prompt "..."             # a target alone
+shape generate --predictor DIR --target T --prompt "..." --show-draft
+shape generate                                      # a chat, in a terminal
 """
 
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-import torch
-from jsonargparse import ArgumentParser
-from rich.console import Console
-from rich.text import Text
-from transformers import TextStreamer
+from shape.cli.parsing import CommandParser, command_parser, options_of
+from shape.errors import exit_on_error
+from shape.generation.options import GenerateOptions
 
-from shape.drafters import TreeShape
-from shape.errors import ConfigError, DataError, exit_on_error
-from shape.evaluation.environment import Environment
-from shape.generation.decoder import ShapeDecoder, ShapeOutput
-from shape.generation.rules import Rule, TrsLossy, TypicalLossy, make_rule
-from shape.generation.stats import DecodeStats
-from shape.generation.trace import STYLES, pieces, view
-from shape.target.loading import PairOptions, of_pair
-from shape.target.model import announce
+COMMON = (
+    *("prompt", "predictor", "target", "drafter", "system", "max_new_tokens", "temperature", "seed", "acceptance"),
+    *("dtype", "device", "show_draft"),
+)
 
 
-@dataclass
-class GenerateOptions(PairOptions):
-    """What to answer, and how.
-
-    Args:
-        prompt: the user's message; without one, a chat in a terminal, or the message from standard input.
-        predictor: folder, hub id or bundled name of a trained predictor, or of a smaller model of the target's tokens;
-            default: quickstart-shape, and beside a target none, so that suffix drafts.
-        target: path or hub id; default: the target that the predictor was trained for.
-        drafter: another drafter (for example suffix), several in one (suffix+shape), or none for plain decoding.
-        system: a system message before the first one.
-        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
-        max_new_tokens: longest answer.
-        temperature: 0 decodes greedily.
-        top_k: sample from the k likeliest tokens; 0 means all.
-        top_p: sample from the likeliest tokens that hold this probability.
-        seed: of the sampling; the same seed gives the same answer with every drafter.
-        acceptance: match; rejection or traversal, lossless too; Medusa's typical-lossy or the paper's trs-lossy.
-        typical_lossy: parameters of the rule typical-lossy.
-        trs_lossy: parameters of the rule trs-lossy.
-        eos_aware: let no answer end within its first four tokens.
-        dtype: of the target, for example float32 or bfloat16; default: its checkpoint's.
-        draft_device: where the predictor drafts, for example cuda:1 or cpu; default: beside the target.
-        tree: shape of the predictor's token tree; default: the predictor's own.
-        lookahead: of a smaller model that drafts: adaptive, cost, or a number of tokens.
-        pack: recipes to look up, by themselves (--drafter recipes) or before the predictor.
-        trace: write what became of every drafted and emitted token to this file, as JSON lines (of a chat: the last
-            answer's).
-        show_draft: colour the answer by what became of each token (shown when the answer is finished).
-        show_trace: print every step, what was drafted and what stood.
-    """
-
-    prompt: str | None = None
-    predictor: str | None = None
-    target: str | None = None
-    drafter: str | None = None
-    system: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    acceptance: str = "match"
-    typical_lossy: TypicalLossy = field(default_factory=TypicalLossy)
-    trs_lossy: TrsLossy = field(default_factory=TrsLossy)
-    eos_aware: bool = False
-    dtype: str | None = None
-    draft_device: str | None = None
-    tree: TreeShape | None = None
-    lookahead: str = "adaptive"
-    pack: str | None = None
-    trace: str | None = None
-    show_draft: bool = False
-    show_trace: bool = False
-
-    @property
-    def rule(self) -> Rule:
-        """Raises `UnsupportedGeneration` where there is none of that name."""
-        return make_rule(self.acceptance, self.typical_lossy, self.trs_lossy)
-
-
-def answer(
-    decoder: ShapeDecoder,
-    messages: list[dict[str, Any]],
-    options: GenerateOptions,
-    say: Callable[..., Any] | None = None,
-) -> ShapeOutput:
-    """Answers a conversation, streaming to standard output unless the finished trace is to be shown.
-
-    Targets without a chat template continue the bare text of the messages.
-
-    Args:
-        say: the session of the conversation; None computes all of it.
-    """
-    input_ids = decoder.target.encode(messages, options.chat_template_kwargs)
-    traced = options.show_draft or options.show_trace
-    output = (say or decoder.generate)(
-        input_ids,
-        attention_mask=torch.ones_like(input_ids),
-        streamer=None if traced else TextStreamer(decoder.tokenizer, skip_prompt=True, skip_special_tokens=True),
-        return_dict_in_generate=True,
-        trace=traced or options.trace is not None,
-        max_new_tokens=options.max_new_tokens,
-        **choosing(options),
-    )
-    assert isinstance(output, ShapeOutput)
-    return output
-
-
-def choosing(options: GenerateOptions) -> dict[str, Any]:
-    """How tokens are chosen, in the words of ``ShapeDecoder.generate``."""
-    given = {"seed": options.seed, "acceptance": options.rule, "eos_aware": options.eos_aware}
-    if options.temperature == 0:
-        return {**given, "do_sample": False}
-    warped = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
-    return {**given, "do_sample": True, **warped}
-
-
-def coloured(tokenizer: Any, tokens: list[tuple[int, str]]) -> Text:
-    """An answer in the colours of what became of its tokens, `Trace.emitted`."""
-    parts = pieces(tokenizer, [token for token, _ in tokens])
-    return Text.assemble(*((piece, STYLES[event]) for piece, (_, event) in zip(parts, tokens, strict=True)))
-
-
-def report(stats: DecodeStats) -> str:
-    """One line: what was emitted, how far each target forward went, and how fast."""
-    rate = stats.emitted / stats.decode_seconds if stats.decode_seconds else 0.0
-    return (
-        f"{stats.emitted + 1} tokens, acceptance length {stats.acceptance_length:.2f} ({stats.drafter}), "
-        f"{rate:.0f} tokens/s after a prefill of {1e3 * stats.prefill_seconds:.0f} ms"
-    )
-
-
-def about(
-    decoder: ShapeDecoder, messages: list[dict[str, Any]], options: GenerateOptions, stats: DecodeStats
-) -> dict[str, Any]:
-    """What a trace has to say about its call: question, target, drafter, rule, sampling, and the environment."""
-    name = decoder.target.name
-    return {
-        "prompt": messages[-1]["content"],
-        "target": Path(name).name if Path(name).exists() else name,  # not where it lies
-        "dtype": decoder.target.precision,
-        "drafter": stats.drafter,
-        "acceptance": stats.acceptance,
-        "lossless": stats.lossless,
-        "temperature": options.temperature,
-        "seed": options.seed,
-        "environment": asdict(Environment.capture(decoder.target.device)),
-    }
-
-
-def chat(decoder: ShapeDecoder, options: GenerateOptions, console: Console) -> None:
-    """Questions and answers until an empty line or the end of input."""
-    messages, say = _system(options), decoder.session()
-    console.print("An empty line ends the chat.", style="dim")
-    while True:
-        try:
-            question = console.input("[bold]> [/]").strip()
-        except EOFError:
-            break
-        if not question:
-            break
-        messages.append({"role": "user", "content": question})
-        messages.append(_show(decoder, messages, options, console, say))
-
-
-def _show(
-    decoder: ShapeDecoder,
-    messages: list[dict[str, Any]],
-    options: GenerateOptions,
-    console: Console,
-    say: Callable[..., Any] | None = None,
-) -> dict[str, Any]:
-    """Answers on the screen, with the figures below; returns the answer as a message."""
-    output, tokenizer = answer(decoder, messages, options, say), decoder.tokenizer
-    tokens = output.sequences[0, -output.stats.emitted - 1 :]
-    if options.trace is not None and output.trace is not None:
-        output.trace.write(options.trace, about(decoder, messages, options, output.stats), tokenizer)
-    if options.show_trace and output.trace is not None:
-        console.print(view(output.trace.records, tokenizer.decode))
-    if options.show_draft and output.trace is not None:
-        console.print(coloured(tokenizer, output.trace.emitted()), soft_wrap=True)
-    if options.show_draft or options.show_trace:
-        console.print(Text(" / ").join(Text(event, style=style) for event, style in STYLES.items()))
-    console.print(report(output.stats), style="dim", soft_wrap=True)
-    return decoder.target.message(tokens.tolist(), options.chat_template_kwargs)
-
-
-def _system(options: GenerateOptions) -> list[dict[str, Any]]:
-    return [{"role": "system", "content": options.system}] if options.system else []
-
-
-def load(options: GenerateOptions) -> ShapeDecoder:
-    """The decoder of these options. With another drafter the predictor only names the target, if need be."""
-    trained = options.drafter is None or not {"shape", "model"}.isdisjoint(options.drafter.split("+"))
-    predictor = options.predictor if trained or not options.target else None
-    if predictor is None and options.target is None:
-        predictor = "quickstart-shape"
-    decoder = ShapeDecoder.from_pretrained(
-        predictor=predictor,
-        target=options.target,
-        dtype=options.dtype,
-        drafter=options.drafter,
-        tree=options.tree,
-        draft_device=options.draft_device,
-        lookahead=options.lookahead,
-        pack=options.pack,
-        **of_pair(options),
-    )
-    alone = predictor is None and options.drafter is None and options.pack is None
-    drafter = getattr(decoder.drafter, "name", "none")
-    announce(decoder.target, f"; no predictor is given, so {drafter} drafts" if alone else "")
-    return decoder
-
-
-def generate(options: GenerateOptions) -> None:
-    """Answers one prompt (given, or from standard input), or chats where a terminal is attached."""
-    if options.max_new_tokens < 1 or options.temperature < 0:
-        raise ConfigError(
-            f"max_new_tokens must be at least 1 and temperature at least 0; got {options.max_new_tokens} and "
-            f"{options.temperature:g}"
-        )
-    _ = options.rule  # an unknown one is said before anything is loaded
-    interactive = options.prompt is None and sys.stdin.isatty()
-    prompt = options.prompt if options.prompt is not None or interactive else sys.stdin.read().strip()
-    if not interactive and not prompt:
-        raise DataError("the prompt is empty; give --prompt TEXT, or text on standard input")
-    decoder, console = load(options), Console(highlight=False)
-    decoder.warm_up(**choosing(options))  # the figures below an answer are about answers
-    if interactive:
-        chat(decoder, options, console)
-    else:
-        _show(decoder, [*_system(options), {"role": "user", "content": prompt or ""}], options, console)
-
-
-def parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="python -m shape.generate", description=__doc__.splitlines()[0])
-    parser.add_argument("--config", action="config", help="a YAML file with these options")
-    parser.add_class_arguments(GenerateOptions, skip={"show_draft", "show_trace"})
+def parser() -> CommandParser:
+    parser = command_parser("generate", GenerateOptions, COMMON, skip={"show_draft", "show_trace"})
+    parser.add_argument("--show_draft", action="store_true", help="colour the answer by what became of each token")
     parser.add_argument(
-        "--show-draft", "--show_draft", action="store_true", help="colour the answer by what became of each token"
-    )
-    parser.add_argument(
-        "--show-trace", "--show_trace", action="store_true", help="print every step: what was drafted and what stood"
+        "--show_trace", action="store_true", help="print every step: what was drafted and what was accepted"
     )
     return parser
 
@@ -261,8 +30,10 @@ def parser() -> ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> None:
     reader = parser()
     with exit_on_error():
-        values = reader.instantiate(reader.parse_args(arguments))
-        generate(GenerateOptions(**{entry.name: values[entry.name] for entry in fields(GenerateOptions)}))
+        options = options_of(GenerateOptions, reader.instantiate(reader.parse_args(arguments)))
+        from shape.cli.terminal import generate  # behind the parser, which answers --help without it
+
+        generate(options)
 
 
 if __name__ == "__main__":

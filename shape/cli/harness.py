@@ -1,9 +1,9 @@
-"""lm-evaluation-harness with a `ShapeDecoder` as its model, for MMLU and every other suite that it has.
+"""`shape harness`: lm-evaluation-harness with a `ShapeDecoder` as its model, for MMLU and all its other suites.
 
     pip install 'shape-decoding[eval]'
-    python -m shape.harness --model shape --model_args predictor=DIR --tasks gsm8k,mmlu --output_path RESULTS
+    shape harness --model shape --model_args predictor=DIR --tasks gsm8k,mmlu --output_path RESULTS
 
-Everything behind the module's name is lm-evaluation-harness's own command line, where releases after 0.4.13 know the
+Everything behind the command's name is lm-evaluation-harness's own command line, where releases after 0.4.13 know the
 model "shape" by themselves (`lm_eval --model shape ...`). It takes what `ShapeDecoder.from_pretrained` does (predictor,
 target, drafter, dtype, device_map, lookahead, revision, trust_remote_code, ...) and `acceptance`.
 
@@ -12,12 +12,18 @@ forward of the target, in which nothing is generated and speculation has no part
 computed by lm-evaluation-harness's class for Hugging Face models, from which this one differs in generation alone.
 """
 
+import sys
+from collections.abc import Sequence
+
 from shape.errors import exit_on_error
-from shape.evaluation.harness import cli_evaluate
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    if arguments is not None:
+        sys.argv[1:] = arguments  # lm-evaluation-harness has a parser of its own, which reads them there
     with exit_on_error():
+        from shape.evaluation.harness import cli_evaluate
+
         cli_evaluate()
 
 

@@ -1,7 +1,7 @@
 """`python -m shape.joint`: several predictors trained at once, on one forward of the target a step.
 
-    python -m shape.joint first.yaml second.yaml --output checkpoints/together
-    python -m shape.joint first.yaml second.yaml --output checkpoints/together --ckpt_path last
+    python -m shape.joint first.yaml second.yaml --output checkpoints/joint
+    python -m shape.joint first.yaml second.yaml --output checkpoints/joint --ckpt_path last
 
 Each file has the options of one `python -m shape.train`, `online: true` and an output of its own among them. Runs may
 differ in predictor, losses, draft shape and optimisation; all else they share. What the target computes of a step's
@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from jsonargparse import ArgumentParser
 
 from shape.errors import exit_on_error
-from shape.features.extraction import quiet
-from shape.training import run as training
-from shape.training.joint import options_of, train_together
+from shape.features.trainer import quiet
+from shape.training.joint import train_jointly
+from shape.training.parsing import read_options
+from shape.training.run import keep_freed_memory
 
 
 def parser() -> ArgumentParser:
@@ -27,7 +28,7 @@ def parser() -> ArgumentParser:
         "runs", nargs="+", help="YAML files with options of shape.train, one for each predictor, named after its output"
     )
     parser.add_argument(
-        "--output", default="checkpoints/together", help="folder of what they share: checkpoints to resume from, logs"
+        "--output", default="checkpoints/joint", help="folder of what they share: checkpoints to resume from, logs"
     )
     parser.add_argument(
         "--ckpt_path", type=str | None, help='resume from this checkpoint; "last" is the one in the output folder'
@@ -37,9 +38,9 @@ def parser() -> ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parser().parse_args(sys.argv[1:] if arguments is None else arguments)
-    training.keep_freed_memory()
+    keep_freed_memory()
     with exit_on_error(), quiet():
-        train_together([options_of(file) for file in options.runs], options.output, options.ckpt_path)
+        train_jointly([read_options(file) for file in options.runs], options.output, options.ckpt_path)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""How good what a decoder writes is, for lossy ways of decoding above all, beside the target's own text.
+"""`shape quality`: how good the text of a decoder is, for lossy ways of decoding above all, beside the target's own.
 
-    python -m shape.quality --output quality-results                     # the quickstart pair
-    python -m shape.quality --target T --predictor P --prompts gsm8k.jsonl --encoder E --output DIR
-    python -m shape.quality --predictor P --prompts humaneval.jsonl --run_code true --output DIR
+    shape quality --output quality-results                     # the quickstart pair
+    shape quality --target T --predictor P --prompts gsm8k.jsonl --encoder E --output DIR
+    shape quality --predictor P --prompts humaneval.jsonl --run_code true --output DIR
 
 Modes: `plain`, the target's own text by our loop; `shape`, the predictor's drafts under the lossless rule "match"; the
 name of another acceptance rule (`typical-lossy`, `trs-lossy`, `rejection`, ...); `drafter-alone`, where every drafted
@@ -19,18 +19,38 @@ folder. Until then finished prompts are kept there in `records.jsonl`, by which 
 
 from collections.abc import Sequence
 
-from jsonargparse import auto_cli
-from rich.console import Console
-from rich.markdown import Markdown
-
+from shape.cli.parsing import CommandParser, command_parser, options_of
 from shape.errors import exit_on_error
 from shape.evaluation.options import QualityOptions
-from shape.evaluation.quality import run
+
+COMMON = (
+    "output",
+    "predictor",
+    "target",
+    "prompts",
+    "methods",
+    "limit",
+    "max_new_tokens",
+    "temperature",
+    "dtype",
+    "seed",
+    "run_code",
+)
+
+
+def parser() -> CommandParser:
+    return command_parser("quality", QualityOptions, COMMON)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    reader = parser()
     with exit_on_error():
-        options = auto_cli(QualityOptions, as_positional=False, args=None if arguments is None else list(arguments))
+        options = options_of(QualityOptions, reader.instantiate(reader.parse_args(arguments)))
+        from rich.console import Console
+        from rich.markdown import Markdown
+
+        from shape.evaluation.quality import run
+
         Console().print(Markdown(run(options).to_markdown()))
 
 

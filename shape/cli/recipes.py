@@ -14,10 +14,13 @@ from dataclasses import fields
 
 from jsonargparse import ArgumentParser
 
-from shape.drafters.recipes.drafter import CompileOptions, Pack, compile_pack, inspect, merged
+from shape.drafters.recipes.compile import CompileOptions, compile_pack
+from shape.drafters.recipes.pack import Pack, inspect, merged
 from shape.errors import exit_on_error
-from shape.target.loading import PlacedOptions, of_target
-from shape.target.model import Target
+from shape.generation.decoder import ShapeDecoder
+from shape.target.loading import of_target
+from shape.target.model import Target, announce
+from shape.target.options import PlacedOptions
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -43,7 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         values = parser.parse_args(arguments)
         if values.subcommand == "compile":
             options = CompileOptions(**values.compile.as_dict())
-            compile_pack(options)
+            options.check()
+            decoder = ShapeDecoder.from_pretrained(
+                target=options.target, dtype=options.dtype, drafter="suffix", **of_target(options)
+            )
+            announce(decoder.target)
+            compile_pack(options, decoder.target, decoder.generate)
             print(inspect(options.output, 0, None))
         elif values.subcommand == "inspect":
             pack = Pack.load(values.inspect.pack)

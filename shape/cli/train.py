@@ -16,10 +16,9 @@ import sys
 from collections.abc import Sequence
 
 from shape.errors import exit_on_error
-from shape.features.extraction import (
-    quiet,
-)
-from shape.training.run import DRY_RUN, keep_freed_memory, parse, train
+from shape.features.trainer import quiet
+from shape.training.parsing import DRY_RUN, parse
+from shape.training.run import keep_freed_memory, train
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

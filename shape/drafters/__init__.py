@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 
-from shape.drafters.base import Committed, Drafter, TreeShape
+from shape.drafters.base import Committed, Drafter
 from shape.drafters.compressed import CompressedDrafter, Compression
 from shape.drafters.geodesic import GeodesicDrafter
 from shape.drafters.hybrid import HybridDrafter
@@ -15,17 +15,10 @@ from shape.drafters.suffix import SuffixDrafter
 from shape.drafters.testing import AdversaryDrafter, OracleDrafter
 from shape.drafters.trained import TrainedDrafter
 from shape.errors import ConfigError
-from shape.networks.base import Predictor
-from shape.networks.block import BlockPredictor
-from shape.networks.eagle import EaglePredictor
-from shape.networks.medusa import MedusaPredictor
-from shape.networks.shape import ShapePredictor
+from shape.networks.registry import PREDICTORS
+from shape.verification.tree_shape import TreeShape
 
 _GROUP = "shape.drafters"
-# Networks by ``ShapeConfig.kind``; trained, each is drafted with by a ``TrainedDrafter``.
-PREDICTORS: dict[str, type[Predictor]] = {
-    network.kind: network for network in (ShapePredictor, MedusaPredictor, EaglePredictor, BlockPredictor)
-}
 # Drafters that need nothing but the target.
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     drafter.name: drafter

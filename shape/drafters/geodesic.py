@@ -7,12 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shape.drafters.base import Committed, Drafter, TreeShape
+from shape.drafters.base import Committed, Drafter
 from shape.errors import ConfigError
 from shape.target.model import Target
 from shape.verification.noise import token_words
 from shape.verification.sampling import Sampler, perturbed
 from shape.verification.tree import TokenTree, chain
+from shape.verification.tree_shape import TreeShape
 
 _NEIGHBOURS = 8
 _FITTED = 6  # states through which a parabola is laid

@@ -9,10 +9,10 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from torch import Tensor
 
-from shape.drafters.base import TreeShape
 from shape.verification.compiled import compiled, first_largest, sum_of_exp
 from shape.verification.noise import fill_gumbel
 from shape.verification.tree import Drafted, TokenTree, best_nodes, of_arrays
+from shape.verification.tree_shape import TreeShape
 
 Place = TypeVar("Place")
 

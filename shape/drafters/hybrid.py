@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shape.drafters.base import Committed, Drafter
-from shape.drafters.calibration import NODE, Calibration, Times, Worth
+from shape.drafters.calibration import Calibration
+from shape.drafters.cost import NODE, DraftValue, VerificationTimes, fastest
 from shape.drafters.growing import likeliest, renumbered
 from shape.target.model import Target
 from shape.verification.sampling import Sampler
@@ -23,12 +24,11 @@ _LOOK_UP, _NETWORK = 0.02, 0.3  # time of a draft, as a share of a verification'
 class HybridDrafter(Drafter):
     """Drafts of several sources in one tree under one budget.
 
-    Paths that several propose are one path. What a source says of the odds of its tokens is corrected by what became
-    of such tokens before (`Calibration`), so that the likeliest nodes can be kept of all: so many as make the most
-    tokens per second, by what a node has been seen to cost (`Times`). Where one source alone has something to say, its
-    tree is taken as it is. Sources are asked in their order, cheap ones first: a later one is asked only where what it
-    adds to the others, as it has done so far, is worth its time (`Worth`). So a predictor need not run while a text is
-    being copied.
+    Paths that several propose are one path. A source's probabilities are calibrated by what became of such tokens
+    before (`Calibration`), so that the likeliest nodes of all can be kept: as many as make the most tokens per second,
+    by what a node has been measured to cost (`VerificationTimes`). Where one source alone proposes, its tree is taken
+    as it is. Sources are asked in their order, cheap ones first: a later one only where what it adds to the others has
+    so far been worth its time (`DraftValue`). So a predictor need not run while a text is being copied.
 
     Args:
         drafters: the sources, at least one; their names, joined by "+", are its name.
@@ -41,8 +41,8 @@ class HybridDrafter(Drafter):
         self.layers = (*sorted({layer for each in drafters for layer in each.layers} - {-1}), -1)
         # Kept over the calls of a decoder, whose copies share them.
         self._odds = [Calibration() for _ in drafters]
-        self._worth = [Worth() for _ in drafters]
-        self._times = Times()
+        self._value = [DraftValue() for _ in drafters]
+        self._times = VerificationTimes()
         self._passes = [0] * len(self.drafters)
         self._by_clock = True
 
@@ -120,8 +120,8 @@ class HybridDrafter(Drafter):
         for number, drafter in enumerate(self.drafters):
             self._add_trees(proposals, found)
             expected = sum(each.expected for each in proposals) / len(proposals)
-            verify = self._times.usual if self._by_clock else 1.0
-            if number and not self._worth[number].pays(expected, spent, verify):
+            verify = self._times.recent.median if self._by_clock else 1.0
+            if number and not self._value[number].pays(expected, spent, verify):
                 continue
             for proposal in proposals:
                 proposal.asked[number] = proposal.expected
@@ -131,7 +131,7 @@ class HybridDrafter(Drafter):
             seconds = perf_counter() - started if self._by_clock else nominal
             if tree.size > 1:
                 found.append((number, tree))
-            self._worth[number].seconds.append(seconds)
+            self._value[number].seconds.add(seconds)
             spent += seconds
             self.passes += drafter.passes
             self._passes[number] += drafter.passes
@@ -140,7 +140,7 @@ class HybridDrafter(Drafter):
             tree = self._as_it_is(proposals, *found[0])
         else:
             self._add_trees(proposals, found)
-            tree = self._merged(committed, proposals, self._worthwhile(proposals, spent))
+            tree = self._merged(committed, proposals, self._best_count(proposals, spent))
         self._drafted_at, self._size = perf_counter(), tree.size
         return tree
 
@@ -168,20 +168,17 @@ class HybridDrafter(Drafter):
         names = [[self._named(sources) for sources in row] for _, row in best]
         return replace(tree, source=[[None, *row, *[None] * (tree.size - 1 - len(row))] for row in names])
 
-    def _worthwhile(self, proposals: "Sequence[_Proposal]", spent: float) -> int:
+    def _best_count(self, proposals: "Sequence[_Proposal]", spent: float) -> int:
         """How many nodes of each row, the likeliest first, make the most tokens per second."""
         odds = [sorted((exp(node.joint) for node in each.nodes), reverse=True)[: self.nodes] for each in proposals]
         known = self._times.line
         start, slope = known or (1.0, NODE)
         if known or not self._by_clock:  # or else these are not seconds, as `spent` is
             start += spent
-        tokens, best, worthwhile = float(len(odds)), 0.0, 0
-        for count in range(max(map(len, odds)) + 1):
-            tokens += sum(row[count - 1] for row in odds if 0 < count <= len(row))
-            rate = tokens / (start + slope * (count + 1))
-            if rate > best:
-                best, worthwhile = rate, count
-        return worthwhile
+        tokens = [float(len(odds))]
+        for count in range(max(map(len, odds))):
+            tokens.append(tokens[-1] + sum(row[count] for row in odds if count < len(row)))
+        return fastest(tokens, [start + slope * (count + 1) for count in range(len(tokens))])
 
     def _named(self, sources: Sequence[int]) -> str:
         return "+".join(self.drafters[number].name for number in sources)
@@ -194,7 +191,7 @@ class HybridDrafter(Drafter):
             if proposal.alone is not None:
                 stood = proposal.alone.stood(text[proposal.length :])
                 for number, before in proposal.asked.items():
-                    self._worth[number].add(before, stood if number == proposal.alone.source else 0)
+                    self._value[number].add(before, stood if number == proposal.alone.source else 0)
                 continue
             node = stood = 0
             alone = dict.fromkeys(proposal.asked, 0)  # tokens that would have stood without a source
@@ -211,7 +208,7 @@ class HybridDrafter(Drafter):
                     if reached == stood - 1 and (len(claims) > 1 or number not in claims):
                         alone[number] = stood
             for number, before in proposal.asked.items():
-                self._worth[number].add(before, stood - alone[number])
+                self._value[number].add(before, stood - alone[number])
         self._pending = [None] * len(self._pending)
 
 

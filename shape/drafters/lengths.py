@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
+from shape.drafters.cost import best_depth
 from shape.errors import ConfigError
 
 _MEMORY = 0.97  # of acceptance, per draft
@@ -83,9 +84,8 @@ class Adaptive:
 
 @dataclass
 class ByCost:
-    """The length with the most tokens per second: (1 - a^(n+1)) / (1 - a) tokens for n c + 1 verifications' time, with
-    the acceptance a of a token and the cost c of drafting one, both as measured on the way (Leviathan et al., arXiv
-    2211.17192, theorem 3.8).
+    """The length with the most tokens per second (``cost.best_depth``), with the acceptance of a token and the cost of
+    drafting one as measured while decoding (Leviathan et al., arXiv 2211.17192, theorem 3.8).
 
     Args:
         length: until both are known.
@@ -104,14 +104,8 @@ class ByCost:
         self._accepted = _MEMORY * self._accepted + accepted
         if cost is not None:
             self._cost = cost if self._cost is None else 0.8 * self._cost + 0.2 * cost
-        if (relative := self._cost) is None:
-            return
-        share = min(self._accepted / self._reached, 0.99)
-
-        def rate(length: int) -> float:
-            return (1 - share ** (length + 1)) / (1 - share) / (length * relative + 1)
-
-        self.length = max(range(1, self.most + 1), key=rate)
+        if self._cost is not None:
+            self.length = max(best_depth(min(self._accepted / self._reached, 0.99), self._cost, 1.0, self.most), 1)
 
 
 def make_length(chosen: "str | int | DraftLength") -> DraftLength:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shape.drafters.base import Committed, Drafter, TreeShape
+from shape.drafters.base import Committed, Drafter
 from shape.drafters.growing import Biases, grow_by_depth
 from shape.errors import TargetMismatch
 from shape.networks.base import Head, Known, MarkovBias, Predictor, Remembered, turns_ahead
@@ -22,6 +22,7 @@ from shape.verification.cache import KVCache
 from shape.verification.noise import token_words
 from shape.verification.sampling import Sampler, perturbed
 from shape.verification.tree import TokenTree, keep_best, of_lists, root_only
+from shape.verification.tree_shape import TreeShape
 
 _SLOTS = 256  # of the memory, at first
 _MEASURED_LENGTH = 256  # known positions that ``run_forwards`` attends to

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from shape import bundled
-from shape.data.conversations import load_prompts
+from shape.data.reading import load_prompts
 from shape.drafters import DRAFTERS
 from shape.errors import ConfigError
 from shape.evaluation.journal import JOURNAL
@@ -15,7 +15,8 @@ from shape.evaluation.methods import Assisted, Method, Outside, Ruled
 from shape.evaluation.options import BenchOptions, several
 from shape.evaluation.results import AUTOREGRESSIVE, SpeedResults
 from shape.evaluation.speed import measure_in
-from shape.generation.decoder import ShapeDecoder, is_language_model
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.loading import is_language_model
 from shape.generation.rules import Match, make_rule
 from shape.target.loading import SOURCE, of_pair, of_predictor, of_target, only
 from shape.target.model import Target, announce

@@ -11,9 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from shape import bundled
-from shape.data.conversations import Prompt, evenly, load_prompts
+from shape.data.conversations import Prompt, evenly
+from shape.data.reading import load_prompts
 from shape.drafters import Drafter, NgramDrafter, TrainedDrafter, TreeShape, make_drafter
-from shape.drafters.recipes.drafter import Pack, RecipeDrafter
+from shape.drafters.cost import Costs, break_even, expected_length, throughput
+from shape.drafters.recipes.drafter import RecipeDrafter
+from shape.drafters.recipes.pack import Pack
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import Estimate
@@ -21,23 +24,20 @@ from shape.evaluation.markdown import show
 from shape.evaluation.options import CheckOptions
 from shape.evaluation.runner import sampling
 from shape.evaluation.speed import measure
-from shape.features.costs import size_of
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.planning import (
     CANDIDATES,
-    Costs,
     acceptance,
-    break_even,
     calibrate,
-    expected_length,
     plan,
     sketch,
-    throughput,
 )
+from shape.networks.config import ShapeConfig
 from shape.networks.shape import ShapePredictor
+from shape.networks.sizing import draft_vocab_size, parameters, width
 from shape.target.loading import of_pair, of_target
 from shape.target.model import Target, announce
-from shape.training.run import PredictorOptions, TrainOptions
+from shape.target.size import size_of
 
 _RATES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _SHOWN_PLANS = 6
@@ -167,9 +167,22 @@ def _untrained(target: Target) -> TrainedDrafter:
     """Of recursive steps, a pass per depth, so that no depth is out of its reach; the default's one pass costs less.
     What a draft costs does not depend on what was learned.
     """
-    steps = PredictorOptions(step_mode="recursive", token_conditioning="path", markov_rank=0)
-    config = TrainOptions(predictor=steps).settled(size_of(target.model), None).predictor_config(target)
-    assert config is not None
+    size = size_of(target.model)
+
+    def of_width(intermediate_size: int) -> ShapeConfig:
+        return ShapeConfig(
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            window=8,
+            intermediate_size=intermediate_size,
+            num_steps=8,
+            step_mode="recursive",
+            token_conditioning="path",
+            draft_vocab_size=draft_vocab_size(size, None),
+            draft=asdict(TreeShape(depth=8, width=2, nodes=12)),
+        )
+
+    config = of_width(width(size, lambda intermediate_size: parameters(of_width(intermediate_size))))
     predictor = ShapePredictor(config)
     if config.draft_vocab_size is not None:
         predictor.draft_vocabulary = torch.arange(config.draft_vocab_size)
@@ -189,12 +202,12 @@ def _chain(costs: Costs, rate: float) -> dict[str, float]:
         "acceptance": rate,
         "depth": depth,
         "acceptance_length": expected_length(rate, depth),
-        "speed_up": speed(depth) * costs.plain,
+        "speed_up": speed(depth) * costs.autoregressive,
     }
 
 
 def _break_even(costs: Costs, depth: int) -> float | None:
-    return break_even(depth, costs.draft[1], costs.of(depth + 1, 0, 1), costs.plain)
+    return break_even(depth, costs.draft[1], costs.of(depth + 1, 0, 1), costs.autoregressive)
 
 
 def name(shape: dict[str, Any] | None) -> str:

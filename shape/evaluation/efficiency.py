@@ -18,7 +18,8 @@ import torch
 from tqdm.auto import tqdm
 
 from shape import bundled
-from shape.data.conversations import evenly, load_prompts, prompt_ids
+from shape.data.conversations import evenly
+from shape.data.reading import load_prompts
 from shape.drafters import Drafter, OracleDrafter, make_drafter
 from shape.errors import ConfigError
 from shape.evaluation.environment import Environment
@@ -30,6 +31,7 @@ from shape.evaluation.results import AUTOREGRESSIVE
 from shape.evaluation.runner import Run, by_decoder, by_transformers, rotated, sampling, synchronise
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.stats import Step, quantile
+from shape.target.chat import prompt_ids
 from shape.target.loading import of_pair, recorded
 from shape.target.model import Target, announce
 from shape.verification.forward import attending, new_cache, tree_inputs
@@ -130,10 +132,10 @@ def bare_seconds(decoder: ShapeDecoder, steps: Sequence[Step]) -> tuple[float, f
 def _bare_seconds(decoder: ShapeDecoder, steps: Sequence[Step]) -> tuple[float, float]:
     target, support, drafter = decoder.target, decoder.support, decoder.drafter
     capacity = max((max(step.lengths) + step.nodes for step in steps), default=0)
-    caches = {size: new_cache(target, support, size, capacity) for size in {len(step.rows) for step in steps}}
+    caches = {size: new_cache(target, support, size, capacity) for size in {len(step.sequences) for step in steps}}
     forward = draft = 0.0
     for step in steps:
-        size, length = len(step.rows), max(step.lengths)
+        size, length = len(step.sequences), max(step.lengths)
         cache = caches[size]
         cache.set_lengths([length] * size)
         tokens = torch.zeros(size, step.nodes, dtype=torch.long, device=target.device)

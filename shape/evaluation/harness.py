@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from shape.errors import ConfigError
-from shape.generation.decoder import ShapeDecoder, ShapeOutput
-from shape.target.loading import PairOptions, of_pair
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.engine import ShapeOutput
+from shape.target.loading import of_pair
 from shape.target.model import announce
+from shape.target.options import PairOptions
 
 try:
     from lm_eval.__main__ import cli_evaluate  # noqa: F401  (the command, `shape.cli.harness`)

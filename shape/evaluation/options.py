@@ -6,7 +6,7 @@ from typing import Any
 from shape.drafters import TreeShape
 from shape.evaluation.sandbox import Limits
 from shape.generation.rules import TrsLossy, TypicalLossy
-from shape.target.loading import PairOptions
+from shape.target.options import PairOptions
 
 
 def several(given: Any) -> list[Any]:

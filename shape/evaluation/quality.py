@@ -19,7 +19,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from shape import bundled
-from shape.data.conversations import Prompt, evenly, load_prompts
+from shape.data.conversations import Prompt, evenly
+from shape.data.reading import load_prompts
 from shape.errors import ConfigError, DataError
 from shape.evaluation import sandbox
 from shape.evaluation.correctness import final_number, known_number, program
@@ -34,9 +35,9 @@ from shape.evaluation.similarity import Encoder, Likeness
 from shape.features.store import Stored
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.rules import RULES, Match, Rule, TrsLossy, make_rule
+from shape.networks.teacher_forcing import Reader, forced_drafts
 from shape.target.loading import of_pair, recorded
 from shape.target.model import announce
-from shape.training.examples import Reader, forced_drafts
 
 SHAPE, ALONE, BEAM = "shape", "drafter-alone", "beam"
 TOO_LONG = "a prompt and its answer exceed the target's positions"

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from shape.generation.decoder import ShapeDecoder, ShapeOutput
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.engine import ShapeOutput
 from shape.generation.rules import Match, Rule
 from shape.generation.stats import DecodeStats
 from shape.generation.streams import Arrivals

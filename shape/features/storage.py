@@ -1,4 +1,4 @@
-"""Where a feature store lies: a folder of this machine, or any address that fsspec has a file system for."""
+"""Where a feature store is: a folder of this machine, or any address that fsspec has a file system for."""
 
 import os
 import time
@@ -14,13 +14,13 @@ from fsspec.core import url_to_fs
 from shape.errors import ConfigError, FeatureStoreError, is_full_disk
 from shape.files import written_whole
 
-_AT_ONCE = 4  # files fetched ahead of their use
-_GIVEN_UP = 3600  # seconds after which a half-fetched file is a killed process's
+_PARALLEL = 4  # files fetched ahead at a time
+_ABANDONED = 3600  # seconds after which a half-fetched file is a killed process's
 
 T = TypeVar("T")
 
 
-class Place:
+class Storage:
     """Named files under one address: `features/mine`, `s3://bucket/features`, `gs://...`, `memory://...`.
 
     Attributes:
@@ -30,7 +30,7 @@ class Place:
         ConfigError: no file system is known or installed for the address, or it cannot be reached.
     """
 
-    def __init__(self, address: "str | Path | Place") -> None:
+    def __init__(self, address: "str | Path | Storage") -> None:
         self.address = str(address)
         self.folder = None if "://" in self.address else Path(self.address)
         try:
@@ -46,11 +46,7 @@ class Place:
         return self.address
 
     def exists(self, name: str) -> bool:
-        return self._files.exists(self._at(name))
-
-    def size(self, name: str) -> int:
-        """Bytes of a file. Raises FileNotFoundError."""
-        return self._files.size(self._at(name))
+        return self._files.exists(self._path(name))
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every file."""
@@ -63,32 +59,35 @@ class Place:
 
     def read(self, name: str) -> bytes:
         """Raises FileNotFoundError."""
-        return self._files.cat_file(self._at(name))
+        return self._files.cat_file(self._path(name))
 
     def read_parts(self, parts: Sequence[tuple[str, int, int]]) -> list[bytes]:
         """Bytes [start, end) of files, all at the same time where the file system can. Raises FileNotFoundError."""
+        if not parts:
+            return []
         names, starts, ends = zip(*parts, strict=True)
-        return self._files.cat_ranges([self._at(name) for name in names], list(starts), list(ends), on_error="raise")
+        return self._files.cat_ranges([self._path(name) for name in names], list(starts), list(ends), on_error="raise")
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file that is there completely or not at all."""
         self._files.makedirs(self._root, exist_ok=True)
-        with self._files.transaction, self._files.open(self._at(name), "wb") as file:
+        with self._files.transaction, self._files.open(self._path(name), "wb") as file:
             file.write(content)
 
     def fetch(self, name: str, to: Path) -> None:
         """Copy a file to this machine. Raises FileNotFoundError."""
-        self._files.get_file(self._at(name), str(to))
+        self._files.get_file(self._path(name), str(to))
 
-    def _at(self, name: str) -> str:
+    def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"
 
 
-class Fetched(Generic[T]):
-    """Files of a place that is elsewhere, kept in a folder of this machine while there is room for them.
+class LocalCopies(Generic[T]):
+    """Copies of remote files in a folder of this machine, at most so many bytes of them, least recently used first out.
 
-    Those that were not used for longest go first. Processes may share the folder: a file appears in it as a whole, and
-    one that another process has dropped is fetched anew.
+    Processes may share the folder: a file appears in it as a whole, and one that another process has dropped is fetched
+    anew. fsspec's own caches (`filecache::`, `simplecache::`) do neither: they grow without limit, and another process
+    sees half-fetched files.
 
     Args:
         folder: of the copies, and of nothing else: what it holds is deleted to make room.
@@ -96,54 +95,54 @@ class Fetched(Generic[T]):
         read: makes of a copy what is asked for; called once for each copy.
     """
 
-    def __init__(self, place: Place, folder: Path, room: int, read: Callable[[Path], T]) -> None:
-        self.place, self.folder, self.room, self.read = place, folder, room, read
+    def __init__(self, storage: Storage, folder: Path, room: int, read: Callable[[Path], T]) -> None:
+        self.storage, self.folder, self.room, self.read = storage, folder, room, read
         self._process = -1
         self._started()
 
     def _started(self) -> None:
-        """Threads do not survive the fork of a data worker, which therefore begins anew."""
+        """Threads do not survive the fork of a data worker, which therefore starts its own."""
         if self._process != os.getpid():
             self._process = os.getpid()
-            self._threads = ThreadPoolExecutor(_AT_ONCE)
+            self._threads = ThreadPoolExecutor(_PARALLEL)
             self._making_room = Lock()
-            self._coming: dict[str, Future[None]] = {}
-            self._made: dict[str, T] = {}
+            self._fetching: dict[str, Future[None]] = {}
+            self._read: dict[str, T] = {}
 
-    def ahead(self, names: Iterable[str]) -> None:
+    def prefetch(self, names: Iterable[str]) -> None:
         """Begin to fetch files that will be asked for."""
         self._started()
         for name in names:
-            under_way = name in self._coming and not self._coming[name].done()
+            under_way = name in self._fetching and not self._fetching[name].done()
             if not under_way and not (self.folder / name).exists():
-                self._coming[name] = self._threads.submit(self._fetch, name)
+                self._fetching[name] = self._threads.submit(self._fetch, name)
 
     def __getitem__(self, name: str) -> T:
         """What `read` made of a file, waiting for it if need be."""
         self._started()
         copy = self.folder / name
-        if (coming := self._coming.pop(name, None)) is not None:
-            coming.result()
+        if (fetching := self._fetching.pop(name, None)) is not None:
+            fetching.result()
         while True:
             try:
                 os.utime(copy)  # so that it counts as used
-                if name not in self._made:
-                    self._made[name] = self.read(copy)
-                return self._made[name]
+                if name not in self._read:
+                    self._read[name] = self.read(copy)
+                return self._read[name]
             except FileNotFoundError:
-                self._made.pop(name, None)
+                self._read.pop(name, None)
                 self._fetch(name)
 
     def _fetch(self, name: str) -> None:
         writer = f".{os.getpid()}.{get_ident()}"
         with ExitStack() as until_there, written_whole(self.folder / name, writer) as temporary:
             try:
-                self.place.fetch(name, temporary)
+                self.storage.fetch(name, temporary)
             except Exception as error:  # every file system has errors of its own
                 if is_full_disk(error):
                     raise
                 raise FeatureStoreError(
-                    f"{name} cannot be fetched from {self.place} ({' '.join(str(error).split())}); once it can, give "
+                    f"{name} cannot be fetched from {self.storage} ({' '.join(str(error).split())}); once it can, give "
                     "the same command again, with --ckpt_path last where training had begun"
                 ) from error
             until_there.enter_context(self._making_room)
@@ -158,12 +157,12 @@ class Fetched(Generic[T]):
                 continue
             if not path.name.startswith("."):
                 copies.append((found.st_mtime_ns, found.st_size, path))
-            elif time.time() - found.st_mtime > _GIVEN_UP:
+            elif time.time() - found.st_mtime > _ABANDONED:
                 path.unlink(missing_ok=True)
         taken = size + sum(each for _, each, _ in copies)
         for _, each, path in sorted(copies):
             if taken <= self.room:
                 break
             path.unlink(missing_ok=True)
-            self._made.pop(path.name, None)  # which would keep its bytes on the disk
+            self._read.pop(path.name, None)  # which would keep its bytes on the disk
             taken -= each

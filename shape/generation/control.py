@@ -1,113 +1,115 @@
-"""Whether the next step drafts: by what steps cost here and now, and by what drafting brings on this text."""
+"""Whether the next step drafts: the cost model of ``shape.drafters.cost``, measured while decoding on this text."""
 
 from collections import deque
-from statistics import median
+
+from shape.drafters.cost import RecentTimes
 
 # Where the clock must not decide, the acceptance length at which a drafted step is taken to be worth its time: a tree
 # costs 1.1 to 1.3 single tokens, and its draft 0.1 to 0.3 (``python eval/forwards.py``, efficiency).
 FIXED_BREAK_EVEN = 1.4
 
 
-class Pace:
+class SpeculationControl:
     """Decides before each step whether it drafts, by what drafting has brought in this call.
 
-    Speculation pays while a drafted step settles more tokens per second than plain steps would, so acceptance is
-    compared with the break-even: seconds of a drafted step over seconds of a plain one, both as measured while
-    decoding, behind as much context. Below it plain steps follow; then a few drafted ones look whether the text has
-    become easier, and each look in vain doubles the wait for the next.
+    Speculation pays while a drafted step commits more tokens per second than autoregressive ones would, so acceptance
+    is compared with the break-even: seconds of a drafted step over seconds of an autoregressive one, both as measured
+    while decoding, behind as much context. Below it autoregressive steps follow; then a few drafted ones probe whether
+    the text has become easier, and each probe in vain doubles the wait for the next.
 
     Args:
-        past: what earlier calls found.
+        costs: of steps in earlier calls.
         least: acceptance length below which drafting pauses; None measures the break-even.
     """
 
     _WINDOW = 16  # drafted steps that are judged together; the first judgement comes after so many
-    _LOOK = 4  # drafted steps of a later look
-    _PAUSE, _LONGEST_PAUSE = 16, 512  # plain steps
-    _PLAIN = 3  # plain steps that tell what one costs, where that is not known yet
+    _PROBE = 4  # drafted steps of a later probe
+    _PAUSE, _LONGEST_PAUSE = 16, 512  # autoregressive steps
+    _MEASURED = 3  # autoregressive steps that tell what one costs, where that is not known yet
 
-    def __init__(self, past: "Experience", least: float | None = None) -> None:
-        self._past, self._least = past, least
+    def __init__(self, costs: "StepCosts", least: float | None = None) -> None:
+        self._costs, self._least = costs, least
         self._recent: deque[float] = deque(maxlen=self._WINDOW)
-        # Where drafting did not pay last, a look has to do at the start of the next text too.
-        self._needed = self._WINDOW if past.pause is None else self._LOOK
-        self._plain_steps = 0
+        # Where drafting did not pay last, a probe has to do at the start of the next text too.
+        self._needed = self._WINDOW if costs.pause is None else self._PROBE
+        self._waiting = 0  # autoregressive steps to come
         self.pauses = 0
 
     def draft_next(self, context: int) -> bool:
         """Whether the next step drafts, behind so many tokens of the longest sequence."""
-        if self._plain_steps > 0:
+        if self._waiting > 0:
             return False
         if len(self._recent) < self._needed:
             return True
-        break_even = self._least
-        if break_even is None:
-            if self._past.knows_too_little(context, drafted=True):
+        least = self._least
+        if least is None:
+            if self._costs.unknown(context, drafted=True):
                 return True
-            if self._past.knows_too_little(context, drafted=False):  # a few plain steps tell
-                self._plain_steps = self._PLAIN
+            if self._costs.unknown(context, drafted=False):
+                self._waiting = self._MEASURED
                 return False
-            break_even = self._past.break_even(context)
-        if sum(self._recent) / len(self._recent) >= break_even:
-            self._needed, self._past.pause = self._WINDOW, None
+            least = self._costs.break_even(context)
+        if sum(self._recent) / len(self._recent) >= least:
+            self._needed, self._costs.pause = self._WINDOW, None
             return True
         self._recent.clear()
-        self._needed = self._LOOK
-        pause = self._past.pause
-        self._plain_steps = self._PAUSE if pause is None else min(2 * pause, self._LONGEST_PAUSE)
-        self._past.pause = self._plain_steps
+        self._needed = self._PROBE
+        pause = self._costs.pause
+        self._waiting = self._PAUSE if pause is None else min(2 * pause, self._LONGEST_PAUSE)
+        self._costs.pause = self._waiting
         self.pauses += 1
         return False
 
     def observe(self, drafted: bool, tokens: float, seconds: float, context: int) -> None:
-        """A step that settled `tokens` per row. `drafted`: anything was proposed; a drafter that knows nothing to say
-        costs nothing, and is not judged by it.
+        """A step that committed `tokens` per sequence.
+
+        Args:
+            drafted: anything was proposed; a drafter without a proposal costs nothing, and is not judged by it.
         """
-        self._past.add(drafted, seconds, context)
+        self._costs.add(drafted, seconds, context)
         if drafted:
             self._recent.append(tokens)
-        elif self._plain_steps > 0:
-            self._plain_steps -= 1
+        elif self._waiting > 0:
+            self._waiting -= 1
 
 
-class Experience:
-    """Seconds of recent drafted and plain steps by context length, and whether drafting paid last, kept over the calls
-    of a decoder. Lengths between two powers of two count as one, as do all short ones.
+class StepCosts:
+    """Seconds of recent drafted and autoregressive steps by context length, kept over the calls of a decoder. Lengths
+    between two powers of two count as one, as do all short ones.
 
     Attributes:
-        pause: plain steps of the last pause; None where drafting paid last.
+        pause: autoregressive steps of the last pause; None where drafting paid last.
     """
 
     _KEPT, _ENOUGH = 16, 3
     _SHORT = 128  # tokens of context, below which it makes no difference
-    _TRUSTED = 512  # drafted steps, after which what plain ones took is measured anew
+    _TRUSTED = 512  # drafted steps, after which autoregressive ones are measured anew
 
     def __init__(self) -> None:
         self.pause: int | None = None
-        self._seconds: dict[tuple[int, bool], deque[float]] = {}
-        self._drafted_since: dict[int, int] = {}  # a plain step was measured, by context length
+        self._times: dict[tuple[int, bool], RecentTimes] = {}
+        self._drafted_since: dict[int, int] = {}  # the last autoregressive step, by context length
 
     def add(self, drafted: bool, seconds: float, context: int) -> None:
         kind = self._kind(context)
         since = self._drafted_since.get(kind, 0)
         if not drafted and since >= self._TRUSTED:
-            self._seconds.pop((kind, False), None)
+            self._times.pop((kind, False), None)
         self._drafted_since[kind] = since + 1 if drafted else 0
-        self._seconds.setdefault((kind, drafted), deque(maxlen=self._KEPT)).append(seconds)
+        self._times.setdefault((kind, drafted), RecentTimes(self._KEPT)).add(seconds)
 
-    def knows_too_little(self, context: int, drafted: bool) -> bool:
-        """Whether steps of this kind have not been measured, or plain ones too long ago."""
+    def unknown(self, context: int, drafted: bool) -> bool:
+        """Whether too few steps of this kind have been measured, or autoregressive ones too long ago."""
         kind = self._kind(context)
         stale = not drafted and self._drafted_since.get(kind, 0) >= self._TRUSTED
-        return stale or len(self._seconds.get((kind, drafted), ())) < self._ENOUGH
+        return stale or len(self._times.get((kind, drafted), ())) < self._ENOUGH
 
     def break_even(self, context: int) -> float:
-        """Tokens that a drafted step has to settle to be worth its time, where both kinds are known.
-
-        By medians: a machine's hiccups are not the drafter's fault.
-        """
+        """Tokens that a drafted step has to commit to be worth its time, where both kinds are known."""
         kind = self._kind(context)
-        return median(self._seconds[kind, True]) / median(self._seconds[kind, False])
+        drafted, autoregressive = (self._times[kind, each].median for each in (True, False))
+        assert drafted is not None and autoregressive is not None
+        return drafted / autoregressive
 
     def _kind(self, context: int) -> int:
         return max(context, self._SHORT).bit_length()

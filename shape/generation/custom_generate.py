@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from shape.errors import CheckpointError, UnsupportedGeneration
-from shape.generation.decoder import ShapeDecoder, ShapeOutput
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.engine import ShapeOutput
 from shape.target.loading import HUB_OPTIONS
 from shape.target.model import Target
 
@@ -32,24 +33,8 @@ class _Made(NamedTuple):
 
 
 _DECODERS: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, Any], _Made]] = WeakKeyDictionary()
-# The import stands in a try, or else transformers asks for a package named "shape".
-_CODE = '''"""transformers' generate with this predictor, in a few lines: shape does the work."""
-
-try:
-    from shape.generation.custom_generate import generate_of
-except ImportError as error:
-    raise ImportError("this predictor needs the package shape-decoding; install it, then try again") from error
-
-generate = generate_of(__name__)
-'''
 # How transformers names its copy of a hub repository's code: by its id, each part of it as a Python name, and commit.
 _COPY = re.compile(r"transformers_modules\.(?P<id>.+)\.(?P<commit>[0-9a-f]{40})\.custom_generate\.generate")
-
-
-def write(folder: Path) -> None:
-    """Make an exported predictor's folder one that ``custom_generate`` takes."""
-    (folder / "custom_generate").mkdir(exist_ok=True)
-    (folder / "custom_generate" / "generate.py").write_text(_CODE)
 
 
 def generate_of(module: str) -> Callable[..., Tensor | ShapeOutput]:

@@ -7,7 +7,6 @@ puts the two together for any shape of draft, "none" included, without decoding 
 
 import json
 import os
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from shape.drafters import Drafter, TreeShape
 from shape.drafters.base import Committed, Wrapped
+from shape.drafters.cost import Costs
 from shape.files import typed
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.rules import Match
@@ -43,86 +43,6 @@ CANDIDATES = (
     ),
     *(TreeShape.full(branching, depth) for branching, depth in ((2, 2), (3, 2), (4, 2), (2, 3))),  # the paper's k^N
 )
-
-
-# The closed form of OTT-Decode (HyperTensor, paper C), for a chain of depth g whose tokens stand with probability a
-# each, independently: a model to think with. `plan` does not use it.
-
-
-def expected_length(acceptance: float, depth: int) -> float:
-    """Tokens per step, (1 - a^(g+1)) / (1 - a), the target's own token included."""
-    if acceptance == 1.0:
-        return depth + 1.0
-    return (1.0 - acceptance ** (depth + 1)) / (1.0 - acceptance)
-
-
-def throughput(acceptance: float, depth: int, draft: float, verify: float) -> float:
-    """Tokens per second, with the seconds of one drafted token and of one verification."""
-    return expected_length(acceptance, depth) / (depth * draft + verify)
-
-
-def best_depth(acceptance: float, draft: float, verify: float, deepest: int = 32) -> int:
-    """The depth of most throughput; 0 is not to draft."""
-    return max(range(deepest + 1), key=lambda depth: throughput(acceptance, depth, draft, verify))
-
-
-def break_even(depth: int, draft: float, verify: float, plain: float) -> float | None:
-    """The acceptance at which a chain is as fast as plain decoding; None where even certainty is not enough."""
-    if throughput(1.0, depth, draft, verify) < 1.0 / plain:
-        return None
-    rates = range(1001)
-    return bisect_left(rates, 1.0 / plain, key=lambda rate: throughput(rate / 1000, depth, draft, verify)) / 1000
-
-
-def compression_gain(
-    acceptance: float, compressed: float, depth: int, draft: float, compressed_draft: float, verify: float
-) -> tuple[float, float, float]:
-    """Throughput with a compressed drafter over that with the whole one, as three factors whose product it is.
-
-    Acceptance is lost twice: longer runs fail, (1 - a'^(g+1)) / (1 - a^(g+1)), and each token fails more often,
-    (1 - a) / (1 - a'); cheaper drafts win once, (g T_D + T_V) / (g T_D' + T_V). Acceptances below 1.
-    """
-    return (
-        (1 - compressed ** (depth + 1)) / (1 - acceptance ** (depth + 1)),
-        (1 - acceptance) / (1 - compressed),
-        (depth * draft + verify) / (depth * compressed_draft + verify),
-    )
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Seconds on this machine, for a number of rows and a length of text.
-
-    Attributes:
-        verify: by tokens per row: forward of the target, choice and acceptance.
-        draft: by the width of the tree: one pass of the drafter, with what grows the tree. Empty without a network.
-    """
-
-    rows: int
-    context: int
-    verify: dict[int, float]
-    draft: dict[int, float]
-
-    def of(self, nodes: int, passes: int, width: int) -> float:
-        """A step that verifies `nodes` tokens per row, the root among them, after so many passes."""
-        drafting = passes * self.draft[min(width, max(self.draft))] if self.draft else 0.0
-        return drafting + _between(self.verify, nodes)
-
-    @property
-    def plain(self) -> float:
-        return self.verify[1]
-
-
-def _between(known: dict[int, float], size: int) -> float:
-    """Linear between the sizes that were measured; beyond the last one in proportion."""
-    sizes = sorted(known)
-    at = bisect_left(sizes, size)
-    if at == len(sizes):
-        return known[sizes[-1]] * size / sizes[-1]
-    if sizes[at] == size or at == 0:
-        return known[sizes[at]]
-    low, high = sizes[at - 1], sizes[at]
-    return known[low] + (known[high] - known[low]) * (size - low) / (high - low)
 
 
 def calibrate(
@@ -220,13 +140,13 @@ def _measure(decoder: ShapeDecoder, rows: int, context: int, sizes: Sequence[int
 def draft_cost(
     decoder: ShapeDecoder, context: int = 128, repeats: int = 9, clock: Callable[[], float] = perf_counter
 ) -> tuple[float, float]:
-    """Seconds of one draft of the decoder's own shape, for one row, and of a step of one token."""
+    """Seconds of one draft of the decoder's own shape, for one sequence, and of a step of one token."""
     assert decoder.drafter is not None
     with decoder.gradientless():
         bench = _Bench(decoder, 1, context, 1)
         calls = [bench.drafts(decoder.drafter), partial(bench.verify, 1)]
-        draft, plain = _seconds(calls, repeats, decoder.target.device, clock)
-    return draft, plain
+        draft, verify = _seconds(calls, repeats, decoder.target.device, clock)
+    return draft, verify
 
 
 def _seconds(
@@ -253,26 +173,26 @@ class Sketch:
     Attributes:
         depth: of every node; -1 where it hangs on nothing.
         children: of every node, the likeliest first.
-        joint: log of the drafter's estimate that the path to the node stands.
-        stands: whether that path is how the text goes on.
+        joint: log of the drafter's estimate that the path to the node is accepted.
+        accepted: whether that path is how the text goes on.
     """
 
     depth: list[int]
     children: list[list[int]]
     joint: list[float]
-    stands: list[bool]
+    accepted: list[bool]
 
     @classmethod
     def of(cls, tokens: list[int], parent: list[int], joint: list[float], rest: list[int]) -> "Sketch":
         """`rest`: the tokens that follow the root in the text."""
-        depth, stands, children = [0], [True], [[] for _ in tokens]  # type: ignore[var-annotated]
+        depth, accepted, children = [0], [True], [[] for _ in tokens]  # type: ignore[var-annotated]
         for node, (token, above) in enumerate(zip(tokens[1:], parent[1:], strict=True), 1):
             hangs = above >= 0 and depth[above] >= 0
             depth.append(depth[above] + 1 if hangs else -1)
-            stands.append(hangs and stands[above] and depth[node] <= len(rest) and rest[depth[node] - 1] == token)
+            accepted.append(hangs and accepted[above] and depth[node] <= len(rest) and rest[depth[node] - 1] == token)
             if hangs:
                 children[above].append(node)
-        return cls(depth, children, joint, stands)
+        return cls(depth, children, joint, accepted)
 
 
 class _Shadow(Wrapped):
@@ -344,11 +264,11 @@ def acceptance(answers: Sequence[Sequence[Sketch]]) -> list[list[float]]:
                 counts.append([])
             asked[depth] += 1
             counts[depth] += [0] * (len(children) - len(counts[depth]))
-            standing = next((rank for rank, child in enumerate(children) if one.stands[child]), None)
-            if standing is None:
+            rank = next((rank for rank, child in enumerate(children) if one.accepted[child]), None)
+            if rank is None:
                 break
-            counts[depth][standing] += 1
-            node, depth = children[standing], depth + 1
+            counts[depth][rank] += 1
+            node, depth = children[rank], depth + 1
     return [[count / total for count in ranks] for ranks, total in zip(counts, asked, strict=True)]
 
 
@@ -370,7 +290,7 @@ def cut(one: Sketch, shape: TreeShape) -> tuple[int, int, int]:
         if shape.threshold > 0 and depth + 1 < shape.depth and one.joint[frontier[0]] < log(shape.threshold):
             break
     kept = sorted(grown, key=lambda node: (-one.joint[node], node))[: shape.nodes]
-    return max((one.depth[node] for node in kept if one.stands[node]), default=0), len(kept), passes
+    return max((one.depth[node] for node in kept if one.accepted[node]), default=0), len(kept), passes
 
 
 @dataclass(frozen=True)
@@ -378,9 +298,9 @@ class Plan:
     """What a shape of draft is expected to bring.
 
     Attributes:
-        shape: None is plain decoding.
+        shape: None is autoregressive decoding.
         acceptance_length: tokens per step; nodes, passes: means per step.
-        seconds: per step; rate: tokens per second and row; speed_up: over plain decoding.
+        seconds: per step; rate: tokens per second and sequence; speed_up: over autoregressive decoding.
     """
 
     shape: TreeShape | None
@@ -395,31 +315,31 @@ class Plan:
 def plan(costs: Costs, answers: Sequence[Sequence[Sketch]], shapes: Sequence[TreeShape] = CANDIDATES) -> list[Plan]:
     """All shapes, and none, by the tokens per second that they would have had on these answers; the fastest first.
 
-    Each answer is walked through as decoding would: from a position to behind the last token that stood there.
+    Each answer is walked through as decoding would: from a position to behind the last token that was accepted there.
     """
-    plans = [Plan(None, 1.0, 0.0, 0.0, costs.plain, 1.0 / costs.plain, 1.0)]
+    plans = [Plan(None, 1.0, 0.0, 0.0, costs.autoregressive, 1.0 / costs.autoregressive, 1.0)]
     for shape in shapes:
         steps = tokens = nodes = passes = 0
         seconds = 0.0
         for answer in answers:
             at = 0
             while at < len(answer):
-                stood, grown, ran = cut(answer[at], shape)
+                accepted, grown, ran = cut(answer[at], shape)
                 steps, nodes, passes = steps + 1, nodes + grown, passes + ran
-                tokens += min(stood + 1, len(answer) - at)
+                tokens += min(accepted + 1, len(answer) - at)
                 seconds += costs.of(grown + 1, ran, shape.width)
-                at += stood + 1
+                at += accepted + 1
         if steps:
             rate = tokens / seconds
             means = (tokens / steps, nodes / steps, passes / steps, seconds / steps)
-            plans.append(Plan(shape, *means, rate, rate * costs.plain))
+            plans.append(Plan(shape, *means, rate, rate * costs.autoregressive))
     return sorted(plans, key=lambda one: -one.rate)
 
 
 def tune(decoder: ShapeDecoder, contexts: Sequence[list[int]], **options) -> Plan:
     """Give a decoder the shape of draft that is expected to be fastest on these prompts; the plan.
 
-    Where that is none, the decoder falls back by itself.
+    Where none pays, the drafter is left as it is: the decoder falls back by itself.
     """
     costs = calibrate(decoder, context=max(map(len, contexts)) + 64)
     best = plan(costs, sketch(decoder, contexts, **options))[0]

@@ -34,7 +34,7 @@ from transformers.generation import (
 )
 
 from shape.errors import UnsupportedGeneration
-from shape.generation.loop import Stops
+from shape.generation.sequence import SequenceState, StopCriteria
 from shape.target.model import Target
 from shape.verification.noise import row_keys
 from shape.verification.sampling import Sampler
@@ -148,7 +148,7 @@ class Request:
     temperature: float
     warpers: tuple[LogitsProcessor, ...]
     processors: list[LogitsProcessorList] | None
-    criteria: list[Stops] | None
+    criteria: list[StopCriteria] | None
     eos_token_ids: tuple[int, ...]
     pad_token_id: int
     device: torch.device
@@ -250,7 +250,7 @@ class Request:
             ]
         if _others(shared.criteria):
             criteria = [
-                Stops(StoppingCriteriaList(_others(own.criteria)), torch.tensor([text], device=device))
+                StopCriteria(StoppingCriteriaList(_others(own.criteria)), torch.tensor([text], device=device))
                 for own, text in zip(each, seen, strict=True)
                 for _ in range(samples)
             ]
@@ -285,6 +285,19 @@ class Request:
                 f"{len(numbers)} seeds are given for {rows} prompts; give one, or one per prompt"
             )
         return row_keys(numbers, rows, self.samples, self.device)
+
+    def sequences(self, indices: list[int]) -> list[SequenceState]:
+        """Some sequences, with nothing emitted yet."""
+        return [
+            SequenceState(
+                index,
+                self.prompts[index],
+                self.max_new_tokens,
+                self.eos_token_ids,
+                None if self.criteria is None else self.criteria[index],
+            )
+            for index in indices
+        ]
 
     def sampler(self, rows: list[int], keys: Tensor | None, coupled: bool = True) -> Sampler:
         """The sampler of some rows."""

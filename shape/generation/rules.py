@@ -1,7 +1,7 @@
 """Acceptance rules by name: how each decides, and what it needs of drafter and target. ``RULES`` lists them all."""
 
 from abc import ABCMeta, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import ClassVar
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from shape.drafters import Drafter, TreeShape
-from shape.errors import ConfigError, UnsupportedGeneration
+from shape.errors import UnsupportedGeneration
+from shape.generation.options import TrsParameters, TypicalParameters
 from shape.target.model import Target
 from shape.verification.acceptance import Accepted, follow, match, traverse, trs_lossy, typical_lossy
 from shape.verification.sampling import Sampler
@@ -103,25 +104,11 @@ class Traversal(Rejection):
 
 
 @dataclass(frozen=True)
-class TypicalLossy(Rule):
-    """Medusa's typical acceptance; lossy when sampling, while greedy it is "match", as in its paper.
-
-    Args:
-        epsilon: a token this likely always stands; at most 1.
-        delta: a token stands too where it has delta times exp(-entropy) of the target's probability.
-    """
+class TypicalLossy(TypicalParameters, Rule):
+    """Medusa's typical acceptance; lossy when sampling, while greedy it is "match", as in its paper."""
 
     name = "typical-lossy"
     lossless = False
-    epsilon: float = 0.09
-    delta: float = 0.3
-
-    def __post_init__(self) -> None:
-        if not (0 < self.epsilon <= 1 and self.delta > 0):
-            raise ConfigError(
-                f"typical-lossy has epsilon {self.epsilon:g} and delta {self.delta:g}; epsilon must be above 0 and at "
-                "most 1, delta above 0"
-            )
 
     def __call__(self, tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
         if sampler.greedy:
@@ -131,27 +118,11 @@ class TypicalLossy(Rule):
 
 
 @dataclass(frozen=True)
-class TrsLossy(Rule):
-    """The paper's tree rejection sampling; lossy, greedy or not.
-
-    Args:
-        k: candidates per position.
-        depth: N, positions per step; k^N paths are scored.
-        threshold: share of the best path's joint probability that a path needs to be kept.
-    """
+class TrsLossy(TrsParameters, Rule):
+    """The paper's tree rejection sampling; lossy, greedy or not."""
 
     name = "trs-lossy"
     lossless = False
-    k: int = 3
-    depth: int = 3
-    threshold: float = 0.8
-
-    def __post_init__(self) -> None:
-        if min(self.k, self.depth) < 1 or not 0 < self.threshold <= 1:
-            raise ConfigError(
-                f"trs-lossy has k {self.k}, depth {self.depth} and threshold {self.threshold:g}; k and depth must be "
-                "at least 1, the threshold above 0 and at most 1"
-            )
 
     def fit(self, drafter: Drafter | None, target: Target) -> Drafter | None:
         full = None if drafter is None else drafter.with_tree(TreeShape.full(self.k, self.depth))
@@ -173,8 +144,8 @@ class TrsLossy(Rule):
 RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (Match, Rejection, Traversal, TypicalLossy, TrsLossy)}
 
 
-def make_rule(acceptance: str | Rule, *configured: Rule) -> Rule:
-    """A rule by name: one of those already configured, or else the rule with its default parameters.
+def make_rule(acceptance: str | Rule, *parameters: TypicalParameters | TrsParameters) -> Rule:
+    """A rule by name, with its parameters among those given, or else with its default ones.
 
     Raises:
         UnsupportedGeneration: no rule of that name.
@@ -183,4 +154,5 @@ def make_rule(acceptance: str | Rule, *configured: Rule) -> Rule:
         return acceptance
     if acceptance not in RULES:
         raise UnsupportedGeneration(f"acceptance rule {acceptance!r} is unknown; use one of {', '.join(RULES)}")
-    return next((rule for rule in configured if rule.name == acceptance), None) or RULES[acceptance]()
+    rule = RULES[acceptance]
+    return next((rule(**asdict(each)) for each in parameters if issubclass(rule, type(each))), None) or rule()

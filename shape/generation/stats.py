@@ -4,6 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from warnings import warn
+
+from shape.generation.rules import Rule
 
 _DERIVED = (
     "acceptance_length",
@@ -26,7 +29,7 @@ class Step:
     """One step of a batch.
 
     Attributes:
-        rows: numbers of the rows that took part.
+        sequences: numbers of those that took part.
         lengths: tokens of each that were in the cache before.
         nodes: size of the verified tree, its root included.
         passes: forwards of the drafter's network, one after the other.
@@ -35,7 +38,7 @@ class Step:
         commit: seconds of keeping what was accepted.
     """
 
-    rows: list[int]
+    sequences: list[int]
     lengths: list[int]
     nodes: int
     passes: int
@@ -46,6 +49,11 @@ class Step:
     @property
     def seconds(self) -> float:
         return self.draft + self.verify + self.commit
+
+    @property
+    def rows(self) -> list[int]:
+        warn("Step.rows is now called sequences", FutureWarning, stacklevel=2)
+        return self.sequences
 
 
 @dataclass
@@ -59,22 +67,22 @@ class DecodeStats:
         acceptance: the rule's name.
         graphs: whether steps had fixed shapes (see ``shape.generation.fixed``).
         lossless: False only for rules with "lossy" in their name.
-        emitted: tokens emitted after the prefill, all rows.
-        forwards: target forwards after the prefill times the rows they served.
-        histogram: how often a row emitted n tokens in a step.
+        emitted: tokens emitted after the prefill, of all sequences.
+        forwards: target forwards after the prefill times the sequences they served.
+        histogram: how often a sequence emitted n tokens in a step.
         drafted: draft tokens proposed.
         accepted: of these, the ones emitted.
         sources: by the names of those who proposed them, where several drafters do, how many tokens were proposed and
             how many of them accepted; what two proposed counts for both.
-        draft_steps: row-steps in which at least one token was proposed.
-        row_emitted: tokens emitted after the prefill, per row of the batch.
-        row_forwards: target forwards after the prefill, per row of the batch.
-        plain_steps: steps that did not draft because drafting had not paid.
+        draft_steps: how often, over sequences and steps, at least one token was proposed.
+        sequence_emitted: tokens emitted after the prefill, per sequence.
+        sequence_forwards: target forwards after the prefill, per sequence.
+        autoregressive_steps: steps that did not draft because drafting had not paid.
         pauses: how often that was found.
         steps: what each step did, in order.
         prompt_tokens: of distinct prompts.
         reused_tokens: of these, the ones that a session had in its cache.
-        prefill_seconds: until the first token of every row.
+        prefill_seconds: until the first token of every sequence.
         decode_seconds: from there to the end.
     """
 
@@ -87,31 +95,37 @@ class DecodeStats:
     drafted: int = 0
     accepted: int = 0
     draft_steps: int = 0
-    plain_steps: int = 0
+    autoregressive_steps: int = 0
     pauses: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
     sources: dict[str, list[int]] = field(default_factory=dict)
     histogram: Counter[int] = field(default_factory=Counter)
-    row_emitted: list[int] = field(default_factory=list)
-    row_forwards: list[int] = field(default_factory=list)
+    sequence_emitted: list[int] = field(default_factory=list)
+    sequence_forwards: list[int] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 
-    def count(self, row: int, proposed: int, accepted: int, emitted: int) -> None:
-        """One row's share of one step."""
+    @classmethod
+    def of(cls, sequences: int, drafter: str, rule: Rule) -> "DecodeStats":
+        """Those of a call that has not begun."""
+        emitted, forwards = [0] * sequences, [0] * sequences
+        return cls(drafter, rule.name, rule.lossless, sequence_emitted=emitted, sequence_forwards=forwards)
+
+    def count(self, sequence: int, proposed: int, accepted: int, emitted: int) -> None:
+        """One sequence's share of one step."""
         self.emitted += emitted
         self.forwards += 1
         self.drafted += proposed
         self.accepted += accepted
         self.draft_steps += proposed > 0
         self.histogram[emitted] += 1
-        self.row_emitted[row] += emitted
-        self.row_forwards[row] += 1
+        self.sequence_emitted[sequence] += emitted
+        self.sequence_forwards[sequence] += 1
 
     def count_sources(self, names: Sequence[str | None], accepted: Sequence[int]) -> None:
-        """One row's share of one step: who proposed each node, and the nodes that were accepted."""
+        """One sequence's share of one step: who proposed each node, and the nodes that were accepted."""
         for node, joined in enumerate(names):
             for name in joined.split("+") if joined else ():
                 counts = self.sources.setdefault(name, [0, 0])
@@ -131,14 +145,14 @@ class DecodeStats:
         return sum(step.commit for step in self.steps)
 
     def gap(self, share: float) -> float:
-        """Quantile of the seconds between arrivals, of one token or of several that were settled together: 0.5 is the
+        """Quantile of the seconds between arrivals, of one token or of several that were committed together: 0.5 is the
         median, and 0.95 what a reader notices.
         """
         return quantile([step.seconds for step in self.steps], share)
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens emitted per target forward after the prefill, bonus included; plain decoding is 1.0."""
+        """Tokens emitted per target forward after the prefill, bonus included; autoregressive decoding is 1.0."""
         return self.emitted / self.forwards if self.forwards else 1.0
 
     @property
@@ -152,10 +166,28 @@ class DecodeStats:
         return self.accepted / self.drafted if self.drafted else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything above in plain types, the steps as their number and the sums of their times."""
+        """Everything above as plain values, the steps as their number and the sums of their times."""
         values = dict(vars(self))
         values["histogram"] = dict(sorted(self.histogram.items()))
         values["steps"] = len(self.steps)
         for name in _DERIVED:
             values[name] = getattr(self, name)
         return values
+
+
+def _renamed(old: str, new: str) -> property:
+    """A former name, for one version."""
+
+    def read(stats: DecodeStats) -> Any:
+        warn(f"DecodeStats.{old} is now called {new}", FutureWarning, stacklevel=2)
+        return getattr(stats, new)
+
+    return property(read)
+
+
+for _old, _new in (
+    ("row_emitted", "sequence_emitted"),
+    ("row_forwards", "sequence_forwards"),
+    ("plain_steps", "autoregressive_steps"),
+):
+    setattr(DecodeStats, _old, _renamed(_old, _new))

@@ -100,8 +100,9 @@ class Trace:
             path: per row the nodes that stay, root first. tokens: per row the token that follows each of them, of which
                 the first `drafted` were proposed and the first `emitted` went out.
         """
-        self.records.append({"type": "step", "step": self._steps, **asdict(step)})
-        for at, (row, length) in enumerate(zip(step.rows, step.lengths, strict=True)):
+        times = {name: value for name, value in asdict(step).items() if name != "sequences"}
+        self.records.append({"type": "step", "step": self._steps, "rows": step.sequences, **times})
+        for at, (row, length) in enumerate(zip(step.sequences, step.lengths, strict=True)):
             parents, proposed = tree.parent[at].tolist(), tree.tokens[at].tolist()
             sources = [None] * tree.size if tree.source is None else tree.source[at]
             depths = tree.depth[at].tolist()

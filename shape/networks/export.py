@@ -6,10 +6,20 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from shape.generation import custom_generate
 from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
 from shape.target.model import Target, TargetIdentity
+
+# The import stands in a try, or else transformers asks for a package named "shape".
+_CUSTOM_GENERATE = '''"""transformers' generate with this predictor, in a few lines: shape does the work."""
+
+try:
+    from shape.custom_generate import generate_of
+except ImportError as error:
+    raise ImportError("this predictor needs the package shape-decoding; install it, then try again") from error
+
+generate = generate_of(__name__)
+'''
 
 
 def export(predictor: Predictor, directory: str | Path, identity: TargetIdentity, training: Mapping[str, Any]) -> None:
@@ -25,7 +35,8 @@ def export(predictor: Predictor, directory: str | Path, identity: TargetIdentity
     predictor.config.training = dict(training)
     predictor.save_pretrained(directory)
     (directory / "README.md").write_text(model_card(predictor, identity, training))
-    custom_generate.write(directory)
+    (directory / "custom_generate").mkdir(exist_ok=True)
+    (directory / "custom_generate" / "generate.py").write_text(_CUSTOM_GENERATE)
 
 
 def export_model(model: PreTrainedModel, directory: str | Path, target: Target, training: Mapping[str, Any]) -> None:

@@ -24,9 +24,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from transformers.cache_utils import Cache
 
 from shape import bundled
-from shape.data.conversations import answer_message, prompt_ids, render
 from shape.errors import ConfigError, DataError, UnsupportedTarget
 from shape.files import typed
+from shape.target.chat import answer_message, prompt_ids, render
 from shape.target.inference import evaluating
 from shape.target.loading import FILE_OPTIONS, commit_of, default_device, first_line, only, resolve_dtype
 from shape.target.prepack import PrepackedForward, is_prepacked, linear, prepack, unpack
@@ -431,7 +431,7 @@ class Target:
     ) -> Tensor:
         """(1, T) int64 ids of a text, or of messages that await an answer; of their bare text without a chat template.
 
-        Prompts of regeneration and of training are made by the same function, `shape.data.conversations.prompt_ids`.
+        Prompts of regeneration and of training are made by the same function, `shape.target.chat.prompt_ids`.
 
         Args:
             chat_template_kwargs: as in ``render``.

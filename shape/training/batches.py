@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from shape.data.conversations import Conversation, Encoded
+from shape.data.conversations import Conversation
+from shape.data.encoding import Encoded, encode_row
 from shape.errors import ConfigError, DataError
-from shape.features.extraction import encode_row
-from shape.features.store import FeatureStore, eligible, followers
+from shape.features.positions import eligible, followers
+from shape.features.store import FeatureStore
+from shape.networks.teacher_forcing import Texts
 from shape.target.model import Target
-from shape.training.examples import Texts, whole_texts
 
 _ROOTS_SAMPLE = 256
 _STEPS_POOLED = 8  # whose texts are sorted together
@@ -210,7 +211,7 @@ class FetchedBatches(StoredBatches):
     def _load(self, batch: Batch) -> Batch:
         coming = batch.step + self.early
         later = self._portions(self._step(coming))[batch.part] if coming < self.steps else batch.samples[:0]
-        self.store.ahead(self.roots[torch.cat([batch.samples, later])])
+        self.store.prefetch(self.roots[torch.cat([batch.samples, later])])
         return super()._load(batch)
 
 
@@ -249,7 +250,7 @@ class TextBatches(_Batches):
     def _load(self, batch: Batch) -> Batch:
         stored = [self.store[int(self.numbers[sample])] for sample in batch.samples]
         hidden = pad_sequence([each.hidden for each in stored], batch_first=True)
-        texts = whole_texts(hidden, [each.input_ids for each in stored], [each.loss_mask for each in stored])
+        texts = Texts.whole(hidden, [each.input_ids for each in stored], [each.loss_mask for each in stored])
         return replace(batch, texts=texts)
 
 
@@ -395,15 +396,15 @@ class ShapeDataModule(pl.LightningDataModule):
         if before is not None and (window is None or window > before):
             reads = "attends to whole texts" if window is None else f"reads a window of {window}"
             raise ConfigError(
-                f"features in {store.place} hold {before} states before each answer, and this predictor {reads}; "
+                f"features in {store.storage} hold {before} states before each answer, and this predictor {reads}; "
                 f"extract with --before {'null' if window is None else window}"
             )
-        if store.place.folder is not None:
+        if store.storage.folder is not None:
             return
         if window is None:
             raise ConfigError(
-                f"this predictor attends to whole texts, whose order needs all of {store.place} at hand; copy it into "
-                "a folder, or compute features online"
+                f"this predictor attends to whole texts, whose order needs all of {store.storage} at hand; copy it "
+                "into a folder, or compute features online"
             )
         store.require_room(math.ceil(_SHARDS_TOGETHER * (1 + _EARLY)))
 
@@ -442,7 +443,7 @@ class ShapeDataModule(pl.LightningDataModule):
         """All portions of one process."""
         if self.store is not None and self.window is not None:
             reading = (self.store, self.roots, self.window, self.ahead)
-            if self.store.place.folder is not None:
+            if self.store.storage.folder is not None:
                 order = StepOrder(self.seed, len(self.roots), self.batch_size)
                 return StoredBatches(*reading, order, split, self.steps)
             counts = self.store.shard_of(self.roots).bincount()

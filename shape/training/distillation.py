@@ -8,11 +8,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from shape.drafters import Drafter, ModelDrafter
 from shape.errors import ConfigError
+from shape.networks.teacher_forcing import examples
 from shape.target.model import Target
 from shape.training.batches import Batch
-from shape.training.examples import examples
 from shape.training.losses import supervised, weighted_loss
-from shape.training.module import Learner
+from shape.training.module import DrafterModule
 
 _HEAD_SIZE = 32
 
@@ -50,7 +50,7 @@ def draft_model(target: Target, width: int | None, layers: int, heads: int | Non
     return LlamaForCausalLM(config)
 
 
-class DistillModule(Learner):
+class DistillModule(DrafterModule):
     """The small model learns the target's distribution of the next token on the target's own answers.
 
     As DistillSpec (arXiv 2310.08461) with text of the target alone. The target's head makes the distribution of the
@@ -77,14 +77,14 @@ class DistillModule(Learner):
         cut = examples(texts, 1, 1, self.target.hidden_size)
         kept = supervised(cut.mask)
         states = self.predictor.base_model(input_ids=texts.input_ids).last_hidden_state
-        rows = torch.arange(len(states), device=states.device)[:, None]
-        own = states[rows, texts.roots].unsqueeze(-2)[kept]
+        batch_numbers = torch.arange(len(states), device=states.device)[:, None]
+        own = states[batch_numbers, texts.roots].unsqueeze(-2)[kept]
         head = self.predictor.get_output_embeddings()
         with torch.no_grad():
             wanted = self.target.logits(cut.states[kept].to(self.target.dtype))
         logits = head(own)
-        rows_of_head = self.target.output_rows() if self.losses.sinkhorn > 0 else None
-        loss, parts = weighted_loss(self.losses, own, own, logits, wanted, kept[-1], rows_of_head, batch.whole(1))
+        output = self.target.output_rows() if self.losses.sinkhorn > 0 else None
+        loss, parts = weighted_loss(self.losses, own, own, logits, wanted, kept[-1], output, batch.whole(1))
         agreement = (logits.argmax(-1) == wanted.argmax(-1)).float().mean()
         self.log("train/agreement", agreement, prog_bar=True, batch_size=len(cut.mask))
         return self._share(batch, loss, parts)

@@ -7,7 +7,7 @@ Elsewhere config.json is enough, and hours are those of an accelerator that is a
 
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from io import StringIO
 from itertools import chain
@@ -23,20 +23,28 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import AutoTokenizer, PretrainedConfig
 
 from shape import bundled
-from shape.data.conversations import Conversation, evenly, load_conversations
-from shape.data.regeneration import LocalBackend, regenerate
+from shape.data.conversations import Conversation, evenly
+from shape.data.encoding import encode_row
+from shape.data.reading import load_conversations
+from shape.data.regeneration import regenerate
+from shape.data.statistics import Text
 from shape.drafters import TrainedDrafter
-from shape.features.costs import Size, Text, size_of
-from shape.features.extraction import compute_features, encode_row, extract, human_bytes, place, rows_of
-from shape.features.storage import Place
+from shape.features.extraction import compute_features, extract, place, rows_of
+from shape.features.storage import Storage
+from shape.files import human_bytes
+from shape.generation.answers import LocalBackend
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.planning import draft_cost
 from shape.networks.base import Predictor
 from shape.target.loading import FILE_OPTIONS, of_target, only, resolve_dtype
 from shape.target.model import Target, read_config
-from shape.training import run as training
+from shape.target.size import Size, size_of
+from shape.training import preparation
+from shape.training.defaults import network_config, resolve
 from shape.training.forecast import Draft, Forecast, Hours
-from shape.training.run import TrainOptions
+from shape.training.options import TrainOptions
+from shape.training.run import make_module
+from shape.training.trainer import bare_trainer
 
 _STEPS = 4  # trained, of which all but the first are timed
 _ANSWER = 64  # tokens of the answers that are timed
@@ -53,30 +61,30 @@ def dry_run(options: TrainOptions) -> str:
     config = read_config(options.target, **of_target(options))
     size, dtype = size_of(config, options.trust_remote_code), _dtype(options, config)
     options.feature_options().check_for(options.target, size.positions, config.get_text_config().num_hidden_layers)
-    first = options.settled(size, None)
-    first.predictor_config(size)
-    conversations = training.load_data(options)
-    held_out = set() if training.validation_data(options) else training.numbers_held_out(options, conversations)
+    first = resolve(options, size, None)
+    network_config(first, size)
+    conversations = preparation.load_data(options)
+    held_out = set() if preparation.validation_data(options) else preparation.held_out_numbers(options, conversations)
     tokenizer, notes = _tokenizer(options), []
     if tokenizer is None:
         text = _by_letters(conversations)
         notes.append(f"tokens: taken to be {_LETTERS} letters each, for want of the target's tokenizer")
     else:
-        text = training.what_is_learned(first, conversations, held_out, tokenizer)
-    if options.regenerate and not training.ships_answers(options):
+        text = preparation.text_to_learn(first, conversations, held_out, tokenizer)
+    if options.regenerate and not options.uses_bundled_answers:
         if text.answers == 0:
-            each = training.longest_answer(first) // 2
+            each = preparation.longest_answer(first) // 2
             text = _answered(text, conversations, each)
             notes.append(f"answers: taken to be half as long as they may be, {each} tokens")
         else:
             notes.append("answers: the target's own are taken to be as long as those in the data")
-    settled = options.settled(size, text)
+    resolved = resolve(options, size, text)
     draft = hours = None
-    if reason := "there is no tokenizer" if tokenizer is None else _obstacle(settled, size, dtype):
+    if reason := "there is no tokenizer" if tokenizer is None else _obstacle(resolved, size, dtype):
         notes.append(f"measured: nothing, as {reason}")
     else:
-        draft, hours = _measured(settled, conversations, text)
-    return "\n".join([Forecast.of(settled, size, text, dtype, draft, hours).full(), *notes])
+        draft, hours = _measured(resolved, conversations, text)
+    return "\n".join([Forecast.of(resolved, size, text, dtype, draft, hours).full(), *notes])
 
 
 def _dtype(options: TrainOptions, config: PretrainedConfig) -> torch.dtype:
@@ -129,7 +137,7 @@ def _obstacle(options: TrainOptions, size: Size, dtype: torch.dtype) -> str | No
 
 def _measured(options: TrainOptions, conversations: Sequence[Conversation], text: Text) -> tuple[Draft | None, Hours]:
     """On one device: a batch of answers, their features, some steps, and drafts beside steps of the target."""
-    target = training.load_target(options, options.trainer.for_extraction())
+    target = preparation.load_target(options, options.trainer.for_extraction())
     tokens, hours = text.conversations * text.tokens, {}
     steps, layers = cast(int, options.training.steps), options.predictor.feature_layers
     encode = partial(
@@ -145,7 +153,7 @@ def _measured(options: TrainOptions, conversations: Sequence[Conversation], text
         place(target, trainer.strategy.root_device)
         seconds = None
         asked = [each for each in sample if each.asks]
-        if asked and options.regenerate and not training.ships_answers(options):
+        if asked and options.regenerate and not options.uses_bundled_answers:
             seconds, sample = _answers(trial, target, asked, Path(name))
         rows = list(chain.from_iterable(rows_of(target, sample)))
         batches = [encode(row) for row in rows]
@@ -159,8 +167,8 @@ def _measured(options: TrainOptions, conversations: Sequence[Conversation], text
         each = (monotonic() - start) / max(sum(len(one.input_ids) for one in batches), 1)
         times = steps * options.training.batch_size / max(text.positions, 1) if options.online else 1
         hours["features"] = times * tokens * each / 3600
-        material = training.Material([trial], target, rows, set(), rows, [], Place(name), trainer)
-        module, data = training.make_learner(trial, material, store)
+        material = preparation.Material([trial], target, rows, set(), rows, [], Storage(name), trainer)
+        module, data = make_module(trial, material, store)
         hours["training"] = steps * _seconds_of_a_step(trial, module, data) / 3600
     found = Hours(hours, f"measured here on {target.device} by {len(sample)} conversations and {_STEPS} steps")
     predictor = module.predictor
@@ -189,7 +197,7 @@ def _answers(
     """Seconds that the target took to answer, and its answers."""
     decoder, chosen = ShapeDecoder(target), options.regeneration
     decoder.generate(torch.ones(1, 2, dtype=torch.int64, device=target.device), max_new_tokens=2)  # warms up
-    backend = LocalBackend(decoder, min(_ANSWER, training.longest_answer(options)), chosen.temperature)
+    backend = LocalBackend(decoder, min(_ANSWER, preparation.longest_answer(options)), chosen.temperature)
     start, output = monotonic(), folder / "own.jsonl"
     regenerate(asked, backend, output, sampled_share=chosen.sampled_share, batch_size=chosen.batch_size, progress=False)
     return monotonic() - start, load_conversations(output)
@@ -208,14 +216,6 @@ class _Watch(pl.Callback):
 def _seconds_of_a_step(options: TrainOptions, module: pl.LightningModule, data: pl.LightningDataModule) -> float:
     """Of those behind the first."""
     watch = _Watch()
-    pl.Trainer(
-        **{**asdict(options.trainer), "precision": options.trainer.chosen_precision()},
-        max_steps=_STEPS,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        callbacks=[watch],
-    ).fit(module, data)
+    trainer = bare_trainer(options.trainer, _STEPS, logger=False, enable_checkpointing=False, callbacks=[watch])
+    trainer.fit(module, data)
     return (watch.times[-1] - watch.times[0]) / (len(watch.times) - 1)

@@ -7,17 +7,18 @@ measures, or follow from an accelerator that is assumed, and say which.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
-from shape.features.costs import CostOptions, Size, Text, costs
-from shape.features.extraction import human_bytes
-from shape.features.store import state_bytes
-from shape.training.sizes import parameters
-
-if TYPE_CHECKING:
-    from shape.training.run import TrainOptions
+from shape.data.statistics import Text
+from shape.features.costs import CostOptions, costs
+from shape.features.manifest import state_bytes
+from shape.files import human_bytes
+from shape.networks.sizing import parameters
+from shape.target.size import Size
+from shape.training.defaults import network_config
+from shape.training.options import TrainOptions
 
 _BYTES_LEARNED = 16  # of a parameter in training: float32 weight, gradient, and AdamW's two means
 _BYTES_KEPT = 12  # of a parameter in a checkpoint, of which there are two: weight and means
@@ -45,12 +46,12 @@ class Forecast:
     """Of one training, on one device.
 
     Attributes:
-        options: settled.
+        options: resolved.
         learned: parameters of the network.
         memory, disk: bytes by what they are for.
     """
 
-    options: "TrainOptions"
+    options: TrainOptions
     size: Size
     text: Text
     learned: int
@@ -62,7 +63,7 @@ class Forecast:
     @classmethod
     def of(
         cls,
-        options: "TrainOptions",
+        options: TrainOptions,
         size: Size,
         text: Text,
         dtype: torch.dtype,
@@ -127,18 +128,18 @@ class Forecast:
         ]
 
 
-def network_size(options: "TrainOptions", size: Size) -> int:
+def network_size(options: TrainOptions, size: Size) -> int:
     """Parameters that are learned; of a language model about."""
-    config = options.predictor_config(size)
+    config = network_config(options, size)
     if config is not None:
         return parameters(config)
     width = options.predictor.intermediate_size or size.hidden_size // 3
     return width * size.vocab_size + 12 * options.predictor.num_layers * width**2
 
 
-def weights_read(options: "TrainOptions", size: Size, learned: int) -> float:
+def weights_read(options: TrainOptions, size: Size, learned: int) -> float:
     """By one draft: recursive steps read the network and an output embedding each, parallel ones once for all."""
-    config, depth = options.predictor_config(size), options.tree.depth
+    config, depth = network_config(options, size), options.tree.depth
     if config is None:
         return depth * learned
     heads = config.num_steps if config.kind == "medusa" else 1
@@ -148,9 +149,9 @@ def weights_read(options: "TrainOptions", size: Size, learned: int) -> float:
     return passes * read + depth * config.draft_size * config.markov_rank
 
 
-def _portion(options: "TrainOptions", size: Size) -> float:
+def _portion(options: TrainOptions, size: Size) -> float:
     """Bytes of what a portion's forward keeps for its backward pass."""
-    config = options.predictor_config(size)
+    config = network_config(options, size)
     roots = options.training.batch_size / options.trainer.accumulate_grad_batches
     if config is None:
         return 4 * _LOGITS * roots * size.vocab_size
@@ -159,11 +160,11 @@ def _portion(options: "TrainOptions", size: Size) -> float:
     return 4 * roots * (_LOGITS * config.num_steps * config.draft_size + inner)
 
 
-def assumed(options: "TrainOptions", size: Size, text: Text, learned: int) -> Hours:
+def assumed(options: TrainOptions, size: Size, text: Text, learned: int) -> Hours:
     """Hours of one accelerator, by operations and bytes."""
     machine = CostOptions()
     found = costs(size, text, machine, math.inf)
-    config = options.predictor_config(size)
+    config = network_config(options, size)
     steps, drafted = (1, size.vocab_size) if config is None else (config.num_steps, config.draft_size)
     # Six per weight learned; frozen output embeddings are gone through twice forwards and once backwards.
     each = 6 * learned + 6 * steps * drafted * size.hidden_size

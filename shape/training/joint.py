@@ -1,4 +1,4 @@
-"""`python -m shape.joint`: several predictors trained at once, on one forward of the target a step.
+"""Joint training: several predictors trained at once, on one forward of the target a step.
 
 The command is `shape.cli.joint`.
 """
@@ -9,149 +9,121 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import yaml
-from pytorch_lightning.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
 from shape.errors import CheckpointError, ConfigError
-from shape.features.storage import Place
-from shape.files import reading
-from shape.training import run as training
+from shape.features.storage import Storage
 from shape.training.batches import Batch
-from shape.training.module import BesideTarget, Learner, Operations, Together, computed_texts
-from shape.training.run import TrainOptions
+from shape.training.callbacks import CountFlops
+from shape.training.checkpoints import checkpoint_to_resume, set_aside
+from shape.training.module import DrafterModule, TrainingModule, computed_texts
+from shape.training.options import TrainOptions
+from shape.training.preparation import prepare, writable
+from shape.training.result import export_and_measure, throughput
+from shape.training.run import decoding_validation, make_module
+from shape.training.trainer import make_trainer
 
 # What runs may differ in; of `training` these alone.
 _OWN = {"predictor", "tree", "losses", "output"}
 _OWN_OF_TRAINING = {"optimizer", "learning_rate", "warmup_steps", "decay", "weight_decay", "noise", "ema"}
 
 
-class SharedForward(BesideTarget):
-    """Several learners on the same batches, of which the target's states are computed once.
+class JointModule(TrainingModule):
+    """Several networks on the same batches, of which the target's states are computed once.
 
     Args:
-        learners: by name, all of one target.
+        modules: by name, all of one target.
     """
 
-    def __init__(self, learners: Mapping[str, Learner]) -> None:
+    def __init__(self, modules: Mapping[str, DrafterModule]) -> None:
         super().__init__()
-        self.learners = dict(learners)
-        for number, (name, learner) in enumerate(learners.items()):
-            self.add_module(f"learner_{number}", learner)  # a direct child gets the Trainer from Lightning
-            self._log_here(name, learner)
-        first, *_ = learners.values()
-        self.target = first.target
-        self.layers = sorted({layer for learner in learners.values() for layer in learner.layers})
+        self.by_name = dict(modules)
+        for number, (name, module) in enumerate(modules.items()):
+            self.add_module(f"module_{number}", module)  # a direct child gets the Trainer from Lightning
+            self._log_here(name, module)
+        self.target = self.trained[0].target
+        self.layers = sorted({layer for module in self.trained for layer in module.layers})
 
-    def _log_here(self, name: str, learner: Learner) -> None:
-        """What a learner logs goes to the module that is trained, under the learner's name and not into the bar."""
+    @property
+    def trained(self) -> Sequence[DrafterModule]:
+        return list(self.by_name.values())
+
+    def _log_here(self, name: str, module: DrafterModule) -> None:
+        """What a module logs goes to the one that Lightning trains, under its name and not into the progress bar."""
 
         def log(metric: str | None = None, value: Any = None, **options: Any) -> None:
             self.log(f"{name}/{metric or options.pop('name')}", value, **{**options, "prog_bar": False})
 
-        learner.log = log  # type: ignore[method-assign, assignment]
-
-    # -- around the steps
-
-    def start_clock(self) -> None:
-        for learner in self.learners.values():
-            learner.start_clock()
+        module.log = log  # type: ignore[method-assign, assignment]
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         texts = computed_texts(self.target, batch, self.layers, self.device)
         by_layer = dict(zip(self.layers, texts.hidden.split(self.target.hidden_size, -1), strict=True))
         losses: list[Tensor] = []
-        for learner in self.learners.values():
-            hidden = torch.cat([by_layer[layer] for layer in learner.layers], -1)
-            learner.on_train_batch_start(batch, batch_idx)
+        for module in self.trained:
+            hidden = torch.cat([by_layer[layer] for layer in module.layers], -1)
+            module.on_train_batch_start(batch, batch_idx)
             own = replace(batch, texts=texts._replace(hidden=hidden))
-            losses.append(cast(Tensor, learner.training_step(own, batch_idx)))
-        loss = torch.stack(losses).sum()
-        whole = sum(learner.shares["loss"] for learner in self.learners.values())
+            losses.append(cast(Tensor, module.training_step(own, batch_idx)))
+        whole = sum(module.shares["loss"] for module in self.trained)
         self.log("train/loss", whole, prog_bar=True, batch_size=len(batch.samples), sync_dist=True, reduce_fx="sum")
-        return loss
-
-    # -- optimisation
-
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizers, factors = [], []
-        for learner in self.learners.values():
-            made: Any = learner.configure_optimizers()
-            optimizers.append(made["optimizer"])
-            factors += made["lr_scheduler"]["scheduler"].lr_lambdas
-        optimizer = Together(*optimizers)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def peaks(self) -> list[float]:
-        return [peak for learner in self.learners.values() for peak in learner.peaks()]
-
-    def average(self) -> None:
-        for learner in self.learners.values():
-            learner.average()
-
-    def clipped(self, optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
-        assert isinstance(optimizer, Together)
-        return optimizer.parts
-
-    # -- checkpoints
+        return torch.stack(losses).sum()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        found: dict[str, dict[str, Any]] = {name: {} for name in self.learners}
-        for name, learner in self.learners.items():
-            learner.on_save_checkpoint(found[name])
-        checkpoint["together"] = {name: own["shape"] for name, own in found.items()}
+        found: dict[str, dict[str, Any]] = {name: {} for name in self.by_name}
+        for name, module in self.by_name.items():
+            module.on_save_checkpoint(found[name])
+        checkpoint["joint"] = {name: own["shape"] for name, own in found.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        saved = checkpoint.get("together", {})
-        if list(saved) != list(self.learners):
+        saved = checkpoint.get("joint", {})
+        if list(saved) != list(self.by_name):
             raise CheckpointError(
-                f"the checkpoint is of {', '.join(saved) or 'no runs together'}, and these runs are "
-                f"{', '.join(self.learners)}; give the same files in the same order, or leave out --ckpt_path"
+                f"the checkpoint is of {', '.join(saved) or 'no joint training'}, and these runs are "
+                f"{', '.join(self.by_name)}; give the same files in the same order, or leave out --ckpt_path"
             )
-        for name, learner in self.learners.items():
+        for name, module in self.by_name.items():
             try:
-                learner.on_load_checkpoint({**checkpoint, "shape": saved[name]})
+                module.on_load_checkpoint({**checkpoint, "shape": saved[name]})
             except CheckpointError as error:
                 raise CheckpointError(f"{name}: {error}") from error
 
 
-def train_together(runs: Sequence[TrainOptions], output: str | Path, ckpt_path: str | None = None) -> list[Path]:
+def train_jointly(runs: Sequence[TrainOptions], output: str | Path, ckpt_path: str | None = None) -> list[Path]:
     """Train them all, then export and measure each as `shape.train` does; returns the folders of the predictors.
 
     Raises:
         ConfigError: runs that cannot share a forward, before anything is loaded; else what `shape.train` raises.
     """
     names = require_alike(runs)
-    shared = training.writable(Path(output))
+    shared = writable(Path(output))
     for run in runs:
-        training.writable(Path(run.output))
-    checkpoint = training.checkpoint_named(ckpt_path, shared)
-    material = training.prepare(runs, Place(shared))
+        writable(Path(run.output))
+    checkpoint = checkpoint_to_resume(ckpt_path, shared)
+    material = prepare(runs, Storage(shared))
     runs = material.runs
-    made = [training.make_learner(run, material, None) for run in runs]
-    learners = {name: learner for name, (learner, _) in zip(names, made, strict=True)}
+    made = [make_module(run, material, None) for run in runs]
+    modules = {name: module for name, (module, _) in zip(names, made, strict=True)}
     validations = [
-        training.decoding_validation(run, material, name, learner)
-        for run, (name, learner) in zip(runs, learners.items(), strict=True)
+        decoding_validation(run, material, name, module)
+        for run, (name, module) in zip(runs, modules.items(), strict=True)
     ]
-    module, (_, data) = SharedForward(learners), made[0]
-    operations = Operations()
-    trainer = training.make_trainer(runs[0], material.target, shared, [*validations, operations])
+    first, data = made[0]
+    counted = CountFlops()
+    trainer = make_trainer(runs[0], material.target, shared, [*validations, counted])
     if checkpoint is None:
-        training.set_aside(shared / "checkpoints")
-    trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
+        set_aside(shared / "checkpoints")
+    trainer.fit(JointModule(modules), data, ckpt_path=checkpoint, weights_only=True)
     if trainer.is_global_zero:
         validating = sum(validation.seconds for validation in validations)
-        first, *_ = learners.values()
         record = {  # of all, as it cannot be told apart
             "examples": data.size,
-            "together": names,
+            "joint": names,
             "validation_seconds": round(validating, 1),
-            **training.throughput(runs[0], first, first.seconds - validating, operations),
+            **throughput(runs[0], first, first.seconds - validating, counted),
         }
-        for run, learner, validation in zip(runs, learners.values(), validations, strict=True):
-            training.finish(run, learner, validation, material.prompts, record)
+        for run, module, validation in zip(runs, modules.values(), validations, strict=True):
+            export_and_measure(run, module, validation, material.prompts, record)
     return [Path(run.output) for run in runs]
 
 
@@ -164,8 +136,8 @@ def require_alike(runs: Sequence[TrainOptions]) -> list[str]:
     names = [Path(run.output).name for run in runs]
     if len(runs) < 2 or len(set(names)) < len(names):
         raise ConfigError(
-            f"runs trained together are named after their output folders, here {', '.join(names) or 'none'}; give at "
-            "least two, with folders of unlike names"
+            f"runs of a joint training are named after their output folders, here {', '.join(names) or 'none'}; give "
+            "at least two, with folders of unlike names"
         )
     for name, run in zip(names, runs, strict=True):
         run.check()
@@ -175,29 +147,18 @@ def require_alike(runs: Sequence[TrainOptions]) -> list[str]:
             raise ConfigError(f"{name} has training.max_minutes, and time is all runs' together; give training.steps")
         if run.trainer.strategy.startswith("fsdp"):
             raise ConfigError(f"{name} is cut by fsdp, which takes one network; give --trainer.strategy ddp")
-        apart = [key for key, value in _shared(run).items() if value != _shared(runs[0])[key]]
+        apart = [key for key, value in shared_options(run).items() if value != shared_options(runs[0])[key]]
         if apart:
-            theirs, mine = _shared(runs[0])[apart[0]], _shared(run)[apart[0]]
+            theirs, mine = shared_options(runs[0])[apart[0]], shared_options(run)[apart[0]]
             raise ConfigError(
-                f"{names[0]} has {apart[0]} {theirs} and {name} has {mine}; runs together may differ in "
+                f"{names[0]} has {apart[0]} {theirs} and {name} has {mine}; runs of a joint training may differ in "
                 f"{', '.join(sorted(_OWN))} and of training in {', '.join(sorted(_OWN_OF_TRAINING))} alone"
             )
     return names
 
 
-def _shared(run: TrainOptions) -> dict[str, Any]:
+def shared_options(run: TrainOptions) -> dict[str, Any]:
+    """What all runs of a joint training have to agree on, by name."""
     values = {name: value for name, value in asdict(run).items() if name not in _OWN | {"training", "ckpt_path"}}
     kept = {name: value for name, value in asdict(run.training).items() if name not in _OWN_OF_TRAINING}
     return {**values, **{f"training.{name}": value for name, value in kept.items()}}
-
-
-# ------------------------------------------------------------------------------------------------- command
-
-
-def options_of(file: str) -> TrainOptions:
-    """Of one run, as `python -m shape.train --config FILE` reads them."""
-    with reading(file, ConfigError, "give a YAML file with options of shape.train"):
-        values = yaml.safe_load(Path(file).read_text())
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file} has no options; give a YAML file with options of shape.train")
-    return training.parse([f"--config={file}"])

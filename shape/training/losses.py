@@ -1,29 +1,26 @@
 """What a predictor is trained for: pure functions per position, and their weighted sum over unrolled steps.
 
-Functions on states take `(..., H)`, functions on logits `(..., V)`; all return `(...)`, one value per
-position, computed in float32 (float64 for float64 inputs). p is the target's distribution, q the predictor's,
-both softmaxes of logits, which have to be finite. Nothing flows back into the target's side unless its
-tensors ask.
+Functions on states take `(..., H)`; functions on distributions take log-probabilities `(..., V)` of the predictor, q,
+and of the target, p (`log_probabilities`). All return `(...)`, one value per position, computed in float32 (float64 for
+float64 inputs). Nothing flows back into the target's side unless its tensors ask.
 
 Memory: a vocabulary-sized float32 tensor is the unit that matters (4,096 positions of 128k tokens are 2 GB).
-Each function makes two of them (log p, log q) and at most two more; `weighted_loss` makes log p and log q
-once for all terms.
+`weighted_loss` makes log p and log q once for all terms, each of which makes at most two more.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shape.errors import ConfigError
 from shape.networks.transport import sinkhorn_divergence
+from shape.training.options import Losses
 
 # Transport costs are made for so many positions at once: their embeddings, not their costs, are what takes memory.
 _POSITIONS = 256
-_ROWS_SAMPLE = 1024
+_EMBEDDINGS_SAMPLE = 1024
 
 
 def mse(predicted: Tensor, target: Tensor) -> Tensor:
@@ -36,39 +33,44 @@ def smooth_l1(predicted: Tensor, target: Tensor) -> Tensor:
     return F.smooth_l1_loss(_widen(predicted), _widen(target), reduction="none").mean(-1)
 
 
-def soft_cross_entropy(predicted_logits: Tensor, target_logits: Tensor) -> Tensor:
+def log_probabilities(logits: Tensor) -> Tensor:
+    """log softmax over the last dimension, in float32 at least; logits have to be finite."""
+    return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def soft_cross_entropy(log_q: Tensor, log_p: Tensor) -> Tensor:
     """-sum_i p_i log q_i, in nats: the paper's second loss (3.2.2). It is least, H(p), at q = p."""
-    return _soft_cross_entropy(_log_softmax(predicted_logits), _log_softmax(target_logits))
+    return -(log_p.exp() * log_q).sum(-1)  # not a dot product: autocast would take that to bfloat16
 
 
-def kl(predicted_logits: Tensor, target_logits: Tensor) -> Tensor:
+def kl(log_q: Tensor, log_p: Tensor) -> Tensor:
     """KL(p || q) = sum_i p_i (log p_i - log q_i), in nats: `soft_cross_entropy` less H(p), same gradient."""
-    return _kl(_log_softmax(predicted_logits), _log_softmax(target_logits))
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-def total_variation(predicted_logits: Tensor, target_logits: Tensor) -> Tensor:
+def total_variation(log_q: Tensor, log_p: Tensor) -> Tensor:
     """1/2 sum_i |p_i - q_i| = 1 - sum_i min(p_i, q_i), in [0, 1].
 
     One less it is the probability that one token drawn from q is accepted by speculative sampling
     (arXiv 2211.17192, 3.2), the best any rule can do with one draft. Its gradient fades where p and q hardly
     overlap; `negative_log_acceptance` keeps it.
     """
-    return _total_variation(_log_softmax(predicted_logits), _log_softmax(target_logits))
+    return (1 - torch.minimum(log_p, log_q).exp().sum(-1)).clamp(0, 1)  # min(p, q) sums to one up to rounding
 
 
-def negative_log_acceptance(predicted_logits: Tensor, target_logits: Tensor) -> Tensor:
+def negative_log_acceptance(log_q: Tensor, log_p: Tensor) -> Tensor:
     """-log sum_i min(p_i, q_i), in nats (LK losses, arXiv 2602.23881).
 
     Its gradient is that of total variation divided by the acceptance probability. Over the steps of a chain
     these terms add up to the negative log probability that the whole chain is accepted. Worked out from
     logarithms, so that it stays finite and keeps its gradient where the overlap underflows.
     """
-    return _negative_log_acceptance(_log_softmax(predicted_logits), _log_softmax(target_logits))
+    return -torch.minimum(log_p, log_q).logsumexp(-1)
 
 
 def sinkhorn(
-    predicted_logits: Tensor,
-    target_logits: Tensor,
+    log_q: Tensor,
+    log_p: Tensor,
     embeddings: Tensor,
     scale: float = 1.0,
     epsilon: float = 0.1,
@@ -93,82 +95,49 @@ def sinkhorn(
         scale: s. epsilon, iterations: of `shape.networks.transport.sinkhorn_divergence`.
         support: tokens kept, at most V.
     """
-    logs = _log_softmax(predicted_logits), _log_softmax(target_logits)
-    return _sinkhorn(*logs, embeddings, scale, epsilon, support, iterations)
+    with torch.no_grad():
+        tokens = log_p.topk(min(support, log_p.shape[-1]), -1).indices
+        cost = mistake_costs(embeddings, tokens, scale)
+    p, q = _with_rest(log_p, tokens), _with_rest(log_q, tokens)
+    return sinkhorn_divergence(p, q, cost[..., : p.shape[-1], : p.shape[-1]], epsilon, iterations)
 
 
-@dataclass(frozen=True)
-class Losses:
-    """Weights of the terms, and the factor by which each further step counts less.
+def _with_rest(logs: Tensor, tokens: Tensor) -> Tensor:
+    """(..., V) -> (..., K + 1): log-probabilities of some tokens, and of all others together if there are any."""
+    kept = logs.gather(-1, tokens)
+    if tokens.shape[-1] == logs.shape[-1]:
+        return kept
+    rest = logs.scatter(-1, tokens, -math.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([kept, rest], dim=-1)
 
-    Attributes:
-        mse: weight of the mean squared error of states (the paper's).
-        smooth_l1: weight of the Huber loss of states (EAGLE's).
-        soft_cross_entropy: weight of the cross-entropy of the target's distribution (the paper's).
-        kl: weight of the Kullback-Leibler divergence, which has the same gradient.
-        total_variation: weight of the distance that one minus acceptance is.
-        negative_log_acceptance: weight of the logarithm of acceptance.
-        sinkhorn: weight of the transport loss; off by default.
-        step_decay: factor by which each further step counts less; 1 counts all alike.
-        sinkhorn_scale: squared distance at which a mistake costs all, in units of the mean one.
-        sinkhorn_epsilon: entropic regularisation of the transport loss.
-        sinkhorn_support: the target's likeliest tokens, between which mass is moved.
-        sinkhorn_iterations: of the transport loss.
 
-    Raises:
-        ConfigError: a negative weight, no weight at all, or a parameter out of range.
+def mistake_costs(embeddings: Tensor, tokens: Tensor, scale: float) -> Tensor:
+    """min(1, |E_i - E_j|^2 / s) between tokens (..., K), and 1 to a bucket behind them: (..., K + 1, K + 1).
+
+    s is `scale` times the mean squared distance between rows of `embeddings`, (V, H), evenly sampled.
     """
-
-    mse: float = 0.0
-    smooth_l1: float = 0.5
-    soft_cross_entropy: float = 1.0
-    kl: float = 0.0
-    total_variation: float = 0.0
-    negative_log_acceptance: float = 0.0
-    sinkhorn: float = 0.0
-    step_decay: float = 0.8
-    sinkhorn_scale: float = 1.0
-    sinkhorn_epsilon: float = 0.1
-    sinkhorn_support: int = 16
-    sinkhorn_iterations: int = 10
-
-    def __post_init__(self) -> None:
-        weights = {name: getattr(self, name) for name in (*_ON_STATES, *_ON_LOGITS, "sinkhorn")}
-        for name, weight in weights.items():
-            if not (math.isfinite(weight) and weight >= 0):
-                raise ConfigError(f"the weight of the loss {name} is {weight}: it has to be 0 or more")
-        if not any(weights.values()):
-            raise ConfigError(f"all losses have weight 0: give one of {', '.join(weights)} a positive weight")
-        if not 0 < self.step_decay <= 1:
-            raise ConfigError(f"step_decay is {self.step_decay}: it has to be greater than 0 and at most 1")
-        for name in ("sinkhorn_scale", "sinkhorn_epsilon"):
-            if not (math.isfinite(value := getattr(self, name)) and value > 0):
-                raise ConfigError(f"{name} is {value}: it has to be greater than 0")
-        for name in ("sinkhorn_support", "sinkhorn_iterations"):
-            if (count := getattr(self, name)) < 1:
-                raise ConfigError(f"{name} is {count}: it has to be 1 or more")
-
-    @property
-    def on_states(self) -> dict[str, float]:
-        """The positive weights of losses that compare hidden states."""
-        return self._positive(*_ON_STATES)
-
-    @property
-    def on_logits(self) -> dict[str, float]:
-        """The positive weights of losses that compare distributions: without any, no logits are needed."""
-        return self._positive(*_ON_LOGITS, "sinkhorn")
-
-    def _positive(self, *names: str) -> dict[str, float]:
-        return {name: getattr(self, name) for name in names if getattr(self, name) > 0}
+    with torch.autocast(embeddings.device.type, enabled=False):
+        sample = _widen(embeddings[:: max(1, len(embeddings) // _EMBEDDINGS_SAMPLE)])
+        centre = sample.mean(0)
+        unit = 2 * (sample - centre).square().sum(-1).mean()  # the mean squared distance of two rows
+        apart = 1 - torch.eye(tokens.shape[-1] + 1, dtype=sample.dtype, device=tokens.device)
+        costs = apart.repeat(*tokens.shape[:-1], 1, 1)
+        flat = tokens.reshape(-1, tokens.shape[-1]), costs.view(-1, *apart.shape)
+        for some, into in zip(*(tensor.split(_POSITIONS) for tensor in flat), strict=True):
+            points = _widen(embeddings[some]) - centre
+            squares = points.square().sum(-1)
+            distances = squares.unsqueeze(-1) + squares.unsqueeze(-2) - 2 * points @ points.mT
+            into[:, :-1, :-1] *= (distances / (scale * unit)).clamp(0, 1)
+    return costs
 
 
 def supervised(mask: Tensor) -> tuple[Tensor, ...]:
     """Where a mask (..., S) is True, step by step, as an index into (..., S): the last of its parts is each one's step.
 
-    What stands elsewhere never enters a loss, not even as NaN, and costs no logits.
+    What is elsewhere never enters a loss, not even as NaN, and costs no logits.
     """
-    step, *places = mask.movedim(-1, 0).nonzero(as_tuple=True)
-    return (*places, step)
+    step, *positions = mask.movedim(-1, 0).nonzero(as_tuple=True)
+    return (*positions, step)
 
 
 def weighted_loss(
@@ -204,12 +173,12 @@ def weighted_loss(
     if losses.on_logits:
         if predicted_logits is None or target_logits is None:
             raise ValueError(f"the losses {', '.join(losses.on_logits)} need logits")
-        logs = _log_softmax(predicted_logits), _log_softmax(target_logits)
+        logs = log_probabilities(predicted_logits), log_probabilities(target_logits)
         values |= {name: _ON_LOGITS[name](*logs) for name in losses.on_logits if name in _ON_LOGITS}
         if losses.sinkhorn > 0:
             if embeddings is None:
                 raise ValueError("the loss sinkhorn needs the rows of the output embedding")
-            values["sinkhorn"] = _sinkhorn(
+            values["sinkhorn"] = sinkhorn(
                 *logs,
                 embeddings,
                 losses.sinkhorn_scale,
@@ -222,73 +191,13 @@ def weighted_loss(
     return total, {name: mean.detach() for name, mean in means.items()}
 
 
-def _soft_cross_entropy(log_q: Tensor, log_p: Tensor) -> Tensor:
-    return -(log_p.exp() * log_q).sum(-1)  # not a dot product: autocast would take that to bfloat16
-
-
-def _kl(log_q: Tensor, log_p: Tensor) -> Tensor:
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
-
-
-def _negative_log_acceptance(log_q: Tensor, log_p: Tensor) -> Tensor:
-    return -torch.minimum(log_p, log_q).logsumexp(-1)
-
-
-def _total_variation(log_q: Tensor, log_p: Tensor) -> Tensor:
-    # min(p, q) sums to one up to rounding, hence the clamp
-    return (1 - torch.minimum(log_p, log_q).exp().sum(-1)).clamp(0, 1)
-
-
-def _sinkhorn(
-    log_q: Tensor, log_p: Tensor, embeddings: Tensor, scale: float, epsilon: float, support: int, iterations: int
-) -> Tensor:
-    with torch.no_grad():
-        tokens = log_p.topk(min(support, log_p.shape[-1]), -1).indices
-        cost = mistake_costs(embeddings, tokens, scale)
-    p, q = _with_rest(log_p, tokens), _with_rest(log_q, tokens)
-    return sinkhorn_divergence(p, q, cost[..., : p.shape[-1], : p.shape[-1]], epsilon, iterations)
-
-
-def _with_rest(logs: Tensor, tokens: Tensor) -> Tensor:
-    """(..., V) -> (..., K + 1): log-probabilities of some tokens, and of all others together if there are any."""
-    kept = logs.gather(-1, tokens)
-    if tokens.shape[-1] == logs.shape[-1]:
-        return kept
-    rest = logs.scatter(-1, tokens, -math.inf).logsumexp(-1, keepdim=True)
-    return torch.cat([kept, rest], dim=-1)
-
-
-def mistake_costs(embeddings: Tensor, tokens: Tensor, scale: float) -> Tensor:
-    """min(1, |E_i - E_j|^2 / s) between tokens (..., K), and 1 to a bucket behind them: (..., K + 1, K + 1).
-
-    s is `scale` times the mean squared distance between rows of `embeddings`, (V, H), evenly sampled.
-    """
-    with torch.autocast(embeddings.device.type, enabled=False):
-        sample = _widen(embeddings[:: max(1, len(embeddings) // _ROWS_SAMPLE)])
-        centre = sample.mean(0)
-        unit = 2 * (sample - centre).square().sum(-1).mean()  # the mean squared distance of two rows
-        apart = 1 - torch.eye(tokens.shape[-1] + 1, dtype=sample.dtype, device=tokens.device)
-        costs = apart.repeat(*tokens.shape[:-1], 1, 1)
-        flat = tokens.reshape(-1, tokens.shape[-1]), costs.view(-1, *apart.shape)
-        for some, into in zip(*(tensor.split(_POSITIONS) for tensor in flat), strict=True):
-            points = _widen(embeddings[some]) - centre
-            squares = points.square().sum(-1)
-            distances = squares.unsqueeze(-1) + squares.unsqueeze(-2) - 2 * points @ points.mT
-            into[:, :-1, :-1] *= (distances / (scale * unit)).clamp(0, 1)
-    return costs
-
-
 _ON_STATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mse": mse, "smooth_l1": smooth_l1}
 _ON_LOGITS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "soft_cross_entropy": _soft_cross_entropy,
-    "kl": _kl,
-    "total_variation": _total_variation,
-    "negative_log_acceptance": _negative_log_acceptance,
+    "soft_cross_entropy": soft_cross_entropy,
+    "kl": kl,
+    "total_variation": total_variation,
+    "negative_log_acceptance": negative_log_acceptance,
 }
-
-
-def _log_softmax(logits: Tensor) -> Tensor:
-    return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 def _widen(tensor: Tensor) -> Tensor:

@@ -66,6 +66,8 @@ class Sampler:
         eos_token_ids: forbidden while fewer than ``min_new_tokens`` tokens have been emitted.
         coupled: drafts see the target's own noise, and the choice is argmax(log p + g) (rule "match"). Otherwise drafts
             have noise of their own, and ``choose`` is rejection sampling.
+        static_depth: of the deepest tree, for steps that must not ask the host: all operations are on the device, with
+            shapes known beforehand. None looks at each tree.
     """
 
     prompt_lengths: Tensor
@@ -76,10 +78,13 @@ class Sampler:
     min_new_tokens: int = 0
     eos_token_ids: tuple[int, ...] = ()
     coupled: bool = True
+    static_depth: int | None = None
 
     def __post_init__(self) -> None:
         self.settle(self.prompt_lengths)
-        on_cpu = self.prompt_lengths.device.type == "cpu"
+        device = self.prompt_lengths.device
+        self._ends = torch.tensor(self.eos_token_ids, dtype=torch.long, device=device)
+        on_cpu = device.type == "cpu" and self.static_depth is None
         sorts = not all(isinstance(one, TemperatureLogitsWarper) for one in self.warpers)
         # A CPU need not wait for itself, as other devices would at every depth.
         self.visits = self.processors is not None or self.draws or (on_cpu and sorts)
@@ -139,9 +144,9 @@ class Sampler:
         return self._noise_at([offset], all_words(vocab_size, self._lengths.device))[:, 0]
 
     def _noise_at(self, offsets: Sequence[int], words: Tensor) -> Tensor:
-        """(B, len(offsets), K). At once, because many small tensors cost more than a large one."""
+        """(B, len(offsets), K) at consecutive offsets. At once: many small tensors cost more than a large one."""
         assert self.keys is not None
-        positions = self._lengths[:, None] + torch.tensor(offsets, device=words.device)
+        positions = self._lengths[:, None] + torch.arange(offsets[0], offsets[-1] + 1, device=words.device)
         return gumbel(self.keys[:, None].expand_as(positions), positions, words)
 
     def draft_noise(self, depth: int, words: Tensor, nodes: int = 1) -> Sequence[Tensor | None]:
@@ -219,7 +224,8 @@ class Sampler:
         """(B, N) int64: argmax(log p + g) at every node, of its ``tree_scores``."""
         if self.greedy:
             return best(scores)
-        noise = self._noise_at(range(int(tree.depth.max()) + 1), all_words(scores.shape[-1], scores.device))
+        deepest = self.static_depth if self.static_depth is not None else int(tree.depth.max())
+        noise = self._noise_at(range(deepest + 1 if tree.size > 1 else 1), all_words(scores.shape[-1], scores.device))
         depths = torch.arange(tree.tokens.shape[0], device=scores.device)[:, None] * noise.shape[1] + tree.depth
         return best(scores + F.embedding(depths, noise.flatten(0, 1)))
 
@@ -351,5 +357,5 @@ class Sampler:
         early = emitted.view(-1, *[1] * (logits.dim() - 2)) + offset < self.min_new_tokens
         if vocabulary is None:
             vocabulary = torch.arange(logits.shape[-1], device=logits.device)
-        ends = torch.isin(vocabulary, torch.tensor(self.eos_token_ids, device=logits.device))
+        ends = (vocabulary[:, None] == self._ends).any(1)
         return logits.masked_fill(early[..., None] & ends, float("-inf"))

@@ -6,8 +6,10 @@ import json
 import pytest
 import torch
 
-from shape.cli.generate import GenerateOptions, answer, coloured, main, report
+from shape.cli.generate import main
+from shape.cli.terminal import answer, coloured, report
 from shape.generation.decoder import ShapeDecoder
+from shape.generation.options import GenerateOptions
 from shape.generation.trace import STYLES, pieces
 from shape.networks.config import ShapeConfig
 from shape.networks.shape import ShapePredictor

@@ -2,11 +2,11 @@
 
 import ast
 import gzip
-import importlib.util
 import json
 import re
 import sys
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -14,15 +14,8 @@ import pytest
 DATA = Path(__file__).resolve().parents[2] / "data"
 
 
-def load_generator():
-    spec = importlib.util.spec_from_file_location("make_conversations", DATA / "make_conversations.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up by name
-    spec.loader.exec_module(module)
-    return module
-
-
-generator = load_generator()
+sys.path.append(str(DATA))
+generator = import_module("make_conversations")
 
 
 @pytest.fixture(scope="module")

@@ -96,8 +96,8 @@ def test_what_a_source_adds_is_what_would_not_have_stood_without_it():
     draft(hybrid, [1])
     draft(hybrid, [1, 5, 6, 7, 8, 9])
     expected = [0.0, 0.9 + 0.9**2, 0.9 + 0.9**2 + 0.9**3]
-    for worth, before, gained in zip(hybrid._worth, expected, [0, 0, 1], strict=True):
-        assert worth._gained[int(before)] == gained
+    for value, before, gained in zip(hybrid._value, expected, [0, 0, 1], strict=True):
+        assert value._gained[int(before)] == gained
 
 
 @pytest.mark.parametrize(("node", "kept"), [(0.0, 4), (0.2, 2), (10.0, 0)])
@@ -118,7 +118,8 @@ def test_nobody_is_asked_while_a_cheap_source_is_sure(monkeypatch):
     text = [1]
     for _ in range(8):
         draft(hybrid, text)
-        hybrid._worth[1].seconds.extend([1.0] * 9)
+        for _ in range(9):
+            hybrid._value[1].seconds.add(1.0)
         for _ in range(9):
             hybrid._times.add(4, 1.0)
         text = [*text, 5, 5, 5, 5]
@@ -153,8 +154,8 @@ def test_the_tree_of_the_only_source_that_has_one_is_taken_as_it_is():
     assert tree.tokens.tolist() == [[2, 5, 6, 5], [4, 5, 6, 5]]
     assert tree.source == [[None, "telling", "telling", "telling"]] * 2
     draft(hybrid, [1, 2, 5, 6, 7], [3, 4, 8])
-    assert hybrid._worth[1]._gained[0] == pytest.approx(2 + 0.1 * (0 - 2))  # two of one row, none of the other
-    assert hybrid._worth[0]._gained[0] == 0
+    assert hybrid._value[1]._gained[0] == pytest.approx(2 + 0.1 * (0 - 2))  # two of one row, none of the other
+    assert hybrid._value[0]._gained[0] == 0
     small = started(HybridDrafter([silent, telling], nodes=2))
     assert draft(small, [1, 2]).size <= 3  # too large to be taken as it is
 

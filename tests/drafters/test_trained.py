@@ -3,15 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import RIVALS
+from helpers import BASELINES
 from helpers import predictor as build
 
 from shape.drafters import Committed, TrainedDrafter, TreeShape, trained
 from shape.errors import TargetMismatch
 from shape.networks.config import ShapeConfig
 from shape.networks.shape import ShapePredictor, roll, windows
+from shape.networks.teacher_forcing import Reader, Texts, known_in
 from shape.target.model import Target
-from shape.training.examples import Reader, Texts, known_in
 from shape.verification.noise import row_keys, token_words
 from shape.verification.sampling import Sampler
 
@@ -79,7 +79,7 @@ def test_children_are_the_best_of_each_nodes_own_path(target, mode, temperature)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("kind", [{"kind": "block", "markov_rank": 4}, RIVALS["shape with Markov bias"]])
+@pytest.mark.parametrize("kind", [{"kind": "block", "markov_rank": 4}, BASELINES["shape with Markov bias"]])
 def test_biases_from_a_table_are_those_that_are_computed(target, monkeypatch, kind, temperature):
     network = build(**kind, loud=True)
     sampler = Sampler(torch.tensor([5, 2]), temperature, keys=row_keys(0, 2) if temperature else None)
@@ -113,8 +113,8 @@ def test_trees_grown_on_the_host_are_those_grown_on_a_device(target, monkeypatch
     if name == "no table":
         monkeypatch.setattr(trained, "_TABLED", 0)
     kinds = {"parallel": {"kind": "shape", "step_mode": "parallel", "token_conditioning": "root"}}
-    kinds |= {"no table": RIVALS["shape with Markov bias"], "block": {"kind": "block", "markov_rank": 4}}
-    network = build(**(RIVALS | kinds)[name], loud=True)
+    kinds |= {"no table": BASELINES["shape with Markov bias"], "block": {"kind": "block", "markov_rank": 4}}
+    network = build(**(BASELINES | kinds)[name], loud=True)
     drafter, committed, _ = begin(network, target, shape)
     sampler = Sampler(committed.lengths - 1, temperature, keys=row_keys(0, 2) if temperature else None)
     sampler.settle(committed.lengths)
@@ -225,11 +225,11 @@ def test_every_node_draws_children_of_its_own(target, mode):
         assert torch.allclose(tree.log_q[row, expanded].exp().sum(-1), torch.ones(7))
 
 
-@pytest.mark.parametrize("rival", RIVALS)
+@pytest.mark.parametrize("kind", BASELINES)
 @pytest.mark.parametrize("grown", ["at once", "step by step"])
-def test_every_kind_drafts_what_training_unrolls(target, rival, grown):
+def test_every_kind_drafts_what_training_unrolls(target, kind, grown):
     """Along every path of a tree the drafts are the best of `unroll` on whole texts, however the states came in."""
-    network = build(**RIVALS[rival], loud=True)
+    network = build(**BASELINES[kind], loud=True)
     layers, size = network.config.feature_layers, 32
     generator = torch.Generator().manual_seed(1)
     texts = [torch.randint(3, 64, (length,), generator=generator).tolist() for length in (9, 6)]

@@ -15,11 +15,22 @@ from eval.ablate import examine, main, parse, plan
 from shape import bundled
 from shape.drafters import OracleDrafter, TrainedDrafter, TreeShape
 from shape.errors import CheckpointError, ConfigError
-from shape.evaluation.speed import _Bench
 from shape.generation.decoder import ShapeDecoder
-from shape.training import run as training
+from shape.generation.planning import _Bench
+from shape.training import parsing
 
-SHIPPED = ["curve", "data", "default", "lookahead", "features", "losses", "refinement", "rivals", "tokens", "training"]
+SHIPPED = [
+    "curve",
+    "data",
+    "default",
+    "lookahead",
+    "features",
+    "losses",
+    "refinement",
+    "baselines",
+    "tokens",
+    "training",
+]
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +264,7 @@ def test_runs_have_all_their_options_and_only_their_own_changes(file, tmp_path):
         assert run.options.measurement.limit == 0 and run.options.features == str(tmp_path / "features")
         written = tmp_path / "options.yaml"
         written.write_text(yaml.safe_dump(run.values))
-        assert training.parse([f"--config={written}"]) == run.options
+        assert parsing.parse([f"--config={written}"]) == run.options
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -268,7 +279,7 @@ def test_shipped_ablations_are_sound(name, tmp_path):
     # Nulls of the file go before the defaults of the target that ships.
     run = next((run for run in runs if run.options.predictor.draft_vocab_size is None), runs[0])
     (tmp_path / "options.yaml").write_text(yaml.safe_dump(run.values))
-    assert training.parse([f"--config={tmp_path / 'options.yaml'}"]) == run.options
+    assert parsing.parse([f"--config={tmp_path / 'options.yaml'}"]) == run.options
     steps = runs[0].options.predictor.num_steps
     for shape in options.trees.values():
         assert shape == TreeShape.full(shape.branching, shape.depth) and shape.depth <= steps

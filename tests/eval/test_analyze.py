@@ -24,7 +24,7 @@ from eval.analyze import (
     texts_of,
     transitions,
 )
-from shape.data.conversations import Encoded
+from shape.data.encoding import Encoded
 from shape.errors import ConfigError, DataError
 from shape.features.store import Stored
 from shape.networks.config import ShapeConfig

@@ -188,7 +188,7 @@ def test_names_of_predictors():
 def test_the_results_file_is_as_documented(arguments, tmp_path):
     main([*arguments, "--methods", "[autoregressive,shape]"])
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    page = (ROOT / "docs/evaluate.md").read_text()
+    page = (ROOT / "docs/guides/evaluate.md").read_text()
     section = page[page.index("## The results file") : page.index("## How to read a table")]
     named = set(re.findall(r"`([^`]+)`", section))
     assert results.keys() <= named, "a field is not described"
@@ -226,7 +226,8 @@ def test_renders_into_a_document(arguments, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("results", "document"), [("eval/results/shipped", "README.md"), ("eval/results", "eval/results/README.md")]
+    ("results", "document"),
+    [("eval/results/shipped", "docs/results/shipped.md"), ("eval/results", "eval/results/README.md")],
 )
 def test_documents_show_the_committed_results(results, document):
     """After new results: python -m shape.bench --render RESULTS DOCUMENT, for both."""

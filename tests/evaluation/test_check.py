@@ -8,7 +8,7 @@ import torch
 from helpers import predictor
 
 from shape.cli.check import main
-from shape.drafters.recipes.drafter import Pack, Recipe
+from shape.drafters.recipes.pack import Pack, Recipe
 from shape.evaluation.check import _untrained
 from shape.networks.export import export
 from shape.networks.shape import ShapePredictor

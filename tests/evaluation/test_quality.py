@@ -8,7 +8,7 @@ import torch
 from helpers import tiny_bert
 
 from shape.cli.quality import main
-from shape.data.conversations import load_prompts
+from shape.data.reading import load_prompts
 from shape.drafters import TrainedDrafter
 from shape.errors import ConfigError, DataError
 from shape.evaluation.journal import Journal
@@ -17,7 +17,7 @@ from shape.evaluation.quality import run
 from shape.evaluation.quality_results import Ahead, QualityResults
 from shape.features.store import Stored
 from shape.generation.decoder import ShapeDecoder
-from shape.training.examples import Reader, forced_drafts
+from shape.networks.teacher_forcing import Reader, forced_drafts
 
 
 @pytest.fixture

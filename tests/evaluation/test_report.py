@@ -12,9 +12,9 @@ from browser import find as find_browser
 from browser import opened
 from helpers import ROOT, predictor
 
-from shape.cli.generate import GenerateOptions, about
 from shape.cli.report import main
-from shape.data.conversations import Message, Prompt
+from shape.cli.terminal import about
+from shape.data.conversations import Prompt
 from shape.drafters import HybridDrafter, NgramDrafter, SuffixDrafter, TrainedDrafter, TreeShape
 from shape.errors import DataError
 from shape.evaluation.check import check
@@ -25,7 +25,9 @@ from shape.evaluation.report.page import bars, pages, plots_of
 from shape.evaluation.report.sources import find
 from shape.evaluation.speed import measure_in
 from shape.generation.decoder import ShapeDecoder
+from shape.generation.options import GenerateOptions
 from shape.generation.rules import TypicalLossy
+from shape.target.chat import Message
 
 RESULTS = ROOT / "eval" / "results"
 HOSTILE = "</span><script>alert('1')</script>\"&amp;"

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shape.data.conversations import Message, Prompt
+from shape.data.conversations import Prompt
 from shape.drafters import AdversaryDrafter, HybridDrafter, NgramDrafter, TrainedDrafter, TreeShape
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
@@ -18,6 +18,7 @@ from shape.evaluation.results import PromptRecord, SpeedResults, Tally
 from shape.evaluation.speed import Contexts, measure
 from shape.networks.config import ShapeConfig
 from shape.networks.shape import ShapePredictor
+from shape.target.chat import Message
 
 
 def prompt(name: str, *turns: str, category: str = "talk") -> Prompt:

@@ -39,8 +39,8 @@ def test_figures_agree_with_the_decoder(tiny_model, tmp_path, drafter):
     stats = out.stats
     assert trace.call["drafter"] == "it"
     assert [token["token"] for token in trace.emitted] == out.sequences[0, 9:].tolist()
-    assert len(trace.steps) == stats.row_forwards[0]
-    assert trace.acceptance_length == pytest.approx(stats.row_emitted[0] / stats.row_forwards[0])
+    assert len(trace.steps) == stats.sequence_forwards[0]
+    assert trace.acceptance_length == pytest.approx(stats.sequence_emitted[0] / stats.sequence_forwards[0])
     assert trace.events.total() == 24 and trace.events["prefill"] == 1
     assert sum(stood for _, stood in trace.lengths) == sum(t["event"] == "accepted" for t in trace.tokens)
     # What stood at a depth was asked at the next one, where the draft went as far.

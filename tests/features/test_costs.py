@@ -8,9 +8,12 @@ from conftest import tiny_config
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from shape.cli.extract import main
-from shape.data.conversations import load_conversations
+from shape.data.reading import load_conversations
 from shape.features import costs
-from shape.features.extraction import FeatureOptions, TrainerOptions, extract
+from shape.features.extraction import extract
+from shape.features.options import FeatureOptions
+from shape.features.trainer import TrainerOptions
+from shape.target.size import Size, size_of
 
 LLAMA_70B = {
     "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
@@ -21,7 +24,7 @@ LLAMA_70B = {
 @pytest.mark.parametrize("arch", ["llama", "gpt2", "qwen3"])
 def test_sizes_are_those_of_the_model(arch):
     model = AutoModelForCausalLM.from_config(tiny_config(arch))
-    size = costs.size_of(model.config)
+    size = size_of(model.config)
     assert size.parameters == model.num_parameters() and size.hidden_size == 32
     body = sum(weight.numel() for weight in model.base_model.parameters())
     assert size.active == body - model.get_input_embeddings().weight.numel()
@@ -34,8 +37,8 @@ def test_a_token_meets_some_of_a_mixtures_experts():
     )  # fmt: skip
     two = MixtralConfig(**{**config.to_dict(), "num_local_experts": 2})
     router = 2 * (8 - 2) * 32
-    assert costs.size_of(config).active == costs.size_of(two).active + router
-    assert costs.size_of(config).parameters > 2 * costs.size_of(config).active
+    assert size_of(config).active == size_of(two).active + router
+    assert size_of(config).parameters > 2 * size_of(config).active
 
 
 def test_bytes_are_those_of_a_real_store(tiny_target, tmp_path):
@@ -52,7 +55,7 @@ def test_bytes_are_those_of_a_real_store(tiny_target, tmp_path):
             target=str(tmp_path / "t"), data=str(tmp_path / "d.jsonl"), dtype=dtype, before=before, max_length=256
         )
         text = costs.measured(options)
-        found = costs.costs(costs.Size(1e6, 1e6, tiny_target.hidden_size), text, options, 1e12)
+        found = costs.costs(Size(1e6, 1e6, tiny_target.hidden_size), text, options, 1e12)
         folder = tmp_path / dtype
         stored = FeatureOptions(max_length=256, dtype=dtype, before=before, shard_size=24)
         extract(tiny_target, conversations, folder, stored, trainer)

@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from shape.data.conversations import Conversation, Message, encode
+from shape.data.conversations import Conversation
+from shape.data.encoding import encode
 from shape.errors import ConfigError, DataError, DiskSpaceError, FeatureStoreError, TargetMismatch
-from shape.features.extraction import (
-    FeatureOptions,
-    TrainerOptions,
-    compute_features,
-    extract,
-)
-from shape.features.store import FeatureStore, eligible
+from shape.features.extraction import compute_features, extract
+from shape.features.options import FeatureOptions
+from shape.features.positions import eligible
+from shape.features.store import FeatureStore
+from shape.features.trainer import TrainerOptions
+from shape.target.chat import Message
 from shape.target.model import Target
 
 OPTIONS = FeatureOptions(max_length=128, batch_size=3, shard_size=4)
@@ -73,9 +73,9 @@ def test_store_holds_what_the_target_computes(folder, tiny_target):
 
 def test_gather_equals_slicing_one_conversation(folder, tiny_target):
     store = FeatureStore(folder)
-    rows = torch.arange(store.rows)
+    rows = torch.arange(store.tokens)
     around = store.gather(rows, before=3, after=2)
-    assert around.hidden.shape == (store.rows, 5, tiny_target.hidden_size)
+    assert around.hidden.shape == (store.tokens, 5, tiny_target.hidden_size)
     for index, stored in enumerate(store):
         start, length = int(store.offsets[index]), len(stored.input_ids)
         for position in (0, 1, length // 2, length - 1):

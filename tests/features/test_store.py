@@ -15,9 +15,13 @@ from hypothesis.extra import numpy as hnp
 from training_runs import CONVERSATIONS, OPTIONS, data_of, fit, weights
 
 from shape.errors import ConfigError, FeatureStoreError
-from shape.features.extraction import FeatureOptions, TrainerOptions, extract
-from shape.features.storage import Fetched, Place
-from shape.features.store import FeatureStore, eligible, kept, quantised, restored
+from shape.features.extraction import extract
+from shape.features.options import FeatureOptions
+from shape.features.positions import eligible, kept
+from shape.features.shards import quantised, restored
+from shape.features.storage import LocalCopies, Storage
+from shape.features.store import FeatureStore
+from shape.features.trainer import TrainerOptions
 from shape.training.batches import FetchedBatches, ShardedOrder, Split, StepOrder
 
 
@@ -39,7 +43,7 @@ def elsewhere(request, whole, tmp_path) -> FeatureStore:
     address = f"memory://{tmp_path.name}" if request.param == "memory" else f"file://{tmp_path}/there"
     files, root = fsspec.core.url_to_fs(address)
     files.makedirs(root, exist_ok=True)
-    for path in whole.place.folder.glob("[!.]*"):
+    for path in whole.storage.folder.glob("[!.]*"):
         files.put_file(str(path), f"{root}/{path.name}")
     return FeatureStore(address, cache=tmp_path / "cache")
 
@@ -63,7 +67,7 @@ def test_extraction_writes_the_same_bytes_anywhere_and_completes_them(whole, tin
     def contents() -> dict[str, bytes]:
         return {Path(name).name: files.cat_file(name) for name in files.ls(root, detail=False)}
 
-    expected = {path.name: path.read_bytes() for path in whole.place.folder.glob("[!.]*")}
+    expected = {path.name: path.read_bytes() for path in whole.storage.folder.glob("[!.]*")}
     assert contents() == expected
     files.pipe_file(f"{root}/shard-00001.safetensors", expected["shard-00001.safetensors"][:-5])
     files.rm_file(f"{root}/shard-00003.safetensors")
@@ -74,7 +78,7 @@ def test_extraction_writes_the_same_bytes_anywhere_and_completes_them(whole, tin
 
 
 def test_a_copy_with_a_wrong_checksum_is_refused(elsewhere):
-    files, root = elsewhere.place._files, elsewhere.place._root
+    files, root = elsewhere.storage._files, elsewhere.storage._root
     name = f"{root}/shard-00002.safetensors"
     content = bytearray(files.cat_file(name))
     content[-100] ^= 1
@@ -85,9 +89,9 @@ def test_a_copy_with_a_wrong_checksum_is_refused(elsewhere):
 
 
 def test_copies_keep_within_their_room(whole, tmp_path):
-    size = max(path.stat().st_size for path in whole.place.folder.glob("shard-*"))
-    store = FeatureStore(f"file://{whole.place.folder}", cache=tmp_path, room=2 * size + 100)
-    store.ahead(whole.offsets[:-1])
+    size = max(path.stat().st_size for path in whole.storage.folder.glob("shard-*"))
+    store = FeatureStore(f"file://{whole.storage.folder}", cache=tmp_path, room=2 * size + 100)
+    store.prefetch(whole.offsets[:-1])
     for _ in range(2):
         for index in range(len(store)):
             assert torch.equal(store[index].hidden, whole[index].hidden)
@@ -102,11 +106,11 @@ def test_copies_keep_within_their_room(whole, tmp_path):
 
 
 def test_a_copy_that_another_process_drops_is_fetched_again(whole, tmp_path):
-    place = Place(f"file://{whole.place.folder}")
-    copies = Fetched(place, tmp_path, 10**9, Path.read_bytes)
+    storage = Storage(f"file://{whole.storage.folder}")
+    copies = LocalCopies(storage, tmp_path, 10**9, Path.read_bytes)
     first = copies["manifest.json"]
-    copies.ahead(["manifest.json", "shard-00000.safetensors"])
-    assert len(copies["shard-00000.safetensors"]) == place.size("shard-00000.safetensors")
+    copies.prefetch(["manifest.json", "shard-00000.safetensors"])
+    assert len(copies["shard-00000.safetensors"]) == storage.sizes()["shard-00000.safetensors"]
     (tmp_path / "manifest.json").unlink()
     assert copies["manifest.json"] == first
     with pytest.raises(FeatureStoreError, match=r"absent cannot be fetched from file://.*same command again"):
@@ -115,7 +119,7 @@ def test_a_copy_that_another_process_drops_is_fetched_again(whole, tmp_path):
 
 def test_addresses_that_lead_nowhere_are_named():
     with pytest.raises(ConfigError, match=r"nowhere://x cannot be reached .*Protocol not known"):
-        Place("nowhere://x")
+        Storage("nowhere://x")
     with pytest.raises(FeatureStoreError, match="not a feature folder"):
         FeatureStore("memory://there-is-nothing")
 
@@ -220,7 +224,7 @@ def test_kept_states_are_those_that_windows_and_steps_read(mask, before, data):
 
 def test_training_reads_no_more_than_is_kept(whole, tiny_target, tmp_path):
     store = run(tiny_target, tmp_path, before=3)
-    sizes = [sum(path.stat().st_size for path in each.place.folder.glob("shard-*")) for each in (store, whole)]
+    sizes = [sum(path.stat().st_size for path in each.storage.folder.glob("shard-*")) for each in (store, whole)]
     assert sizes[0] < 0.8 * sizes[1]
     store.verify(tiny_target)
     mine, theirs = (fit(tiny_target, each, options=replace(OPTIONS, noise=0.1)) for each in (store, whole))
@@ -228,7 +232,7 @@ def test_training_reads_no_more_than_is_kept(whole, tiny_target, tmp_path):
     for window, reads in ((4, "a window of 4"), (None, "whole texts")):
         with pytest.raises(ConfigError, match=reads):
             data_of(store, tiny_target, window=window)
-    with pytest.raises(FeatureStoreError, match=r"rows before each answer \(3 there, all wanted\)"):
+    with pytest.raises(FeatureStoreError, match=r"states before each answer \(3 there, all wanted\)"):
         run(tiny_target, tmp_path)
     assert len(run(tiny_target, tmp_path, before=2)) == len(store)
     with pytest.raises(ConfigError, match="before is 0"):

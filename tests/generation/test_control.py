@@ -17,87 +17,100 @@ from shape.drafters import (
     model,
 )
 from shape.drafters.lengths import Adaptive, ByCost
-from shape.generation import fixed, loop
-from shape.generation.control import Experience, Pace
+from shape.generation import eager, loop, stage
+from shape.generation.control import SpeculationControl, StepCosts
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
 
 
 def run(
-    pace: Pace, tokens, steps: int, drafted_seconds: float = 1.6, plain_seconds: float = 1.0, context: int = 100
+    control: SpeculationControl,
+    tokens,
+    steps: int,
+    drafted_seconds: float = 1.6,
+    baseline: float = 1.0,
+    context: int = 100,
 ) -> list[bool]:
-    """Drafted or not, step by step; `tokens(i)` is what a drafted step i would settle."""
+    """Drafted or not, step by step; `tokens(i)` is what a drafted step i would commit."""
     record = []
     for i in range(steps):
-        drafted = pace.draft_next(context)
-        pace.observe(drafted, tokens(i) if drafted else 1.0, drafted_seconds if drafted else plain_seconds, context)
+        drafted = control.draft_next(context)
+        control.observe(drafted, tokens(i) if drafted else 1.0, drafted_seconds if drafted else baseline, context)
         record.append(drafted)
     return record
 
 
 def test_good_drafts_go_on_and_plain_steps_are_timed_once():
-    times = Experience()
-    first = run(Pace(times), lambda _: 3.0, 200)
+    times = StepCosts()
+    first = run(SpeculationControl(times), lambda _: 3.0, 200)
     assert first.count(False) == 3 and all(first[:16]) and not any(first[16:19])
     assert times.break_even(100) == pytest.approx(1.6)
-    assert all(run(Pace(times), lambda _: 3.0, 200))  # another call knows
+    assert all(run(SpeculationControl(times), lambda _: 3.0, 200))  # another call knows
 
 
 def test_bad_drafts_are_looked_at_ever_less_often():
-    pace = Pace(Experience(), least=1.5)
-    record = run(pace, lambda _: 1.1, 2000)
+    control = SpeculationControl(StepCosts(), least=1.5)
+    record = run(control, lambda _: 1.1, 2000)
     assert record[:16] == [True] * 16 and record[16:32] == [False] * 16 and record[32:36] == [True] * 4
-    assert record.count(True) < 50 and pace.pauses >= 6
+    assert record.count(True) < 50 and control.pauses >= 6
     assert True in record[-800:]  # it never stops looking
 
 
 def test_another_call_begins_with_what_was_found():
-    past = Experience()
-    run(Pace(past, least=1.5), lambda _: 1.1, 60)
-    assert run(Pace(past, least=1.5), lambda _: 1.1, 90)[:5] == [True] * 4 + [False]
-    assert all(run(Pace(past, least=1.5), lambda _: 3.0, 90))
-    assert run(Pace(past, least=1.5), lambda _: 1.1, 90)[:17] == [True] * 16 + [False]
+    past = StepCosts()
+    run(SpeculationControl(past, least=1.5), lambda _: 1.1, 60)
+    assert run(SpeculationControl(past, least=1.5), lambda _: 1.1, 90)[:5] == [True] * 4 + [False]
+    assert all(run(SpeculationControl(past, least=1.5), lambda _: 3.0, 90))
+    assert run(SpeculationControl(past, least=1.5), lambda _: 1.1, 90)[:17] == [True] * 16 + [False]
 
 
 def test_it_returns_when_the_text_becomes_easy():
-    record = run(Pace(Experience(), least=1.5), lambda i: 1.0 if i < 60 else 4.0, 300)
+    record = run(SpeculationControl(StepCosts(), least=1.5), lambda i: 1.0 if i < 60 else 4.0, 300)
     assert not all(record[:60]) and all(record[200:])
 
 
 def test_the_break_even_is_a_ratio_of_medians():
-    times = Experience()
-    assert times.knows_too_little(100, drafted=True)
+    times = StepCosts()
+    assert times.unknown(100, drafted=True)
     for seconds in (2.0, 2.0, 90.0, 2.0):
         times.add(True, seconds, 100)
-    assert not times.knows_too_little(100, drafted=True) and times.knows_too_little(100, drafted=False)
+    assert not times.unknown(100, drafted=True) and times.unknown(100, drafted=False)
     for seconds in (1.0, 50.0, 1.0):
         times.add(False, seconds, 100)
     assert times.break_even(100) == 2.0
-    assert times.knows_too_little(1000, drafted=False)
+    assert times.unknown(1000, drafted=False)
 
 
 def test_what_steps_took_behind_a_long_context_says_nothing_of_short_ones():
     """Plain steps behind 8,000 tokens take ten times as long, and make drafting look cheap."""
-    times = Experience()
+    times = StepCosts()
     assert (
-        run(Pace(times), lambda _: 1.5, 100, drafted_seconds=12.0, plain_seconds=10.0, context=8000).count(False) == 3
+        run(
+            SpeculationControl(times),
+            lambda _: 1.5,
+            100,
+            drafted_seconds=12.0,
+            baseline=10.0,
+            context=8000,
+        ).count(False)
+        == 3
     )
-    record = run(Pace(times), lambda _: 1.5, 300, drafted_seconds=2.0, plain_seconds=1.0, context=200)
+    record = run(SpeculationControl(times), lambda _: 1.5, 300, drafted_seconds=2.0, baseline=1.0, context=200)
     assert record.count(True) < 60
 
 
 def test_a_text_that_grows_is_measured_anew():
-    times = Experience()
-    pace = Pace(times)
-    assert run(pace, lambda _: 1.5, 100, drafted_seconds=1.2, context=500).count(False) == 3
-    assert run(pace, lambda _: 1.5, 300, drafted_seconds=2.0, context=600).count(True) < 60
+    times = StepCosts()
+    control = SpeculationControl(times)
+    assert run(control, lambda _: 1.5, 100, drafted_seconds=1.2, context=500).count(False) == 3
+    assert run(control, lambda _: 1.5, 300, drafted_seconds=2.0, context=600).count(True) < 60
 
 
 def test_a_machine_that_changes_is_noticed_while_drafts_go_on():
     """Three plain steps that a hiccup made slow must not speak for a whole day."""
-    pace = Pace(Experience())
-    assert run(pace, lambda _: 1.5, 100, drafted_seconds=2.0, plain_seconds=50.0).count(False) == 3
-    assert run(pace, lambda _: 1.5, 3000, drafted_seconds=2.0, plain_seconds=1.0).count(True) < 800
+    control = SpeculationControl(StepCosts())
+    assert run(control, lambda _: 1.5, 100, drafted_seconds=2.0, baseline=50.0).count(False) == 3
+    assert run(control, lambda _: 1.5, 3000, drafted_seconds=2.0, baseline=1.0).count(True) < 800
 
 
 @pytest.mark.parametrize("sample", [False, True])
@@ -114,8 +127,10 @@ def test_falling_back_changes_no_token(tiny_model, sample):
     for drafter in (AdversaryDrafter(), TrainedDrafter(predictor())):
         out = ShapeDecoder(model, drafter, fall_back=2.5).generate(**batch, **options)
         assert torch.equal(out.sequences, plain.sequences)
-        assert out.stats.plain_steps >= 16 and out.stats.pauses >= 1
-        assert ShapeDecoder(model, drafter, fall_back=False).generate(**batch, **options).stats.plain_steps == 0
+        assert out.stats.autoregressive_steps >= 16 and out.stats.pauses >= 1
+        assert (
+            ShapeDecoder(model, drafter, fall_back=False).generate(**batch, **options).stats.autoregressive_steps == 0
+        )
 
 
 def test_good_drafts_are_never_held_back_by_a_number(tiny_model):
@@ -124,17 +139,17 @@ def test_good_drafts_are_never_held_back_by_a_number(tiny_model):
     plain = ShapeDecoder(model).generate(**batch, **options)
     decoder = ShapeDecoder(model, OracleDrafter(plain.tolist()), fall_back=2.5)
     out = decoder.generate(**batch, **options, return_dict_in_generate=True)
-    assert out.stats.plain_steps == 0 == out.stats.pauses and out.stats.acceptance_length > 4.5
+    assert out.stats.autoregressive_steps == 0 == out.stats.pauses and out.stats.acceptance_length > 4.5
 
 
 def test_a_drafter_with_nothing_to_say_is_not_judged_by_it():
     """Prompt lookup proposes seldom, and at no cost where it does not."""
-    pace = Pace(Experience(), least=1.5)
+    control = SpeculationControl(StepCosts(), least=1.5)
     for step in range(200):
-        assert pace.draft_next(100)
+        assert control.draft_next(100)
         proposed = step % 10 == 0
-        pace.observe(proposed, 4.0 if proposed else 1.0, 1.0, 100)
-    assert pace.pauses == 0
+        control.observe(proposed, 4.0 if proposed else 1.0, 1.0, 100)
+    assert control.pauses == 0
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
@@ -161,12 +176,12 @@ def forwards(decoder: ShapeDecoder, monkeypatch, clock: int, **options) -> list[
         return now.seconds
 
     now.seconds = 0.0
-    for module in (loop, fixed, hybrid, model):
+    for module in (loop, eager, stage, hybrid, model):
         monkeypatch.setattr(module, "perf_counter", now)
     stats = decoder.generate(
         **prompts([5]), max_new_tokens=40, eos_token_id=[], return_dict_in_generate=True, **options
     ).stats
-    return [(step.nodes, step.rows) for step in stats.steps]
+    return [(step.nodes, step.sequences) for step in stats.steps]
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -6,7 +6,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 import torch
-from helpers import FAMILIES, LENGTHS, RIVALS, predictor, prompts, weaker_model
+from helpers import BASELINES, FAMILIES, LENGTHS, predictor, prompts, weaker_model
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -61,12 +61,12 @@ def drafters() -> dict:
         "shape drawn parallel": lambda: TrainedDrafter(
             predictor(step_mode="parallel", token_conditioning="none"), TreeShape(depth=3, width=2)
         ),
-        "eagle tree": lambda: TrainedDrafter(predictor(**RIVALS["eagle"], loud=True), TreeShape(depth=4, width=3)),
+        "eagle tree": lambda: TrainedDrafter(predictor(**BASELINES["eagle"], loud=True), TreeShape(depth=4, width=3)),
         "block chain": lambda: TrainedDrafter(
-            predictor(**RIVALS["block with Markov bias and confidence"], loud=True), TreeShape(depth=4, width=1)
+            predictor(**BASELINES["block with Markov bias and confidence"], loud=True), TreeShape(depth=4, width=1)
         ),
         "attending tree": lambda: TrainedDrafter(
-            predictor(**RIVALS["shape of three layers"], loud=True), TreeShape(depth=3, width=2, nodes=5)
+            predictor(**BASELINES["shape of three layers"], loud=True), TreeShape(depth=3, width=2, nodes=5)
         ),
         "model": lambda: ModelDrafter(Target(weaker_model()), Adaptive(length=3)),
         "suffix": lambda: SuffixDrafter(shortest=1, threshold=0.0),
@@ -74,7 +74,7 @@ def drafters() -> dict:
             [
                 SuffixDrafter(shortest=1, threshold=0.0),
                 AdversaryDrafter(seed=1),
-                TrainedDrafter(predictor(**RIVALS["shape of three layers"], loud=True), TreeShape(depth=3, width=2)),
+                TrainedDrafter(predictor(**BASELINES["shape of three layers"], loud=True), TreeShape(depth=3, width=2)),
                 TrainedDrafter(predictor(), TreeShape(depth=4, width=3, nodes=7)),
             ],
             nodes=9,
@@ -301,7 +301,7 @@ def test_every_rule_keeps_to_stops_and_processors(tiny_model, name, rule):
         bad_words_ids=[[5], [6], *pairs], eos_token_id=sorted(ends), acceptance=rule, return_dict_in_generate=True,
     )  # fmt: skip
     assert out.stats.lossless == ("lossy" not in rule) and out.stats.acceptance == rule
-    assert sum(out.stats.row_emitted) == out.stats.emitted
+    assert sum(out.stats.sequence_emitted) == out.stats.emitted
     texts = new_tokens(out.sequences, batch).tolist()
     lengths = [next((i + 1 for i, token in enumerate(text) if token in ends), 25) for text in texts]
     assert min(lengths) > 4 and any(length < 25 for length in lengths) and len(texts[0]) <= 25
@@ -408,7 +408,9 @@ def test_the_oracle_reaches_the_acceptance_length_of_its_error_rate(tiny_model, 
     slack = 4.9 * depth / 2 / out.stats.forwards**0.5 + 16 * depth / out.stats.forwards
     assert abs(out.stats.acceptance_length - expected) < slack
     assert out.stats.emitted == 16 * 149 == sum(n * times for n, times in out.stats.histogram.items())
-    assert sum(out.stats.row_emitted) == out.stats.emitted and sum(out.stats.row_forwards) == out.stats.forwards
+    assert (
+        sum(out.stats.sequence_emitted) == out.stats.emitted and sum(out.stats.sequence_forwards) == out.stats.forwards
+    )
 
 
 def test_plain_decoding_has_acceptance_length_one(tiny_model):
@@ -744,7 +746,7 @@ def test_streaming_gives_every_token_once(tiny_model):
     recorder = Recorder()
     out = decoder.generate(**batch, max_new_tokens=12, streamer=recorder)
     assert recorder.ended and [token for piece in recorder.pieces for token in piece] == out[0].tolist()
-    with pytest.raises(UnsupportedGeneration, match="streaming follows one row"):
+    with pytest.raises(UnsupportedGeneration, match="streaming follows one sequence"):
         decoder.generate(**prompts(), streamer=recorder)
 
 
@@ -902,7 +904,7 @@ def test_warming_up_leaves_nothing_behind(tiny_model, options):
     decoder = ShapeDecoder(model, drafter)
     torch.manual_seed(5)
     decoder.warm_up(**options)
-    assert not decoder._experience
+    assert not decoder._step_costs
     assert torch.equal(decoder.generate(**batch, max_new_tokens=8, **options), expected)
 
 

@@ -10,7 +10,8 @@ from helpers import predictor, prompts
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from shape.drafters import Drafter, NgramDrafter, OracleDrafter, TrainedDrafter, TreeShape
-from shape.generation.decoder import ShapeDecoder, ShapeOutput
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.engine import ShapeOutput
 from shape.generation.fixed import FixedSteps, bucket
 
 SHAPES = {
@@ -61,11 +62,11 @@ def test_tokens_and_counts_are_those_of_the_loop(tiny_model, arch, lengths):
             if kind == "shape stopping chain":  # its threshold is not looked at here
                 drafter = TrainedDrafter(drafter.predictor, TreeShape(depth=5, width=1))
             eager = decode(model, drafter, batch, False, **options)
-            for name in ("histogram", "drafted", "accepted", "row_forwards", "row_emitted", "draft_steps"):
+            for name in ("histogram", "drafted", "accepted", "sequence_forwards", "sequence_emitted", "draft_steps"):
                 assert getattr(fixed.stats, name) == getattr(eager.stats, name), (kind, name)
             if len(lengths) == 1:  # finished rows leave the loop at once, and here a step later
-                assert [(one.rows, one.lengths, one.nodes, one.passes) for one in fixed.stats.steps] == [
-                    (one.rows, one.lengths, one.nodes, one.passes) for one in padded(eager.stats.steps, fixed)
+                assert [(one.sequences, one.lengths, one.nodes, one.passes) for one in fixed.stats.steps] == [
+                    (one.sequences, one.lengths, one.nodes, one.passes) for one in padded(eager.stats.steps, fixed)
                 ], kind
 
 
@@ -126,9 +127,9 @@ def test_falling_back_to_plain_steps(tiny_model):
     drafter = TrainedDrafter(predictor(), SHAPES["shape tree"])
     fixed = decode(model, drafter, batch, FixedSteps(slots=FEW), fall_back=100.0, **options)
     assert torch.equal(fixed.sequences, decode(model, None, batch, False, **options).sequences)
-    assert fixed.stats.pauses > 0 and fixed.stats.plain_steps > 20
+    assert fixed.stats.pauses > 0 and fixed.stats.autoregressive_steps > 20
     sizes = Counter(step.nodes for step in fixed.stats.steps)
-    assert sizes[1] == fixed.stats.plain_steps and sizes[8] == len(fixed.stats.steps) - sizes[1]
+    assert sizes[1] == fixed.stats.autoregressive_steps and sizes[8] == len(fixed.stats.steps) - sizes[1]
 
 
 def test_what_waits_for_the_host_is_decoded_by_the_loop(tiny_model):

@@ -72,7 +72,7 @@ def test_a_session_survives_a_call_that_breaks_off(tiny_model):
 
 
 def test_a_session_is_for_one_text(tiny_model):
-    with pytest.raises(UnsupportedGeneration, match="a session continues one text, and 2 rows were asked for"):
+    with pytest.raises(UnsupportedGeneration, match="a session continues one text, and 2 sequences were asked for"):
         ShapeDecoder(tiny_model("llama")).session()(**prompts([4, 5]), max_new_tokens=3)
 
 

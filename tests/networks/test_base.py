@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import RIVALS, predictor
+from helpers import BASELINES, predictor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -96,9 +96,9 @@ def test_coupled_steps_keep_their_marginals(seed, size):
     assert (biased - logits[:, 1].softmax(-1)).abs().max() > 1e-6  # without the coupling they are not kept
 
 
-@pytest.mark.parametrize("rival", RIVALS)
-def test_every_kind_trains_all_of_its_weights(rival):
-    network = predictor(torch.float32, **RIVALS[rival], loud=True).train()
+@pytest.mark.parametrize("kind", BASELINES)
+def test_every_kind_trains_all_of_its_weights(kind):
+    network = predictor(torch.float32, **BASELINES[kind], loud=True).train()
     size, steps = 32, network.config.num_steps
     features = torch.randn(2, 9, size * len(network.config.feature_layers))
     embeddings, roots = torch.randn(2, 10, size), torch.tensor([[1, 4, 8], [2, 3, 0]])
@@ -116,9 +116,9 @@ def test_every_kind_trains_all_of_its_weights(rival):
         assert weight.grad is not None and weight.grad.isfinite().all() and weight.grad.any(), name
 
 
-@pytest.mark.parametrize("rival", RIVALS)
-def test_every_kind_survives_its_files(rival, tmp_path):
-    network = predictor(torch.float32, **RIVALS[rival], loud=True)
+@pytest.mark.parametrize("kind", BASELINES)
+def test_every_kind_survives_its_files(kind, tmp_path):
+    network = predictor(torch.float32, **BASELINES[kind], loud=True)
     network.save_pretrained(tmp_path)
     loaded = PREDICTORS[network.kind].from_pretrained(tmp_path)
     assert type(loaded) is type(network) and loaded.config.kind == network.kind
@@ -165,10 +165,10 @@ def test_tables_need_a_vocabulary_and_classes_their_kind():
 
 
 @pytest.mark.filterwarnings("error:.*dtype")
-@pytest.mark.parametrize("rival", RIVALS)
-def test_every_kind_computes_in_mixed_precision_and_in_bfloat16(rival):
+@pytest.mark.parametrize("kind", BASELINES)
+def test_every_kind_computes_in_mixed_precision_and_in_bfloat16(kind):
     """As training under autocast does with bfloat16 features, and decoding with bfloat16 weights."""
-    network = predictor(torch.float32, **RIVALS[rival], loud=True)
+    network = predictor(torch.float32, **BASELINES[kind], loud=True)
     config, small = network.config, torch.bfloat16
     features = torch.randn(2, 9, 32 * len(config.feature_layers), dtype=small)
     embeddings, roots = torch.randn(2, 10, 32, dtype=small), torch.tensor([[1, 4, 8], [2, 3, 0]])

@@ -13,22 +13,15 @@ from jsonargparse import CLI
 from transformers import AutoModelForCausalLM
 
 from eval import ablate, latency, tables
-from shape.cli import bench, check, efficiency, extract, generate, quality, recipes, train
+from shape.cli import bench, check, efficiency, extract, generate, quality, recipes, terminal, train
 from shape.cli import regenerate as regeneration
 from shape.drafters import ModelDrafter, TrainedDrafter
 from shape.errors import CheckpointError, ConfigError, UnsupportedTarget
 from shape.evaluation.environment import Environment
 from shape.generation.decoder import ShapeDecoder
-from shape.target.loading import (
-    PairOptions,
-    PlacedOptions,
-    TargetOptions,
-    default_device,
-    of_predictor,
-    of_target,
-    recorded,
-)
+from shape.target.loading import default_device, of_predictor, of_target, recorded
 from shape.target.model import Target
+from shape.target.options import PairOptions, PlacedOptions, TargetOptions
 
 TARGET, PREDICTOR = "somebody/target", "somebody/predictor"
 
@@ -112,8 +105,8 @@ def test_what_no_repository_has(hub):
 def test_a_command_reads_both_revisions(hub, capsys, monkeypatch):
     place, commits = hub
     made: list[ShapeDecoder] = []
-    load = generate.load
-    monkeypatch.setattr(generate, "load", lambda options: made.append(load(options)) or made[-1])
+    load = terminal.load
+    monkeypatch.setattr(terminal, "load", lambda options: made.append(load(options)) or made[-1])
     arguments = ["--target", TARGET, "--predictor", PREDICTOR, "--prompt", "Hello", "--max_new_tokens", "4"]
     revisions = ["--revision", "v2", "--predictor_revision", "one-pass", "--target_options", json.dumps(place)]
     generate.main([*arguments, *revisions])
@@ -212,8 +205,8 @@ def commands(folder: Path, data: Path, output: Path) -> dict[str, tuple[Main, li
         "recipes": (recipes.main, ["compile", *asked]),
         "extract": (extract.main, [*taught, *device]),
         "train": (train.main, [*taught, *device]),
-        "efficiency": (of(efficiency, efficiency.EfficiencyOptions), [*target, *predictor]),
-        "quality": (of(quality, quality.QualityOptions), target),
+        "efficiency": (efficiency.main, [*target, *predictor]),
+        "quality": (quality.main, target),
         "latency": (
             of(latency, latency.LatencyOptions),
             ["--targets", json.dumps([str(folder)]), "--output", str(output)],

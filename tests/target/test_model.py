@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 from shape.errors import ConfigError, DataError, UnsupportedTarget
-from shape.target.model import Target, TargetIdentity, resolve_dtype
+from shape.target.loading import resolve_dtype
+from shape.target.model import Target, TargetIdentity
 
 
 def test_features_are_the_states_behind_the_logits(tiny_target):

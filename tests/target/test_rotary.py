@@ -12,7 +12,7 @@ from helpers import prompts
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from eval.architectures import build
-from shape.data.conversations import Encoded
+from shape.data.encoding import Encoded
 from shape.drafters import AdversaryDrafter, Drafter, OracleDrafter, SuffixDrafter
 from shape.errors import UnsupportedGeneration
 from shape.features.extraction import compute_features

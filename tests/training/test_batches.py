@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from training_runs import CONVERSATIONS, OPTIONS, STEPS, UNEQUAL, WINDOW, data_of, extracted, network, portions
 
 from shape.errors import DataError
-from shape.features.store import eligible
+from shape.features.positions import eligible
+from shape.networks.teacher_forcing import Texts, examples
 from shape.training.batches import Split, StepOrder, cuts, derive_seed
-from shape.training.examples import Texts, examples
-from shape.training.losses import Losses
 from shape.training.module import ShapeModule, computed_texts
+from shape.training.options import Losses
 
 
 def test_stored_batches_equal_examples_of_whole_conversations(store, tiny_target):

@@ -5,10 +5,14 @@ import torch
 from helpers import LLAMA_8B, QWEN_06B
 from transformers import LlamaConfig, Qwen3Config
 
-from shape.features.costs import Size, Text, size_of
+from shape.data.statistics import Text
+from shape.networks import sizing
+from shape.target.size import Size, size_of
 from shape.training import defaults
+from shape.training.defaults import resolve
 from shape.training.forecast import Forecast, network_size
-from shape.training.run import TrainOptions, parse
+from shape.training.options import TrainOptions
+from shape.training.parsing import parse
 
 SHAREGPT = Text(conversations=50_000, tokens=1000.0, answers=0.6, turns=2.0, covering=11_800)
 
@@ -17,7 +21,7 @@ SHAREGPT = Text(conversations=50_000, tokens=1000.0, answers=0.6, turns=2.0, cov
 def test_a_draft_costs_a_small_part_of_a_step(config):
     """Before, for the 8B target: 780 million parameters, all 128,256 tokens drafted, 0.18 of a step, 1,000 steps."""
     size = size_of(config)
-    options = TrainOptions(target="T").settled(size, SHAREGPT)
+    options = resolve(TrainOptions(target="T"), size, SHAREGPT)
     assert network_size(options, size) <= size.read / 25
     assert (
         options.predictor.intermediate_size == size.hidden_size or network_size(wider(options), size) > size.read / 25
@@ -25,8 +29,8 @@ def test_a_draft_costs_a_small_part_of_a_step(config):
     assert options.predictor.draft_vocab_size == 12_032  # 11,800, in steps of 256
     assert Forecast.of(options, size, SHAREGPT, torch.bfloat16).draft.relative < 0.07
     assert options.training.steps == 40_000 and options.validation.every == 8000
-    before = parse(["--target=T", f"--predictor.intermediate_size={2 * size.hidden_size}",
-                    "--predictor.draft_vocab_size=null"]).settled(size, SHAREGPT)  # fmt: skip
+    wide = ["--target=T", f"--predictor.intermediate_size={2 * size.hidden_size}", "--predictor.draft_vocab_size=null"]
+    before = resolve(parse(wide), size, SHAREGPT)
     assert Forecast.of(before, size, SHAREGPT, torch.bfloat16).draft.relative > 0.17
 
 
@@ -41,16 +45,16 @@ def test_what_is_given_stays():
         ["--target=T", "--max_length=64", "--training.steps=7", "--validation.every=3", "--predictor.num_layers=2",
          "--predictor.intermediate_size=96", "--predictor.draft_vocab_size=null"]
     )  # fmt: skip
-    assert given.settled(size_of(LlamaConfig(**LLAMA_8B)), SHAREGPT) == given
+    assert resolve(given, size_of(LlamaConfig(**LLAMA_8B)), SHAREGPT) == given
 
 
 def test_the_embedded_default_is_what_it_was():
     size = Size(12.6e6, 9.44e6, 384, vocab_size=8192, positions=2048)
     options = parse([])
-    settled = options.settled(size, SHAREGPT)
-    assert settled.predictor == options.predictor and settled.training == options.training
-    assert settled.validation == options.validation and settled.max_length == 1024
-    assert (settled.predictor.intermediate_size, settled.predictor.draft_vocab_size) == (512, 2048)
+    resolved = resolve(options, size, SHAREGPT)
+    assert resolved.predictor == options.predictor and resolved.training == options.training
+    assert resolved.validation == options.validation and resolved.max_length == 1024
+    assert (resolved.predictor.intermediate_size, resolved.predictor.draft_vocab_size) == (512, 2048)
 
 
 @pytest.mark.parametrize(
@@ -70,12 +74,12 @@ def test_steps_follow_from_positions(positions, steps, passes):
 )  # fmt: skip
 def test_drafted_tokens_cover_the_answers(vocabulary, covering, drafted):
     size, text = Size(1e9, 1e9, 2048, vocab_size=vocabulary), Text(10, 100.0, 0.5, 1.0, covering)
-    assert defaults.draft_vocab_size(size, text) == drafted
+    assert sizing.draft_vocab_size(size, text) == drafted
     if covering is None:
-        assert defaults.draft_vocab_size(size, None) == drafted
+        assert sizing.draft_vocab_size(size, None) == drafted
 
 
 @pytest.mark.parametrize(("hidden", "width"), [(32, 64), (384, 512), (8192, 8192)])
 def test_width_is_bounded(hidden, width):
     """By twice the states of tiny targets, by 512 of small ones, and by the states of large ones."""
-    assert defaults.width(Size(1e12, 1e12 if hidden > 4096 else 1e6, hidden), lambda width: 10 * width**2) == width
+    assert sizing.width(Size(1e12, 1e12 if hidden > 4096 else 1e6, hidden), lambda width: 10 * width**2) == width

@@ -11,13 +11,12 @@ from training_runs import OPTIONS, data_of
 from shape.cli.train import main
 from shape.drafters import ModelDrafter
 from shape.errors import ConfigError
-from shape.features.store import eligible
+from shape.features.positions import eligible
 from shape.generation.decoder import ShapeDecoder
+from shape.networks.teacher_forcing import Texts
 from shape.training.batches import Batch
 from shape.training.distillation import DistillModule, draft_model
-from shape.training.examples import whole_texts
-from shape.training.losses import Losses
-from shape.training.module import TrainingOptions
+from shape.training.options import Losses, TrainingOptions
 
 KL = Losses(smooth_l1=0.0, soft_cross_entropy=0.0, kl=1.0)
 
@@ -60,7 +59,7 @@ def test_the_loss_is_that_of_the_texts(store, tiny_target):
     module = DistillModule(draft_model(tiny_target, 32, 1, 2), tiny_target, KL, OPTIONS)
     stored = list(store)
     hidden = pad_sequence([each.hidden for each in stored], batch_first=True)
-    texts = whole_texts(hidden, [each.input_ids for each in stored], [each.loss_mask for each in stored])
+    texts = Texts.whole(hidden, [each.input_ids for each in stored], [each.loss_mask for each in stored])
     roots = [eligible(each.loss_mask, torch.tensor([0, len(each.loss_mask)])) for each in stored]
     counted = torch.ones(sum(int(each.sum()) for each in roots), dtype=torch.int64)
     batch = Batch(0, 0, 1, torch.arange(len(stored)), counted, texts)

@@ -9,14 +9,13 @@ import yaml
 from safetensors.torch import load_file
 from training_runs import arguments, talks
 
-from shape.cli import joint as together
+from shape.cli import joint
 from shape.cli.train import main as train_alone
 from shape.target.model import Target
-from shape.training import run as train
-from shape.training.joint import _shared
-from shape.training.run import parse
+from shape.training.joint import shared_options
+from shape.training.parsing import parse, parser
 
-# Unlike in everything that runs together may differ in.
+# Different in everything that runs of a joint training may differ in.
 RUNS = {
     "window": {"predictor": {"dropout": 0.1}, "training": {"noise": 0.1}},
     "two-layers": {
@@ -31,7 +30,7 @@ RUNS = {
 @pytest.fixture(scope="module")
 def files(tiny_target_folder, tmp_path_factory) -> list[str]:
     """Of the options of every run."""
-    folder = tmp_path_factory.mktemp("together")
+    folder = tmp_path_factory.mktemp("joint")
     data = talks(folder / "talks.jsonl")
     found = []
     for name, changes in RUNS.items():
@@ -39,7 +38,7 @@ def files(tiny_target_folder, tmp_path_factory) -> list[str]:
         more += [f"--{group}.{key}={value}" for group, own in changes.items() for key, value in own.items()]
         options = arguments(tiny_target_folder, data, folder / name, *more)
         path = folder / f"{name}.yaml"
-        path.write_text(train.parser(None).dump(train.parser(None).parse_args(options)))
+        path.write_text(parser(None).dump(parser(None).parse_args(options)))
         found.append(str(path))
     return found
 
@@ -67,7 +66,7 @@ def test_each_is_trained_as_it_would_be_alone_on_one_forward(files, alone, tmp_p
     forwards = []
     features = Target.features
     monkeypatch.setattr(Target, "features", lambda *a, **b: forwards.append(1) or features(*a, **b))
-    together.main([*files, f"--output={tmp_path}"])
+    joint.main([*files, f"--output={tmp_path}"])
     assert len(forwards) - len(RUNS) < 8 * 2, "more than one forward a step, beside the comparison at the end"
     require_equal(files, alone)
     with open(tmp_path / "logs/version_0/metrics.csv") as file:
@@ -83,16 +82,16 @@ def test_they_go_on_where_they_stopped(files, alone, tmp_path):
         values["training"]["steps"] = 4
         shorter.append(tmp_path / Path(file).name)
         shorter[-1].write_text(yaml.safe_dump(values))
-    together.main([*map(str, shorter), f"--output={tmp_path}"])
-    together.main([*files, f"--output={tmp_path}", "--ckpt_path=last"])
+    joint.main([*map(str, shorter), f"--output={tmp_path}"])
+    joint.main([*files, f"--output={tmp_path}", "--ckpt_path=last"])
     require_equal(files, alone)
 
 
 def test_other_runs_cannot_go_on_from_their_checkpoint(files, tmp_path, capsys):
-    together.main([*files[:2], f"--output={tmp_path}"])
+    joint.main([*files[:2], f"--output={tmp_path}"])
     for others in (files[1:3], files[:1] + files[3:]):
         with pytest.raises(SystemExit) as stopped:
-            together.main([*others, f"--output={tmp_path}", "--ckpt_path=last"])
+            joint.main([*others, f"--output={tmp_path}", "--ckpt_path=last"])
         assert stopped.value.code == 2
         assert "the checkpoint is of window, two-layers, and these runs are" in capsys.readouterr().err
     with pytest.raises(SystemExit):
@@ -110,7 +109,7 @@ def test_other_runs_cannot_go_on_from_their_checkpoint(files, tmp_path, capsys):
         ({"trainer": {"strategy": "fsdp"}}, "takes one network"),
     ],
 )
-def test_what_cannot_be_trained_together_is_refused(files, tmp_path, changes, sentence, capsys):
+def test_what_cannot_be_trained_jointly_is_refused(files, tmp_path, changes, sentence, capsys):
     values = yaml.safe_load(Path(files[1]).read_text())
     values["training"] |= {"optimizer": "adamw", "ema": None}
     for name, given in changes.items():
@@ -119,7 +118,7 @@ def test_what_cannot_be_trained_together_is_refused(files, tmp_path, changes, se
     other = tmp_path / "other.yaml"
     other.write_text(yaml.safe_dump(values))
     with pytest.raises(SystemExit) as stopped:
-        together.main([files[0], str(other), f"--output={tmp_path}"])
+        joint.main([files[0], str(other), f"--output={tmp_path}"])
     assert stopped.value.code == 2
     assert sentence in capsys.readouterr().err
 
@@ -128,15 +127,15 @@ def test_files_that_are_none_are_refused(files, tmp_path, capsys):
     (tmp_path / "empty.yaml").write_text("")
     for wrong, sentence in ((tmp_path / "none.yaml", "cannot be read"), (tmp_path / "empty.yaml", "has no options")):
         with pytest.raises(SystemExit):
-            together.main([files[0], str(wrong)])
+            joint.main([files[0], str(wrong)])
         assert sentence in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        together.main([files[0], files[0]])
+        joint.main([files[0], files[0]])
     assert "give at least two, with folders of unlike names" in capsys.readouterr().err
 
 
 def test_every_option_may_differ_or_is_shared(files):
     """An option that is added to `shape.train` belongs to one of the two."""
-    shared = _shared(parse([f"--config={files[0]}"]))
+    shared = shared_options(parse([f"--config={files[0]}"]))
     assert {"target", "data", "seed", "online", "max_length", "training.steps", "training.batch_size"} <= shared.keys()
     assert not {"predictor", "losses", "tree", "output", "training", "training.learning_rate"} & shared.keys()

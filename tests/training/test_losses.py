@@ -1,5 +1,7 @@
 import math
+from collections.abc import Callable
 from dataclasses import fields
+from functools import wraps
 
 import pytest
 import torch
@@ -9,23 +11,30 @@ from torch import Tensor
 
 from shape.errors import ConfigError
 from shape.training import losses as module
-from shape.training.losses import (
-    Losses,
-    kl,
-    mse,
-    negative_log_acceptance,
-    sinkhorn,
-    smooth_l1,
-    soft_cross_entropy,
-    supervised,
-    total_variation,
-    weighted_loss,
-)
+from shape.training.losses import mse, smooth_l1, supervised, weighted_loss
+from shape.training.options import Losses
 
+
+def of_logits(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A loss on log-probabilities as one on logits."""
+
+    @wraps(loss)
+    def applied(predicted: Tensor, target: Tensor, *arguments, **options) -> Tensor:
+        logs = module.log_probabilities(predicted), module.log_probabilities(target)
+        return loss(*logs, *arguments, **options)
+
+    return applied
+
+
+soft_cross_entropy, kl = of_logits(module.soft_cross_entropy), of_logits(module.kl)
+total_variation = of_logits(module.total_variation)
+negative_log_acceptance = of_logits(module.negative_log_acceptance)
+sinkhorn = of_logits(module.sinkhorn)
 ON_STATES = [mse, smooth_l1]
 ON_LOGITS = [soft_cross_entropy, kl, total_variation, negative_log_acceptance]
 LIMIT = {"scale": 1e-9, "epsilon": 0.002, "iterations": 400}  # of the loss sinkhorn: total variation
-WEIGHTS = [loss.__name__ for loss in (*ON_STATES, *ON_LOGITS, sinkhorn)]
+LOSSES = {loss.__name__: loss for loss in (*ON_STATES, *ON_LOGITS, sinkhorn)}
+WEIGHTS = list(LOSSES)
 seeds = st.integers(0, 2**31)
 sizes = st.floats(0, 50)
 
@@ -249,7 +258,7 @@ class TestWeightedLoss:
         for name, weight in weights.items():
             arguments = states if name in ("mse", "smooth_l1") else logits
             more = (embeddings, 2.0, 0.1, 3, 10) if name == "sinkhorn" else ()
-            values = getattr(module, name)(*arguments, *more)
+            values = LOSSES[name](*arguments, *more)
             summed, mass = 0.0, 0.0
             for b in range(2):
                 for i in range(5):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
-from helpers import RIVALS
+from helpers import BASELINES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -30,23 +30,21 @@ from shape.errors import CheckpointError, ConfigError
 from shape.features.extraction import compute_features
 from shape.features.store import FeatureStore
 from shape.training.batches import Split
+from shape.training.callbacks import CountFlops
+from shape.training.checkpoints import AtomicCheckpointIO
 from shape.training.distillation import DistillModule, draft_model
-from shape.training.losses import Losses
-from shape.training.module import (
-    AtomicCheckpointIO,
+from shape.training.module import DrafterModule, ShapeModule, add_noise
+from shape.training.optimization import learning_rate_factor
+from shape.training.options import Losses, TrainingOptions
+from shape.training.validation import (
     DecodingValidation,
-    Learner,
-    Operations,
-    ShapeModule,
-    TrainingOptions,
     acceptance_length,
-    add_noise,
-    as_trained_and_decoded,
     decode_counts,
+    forced_and_decoded,
     load_weights,
 )
 
-NETWORKS = {"shape": {}, **RIVALS}
+NETWORKS = {"shape": {}, **BASELINES}
 KL = Losses(smooth_l1=0.0, soft_cross_entropy=0.0, kl=1.0)
 
 
@@ -98,11 +96,11 @@ def test_one_position_has_one_weight(unequal, tiny_target, kind):
     """
     options, changes = replace(OPTIONS, batch_size=300), NETWORKS.get(kind, {"attention": True})
     if kind == "model":
-        module: Learner = DistillModule(draft_model(tiny_target, 32, 1, 2), tiny_target, KL, options)
+        module: DrafterModule = DistillModule(draft_model(tiny_target, 32, 1, 2), tiny_target, KL, options)
         store, window = unequal, None
     else:
         module = ShapeModule(trainable(tiny_target, **changes), tiny_target, Losses(mse=0.5), options, log_every=1000)
-        store = UNEQUAL if kind == "online" else FeatureStore(unequal.place, layers=module.layers)
+        store = UNEQUAL if kind == "online" else FeatureStore(unequal.storage, layers=module.layers)
         window = None if module.predictor.memory_shapes else WINDOW
     data = data_of(store, tiny_target, options, window=window, max_length=160)
     module.log = module.log_dict = lambda *_, **__: None  # type: ignore[method-assign,assignment]
@@ -157,7 +155,7 @@ def test_what_no_loss_reaches_is_not_trained(unequal, tiny_target, kind):
         module = ShapeModule(predictor, tiny_target, losses, OPTIONS, log_every=1)
         module.log = module.log_dict = lambda *_, **__: None  # type: ignore[method-assign,assignment]
         window = None if predictor.memory_shapes else WINDOW
-        data = data_of(FeatureStore(unequal.place, layers=module.layers), tiny_target, window=window)
+        data = data_of(FeatureStore(unequal.storage, layers=module.layers), tiny_target, window=window)
         module.training_step(data.batches(Split())[0], 0).backward()
         named = list(predictor.named_parameters())
         assert not [name for name, weight in named if weight.requires_grad and weight.grad is None]
@@ -179,7 +177,7 @@ def test_training_learns(store, tiny_target, online):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_operations_of_a_step_are_counted_once(store, tiny_target, accumulate):
     """By hand, for a predictor of one matrix of each kind: two per multiply-add, and twice as many backwards."""
-    counted = Operations()
+    counted = CountFlops()
     module = fit(
         tiny_target, store, options=replace(OPTIONS, steps=3), losses=Losses(soft_cross_entropy=0.0),
         accumulate=accumulate, callbacks=[counted], token_conditioning="none", num_layers=0,
@@ -241,13 +239,13 @@ def test_weight_decay_is_for_matrices(tiny_target):
 
 def test_learning_rate_schedule():
     options = TrainingOptions(steps=100, warmup_steps=10, decay="cosine")
-    factors = [options.learning_rate_factor(step, step / 100) for step in range(101)]
+    factors = [learning_rate_factor(options, step, step / 100) for step in range(101)]
     assert factors[:11] == sorted(factors[:11]) and factors[10] == 1.0
     assert factors[10:] == sorted(factors[10:], reverse=True) and factors[100] < 1e-6
     linear = TrainingOptions(steps=100, warmup_steps=0, decay="linear")
-    assert linear.learning_rate_factor(25, 0.25) == pytest.approx(0.75)
-    assert linear.learning_rate_factor(25, 0.9) == pytest.approx(0.1)  # time runs out before the steps do
-    assert TrainingOptions(steps=100, decay="none").learning_rate_factor(999, 1.0) == 1.0
+    assert learning_rate_factor(linear, 25, 0.25) == pytest.approx(0.75)
+    assert learning_rate_factor(linear, 25, 0.9) == pytest.approx(0.1)  # time runs out before the steps do
+    assert learning_rate_factor(TrainingOptions(steps=100, decay="none"), 999, 1.0) == 1.0
 
 
 def test_max_minutes_ends_the_run(store, tiny_target):
@@ -368,7 +366,7 @@ def test_a_network_fed_otherwise_than_in_training_shows(store, tiny_target, monk
     """What `shape.train` warns of: decoding that cuts its windows one position off."""
     predictor = fit(tiny_target, store, losses=Losses(smooth_l1=0.0), options=replace(OPTIONS, steps=60)).predictor
     texts = [stored.input_ids[:20] for stored in list(store)[:4]]
-    forced, decoded = as_trained_and_decoded(tiny_target, predictor, texts, 40)
+    forced, decoded = forced_and_decoded(tiny_target, predictor, texts, 40)
     assert forced == decoded > 1.0
     begin = TrainedDrafter.start
 
@@ -378,7 +376,7 @@ def test_a_network_fed_otherwise_than_in_training_shows(store, tiny_target, monk
     update = TrainedDrafter.update
     monkeypatch.setattr(TrainedDrafter, "start", start)
     monkeypatch.setattr(TrainedDrafter, "update", lambda self, s, hidden, n: update(self, s, 0 * hidden, n))
-    again, decoded = as_trained_and_decoded(tiny_target, predictor, texts, 40)
+    again, decoded = forced_and_decoded(tiny_target, predictor, texts, 40)
     assert decoded < again == forced
 
 

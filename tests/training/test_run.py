@@ -17,23 +17,20 @@ from transformers import AutoTokenizer
 
 from shape import bundled
 from shape.cli.train import main
-from shape.data.conversations import Conversation, Message
+from shape.data.conversations import Conversation
 from shape.errors import ConfigError, DataError
-from shape.features.extraction import TrainerOptions
-from shape.features.storage import Place
+from shape.features.storage import Storage
 from shape.features.store import FeatureStore
+from shape.features.trainer import TrainerOptions
 from shape.generation.decoder import ShapeDecoder
 from shape.networks.config import ShapeConfig
-from shape.training.module import DecodingValidation
-from shape.training.run import (
-    MeasurementOptions,
-    PredictorOptions,
-    TrainOptions,
-    _compare_with_training,
-    parse,
-    prepare,
-    validation_prompts,
-)
+from shape.target.chat import Message
+from shape.training.defaults import network_config
+from shape.training.options import MeasurementOptions, PredictorOptions, TrainOptions
+from shape.training.parsing import parse
+from shape.training.preparation import prepare, validation_prompts
+from shape.training.result import warn_of_mismatch
+from shape.training.validation import DecodingValidation
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +203,7 @@ def test_own_data_and_configuration_files_keep_the_other_defaults(tmp_path):
 
 def test_paper_configuration_is_the_papers_model(tiny_target):
     options = parse([f"--config={bundled.path('configs', 'paper.yaml')}"])
-    config = options.predictor_config(tiny_target)
+    config = network_config(options, tiny_target)
     assert (config.window, config.step_mode, config.token_conditioning) == (4, "parallel", "none")
     assert (config.refinement, config.refinement_dim) == ("sinkhorn", 128)
     assert (config.refinement_epsilon, config.refinement_alpha) == (0.1, 0.5)
@@ -215,11 +212,11 @@ def test_paper_configuration_is_the_papers_model(tiny_target):
 
 
 @pytest.mark.parametrize(("kind", "layers"), [("medusa", 1), ("eagle", 3), ("block", 3)])
-def test_rivals_have_configurations_that_change_the_quickstarts_predictor_alone(tiny_target, kind, layers):
+def test_baselines_have_configurations_that_change_the_quickstarts_predictor_alone(tiny_target, kind, layers):
     options = parse([f"--config={bundled.path('configs', f'{kind}.yaml')}"])
     assert options.predictor.draft_vocab_size == parse([]).predictor.draft_vocab_size
     options.predictor.draft_vocab_size = 50
-    config = options.predictor_config(tiny_target)
+    config = network_config(options, tiny_target)
     assert config.kind == kind and len(config.feature_layers) == layers
     assert (config.window, config.attention, config.refinement) == (1, False, "none")
     assert options.training == parse([]).training
@@ -251,18 +248,18 @@ def test_what_is_measured_on_chose_nothing(tiny_target_folder, data, tmp_path):
     options = TrainOptions(target=str(tiny_target_folder), data=str(data), regenerate=False, max_length=128)
     few = talks(tmp_path / "few.jsonl", 7)
     for given, choosing, measured in ((None, 3, 3), (str(few), 4, 3)):
-        material = prepare([replace(options, validation_data=given)], Place(tmp_path))
+        material = prepare([replace(options, validation_data=given)], Storage(tmp_path))
         ids = {conversation.id for conversation in material.for_validation}
         asked = {prompt.id for prompt in material.prompts}
         assert (len(ids), len(asked)) == (choosing, measured) and not ids & asked
         held = {material.conversations[number].id for number in material.held_out}
         assert held == (ids | asked if given is None else set())
     unmeasured = replace(options, measurement=MeasurementOptions(limit=0))
-    again = prepare([unmeasured], Place(tmp_path))
+    again = prepare([unmeasured], Storage(tmp_path))
     assert len(again.for_validation) == 3 and len(again.held_out) == 6, "what is learned depends on what is measured"
     (tmp_path / "one.jsonl").write_text(few.read_text().splitlines()[0])
     with pytest.raises(DataError, match="one conversation to validate on, and none is left to measure on"):
-        prepare([replace(options, validation_data=str(tmp_path / "one.jsonl"))], Place(tmp_path))
+        prepare([replace(options, validation_data=str(tmp_path / "one.jsonl"))], Storage(tmp_path))
 
 
 def test_validation_prompts_end_where_answers_begin(tiny_target):
@@ -278,16 +275,16 @@ def test_a_target_of_few_positions_needs_no_option(tiny_model, tiny_tokenizer, t
     """Nothing but a target and data, whose conversations and prompts go beyond the positions."""
     folder, data = small_target(tiny_model, tiny_tokenizer, tmp_path), long_talks(tmp_path / "long.jsonl")
     options = parse([f"--target={folder}", f"--data={data}", f"--output={tmp_path}", "--regenerate=false"])
-    material = prepare([options], Place(tmp_path / "features"))
-    (settled,) = material.runs
-    assert settled.max_length == material.target.max_positions == 512
-    assert settled.feature_options().max_length == 512 and settled.training.steps == 200
-    lengths = [len(ids) for ids in validation_prompts(material.for_validation, material.target, settled)]
-    assert lengths and max(lengths) + settled.validation.max_new_tokens <= 512
-    room = 512 - settled.measurement.max_new_tokens
+    material = prepare([options], Storage(tmp_path / "features"))
+    (resolved,) = material.runs
+    assert resolved.max_length == material.target.max_positions == 512
+    assert resolved.feature_options().max_length == 512 and resolved.training.steps == 200
+    lengths = [len(ids) for ids in validation_prompts(material.for_validation, material.target, resolved)]
+    assert lengths and max(lengths) + resolved.validation.max_new_tokens <= 512
+    room = 512 - resolved.measurement.max_new_tokens
     assert material.prompts and all(material.target.encode(each.opening).shape[1] <= room for each in material.prompts)
     with pytest.raises(ConfigError, match=r"max_length is 513, but target .* has 512 positions"):
-        prepare([replace(options, max_length=513)], Place(tmp_path / "features"))
+        prepare([replace(options, max_length=513)], Storage(tmp_path / "features"))
 
 
 @pytest.mark.slow
@@ -387,9 +384,9 @@ def test_checkpoint_of_another_run(trained, tiny_target_folder, data, tmp_path, 
 
 @pytest.mark.parametrize(("decoded", "warned"), [(2.9, False), (2.6, True)])
 def test_decoding_far_below_training_is_said_loudly(monkeypatch, capsys, decoded, warned):
-    monkeypatch.setattr("shape.training.run.as_trained_and_decoded", lambda *_: (3.0, decoded))
+    monkeypatch.setattr("shape.training.result.forced_and_decoded", lambda *_: (3.0, decoded))
     validation = DecodingValidation([torch.tensor([1, 2])], 1, 4, Path("best"))
-    _compare_with_training(None, None, validation, Console())
+    warn_of_mismatch(None, None, validation, Console())
     said = capsys.readouterr().out
     assert ("WARNING: chains decode with acceptance length 2.60" in said) == warned
     assert ("give 3.00" in said) == warned

@@ -1,7 +1,7 @@
 """transformers' generate with this predictor, in a few lines: shape does the work."""
 
 try:
-    from shape.generation.custom_generate import generate_of
+    from shape.custom_generate import generate_of
 except ImportError as error:
     raise ImportError("this predictor needs the package shape-decoding; install it, then try again") from error
 

@@ -1,1 +1,1 @@
-"""Recipe packs: token continuations compiled from the target's own answers, and the drafter that reads them."""
+"""Recipe packs: what the target writes again and again on a task, looked up without a model."""

@@ -1,0 +1,40 @@
+"""`shape NAME ...`: runs the command of that name, which is the file of that name beside this one."""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from shape.cli.parsing import did_you_mean, summary
+
+GROUPS = {
+    "Decode": ("generate", "check", "bench"),
+    "Train": ("train", "joint", "preview", "regenerate", "extract", "recipes"),
+    "Evaluate": ("efficiency", "quality", "harness", "report"),
+}
+COMMANDS = tuple(name for names in GROUPS.values() for name in names)
+
+
+def overview() -> str:
+    """What `shape --help` prints. Nothing is imported for it."""
+    width = max(map(len, COMMANDS))
+    lines = ["usage: shape COMMAND [options]", "", "Lossless speculative decoding by transported hidden states."]
+    for group, names in GROUPS.items():
+        lines += ["", f"{group}:", *(f"  {name:{width}}  {summary(name)}" for name in names)]
+    return "\n".join([*lines, "", "shape COMMAND --help shows a command's options.", ""])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    name, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
+    if name in ("-h", "--help", "--help-all", "help"):
+        print(overview(), end="")
+    elif name == "--version":
+        print(f"shape {import_module('shape').__version__}")
+    elif name in COMMANDS:
+        import_module(f"shape.cli.{name}").main(rest)
+    else:
+        print(f"error: unknown command {name}{did_you_mean(name, COMMANDS)}; see shape --help", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""The parser of every command: short and full help, suggestions for typing mistakes, names of the version before."""
+
+import ast
+import re
+import sys
+import warnings
+from argparse import SUPPRESS, Action
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from jsonargparse import ArgumentParser, Namespace
+
+Options = TypeVar("Options")
+
+RENAMED = {
+    "batches": "batch_size",
+    "drafters": "drafter",
+    "dtypes": "dtype",
+    "extraction.dtype": "extraction.feature_dtype",
+    "lookahead": "num_draft_tokens",
+    "modes": "methods",
+    "rows": "batch_size",
+    "target_dtype": "dtype",
+    "temperatures": "temperature",
+}
+"""Options of 0.1, and what they are called now. They are understood, with a warning, until 0.3."""
+
+
+class CommandParser(ArgumentParser):
+    """jsonargparse's parser, as all commands have it; `command_parser` makes one.
+
+    `--help` shows the options that people use and `--help-all` all of them, both with the defaults that apply. Hyphens
+    in names mean underscores.
+    """
+
+    common: frozenset[str] = frozenset()  # what --help shows; nothing here means all
+
+    def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **named: Any) -> Namespace:  # type: ignore[override]
+        given = sys.argv[1:] if args is None else args
+        return super().parse_args([self._in_current_words(each) for each in given], *rest, **named)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """One sentence and exit status 2."""
+        if not self.exit_on_error:
+            super().error(message, ex)
+        parser = getattr(ex, "subcommand_parser", None) or self
+        print(f"error: {parser._explained(message)} ({parser.prog} --help lists the options)", file=sys.stderr)
+        sys.exit(2)
+
+    def format_short_help(self) -> str:
+        """The common options alone."""
+        if not self.common:
+            return self.format_help()
+        shown = {SUPPRESS, "config", *self.common}  # SUPPRESS is what the two helps are stored under
+        rare = [each for each in self._actions if each.dest not in shown and each.help != SUPPRESS]
+        with _hidden(rare):
+            return f"{self.format_help()}\n{len(rare)} more options: {self.prog} --help-all\n"
+
+    def _in_current_words(self, argument: str) -> str:
+        """An argument with hyphens as underscores, and with the present name of its option."""
+        option, equals, value = argument.partition("=")
+        if not option.startswith("--") or option in self._option_string_actions:
+            return argument
+        name = option[2:].replace("-", "_")
+        new = RENAMED.get(name, name)
+        if f"--{name}" in self._option_string_actions or f"--{new}" not in self._option_string_actions:
+            new = name
+        if f"--{new}" not in self._option_string_actions:
+            return argument
+        if new != name:
+            warnings.warn(f"--{name} is now --{new}; 0.3 forgets the old name", FutureWarning, stacklevel=3)
+        return f"--{new}{equals}{value}"
+
+    def _explained(self, message: str) -> str:
+        """What jsonargparse says, in one line, with a suggestion for an option that there is not."""
+        unknown = re.match(r"[Uu]nrecognized arguments: (\S+)", message)
+        if unknown is None:
+            text = re.sub(r'^(Parser key|Key) "([^"]+)":', r"--\2:", message.strip())
+            text = re.sub(r"<class '(\w+)'>", r"\1", text)
+            return re.sub(r"\s*\n\s*", " ", text).removesuffix(".")
+        option = unknown[1].partition("=")[0]
+        if not option.startswith("-"):
+            return f"{option!r} is no option of {self.prog}"
+        return f"unknown option {option}{did_you_mean(option, self._option_string_actions)}"
+
+
+def command_parser(
+    name: str,
+    kind: type | None = None,
+    common: Sequence[str] = (),
+    *,
+    usage: str = "[options]",
+    description: str | None = None,
+    skip: set[str] | None = None,
+    config: bool = True,
+    **others: Any,
+) -> CommandParser:
+    """The parser of a command.
+
+    Args:
+        name: the command, for example "train" or "recipes merge".
+        kind: dataclass of the command's options.
+        common: names of the options that `--help` shows; without any it shows all.
+        usage: what follows the name.
+        description: default: the first sentence of the command's file.
+        skip: options of `kind` that are added by themselves.
+        config: whether there is `--config`.
+        others: for jsonargparse.
+    """
+    parser = CommandParser(
+        prog=f"shape {name}",
+        usage=f"shape {name} {usage}",
+        description=description or summary(name),
+        allow_abbrev=False,
+        add_help=False,
+        **others,
+    )
+    parser.common = frozenset(common)
+    text = "show the options that people use" if common else "show the options"
+    parser.add_argument("-h", "--help", action=_Help, help=text)
+    if common:
+        parser.add_argument("--help-all", "--help_all", action=_Help, help="show all options")
+    if config:
+        parser.add_argument("--config", action="config", help="a YAML file with these options")
+    if kind is not None:
+        parser.add_class_arguments(kind, as_group=False, skip=skip)
+    return parser
+
+
+def did_you_mean(given: str, known: Sequence[str] | Any) -> str:
+    """`; did you mean ...?` for a name that is like one of those known, or is the last part of one; or else nothing."""
+    last = given.lstrip("-")
+    within = [each for each in known if each.endswith(f".{last}")]
+    found = within or get_close_matches(given, list(known), n=1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def options_of(kind: type[Options], values: Namespace) -> Options:
+    """The options of a dataclass among those that were parsed and instantiated."""
+    return kind(**{entry.name: values[entry.name] for entry in fields(kind)})  # type: ignore[arg-type]
+
+
+def summary(command: str) -> str:
+    """A command in a line: the first sentence of its file, which is not imported for it."""
+    source = Path(__file__).with_name(f"{command.split()[0]}.py").read_text(encoding="utf-8")
+    first = (ast.get_docstring(ast.parse(source)) or "").split("\n\n")[0]
+    told = re.sub(r"^`[^`]+`: ", "", " ".join(first.split()))
+    return told[:1].upper() + told[1:]
+
+
+class _Help(Action):
+    """Prints the common options, or all, and ends the command."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None, **_: Any) -> None:
+        super().__init__(option_strings, dest=SUPPRESS, default=SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        short = not (option_string or "").endswith("all")
+        print(parser.format_short_help() if short else parser.format_help(), end="")
+        parser.exit()
+
+
+@contextmanager
+def _hidden(actions: Sequence[Action]) -> Iterator[None]:
+    """Leave options out of the help."""
+    told = [action.help for action in actions]
+    for action in actions:
+        action.help = SUPPRESS
+    try:
+        yield
+    finally:
+        for action, text in zip(actions, told, strict=True):
+            action.help = text

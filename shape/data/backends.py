@@ -1,0 +1,60 @@
+"""What writes answers: a target on this machine (`shape.generation.answers`) or a server (`shape.data.endpoint`)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from shape.errors import DataError
+from shape.target.chat import Message
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer to write: after messages (chat), or as the continuation of a string.
+
+    Attributes:
+        sampled: or greedy.
+        seed: of the sampling.
+        template: what the chat template is given beside the messages.
+    """
+
+    prompt: tuple[Message, ...] | str
+    sampled: bool
+    seed: int
+    template: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was written.
+
+    Attributes:
+        finished: False if the answer was cut before its end token.
+        more: reasoning and calls of tools, as in `Message.more`.
+        tokens: ids of the prompt and of the answer, its end token included, where they are known.
+    """
+
+    text: str
+    finished: bool
+    more: Mapping[str, Any] = field(default_factory=dict)
+    tokens: tuple[list[int], list[int]] | None = None
+
+
+class Backend(Protocol):
+    """Writes answers.
+
+    Attributes:
+        concurrency: conversations that it is asked about at a time, independently of each other; 1 for one batch at a
+            time.
+    """
+
+    @property
+    def concurrency(self) -> int: ...
+
+    def describe(self) -> dict[str, Any]:
+        """What the answers depend on, as JSON; a resumed run must agree with it."""
+        ...
+
+    def generate(self, requests: Sequence[Request]) -> list[Answer | DataError]:
+        """An answer to each request, in order, or why this one cannot be answered."""
+        ...

@@ -1,0 +1,139 @@
+"""Answers by a server that speaks OpenAI's protocol (vLLM, SGLang, llama.cpp, ...)."""
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from typing import Any
+
+from shape.data.backends import Answer, Request
+from shape.data.rows import parse_row
+from shape.errors import DataError, ShapeError
+from shape.target.chat import Message
+
+_TOKEN_IDS = "return_token_ids"  # asks vLLM for the ids of prompt and answer; most servers ignore it
+
+
+class EndpointError(ShapeError):
+    """An endpoint that cannot be reached, refuses, or answers with something else than a completion."""
+
+
+@dataclass(frozen=True)
+class EndpointBackend:
+    """A server.
+
+    Attributes:
+        url: its base, for example http://localhost:8000/v1.
+        model: the name under which it serves the target.
+        max_new_tokens: longest answer, in tokens.
+        temperature: of the sampled answers; greedy ones ask for 0.
+        api_key: sent as a bearer token.
+        timeout: seconds to wait for one answer.
+        retries: further attempts after a lost connection or a status of 429 or 5xx.
+        pause: seconds before the first of them; doubled before each next one.
+        concurrency: requests at a time; the server batches them.
+    """
+
+    url: str
+    model: str
+    max_new_tokens: int = 512
+    temperature: float = 1.0
+    api_key: str | None = field(default=None, repr=False)
+    timeout: float = 600.0
+    retries: int = 4
+    pause: float = 1.0
+    concurrency: int = 64
+
+    def describe(self) -> dict[str, Any]:
+        return {"model": self.model, "max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
+
+    def generate(self, requests: Sequence[Request]) -> list[Answer | DataError]:
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request: Request) -> Answer | DataError:
+        raw = isinstance(request.prompt, str)
+        try:
+            reply = self._reply("completions" if raw else "chat/completions", self._body(request))
+        except DataError as error:
+            return error
+        try:
+            said = json.loads(reply)
+            choice = said["choices"][0]
+            finished = choice["finish_reason"] in ("stop", "tool_calls")
+            prompt, ids = choice.get("prompt_token_ids") or said.get("prompt_token_ids"), choice.get("token_ids")
+            tokens = (prompt, ids) if prompt and ids else None
+            if raw:
+                return Answer(choice["text"], finished, tokens=tokens)
+            row = {key: value for key, value in choice["message"].items() if value is not None}
+            message = parse_row({"messages": [{"content": "", **row}]}, "").messages[0]
+            return Answer(message.content, finished, message.more, tokens)
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            raise EndpointError(
+                f"endpoint {self.url} did not answer with a completion ({type(error).__name__}: {error}); "
+                "check that it speaks OpenAI's protocol"
+            ) from None
+
+    def _body(self, request: Request) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": self.max_new_tokens,
+            "temperature": self.temperature if request.sampled else 0.0,
+            "top_p": 1.0,
+            "seed": request.seed,
+        }
+        if isinstance(request.prompt, str):
+            return body | {"prompt": request.prompt}
+        given = dict(request.template)
+        tools = given.pop("tools", None)
+        messages = [_openai_message(message) for message in request.prompt]
+        more = {"messages": messages, "tools": tools, "chat_template_kwargs": given}
+        return body | {name: value for name, value in more.items() if value}
+
+    def _reply(self, path: str, body: Mapping[str, Any]) -> bytes:
+        url = f"{self.url.rstrip('/')}/{path}"
+        try:
+            return self._post(url, {**body, _TOKEN_IDS: True})
+        except EndpointError as error:
+            if _TOKEN_IDS not in str(error):
+                raise
+            return self._post(url, body)  # to a server that refuses what it does not know
+
+    def _post(self, url: str, body: Mapping[str, Any]) -> bytes:
+        # The standard library's client: the hub's own has another name in each major version (requests, httpx, httpx2)
+        # and refuses to work under HF_HUB_OFFLINE.
+        headers = {"Content-Type": "application/json"}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        for attempt in range(self.retries + 1):
+            if attempt:
+                time.sleep(self.pause * 2 ** (attempt - 1))
+            try:
+                with urllib.request.urlopen(request, timeout=self.timeout) as reply:
+                    return reply.read()
+            except urllib.error.HTTPError as error:
+                said = " ".join(error.read(500).decode(errors="replace").split())
+                if error.code in (400, 413, 422) and "context" in said.lower():
+                    raise DataError(f"the endpoint finds the prompt too long ({said})") from None
+                reason = f"status {error.code}: {said}"
+                if error.code != 429 and error.code < 500:
+                    break
+            except (OSError, HTTPException) as error:  # URLError and timeouts are OSErrors
+                reason = str(error) or type(error).__name__
+        raise EndpointError(
+            f"endpoint {self.url} does not serve model {self.model} ({reason}); check the address, the name, "
+            "the key, and that the server runs, then give the same command again to continue"
+        )
+
+
+def _openai_message(message: Message) -> dict[str, Any]:
+    """A message in OpenAI's protocol, where arguments of tools are text."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message.more.get("tool_calls", [])
+    ]
+    fields = {"role": message.role, "content": message.content, **message.more}
+    return fields | {"tool_calls": calls} if calls else fields

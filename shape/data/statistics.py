@@ -1,0 +1,63 @@
+"""What a data set holds in a target's tokens, counted on a sample: the basis of every estimate."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from random import Random
+from typing import Any
+
+import torch
+
+from shape.data.conversations import Conversation
+from shape.data.encoding import encode_row, unfolded
+
+_SAMPLE = 1000  # conversations whose tokens are counted
+_COVERED = 0.995  # share of the answers' tokens
+
+
+@dataclass(frozen=True)
+class Text:
+    """Of a data set.
+
+    Attributes:
+        conversations: how many.
+        tokens: of one, in the mean.
+        answers: share of the tokens that are the assistant's.
+        turns: answers in one conversation, in the mean.
+        covering: tokens of the vocabulary that make up 99.5 % of the answers, where that was counted.
+    """
+
+    conversations: int
+    tokens: float
+    answers: float
+    turns: float
+    covering: int | None = None
+
+    @property
+    def positions(self) -> int:
+        """To learn from (`shape.features.positions.eligible`): all of an answer but its last token."""
+        return round(self.conversations * max(self.tokens * self.answers - self.turns, 0.0))
+
+    def stored(self, before: int | None) -> float:
+        """Positions whose states are kept: all, or those of answers and so many before each."""
+        if before is None:
+            return self.conversations * self.tokens
+        return self.conversations * min(self.tokens, self.tokens * self.answers + before * self.turns)
+
+
+def counted(conversations: Sequence[Conversation], tokenizer: Any, max_length: int, skip_bad_rows: bool) -> Text:
+    """Estimated on a random sample, as many data sets are ordered."""
+    drawn = Random(0).sample(range(len(conversations)), min(_SAMPLE, len(conversations)))
+    parts = chain.from_iterable(unfolded(conversations[number], tokenizer) for number in drawn)
+    sample = [encode_row(part, tokenizer, max_length, skip_bad_rows) for part in parts]
+    tokens = sum(len(each.loss_mask) for each in sample)
+    answers = torch.cat([each.input_ids[each.loss_mask] for each in sample])
+    starts = (each.loss_mask.int().diff(prepend=torch.zeros(1, dtype=torch.int32)) == 1 for each in sample)
+    often = answers.bincount().sort(descending=True).values.cumsum(0)
+    return Text(
+        round(len(conversations) * len(sample) / len(drawn)),
+        tokens / len(sample),
+        len(answers) / max(tokens, 1),
+        sum(int(each.sum()) for each in starts) / len(sample),
+        int((often < _COVERED * len(answers)).sum()) + 1,
+    )

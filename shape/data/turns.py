@@ -1,0 +1,161 @@
+"""The assistant turns of a chat in the text that its template makes, as the target wrote them."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from shape.data.conversations import Conversation
+from shape.errors import DataError
+from shape.target.chat import Message, name_of, render, template_of
+
+Span = tuple[int, int]
+_THOUGHT, _THOUGHT_END = "<think>", "</think>"
+_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class Turn(NamedTuple):
+    """A turn behind its prompt: text[start:end], the end token included."""
+
+    text: str
+    start: int
+    end: int
+
+    @property
+    def learned(self) -> str:
+        return self.text[: self.end]
+
+
+def learned_turns(conversation: Conversation) -> list[int]:
+    """Numbers of the messages that are learned from."""
+    return [number for number, m in enumerate(conversation.messages) if m.role == "assistant" and m.learned]
+
+
+def answer_spans(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Span]]:
+    """The text that ends with the last answer, and the character spans of the answers in it that are learned from."""
+    turns = [turn_of(conversation, number, tokenizer) for number in learned_turns(conversation)]
+    if not turns:
+        return render(tokenizer, conversation.messages, template=conversation.template), []
+    text = turns[-1].text
+    return text, [(turn.start, turn.end) for turn in turns if text.startswith(turn.learned)]
+
+
+def turn_of(conversation: Conversation, number: int, tokenizer: PreTrainedTokenizerBase) -> Turn:
+    """The assistant turn of that number, where the text ends: only there is it sure to be as the target wrote it.
+
+    Raises:
+        DataError: there is no template, it refuses the messages, or it rewrites them beyond recognition.
+    """
+    messages, template = conversation.messages[: number + 1], conversation.template
+    answer, ends = messages[-1], _end_tokens(tokenizer)
+    tagged = _THOUGHT_END in template_of(tokenizer, template)
+    text = render(tokenizer, messages, template=template)
+    shown = None  # what the template makes of the answer, behind the prompt
+    try:
+        prompt = render(tokenizer, messages[:-1], add_generation_prompt=True, template=template)
+    except DataError:  # nothing was asked: the conversation begins with an answer
+        pass
+    else:
+        start, shown = len(prompt), text[len(prompt) :] if text.startswith(prompt) else None
+        if not answer.finished and shown is not None and (length := _said(answer, shown)) is not None:
+            return Turn(text[: start + length], start, start + length)
+        if not answer.finished or (tagged and _loses_thought(answer, text)):
+            token = next((token for token in ends if text.rstrip().endswith(token)), tokenizer.eos_token or "")
+            text = prompt + _behind(prompt, answer, tagged) + (token if answer.finished else "")
+            return Turn(text, start, len(text))
+    span = _marked_span(tokenizer, messages, text, template)
+    if span is None and shown is not None:
+        span = len(text) - len(shown), len(text)
+    if span is None:
+        span = _slot_span(tokenizer, messages, text, template)
+    if span is None:
+        raise DataError(
+            f"the assistant turns of conversation {conversation.id} cannot be found in its rendering, because the chat "
+            f"template of {name_of(tokenizer)} rewrites them; mark them in the template with "
+            "{% generation %} ... {% endgeneration %}"
+        )
+    return Turn(text, span[0], _with_end(text, *span, answer.finished, ends))
+
+
+def _said(answer: Message, shown: str) -> int | None:
+    """Where an answer that was cut ends in `shown`, its rendering; None if the template has put words before it."""
+    end = 0
+    for part in (answer.reasoning, answer.content):
+        at = next((at for part in (part, part.strip()) if (at := shown.find(part, end)) >= 0), None)
+        if at is None or (part is answer.content and not answer.reasoning and shown[:at].strip()):
+            return None
+        end = at + (len(part) if shown.startswith(part, at) else len(part.strip()))
+    return end
+
+
+def _loses_thought(answer: Message, text: str) -> bool:
+    """Whether the template leaves out the reasoning with which the target wrote its answer."""
+    inline, end, _ = answer.content.partition(_THOUGHT_END)
+    thought = answer.reasoning or (inline.strip().removeprefix(_THOUGHT) if end else "")
+    return thought.strip() not in text
+
+
+def _behind(prompt: str, answer: Message, tagged: bool) -> str:
+    """What the target wrote: its content, behind its reasoning if it puts that between tags (which the prompt may have
+    opened).
+    """
+    text = answer.content
+    if answer.reasoning and tagged:
+        text = f"{_THOUGHT}\n{answer.reasoning.strip()}" + (f"\n{_THOUGHT_END}\n\n{text}" if text else "")
+    if prompt.rstrip().endswith(_THOUGHT):
+        text = text.lstrip().removeprefix(_THOUGHT).lstrip("\n")
+    return text
+
+
+def _marked_span(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], text: str, template: Mapping[str, Any]
+) -> Span | None:
+    """The last turn as the template itself marks it with `{% generation %}`."""
+    source = template_of(tokenizer, template)
+    if not _GENERATION_MARK.search(source):
+        return None
+    rendered: Any = render_jinja_template(
+        conversations=[[message.chat for message in messages]],
+        chat_template=source,
+        return_assistant_tokens_mask=True,
+        **cast(dict[str, Any], {**tokenizer.special_tokens_map, **template}),
+    )
+    texts, marks = rendered
+    return tuple(marks[0][-1]) if texts[0] == text and marks[0] else None
+
+
+def _slot_span(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], text: str, template: Mapping[str, Any]
+) -> Span | None:
+    """From the last turn's content on, found by rendering an unmistakable word in its place. What lies around it is the
+    template's own text, so the true text must be that around the true content (as it is, or stripped).
+    """
+    word = "slot"
+    while word in text:
+        word += "q"
+    *others, answer = messages
+    before, found, after = render(tokenizer, [*others, replace(answer, content=word)], template=template).partition(
+        word
+    )
+    fits = found and any(text == before + content + after for content in (answer.content, answer.content.strip()))
+    return (len(before), len(text)) if fits else None
+
+
+def _end_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Texts of tokens that can end a turn: special ones, longest first."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return tuple(sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True))
+
+
+def _with_end(text: str, start: int, end: int, finished: bool, ends: tuple[str, ...]) -> int:
+    """The supervised end of a turn that is known to reach, with or without its end token, to `end`."""
+    body = text[start:end].rstrip()
+    token = next((token for token in ends if body.endswith(token)), "")
+    content_end = start + len(body) - len(token)
+    if not finished:
+        return content_end
+    after = content_end + len(text[content_end:]) - len(text[content_end:].lstrip())
+    return next((after + len(token) for token in ends if text.startswith(token, after)), content_end)

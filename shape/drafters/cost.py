@@ -1,0 +1,215 @@
+"""What drafting brings and what it costs: one model behind every decision whether, how far and in what shape to draft.
+
+A step commits tokens (the accepted ones and the target's own) in the seconds of its draft and of its verification.
+Alternatives are compared by tokens per second (`fastest`), with acceptance and seconds
+
+- assumed, for a chain whose tokens are accepted independently (`expected_length`, `throughput`),
+- measured before (`Costs`; ``shape.generation.planning``), or
+- measured while decoding (`VerificationTimes`, `DraftValue`; ``shape.drafters.lengths``, ``.hybrid`` and
+  ``shape.generation.control``).
+
+Seconds are medians or lower quartiles throughout, since other work on a machine only ever adds.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+NODE = 0.02  # what a node adds to a verification, as a share of its time, until that is known
+
+
+def fastest(tokens: Sequence[float], seconds: Sequence[float]) -> int:
+    """Which alternative commits the most tokens per second; the first of equals."""
+    return max(range(len(tokens)), key=lambda at: tokens[at] / seconds[at])
+
+
+# The closed form of OTT-Decode (HyperTensor, paper C), for a chain whose tokens are accepted with one probability.
+
+
+def expected_length(acceptance: float, depth: int) -> float:
+    """Tokens per step, (1 - a^(g+1)) / (1 - a), the target's own token included."""
+    if acceptance == 1.0:
+        return depth + 1.0
+    return (1.0 - acceptance ** (depth + 1)) / (1.0 - acceptance)
+
+
+def throughput(acceptance: float, depth: int, draft: float, verify: float) -> float:
+    """Tokens per second, with the seconds of one drafted token and of one verification."""
+    return expected_length(acceptance, depth) / (depth * draft + verify)
+
+
+def best_depth(acceptance: float, draft: float, verify: float, deepest: int = 32) -> int:
+    """The depth of most throughput; 0 is not to draft."""
+    depths = range(deepest + 1)
+    return fastest([expected_length(acceptance, n) for n in depths], [n * draft + verify for n in depths])
+
+
+def break_even(depth: int, draft: float, verify: float, autoregressive: float) -> float | None:
+    """The acceptance at which a chain is as fast as autoregressive decoding; None where even certainty is not enough.
+
+    Args:
+        autoregressive: seconds of a step without a draft.
+    """
+    if throughput(1.0, depth, draft, verify) < 1.0 / autoregressive:
+        return None
+    rates = range(1001)
+    at = bisect_left(rates, 1.0 / autoregressive, key=lambda rate: throughput(rate / 1000, depth, draft, verify))
+    return at / 1000
+
+
+def compression_gain(
+    acceptance: float, compressed: float, depth: int, draft: float, compressed_draft: float, verify: float
+) -> tuple[float, float, float]:
+    """Throughput with a compressed drafter over that with the whole one, as three factors whose product it is.
+
+    Acceptance is lost twice: longer runs fail, (1 - a'^(g+1)) / (1 - a^(g+1)), and each token fails more often,
+    (1 - a) / (1 - a'); cheaper drafts win once, (g T_D + T_V) / (g T_D' + T_V). Acceptances below 1.
+    """
+    return (
+        (1 - compressed ** (depth + 1)) / (1 - acceptance ** (depth + 1)),
+        (1 - acceptance) / (1 - compressed),
+        (depth * draft + verify) / (depth * compressed_draft + verify),
+    )
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds on this machine, for a batch size and a length of text.
+
+    Attributes:
+        verify: by tokens per sequence: forward of the target, choice and acceptance.
+        draft: by the width of the tree: one pass of the drafter, with what grows the tree. Empty without a network.
+    """
+
+    rows: int
+    context: int
+    verify: dict[int, float]
+    draft: dict[int, float]
+
+    def of(self, nodes: int, passes: int, width: int) -> float:
+        """A step that verifies `nodes` tokens per sequence, the root among them, after so many passes."""
+        drafting = passes * self.draft[min(width, max(self.draft))] if self.draft else 0.0
+        return drafting + _between(self.verify, nodes)
+
+    @property
+    def autoregressive(self) -> float:
+        """A step without a draft."""
+        return self.verify[1]
+
+
+def _between(known: dict[int, float], size: int) -> float:
+    """Linear between the sizes that were measured; beyond the last one in proportion."""
+    sizes = sorted(known)
+    at = bisect_left(sizes, size)
+    if at == len(sizes):
+        return known[sizes[-1]] * size / sizes[-1]
+    if sizes[at] == size or at == 0:
+        return known[sizes[at]]
+    low, high = sizes[at - 1], sizes[at]
+    return known[low] + (known[high] - known[low]) * (size - low) / (high - low)
+
+
+class RecentTimes:
+    """Seconds of the last few runs of something; their median, which a hiccup does not move."""
+
+    def __init__(self, kept: int = 9) -> None:
+        self._seconds: deque[float] = deque(maxlen=kept)
+
+    def __len__(self) -> int:
+        return len(self._seconds)
+
+    def add(self, seconds: float) -> None:
+        self._seconds.append(seconds)
+
+    @property
+    def median(self) -> float | None:
+        """None where nothing has run yet."""
+        return median(self._seconds) if self._seconds else None
+
+
+class VerificationTimes:
+    """Seconds of a verification by its nodes, measured while decoding: a straight line through medians.
+
+    Attributes:
+        line: (seconds without nodes, seconds of a node); None until something has been measured.
+        recent: the last verifications, whatever their size.
+    """
+
+    _FITTED = 8  # verifications between one line and the next
+
+    def __init__(self) -> None:
+        self.line: tuple[float, float] | None = None
+        self.recent = RecentTimes()
+        self._count = 0
+        self._by_size: dict[int, RecentTimes] = {}
+
+    def add(self, nodes: int, seconds: float) -> None:
+        self.recent.add(seconds)
+        self._by_size.setdefault(nodes, RecentTimes()).add(seconds)
+        self._count += 1
+        if self._count % self._FITTED == 1:
+            self.line = self._fit()
+
+    def _fit(self) -> tuple[float, float]:
+        points = [(size, times.median or 0.0, len(times)) for size, times in self._by_size.items()]
+        total = sum(weight for _, _, weight in points)
+        size = sum(weight * at for at, _, weight in points) / total
+        mean = sum(weight * time for _, time, weight in points) / total
+        spread = sum(weight * (at - size) ** 2 for at, _, weight in points)
+        if spread < 1:  # all of one size
+            start = mean / (1 + NODE * size)
+            return start, NODE * start
+        slope = sum(weight * (at - size) * (time - mean) for at, time, weight in points) / spread
+        slope = min(max(slope, 0.0), mean / size)
+        return mean - slope * size, slope
+
+
+class DraftValue:
+    """Whether one more drafter is worth asking in a step, by what it has cost and brought so far.
+
+    Attributes:
+        seconds: of its drafts.
+    """
+
+    _SHARE = 0.1  # of the newest draft in the mean
+    _MOST = 8  # tokens expected, from which on there is no difference
+    _DOUBT = 1.15  # how much faster it has to be without the drafter, since what is expected is a guess
+    _PAUSE, _LONGEST_PAUSE = 16, 256  # drafts without it, until it is asked in spite of what is known
+
+    def __init__(self) -> None:
+        self.seconds = RecentTimes()
+        self._gained: list[float | None] = [None] * (self._MOST + 1)
+        self._skipped, self._pause = 0, self._PAUSE
+
+    def add(self, expected: float, gained: float) -> None:
+        """What one draft of it added to the tokens expected without: a mean by these, in which what is old fades."""
+        kind = self._kind(expected)
+        before = self._gained[kind]
+        self._gained[kind] = gained if before is None else before + self._SHARE * (gained - before)
+
+    def pays(self, expected: float, spent: float, verify: float | None) -> bool:
+        """Whether asking it commits more tokens per second than the `expected` ones that are drafted already do.
+
+        Yes as long as that is not known. Texts change, so that it is asked again after a while, which gets longer each
+        time that this was in vain.
+
+        Args:
+            spent: seconds of drafting so far.
+            verify: seconds of a verification; None where unknown.
+        """
+        gained, cost = self._gained[self._kind(expected)], self.seconds.median
+        if gained is None or cost is None or verify is None:
+            return True
+        if self._DOUBT * (1 + expected + gained) * (verify + spent) > (1 + expected) * (verify + spent + cost):
+            self._skipped, self._pause = 0, self._PAUSE
+            return True
+        self._skipped += 1
+        if self._skipped <= self._pause:
+            return False
+        self._skipped, self._pause = 0, min(2 * self._pause, self._LONGEST_PAUSE)
+        return True
+
+    def _kind(self, expected: float) -> int:
+        return min(int(expected), self._MOST)

@@ -1,0 +1,150 @@
+"""Compiling a pack: the stretches on which all of the target's sampled answers to a prompt agree.
+
+What varies from one answer to the next is in no recipe (Kolm's "recipe speculative decoding").
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, ones_like
+from tqdm import tqdm
+
+from shape.data.conversations import evenly
+from shape.data.reading import load_prompts
+from shape.drafters.recipes.pack import Counts, Pack, pack_of
+from shape.drafters.suffix import SuffixAutomaton
+from shape.errors import CheckpointError, ConfigError
+from shape.files import reading, typed
+from shape.target.model import Target
+from shape.target.options import PlacedOptions
+
+
+def agreed(samples: Sequence[Sequence[int]], shortest: int) -> Iterator[tuple[int, ...]]:
+    """The longest stretches of the first sample, of at least so many tokens, that occur in all the others."""
+    first, *others = samples
+    automata = []
+    for other in others:
+        automaton = SuffixAutomaton()
+        for token in other:
+            automaton.extend(token)
+        automata.append(automaton)
+    # matched[end]: how many tokens before `end` every other sample has in a row.
+    places = [(0, 0)] * len(automata)
+    matched = [0]
+    for end, token in enumerate(first, 1):
+        places = [each.follow(place, token) for each, place in zip(automata, places, strict=True)]
+        matched.append(min((length for _, length in places), default=end))
+    for end in range(1, len(first) + 1):
+        ends_here = end == len(first) or matched[end + 1] <= matched[end]
+        if ends_here and matched[end] >= shortest:
+            yield tuple(first[end - matched[end] : end])
+
+
+def recipes_of(stretches: Iterable[Sequence[int]], prefix: int, depth: int) -> Counts:
+    """What follows each run of `prefix` tokens in agreed stretches, at most `depth` tokens: how often."""
+    found = Counts()
+    for stretch in stretches:
+        for at in range(prefix, len(stretch)):
+            found[tuple(stretch[at - prefix : at]), tuple(stretch[at : at + depth])] += 1
+    return found
+
+
+@dataclass(kw_only=True)
+class CompileOptions(PlacedOptions):
+    """What to compile a pack from.
+
+    Attributes:
+        target: path, hub id or bundled name of the target.
+        prompts: JSON lines with turns, messages or prompt: of the task that the pack is for.
+        output: the file to write.
+        samples: answers per prompt that have to agree.
+        temperature: of these samples.
+        max_new_tokens: longest answer.
+        prefix: tokens that are looked up.
+        depth: longest continuation.
+        most: recipes kept, the most frequent.
+        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
+        limit: at most so many prompts.
+        misses: log of a drafter that used an earlier pack; what it says at least twice becomes a recipe.
+        seed: of the sampling.
+        dtype: of the target.
+    """
+
+    target: str
+    prompts: str
+    output: str
+    samples: int = 3
+    temperature: float = 0.7
+    max_new_tokens: int = 128
+    prefix: int = 4
+    depth: int = 12
+    most: int = 15_000
+    chat_template_kwargs: dict[str, Any] | None = None
+    limit: int | None = None
+    misses: list[str] = field(default_factory=list)
+    seed: int = 0
+    dtype: str | None = None
+
+    def check(self) -> None:
+        """Raises ConfigError for the first value out of range."""
+        for name in ("samples", "max_new_tokens", "prefix", "depth", "most"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; give a positive number")
+        if self.temperature < 0:
+            raise ConfigError(f"temperature is {self.temperature}; give 0 or more")
+
+
+def compile_pack(options: CompileOptions, target: Target, generate: Callable[..., Any]) -> Pack:
+    """Answer the prompts, keep what their samples agree on, and write the pack.
+
+    Args:
+        generate: ``ShapeDecoder.generate`` of the target.
+    """
+    options.check()
+    prompts = load_prompts(Path(options.prompts), options.chat_template_kwargs)
+    prompts = evenly(prompts, options.limit or len(prompts))
+    misses = [miss for path in options.misses for miss in read_misses(path)]
+    counts = Counts()
+    for number, prompt in enumerate(tqdm(prompts, desc="compile", unit="prompt")):
+        ids = target.encode(prompt.opening, prompt.template)
+        sampled: dict[str, Any] = {"do_sample": options.temperature > 0}
+        if options.temperature > 0:
+            sampled |= {"temperature": options.temperature, "top_k": 0, "num_return_sequences": options.samples}
+        out: Tensor = generate(
+            ids, ones_like(ids), max_new_tokens=options.max_new_tokens, seed=options.seed + number, **sampled
+        )
+        # The prompt's end belongs to it: recipes for how an answer begins.
+        start = max(ids.shape[1] - options.prefix, 0)
+        answers = [_until_end(row[start:], ids.shape[1] - start, target.eos_token_ids) for row in out.tolist()]
+        counts += recipes_of(agreed(answers, options.prefix + 1), options.prefix, options.depth)
+    counts += recipes_of(_repeated(misses, options.prefix), options.prefix, options.depth)
+    pack = pack_of(target.identity, counts, options.samples, len(prompts), options.most)
+    pack.save(options.output)
+    return pack
+
+
+def _until_end(tokens: Sequence[int], least: int, ends: Sequence[int]) -> list[int]:
+    """Tokens up to the first end token behind the first `least`, which is the last one that counts."""
+    at = next((at for at in range(least, len(tokens)) if tokens[at] in ends), len(tokens) - 1)
+    return list(tokens[: at + 1])
+
+
+def read_misses(path: str | Path) -> list[list[int]]:
+    """What a drafter logged, prefixes and what followed in one.
+
+    Raises:
+        CheckpointError: no such log.
+    """
+    with reading(f"log {path}", CheckpointError, "give one that RecipeDrafter wrote"):
+        rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+        return [typed(list[int], [*row["prefix"], *row["tokens"]]) for row in rows]
+
+
+def _repeated(misses: Sequence[Sequence[int]], prefix: int) -> list[Sequence[int]]:
+    """Those of which another one says the beginning too."""
+    seen = Counter(tuple(miss[: prefix + 1]) for miss in misses)
+    return [miss for miss in misses if len(miss) > prefix and seen[tuple(miss[: prefix + 1])] > 1]

@@ -1,0 +1,99 @@
+"""Answers of a target on this machine, for regeneration."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from shape.data.backends import Answer, Request
+from shape.errors import ConfigError, DataError
+from shape.generation.decoder import ShapeDecoder
+from shape.target.chat import Message, answer_message, prompt_ids
+
+
+@dataclass(frozen=True)
+class LocalBackend:
+    """A decoder.
+
+    Attributes:
+        decoder: with a drafter, which changes the time and not the answers, or without.
+        max_new_tokens: longest answer, in tokens.
+        temperature: of the sampled answers.
+    """
+
+    decoder: ShapeDecoder
+    max_new_tokens: int = 512
+    temperature: float = 1.0
+    concurrency: ClassVar[int] = 1
+
+    def describe(self) -> dict[str, Any]:
+        target = self.decoder.target
+        identity = {k: v for k, v in target.identity.to_dict().items() if k not in ("name", "revision")}
+        sampling = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
+        return {"dtype": str(target.dtype), **sampling, **identity}
+
+    def generate(self, requests: Sequence[Request]) -> list[Answer | DataError]:
+        answers: dict[int, Answer | DataError] = {}
+        for sampled in (False, True):
+            prompts: dict[int, list[int]] = {}
+            for index, request in enumerate(requests):
+                if request.sampled == sampled:
+                    try:
+                        prompts[index] = self._prompt(request)
+                    except DataError as error:
+                        answers[index] = error
+            if prompts:
+                seeds = [requests[index].seed for index in prompts]
+                written = self._decode(list(prompts.values()), sampled, seeds)
+                for (index, prompt), ids in zip(prompts.items(), written, strict=True):
+                    answers[index] = self._answer(requests[index], prompt, ids)
+        return [answers[index] for index in range(len(requests))]
+
+    def _prompt(self, request: Request) -> list[int]:
+        target = self.decoder.target
+        if target.tokenizer is None:
+            raise ConfigError(f"target {target.name} has no tokenizer; give a folder that has one")
+        ids = prompt_ids(request.prompt, target.tokenizer, request.template)
+        room = None if target.max_positions is None else target.max_positions - self.max_new_tokens
+        if not ids or (room is not None and len(ids) > room):
+            raise DataError(
+                f"a prompt of {len(ids)} tokens does not fit the {target.max_positions} positions of target "
+                f"{target.name} with max_new_tokens {self.max_new_tokens}"
+            )
+        return ids
+
+    def _decode(self, prompts: list[list[int]], sampled: bool, seeds: list[int]) -> list[list[int]]:
+        target = self.decoder.target
+        given = [torch.tensor(ids) for ids in prompts]
+        input_ids, mask = (
+            pad_sequence(each, batch_first=True, padding_side="left").to(target.device)
+            for each in (given, [torch.ones_like(ids) for ids in given])
+        )
+        # top_k 0 and a penalty of 1: the target's own distribution, whatever its generation config prefers.
+        sampling = {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
+        sequences = self.decoder.generate(
+            input_ids,
+            attention_mask=mask,
+            seed=seeds,
+            max_new_tokens=self.max_new_tokens,
+            repetition_penalty=1.0,
+            **(sampling if sampled else {"do_sample": False}),
+        )
+        assert isinstance(sequences, torch.Tensor)
+        return sequences[:, input_ids.shape[1] :].tolist()
+
+    def _answer(self, request: Request, prompt: list[int], ids: list[int]) -> Answer:
+        ends = self.decoder.target.eos_token_ids
+        end = next((index for index, token in enumerate(ids) if token in ends), None)
+        tokenizer, said = self.decoder.tokenizer, ids[:end]
+        if isinstance(request.prompt, str):  # raw text has no reasoning to be taken apart
+            text = tokenizer.decode(said, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            message = Message("assistant", text)
+        else:
+            message = answer_message(said, tokenizer, request.template)
+        tokens = prompt, ids if end is None else ids[: end + 1]
+        # A cut may fall inside a character, whose first bytes alone are no text.
+        text = message.content if end is not None else message.content.rstrip("\ufffd")
+        return Answer(text, end is not None, message.more, tokens)

@@ -1,0 +1,133 @@
+"""The step that asks the host in between: trees of any size, every drafter, rule, option and target."""
+
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shape.generation.loop import Batch, Outcome, Steps, Verified
+from shape.generation.prefill import Memory, commit_prompts
+from shape.generation.sequence import SequenceState
+from shape.generation.stats import Step
+from shape.verification.acceptance import Accepted
+from shape.verification.forward import recompute, tree_forward
+from shape.verification.tree import TokenTree, first_path, root_only, shallow
+
+
+class EagerSteps(Steps):
+    """To be used where nothing is kept for gradients (see ``shape.target.inference``).
+
+    Args:
+        memory: of the call before, to go on from where the only sequence begins alike; gets what this call leaves.
+    """
+
+    def __init__(self, batch: Batch, memory: Memory | None = None) -> None:
+        self.batch, self._memory = batch, memory
+        self._live, self._sampler = batch.sequences, batch.sampler
+        self._layers = (-1,) if batch.drafter is None else batch.drafter.layers
+        self._switched = batch.target.switched(len(self._live[0].prompt))
+        self._needs_updates = batch.drafter is not None and batch.drafter.needs_updates
+        self._last: tuple[list[list[int]], Tensor] | None = None  # tokens and counts of the last step
+        self._hidden: Tensor | None = None  # of the prompts, until the drafter has them
+        self._states: list[Tensor] = []  # of all committed tokens, where a memory will keep them
+
+    def prefill(self) -> list[int]:
+        room = self._live[0].max_new_tokens
+        self._cache, self._committed, self._hidden = commit_prompts(self.batch, room, self._memory, self._layers)
+        self._remember(self._hidden)
+        return self._committed.root.tolist()
+
+    def start(self) -> None:
+        hidden, self._hidden = self._hidden, None  # of long prompts a large part of the memory
+        if self.batch.drafter is not None and hidden is not None:
+            self.batch.drafter.start(self._committed, hidden)
+
+    def step(self, live: list[SequenceState]) -> Outcome:
+        self._advance()
+        self._drop_finished(live)
+        self._recompute_behind_switch()
+        batch, cache, committed, sampler = self.batch, self._cache, self._committed, self._sampler
+        drafting = perf_counter()
+        sampler.settle(committed.lengths, committed.texts)
+        drafts = batch.control is None or batch.control.draft_next(cache.longest)
+        drafter = batch.drafter if drafts else None
+        tree = self._fit(root_only(committed.root) if drafter is None else drafter.draft(committed, sampler))
+        verifying = perf_counter()
+        cache.reserve(tree.size)
+        states = tree_forward(batch.target, batch.support, cache, tree, self._layers)
+        logits = batch.target.logits(states if len(self._layers) == 1 else states[..., -batch.target.hidden_size :])
+        accepted = batch.rule(tree, logits, sampler)
+        # The step's one wait for the device.
+        counts, drafted = accepted.counts.tolist(), accepted.drafted.tolist()
+        tokens = [row[:count] for row, count in zip(accepted.tokens.tolist(), counts, strict=True)]
+        paths = [row[:count] for row, count in zip(accepted.path.tolist(), counts, strict=True)]
+        committing = perf_counter()
+        proposed = [sum(above >= 0 for above in parents) for parents in tree.parent.tolist()]
+        lengths = cache.host_lengths
+        cache.commit(paths)
+        if drafter is not None:
+            drafter.inspect(tree, logits)
+        self._update(tokens, states, accepted, max(counts))
+        times = verifying - drafting, committing - verifying, perf_counter() - committing
+        numbers, passes = [sequence.index for sequence in live], 0 if drafter is None else drafter.passes
+        self._last = tokens, accepted.counts
+        verified = Verified(tree, logits, sampler, paths)
+        return Outcome(Step(numbers, lengths, tree.size, passes, *times), tokens, proposed, drafted, drafts, verified)
+
+    def __exit__(self, *raised: Any) -> None:
+        if self._memory is not None and raised[0] is None:
+            self._advance()
+            text, states = self._committed.texts[0][: self._cache.longest], torch.cat(self._states, dim=1)
+            self._memory.keep(text, states, self._cache, self._switched)
+
+    def _advance(self) -> None:
+        """Add the last step's tokens to the text: not before, since a trace looks at the step as it was."""
+        if self._last is not None:
+            self._committed.advance(*self._last)
+            self._last = None
+
+    def _drop_finished(self, live: list[SequenceState]) -> None:
+        if len(live) == len(self._live):
+            return
+        kept = [at for at, sequence in enumerate(self._live) if not sequence.finished]
+        index = torch.tensor(kept, device=self._committed.root.device)
+        self._live, self._committed = live, self._committed.select(kept)
+        self._sampler = self._sampler.select(index)
+        self._cache.select(index)
+        if self.batch.drafter is not None:
+            self.batch.drafter.select(index)
+
+    def _recompute_behind_switch(self) -> None:
+        """Where the target's rotary table changes, do as its own ``generate`` (see ``shape.target.rotary``)."""
+        switch = self.batch.target.switch
+        if switch is not None and switch.recomputes and self._cache.longest == switch.positions:
+            self._switched, self._states = True, []
+            self._remember(recompute(self.batch.target, self._cache, self._committed.texts, self._layers))
+
+    def _fit(self, tree: TokenTree) -> TokenTree:
+        """What of a tree the target can verify in one forward."""
+        if self.batch.support.mode == "chain":
+            tree = first_path(tree)
+        switch, longest = self.batch.target.switch, self._cache.longest
+        if switch is not None and longest < switch.positions < longest + tree.size:
+            tree = shallow(tree, switch.positions - 1 - longest)  # no forward has two tables
+        return tree
+
+    def _update(self, tokens: list[list[int]], states: Tensor, accepted: Accepted, most: int) -> None:
+        """Tell the drafter and the memory the states of the accepted nodes."""
+        if not self._needs_updates and self._memory is None:
+            return
+        path = accepted.path[:, :most]
+        if len(path) == 1:  # in half of the time
+            states = states.index_select(1, path.view(-1))
+        else:
+            states = states.gather(1, path[:, :, None].expand(-1, -1, states.shape[-1]))
+        if self.batch.drafter is not None and self._needs_updates:
+            before = zip(self._committed.texts, tokens, strict=True)
+            self.batch.drafter.update([[text[-1], *own] for text, own in before], states, accepted.counts)
+        self._remember(states)
+
+    def _remember(self, states: Tensor) -> None:
+        if self._memory is not None:
+            self._states.append(states)

@@ -1,0 +1,157 @@
+"""How one call of ``generate`` is decoded: in which batches, by which kind of steps, under what control."""
+
+from collections.abc import Generator
+from copy import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from shape.drafters import Drafter, make_drafter
+from shape.errors import UnsupportedGeneration
+from shape.generation.control import FIXED_BREAK_EVEN, SpeculationControl, StepCosts
+from shape.generation.eager import EagerSteps
+from shape.generation.fixed import FixedSteps, StagedSteps, why_not
+from shape.generation.loop import Batch, decode
+from shape.generation.prefill import Memory
+from shape.generation.request import Request, Seed
+from shape.generation.rules import Rule, make_rule
+from shape.generation.stats import DecodeStats
+from shape.generation.trace import Trace
+from shape.target.inference import each_step, evaluating, gradientless
+from shape.target.model import Target
+from shape.target.support import Support
+from shape.verification.probe import support_of
+
+
+@dataclass
+class ShapeOutput:
+    """What ``generate(..., return_dict_in_generate=True)`` returns.
+
+    Attributes:
+        sequences: (B * num_return_sequences, L) int64, prompts as given, followed by the new tokens and padding.
+        stats: counts and times.
+        trace: what became of every drafted and emitted token; only with ``trace=True``.
+    """
+
+    sequences: Tensor
+    stats: DecodeStats
+    trace: Trace | None = None
+
+
+# (number of the sequence, its newly committed tokens), again and again; then the whole.
+Pieces = Generator[tuple[int, list[int]], None, ShapeOutput]
+
+
+class Engine:
+    """A target and a drafter, ready to decode; arguments are those of ``ShapeDecoder``."""
+
+    def __init__(
+        self,
+        target: PreTrainedModel | Target,
+        drafter: Drafter | str | None = None,
+        tokenizer: object = None,
+        fall_back: bool | float = True,
+        graphs: bool | FixedSteps = False,
+    ) -> None:
+        self.target = Target.load(target, tokenizer=tokenizer)
+        self.drafter = make_drafter(drafter) if isinstance(drafter, str) else drafter
+        with evaluating([self.target.model]):
+            if self.drafter is not None:
+                self.drafter.bind(self.target)
+            self.support: Support = support_of(self.target)
+        self.gradientless = gradientless(self._networks)
+        self.fall_back = fall_back
+        self.graphs = (FixedSteps() if graphs else None) if isinstance(graphs, bool) else graphs
+        self._step_costs: dict[tuple[int, bool], StepCosts] = {}  # by batch size, and whether by fixed steps
+        self._made_target = not isinstance(target, Target)
+        self._closed = False
+
+    @property
+    def _networks(self) -> list[nn.Module]:
+        """What it computes with."""
+        return [self.target.model, *(() if self.drafter is None else self.drafter.networks)]
+
+    def _decode(
+        self,
+        request: Request,
+        input_ids: Tensor,
+        seed: Seed | None,
+        reproducible: bool,
+        streaming: bool = False,
+        acceptance: str | Rule = "match",
+        memory: Memory | None = None,
+        trace: bool = False,
+        num_draft_tokens: int | None = None,
+    ) -> Pieces:
+        if self._closed:
+            raise UnsupportedGeneration("this decoder was closed, and generates no more; make a new one of its target")
+        if streaming and len(request.prompts) > 1:
+            raise UnsupportedGeneration(
+                f"streaming follows one sequence, and {len(request.prompts)} were asked for; decode them one by one"
+            )
+        rule = make_rule(acceptance)
+        drafter = rule.fit(self.drafter, self.target)
+        reproducible = reproducible or not rule.same_for_every_draft
+        # Each call has its own: a stream may stay open while others decode.
+        if drafter is not None:
+            drafter = drafter.reproducible() if reproducible else copy(drafter)
+            if num_draft_tokens is not None:
+                drafter.limit_draft(num_draft_tokens)
+        stats = DecodeStats.of(len(request.prompts), "none" if drafter is None else drafter.name, rule)
+        keys = request.keys(seed)
+        record = Trace() if trace else None
+        groups = self._groups(request)
+
+        def pieces() -> Pieces:
+            new: dict[int, list[int]] = {}
+            for group in groups:
+                sequences, sampler = request.sequences(group), request.sampler(group, keys, rule.coupled)
+                batch = Batch(self.target, self.support, drafter, sequences, sampler, rule, stats)
+                stages = self.graphs if memory is None and record is None else None
+                if stages is not None and why_not(batch) is not None:
+                    stages = None
+                stats.graphs = stages is not None
+                batch.control = self._control(drafter, (len(group), stats.graphs), reproducible)
+                if stages is not None:
+                    yield from torch.no_grad()(decode)(StagedSteps(batch, stages))
+                else:
+                    yield from self.gradientless()(decode)(EagerSteps(batch, memory), record)
+                new |= {one.index: one.new for one in sequences}
+            whole = request.assemble(input_ids, [new[index] for index in sorted(new)])
+            return ShapeOutput(whole, stats, record)
+
+        return each_step(evaluating(self._networks), pieces())
+
+    def _groups(self, request: Request) -> list[list[int]]:
+        """The sequences that are decoded in one batch; one at a time on targets that can only verify chains."""
+        lengths, switch = [len(prompt) for prompt in request.prompts], self.target.switch
+        if switch is not None:
+            switch.check(self.target, lengths, request.max_new_tokens)
+        if self.support.mode == "chain":
+            return [[index] for index in range(len(lengths))]
+        return [list(range(len(lengths)))] if switch is None else switch.groups(lengths, request.max_new_tokens)
+
+    def _control(self, drafter: Drafter | None, steps: tuple[int, bool], reproducible: bool) -> SpeculationControl |
+    None:
+        if drafter is None or self.fall_back is False:
+            return None
+        least = None if self.fall_back is True else float(self.fall_back)
+        if reproducible:
+            return SpeculationControl(StepCosts(), FIXED_BREAK_EVEN if least is None else least)
+        return SpeculationControl(self._step_costs.setdefault(steps, StepCosts()), least)
+
+
+def finish(pieces: Pieces, input_ids: Tensor, streamer: BaseStreamer | None) -> ShapeOutput:
+    """Decodes to the end; a streamer gets the prompt, then the pieces."""
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
+    while True:
+        try:
+            _, tokens = next(pieces)
+        except StopIteration as done:
+            return done.value
+        if streamer is not None:
+            streamer.put(torch.tensor(tokens))

@@ -1,0 +1,212 @@
+"""From names to parts: a target and its drafter from folders, hub ids, bundled names, or models at hand."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from shape import bundled
+from shape.drafters import PREDICTORS, Drafter, ModelDrafter, TrainedDrafter, TreeShape, make_drafter
+from shape.drafters.lengths import DraftLength
+from shape.drafters.recipes.drafter import RecipeDrafter
+from shape.drafters.recipes.pack import Pack
+from shape.errors import CheckpointError, ConfigError, TargetMismatch
+from shape.files import reading, typed
+from shape.networks.base import Predictor
+from shape.networks.config import ShapeConfig
+from shape.target.loading import FILE_OPTIONS, SOURCE, first_line, only, resolve_device
+from shape.target.model import Target, TargetIdentity
+from shape.target.prepack import prepack
+
+TargetSource = str | Path | PreTrainedModel | Target
+# The length of a draft in our words, transformers' and vLLM's.
+_DRAFT_LENGTHS = ("num_draft_tokens", "num_assistant_tokens", "num_speculative_tokens")
+_WITHOUT_TRAINING = "suffix"  # drafts for a target alone
+
+
+@dataclass(frozen=True)
+class DrafterOptions:
+    """What drafts, and how; see ``ShapeDecoder.from_pretrained``."""
+
+    drafter: str | Sequence[str] | None = None
+    tree: TreeShape | None = None
+    draft_device: str | torch.device | None = None
+    length: str | int | DraftLength = "adaptive"
+    num_draft_tokens: int | None = None
+    pack: str | Path | None = None
+
+
+def load_pair(
+    source: TargetSource | None,
+    target: TargetSource | None,
+    predictor: str | Path | None,
+    drafts: DrafterOptions,
+    predictor_revision: str | None = None,
+    prepacked: bool | None = None,
+    **options: Any,
+) -> tuple[Target, Drafter | None]:
+    """Arguments and errors are those of ``ShapeDecoder.from_pretrained``."""
+    options = {name: value for name, value in options.items() if value is not None}
+    hub, code = only(SOURCE, options), only({"trust_remote_code"}, options)
+    if predictor_revision is not None:
+        hub["revision"] = predictor_revision
+    predictor, target = _sort(source, target, predictor, hub, options)
+    device = None if drafts.draft_device is None else resolve_device(drafts.draft_device)
+    name = drafts.drafter if drafts.drafter is None or isinstance(drafts.drafter, str) else "+".join(drafts.drafter)
+    parts = [] if name is None else name.split("+")
+    trained = name is None or not {"shape", "model"}.isdisjoint(parts)
+    if predictor is None and target is None:
+        raise ConfigError("neither a predictor nor a target is given; give at least one of them")
+    if predictor is None and name is not None and trained:
+        raise ConfigError(f"drafter {name!r} needs a predictor; give the folder of an exported one")
+    if drafts.pack is None and "recipes" in parts:
+        raise ConfigError(f"drafter {name!r} needs a pack; give a file of `python -m shape.recipes compile`")
+    given: dict[str, Drafter] = {}
+    if drafts.pack is not None:
+        given["recipes"] = RecipeDrafter(Pack.load(drafts.pack))
+    network, model = None, predictor is not None and is_language_model(predictor, **hub)
+    if predictor is not None and not model:
+        network = load_predictor(predictor, **hub)
+        target = target or _target_of(network, predictor)
+    if target is None:
+        raise ConfigError(f"{predictor} is a language model, which drafts for any with its tokens: give a target")
+    if not isinstance(target, str | Path):  # these are the predictor's alone, then
+        options = {name: value for name, value in options.items() if name not in {*SOURCE, *code}}
+    loaded = Target.load(target, prepacked=prepacked, **options)
+    where = device or loaded.device
+    if network is not None and trained:
+        network = network.to(where, draft_dtype(loaded, where))  # type: ignore[arg-type]
+        prepack(network, prepacked)
+        given["shape"] = TrainedDrafter(network, drafts.tree)
+    elif predictor is not None and trained:
+        small = Target.load(
+            predictor, dtype=draft_dtype(loaded, where), device_map=where, prepacked=prepacked, **code, **hub
+        )
+        given["model"] = ModelDrafter(small, drafts.length)
+    return loaded, make_drafter(name or "+".join(given) or _WITHOUT_TRAINING, given, drafts.num_draft_tokens)
+
+
+def draft_dtype(target: Target, device: torch.device) -> torch.dtype:
+    """bfloat16 where the hardware multiplies in it: a draft's rounding costs acceptance, never a token."""
+    if device.type == target.device.type and target.dtype != torch.float32:
+        return target.dtype
+    fast = device.type == "cuda" or (
+        device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()  # type: ignore[attr-defined]
+    )
+    return torch.bfloat16 if fast else torch.float32
+
+
+def _sort(
+    source: TargetSource | None,
+    target: TargetSource | None,
+    predictor: str | Path | None,
+    hub: dict[str, Any],
+    options: dict[str, Any],
+) -> tuple[str | Path | None, TargetSource | None]:
+    """Predictor and target, where the first argument may be either.
+
+    Args:
+        hub: where predictors are read from. options: where targets are.
+
+    Raises:
+        ConfigError: two of one kind.
+        CheckpointError: what is given alone cannot be read.
+    """
+    if source is None:
+        return predictor, target
+    if predictor is not None:
+        if target is not None:
+            raise ConfigError(f"{source}, {target} and {predictor} are given; give one target and one predictor")
+        return predictor, source
+    if not isinstance(source, str | Path):
+        if isinstance(target, PreTrainedModel | Target):
+            raise ConfigError("two models at hand are given; give one, and the folder or hub id of a predictor")
+        return target, source
+    if target is None:
+        for known in (only(FILE_OPTIONS, options), hub):
+            try:
+                predicts = _model_type(source, known) == ShapeConfig.model_type
+            except Exception as error:  # damaged files have errors of many kinds
+                reason = first_line(error)
+            else:
+                return (source, None) if predicts else (None, source)
+        raise CheckpointError(
+            f"{source} cannot be read; give the folder or hub id of a target, or of a predictor that shape.train wrote "
+            f"({reason})"
+        )
+    if isinstance(target, str | Path) and _known_type(target, hub) == ShapeConfig.model_type:
+        return target, source
+    return source, target
+
+
+def _model_type(source: str | Path, hub: dict[str, Any]) -> str | None:
+    """As its configuration says, of which no code is run."""
+    return PretrainedConfig.get_config_dict(bundled.resolve(str(source)), **hub)[0].get("model_type")
+
+
+def _known_type(source: str | Path, hub: dict[str, Any]) -> str | None:
+    """None for what cannot be read, which is left to whoever reads it."""
+    try:
+        return _model_type(source, hub)
+    except Exception:  # damaged files have errors of many kinds
+        return None
+
+
+def is_language_model(source: str | Path, **hub: Any) -> bool:
+    """Whether a predictor is a causal LM; False for what cannot be read."""
+    return _known_type(source, hub) not in (None, ShapeConfig.model_type)
+
+
+def _target_of(network: Predictor, source: str | Path) -> str:
+    """Name of the target that a predictor was trained for."""
+    if (known := network.config.target_identity) is None:
+        raise TargetMismatch(f"predictor {source} does not say which target it was trained for; give it")
+    return known["name"]
+
+
+def load_predictor(source: str | Path, **hub: Any) -> Predictor:
+    """An exported predictor of any kind in eval mode; `hub` says where it is read.
+
+    Raises:
+        CheckpointError: nothing that can be read there, weights that are not those of its configuration, or damage to
+            either that can be seen.
+    """
+    where = bundled.resolve(str(source))
+    with reading(f"predictor {source}", CheckpointError, "give a folder written by shape.train or a hub id"):
+        config = ShapeConfig.from_pretrained(where, **hub)
+        shape = typed(TreeShape, config.draft or {})
+        if min(size for size in (shape.depth, shape.width, shape.branching, shape.nodes) if size is not None) < 1:
+            raise ValueError(f"draft is {config.draft}")
+        known = None if config.target_identity is None else TargetIdentity.from_dict(config.target_identity)
+        found: Any = PREDICTORS[config.kind].from_pretrained(where, config=config, output_loading_info=True, **hub)
+    predictor, info = found
+    # transformers would fill in what is missing at random, and every draft would be refused.
+    if wrong := sorted({*info["missing_keys"], *info["unexpected_keys"], *map(str, info["mismatched_keys"])}):
+        raise CheckpointError(
+            f"the weights of predictor {source} are not those of its configuration ({', '.join(wrong[:3])} missing or "
+            "too many); it may be of another version of this package: train it anew"
+        )
+    vocabulary, size = predictor.draft_vocabulary, config.vocab_size if known is None else known.vocab_size
+    strange = vocabulary is not None and bool((vocabulary < 0).any() or (size and (vocabulary >= size).any()))
+    if strange or not all(bool(weight.isfinite().all()) for weight in predictor.parameters()):
+        raise CheckpointError(
+            f"the weights of predictor {source} are damaged: they hold numbers that are not finite, or tokens that the "
+            "target has not; copy them again, or train it anew"
+        )
+    return predictor.eval().requires_grad_(False)
+
+
+def draft_length(options: dict[str, Any], num_draft_tokens: int | None = None) -> int | None:
+    """Takes the length of a draft, under whatever name it is given, out of options.
+
+    Raises:
+        ConfigError: it is given twice.
+    """
+    given = [num_draft_tokens, *(options.pop(name, None) for name in _DRAFT_LENGTHS)]
+    found = [value for value in given if value is not None]
+    if len(found) > 1:
+        raise ConfigError(f"the length of a draft is given {len(found)} times; give num_draft_tokens alone")
+    return found[0] if found else None

@@ -1,0 +1,108 @@
+"""Options of commands that decode. Nothing heavy is imported, so that help is quick."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from shape.errors import ConfigError
+from shape.target.options import PairOptions
+from shape.verification.tree_shape import TreeShape
+
+
+@dataclass(frozen=True)
+class TypicalParameters:
+    """Of the rule typical-lossy.
+
+    Attributes:
+        epsilon: a token this likely is always accepted; at most 1.
+        delta: a token is accepted too where it has delta times exp(-entropy) of the target's probability.
+    """
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        if not (0 < self.epsilon <= 1 and self.delta > 0):
+            raise ConfigError(
+                f"typical-lossy has epsilon {self.epsilon:g} and delta {self.delta:g}; epsilon must be above 0 and at "
+                "most 1, delta above 0"
+            )
+
+
+@dataclass(frozen=True)
+class TrsParameters:
+    """Of the rule trs-lossy.
+
+    Attributes:
+        k: candidates per position.
+        depth: N, positions per step; k^N paths are scored.
+        threshold: share of the best path's joint probability that a path needs to be kept.
+    """
+
+    k: int = 3
+    depth: int = 3
+    threshold: float = 0.8
+
+    def __post_init__(self) -> None:
+        if min(self.k, self.depth) < 1 or not 0 < self.threshold <= 1:
+            raise ConfigError(
+                f"trs-lossy has k {self.k}, depth {self.depth} and threshold {self.threshold:g}; k and depth must be "
+                "at least 1, the threshold above 0 and at most 1"
+            )
+
+
+@dataclass
+class GenerateOptions(PairOptions):
+    """What to answer, and how.
+
+    Args:
+        prompt: the user's message; without one, a chat in a terminal, or the message from standard input.
+        predictor: folder, hub id or bundled name of a trained predictor, or of a smaller model of the target's tokens;
+            default: quickstart-shape, and beside a target none, so that suffix drafts.
+        target: path or hub id; default: the target that the predictor was trained for.
+        drafter: another drafter (for example suffix), several in one (suffix+shape), or none for autoregressive
+            decoding.
+        system: a system message before the first one.
+        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
+        max_new_tokens: longest answer.
+        temperature: 0 decodes greedily.
+        top_k: sample from the k likeliest tokens; 0 means all.
+        top_p: sample from the likeliest tokens that hold this probability.
+        seed: of the sampling; the same seed gives the same answer with every drafter.
+        acceptance: match; rejection or traversal, lossless too; Medusa's typical-lossy or the paper's trs-lossy.
+        typical_lossy: parameters of the rule typical-lossy.
+        trs_lossy: parameters of the rule trs-lossy.
+        eos_aware: let no answer end within its first four tokens.
+        dtype: of the target, for example float32 or bfloat16; default: its checkpoint's.
+        draft_device: where the predictor drafts, for example cuda:1 or cpu; default: beside the target.
+        tree: shape of the predictor's token tree; default: the predictor's own.
+        num_draft_tokens: length of the drafts of a smaller model: adaptive, cost, or a number.
+        pack: recipes to look up, by themselves (--drafter recipes) or before the predictor.
+        trace: write what became of every drafted and emitted token to this file, as JSON lines (of a chat: the last
+            answer's).
+        show_draft: colour the answer by what became of each token (shown when the answer is finished).
+        show_trace: print every step: what was drafted and what was accepted.
+    """
+
+    prompt: str | None = None
+    predictor: str | None = None
+    target: str | None = None
+    drafter: str | None = None
+    system: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    acceptance: str = "match"
+    typical_lossy: TypicalParameters = field(default_factory=TypicalParameters)
+    trs_lossy: TrsParameters = field(default_factory=TrsParameters)
+    eos_aware: bool = False
+    dtype: str | None = None
+    draft_device: str | None = None
+    tree: TreeShape | None = None
+    num_draft_tokens: str = "adaptive"
+    pack: str | None = None
+    trace: str | None = None
+    show_draft: bool = False
+    show_trace: bool = False

@@ -1,0 +1,88 @@
+"""The prompts of a batch in the cache, and what a session keeps of them from call to call."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shape.drafters.base import Committed, common_length
+from shape.generation.loop import Batch
+from shape.verification.cache import KVCache
+from shape.verification.forward import new_cache, prefill
+from shape.verification.tree import root_only
+
+# Cache slots allocated at first behind the prompt for new tokens and the tree under verification; grown on demand.
+_NEW_SLOTS, _TREE_SLOTS = 512, 64
+
+
+@dataclass
+class Memory:
+    """What decoding one sequence leaves for the next call: cache, the tokens that it holds, and their states.
+
+    Attributes:
+        tokens: ids in the first slots of the cache.
+        hidden: (1, len(tokens), F), the states that the drafter reads.
+        switched: whether the first tokens have the rotary table of long texts (see ``shape.target.rotary``).
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    hidden: Tensor | None = None
+    cache: KVCache | None = None
+    switched: bool = False
+
+    def take(self, prompt: list[int], switched: bool) -> tuple[KVCache, Tensor] | None:
+        """Cache and states, cut to what they have in common with a prompt; None where that is nothing, as it is with
+        a prompt that has the other rotary table.
+
+        They leave the memory, so that a call that breaks off leaves none rather than a wrong one.
+        """
+        cache, hidden, tokens, same_table = self.cache, self.hidden, self.tokens, self.switched == switched
+        self.keep([], None, None, False)
+        # The prompt's last token always goes through the target: its state says what comes next.
+        common = common_length(tokens, prompt[:-1])
+        if cache is None or hidden is None or common == 0 or not same_table:
+            return None
+        cache.set_lengths([common])
+        return cache, hidden[:, :common]
+
+    def keep(self, tokens: list[int], hidden: Tensor | None, cache: KVCache | None, switched: bool) -> None:
+        self.tokens, self.hidden, self.cache, self.switched = tokens, hidden, cache, switched
+
+
+def commit_prompts(
+    batch: Batch, room: int, memory: Memory | None = None, layers: Sequence[int] = (-1,)
+) -> tuple[KVCache, Committed, Tensor]:
+    """Prefill a batch and choose its first tokens. Samples of one prompt share its prefill.
+
+    Args:
+        room: new tokens to allocate slots for, up to a limit behind which they are grown on demand.
+        memory: of the call before, to go on from where the only prompt begins alike.
+
+    Returns:
+        The cache with the prompts, they with their first tokens, and the prompts' states, (B, T, F).
+    """
+    target, sampler, prompts = batch.target, batch.sampler, [sequence.prompt for sequence in batch.sequences]
+    slots = min(room, _NEW_SLOTS) + _TREE_SLOTS
+    distinct = {prompt: number for number, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+    lengths = [len(prompt) for prompt in distinct]
+    known = memory.take(prompts[0], target.switched(len(prompts[0]))) if memory is not None else None
+    if known is None:
+        cache = new_cache(target, batch.support, len(distinct), max(lengths) + slots)
+        padded = [[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in distinct]
+        hidden = prefill(target, cache, torch.tensor(padded, device=target.device), lengths, layers=layers)
+    else:
+        cache, before = known
+        batch.stats.reused_tokens += cache.longest
+        rest = torch.tensor([prompts[0][cache.longest :]], device=target.device)
+        hidden = torch.cat([before, prefill(target, cache, rest, lengths, layers=layers)], dim=1)
+    batch.stats.prompt_tokens += sum(lengths)
+    if len(distinct) < len(prompts):
+        index = torch.tensor([distinct[tuple(prompt)] for prompt in prompts], device=target.device)
+        cache.select(index)
+        hidden = hidden[index]
+    last = hidden[torch.arange(len(prompts), device=hidden.device), cache.lengths - 1]
+    sampler.settle(cache.lengths, prompts)
+    root = sampler.choose_roots(target.logits(last[:, None, -target.hidden_size :]), root_only(cache.lengths))
+    texts = [[*prompt, token] for prompt, token in zip(prompts, root.tolist(), strict=True)]
+    return cache, Committed(texts, cache.lengths + 1, root), hidden

@@ -1,0 +1,181 @@
+"""Drafters in static tensors, for steps of fixed shapes: nothing waits for the host, trees have one size."""
+
+from abc import ABC, abstractmethod
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shape.drafters import Drafter, OracleDrafter, TrainedDrafter
+from shape.drafters.base import Committed
+from shape.verification.cache import KVCache
+from shape.verification.sampling import Sampler
+from shape.verification.tree import TokenTree, ancestors, chain, root_only
+
+_TABLE = 256  # positions of an oracle's table come in multiples of this
+
+
+class StaticCache(KVCache):
+    """A cache of which attention always sees every slot; its ``lengths`` change in place and the host does not ask."""
+
+    def expect(self, nodes: int) -> None:
+        """The next forward is over this many nodes per sequence."""
+        self.slots.see_all(nodes)
+
+    def move(self, path: Tensor) -> None:
+        """Move the states of nodes ``path``, (B, D) int64, increasing, to the first slots behind the committed ones."""
+        starts = torch.arange(len(path), device=path.device)[:, None] * self.capacity + self.lengths[:, None]
+        old, new = (starts + path).flatten(), (starts + torch.arange(path.shape[1], device=path.device)).flatten()
+        for storage in self._storage.values():
+            tokens = storage.flatten(1, 2)
+            tokens.index_copy_(1, new, tokens.index_select(1, old))
+
+    def fill(self, other: KVCache, rows: Tensor) -> None:
+        """Take ``rows``, (R,) int64, of another cache; sequences behind them are empty."""
+        count, slots = len(rows), min(self.capacity, other.capacity)
+        for group, storage in self._storage.items():
+            storage[:, :count, :slots] = other._storage[group][:, :, :slots].index_select(1, rows)
+        self.lengths.zero_()
+        self.lengths[:count] = other.lengths[rows]
+
+
+@dataclass(frozen=True)
+class StaticTree(TokenTree):
+    """A tree that knows its ancestors and depths from the start: torch.compile does not look into cached properties."""
+
+    ancestors: Tensor = None  # type: ignore[assignment]
+    depth: Tensor = None  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, tree: TokenTree) -> "StaticTree":
+        above = ancestors(tree.parent)
+        return cls(tree.tokens, tree.parent, ancestors=above, depth=above.sum(-1) - 1)
+
+
+class StaticDrafter(ABC):
+    """What drafts from a state, (B, ...), that changes from step to step beside text and cache.
+
+    Attributes:
+        depth: drafted tokens on the longest path. nodes: of a tree, its root included. passes: see ``Drafter``.
+        contiguous: whether every tree is a chain, whose commits move nothing.
+        memory: keys and values of its own for committed positions, behind ``start``.
+    """
+
+    depth: int = 0
+    nodes: int = 1
+    passes: int = 0
+    contiguous: bool = True
+    memory: KVCache | None = None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal keys draft alike from equal states."""
+        return (type(self).__name__,)
+
+    @abstractmethod
+    def start(self, committed: Committed, hidden: Tensor) -> Tensor:
+        """The state behind a prefill (see ``Drafter.start``)."""
+
+    @abstractmethod
+    def draft(
+        self, state: Tensor, memory: StaticCache | None, lengths: Tensor, root: Tensor, sampler: Sampler
+    ) -> TokenTree:
+        """Trees of one size behind the roots (B,), texts being ``lengths`` (B,) long with them."""
+
+    def update(
+        self, state: Tensor, memory: StaticCache | None, tokens: Tensor, hidden: Tensor, counts: Tensor
+    ) -> Tensor:
+        """The state behind a step, see ``Drafter.update``; keys and values are written behind the memory's lengths."""
+        return state
+
+
+class NoDrafter(StaticDrafter):
+    """Autoregressive decoding."""
+
+    def start(self, committed: Committed, hidden: Tensor) -> Tensor:
+        return hidden.new_zeros(len(hidden), 0)
+
+    def draft(
+        self, state: Tensor, memory: StaticCache | None, lengths: Tensor, root: Tensor, sampler: Sampler
+    ) -> TokenTree:
+        return root_only(root)
+
+
+class StaticPredictor(StaticDrafter):
+    """Trees of a trained predictor; the state is its window, (B, W, F)."""
+
+    def __init__(self, drafter: TrainedDrafter) -> None:
+        self._drafter = copy(drafter)
+        self._drafter.tree = tree = replace(drafter.tree, threshold=0.0)
+        self._drafter.on_host = False
+        config = drafter.predictor.config
+        self.depth = tree.depth if config.step_mode == "recursive" else min(tree.depth, config.num_steps)
+        self.passes = self.depth
+        branching, expanded = tree.branching or tree.width, 1
+        for _ in range(self.depth):
+            self.nodes += expanded * branching
+            expanded = min(tree.width, expanded * branching)
+        self.contiguous = self.nodes == self.depth + 1
+        if tree.nodes is not None:
+            self.nodes = min(self.nodes, tree.nodes + 1)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return ("shape", id(self._drafter.predictor), self._drafter.tree)
+
+    def start(self, committed: Committed, hidden: Tensor) -> Tensor:
+        self._drafter.start(committed, hidden)
+        self.memory = self._drafter.arena
+        return self._drafter.window
+
+    def draft(
+        self, state: Tensor, memory: StaticCache | None, lengths: Tensor, root: Tensor, sampler: Sampler
+    ) -> TokenTree:
+        self._drafter.window, self._drafter.arena = state, memory
+        if memory is not None:
+            memory.expect(0)
+        return self._drafter.draft(Committed([], lengths, root), sampler)
+
+    def update(
+        self, state: Tensor, memory: StaticCache | None, tokens: Tensor, hidden: Tensor, counts: Tensor
+    ) -> Tensor:
+        self._drafter.window, self._drafter.arena = state, memory
+        if memory is not None:
+            memory.expect(hidden.shape[1])
+        self._drafter.append_states(tokens, hidden, counts)
+        return self._drafter.window
+
+
+class StaticOracle(StaticDrafter):
+    """Chains that an oracle foretells; the state is its drafts by position, (B, P) int64, -1 behind the last."""
+
+    def __init__(self, drafter: OracleDrafter) -> None:
+        self._drafter, self.depth, self.nodes = copy(drafter), drafter.depth, drafter.depth + 1
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return ("oracle", self.depth)
+
+    def start(self, committed: Committed, hidden: Tensor) -> Tensor:
+        self._drafter.start(committed, hidden)
+        drafts = self._drafter.drafts
+        width = -(-(max(map(len, drafts)) + 1) // _TABLE) * _TABLE  # the last is always -1
+        return torch.tensor([[*row, *[-1] * (width - len(row))] for row in drafts], device=hidden.device)
+
+    def draft(
+        self, state: Tensor, memory: StaticCache | None, lengths: Tensor, root: Tensor, sampler: Sampler
+    ) -> TokenTree:
+        positions = lengths[:, None] + torch.arange(self.depth, device=root.device)
+        drafts = state.gather(1, positions.clamp(max=state.shape[1] - 1))
+        tree = chain(root, drafts.clamp(min=0))
+        known = torch.cat([root[:, None] >= 0, drafts >= 0], dim=1)
+        return TokenTree(tree.tokens, tree.parent.masked_fill(~known, -1))
+
+
+def static_drafter(drafter: Drafter | None) -> StaticDrafter:
+    """The static form of a drafter that ``Drafter.why_not_fixed`` has nothing against."""
+    if isinstance(drafter, TrainedDrafter):
+        return StaticPredictor(drafter)
+    return StaticOracle(drafter) if isinstance(drafter, OracleDrafter) else NoDrafter()

@@ -1,0 +1,11 @@
+"""The networks by `ShapeConfig.kind`; trained, each is drafted with by a `shape.drafters.TrainedDrafter`."""
+
+from shape.networks.base import Predictor
+from shape.networks.block import BlockPredictor
+from shape.networks.eagle import EaglePredictor
+from shape.networks.medusa import MedusaPredictor
+from shape.networks.shape import ShapePredictor
+
+PREDICTORS: dict[str, type[Predictor]] = {
+    network.kind: network for network in (ShapePredictor, MedusaPredictor, EaglePredictor, BlockPredictor)
+}

@@ -1,0 +1,78 @@
+"""The size of a network: how many parameters it has, and the default sizes that follow from a target and its data.
+
+What each rule was measured by is in `eval/results/sizes`; docs/train.md explains it.
+
+- **Draft vocabulary**: the tokens that make up 99.5 % of the answers, from 2,048 to a quarter of the target's, and at
+  most 32,768. Reading the output embedding is most of what a small drafter costs, in decoding and in training.
+- **Width**: so that the network has a twenty-fifth of the weights that a step of the target reads. Acceptance length
+  grows with about the 0.04th power of the width, which is lost again where the network costs some 4 % of a step. Never
+  below 512 (or twice the hidden size, if that is less): small targets are bound by calls and not by bytes. Never above
+  the hidden size otherwise: wider ones were not measured, and take much memory to train.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from shape.data.statistics import Text
+from shape.errors import ConfigError
+from shape.networks.config import ShapeConfig
+from shape.networks.registry import PREDICTORS
+from shape.target.size import Size
+
+_SMALLEST_VOCABULARY, _LARGEST_VOCABULARY = 2048, 32_768
+_VOCABULARY_SHARE = 4  # of the vocabulary, at most its quarter
+_VOCABULARY_UNIT = 256
+_READ_SHARE = 25  # of what the target's step reads, a twenty-fifth
+_NARROWEST, _WIDTH_UNIT = 512, 64
+
+
+def parameters(config: ShapeConfig) -> int:
+    """Trainable parameters of a network of this configuration."""
+    with torch.device("meta"):
+        network = PREDICTORS[config.kind](config)
+    return sum(weight.numel() for weight in network.parameters())
+
+
+def draft_vocab_size(size: Size, text: Text | None) -> int | None:
+    """Tokens to draft from; None, which is all, where the target has few.
+
+    Args:
+        text: of the data; without, as many as there can be.
+    """
+    if size.vocab_size <= _SMALLEST_VOCABULARY:
+        return None
+    most = max(_SMALLEST_VOCABULARY, min(size.vocab_size // _VOCABULARY_SHARE, _LARGEST_VOCABULARY))
+    wanted = most if text is None or text.covering is None else text.covering
+    return min(max(-(-wanted // _VOCABULARY_UNIT) * _VOCABULARY_UNIT, _SMALLEST_VOCABULARY), most)
+
+
+def draft_vocabulary(texts: Iterable[tuple[Tensor, Tensor]], size: int, vocab_size: int) -> Tensor:
+    """The tokens worth drafting, (size,) int64 in rising order: the most frequent among supervised ones.
+
+    Args:
+        texts: (input_ids, loss_mask) of each conversation, (T,) both.
+        size: how many to keep; of equally frequent ones, those of lower number.
+
+    Raises:
+        ConfigError: the target has fewer tokens.
+    """
+    if size > vocab_size:
+        raise ConfigError(f"predictor.draft_vocab_size is {size}, and the target has {vocab_size} tokens; give fewer")
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for input_ids, loss_mask in texts:
+        counts += input_ids[loss_mask].long().bincount(minlength=vocab_size)
+    return counts.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def width(size: Size, parameters: Callable[[int], int]) -> int:
+    """The predictor's inner width.
+
+    Args:
+        parameters: of the network at a width.
+    """
+    narrowest = min(_NARROWEST, 2 * size.hidden_size)
+    choices = range(narrowest, max(narrowest, size.hidden_size) + 1, _WIDTH_UNIT)
+    return choices[max(bisect_right(choices, size.read / _READ_SHARE, key=parameters) - 1, 0)]

@@ -1,0 +1,146 @@
+"""Chats as the target reads and writes them: messages, its chat template, and their token ids."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal, cast
+
+from transformers import PreTrainedTokenizerBase
+
+from shape.errors import DataError
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a chat.
+
+    Attributes:
+        finished: False for an answer that was cut before its end-of-turn token.
+        more: what else chat templates read: `reasoning_content` (str), `tool_calls` (as in OpenAI's protocol, with
+            their arguments as objects), `tool_call_id` and `name`.
+        learned: False for an answer that is context alone, with no loss on it (`"weight": 0`).
+    """
+
+    role: Role
+    content: str
+    finished: bool = True
+    more: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    learned: bool = field(default=True, repr=False)
+
+    @property
+    def reasoning(self) -> str:
+        return self.more.get("reasoning_content", "")
+
+    @property
+    def chat(self) -> dict[str, Any]:
+        """The message as chat templates take it; reasoning under both names in use."""
+        thinking = {"thinking": self.reasoning} if self.reasoning else {}
+        return {"role": self.role, "content": self.content, **self.more, **thinking}
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message | Mapping[str, Any]],
+    add_generation_prompt: bool = False,
+    template: Mapping[str, Any] | None = None,
+) -> str:
+    """The messages in the target's chat template.
+
+    Args:
+        template: what it is given beside the messages: `tools`, `enable_thinking`, ...
+
+    Raises:
+        DataError: there is no template, or it refuses the messages.
+    """
+    given = template or {}
+    template_of(tokenizer, given)
+    chat = [dict(message.chat if isinstance(message, Message) else message) for message in messages]
+    try:
+        return cast(
+            str,
+            tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=add_generation_prompt, **given),
+        )
+    except Exception as error:  # a template is a program and may raise anything
+        roles = ", ".join(str(message.get("role")) for message in chat) or "no message"
+        raise DataError(f"the chat template of {name_of(tokenizer)} refuses the turns {roles}: {error}") from None
+
+
+def prompt_ids(
+    prompt: Sequence[Message | Mapping[str, Any]] | str,
+    tokenizer: PreTrainedTokenizerBase,
+    template: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Token ids that an answer follows: messages in the chat template, or raw text as it is.
+
+    Decoding, regeneration and training all use these ids. Raises DataError as `render` does.
+    """
+    if isinstance(prompt, str):
+        return [*first_tokens(tokenizer), *tokenizer(prompt, add_special_tokens=False).input_ids]
+    text = render(tokenizer, prompt, add_generation_prompt=True, template=template)
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def answer_message(ids: list[int], tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any] | None) -> Message:
+    """An answer, (T,) token ids up to its end token, as the message that a chat continues from.
+
+    Reasoning becomes `reasoning_content` where the template has a place for it; otherwise it stays in the content, as
+    templates that cut it out themselves expect.
+    """
+    given = dict(template or {})
+    if tokenizer.chat_template:
+        options = json.dumps(given, sort_keys=True, default=str)
+        if form := _answer_form(tokenizer, template_of(tokenizer, given), options):
+            whole = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            if found := form.fullmatch(cast(str, whole)):
+                return Message("assistant", found[2], more={"reasoning_content": found[1]} if found[1] else {})
+    text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return Message("assistant", cast(str, text))
+
+
+@lru_cache(maxsize=8)
+def _answer_form(tokenizer: PreTrainedTokenizerBase, source: str, template: str) -> re.Pattern[str] | None:
+    """Matches answers with reasoning, (1), before the content, (2), as the template itself writes them; None where it
+    writes no reasoning.
+    """
+    del source  # part of the cache's key: tokenizers are compared by identity, and their template may be replaced
+    answer = Message("assistant", "slotcontent", more={"reasoning_content": "slotreasoning"})
+    messages, given = [Message("user", "question"), answer], json.loads(template)
+    try:
+        prompt = render(tokenizer, messages[:1], add_generation_prompt=True, template=given)
+        whole = render(tokenizer, messages, template=given)
+    except DataError:
+        return None
+    shown = whole[len(prompt) :] if whole.startswith(prompt) else ""
+    found = re.fullmatch(r"(.*)slotreasoning(.*)slotcontent.*", shown, re.DOTALL)
+    before, between = (part.strip() for part in found.groups()) if found else ("", "")
+    if not between:
+        return None
+    return re.compile(rf"\s*{re.escape(before)}\s*(.*?)\s*{re.escape(between)}\s*(.*)", re.DOTALL)
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase, given: Mapping[str, Any]) -> str:
+    """The source of the chat template that is used with these options. Raises DataError if there is none."""
+    try:
+        template = tokenizer.get_chat_template(tools=given.get("tools"))
+    except ValueError:
+        template = None
+    if not template:
+        raise DataError(
+            f"the tokenizer of {name_of(tokenizer)} has no chat template; use an instruction-tuned target, put "
+            "a chat_template.jinja into its folder, or give plain text or prompt + completion rows"
+        )
+    return template
+
+
+def first_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer puts before raw text (a beginning-of-text token, or several), without what it puts behind."""
+    bare, whole = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
+    return next((whole[:at] for at in range(len(whole)) if whole[at : at + len(bare)] == bare), [])
+
+
+def name_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    return tokenizer.name_or_path or type(tokenizer).__name__

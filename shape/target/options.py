@@ -1,0 +1,53 @@
+"""The options by which every command reads a target. Nothing heavy is imported, so that help is quick.
+
+They have no methods: jsonargparse would take public ones for commands.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(kw_only=True)
+class TargetOptions:
+    """How a target is read, in the words of transformers' `from_pretrained`.
+
+    Attributes:
+        revision: branch, tag or commit of the target's hub repository.
+        token: for hub repositories that are not public; default: the one that you are logged in with, or HF_TOKEN.
+        trust_remote_code: run code that comes with the target.
+        attn_implementation: the target's attention, for example sdpa, eager or flash_attention_2.
+        quantization_config: how the target's weights are quantised when it is loaded, for example
+            '{quant_method: bitsandbytes, load_in_4bit: true}'.
+        target_options: whatever else transformers takes, for example '{variant: fp16, subfolder: model}'.
+    """
+
+    revision: str | None = None
+    token: str | None = field(default=None, repr=False)
+    trust_remote_code: bool = False
+    attn_implementation: str | None = None
+    quantization_config: dict[str, Any] | None = None
+    target_options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class PlacedOptions(TargetOptions):
+    """How a target is read, and where it is put.
+
+    Attributes:
+        device: where the target is put, for example cpu or cuda:1; default: on a GPU where there is one.
+        device_map: the same in transformers' words, to spread it: auto, or in YAML a device for each part.
+    """
+
+    device: str | None = None
+    device_map: str | dict[str, str | int] | None = None
+
+
+@dataclass(kw_only=True)
+class PairOptions(PlacedOptions):
+    """How a target and its predictor are read, and where the target is put.
+
+    Attributes:
+        predictor_revision: branch, tag or commit of the predictor's hub repository.
+    """
+
+    predictor_revision: str | None = None

@@ -1,0 +1,58 @@
+"""How large a target is: counted from its configuration alone, or from the loaded model."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a target.
+
+    Attributes:
+        parameters: all of them.
+        active: parameters that one token's forward multiplies with, without the output embedding.
+        hidden_size: width of a state.
+        attention: operations per token and token before it.
+        vocab_size: tokens of the vocabulary.
+        positions: longest text; None has no limit.
+    """
+
+    parameters: float
+    active: float
+    hidden_size: int
+    attention: float = 0.0
+    vocab_size: int = 0
+    positions: int | None = None
+
+    @property
+    def read(self) -> float:
+        """Weights that a step of one token reads, the output embedding among them."""
+        return self.active + self.hidden_size * self.vocab_size
+
+
+def size_of(target: PretrainedConfig | PreTrainedModel, trust_remote_code: bool = False) -> Size:
+    """Of a model, or from a configuration alone: the model is then made without memory for its weights."""
+    if isinstance(target, PreTrainedModel):
+        model = target
+    else:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(target, trust_remote_code=trust_remote_code)
+    text = model.config.get_text_config()
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    outside = {id(weight): weight.numel() for each in (embedding, head) for weight in each.parameters()}
+    parameters = sum(weight.numel() for weight in model.parameters())
+    experts = sum(weight.numel() for name, weight in model.named_parameters() if ".experts." in name)
+    # A token is sent to a few of a mixture's experts.
+    count = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
+    used = experts * (getattr(text, "num_experts_per_tok", None) or count) / count
+    width = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    return Size(
+        parameters=parameters,
+        active=parameters - sum(outside.values()) - experts + used,
+        hidden_size=text.hidden_size,
+        attention=4.0 * width * text.num_hidden_layers,
+        vocab_size=text.vocab_size,
+        positions=getattr(text, "max_position_embeddings", None),
+    )

@@ -1,0 +1,105 @@
+"""Checkpoints: written as a whole, the one before kept, checked before they are resumed from, and of which run."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+import torch
+from pytorch_lightning.plugins.io import TorchCheckpointIO
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
+
+from shape.errors import CheckpointError
+from shape.files import written_whole
+
+# May change between a run and its resumption, the last two to go on where it diverged; all else would make it another
+# run.
+_FREE_TO_CHANGE = {"steps", "max_minutes", "checkpoint_every", "workers", "learning_rate", "gradient_clip_val"}
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint as a whole, and keeps the one before it: one of the two is sound, whatever happens."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        final = Path(path)
+        with written_whole(final) as temporary:
+            with open(temporary, "wb") as file:
+                torch.save(checkpoint, file)
+            if final.exists():
+                os.replace(final, _before(final))
+
+
+def _before(path: Path) -> Path:
+    """The name of the checkpoint before this one."""
+    return path.with_name(f"{path.stem}.before{path.suffix}")
+
+
+def sound_checkpoint(path: Path) -> Path:
+    """The checkpoint itself, or the one before it where it is damaged or was lost while being replaced.
+
+    Raises:
+        CheckpointError: there is none, or none whose checksums are right.
+    """
+    present = [each for each in (path, _before(path)) if each.is_file()]
+    if not present:
+        raise CheckpointError(f"there is no checkpoint {path} to resume from; leave out --ckpt_path to start anew")
+    for each in present:
+        if _is_sound(each):
+            return each
+    raise CheckpointError(
+        f"checkpoint {' and '.join(map(str, present))} is damaged or no checkpoint at all; give another one, or leave "
+        "out --ckpt_path to train anew: features and answers are kept"
+    )
+
+
+def _is_sound(checkpoint: Path) -> bool:
+    """Whether a file of torch.save holds what was written; torch itself does not look at its checksums."""
+    try:
+        with ZipFile(checkpoint) as file:
+            return file.testzip() is None
+    except Exception:  # a damaged directory of the archive has errors of many kinds
+        return False
+
+
+def checkpoint_to_resume(name: str | None, output: Path) -> str | None:
+    """The checkpoint to resume from; "last" is the one in the output folder."""
+    if name is None:
+        return None
+    path = output / "checkpoints/last.ckpt" if name == "last" else Path(name)
+    if (found := sound_checkpoint(path)) != path:
+        said = f"checkpoint {path} is damaged or lost; going on from the one before, {found}"
+        rank_zero_only(print)(said, flush=True)
+    return str(found)
+
+
+@rank_zero_only
+def set_aside(folder: Path) -> None:
+    """Rename an earlier run's checkpoints, so that `--ckpt_path last` can never mean another run's."""
+    if not any(folder.glob("last*.ckpt")):
+        return
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    folder.rename(aside)
+    print(f"an earlier run's checkpoints are now in {aside} (--ckpt_path last would have continued it)", flush=True)
+
+
+def require_same_run(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Raises CheckpointError, with every difference, for a checkpoint of a run with another recipe."""
+    if differences := _differences(saved, current):
+        raise CheckpointError(
+            f"the checkpoint is of another run: {', '.join(differences)}; resume with the options it was made "
+            "with, or train anew without --ckpt_path"
+        )
+
+
+def _differences(saved: Mapping[str, Any], current: Mapping[str, Any], prefix: str = "") -> list[str]:
+    found = []
+    for name in sorted(saved.keys() | current.keys()):
+        old, new = saved.get(name), current.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found += _differences(old, new, f"{prefix}{name}.")
+        elif old != new and name not in _FREE_TO_CHANGE:
+            found.append(f"{prefix}{name} was {old} and is {new}")
+    return found

@@ -1,0 +1,342 @@
+"""Options of `shape.train`: dataclasses whose fields are the command line's and the configuration files' names."""
+
+import math
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from shape.data.regeneration import AnswerOptions
+from shape.drafters import TreeShape
+from shape.errors import ConfigError
+from shape.features.options import FeatureOptions, StorageOptions
+from shape.features.trainer import TrainerOptions
+from shape.target.options import TargetOptions
+
+QUICKSTART_TARGET = "quickstart-target"
+STATE_LOSSES = ("mse", "smooth_l1")
+LOGIT_LOSSES = ("soft_cross_entropy", "kl", "total_variation", "negative_log_acceptance", "sinkhorn")
+
+Logger = Literal["csv", "tensorboard", "wandb", "mlflow", "none"]
+
+
+@dataclass
+class PredictorOptions:
+    """The network; see `shape.networks.config.ShapeConfig`, whose fields of the same names these become.
+
+    Attributes:
+        kind: shape, or a baseline: medusa, eagle, block (DFlash, DSpark), which have a window of one state and fix
+            step_mode and token_conditioning. Or model, a small language model of the target's tokens, which reads no
+            states and of these options num_layers, num_heads and intermediate_size alone: the width of its states.
+        window: known states that the predictor reads.
+        intermediate_size: its width; null follows from the target (`shape.networks.sizing`), and is twice its hidden
+            size for baselines.
+        num_layers: residual blocks at that width; decoder layers of block.
+        attention: SHAPE's steps also attend to all known positions.
+        num_heads: attention heads; null makes them 64 wide.
+        num_steps: steps that training unrolls.
+        step_mode: all steps from one window, or one network applied again to its own prediction.
+        token_conditioning: read no token, the last committed one, or each token of the drafted path.
+        refinement: what is done to a raw prediction.
+        refinement_dim: width of the reduced space.
+        refinement_epsilon: entropic regularisation.
+        refinement_alpha: share of the refined state.
+        refinement_alpha_learned: learn the share, starting from it.
+        refinement_readout: what is read of the transport plan.
+        refinement_iterations: Sinkhorn iterations.
+        refinement_last_update: which marginal is exact in the end.
+        dropout: probability.
+        feature_layers: layers of the target that are read; the last is -1.
+        draft_vocab_size: draft from so many of the most frequent tokens only; null drafts from all, auto from as many
+            as target and data suggest (`shape.networks.sizing`).
+        markov_rank: rank of a bias by the token before, for steps that do not read it; 0 is none.
+        coupling: keep the steps' marginals under the bias, by a coupling over so many candidates; 0 does not.
+        confidence: estimate where the target will agree, for dynamic trees.
+        own_heads: output embeddings of medusa's and eagle's own, started from the target's.
+    """
+
+    kind: Literal["shape", "medusa", "eagle", "block", "model"] = "shape"
+    window: int = 8
+    intermediate_size: int | None = None
+    num_layers: int = 1
+    attention: bool = False
+    num_heads: int | None = None
+    num_steps: int = 8
+    step_mode: Literal["parallel", "recursive"] = "parallel"
+    token_conditioning: Literal["none", "root", "path"] = "root"
+    refinement: Literal["none", "affine", "sinkhorn"] = "none"
+    refinement_dim: int = 128
+    refinement_epsilon: float = 0.1
+    refinement_alpha: float = 0.5
+    refinement_alpha_learned: bool = False
+    refinement_readout: Literal["marginal", "barycentric"] = "marginal"
+    refinement_iterations: int = 10
+    refinement_last_update: Literal["column", "row"] = "row"
+    dropout: float = 0.0
+    feature_layers: list[int] = field(default_factory=lambda: [-1])
+    draft_vocab_size: int | Literal["auto"] | None = "auto"
+    markov_rank: int = 64
+    coupling: int = 0
+    confidence: bool = False
+    own_heads: bool = False
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Weights of the losses (`shape.training.losses`), and the factor by which each further step counts less.
+
+    Attributes:
+        mse: weight of the mean squared error of states (the paper's).
+        smooth_l1: weight of the Huber loss of states (EAGLE's).
+        soft_cross_entropy: weight of the cross-entropy of the target's distribution (the paper's).
+        kl: weight of the Kullback-Leibler divergence, which has the same gradient.
+        total_variation: weight of the distance that one minus acceptance is.
+        negative_log_acceptance: weight of the logarithm of acceptance.
+        sinkhorn: weight of the transport loss; off by default.
+        step_decay: factor by which each further step counts less; 1 counts all alike.
+        sinkhorn_scale: squared distance at which a mistake costs all, in units of the mean one.
+        sinkhorn_epsilon: entropic regularisation of the transport loss.
+        sinkhorn_support: the target's likeliest tokens, between which mass is moved.
+        sinkhorn_iterations: of the transport loss.
+
+    Raises:
+        ConfigError: a negative weight, no weight at all, or a parameter out of range.
+    """
+
+    mse: float = 0.0
+    smooth_l1: float = 0.5
+    soft_cross_entropy: float = 1.0
+    kl: float = 0.0
+    total_variation: float = 0.0
+    negative_log_acceptance: float = 0.0
+    sinkhorn: float = 0.0
+    step_decay: float = 0.8
+    sinkhorn_scale: float = 1.0
+    sinkhorn_epsilon: float = 0.1
+    sinkhorn_support: int = 16
+    sinkhorn_iterations: int = 10
+
+    def __post_init__(self) -> None:
+        weights = {name: getattr(self, name) for name in (*STATE_LOSSES, *LOGIT_LOSSES)}
+        for name, weight in weights.items():
+            if not (math.isfinite(weight) and weight >= 0):
+                raise ConfigError(f"the weight of the loss {name} is {weight}: it has to be 0 or more")
+        if not any(weights.values()):
+            raise ConfigError(f"all losses have weight 0: give one of {', '.join(weights)} a positive weight")
+        if not 0 < self.step_decay <= 1:
+            raise ConfigError(f"step_decay is {self.step_decay}: it has to be greater than 0 and at most 1")
+        for name in ("sinkhorn_scale", "sinkhorn_epsilon"):
+            if not (math.isfinite(value := getattr(self, name)) and value > 0):
+                raise ConfigError(f"{name} is {value}: it has to be greater than 0")
+        for name in ("sinkhorn_support", "sinkhorn_iterations"):
+            if (count := getattr(self, name)) < 1:
+                raise ConfigError(f"{name} is {count}: it has to be 1 or more")
+
+    @property
+    def on_states(self) -> dict[str, float]:
+        """The positive weights of losses that compare hidden states."""
+        return {name: weight for name in STATE_LOSSES if (weight := getattr(self, name)) > 0}
+
+    @property
+    def on_logits(self) -> dict[str, float]:
+        """The positive weights of losses that compare distributions: without any, no logits are needed."""
+        return {name: weight for name in LOGIT_LOSSES if (weight := getattr(self, name)) > 0}
+
+
+@dataclass
+class TrainingOptions:
+    """How the predictor is optimised.
+
+    Attributes:
+        steps: optimiser steps; null follows from the data (`shape.training.defaults`).
+        batch_size: positions (roots) per optimiser step, over all processes and accumulated parts together.
+        optimizer: "adamw", or "muon" for the network's matrices (its updates scaled to AdamW's size, so that the
+            learning rate means the same) and AdamW for all else.
+        learning_rate: its peak, reached after `warmup_steps`.
+        warmup_steps: steps over which the learning rate rises to its peak.
+        decay: how the learning rate falls to zero over the remaining steps.
+        weight_decay: on matrices only; biases, gates and norms are left alone.
+        noise: standard deviation of uniform noise on the input states, in units of each state's root mean square.
+            Off by default: `python -m shape.train --training.noise 0.2` was no better within its interval.
+        ema: validate and export an exponential moving average of the weights, with this decay per step; null takes the
+            weights themselves.
+        max_minutes: stop after so long and shrink the learning rate's schedule to fit; such a run depends on
+            the machine's speed and cannot be reproduced bit by bit.
+        conversations: learn from so many of the conversations alone, evenly chosen; null is all. For learning curves,
+            which say whether more data would help.
+        checkpoint_every: steps between resumable checkpoints.
+        workers: processes that read features ahead; 0 reads in the training process.
+    """
+
+    steps: int | None = None
+    batch_size: int = 1024
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    learning_rate: float = 1e-3
+    warmup_steps: int = 50
+    decay: Literal["cosine", "linear", "none"] = "cosine"
+    weight_decay: float = 0.01
+    noise: float = 0.0
+    ema: float | None = None
+    max_minutes: float | None = None
+    conversations: int | None = None
+    checkpoint_every: int = 100
+    workers: int = 0
+
+    def check(self) -> None:
+        """Raises ConfigError for the first value out of range."""
+        for name in ("steps", "batch_size", "checkpoint_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"training.{name} is {value}; give a positive number")
+        for name in ("warmup_steps", "weight_decay", "noise", "workers"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"training.{name} is {getattr(self, name)}; give 0 or more")
+        if self.conversations is not None and self.conversations < 1:
+            raise ConfigError(f"training.conversations is {self.conversations}; give a positive number or null")
+        if not 0 < self.learning_rate < 1:
+            raise ConfigError(f"training.learning_rate is {self.learning_rate}; give a value between 0 and 1")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ConfigError(f"training.ema is {self.ema}; give a decay between 0 and 1, or null")
+        if self.max_minutes is not None and self.max_minutes <= 0:
+            raise ConfigError(f"training.max_minutes is {self.max_minutes}; give a positive number or null")
+
+
+@dataclass
+class ValidationOptions:
+    """Decoding during training, by which the best weights are chosen.
+
+    Attributes:
+        prompts: how many, from the validation data.
+        max_new_tokens: per prompt.
+        every: steps between measurements; null is a fifth of all.
+    """
+
+    prompts: int = 32
+    max_new_tokens: int = 64
+    every: int | None = None
+
+
+@dataclass
+class MeasurementOptions:
+    """The comparison with autoregressive decoding that ends the run.
+
+    Attributes:
+        prompts: JSON lines with prompts; null is the bundled bench split for bundled data, and otherwise every other
+            validation conversation, which then chooses no weights.
+        limit: at most so many; 0 measures nothing.
+        max_new_tokens: per prompt.
+        temperature: 0 decodes greedily.
+    """
+
+    prompts: str | None = None
+    limit: int = 24
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+
+
+@dataclass
+class TrainOptions(TargetOptions):
+    """What to train, on what, to where.
+
+    Attributes:
+        target: folder or hub id of the target, or quickstart-target, which ships.
+        data: file, folder or hub dataset with conversations; null is the data that ships.
+        validation_data: conversations to validate on, and to measure on at the end; null is those that ship, or a part
+            held out of `data`.
+        output: folder of the exported predictor; checkpoints, logs and features go below it.
+        regenerate: let the target answer the prompts of `data` itself, and learn from its answers (kept in the
+            features folder); false learns from the answers as they are, which is right where shape.regenerate or a
+            server wrote them.
+        features: folder of stored features, or an address that fsspec knows (s3://...), made by shape.extract or by an
+            earlier run, or to be filled; null is `features` in the output folder.
+        online: compute features in each training step and store none.
+        shard_target: each of several processes keeps its part of the target's weights (FSDP), and they gather a block
+            when it is computed; for targets that one device cannot hold. Online, on answers that are there already.
+        chat_template_kwargs: given to the target's chat template with every conversation and prompt, for example
+            {"enable_thinking": false}; a row's own go before them.
+        max_length: tokens kept of each conversation; null is 1,024, or as many as the target has positions.
+        limit: at most so many conversations.
+        skip_bad_rows: count malformed rows and go on.
+        seed: of weights, order, noise and dropout.
+        target_dtype: dtype to run the target in; null is its checkpoint's own.
+        ckpt_path: resume from this checkpoint; "last" is the one in the output folder.
+        logger: where metrics go: csv, tensorboard, wandb, mlflow, several of these in a list, or none.
+        predictor: the network.
+        tree: default shape of the drafts.
+        losses: weights of the losses.
+        training: optimisation.
+        validation: decoding during training.
+        measurement: the comparison at the end.
+        regeneration: how the target answers; an answer is at most half of `max_length`.
+        extraction: how features are stored.
+        trainer: devices, precision and so on, as Lightning's Trainer has them.
+    """
+
+    target: str = QUICKSTART_TARGET
+    data: str | None = None
+    validation_data: str | None = None
+    regenerate: bool = True
+    output: str = "checkpoints/shape"
+    features: str | None = None
+    online: bool = False
+    shard_target: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    max_length: int | None = None
+    limit: int | None = None
+    skip_bad_rows: bool = False
+    seed: int = 0
+    target_dtype: str | None = None
+    ckpt_path: str | None = None
+    logger: Logger | list[Logger] = field(default_factory=lambda: ["csv", "tensorboard"])
+    predictor: PredictorOptions = field(default_factory=PredictorOptions)
+    tree: TreeShape = field(default_factory=lambda: TreeShape(depth=8, width=2, nodes=12))
+    losses: Losses = field(default_factory=Losses)
+    training: TrainingOptions = field(default_factory=TrainingOptions)
+    validation: ValidationOptions = field(default_factory=ValidationOptions)
+    measurement: MeasurementOptions = field(default_factory=MeasurementOptions)
+    regeneration: AnswerOptions = field(default_factory=AnswerOptions)
+    extraction: StorageOptions = field(default_factory=StorageOptions)
+    trainer: TrainerOptions = field(default_factory=TrainerOptions)
+
+    @property
+    def loggers(self) -> list[str]:
+        """Names of the loggers, none of them "none"."""
+        given = [self.logger] if isinstance(self.logger, str) else self.logger
+        return [name for name in given if name != "none"]
+
+    @property
+    def uses_bundled_answers(self) -> bool:
+        """The conversations that ship come with the answers of the target that ships."""
+        return self.data is None and self.target == QUICKSTART_TARGET
+
+    def check(self) -> None:
+        """Raises ConfigError for options that contradict each other or are out of range, before anything is loaded."""
+        self.training.check()
+        self.regeneration.check()
+        if self.training.optimizer == "muon" and self.trainer.strategy.startswith("fsdp"):
+            raise ConfigError("muon takes whole matrices, and fsdp cuts them; give --training.optimizer adamw, or ddp")
+        if self.training.ema is not None and self.trainer.strategy.startswith("fsdp"):
+            raise ConfigError("ema averages whole networks, and fsdp cuts them; leave it out, or give ddp")
+        if self.online and self.features is not None:
+            raise ConfigError("online and features are both given; choose one: online computes what features stores")
+        if self.shard_target and (not self.online or self.regenerate):
+            raise ConfigError(
+                "shard_target shares out the target within training, which neither stores its features nor answers "
+                "with it; give --online true, --regenerate false, and data with its answers (shape.regenerate)"
+            )
+        for name in ("prompts", "max_new_tokens", "every"):
+            value = getattr(self.validation, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"validation.{name} is {value}; give a positive number")
+        if self.measurement.limit < 0 or self.measurement.max_new_tokens < 1 or self.measurement.temperature < 0:
+            raise ConfigError("measurement needs limit >= 0, max_new_tokens >= 1 and temperature >= 0; correct them")
+        for name in {"wandb", "mlflow"} & set(self.loggers):
+            if find_spec(name) is None:
+                raise ConfigError(f"the logger {name} is not installed; pip install {name}, or give another --logger")
+
+    def feature_options(self) -> FeatureOptions:
+        return FeatureOptions(
+            max_length=self.max_length,
+            layers=self.predictor.feature_layers,
+            skip_bad_rows=self.skip_bad_rows,
+            **asdict(self.extraction),
+        )

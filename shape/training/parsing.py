@@ -1,0 +1,56 @@
+"""`TrainOptions` from the command line and from YAML files. Precedence: CLI > --config files > defaults."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import ArgumentParser
+
+from shape import bundled
+from shape.errors import ConfigError, exit_on_error
+from shape.files import reading
+from shape.training.options import QUICKSTART_TARGET, TrainOptions
+
+DRY_RUN = ("--dry_run", "--dry-run")
+
+
+def parser(defaults: Path | None) -> ArgumentParser:
+    """The command's options; those of the file `defaults` go before the dataclasses' own."""
+    parser = ArgumentParser(
+        prog="python -m shape.train",
+        description="From conversations to an exported predictor with its measured speed-up.",
+        default_config_files=[str(defaults)] if defaults else None,
+    )
+    parser.add_argument("--config", action="config", help="a YAML file with these options")
+    parser.add_argument(*DRY_RUN, action="store_true", help="say what the training would take, and do nothing")
+    parser.add_class_arguments(TrainOptions, as_group=False)
+    return parser
+
+
+def parse(arguments: Sequence[str]) -> TrainOptions:
+    """Options from the command line. The quickstart's sizes are for its own target and no other."""
+    with exit_on_error():
+        defaults = bundled.path("configs", "quickstart.yaml")
+    first = [argument for argument in arguments if not argument.startswith("--print_config")]
+    is_bundled = parser(defaults).parse_args(first).target == QUICKSTART_TARGET
+    reader = parser(defaults if is_bundled else None)
+    return as_options(reader.instantiate(reader.parse_args(arguments)).as_dict())
+
+
+def as_options(values: Mapping[str, Any]) -> TrainOptions:
+    """Out of all that the parser knows."""
+    return TrainOptions(**{name: value for name, value in values.items() if name not in ("config", "dry_run")})
+
+
+def read_options(file: str) -> TrainOptions:
+    """Of one run, as `python -m shape.train --config FILE` reads them.
+
+    Raises:
+        ConfigError: it is no file with options.
+    """
+    with reading(file, ConfigError, "give a YAML file with options of shape.train"):
+        values = yaml.safe_load(Path(file).read_text())
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} has no options; give a YAML file with options of shape.train")
+    return parse([f"--config={file}"])

@@ -1,0 +1,282 @@
+"""Before training: the target, the conversations it is taught by, and what it is validated and measured on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, cast
+
+import pytorch_lightning as pl
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+
+from shape import bundled
+from shape.data.conversations import Conversation, Prompt, evenly
+from shape.data.encoding import encode_row
+from shape.data.reading import load_conversations, load_prompts
+from shape.data.regeneration import answers_file, own_answers
+from shape.data.statistics import Text, counted
+from shape.errors import ConfigError, DataError, FeatureStoreError
+from shape.features.extraction import place, rows_of
+from shape.features.manifest import MANIFEST, refuse_others
+from shape.features.storage import Storage
+from shape.generation.answers import LocalBackend
+from shape.generation.decoder import ShapeDecoder
+from shape.target.loading import of_target
+from shape.target.model import Target, announce
+from shape.target.size import size_of
+from shape.training.batches import derive_seed
+from shape.training.defaults import network_config, resolve
+from shape.training.forecast import Forecast
+from shape.training.options import TrainOptions
+
+_HELD_OUT_SHARE = 0.1
+_TEXT_PROMPT = 32  # tokens of a text that prompt for the rest
+
+
+@dataclass(frozen=True)
+class Material:
+    """What is learned from and validated on: the same for runs that differ in their network and its optimisation alone.
+
+    Attributes:
+        runs: the options of each, resolved.
+        conversations: each of one text, as `rows_of` makes them.
+        held_out: numbers of those that are validated on, or measured on.
+        for_validation: those, or others, that choose the weights.
+        prompts: of the measurement at the end; they chose nothing.
+        home: where features and answers lie.
+        trainer: runs the target beforehand.
+    """
+
+    runs: list[TrainOptions]
+    target: Target
+    conversations: list[Conversation]
+    held_out: set[int]
+    for_validation: list[Conversation]
+    prompts: list[Prompt]
+    home: Storage
+    trainer: pl.Trainer
+
+
+def prepare(runs: Sequence[TrainOptions], home: Storage) -> Material:
+    """Target and data of runs that share them, and every check of their options that needs these.
+
+    Args:
+        home: where features lie, or will; answers too.
+
+    Raises:
+        ConfigError, DataError, UnsupportedTarget, FeatureStoreError: what cannot be trained on.
+    """
+    options = runs[0]
+    trainer = options.trainer.for_extraction()
+    target = load_target(options, trainer)
+    if target.tokenizer is None:
+        raise DataError(f"target {target.name} has no tokenizer, and conversations are text; put one into its folder")
+    size = size_of(target.model)
+    for run in runs:
+        run.feature_options().check(target)
+        network_config(resolve(run, size, None), target)
+    prompts = _measurement_prompts(options)  # read early, so that a bad file stops the run before the work
+    conversations = load_data(options)
+    refuse_others(home, target)
+    for_validation = validation_data(options)
+    options = resolve(options, size, None)  # what follows reads its length
+    if options.regenerate and not options.uses_bundled_answers:
+        conversations = _regenerated(options, target, conversations, home, trainer)
+    texts = rows_of(target, conversations)
+    held_out = set() if for_validation else held_out_numbers(options, conversations)
+    text = text_to_learn(options, conversations, held_out, target.tokenizer)
+    resolved = [resolve(run, size, text) for run in runs]
+    for_validation = for_validation or [conversations[index] for index in sorted(held_out)]
+    if not prompts:
+        if options.measurement.limit and len(for_validation) < 2:
+            raise DataError(
+                "there is one conversation to validate on, and none is left to measure on; give more "
+                "--validation_data, or --measurement.prompts, or --measurement.limit 0"
+            )
+        # The best of many measurements owes something to luck on its own prompts, and is measured on others.
+        for_validation, prompts = for_validation[::2], _as_prompts(for_validation[1::2])
+    rank_zero_only(announce)(target)
+    for run in resolved:
+        rank_zero_only(print)(Forecast.of(run, size, text, target.dtype).brief(), flush=True)
+    owners = [number for number, own in enumerate(texts) for _ in own]
+    return Material(
+        resolved,
+        target,
+        list(chain.from_iterable(texts)),
+        {index for index, number in enumerate(owners) if number in held_out},
+        list(chain.from_iterable(rows_of(target, for_validation))),
+        _fitting(prompts, target, options),
+        home,
+        trainer,
+    )
+
+
+def writable(output: Path) -> Path:
+    """The output folder, made; raises ConfigError where nothing can be written."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        probe = output / f".writable-{derive_seed(str(output))}"
+        probe.touch()
+        probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output {output} cannot be written ({error.strerror}); give another folder") from error
+    return output
+
+
+def load_target(options: TrainOptions, trainer: pl.Trainer) -> Target:
+    """As its options say, and where the trainer computes."""
+    return Target.load(
+        options.target,
+        dtype=options.target_dtype,
+        device_map="cpu" if options.shard_target else trainer.strategy.root_device,
+        prepacked=False if options.shard_target else None,
+        **of_target(options),
+    )
+
+
+# ------------------------------------------------------------------------------------------------- what is learned
+
+
+def load_data(options: TrainOptions) -> list[Conversation]:
+    """The conversations to train on; those that ship come with the shipped target's own answers."""
+    bundled_data = "answers.jsonl.gz" if options.uses_bundled_answers else "train.jsonl.gz"
+    return load_conversations(
+        bundled.path("data", bundled_data) if options.data is None else options.data,
+        skip_bad_rows=options.skip_bad_rows,
+        limit=options.limit,
+        require_answers=not options.regenerate,
+        chat_template_kwargs=options.chat_template_kwargs,
+    )
+
+
+def _regenerated(
+    options: TrainOptions, target: Target, conversations: list[Conversation], home: Storage, trainer: pl.Trainer
+) -> list[Conversation]:
+    """The conversations answered by the target, where the Trainer would run it. Written once, beside the features that
+    are made of them, or, where these lie elsewhere, to the output folder.
+    """
+    folder = home.folder or Path(options.output)
+    place(target, trainer.strategy.root_device)
+    chosen = replace(options.regeneration, max_new_tokens=longest_answer(options))
+    backend = LocalBackend(ShapeDecoder(target), chosen.max_new_tokens, chosen.temperature)
+    answers = answers_file(conversations, backend, folder, chosen)
+    asked = any(conversation.asks for conversation in conversations)
+    if asked and home.exists(MANIFEST) and not answers.exists():
+        raise FeatureStoreError(
+            f"features in {home} are not of the target's answers to these conversations: the data or the options of "
+            "answering have changed since; give another folder with --features or --output, or, where the data holds "
+            "the target's own answers, --regenerate false"
+        )
+    return own_answers(
+        conversations,
+        backend,
+        folder,
+        chosen,
+        replace(options.trainer, enable_progress_bar=False).for_extraction(),
+        progress=options.trainer.enable_progress_bar,
+    )
+
+
+def longest_answer(options: TrainOptions) -> int:
+    """Tokens of an answer that the target writes, at most."""
+    return max(1, min(options.regeneration.max_new_tokens, cast(int, options.max_length) // 2))
+
+
+def held_out_numbers(options: TrainOptions, conversations: list[Conversation]) -> set[int]:
+    """Numbers of the conversations to validate on, to measure on at the end, and not to train on: whatever is measured,
+    the same, so that the same is learned.
+    """
+    if len(conversations) < 3:
+        raise DataError(
+            f"{options.data} has {len(conversations)} conversation(s), too few to train on, to validate on and to "
+            "measure on; give more, or --validation_data"
+        )
+    count = max(2, min(2 * options.validation.prompts, int(len(conversations) * _HELD_OUT_SHARE)))
+    return set(range(0, len(conversations), len(conversations) // count)[:count])
+
+
+def excluded_numbers(options: TrainOptions, count: int, held_out: set[int]) -> set[int]:
+    """Numbers of the conversations, of so many, that are not learned from: held out, or beyond the number asked for."""
+    rest = [number for number in range(count) if number not in held_out]
+    wanted = options.training.conversations
+    return held_out | (set(rest) - set(evenly(rest, len(rest) if wanted is None else wanted)))
+
+
+def text_to_learn(
+    options: TrainOptions, conversations: Sequence[Conversation], held_out: set[int], tokenizer: Any
+) -> Text:
+    """What the conversations that are learned from hold, in the target's tokens, by a sample of them."""
+    excluded = excluded_numbers(options, len(conversations), held_out)
+    assert options.max_length is not None
+    learned = [conversation for number, conversation in enumerate(conversations) if number not in excluded]
+    return counted(learned, tokenizer, options.max_length, options.skip_bad_rows)
+
+
+# ------------------------------------------------------------------------------------------------- what is decoded
+
+
+def validation_data(options: TrainOptions) -> list[Conversation]:
+    """Conversations that are only validated on; empty where a part of the data has to be held out."""
+    given = options.validation_data
+    if given is None and options.data is None:
+        given = str(bundled.path("data", "validation.jsonl.gz"))
+    if given is None:
+        return []
+    return load_conversations(
+        given, skip_bad_rows=options.skip_bad_rows, chat_template_kwargs=options.chat_template_kwargs
+    )
+
+
+def validation_prompts(conversations: Sequence[Conversation], target: Target, options: TrainOptions) -> list[Tensor]:
+    """Token ids up to an assistant turn, (T,) each: a turn of every conversation in rotation, evenly chosen.
+
+    Raises:
+        DataError: no prompt fits the target's positions.
+    """
+    room = length = cast(int, options.max_length)
+    if target.max_positions is not None:
+        room = min(room, target.max_positions - options.validation.max_new_tokens)
+    found: list[Tensor] = []
+    for index, conversation in enumerate(conversations):
+        encoded = encode_row(conversation, target.tokenizer, length, options.skip_bad_rows)
+        previous = encoded.loss_mask.roll(1)
+        previous[:1] = False
+        starts = (encoded.loss_mask & ~previous).nonzero()[:, 0].tolist()
+        if conversation.kind == "text":
+            starts = [min(_TEXT_PROMPT, len(encoded.input_ids) // 2)]
+        starts = [start for start in starts if 1 <= start <= room]
+        if starts:
+            found.append(encoded.input_ids[: starts[index % len(starts)]])
+    if not found:
+        raise DataError(
+            f"no validation conversation has an assistant turn within {room} tokens; raise max_length, or give other "
+            "--validation_data"
+        )
+    return evenly(found, options.validation.prompts)
+
+
+def _measurement_prompts(options: TrainOptions) -> list[Prompt]:
+    path = options.measurement.prompts
+    if path is None and options.data is None:
+        path = str(bundled.path("data", "bench.jsonl"))
+    return [] if path is None else load_prompts(path, options.chat_template_kwargs)
+
+
+def _as_prompts(conversations: Sequence[Conversation]) -> list[Prompt]:
+    """Chats up to their first answer."""
+    found = []
+    for each in conversations:
+        roles = [message.role for message in each.messages]
+        if each.kind == "chat" and "assistant" in roles and "user" in roles[: roles.index("assistant")]:
+            opening = each.messages[: roles.index("assistant")]
+            found.append(Prompt(each.id, "", (opening[-1].content,), opening, each.template))
+    return found
+
+
+def _fitting(prompts: Sequence[Prompt], target: Target, options: TrainOptions) -> list[Prompt]:
+    """Those that leave room for an answer within the target's positions."""
+    if target.max_positions is None:
+        return list(prompts)
+    room = target.max_positions - options.measurement.max_new_tokens
+    return [prompt for prompt in prompts if target.encode(prompt.opening, prompt.template).shape[1] <= room]

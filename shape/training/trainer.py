@@ -1,0 +1,69 @@
+"""The Lightning Trainer of a run: its devices, loggers and checkpoints."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+
+from shape.features.trainer import TrainerOptions
+from shape.target.model import Target
+from shape.target.sharding import ShardTarget
+from shape.training.callbacks import StopOnDivergence
+from shape.training.checkpoints import AtomicCheckpointIO
+from shape.training.options import TrainOptions
+
+
+def make_loggers(options: TrainOptions, output: Path) -> list[Logger]:
+    """Those of `options.loggers`. What csv and tensorboard write of one run is in one folder."""
+    found: list[Logger] = []
+    version: int | str | None = None
+    for name in options.loggers:
+        match name:
+            case "wandb":
+                found.append(WandbLogger(project="shape", name=output.name, save_dir=output))
+            case "mlflow":
+                found.append(MLFlowLogger("shape", run_name=output.name, save_dir=str(output / "logs/mlruns")))
+            case _:
+                local = CSVLogger if name == "csv" else TensorBoardLogger
+                found.append(local(output, name="logs", version=version))
+                version = found[-1].version
+    return found
+
+
+def make_trainer(options: TrainOptions, target: Target, output: Path, callbacks: Sequence[pl.Callback]) -> pl.Trainer:
+    """The Trainer of a run, with its loggers, checkpoints and more callbacks."""
+    checkpoints = ModelCheckpoint(
+        output / "checkpoints",
+        save_last=True,
+        save_top_k=0,
+        every_n_train_steps=options.training.checkpoint_every,
+        enable_version_counter=False,
+    )
+    return bare_trainer(
+        options.trainer,
+        cast(int, options.training.steps),
+        logger=make_loggers(options, output),
+        callbacks=[
+            *([ShardTarget(target)] if options.shard_target else []),
+            StopOnDivergence(options.trainer.log_every_n_steps),
+            *callbacks,
+            checkpoints,
+        ],
+        plugins=[AtomicCheckpointIO()],
+    )
+
+
+def bare_trainer(options: TrainerOptions, steps: int, **others: Any) -> pl.Trainer:
+    """A Trainer for so many steps of `ShapeDataModule`, which deals batches to processes itself."""
+    return pl.Trainer(
+        **{**asdict(options), "precision": options.chosen_precision()},
+        max_steps=steps,
+        max_epochs=1,  # one run over the loader, which counts in steps
+        use_distributed_sampler=False,
+        enable_model_summary=False,
+        **others,
+    )

@@ -1,0 +1,214 @@
+"""Validation by decoding: the acceptance length with the current weights, by which the best ones are kept."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from pathlib import Path
+from time import monotonic
+from typing import Any, NamedTuple
+
+import pytorch_lightning as pl
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_model, save_model
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.utils.rnn import pad_sequence
+
+from shape.drafters import Drafter, TrainedDrafter, TreeShape
+from shape.errors import CheckpointError
+from shape.features.store import Stored
+from shape.files import written_whole
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.engine import ShapeOutput
+from shape.networks.base import Predictor
+from shape.networks.teacher_forcing import teacher_forced
+from shape.target.inference import evaluating
+from shape.target.model import Target
+from shape.training.module import DrafterModule
+
+_BATCH_SIZE = 8
+
+
+class Measured(NamedTuple):
+    """Acceptance length on a set of prompts, with a 95 % bootstrap interval over them."""
+
+    value: float
+    low: float
+    high: float
+
+
+def acceptance_length(emitted: Sequence[int], forwards: Sequence[int]) -> Measured:
+    """Sum of tokens over sum of forwards; resampling prompts gives the interval. Fixed seed, so reproducible."""
+    counts = torch.tensor([list(emitted), list(forwards)], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randint(counts.shape[1], (2000, counts.shape[1]), generator=generator)
+    tokens, steps = counts[:, chosen].sum(-1)
+    low, high = (tokens / steps).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return Measured(float(counts[0].sum() / counts[1].sum()), low, high)
+
+
+class DecodingValidation(pl.Callback):
+    """Measures the acceptance length by decoding fixed prompts with the current weights, and keeps the best ones.
+
+    Prompts are dealt to processes by number, none twice; processes that share the target decode all of them together.
+    Sums are reduced over processes, and each prompt's own counts are kept for the interval. Decoding runs without
+    autocast, in evaluation mode, without gradients.
+
+    Args:
+        prompts: token ids, (T,) int64 each.
+        every: steps between measurements; one more comes at the end.
+        max_new_tokens: per prompt.
+        best_path: where the best weights go (safetensors), written by the first process.
+        name: of the run, in joint training.
+        module: whose weights are measured; None is the module that is trained.
+
+    Attributes:
+        history: acceptance length and its interval by step.
+        seconds: that validation took, before a resumption too.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Tensor],
+        every: int,
+        max_new_tokens: int,
+        best_path: Path,
+        name: str = "",
+        module: DrafterModule | None = None,
+    ) -> None:
+        self.prompts, self.every, self.max_new_tokens = list(prompts), every, max_new_tokens
+        self.best_path, self.name, self.module = best_path, name, module
+        self.history: list[dict[str, float]] = []
+        self.seconds = 0.0
+
+    @property
+    def state_key(self) -> str:
+        return f"{super().state_key} {self.name}".strip()
+
+    @property
+    def best(self) -> dict[str, float] | None:
+        return max(self.history, key=lambda entry: entry["value"], default=None)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": self.history, "seconds": self.seconds}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.history, self.seconds = list(state_dict["history"]), state_dict["seconds"]
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step and trainer.global_step % self.every == 0:
+            self._validate(trainer, pl_module)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._validate(trainer, pl_module)
+
+    def _validate(self, trainer: pl.Trainer, trained: pl.LightningModule) -> None:
+        if self.history and self.history[-1]["step"] == trainer.global_step:
+            return
+        module = self.module or trained
+        assert isinstance(module, DrafterModule)
+        started = monotonic()
+        with full_parameters(trainer), evaluating([module.network]), torch.autocast(module.device.type, enabled=False):
+            counts = self._counts(trainer, module)
+        counts = trainer.strategy.reduce(counts, reduce_op="sum")
+        measured = acceptance_length(counts[0].long().tolist(), counts[1].long().tolist())
+        best = self.best
+        if best is None or measured.value > best["value"]:
+            with full_parameters(trainer):
+                if trainer.is_global_zero:
+                    save_weights(module.network, self.best_path)
+        self.history.append({"step": trainer.global_step, **measured._asdict()})
+        figures = {"acceptance_length": measured.value, "low": measured.low, "high": measured.high}
+        values = {"/".join(filter(None, [self.name, "val", figure])): value for figure, value in figures.items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=trainer.global_step)
+        self.seconds += monotonic() - started
+
+    def _counts(self, trainer: pl.Trainer, module: DrafterModule) -> Tensor:
+        """(2, prompts) float64: tokens and forwards of each prompt that this process decodes, 0 of the others."""
+        counts = torch.zeros(2, len(self.prompts), dtype=torch.float64, device=module.device)
+        shared, rank, world = module.target.sharded, trainer.global_rank, trainer.world_size
+        mine = range(len(self.prompts)) if shared else range(rank, len(self.prompts), world)
+        found = decode_counts(module.target, module.drafter(), [self.prompts[i] for i in mine], self.max_new_tokens)
+        if not shared or rank == 0:  # of those that decoded the same, one counts
+            counts[:, list(mine)] = torch.tensor(found, dtype=torch.float64, device=counts.device)
+        return counts
+
+
+def decode_counts(
+    target: Target, drafter: Drafter, prompts: Sequence[Tensor], max_new_tokens: int
+) -> tuple[list[int], list[int]]:
+    """Tokens emitted and target forwards, for each prompt, of greedy decoding with the drafter."""
+    decoder = ShapeDecoder(target, drafter, fall_back=False)
+    emitted: list[int] = []
+    forwards: list[int] = []
+    for start in range(0, len(prompts), _BATCH_SIZE):
+        batch = list(prompts[start : start + _BATCH_SIZE])
+        ids = pad_sequence(batch, batch_first=True, padding_side="left")
+        mask = pad_sequence([torch.ones_like(each) for each in batch], batch_first=True, padding_side="left")
+        output = decoder.generate(
+            ids.to(target.device),
+            attention_mask=mask.to(target.device),
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            return_dict_in_generate=True,
+        )
+        assert isinstance(output, ShapeOutput)
+        emitted += output.stats.sequence_emitted
+        forwards += output.stats.sequence_forwards
+    return emitted, forwards
+
+
+def forced_and_decoded(
+    target: Target, predictor: Predictor, prompts: Sequence[Tensor], max_new_tokens: int
+) -> tuple[float, float]:
+    """Acceptance lengths of chains on the target's own answers: by teacher forcing, and decoded.
+
+    The two are computed from the same texts on the two ways that a network is fed, so that they differ by rounding
+    alone unless these ways differ.
+    """
+    config, texts, emitted, forwards = predictor.config, [], 0, 0
+    decoder = ShapeDecoder(target, TrainedDrafter(predictor, TreeShape(config.num_steps, width=1)), fall_back=False)
+    with evaluating([predictor]):
+        for prompt in prompts:
+            ids = prompt[None].to(target.device)
+            options: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
+            out = decoder.generate(ids, torch.ones_like(ids), return_dict_in_generate=True, **options)
+            assert isinstance(out, ShapeOutput)
+            text = out.sequences
+            mask = torch.arange(text.shape[1]) >= ids.shape[1]
+            features = target.features(text, config.feature_layers)[0]
+            texts.append(Stored(text[0].cpu(), mask, features.cpu()))
+            emitted, forwards = emitted + out.stats.emitted, forwards + out.stats.forwards
+        tokens, steps = teacher_forced(predictor, target, texts)
+    return tokens / max(steps, 1), emitted / max(forwards, 1)
+
+
+def full_parameters(trainer: pl.Trainer) -> AbstractContextManager[None]:
+    """With all weights in every process, where processes share them between steps."""
+    model = trainer.strategy.model
+    if isinstance(model, FullyShardedDataParallel):
+        return FullyShardedDataParallel.summon_full_params(model, writeback=False)
+    return nullcontext()
+
+
+def save_weights(predictor: nn.Module, path: Path) -> None:
+    with written_whole(path) as temporary:
+        # It knows of weights that are one. A copy, for under FSDP weights are parts of one great tensor.
+        save_model(deepcopy(predictor), str(temporary))
+
+
+def load_weights(predictor: nn.Module, path: Path) -> None:
+    """Put weights kept by `DecodingValidation` into a predictor of the same configuration.
+
+    Raises:
+        CheckpointError: they are gone or damaged.
+    """
+    try:
+        load_model(predictor, path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the best weights in {path} cannot be read ({error}); give the same command with --ckpt_path last and "
+            "more --training.steps, whose validation writes them again"
+        ) from error

@@ -1,0 +1,41 @@
+"""The command: compile, merge, inspect."""
+
+import json
+
+import pytest
+
+from shape.cli.recipes import main
+from shape.drafters.recipes.drafter import RecipeDrafter
+from shape.drafters.recipes.pack import Pack
+from shape.errors import ConfigError
+from shape.generation.decoder import ShapeDecoder
+
+
+def test_compile_merge_and_inspect(tiny_target_folder, tmp_path, capsys):
+    ask = tmp_path / "prompts.jsonl"
+    ask.write_text("".join(json.dumps({"id": str(i), "turns": [f"say {i % 2}"]}) + "\n" for i in range(4)))
+    one, two, both = (str(tmp_path / f"{name}.pack") for name in ("one", "two", "both"))
+    given = ["--target", str(tiny_target_folder), "--prompts", str(ask), "--max_new_tokens", "12", "--prefix", "2"]
+    main(["compile", *given, "--output", one, "--temperature", "0", "--samples", "1"])
+    assert "recipes of" in capsys.readouterr().out
+    main(["compile", *given, "--output", two, "--limit", "2", "--seed", "3"])
+    main(["merge", one, two, "--output", both])
+    assert len(Pack.load(both).recipes) >= len(Pack.load(one).recipes) > 0
+    capsys.readouterr()
+    main(["inspect", both, "--show", "3"])
+    assert capsys.readouterr().out.count("->") == 3
+    decoder = ShapeDecoder.from_pretrained(None, target=tiny_target_folder, pack=both)
+    assert isinstance(decoder.drafter, RecipeDrafter)
+    hybrid = ShapeDecoder.from_pretrained(None, target=tiny_target_folder, pack=both, drafter="suffix+recipes")
+    assert hybrid.drafter.name == "suffix+recipes"
+    with pytest.raises(ConfigError, match="drafter 'recipes' needs a pack"):
+        ShapeDecoder.from_pretrained(None, target=tiny_target_folder, drafter="recipes")
+    (tmp_path / "one.pack").write_bytes(b"broken")
+    for arguments in (
+        ["inspect", one],
+        ["merge", one, two, "--output", both],
+        ["compile", *given, "--output", one, "--prefix", "0"],
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        assert stop.value.code == 2 and capsys.readouterr().err.splitlines()[-1].startswith("error: ")

@@ -1,0 +1,40 @@
+"""`python -m shape.regenerate`: its output and its errors."""
+
+import gzip
+import json
+
+import pytest
+
+from shape.cli.regenerate import main
+
+
+def test_command(tmp_path, tiny_target_folder, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"id": f"p{i}", "turns": [f"ask {i}"]}) + "\n" for i in range(5)))
+    output = tmp_path / "new" / "out.jsonl.gz"
+    command = ["--target", str(tiny_target_folder), "--data", str(prompts), "--output", str(output)]
+    main([*command, "--max_new_tokens", "4", "--batch_size", "2"])
+    assert "5 conversations (0 left out), 5 answers to 5 questions" in capsys.readouterr().out
+    assert len(gzip.decompress(output.read_bytes()).splitlines()) == 5
+    for extra in ([], ["--endpoint", "http://localhost:1/v1"]):
+        with pytest.raises(SystemExit) as caught:
+            main([*command, *extra])
+        assert caught.value.code == 2
+        assert capsys.readouterr().err.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ([], "give either target, to answer here, or endpoint"),
+        (["--endpoint", "http://localhost:1/v1"], "name one with model"),
+        (["--endpoint", "localhost", "--model", "m"], "endpoint localhost is no URL"),
+        (["--target", "t", "--temperature", "0"], "for greedy answers set sampled_share to 0"),
+    ],
+)
+def test_contradictory_options(tmp_path, capsys, options, sentence):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "x"}\n')
+    with pytest.raises(SystemExit) as caught:
+        main(["--data", str(tmp_path / "p.jsonl"), "--output", str(tmp_path / "o.jsonl"), *options])
+    assert caught.value.code == 2
+    assert sentence in capsys.readouterr().err

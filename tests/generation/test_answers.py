@@ -1,0 +1,51 @@
+"""Answers of a target on this machine: each as alone, and as transformers writes it."""
+
+import pytest
+import torch
+from regenerated import asking, many, written
+
+from shape.data.backends import Request
+from shape.data.regeneration import regenerate
+from shape.generation.answers import LocalBackend
+from shape.generation.decoder import ShapeDecoder
+from shape.target.chat import Message, prompt_ids
+from shape.target.model import Target
+
+
+@pytest.fixture(scope="module")
+def talkative(tiny_model, tiny_tokenizer) -> Target:
+    """A random float64 target that ends a turn with many of its tokens, so that answers do end."""
+    model = tiny_model("llama", torch.float64, seed=3, vocab_size=len(tiny_tokenizer))
+    model.generation_config.eos_token_id = [2, *range(3, 40)]
+    model.generation_config.top_k = 5  # and asks for what must not matter here
+    model.generation_config.repetition_penalty = 1.5
+    return Target(model, tiny_tokenizer, name="talkative")
+
+
+def test_local_answers_are_those_of_each_prompt_alone(talkative):
+    backend = LocalBackend(ShapeDecoder(talkative), max_new_tokens=6)
+    requests = [Request((Message("user", "q" * (5 + 3 * i)),), i % 2 == 0, 100 + i) for i in range(10)]
+    together = backend.generate(requests)
+    assert together == [backend.generate([request])[0] for request in requests]
+    assert {answer.finished for answer in together} == {True, False}
+    other = [Request(r.prompt, True, r.seed + 1) for r in requests]
+    assert backend.generate(other) != together
+
+
+def test_greedy_answers_are_those_of_transformers(talkative):
+    messages = (Message("user", "hello there"),)
+    (answer,) = LocalBackend(ShapeDecoder(talkative), 12).generate([Request(messages, False, 0)])
+    ids = torch.tensor([prompt_ids(messages, talkative.tokenizer)])
+    out = talkative.model.generate(ids, max_new_tokens=12, do_sample=False, repetition_penalty=1.0, pad_token_id=0)
+    new = [t for t in out[0, ids.shape[1] :].tolist() if t not in talkative.eos_token_ids]
+    assert answer.text == talkative.tokenizer.decode(new, skip_special_tokens=True).rstrip("\ufffd")
+
+
+def test_drafter_changes_no_answer_and_long_prompts_are_refused(talkative, tmp_path):
+    conversations = [*many(6), asking("long", "x" * 300)]
+    for name, drafter in (("plain", None), ("ngram", "ngram")):
+        backend = LocalBackend(ShapeDecoder(talkative, drafter), max_new_tokens=8)
+        with pytest.warns(UserWarning, match=r"long: a prompt of 3\d\d tokens does not fit the 256 positions"):
+            regenerate(conversations, backend, tmp_path / f"{name}.jsonl", batch_size=3, progress=False)
+    assert (tmp_path / "plain.jsonl").read_bytes() == (tmp_path / "ngram.jsonl").read_bytes()
+    assert "long" not in written(tmp_path / "plain.jsonl")
