@@ -179,7 +179,8 @@ class Ablation:
             if len(seeds) > 1
             else f"One seed ({seeds[0]}): intervals are over prompts, and say nothing about other trainings. "
         )
-        at_once = " (all variants of a seed at once, and so the seconds of all)" if first.record.get("together") else ""
+        joint = first.record.get("joint") or first.record.get("together")  # as it was called before
+        at_once = " (all variants of a seed at once, and so the seconds of all)" if joint else ""
         return [
             f"Target {settings['target']} ({settings['parameters'] / 1e6:.1f}M parameters, {settings['dtype']} while "
             f"measuring), learned from {first.record.get('examples', 'online data')}; {settings['count']} prompts of "

@@ -37,7 +37,8 @@ from shape.files import human_bytes
 from shape.networks.config import ShapeConfig
 from shape.networks.sizing import draft_vocabulary
 from shape.target.model import Target
-from shape.training.batches import ShapeDataModule, Split
+from shape.training.batches import Split
+from shape.training.datamodule import ShapeDataModule
 from shape.training.defaults import network_config
 from shape.training.module import ShapeModule
 from shape.training.options import TrainOptions

@@ -3,6 +3,8 @@ files. That pages link to pages is for `mkdocs build --strict` to see, which CI 
 """
 
 import ast
+import inspect
+import pkgutil
 import re
 import shlex
 from collections.abc import Iterator
@@ -168,6 +170,25 @@ def test_pages_of_commands():
     recipes = commands.page("shape.recipes")
     assert all(f"\n## {name}\n" in recipes for name in ("compile", "inspect", "merge"))
     assert "`--tree.nodes`" in commands.page("shape.generate")
+
+
+REFERENCE = re.compile(r"^::: ([\w.]+)\n((?:    .*\n?)*)", re.MULTILINE)
+DOCUMENTED = [
+    (path, members)
+    for page in sorted((ROOT / "docs/reference").glob("*.md"))
+    for path, options in REFERENCE.findall(page.read_text())
+    for members in [re.findall(r"\w+", "".join(re.findall(r"members: \[(.*)\]", options)))]
+]
+
+
+@pytest.mark.parametrize(("path", "members"), DOCUMENTED, ids=[path for path, _ in DOCUMENTED])
+def test_what_the_reference_names_exists(path, members):
+    """mkdocstrings leaves members that do not exist out, without a word."""
+    found = pkgutil.resolve_name(path)
+    home = getattr(found, "__name__", path)
+    for name in members:
+        member = getattr(found, name)
+        assert not inspect.ismodule(found) or member.__module__ == home, f"{name} is not defined in {path}"
 
 
 @pytest.mark.parametrize("readme", READMES, ids=named)

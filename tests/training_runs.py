@@ -23,8 +23,9 @@ from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
 from shape.networks.sizing import draft_vocabulary
 from shape.target.chat import Message
-from shape.training.batches import Batch, ShapeDataModule, Split
+from shape.training.batches import Batch, Split
 from shape.training.checkpoints import AtomicCheckpointIO
+from shape.training.datamodule import ShapeDataModule
 from shape.training.module import ShapeModule
 from shape.training.options import Losses, TrainingOptions
 

@@ -17,9 +17,8 @@ from jsonargparse import ArgumentParser
 
 from shape.errors import exit_on_error
 from shape.features.trainer import quiet
-from shape.training.joint import train_jointly
 from shape.training.parsing import read_options
-from shape.training.run import keep_freed_memory
+from shape.training.run import keep_freed_memory, train_jointly
 
 
 def parser() -> ArgumentParser:

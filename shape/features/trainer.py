@@ -4,11 +4,21 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from inspect import signature
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from transformers.utils import logging as transformers_logging
+
+from shape.errors import ConfigError
+
+_SET_BY_TRAINING = {"max_steps", "max_epochs", "logger", "callbacks", "plugins", "use_distributed_sampler"} | {
+    "enable_checkpointing",
+    "enable_model_summary",
+    "inference_mode",
+}
 
 
 @dataclass
@@ -28,6 +38,8 @@ class TrainerOptions:
         log_every_n_steps: steps between logged metrics.
         enable_progress_bar: show one.
         deterministic: refuse operations that are not reproducible on an accelerator.
+        more: any other option of Lightning's Trainer, for training alone, for example {"max_time": "00:08:00:00"};
+            `--trainer.max_time 00:08:00:00` is short for that.
     """
 
     accelerator: str = "auto"
@@ -40,6 +52,28 @@ class TrainerOptions:
     log_every_n_steps: int = 20
     enable_progress_bar: bool = True
     deterministic: bool = False
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raises ConfigError for an option in `more` that Lightning does not know, or that is set elsewhere."""
+        free = signature(pl.Trainer).parameters.keys() - {each.name for each in fields(self)} - _SET_BY_TRAINING
+        if unknown := sorted(self.more.keys() - free):
+            raise ConfigError(
+                f"trainer.{unknown[0]} is no option of Lightning's Trainer that can be given here; beside its own "
+                f"options trainer takes {', '.join(sorted(free))}"
+            )
+
+    def for_training(self, steps: int, **others: Any) -> pl.Trainer:
+        """A Trainer for so many steps of batches that are dealt to processes already."""
+        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "more"}
+        return pl.Trainer(
+            **{**own, "precision": self.chosen_precision(), **self.more},
+            max_steps=steps,
+            max_epochs=1,  # one run over the loader, which counts in steps
+            use_distributed_sampler=False,
+            enable_model_summary=False,
+            **others,
+        )
 
     def chosen_precision(self) -> str:
         """What auto stands for on this machine."""

@@ -134,8 +134,9 @@ class Engine:
             return [[index] for index in range(len(lengths))]
         return [list(range(len(lengths)))] if switch is None else switch.groups(lengths, request.max_new_tokens)
 
-    def _control(self, drafter: Drafter | None, steps: tuple[int, bool], reproducible: bool) -> SpeculationControl |
-    None:
+    def _control(
+        self, drafter: Drafter | None, steps: tuple[int, bool], reproducible: bool
+    ) -> SpeculationControl | None:
         if drafter is None or self.fall_back is False:
             return None
         least = None if self.fall_back is True else float(self.fall_back)

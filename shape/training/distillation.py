@@ -1,4 +1,4 @@
-"""A small causal LM of the target's tokens, taught by the target's own distributions, to draft for it."""
+"""A small causal LM of the target's tokens, distilled from the target's own distributions, to draft for it."""
 
 from typing import Any
 

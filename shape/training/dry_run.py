@@ -44,7 +44,6 @@ from shape.training.defaults import network_config, resolve
 from shape.training.forecast import Draft, Forecast, Hours
 from shape.training.options import TrainOptions
 from shape.training.run import make_module
-from shape.training.trainer import bare_trainer
 
 _STEPS = 4  # trained, of which all but the first are timed
 _ANSWER = 64  # tokens of the answers that are timed
@@ -84,7 +83,7 @@ def dry_run(options: TrainOptions) -> str:
         notes.append(f"measured: nothing, as {reason}")
     else:
         draft, hours = _measured(resolved, conversations, text)
-    return "\n".join([Forecast.of(resolved, size, text, dtype, draft, hours).full(), *notes])
+    return "\n".join([Forecast(resolved, size, text, dtype, draft, hours).full(), *notes])
 
 
 def _dtype(options: TrainOptions, config: PretrainedConfig) -> torch.dtype:
@@ -155,19 +154,19 @@ def _measured(options: TrainOptions, conversations: Sequence[Conversation], text
         asked = [each for each in sample if each.asks]
         if asked and options.regenerate and not options.uses_bundled_answers:
             seconds, sample = _answers(trial, target, asked, Path(name))
-        rows = list(chain.from_iterable(rows_of(target, sample)))
-        batches = [encode(row) for row in rows]
+        texts = list(chain.from_iterable(rows_of(target, sample)))
+        encoded = [encode(each) for each in texts]
         if seconds is not None:
-            written = sum(int(each.loss_mask.sum()) for each in batches)
+            written = sum(int(each.loss_mask.sum()) for each in encoded)
             hours["answers"] = tokens * text.answers * seconds / max(written, 1) / 3600
-        store = extract(target, rows, name, trial.feature_options(), trainer)
+        store = extract(target, texts, name, trial.feature_options(), trainer)
         start, size = monotonic(), options.extraction.batch_size
-        for first in range(0, len(batches), size):
-            compute_features(target, batches[first : first + size], layers).cpu()
-        each = (monotonic() - start) / max(sum(len(one.input_ids) for one in batches), 1)
+        for first in range(0, len(encoded), size):
+            compute_features(target, encoded[first : first + size], layers).cpu()
+        each = (monotonic() - start) / max(sum(len(one.input_ids) for one in encoded), 1)
         times = steps * options.training.batch_size / max(text.positions, 1) if options.online else 1
         hours["features"] = times * tokens * each / 3600
-        material = preparation.Material([trial], target, rows, set(), rows, [], Storage(name), trainer)
+        material = preparation.Material([trial], target, texts, set(), texts, [], Storage(name), trainer)
         module, data = make_module(trial, material, store)
         hours["training"] = steps * _seconds_of_a_step(trial, module, data) / 3600
     found = Hours(hours, f"measured here on {target.device} by {len(sample)} conversations and {_STEPS} steps")
@@ -175,8 +174,8 @@ def _measured(options: TrainOptions, conversations: Sequence[Conversation], text
     if not isinstance(predictor, Predictor):
         return None, found
     network = predictor.eval().to(target.device, target.dtype)  # type: ignore[arg-type]
-    draft, plain = draft_cost(ShapeDecoder(target, TrainedDrafter(network, options.tree)))
-    return Draft(draft / plain, f"{1e3 * draft:.3g} and {1e3 * plain:.3g} ms, measured on {target.device}"), found
+    draft, step = draft_cost(ShapeDecoder(target, TrainedDrafter(network, options.tree)))
+    return Draft(draft / step, f"{1e3 * draft:.3g} and {1e3 * step:.3g} ms, measured on {target.device}"), found
 
 
 def _trial(options: TrainOptions, folder: str) -> TrainOptions:
@@ -216,6 +215,6 @@ class _Watch(pl.Callback):
 def _seconds_of_a_step(options: TrainOptions, module: pl.LightningModule, data: pl.LightningDataModule) -> float:
     """Of those behind the first."""
     watch = _Watch()
-    trainer = bare_trainer(options.trainer, _STEPS, logger=False, enable_checkpointing=False, callbacks=[watch])
+    trainer = options.trainer.for_training(_STEPS, logger=False, enable_checkpointing=False, callbacks=[watch])
     trainer.fit(module, data)
     return (watch.times[-1] - watch.times[0]) / (len(watch.times) - 1)

@@ -6,8 +6,7 @@ measures, or follow from an accelerator that is assumed, and say which.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -25,80 +24,57 @@ _BYTES_KEPT = 12  # of a parameter in a checkpoint, of which there are two: weig
 _LOGITS = 6  # tensors of as many numbers in a step: measured so on a CPU, a seventh less with mixed precision
 
 
-@dataclass(frozen=True)
-class Draft:
+class Draft(NamedTuple):
     """Cost of a whole draft over that of a step of one token."""
 
     relative: float
     how: str
 
 
-@dataclass(frozen=True)
-class Hours:
+class Hours(NamedTuple):
     """Of each part of the work, and how they are known."""
 
     parts: Mapping[str, float]
     how: str
 
 
-@dataclass(frozen=True)
 class Forecast:
-    """Of one training, on one device.
+    """Of one training, on one device: what is counted, and what was measured where it was.
+
+    Args:
+        options: resolved.
+        dtype: of the target.
 
     Attributes:
-        options: resolved.
         learned: parameters of the network.
         memory, disk: bytes by what they are for.
     """
 
-    options: TrainOptions
-    size: Size
-    text: Text
-    learned: int
-    memory: Mapping[str, float]
-    disk: Mapping[str, float]
-    draft: Draft
-    hours: Hours
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         options: TrainOptions,
         size: Size,
         text: Text,
         dtype: torch.dtype,
         draft: Draft | None = None,
         hours: Hours | None = None,
-    ) -> "Forecast":
-        """What is counted, and what was measured where it was.
-
-        Args:
-            dtype: of the target.
-        """
-        learned = network_size(options, size)
-        stored = options.extraction.dtype or str(dtype).removeprefix("torch.")
-        layers = len(options.feature_options().stored)
-        states = text.stored(options.extraction.before) * state_bytes(stored, size.hidden_size, layers)
-        disk = {} if options.online else {"features": states + 5 * text.conversations * text.tokens}
-        return cls(
-            options,
-            size,
-            text,
-            learned,
-            {
-                "weights, gradients, optimiser": (_BYTES_LEARNED + 4 * (options.training.ema is not None)) * learned,
-                "target": size.parameters * dtype.itemsize,
-                "a portion of a step": _portion(options, size),
-            },
-            disk | {"checkpoints": 2 * _BYTES_KEPT * learned + 8 * learned},
-            draft or Draft(weights_read(options, size, learned) / size.read, "by the weights read, not measured"),
-            hours or assumed(options, size, text, learned),
-        )
-
-    @property
-    def passes(self) -> float:
-        """Over the positions of the data."""
-        return cast(int, self.options.training.steps) * self.options.training.batch_size / max(self.text.positions, 1)
+    ) -> None:
+        self.options, self.size, self.text = options, size, text
+        self.learned = network_size(options, size)
+        self.memory = {
+            "weights, gradients, optimiser": (_BYTES_LEARNED + 4 * (options.training.ema is not None)) * self.learned,
+            "target": size.parameters * dtype.itemsize,
+            "a portion of a step": _portion(options, size),
+        }
+        self.disk: dict[str, float] = {"checkpoints": 2 * _BYTES_KEPT * self.learned + 8 * self.learned}
+        if not options.online:
+            stored = options.extraction.dtype or str(dtype).removeprefix("torch.")
+            each = state_bytes(stored, size.hidden_size, len(options.feature_options().stored))
+            states = text.stored(options.extraction.before) * each
+            self.disk = {"features": states + 5 * text.conversations * text.tokens, **self.disk}
+        read = weights_read(options, size, self.learned)
+        self.draft = draft or Draft(read / size.read, "by the weights read, not measured")
+        self.hours = hours or assumed(options, size, text, self.learned)
 
     def brief(self) -> str:
         """The plan in two lines."""
@@ -113,13 +89,14 @@ class Forecast:
         drafted = predictor.draft_vocab_size or size.vocab_size
         width = "" if predictor.intermediate_size is None else f"width {predictor.intermediate_size:,}, "
         hours = ", ".join(f"{name} {each:.2g}" for name, each in self.hours.parts.items())
+        passes = cast(int, training.steps) * training.batch_size / max(text.positions, 1)
         return [
             f"plan: {predictor.kind} of {self.learned / 1e6:,.1f}M parameters ({width}blocks {predictor.num_layers}), "
             f"drafting from {drafted:,} of {size.vocab_size:,} tokens; a draft costs {self.draft.relative:.2g} of a "
             f"step of one token ({self.draft.how})",
             f"plan: {text.positions:,} positions of {text.conversations:,} conversations of at most "
             f"{self.options.max_length:,} tokens; {training.steps:,} steps of {training.batch_size:,}, which is "
-            f"{self.passes:.3g} passes",
+            f"{passes:.3g} passes",
             f"target: {size.parameters / 1e6:,.1f}M parameters, {size.positions or 'unlimited'} positions",
             f"memory: about {_listed(self.memory)}",
             f"disk: about {_listed(self.disk)}",

@@ -1,7 +1,4 @@
-"""Joint training: several predictors trained at once, on one forward of the target a step.
-
-The command is `shape.cli.joint`.
-"""
+"""Joint training: several predictors trained at once, on one forward of the target a step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -12,16 +9,9 @@ import torch
 from torch import Tensor
 
 from shape.errors import CheckpointError, ConfigError
-from shape.features.storage import Storage
 from shape.training.batches import Batch
-from shape.training.callbacks import CountFlops
-from shape.training.checkpoints import checkpoint_to_resume, set_aside
 from shape.training.module import DrafterModule, TrainingModule, computed_texts
 from shape.training.options import TrainOptions
-from shape.training.preparation import prepare, writable
-from shape.training.result import export_and_measure, throughput
-from shape.training.run import decoding_validation, make_module
-from shape.training.trainer import make_trainer
 
 # What runs may differ in; of `training` these alone.
 _OWN = {"predictor", "tree", "losses", "output"}
@@ -37,16 +27,16 @@ class JointModule(TrainingModule):
 
     def __init__(self, modules: Mapping[str, DrafterModule]) -> None:
         super().__init__()
-        self.by_name = dict(modules)
+        self._modules_by_name = dict(modules)
         for number, (name, module) in enumerate(modules.items()):
             self.add_module(f"module_{number}", module)  # a direct child gets the Trainer from Lightning
             self._log_here(name, module)
-        self.target = self.trained[0].target
-        self.layers = sorted({layer for module in self.trained for layer in module.layers})
+            self.target = module.target
+        self.layers = sorted({layer for module in modules.values() for layer in module.layers})
 
     @property
-    def trained(self) -> Sequence[DrafterModule]:
-        return list(self.by_name.values())
+    def trained(self) -> Mapping[str, DrafterModule]:
+        return self._modules_by_name
 
     def _log_here(self, name: str, module: DrafterModule) -> None:
         """What a module logs goes to the one that Lightning trains, under its name and not into the progress bar."""
@@ -60,71 +50,33 @@ class JointModule(TrainingModule):
         texts = computed_texts(self.target, batch, self.layers, self.device)
         by_layer = dict(zip(self.layers, texts.hidden.split(self.target.hidden_size, -1), strict=True))
         losses: list[Tensor] = []
-        for module in self.trained:
+        for module in self.trained.values():
             hidden = torch.cat([by_layer[layer] for layer in module.layers], -1)
             module.on_train_batch_start(batch, batch_idx)
             own = replace(batch, texts=texts._replace(hidden=hidden))
             losses.append(cast(Tensor, module.training_step(own, batch_idx)))
-        whole = sum(module.shares["loss"] for module in self.trained)
+        whole = sum(module.shares["loss"] for module in self.trained.values())
         self.log("train/loss", whole, prog_bar=True, batch_size=len(batch.samples), sync_dist=True, reduce_fx="sum")
         return torch.stack(losses).sum()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        found: dict[str, dict[str, Any]] = {name: {} for name in self.by_name}
-        for name, module in self.by_name.items():
+        found: dict[str, dict[str, Any]] = {name: {} for name in self.trained}
+        for name, module in self.trained.items():
             module.on_save_checkpoint(found[name])
         checkpoint["joint"] = {name: own["shape"] for name, own in found.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint.get("joint", {})
-        if list(saved) != list(self.by_name):
+        if list(saved) != list(self.trained):
             raise CheckpointError(
                 f"the checkpoint is of {', '.join(saved) or 'no joint training'}, and these runs are "
-                f"{', '.join(self.by_name)}; give the same files in the same order, or leave out --ckpt_path"
+                f"{', '.join(self.trained)}; give the same files in the same order, or leave out --ckpt_path"
             )
-        for name, module in self.by_name.items():
+        for name, module in self.trained.items():
             try:
                 module.on_load_checkpoint({**checkpoint, "shape": saved[name]})
             except CheckpointError as error:
                 raise CheckpointError(f"{name}: {error}") from error
-
-
-def train_jointly(runs: Sequence[TrainOptions], output: str | Path, ckpt_path: str | None = None) -> list[Path]:
-    """Train them all, then export and measure each as `shape.train` does; returns the folders of the predictors.
-
-    Raises:
-        ConfigError: runs that cannot share a forward, before anything is loaded; else what `shape.train` raises.
-    """
-    names = require_alike(runs)
-    shared = writable(Path(output))
-    for run in runs:
-        writable(Path(run.output))
-    checkpoint = checkpoint_to_resume(ckpt_path, shared)
-    material = prepare(runs, Storage(shared))
-    runs = material.runs
-    made = [make_module(run, material, None) for run in runs]
-    modules = {name: module for name, (module, _) in zip(names, made, strict=True)}
-    validations = [
-        decoding_validation(run, material, name, module)
-        for run, (name, module) in zip(runs, modules.items(), strict=True)
-    ]
-    first, data = made[0]
-    counted = CountFlops()
-    trainer = make_trainer(runs[0], material.target, shared, [*validations, counted])
-    if checkpoint is None:
-        set_aside(shared / "checkpoints")
-    trainer.fit(JointModule(modules), data, ckpt_path=checkpoint, weights_only=True)
-    if trainer.is_global_zero:
-        validating = sum(validation.seconds for validation in validations)
-        record = {  # of all, as it cannot be told apart
-            "examples": data.size,
-            "joint": names,
-            "validation_seconds": round(validating, 1),
-            **throughput(runs[0], first, first.seconds - validating, counted),
-        }
-        for run, module, validation in zip(runs, modules.values(), validations, strict=True):
-            export_and_measure(run, module, validation, material.prompts, record)
-    return [Path(run.output) for run in runs]
 
 
 def require_alike(runs: Sequence[TrainOptions]) -> list[str]:
@@ -144,7 +96,7 @@ def require_alike(runs: Sequence[TrainOptions]) -> list[str]:
         if not run.online:
             raise ConfigError(f"{name} reads stored features, which cost no forward to share; set online: true")
         if run.training.max_minutes is not None:
-            raise ConfigError(f"{name} has training.max_minutes, and time is all runs' together; give training.steps")
+            raise ConfigError(f"{name} has training.max_minutes, which all runs would share; give training.steps")
         if run.trainer.strategy.startswith("fsdp"):
             raise ConfigError(f"{name} is cut by fsdp, which takes one network; give --trainer.strategy ddp")
         apart = [key for key, value in shared_options(run).items() if value != shared_options(runs[0])[key]]

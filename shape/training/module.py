@@ -28,11 +28,12 @@ from shape.networks.base import Predictor
 from shape.networks.shape import windows
 from shape.networks.teacher_forcing import Examples, Reader, Texts, examples, known_in
 from shape.target.model import Target
-from shape.training.batches import Batch, derive_seed
+from shape.training.batches import Batch
 from shape.training.checkpoints import require_same_run
 from shape.training.losses import supervised, weighted_loss
 from shape.training.optimization import CombinedOptimizer, learning_rate_factor, make_optimizer
 from shape.training.options import Losses, TrainingOptions
+from shape.training.order import derive_seed
 from shape.verification.noise import mix
 
 
@@ -46,8 +47,8 @@ class TrainingModule(pl.LightningModule):
     target: Target
 
     @property
-    def trained(self) -> Sequence["DrafterModule"]:
-        """One for each network, in the order of their parameter groups."""
+    def trained(self) -> Mapping[str, "DrafterModule"]:
+        """One for each network, by the name of its run, in the order of their parameter groups."""
         raise NotImplementedError
 
     def on_fit_start(self) -> None:
@@ -57,10 +58,11 @@ class TrainingModule(pl.LightningModule):
         return batch.to(device)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        made = [module.make_optimizer() for module in self.trained]
+        modules = self.trained.values()
+        made = [module.make_optimizer() for module in modules]
         factors: list[Callable[[int], float]] = [
             module.learning_rate_factor
-            for module, optimizer in zip(self.trained, made, strict=True)
+            for module, optimizer in zip(modules, made, strict=True)
             for _ in optimizer.param_groups
         ]
         optimizer = made[0] if len(made) == 1 else CombinedOptimizer(*made)
@@ -69,7 +71,7 @@ class TrainingModule(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_train_start(self) -> None:
-        for module in self.trained:
+        for module in self.trained.values():
             module.start_clock()
         schedule = self.lr_schedulers()
         assert isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
@@ -82,7 +84,7 @@ class TrainingModule(pl.LightningModule):
 
     def optimizer_step(self, *arguments: Any, **options: Any) -> None:
         super().optimizer_step(*arguments, **options)
-        for module in self.trained:
+        for module in self.trained.values():
             if module.averaged is not None:
                 module.averaged.update_parameters(module.predictor)
 
@@ -149,8 +151,8 @@ class DrafterModule(TrainingModule):
         self._step, self.shares = -1, dict[str, float | Tensor]()
 
     @property
-    def trained(self) -> Sequence["DrafterModule"]:
-        return [self]
+    def trained(self) -> Mapping[str, "DrafterModule"]:
+        return {"": self}
 
     @property
     def layers(self) -> Sequence[int]:

@@ -312,6 +312,7 @@ class TrainOptions(TargetOptions):
         """Raises ConfigError for options that contradict each other or are out of range, before anything is loaded."""
         self.training.check()
         self.regeneration.check()
+        self.trainer.check()
         if self.training.optimizer == "muon" and self.trainer.strategy.startswith("fsdp"):
             raise ConfigError("muon takes whole matrices, and fsdp cuts them; give --training.optimizer adamw, or ddp")
         if self.training.ema is not None and self.trainer.strategy.startswith("fsdp"):

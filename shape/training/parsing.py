@@ -9,6 +9,7 @@ from jsonargparse import ArgumentParser
 
 from shape import bundled
 from shape.errors import ConfigError, exit_on_error
+from shape.features.trainer import TrainerOptions
 from shape.files import reading
 from shape.training.options import QUICKSTART_TARGET, TrainOptions
 
@@ -30,12 +31,23 @@ def parser(defaults: Path | None) -> ArgumentParser:
 
 def parse(arguments: Sequence[str]) -> TrainOptions:
     """Options from the command line. The quickstart's sizes are for its own target and no other."""
+    arguments = [_trainer_option(argument) for argument in arguments]
     with exit_on_error():
         defaults = bundled.path("configs", "quickstart.yaml")
     first = [argument for argument in arguments if not argument.startswith("--print_config")]
     is_bundled = parser(defaults).parse_args(first).target == QUICKSTART_TARGET
     reader = parser(defaults if is_bundled else None)
-    return as_options(reader.instantiate(reader.parse_args(arguments)).as_dict())
+    values = reader.parse_args(arguments)
+    with exit_on_error():
+        return as_options(reader.instantiate(values).as_dict())
+
+
+def _trainer_option(argument: str) -> str:
+    """`--trainer.NAME`, for an option of Lightning's Trainer that `TrainerOptions` does not name, in full."""
+    name = argument.removeprefix("--trainer.").partition("=")[0].partition(".")[0]
+    if not argument.startswith("--trainer.") or name in TrainerOptions.__dataclass_fields__:
+        return argument
+    return argument.replace("--trainer.", "--trainer.more.", 1)
 
 
 def as_options(values: Mapping[str, Any]) -> TrainOptions:

@@ -1,4 +1,4 @@
-"""Before training: the target, the conversations it is taught by, and what it is validated and measured on."""
+"""Before training: the target, the conversations to learn from, and what is validated and measured on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,10 +25,10 @@ from shape.generation.decoder import ShapeDecoder
 from shape.target.loading import of_target
 from shape.target.model import Target, announce
 from shape.target.size import size_of
-from shape.training.batches import derive_seed
 from shape.training.defaults import network_config, resolve
 from shape.training.forecast import Forecast
 from shape.training.options import TrainOptions
+from shape.training.order import derive_seed
 
 _HELD_OUT_SHARE = 0.1
 _TEXT_PROMPT = 32  # tokens of a text that prompt for the rest
@@ -98,7 +98,7 @@ def prepare(runs: Sequence[TrainOptions], home: Storage) -> Material:
         for_validation, prompts = for_validation[::2], _as_prompts(for_validation[1::2])
     rank_zero_only(announce)(target)
     for run in resolved:
-        rank_zero_only(print)(Forecast.of(run, size, text, target.dtype).brief(), flush=True)
+        rank_zero_only(print)(Forecast(run, size, text, target.dtype).brief(), flush=True)
     owners = [number for number, own in enumerate(texts) for _ in own]
     return Material(
         resolved,

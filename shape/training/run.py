@@ -1,9 +1,10 @@
 """A training run: from conversations to an exported predictor with its measured speed-up.
 
-The command is `shape.cli.train`.
+The commands are `shape.cli.train` and, for several predictors at once, `shape.cli.joint`.
 """
 
 import ctypes
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -20,13 +21,15 @@ from shape.features.store import FeatureStore
 from shape.networks.base import Predictor
 from shape.networks.registry import PREDICTORS
 from shape.networks.sizing import draft_vocabulary
-from shape.training.batches import ShapeDataModule, derive_seed
 from shape.training.callbacks import CountFlops
 from shape.training.checkpoints import checkpoint_to_resume, set_aside
+from shape.training.datamodule import ShapeDataModule
 from shape.training.defaults import network_config
 from shape.training.distillation import DistillModule, draft_model
+from shape.training.joint import JointModule, require_alike
 from shape.training.module import DrafterModule, ShapeModule
 from shape.training.options import TrainOptions
+from shape.training.order import derive_seed
 from shape.training.preparation import Material, excluded_numbers, prepare, validation_prompts, writable
 from shape.training.result import export_and_measure, throughput
 from shape.training.trainer import make_trainer
@@ -38,27 +41,61 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's mallopt
 def train(options: TrainOptions) -> Path:
     """The whole way; returns the folder of the exported predictor. Only the first process exports and measures."""
     options.check()
-    output = writable(Path(options.output))
-    checkpoint = checkpoint_to_resume(options.ckpt_path, output)
-    home = Storage(output if options.online else options.features or output / "features")
-    material = prepare([options], home)
-    (options,) = material.runs
-    validation, counted = decoding_validation(options, material), CountFlops()
-    trainer = make_trainer(options, material.target, output, [validation, counted])
+    home = Storage(options.output if options.online else options.features or Path(options.output) / "features")
+    _train([options], [""], Path(options.output), home, options.ckpt_path)
+    return Path(options.output)
+
+
+def train_jointly(runs: Sequence[TrainOptions], output: str | Path, ckpt_path: str | None = None) -> list[Path]:
+    """Train several on one forward of the target a step; each is exported and measured as by itself.
+
+    Args:
+        output: folder of what they share.
+
+    Returns:
+        The folders of the exported predictors.
+
+    Raises:
+        ConfigError: runs that cannot share a forward, before anything is loaded.
+    """
+    names = require_alike(runs)
+    for run in runs:
+        writable(Path(run.output))
+    _train(runs, names, Path(output), Storage(output), ckpt_path)
+    return [Path(run.output) for run in runs]
+
+
+def _train(
+    runs: Sequence[TrainOptions], names: Sequence[str], output: Path, home: Storage, ckpt_path: str | None
+) -> None:
+    writable(output)
+    checkpoint = checkpoint_to_resume(ckpt_path, output)
+    material = prepare(runs, home)
+    runs, first = material.runs, material.runs[0]
+    validations = [_validation(run, material, name) for run, name in zip(runs, names, strict=True)]
+    counted = CountFlops()
+    trainer = make_trainer(first, material.target, output, [*validations, counted])
     if checkpoint is None:
         set_aside(output / "checkpoints")
-    module, data = make_module(options, material, None if options.online else _features(options, material))
-    size = sum(parameter.numel() for parameter in module.predictor.parameters())
-    rank_zero_only(print)(
-        f"training: {size / 1e6:.1f}M parameters on {data.size} for at most {options.training.steps} steps of "
-        f"{options.training.batch_size} positions",
-        flush=True,
-    )
-    trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
+    store = None if first.online else _features(first, material)
+    made = [make_module(run, material, store) for run in runs]
+    modules, data = [module for module, _ in made], made[0][1]
+    for module in modules:
+        size = sum(parameter.numel() for parameter in module.predictor.parameters())
+        rank_zero_only(print)(
+            f"training: {size / 1e6:.1f}M parameters on {data.size} for at most {first.training.steps} steps of "
+            f"{first.training.batch_size} positions",
+            flush=True,
+        )
+    trained = modules[0] if len(modules) == 1 else JointModule(dict(zip(names, modules, strict=True)))
+    trainer.fit(trained, data, ckpt_path=checkpoint, weights_only=True)
     if trainer.is_global_zero:
-        record = throughput(options, module, module.seconds - validation.seconds, counted)
-        export_and_measure(options, module, validation, material.prompts, {"examples": data.size, **record})
-    return output
+        validating = sum(validation.seconds for validation in validations)
+        record = {"examples": data.size, **throughput(first, modules[0], modules[0].seconds - validating, counted)}
+        if len(runs) > 1:  # of all, as it cannot be told apart
+            record |= {"joint": list(names), "validation_seconds": round(validating, 1)}
+        for run, module, validation in zip(runs, modules, validations, strict=True):
+            export_and_measure(run, module, validation, material.prompts, record)
 
 
 def _features(options: TrainOptions, material: Material) -> FeatureStore:
@@ -69,17 +106,13 @@ def _features(options: TrainOptions, material: Material) -> FeatureStore:
     return store
 
 
-def decoding_validation(
-    options: TrainOptions, material: Material, name: str = "", module: DrafterModule | None = None
-) -> DecodingValidation:
-    """The validation of one run; see there."""
+def _validation(options: TrainOptions, material: Material, name: str) -> DecodingValidation:
     return DecodingValidation(
         validation_prompts(material.for_validation, material.target, options),
         cast(int, options.validation.every),
         options.validation.max_new_tokens,
         Path(options.output) / "checkpoints/best.safetensors",
         name,
-        module,
     )
 
 
@@ -138,6 +171,7 @@ def _recipe(options: TrainOptions, material: Material) -> dict[str, Any]:
         "conversations": fingerprint(material.conversations)[:16],
         "precision": options.trainer.chosen_precision(),
         "gradient_clip_val": options.trainer.gradient_clip_val,
+        "gradient_clip_algorithm": options.trainer.more.get("gradient_clip_algorithm"),
     }
 
 

@@ -1,15 +1,13 @@
 """The Lightning Trainer of a run: its devices, loggers and checkpoints."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
-from shape.features.trainer import TrainerOptions
 from shape.target.model import Target
 from shape.target.sharding import ShardTarget
 from shape.training.callbacks import StopOnDivergence
@@ -43,8 +41,7 @@ def make_trainer(options: TrainOptions, target: Target, output: Path, callbacks:
         every_n_train_steps=options.training.checkpoint_every,
         enable_version_counter=False,
     )
-    return bare_trainer(
-        options.trainer,
+    return options.trainer.for_training(
         cast(int, options.training.steps),
         logger=make_loggers(options, output),
         callbacks=[
@@ -54,16 +51,4 @@ def make_trainer(options: TrainOptions, target: Target, output: Path, callbacks:
             checkpoints,
         ],
         plugins=[AtomicCheckpointIO()],
-    )
-
-
-def bare_trainer(options: TrainerOptions, steps: int, **others: Any) -> pl.Trainer:
-    """A Trainer for so many steps of `ShapeDataModule`, which deals batches to processes itself."""
-    return pl.Trainer(
-        **{**asdict(options), "precision": options.chosen_precision()},
-        max_steps=steps,
-        max_epochs=1,  # one run over the loader, which counts in steps
-        use_distributed_sampler=False,
-        enable_model_summary=False,
-        **others,
     )

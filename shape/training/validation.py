@@ -25,7 +25,7 @@ from shape.networks.base import Predictor
 from shape.networks.teacher_forcing import teacher_forced
 from shape.target.inference import evaluating
 from shape.target.model import Target
-from shape.training.module import DrafterModule
+from shape.training.module import DrafterModule, TrainingModule
 
 _BATCH_SIZE = 8
 
@@ -51,17 +51,15 @@ def acceptance_length(emitted: Sequence[int], forwards: Sequence[int]) -> Measur
 class DecodingValidation(pl.Callback):
     """Measures the acceptance length by decoding fixed prompts with the current weights, and keeps the best ones.
 
-    Prompts are dealt to processes by number, none twice; processes that share the target decode all of them together.
-    Sums are reduced over processes, and each prompt's own counts are kept for the interval. Decoding runs without
-    autocast, in evaluation mode, without gradients.
+    Each process decodes its share of the prompts; processes that share the target's weights decode all of them at once.
+    Decoding runs without autocast, in evaluation mode, without gradients.
 
     Args:
         prompts: token ids, (T,) int64 each.
         every: steps between measurements; one more comes at the end.
         max_new_tokens: per prompt.
         best_path: where the best weights go (safetensors), written by the first process.
-        name: of the run, in joint training.
-        module: whose weights are measured; None is the module that is trained.
+        name: of the run, in joint training, whose weights are measured.
 
     Attributes:
         history: acceptance length and its interval by step.
@@ -75,10 +73,9 @@ class DecodingValidation(pl.Callback):
         max_new_tokens: int,
         best_path: Path,
         name: str = "",
-        module: DrafterModule | None = None,
     ) -> None:
         self.prompts, self.every, self.max_new_tokens = list(prompts), every, max_new_tokens
-        self.best_path, self.name, self.module = best_path, name, module
+        self.best_path, self.name = best_path, name
         self.history: list[dict[str, float]] = []
         self.seconds = 0.0
 
@@ -106,8 +103,8 @@ class DecodingValidation(pl.Callback):
     def _validate(self, trainer: pl.Trainer, trained: pl.LightningModule) -> None:
         if self.history and self.history[-1]["step"] == trainer.global_step:
             return
-        module = self.module or trained
-        assert isinstance(module, DrafterModule)
+        assert isinstance(trained, TrainingModule)
+        module = trained.trained[self.name]
         started = monotonic()
         with full_parameters(trainer), evaluating([module.network]), torch.autocast(module.device.type, enabled=False):
             counts = self._counts(trainer, module)

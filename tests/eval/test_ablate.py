@@ -23,13 +23,13 @@ SHIPPED = [
     "curve",
     "data",
     "default",
-    "lookahead",
     "features",
     "losses",
     "refinement",
     "baselines",
     "tokens",
     "training",
+    "trees",
 ]
 
 

@@ -32,6 +32,7 @@ def test_what_is_said_of_the_table_is_in_it():
     refused = sum(row[3].strip() == "refused" for row in rows)
     equal = sum(row[5].strip() == "6 / 6" for row in rows)
     said = f"[the table of {len(rows)} families](eval/results/architectures.md): {equal} are shown equal"
-    readme, page = ((TABLE.parents[2] / name).read_text() for name in ("README.md", "docs/concepts/losslessness.md"))
+    documents = (TABLE.parents[2] / name for name in ("README.md", "docs/concepts/losslessness.md"))
+    readme, page = (" ".join(document.read_text().split()) for document in documents)
     assert said in readme and f"{refused} are refused." in readme
     assert f"The table of {len(rows)} families" in page and f"({equal}) or refused ({refused})" in page

@@ -227,10 +227,14 @@ def test_renders_into_a_document(arguments, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("results", "document"),
-    [("eval/results/shipped", "docs/results/shipped.md"), ("eval/results", "eval/results/README.md")],
+    [
+        ("eval/results", "README.md"),
+        ("eval/results/shipped", "docs/results/shipped.md"),
+        ("eval/results", "eval/results/README.md"),
+    ],
 )
 def test_documents_show_the_committed_results(results, document):
-    """After new results: python -m shape.bench --render RESULTS DOCUMENT, for both."""
+    """After new results: python -m shape.bench --render RESULTS DOCUMENT, for each."""
     text = (ROOT / document).read_text()
     assert render(text, ROOT / results) == text
 

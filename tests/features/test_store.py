@@ -22,7 +22,8 @@ from shape.features.shards import quantised, restored
 from shape.features.storage import LocalCopies, Storage
 from shape.features.store import FeatureStore
 from shape.features.trainer import TrainerOptions
-from shape.training.batches import FetchedBatches, ShardedOrder, Split, StepOrder
+from shape.training.batches import FetchedBatches, Split
+from shape.training.order import ShardedOrder, StepOrder
 
 
 def run(target, address, **changes) -> FeatureStore:

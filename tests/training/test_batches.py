@@ -11,9 +11,10 @@ from training_runs import CONVERSATIONS, OPTIONS, STEPS, UNEQUAL, WINDOW, data_o
 from shape.errors import DataError
 from shape.features.positions import eligible
 from shape.networks.teacher_forcing import Texts, examples
-from shape.training.batches import Split, StepOrder, cuts, derive_seed
+from shape.training.batches import Split
 from shape.training.module import ShapeModule, computed_texts
 from shape.training.options import Losses
+from shape.training.order import StepOrder, cuts, derive_seed
 
 
 def test_stored_batches_equal_examples_of_whole_conversations(store, tiny_target):

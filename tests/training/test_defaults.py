@@ -27,11 +27,11 @@ def test_a_draft_costs_a_small_part_of_a_step(config):
         options.predictor.intermediate_size == size.hidden_size or network_size(wider(options), size) > size.read / 25
     )
     assert options.predictor.draft_vocab_size == 12_032  # 11,800, in steps of 256
-    assert Forecast.of(options, size, SHAREGPT, torch.bfloat16).draft.relative < 0.07
+    assert Forecast(options, size, SHAREGPT, torch.bfloat16).draft.relative < 0.07
     assert options.training.steps == 40_000 and options.validation.every == 8000
     wide = ["--target=T", f"--predictor.intermediate_size={2 * size.hidden_size}", "--predictor.draft_vocab_size=null"]
     before = resolve(parse(wide), size, SHAREGPT)
-    assert Forecast.of(before, size, SHAREGPT, torch.bfloat16).draft.relative > 0.17
+    assert Forecast(before, size, SHAREGPT, torch.bfloat16).draft.relative > 0.17
 
 
 def wider(options: TrainOptions) -> TrainOptions:

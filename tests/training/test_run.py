@@ -4,6 +4,7 @@ import csv
 import json
 import shutil
 from dataclasses import fields, replace
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ from shape.training.options import MeasurementOptions, PredictorOptions, TrainOp
 from shape.training.parsing import parse
 from shape.training.preparation import prepare, validation_prompts
 from shape.training.result import warn_of_mismatch
+from shape.training.trainer import make_loggers
 from shape.training.validation import DecodingValidation
 
 
@@ -237,10 +239,30 @@ def test_options_mirror_what_they_become():
     left_out = {"hidden_size", "vocab_size", "target_identity", "draft", "training"}
     own = set(vars(ShapeConfig())) & {name for name in config if name in ShapeConfig.__annotations__}
     assert own - left_out == {field.name for field in fields(PredictorOptions)}
-    trainer = pl.Trainer.__init__.__wrapped__ if hasattr(pl.Trainer.__init__, "__wrapped__") else pl.Trainer.__init__
-    import inspect
+    assert {field.name for field in fields(TrainerOptions)} - {"more"} <= signature(pl.Trainer).parameters.keys()
 
-    assert {field.name for field in fields(TrainerOptions)} <= inspect.signature(trainer).parameters.keys()
+
+def test_any_option_of_the_trainer_can_be_given(tiny_target_folder, data, tmp_path):
+    options = parse(["--target=T", "--trainer.max_time=00:00:01:00", "--trainer.detect_anomaly", "true"])
+    assert options.trainer.more == {"max_time": "00:00:01:00", "detect_anomaly": True}
+    more = ["--training.steps=3", "--trainer.limit_train_batches=2", "--logger=none"]
+    main(arguments(tiny_target_folder, data, tmp_path, *more))
+    assert json.loads((tmp_path / "config.json").read_text())["training"]["steps"] == 2
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [(["csv"], {"metrics.csv"}), (["tensorboard"], {"events"}), (["tensorboard", "csv"], {"metrics.csv", "events"})],
+)
+def test_loggers_are_chosen(given, written, tmp_path):
+    for number in (0, 1):
+        loggers = make_loggers(TrainOptions(logger=given), tmp_path)
+        for logger in loggers:
+            logger.log_metrics({"loss": 1.0}, step=1)
+            logger.save()
+        files = {path.name for path in (tmp_path / f"logs/version_{number}").iterdir()}
+        assert {"events" if name.startswith("events") else name for name in files} - {"hparams.yaml"} == written
 
 
 def test_what_is_measured_on_chose_nothing(tiny_target_folder, data, tmp_path):
@@ -347,6 +369,10 @@ def long_talks(path: Path) -> Path:
         (["--predictor.draft_vocab_size=1000"], "259 tokens"),
         (["--regeneration.sampled_share=2"], "sampled_share"),
         (["--regenerate=true", "--validation_data=missing.jsonl"], "missing.jsonl"),
+        (["--logger=wandb"], "the logger wandb is not installed; pip install wandb"),
+        (["--losses.kl=-1"], "the weight of the loss kl is -1.0"),
+        (["--trainer.nonsense=3"], "trainer.nonsense is no option of Lightning's Trainer"),
+        (["--trainer.max_steps=3"], "trainer.max_steps is no option of Lightning's Trainer that can be given here"),
     ],
 )
 def test_mistakes_get_one_sentence_before_any_work(
