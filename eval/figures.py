@@ -19,7 +19,8 @@ from rich.text import Text
 
 from shape.errors import exit_on_error
 from shape.evaluation.results import SpeedResults
-from shape.generation.decoder import ShapeDecoder, ShapeOutput
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.engine import ShapeOutput
 from shape.generation.trace import STYLES, pieces
 
 QUESTION = "Book a table for two."
