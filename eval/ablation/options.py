@@ -23,8 +23,8 @@ class MeasureOptions:
         max_new_tokens: longest answer.
         dtype: of the target while measuring; null is its checkpoint's.
         temperatures: one interleaved run each; 0 is greedy.
-        methods: measured beside the variants: autoregressive, transformers, transformers-lookup and names of drafters without
-            training; autoregressive or transformers has to be among them.
+        methods: measured beside the variants: autoregressive, transformers, transformers-lookup and names of drafters
+            without training; autoregressive or transformers has to be among them.
         repeats: timed runs per answer, of which the median counts.
         warmup: prompts answered once by every method before.
         seed: of the sampling.
