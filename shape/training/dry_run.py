@@ -34,7 +34,7 @@ from shape.features.storage import Storage
 from shape.files import human_bytes
 from shape.generation.answers import LocalBackend
 from shape.generation.decoder import ShapeDecoder
-from shape.generation.planning import draft_cost
+from shape.generation.timing import draft_cost
 from shape.networks.base import Predictor
 from shape.target.loading import FILE_OPTIONS, of_target, only, resolve_dtype
 from shape.target.model import Target, read_config

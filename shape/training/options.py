@@ -183,21 +183,17 @@ class TrainingOptions:
 
     def check(self) -> None:
         """Raises ConfigError for the first value out of range."""
-        for name in ("steps", "batch_size", "checkpoint_every"):
+        for name in ("steps", "batch_size", "checkpoint_every", "conversations", "max_minutes"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is not None and value <= 0:
                 raise ConfigError(f"training.{name} is {value}; give a positive number")
         for name in ("warmup_steps", "weight_decay", "noise", "workers"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"training.{name} is {getattr(self, name)}; give 0 or more")
-        if self.conversations is not None and self.conversations < 1:
-            raise ConfigError(f"training.conversations is {self.conversations}; give a positive number or null")
         if not 0 < self.learning_rate < 1:
             raise ConfigError(f"training.learning_rate is {self.learning_rate}; give a value between 0 and 1")
         if self.ema is not None and not 0 < self.ema < 1:
             raise ConfigError(f"training.ema is {self.ema}; give a decay between 0 and 1, or null")
-        if self.max_minutes is not None and self.max_minutes <= 0:
-            raise ConfigError(f"training.max_minutes is {self.max_minutes}; give a positive number or null")
 
 
 @dataclass
