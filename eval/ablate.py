@@ -72,7 +72,7 @@ from shape.verification.tree import TokenTree
 _OURS = ("output", "seed", "ckpt_path")
 _SHARED = (
     "target", "data", "validation_data", "regenerate", "features", "online", "max_length", "limit", "skip_bad_rows",
-    "target_dtype", "measurement", "regeneration",
+    "dtype", "measurement", "regeneration",
     *(entry.name for entry in fields(TargetOptions)),
 )  # fmt: skip
 # Differences between an earlier run's options and these do not make it another run: where it lies.
@@ -239,7 +239,7 @@ def plan(options: AblationOptions) -> list[Run]:
     first = runs[0].options
     if first.token is not None:
         raise ConfigError("token would be written into the options of every training; leave it out, and set HF_TOKEN")
-    target = Target.load(first.target, dtype=first.target_dtype, device_map="cpu", **of_target(first))
+    target = Target.load(first.target, dtype=first.dtype, device_map="cpu", **of_target(first))
     sizes: dict[str, dict[str, int]] = {}
     if (like := options.same_size_as) is not None:
         model = _run(reader, values, like, options.variants[like] or {}, 0, output)

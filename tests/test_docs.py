@@ -29,7 +29,8 @@ READMES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("*/RE
 BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>[^>]+) -->\n)?```python\n(?P<code>.*?)```", re.DOTALL)
 SNIPPET = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
 SPAN = re.compile(r"(?<!`)`[^`]+`(?!`)")  # code within a sentence, which may be broken into lines
-COMMAND = re.compile(r"(?: -m ((?:shape|eval)\.[\w.]*\w)|(?:^|[`$/]) *(shape [a-z]+))([^\n`|>&#]*)", re.MULTILINE)
+MODULE, SCRIPT = r" -m ((?:shape|eval)\.[\w.]*[a-z])", r"(?:^|&& )[ $]*(?:[.\w]+/)*(shape [a-z]+)\b"
+COMMAND = re.compile(rf"(?:{MODULE}|{SCRIPT})([^\n`|>&#]*)", re.MULTILINE)
 RECORDED = re.compile(r"<!-- results:begin[^>]*-->.*?<!-- results:end -->", re.DOTALL)  # what was run, not what to run
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 

@@ -11,12 +11,12 @@ table of all measurements; details fold out, and each trace has a page of its ow
 from collections.abc import Sequence
 from pathlib import Path
 
-from shape.cli.parsing import CommandParser, command_parser
 from shape.errors import exit_on_error
+from shape.parsing import CommandParser, command_parser
 
 
 def parser() -> CommandParser:
-    parser = command_parser("report", usage="RESULTS [options]", config=False)
+    parser = command_parser("report", __doc__, usage="RESULTS [options]", config=False)
     parser.add_argument("results", type=str, help="a folder; everything below it is looked through")
     parser.add_argument("--output", type=str, default="report.html", help="the page")
     parser.add_argument("--images", type=str | None, help="a folder for the same drawings as PNG and SVG")
