@@ -15,8 +15,8 @@ from eval.ablate import examine, main, parse, plan
 from shape import bundled
 from shape.drafters import OracleDrafter, TrainedDrafter, TreeShape
 from shape.errors import CheckpointError, ConfigError
+from shape.evaluation.speed import Bench
 from shape.generation.decoder import ShapeDecoder
-from shape.generation.planning import _Bench
 from shape.training import parsing
 
 SHIPPED = [
@@ -153,7 +153,7 @@ def test_trains_every_variant_with_every_seed_and_measures_them_together(file, t
 def test_interrupted_work_goes_on(file, tmp_path, launched, monkeypatch):
     """Finished trainings and finished prompts are kept, a training that had begun is resumed."""
     arguments = [str(file), f"--output={tmp_path}", "--only=[path 1.0,affine]", "--seeds=[3]"]
-    launch, record, done = ablate._launch, _Bench.record, []
+    launch, record, done = ablate._launch, Bench.record, []
 
     def interrupted(module: str, told: list[str], log: Path, threads: int) -> int:
         if "affine" in told[0] and not done:
@@ -176,7 +176,7 @@ def test_interrupted_work_goes_on(file, tmp_path, launched, monkeypatch):
         return record(self, prompts, *rest, **options)
 
     monkeypatch.setattr(ablate, "_launch", interrupted)
-    monkeypatch.setattr(_Bench, "record", stumbling)
+    monkeypatch.setattr(Bench, "record", stumbling)
     for _ in range(2):
         with pytest.raises(SystemExit) as stopped:
             main(arguments)
