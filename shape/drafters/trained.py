@@ -20,7 +20,7 @@ from shape.target.identity import TargetIdentity
 from shape.target.model import Target
 from shape.target.support import LayerShape
 from shape.verification.cache import KVCache
-from shape.verification.noise import token_words
+from shape.verification.noise import token_hashes
 from shape.verification.sampling import Sampler, perturbed
 from shape.verification.tree import TokenTree, keep_best, of_lists, root_only
 from shape.verification.tree_shape import TreeShape
@@ -127,7 +127,7 @@ class TrainedDrafter(Drafter):
         self.on_host = self._device.type == "cpu"
         vocabulary, dtype = self.predictor.draft_vocabulary, self.predictor.dtype
         tokens = torch.arange(target.vocab_size, device=self._device) if vocabulary is None else vocabulary
-        self._vocabulary, self._words = vocabulary, token_words(tokens)
+        self._vocabulary, self._words = vocabulary, token_hashes(tokens)
         if self.on_host:
             self._ids = tokens.numpy()
             self._numbers = np.full(target.vocab_size, -1)
