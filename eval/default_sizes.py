@@ -24,7 +24,7 @@ from shape.drafters import PREDICTORS, TrainedDrafter
 from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import markdown
 from shape.generation.decoder import ShapeDecoder
-from shape.generation.planning import draft_cost
+from shape.generation.timing import draft_cost
 from shape.target.model import Target
 from shape.target.size import Size, size_of
 from shape.training.defaults import network_config, resolve

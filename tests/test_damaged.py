@@ -31,7 +31,7 @@ from shape.evaluation.report.sources import find
 from shape.features.store import FeatureStore
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.loading import load_predictor
-from shape.generation.planning import _kept
+from shape.generation.timing import _kept
 from shape.training.checkpoints import sound_checkpoint
 from shape.training.parsing import read_options
 
@@ -234,7 +234,7 @@ def kinds(folder: Path, tiny_target) -> dict[str, tuple[bytes, Callable[[Path], 
     step = {"type": "step", "step": 1, "rows": [0], "lengths": [3], "draft": 0.1, "verify": 0.1, "commit": 0.1}
     token = {"type": "token", "row": 0, "step": 1, "depth": None, "event": "bonus", "emitted": True, "source": None}
     records = "".join(json.dumps(one) + "\n" for one in (call, step, token)).encode()
-    costs = {"key": {"rows": 1, "context": 8, "verify": {"1": 0.1, "2": 0.2}, "draft": {}}}
+    costs = {"key": {"batch_size": 1, "context": 8, "verify": {"1": 0.1, "2": 0.2}, "draft": {}}}
     torch.save({"step": torch.ones(9)}, folder / "last.ckpt")
     answered = b'{"a": 1}\n[[0, {"id": "x"}, 1, null], [1, null, 0, "y"]]\n'
 

@@ -4,7 +4,7 @@ A step commits tokens (the accepted ones and the target's own) in the seconds of
 Alternatives are compared by tokens per second (`fastest`), with acceptance and seconds
 
 - assumed, for a chain whose tokens are accepted independently (`expected_length`, `throughput`),
-- measured before (`Costs`; ``shape.generation.planning``), or
+- measured before (`Costs`; ``shape.generation.timing``, ``.planning``), or
 - measured while decoding (`VerificationTimes`, `DraftValue`; ``shape.drafters.lengths``, ``.hybrid`` and
   ``shape.generation.control``).
 
@@ -83,7 +83,7 @@ class Costs:
         draft: by the width of the tree: one pass of the drafter, with what grows the tree. Empty without a network.
     """
 
-    rows: int
+    batch_size: int
     context: int
     verify: dict[int, float]
     draft: dict[int, float]

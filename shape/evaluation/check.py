@@ -28,10 +28,10 @@ from shape.generation.decoder import ShapeDecoder
 from shape.generation.planning import (
     CANDIDATES,
     acceptance,
-    calibrate,
     plan,
     sketch,
 )
+from shape.generation.timing import measure_costs
 from shape.networks.config import ShapeConfig
 from shape.networks.shape import ShapePredictor
 from shape.networks.sizing import draft_vocab_size, parameters, width
@@ -76,7 +76,7 @@ def check(options: CheckOptions) -> dict[str, Any]:
             f"positions of target {target.name}; give shorter ones or a smaller max_new_tokens"
         )
     fitting = [prompt for prompt, ids in zip(prompts, encoded, strict=True) if len(ids) <= room]
-    costs = calibrate(decoder, options.batch_size, max(map(len, contexts)) + options.max_new_tokens)
+    costs = measure_costs(decoder, options.batch_size, max(map(len, contexts)) + options.max_new_tokens)
     report: dict[str, Any] = {
         "environment": asdict(Environment.capture(target.device)),
         "settings": {
@@ -103,7 +103,7 @@ def check(options: CheckOptions) -> dict[str, Any]:
     }
     how = {"max_new_tokens": options.max_new_tokens, "seed": options.seed, **sampling(options.temperature)}
     lookup = ShapeDecoder(target, NgramDrafter())
-    free = Costs(costs.rows, costs.context, costs.verify, {})
+    free = Costs(costs.batch_size, costs.context, costs.verify, {})
     shapes = [TreeShape(depth=depth, width=1) for depth in (2, 4, 8)]
     report["ngram"] = [asdict(one) for one in plan(free, sketch(lookup, contexts, **how), shapes)]
     own = None if decoder.drafter is None else decoder.drafter.tree
@@ -125,7 +125,7 @@ def _methods(options: CheckOptions, target: Target, own: Drafter | None) -> dict
         given[own.name] = own
     if options.pack is not None:
         given["recipes"] = RecipeDrafter(Pack.load(options.pack))
-    names = options.drafters
+    names = options.drafter
     if names is None:
         names = ["ngram", "suffix", "lookahead", *given]
         names += [f"suffix+{one}" for one in given]

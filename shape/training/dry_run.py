@@ -34,7 +34,7 @@ from shape.features.storage import Storage
 from shape.files import human_bytes
 from shape.generation.answers import LocalBackend
 from shape.generation.decoder import ShapeDecoder
-from shape.generation.planning import draft_cost
+from shape.generation.timing import draft_cost
 from shape.networks.base import Predictor
 from shape.target.loading import FILE_OPTIONS, of_target, only, resolve_dtype
 from shape.target.model import Target, read_config
@@ -89,7 +89,7 @@ def dry_run(options: TrainOptions) -> str:
 def _dtype(options: TrainOptions, config: PretrainedConfig) -> torch.dtype:
     """That the target would be run in."""
     own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-    found = resolve_dtype(options.target_dtype or own)
+    found = resolve_dtype(options.dtype or own)
     return found if isinstance(found, torch.dtype) else torch.float32
 
 

@@ -5,12 +5,12 @@ from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from shape.data.regeneration import AnswerOptions
-from shape.drafters import TreeShape
+from shape.data.options import AnswerOptions
 from shape.errors import ConfigError
 from shape.features.options import FeatureOptions, StorageOptions
 from shape.features.trainer import TrainerOptions
 from shape.target.options import TargetOptions
+from shape.verification.tree_shape import TreeShape
 
 QUICKSTART_TARGET = "quickstart-target"
 STATE_LOSSES = ("mse", "smooth_l1")
@@ -250,7 +250,7 @@ class TrainOptions(TargetOptions):
         limit: at most so many conversations.
         skip_bad_rows: count malformed rows and go on.
         seed: of weights, order, noise and dropout.
-        target_dtype: dtype to run the target in; null is its checkpoint's own.
+        dtype: dtype to run the target in; null is its checkpoint's own.
         ckpt_path: resume from this checkpoint; "last" is the one in the output folder.
         logger: where metrics go: csv, tensorboard, wandb, mlflow, several of these in a list, or none.
         predictor: the network.
@@ -277,7 +277,7 @@ class TrainOptions(TargetOptions):
     limit: int | None = None
     skip_bad_rows: bool = False
     seed: int = 0
-    target_dtype: str | None = None
+    dtype: str | None = None
     ckpt_path: str | None = None
     logger: Logger | list[Logger] = field(default_factory=lambda: ["csv", "tensorboard"])
     predictor: PredictorOptions = field(default_factory=PredictorOptions)

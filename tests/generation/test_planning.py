@@ -4,21 +4,18 @@ import pytest
 import torch
 from helpers import predictor, prompts
 
-from shape.drafters import NgramDrafter, OracleDrafter, TrainedDrafter, TreeShape
+from shape.drafters import OracleDrafter, TrainedDrafter, TreeShape
 from shape.drafters.cost import Costs
 from shape.generation import planning
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.planning import (
     Sketch,
     acceptance,
-    calibrate,
     cut,
-    draft_cost,
     plan,
     sketch,
     tune,
 )
-from shape.target.model import Target
 
 
 @pytest.mark.parametrize(
@@ -76,28 +73,6 @@ def test_good_drafts_are_planned_and_bad_ones_are_not(tiny_model):
     assert plan(costs, bad, shapes)[0].shape is None
 
 
-def test_calibration_is_kept(tiny_model, tmp_path, monkeypatch):
-    decoder, file = ShapeDecoder(tiny_model("llama"), TrainedDrafter(predictor())), tmp_path / "kept" / "costs.json"
-    costs = calibrate(decoder, context=40, cache=file)
-    assert costs.context == 64 and min(costs.verify.values()) > 0 and set(costs.draft) == {1, 2, 3, 4}
-    assert calibrate(decoder, context=40, cache=file) == costs
-    assert calibrate(decoder, rows=2, context=40, cache=file).rows == 2
-    monkeypatch.setenv("SHAPE_CACHE", str(tmp_path / "other"))
-    assert calibrate(ShapeDecoder(tiny_model("gpt2"), NgramDrafter()), context=40).draft == {}
-    assert (tmp_path / "other" / "costs.json").exists()
-
-
-def test_drafts_from_few_tokens_by_prepacked_layers_are_timed(tiny_model, tmp_path):
-    """As those of the shipped predictor, whose heads were once made in inference mode, where they cannot be used."""
-    network = predictor(torch.float32, draft_vocab_size=24)
-    network.draft_vocabulary = torch.arange(24)
-    target = Target.load(tiny_model("llama", torch.float32), prepacked=True)
-    decoder = ShapeDecoder(target, TrainedDrafter(network))
-    costs = calibrate(decoder, context=40, repeats=1, cache=tmp_path / "costs.json")
-    assert costs.draft.keys() == {1, 2, 3, 4} and min(costs.draft.values()) > 0
-    assert min(draft_cost(decoder, repeats=1)) > 0
-
-
 def test_tuning_sets_the_shape(tiny_model, monkeypatch):
     """Where drafts and larger verifications are free, the shape with the most accepted tokens, unlike the drafter's."""
     own = TreeShape(depth=2, width=1)
@@ -105,10 +80,10 @@ def test_tuning_sets_the_shape(tiny_model, monkeypatch):
     options = {"max_new_tokens": 40, "eos_token_id": []}
     decoder = ShapeDecoder(tiny_model("llama"), TrainedDrafter(predictor(), own), fall_back=False)
     ids = torch.tensor([[5, 6, 7]])
-    monkeypatch.setattr(planning, "calibrate", lambda *_, **__: dear)
+    monkeypatch.setattr(planning, "measure_costs", lambda *_, **__: dear)
     assert tune(decoder, ids.tolist(), **options).shape is None and decoder.drafter.tree == own
     before = decoder.generate(ids, **options, return_dict_in_generate=True)
-    monkeypatch.setattr(planning, "calibrate", lambda *_, **__: free)
+    monkeypatch.setattr(planning, "measure_costs", lambda *_, **__: free)
     best = tune(decoder, ids.tolist(), **options)
     assert best.shape is not None and decoder.drafter.tree == best.shape != own and best.speed_up > 1
     after = decoder.generate(ids, **options, return_dict_in_generate=True)

@@ -1,0 +1,145 @@
+"""Costs on this machine: seconds of the target's forwards over several sizes, and of a drafter's passes."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from shape.drafters import Drafter, TreeShape
+from shape.drafters.base import Committed
+from shape.drafters.cost import Costs
+from shape.files import typed
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.rules import Match
+from shape.verification.forward import new_cache, prefill, tree_forward
+from shape.verification.sampling import Sampler
+from shape.verification.tree import chain, root_only
+
+_SIZES = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 65)
+_WIDTHS = (1, 2, 3, 4)
+
+
+def measure_costs(
+    decoder: ShapeDecoder, batch_size: int = 1, context: int = 256, repeats: int = 9, cache: Path | None = None
+) -> Costs:
+    """Time forwards over trees of several sizes, and passes of the drafter where it has a network.
+
+    Args:
+        context: tokens in the cache; rounded up to a power of two, and down to what the target's positions allow.
+        cache: a JSON file of earlier measurements; default: costs.json in the folder that SHAPE_CACHE names, or in
+            ~/.cache/shape-decoding. Machine, threads, versions, target and drafter are part of the key.
+    """
+    target = decoder.target
+    limit = target.max_positions or context
+    sizes = [size for size in _SIZES if decoder.support.mode == "tree" or size <= 17]
+    context = max(1, min(1 << (context - 1).bit_length(), limit - max(sizes)))
+    key = json.dumps([*_machine(decoder), batch_size, context, repeats])
+    cache = cache or Path(os.environ.get("SHAPE_CACHE") or Path.home() / ".cache" / "shape-decoding") / "costs.json"
+    known = _kept(cache)
+    costs = known.get(key)
+    if costs is None:
+        costs = known[key] = _measure(decoder, batch_size, context, sizes, repeats)
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        part = cache.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps({name: asdict(each) for name, each in known.items()}))
+        part.replace(cache)
+    return costs
+
+
+def _kept(cache: Path) -> dict[str, Costs]:
+    """Earlier measurements; none where the file is damaged or absent, for they can be made again."""
+    try:
+        return typed(dict[str, Costs], json.loads(cache.read_bytes()))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return {}
+
+
+def _machine(decoder: ShapeDecoder) -> list[object]:
+    """What costs depend on."""
+    target, drafter = decoder.target, decoder.drafter
+    network = None if drafter is None else drafter.predictor
+    return [
+        torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else str(target.device),
+        torch.get_num_threads(),
+        torch.__version__,
+        target.identity.head_hash,
+        target.model.num_parameters(),
+        target.precision,
+        drafter.name if drafter else "none",
+        [network.num_parameters(), str(network.dtype), str(network.device), network.config.draft_vocab_size]
+        if network
+        else None,
+    ]
+
+
+class _Setup:
+    """A target and its drafter behind a random text, ready to be timed."""
+
+    def __init__(self, decoder: ShapeDecoder, batch_size: int, context: int, room: int) -> None:
+        self.target, self.support = decoder.target, decoder.support
+        self.cache = new_cache(self.target, self.support, batch_size, context + room)
+        generator = torch.Generator().manual_seed(0)
+        text = torch.randint(self.target.vocab_size, (batch_size, context), generator=generator).to(self.target.device)
+        self.hidden = prefill(self.target, self.cache, text, [context] * batch_size)
+        self.root = text[:, -1]
+        self.committed = Committed([[*ids, ids[-1]] for ids in text.tolist()], self.cache.lengths + 1, self.root)
+        self.sampler = Sampler(self.cache.lengths)
+        self.sampler.settle(self.committed.lengths, self.committed.texts)
+
+    def verify(self, size: int) -> None:
+        """A forward over so many tokens, the choice and the acceptance."""
+        root = self.root
+        tree = root_only(root) if size == 1 else chain(root, root[:, None].expand(-1, size - 1))
+        states = tree_forward(self.target, self.support, self.cache, tree)
+        Match()(tree, self.target.logits(states), self.sampler)
+
+    def drafts(self, drafter: Drafter) -> partial:
+        """What drafts once, of a drafter that is bound."""
+        drafter.start(self.committed, self.hidden)
+        return partial(drafter.draft, self.committed, self.sampler)
+
+
+def _measure(decoder: ShapeDecoder, batch_size: int, context: int, sizes: Sequence[int], repeats: int) -> Costs:
+    device, own = decoder.target.device, decoder.drafter
+    shapes = {} if own is None else {width: own.with_tree(TreeShape(depth=4, width=width)) for width in _WIDTHS}
+    drafters = {width: drafter for width, drafter in shapes.items() if drafter is not None}
+    with decoder.gradientless():
+        bench = _Setup(decoder, batch_size, context, max(sizes))
+        verify = _seconds([partial(bench.verify, size) for size in sizes], repeats, device)
+        draft = _seconds([bench.drafts(drafter) for drafter in drafters.values()], repeats, device)
+    per_pass = {width: taken / drafters[width].passes for width, taken in zip(drafters, draft, strict=True)}
+    return Costs(batch_size, context, dict(zip(sizes, verify, strict=True)), per_pass)
+
+
+def draft_cost(
+    decoder: ShapeDecoder, context: int = 128, repeats: int = 9, clock: Callable[[], float] = perf_counter
+) -> tuple[float, float]:
+    """Seconds of one draft of the decoder's own shape, for one sequence, and of a step of one token."""
+    assert decoder.drafter is not None
+    with decoder.gradientless():
+        bench = _Setup(decoder, 1, context, 1)
+        calls = [bench.drafts(decoder.drafter), partial(bench.verify, 1)]
+        draft, verify = _seconds(calls, repeats, decoder.target.device, clock)
+    return draft, verify
+
+
+def _seconds(
+    calls: Sequence[partial], repeats: int, device: torch.device, clock: Callable[[], float] = perf_counter
+) -> list[float]:
+    """The time of each, measured in turn so that a slow moment falls on all of them."""
+    times: list[list[float]] = [[] for _ in calls]
+    for repeat in range(repeats + 1):
+        for call, taken in zip(calls, times, strict=True):
+            start = clock()
+            call()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if repeat > 0:  # the first warms up
+                taken.append(clock() - start)
+    # The lower quartile: other work on the machine only ever adds.
+    return [sorted(taken)[len(taken) // 4] for taken in times]
