@@ -23,15 +23,14 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from eval.ablation.measuring import beside, journal_of, measure_all
+from eval.ablation.measuring import beside, journal_of, measure_all, prompts_of
 from eval.ablation.options import AblationOptions, find_config, one_sentence
+from eval.ablation.plan import plan
 from eval.ablation.results import Ablation
 from eval.ablation.training import train_all, train_together
 from shape.drafters import TreeShape
 from shape.errors import ConfigError, exit_on_error
 from shape.features.trainer import quiet
-from shape.generation.planning import plan
-from shape.generation.prompts import prompts_of
 
 
 def ablate(options: AblationOptions) -> Ablation:

@@ -34,9 +34,8 @@ from eval.analysis.limits import DRAFTS, acceptances
 from eval.analysis.losses import SCALES, loss_family
 from eval.analysis.plans import read_outs, transitions
 from eval.analysis.report import draw, report
-from eval.analysis.states import distances
+from eval.analysis.states import distances, similarity
 from eval.analysis.texts import answered, common_support, predictions, successive_states, texts_of
-from eval.paper_tables import similarity
 from shape import bundled
 from shape.data.conversations import evenly
 from shape.data.encoding import Encoded, encode_all

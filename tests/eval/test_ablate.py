@@ -12,14 +12,13 @@ from helpers import predictor
 
 from eval.ablate import main, parse
 from eval.ablation import training
-from eval.ablation.plan import Run
-from eval.architectures import examine
+from eval.ablation.measuring import examine
+from eval.ablation.plan import Run, plan
 from shape import bundled
 from shape.drafters import OracleDrafter, TrainedDrafter, TreeShape
 from shape.errors import CheckpointError, ConfigError
 from shape.evaluation.speed import Bench
 from shape.generation.decoder import ShapeDecoder
-from shape.generation.planning import plan
 from shape.training import parsing
 
 SHIPPED = [

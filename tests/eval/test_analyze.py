@@ -9,10 +9,9 @@ import torch
 from eval.analysis.limits import acceptances, simulate
 from eval.analysis.losses import loss_family
 from eval.analysis.plans import ITERATIONS, read_outs, transitions
-from eval.analysis.states import distances
+from eval.analysis.states import distances, similarity
 from eval.analysis.texts import chosen, common_support, predictions, speaking, successive_states, texts_of
 from eval.analyze import AnalyzeOptions, run
-from eval.paper_tables import similarity
 from shape.data.encoding import Encoded
 from shape.errors import ConfigError, DataError
 from shape.features.store import Stored
