@@ -364,7 +364,7 @@ def _both(summary: Mapping[str, Any]) -> str:
 def plain_latency(found: Found) -> Table:
     parts = []
     for path, record in found.latency.items():
-        header, rows = latency.rows([latency.Latency(**one) for one in record["latencies"]])
+        header, rows = latency.table([latency.Latency(**one) for one in record["latencies"]])
         parts.append(Part(header, rows, [latency.note(record["options"]), _from(path, _environment(record))]))
     paper = "time to the first token and between tokens by model size and context; its figures are not at hand here."
     return Table(["8"], "latency of plain decoding by size of the target and context", paper, parts, [])
