@@ -44,10 +44,10 @@ from shape.training.parsing import parse
 from shape.training.run import keep_freed_memory
 
 STORES: dict[str, dict[str, Any]] = {
-    "bfloat16": {"dtype": "bfloat16"},
-    "int8": {"dtype": "int8"},
-    "bfloat16, answers and their windows": {"dtype": "bfloat16", "before": 8},
-    "int8, answers and their windows": {"dtype": "int8", "before": 8},
+    "bfloat16": {"feature_dtype": "bfloat16"},
+    "int8": {"feature_dtype": "int8"},
+    "bfloat16, answers and their windows": {"feature_dtype": "bfloat16", "before": 8},
+    "int8, answers and their windows": {"feature_dtype": "int8", "before": 8},
 }
 _WARM_UP = 5  # steps not counted
 
@@ -86,15 +86,9 @@ def consumed(store: FeatureStore, target: Target, config: ShapeConfig, options: 
         predictor.draft_vocabulary = draft_vocabulary(data.texts(), config.draft_vocab_size, target.vocab_size)
     module = ShapeModule(predictor, target, options.losses, options.training, seed=options.seed)
     watch, parts = Stopwatch(), options.trainer.accumulate_grad_batches
-    trainer = pl.Trainer(
-        **{**asdict(options.trainer), "precision": options.trainer.chosen_precision()},
-        max_steps=options.training.steps or -1,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        callbacks=[watch],
+    assert options.training.steps is not None
+    trainer = options.trainer.for_training(
+        options.training.steps, logger=False, enable_checkpointing=False, callbacks=[watch]
     )
     trainer.fit(module, data)
     steps = torch.tensor(watch.seconds).view(-1, parts).sum(1)[_WARM_UP:]
