@@ -1,7 +1,7 @@
 """What the drafters beside the predictor are worth: draft lengths, recipe packs, and the target compressed.
 
     python -m eval.drafters lookahead --setting.output lookahead  # fixed and adaptive draft lengths, by kind of prompt
-    python -m eval.drafters recipes --setting.output recipes      # packs of four tasks against plain and a draft model
+    python -m eval.drafters recipes --setting.output recipes      # packs of four tasks beside a draft model
     python -m eval.drafters compressed --setting.output compressed  # acceptance against rank, 8 bits, cache, residuals
     python -m eval.drafters geodesic --setting.output geodesic    # paths of hidden states, tables of single tokens
 
@@ -151,7 +151,7 @@ def _tasks(compiled_from: int, measured: int) -> dict[str, tuple[list[Prompt], l
 
 
 def _first_tokens(target: Target, drafter: RecipeDrafter, prompts: Sequence[Prompt], most: int) -> tuple[float, float]:
-    """Share of steps with a draft, and of these the share of which a first token stood."""
+    """Share of steps with a draft, and of these the share of which a first token was accepted."""
     decoder = ShapeDecoder(target, drafter, fall_back=False)
     steps = hits = right = 0
     for prompt in prompts:

@@ -211,16 +211,16 @@ def weight_bytes(target: Target) -> int:
 def bare(decoder: ShapeDecoder, rows: int, nodes: int, context: int, slots: int, compiled: bool) -> float:
     """t(n): a forward over so many tokens per row behind `context` cached ones, masks and positions being at hand."""
     target, support = decoder.target, decoder.support
-    arena = StaticCache(support.layers, rows, slots, target.dtype, target.device)
-    arena.lengths.fill_(context)
+    cache = StaticCache(support.layers, rows, slots, target.dtype, target.device)
+    cache.lengths.fill_(context)
     tokens = torch.zeros(rows, nodes, dtype=torch.long, device=target.device)
     tree = StaticTree.of(chain(tokens[:, 0], tokens[:, 1:]))
-    arena.expect(nodes)
-    positions, masks = tree_inputs(target, support, arena, tree)
+    cache.expect(nodes)
+    positions, masks = tree_inputs(target, support, cache, tree)
 
     def forward() -> Tensor:
-        arena.expect(nodes)
-        hidden = target.hidden(tokens, attention_mask=masks, position_ids=positions, cache=arena)
+        cache.expect(nodes)
+        hidden = target.hidden(tokens, attention_mask=masks, position_ids=positions, cache=cache)
         return target.logits(hidden)
 
     function = torch.compile(forward, fullgraph=True) if compiled else forward
@@ -256,7 +256,7 @@ def measure(
     ids, mask = side_by_side(prompts, target.device)
     slots = 1 << (ids.shape[1] + tokens + 64).bit_length()  # one bucket from beginning to end
     rows, steps, context = len(prompts), FixedSteps(compiled, slots), ids.shape[1] + tokens // 2
-    plain_rate = 0.0
+    baseline_rate = 0.0
 
     def case(method: str, drafter: Drafter | None) -> tuple[Case, Tensor]:
         decoder = ShapeDecoder(target, drafter, fall_back=False, graphs=steps)
@@ -275,13 +275,13 @@ def measure(
             device_ms=1e3 * median(step.seconds for step in stats.steps),
             forward_ms=1e3 * bare(decoder, rows, first.nodes, context, slots, compiled),
             draft_ms=1e3 * bare_draft(drafter, target, rows, first.passes),
-            plain_tokens_per_second=plain_rate or rate,
+            plain_tokens_per_second=baseline_rate or rate,
         )
         return found, out.sequences
 
-    plain, answers = case(AUTOREGRESSIVE, None)
-    yield plain
-    plain_rate = plain.tokens_per_second
+    baseline, answers = case(AUTOREGRESSIVE, None)
+    yield baseline
+    baseline_rate = baseline.tokens_per_second
     new = answers[:, ids.shape[1] :].tolist()
     texts = [prompt + more for prompt, more in zip(prompts, new, strict=True)]
     yield case("oracle (simulated)", OracleDrafter(texts, ERROR_RATE, DEPTH))[0]

@@ -21,7 +21,8 @@ import torch
 from rich.console import Console
 
 from eval import ablate, analyze, commands, latency
-from eval.paper_tables import LOOKAHEAD, NUMBERS, Found, Table, is_missing, made, render
+from eval.found import Found
+from eval.paper_tables import LOOKAHEAD, NUMBERS, Table, is_missing, made, render
 from shape import bundled
 from shape.data.conversations import evenly
 from shape.data.reading import load_prompts

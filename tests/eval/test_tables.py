@@ -6,7 +6,8 @@ import pytest
 from helpers import ROOT
 
 from eval import tables
-from eval.paper_tables import NUMBERS, Found, Table, is_missing, made, render
+from eval.found import Found
+from eval.paper_tables import NUMBERS, Table, is_missing, made, render
 from eval.tables import RUNS, TablesOptions, run
 from shape.errors import ConfigError
 
