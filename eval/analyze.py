@@ -17,19 +17,19 @@ the token it predicts does. Distributions are those of temperature 1.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from jsonargparse import CLI
 from rich.console import Console
 from rich.markdown import Markdown
 from torch import Tensor
 from tqdm import tqdm
 
+from eval import commands
 from eval.analysis.limits import DRAFTS, acceptances
 from eval.analysis.losses import SCALES, loss_family
 from eval.analysis.plans import read_outs, transitions
@@ -41,7 +41,7 @@ from shape.data.conversations import evenly
 from shape.data.encoding import Encoded, encode_all
 from shape.data.reading import load_conversations, load_prompts
 from shape.drafters import TrainedDrafter
-from shape.errors import ConfigError, DataError, exit_on_error
+from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.loading import load_predictor
@@ -233,10 +233,9 @@ def _write(
     draw(record, cosines, pairs, folder / "analysis.png")
 
 
-def main(options: AnalyzeOptions) -> None:
-    with exit_on_error():
-        Console().print(Markdown(report(run(options))))
+def main(arguments: Sequence[str] | None = None) -> None:
+    commands.run(lambda options: Console().print(Markdown(report(run(options)))), AnalyzeOptions, arguments)
 
 
 if __name__ == "__main__":
-    main(CLI(AnalyzeOptions, as_positional=False))
+    main()
