@@ -127,6 +127,6 @@ def test_messages_are_logged(tiny_target, caplog, capsys):
 
 
 def test_what_was_published_before_still_imports():
-    from shape.custom_generate import generate_of
+    from shape.generation.custom_generate import generate_of
 
     assert callable(generate_of("anything"))
