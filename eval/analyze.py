@@ -8,7 +8,7 @@
 3. *Refinement*: what the entropic plan adds to a trained predictor's read-out (section 3.2); needs a predictor whose
    refinement is "sinkhorn", which may be another one (`--refined`).
 4. *Transition*: how far K_t^T p_t is from p_{t+n} at finite iterations (section 2.2).
-5. *Acceptance*: the transport optimum for 1, 2 and 4 drafts (`shape.networks.transport.optimal_acceptance`), beside
+5. *Acceptance*: the transport optimum for 1, 2 and 4 drafts (`eval.optimal_acceptance`), beside
    what the rules of this package reach for the same pairs of distributions.
 6. *Losses*: the transport loss (`shape.training.losses.sinkhorn`) beside KL and total variation, by value and gradient.
 
@@ -36,6 +36,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eval.analysis_report import draw, report
+from eval.optimal_acceptance import optimal_acceptance
 from shape import bundled
 from shape.data.conversations import evenly
 from shape.data.encoding import Encoded, encode_all
@@ -50,7 +51,7 @@ from shape.generation.decoder import ShapeDecoder
 from shape.generation.loading import load_predictor
 from shape.networks.base import Known, Predictor
 from shape.networks.teacher_forcing import Reader, Texts, examples, known_in
-from shape.networks.transport import Plan, optimal_acceptance, squared_distances
+from shape.networks.transport import Plan, squared_distances
 from shape.networks.transport import sinkhorn as entropic_plan
 from shape.target.chat import prompt_ids
 from shape.target.loading import SOURCE, of_pair, of_predictor, of_target, only, recorded

@@ -24,12 +24,12 @@ from eval.analyze import (
     texts_of,
     transitions,
 )
+from eval.optimal_acceptance import optimal_acceptance
 from shape.data.encoding import Encoded
 from shape.errors import ConfigError, DataError
 from shape.features.store import Stored
 from shape.networks.config import ShapeConfig
 from shape.networks.shape import ShapePredictor
-from shape.networks.transport import optimal_acceptance
 
 
 def mixed(target, **options) -> ShapePredictor:
