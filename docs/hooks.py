@@ -11,8 +11,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from shape.cli.main import COMMANDS, GROUPS
-from shape.cli.parsing import summary
+from shape.cli.main import COMMANDS, GROUPS, line
 
 _RESULTS = ROOT / "eval" / "results"
 _SHOWN = (".md", ".png", ".svg")
@@ -46,7 +45,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made here or lie elsewhere."""
     listed = [
-        f"**{group}**\n\n" + "\n".join(f"- [`shape {name}`]({name}.md): {summary(name)}" for name in names)
+        f"**{group}**\n\n" + "\n".join(f"- [`shape {name}`]({name}.md): {line(name)}" for name in names)
         for group, names in GROUPS.items()
     ]
     made = {

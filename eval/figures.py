@@ -101,6 +101,7 @@ def show_draft(decoder: ShapeDecoder, question: str, width: int = 88) -> str:
         f"{out.stats.acceptance_length:.2f}",
         style="dim",
     )
+    console.print()  # rich cuts the last line off at its baseline
     drawn = console.export_svg(title="shape generate --show-draft", theme=_THEME, unique_id="show-draft")
     return re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)  # nothing from the network
 

@@ -230,7 +230,7 @@ RUNS: dict[str, tuple[Run, tuple[str, ...]]] = {
     "latency": (_latency, ("8",)),
     "lookahead": (_lookaheads, ("11",)),
     "strategies": (
-        partial(_quality, modes=["autoregressive", "shape", "trs-lossy", "beam"], timed=True),
+        partial(_quality, methods=["autoregressive", "shape", "trs-lossy", "beam"], timed=True),
         ("13",),
     ),
 }

@@ -1,6 +1,7 @@
 """Errors a user can cause. Each message is one sentence: the input, what is wrong with it, what to do."""
 
 import errno
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,9 +57,25 @@ class TrainingDiverged(ShapeError):
     """A training whose loss or weights are not numbers any more."""
 
 
+class _Lines(logging.Handler):
+    """Plain lines on what is standard error when they are logged."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
+def log_to_stderr() -> None:
+    """What commands do with the messages of the logger "shape"; a handler that is already there goes before."""
+    logger = logging.getLogger("shape")
+    if not logger.handlers:
+        logger.addHandler(_Lines())
+        logger.setLevel(logging.INFO)
+
+
 @contextmanager
 def exit_on_error() -> Iterator[None]:
     """Run a command: a user's error becomes one line on stderr and exit status 2, never a traceback."""
+    log_to_stderr()
     try:
         yield
     except ShapeError as error:

@@ -8,8 +8,6 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, overload
 
-import torch
-
 from shape.errors import DiskSpaceError, ShapeError, is_full_disk
 
 T = TypeVar("T")
@@ -51,9 +49,9 @@ def reading(what: str, error: type[ShapeError], advice: str) -> Iterator[None]:
     """
     try:
         yield
-    except (error, torch.OutOfMemoryError):
-        raise
     except Exception as reason:
+        if isinstance(reason, error) or type(reason).__name__ == "OutOfMemoryError":  # torch's, which is slow to import
+            raise
         said = (" ".join(str(reason).split()) or type(reason).__name__)[:200]
         raise error(f"{what} cannot be read; {advice} ({said})") from reason
 

@@ -114,8 +114,8 @@ def test_states_that_are_not_finite_are_not_stored(tiny_target, tmp_path, monkey
     features = tiny_target.features
     monkeypatch.setattr(tiny_target, "features", lambda *given, **options: features(*given, **options) * 1e6)
     trainer = TrainerOptions(accelerator="cpu", devices=1, enable_progress_bar=False).for_extraction()
-    with pytest.raises(FeatureStoreError, match=r"conversation c\d .* not finite in float16 .*--target_dtype bfloat16"):
-        extract(tiny_target, CONVERSATIONS, tmp_path, FeatureOptions(max_length=128, dtype="float16"), trainer)
+    with pytest.raises(FeatureStoreError, match=r"conversation c\d .* not finite in float16 .*--dtype bfloat16"):
+        extract(tiny_target, CONVERSATIONS, tmp_path, FeatureOptions(max_length=128, feature_dtype="float16"), trainer)
     assert not list(tmp_path.glob("shard-*"))
 
 

@@ -142,6 +142,17 @@ def weights(module: ShapeModule) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in module.predictor.parameters()])
 
 
+class SaveAt(pl.Callback):
+    """Writes a checkpoint at a step, once."""
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer, *args) -> None:
+        if trainer.global_step == self.step and not self.path.exists():
+            trainer.save_checkpoint(self.path)
+
+
 # ------------------------------------------------------------------------------------------------- by the command
 
 

@@ -15,9 +15,9 @@ interruption.
 from collections.abc import Sequence
 from pathlib import Path
 
-from shape.cli.parsing import CommandParser, command_parser, options_of
 from shape.errors import exit_on_error
 from shape.evaluation.options import BenchOptions
+from shape.parsing import CommandParser, command_parser, options_of
 
 COMMON = (
     *("output", "predictor", "target", "prompts", "methods", "limit", "max_new_tokens", "temperature", "batch_size"),
@@ -26,7 +26,7 @@ COMMON = (
 
 
 def parser() -> CommandParser:
-    parser = command_parser("bench", BenchOptions, COMMON, skip={"predictor"})
+    parser = command_parser("bench", __doc__, BenchOptions, COMMON, skip={"predictor"})
     parser.add_argument(
         "--predictor",
         action="append",

@@ -7,9 +7,9 @@ shape check --predictor checkpoints/mine --prompts prompts.jsonl    # the best d
 from collections.abc import Sequence
 from pathlib import Path
 
-from shape.cli.parsing import CommandParser, command_parser, options_of
 from shape.errors import exit_on_error
 from shape.evaluation.options import CheckOptions
+from shape.parsing import CommandParser, command_parser, options_of
 
 COMMON = (
     "target",
@@ -27,7 +27,7 @@ COMMON = (
 
 
 def parser() -> CommandParser:
-    return command_parser("check", CheckOptions, COMMON)
+    return command_parser("check", __doc__, CheckOptions, COMMON)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -15,9 +15,9 @@ token corrupted, at no cost: its speed-up is simulated, its efficiency is not.
 
 from collections.abc import Sequence
 
-from shape.cli.parsing import CommandParser, command_parser, options_of
 from shape.errors import exit_on_error
 from shape.evaluation.options import EfficiencyOptions
+from shape.parsing import CommandParser, command_parser, options_of
 
 COMMON = (
     "output",
@@ -34,7 +34,7 @@ COMMON = (
 
 
 def parser() -> CommandParser:
-    return command_parser("efficiency", EfficiencyOptions, COMMON)
+    return command_parser("efficiency", __doc__, EfficiencyOptions, COMMON)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,9 +1,9 @@
-"""`python -m shape.extract`: the target's hidden states on conversations, stored for training.
+"""`shape extract`: the target's hidden states on conversations, stored for training.
 
-    python -m shape.extract --target T --data D --output DIR
-    python -m shape.train --target T --data D --features DIR --output checkpoints/mine
-    python -m shape.extract --dry-run --target T       # what it would take, by T's configuration alone
-    python -m shape.extract --dry-run --parameters 70e9 --hidden_size 8192 --conversations 100000
+    shape extract --target T --data D --output DIR
+    shape train --target T --data D --features DIR --output checkpoints/mine
+    shape extract --dry-run --target T       # what it would take, by T's configuration alone
+    shape extract --dry-run --parameters 70e9 --hidden_size 8192 --conversations 100000
 
 Interrupt it at any time: the same command continues where it stopped.
 """
@@ -11,37 +11,40 @@ Interrupt it at any time: the same command continues where it stopped.
 import sys
 from collections.abc import Sequence
 
-from jsonargparse import ArgumentParser
-from pytorch_lightning.utilities.rank_zero import rank_zero_only
-
 from shape.errors import exit_on_error
-from shape.features.costs import CostOptions, dry_run
-from shape.features.extraction import ExtractOptions, extract_from
+from shape.features.options import CostOptions, ExtractOptions
 from shape.features.trainer import quiet
+from shape.parsing import CommandParser, command_parser, options_of
 
-_DRY_RUN = "--dry-run"
+COMMON = (
+    *("target", "data", "output", "limit", "max_length", "layers", "batch_size", "dtype", "feature_dtype"),
+    *("conversations", "tokens", "disk_gigabytes"),
+)
+_DRY_RUN = ("--dry_run", "--dry-run")
 
 
-def parser(options: type = ExtractOptions) -> ArgumentParser:
-    name = "python -m shape.extract" + (f" {_DRY_RUN}" if options is CostOptions else "")
-    parser = ArgumentParser(prog=name, description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--config", action="config", help="a YAML file with these options")
-    parser.add_class_arguments(options, as_group=False)
+def parser(kind: type = ExtractOptions) -> CommandParser:
+    parser = command_parser("extract", __doc__, kind, COMMON)
+    parser.add_argument(*_DRY_RUN, action="store_true", help="say what it would take, and do nothing")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    kind = CostOptions if _DRY_RUN in given else ExtractOptions
-    reader = parser(kind)
-    values = reader.instantiate(reader.parse_args([each for each in given if each != _DRY_RUN])).as_dict()
-    values.pop("config")
-    options = kind(**values)
-    with exit_on_error(), quiet():
-        if isinstance(options, CostOptions):
-            print(dry_run(options))
+    given = sys.argv[1:] if arguments is None else arguments
+    with exit_on_error():
+        if set(_DRY_RUN) & set(given):
+            reader = parser(CostOptions)
+            costs = options_of(CostOptions, reader.instantiate(reader.parse_args(given)))
+            from shape.features.costs import dry_run
+
+            print(dry_run(costs))
             return
-        store = extract_from(options)
+        reader = parser()
+        options = options_of(ExtractOptions, reader.instantiate(reader.parse_args(given)))
+        from shape.features.extraction import extract_from, rank_zero_only
+
+        with quiet():
+            store = extract_from(options)
         rank_zero_only(print)(
             f"{options.output} holds {len(store):,} conversations, {store.tokens:,} tokens, {len(store.roots()):,} to "
             "learn from"

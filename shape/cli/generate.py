@@ -8,9 +8,9 @@ shape generate                                      # a chat, in a terminal
 
 from collections.abc import Sequence
 
-from shape.cli.parsing import CommandParser, command_parser, options_of
 from shape.errors import exit_on_error
 from shape.generation.options import GenerateOptions
+from shape.parsing import CommandParser, command_parser, options_of
 
 COMMON = (
     *("prompt", "predictor", "target", "drafter", "system", "max_new_tokens", "temperature", "seed", "acceptance"),
@@ -19,7 +19,7 @@ COMMON = (
 
 
 def parser() -> CommandParser:
-    parser = command_parser("generate", GenerateOptions, COMMON, skip={"show_draft", "show_trace"})
+    parser = command_parser("generate", __doc__, GenerateOptions, COMMON, skip={"show_draft", "show_trace"})
     parser.add_argument("--show_draft", action="store_true", help="colour the answer by what became of each token")
     parser.add_argument(
         "--show_trace", action="store_true", help="print every step: what was drafted and what was accepted"

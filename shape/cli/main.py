@@ -1,10 +1,12 @@
 """`shape NAME ...`: runs the command of that name, which is the file of that name beside this one."""
 
+import ast
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
-from shape.cli.parsing import did_you_mean, summary
+from shape.parsing import did_you_mean, summary
 
 GROUPS = {
     "Decode": ("generate", "check", "bench"),
@@ -14,12 +16,18 @@ GROUPS = {
 COMMANDS = tuple(name for names in GROUPS.values() for name in names)
 
 
+def line(name: str) -> str:
+    """A command in a line. Its module is not imported for it."""
+    source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    return summary(ast.get_docstring(ast.parse(source)))
+
+
 def overview() -> str:
-    """What `shape --help` prints. Nothing is imported for it."""
+    """What `shape --help` prints."""
     width = max(map(len, COMMANDS))
     lines = ["usage: shape COMMAND [options]", "", "Lossless speculative decoding by transported hidden states."]
     for group, names in GROUPS.items():
-        lines += ["", f"{group}:", *(f"  {name:{width}}  {summary(name)}" for name in names)]
+        lines += ["", f"{group}:", *(f"  {name:{width}}  {line(name)}" for name in names)]
     return "\n".join([*lines, "", "shape COMMAND --help shows a command's options.", ""])
 
 

@@ -19,9 +19,9 @@ folder. Until then finished prompts are kept there in `records.jsonl`, by which 
 
 from collections.abc import Sequence
 
-from shape.cli.parsing import CommandParser, command_parser, options_of
 from shape.errors import exit_on_error
 from shape.evaluation.options import QualityOptions
+from shape.parsing import CommandParser, command_parser, options_of
 
 COMMON = (
     "output",
@@ -39,7 +39,7 @@ COMMON = (
 
 
 def parser() -> CommandParser:
-    return command_parser("quality", QualityOptions, COMMON)
+    return command_parser("quality", __doc__, QualityOptions, COMMON)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

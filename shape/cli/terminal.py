@@ -1,4 +1,4 @@
-"""What `shape generate` does: an answer, or a chat, in a terminal."""
+"""What `shape generate` does: an answer, or a chat, in a terminal. Answers go to stdout, all else to stderr."""
 
 import sys
 from collections.abc import Callable
@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 from transformers import TextStreamer
+from transformers.utils.logging import disable_progress_bar
 
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
@@ -101,7 +102,7 @@ def about(
 def chat(decoder: ShapeDecoder, options: GenerateOptions, console: Console) -> None:
     """Questions and answers until an empty line or the end of input."""
     messages, say = _system(options), decoder.session()
-    console.print("An empty line ends the chat.", style="dim")
+    _notes().print("An empty line ends the chat.", style="dim")
     while True:
         try:
             question = console.input("[bold]> [/]").strip()
@@ -121,18 +122,22 @@ def _show(
     say: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
     """Answers on the screen, with the figures below; returns the answer as a message."""
-    output, tokenizer = answer(decoder, messages, options, say), decoder.tokenizer
+    output, tokenizer, notes = answer(decoder, messages, options, say), decoder.tokenizer, _notes()
     tokens = output.sequences[0, -output.stats.emitted - 1 :]
     if options.trace is not None and output.trace is not None:
         output.trace.write(options.trace, about(decoder, messages, options, output.stats), tokenizer)
     if options.show_trace and output.trace is not None:
-        console.print(view(output.trace.records, tokenizer.decode))
+        notes.print(view(output.trace.records, tokenizer.decode))
     if options.show_draft and output.trace is not None:
         console.print(coloured(tokenizer, output.trace.emitted()), soft_wrap=True)
     if options.show_draft or options.show_trace:
-        console.print(Text(" / ").join(Text(event, style=style) for event, style in STYLES.items()))
-    console.print(report(output.stats), style="dim", soft_wrap=True)
+        notes.print(Text(" / ").join(Text(event, style=style) for event, style in STYLES.items()))
+    notes.print(report(output.stats), style="dim", soft_wrap=True)
     return decoder.target.message(tokens.tolist(), options.chat_template_kwargs)
+
+
+def _notes() -> Console:
+    return Console(stderr=True, highlight=False)
 
 
 def _system(options: GenerateOptions) -> list[dict[str, Any]]:
@@ -174,6 +179,7 @@ def generate(options: GenerateOptions) -> None:
     prompt = options.prompt if options.prompt is not None or interactive else sys.stdin.read().strip()
     if not interactive and not prompt:
         raise DataError("the prompt is empty; give --prompt TEXT, or text on standard input")
+    disable_progress_bar()  # transformers', beside an answer
     decoder, console = load(options), Console(highlight=False)
     decoder.warm_up(**choosing(options))  # the figures below an answer are about answers
     if interactive:

@@ -1,13 +1,13 @@
-"""`python -m shape.train`: from conversations to an exported predictor with its measured speed-up.
+"""`shape train`: from conversations to an exported predictor with its measured speed-up.
 
-    python -m shape.train                                        # the embedded default
-    python -m shape.train --target T --data D --output DIR       # your own target and data
-    python -m shape.train --target T --data D --dry-run          # what that would take
-    python -m shape.train --config configs/paper.yaml            # another predictor
-    python -m shape.train ... --ckpt_path last                   # go on where a run was stopped
+    shape train                                        # the embedded default
+    shape train --target T --data D --output DIR       # your own target and data
+    shape train --target T --data D --dry-run          # what that would take
+    shape train --config configs/paper.yaml            # another predictor
+    shape train ... --ckpt_path last                   # go on where a run was stopped
 
-Every option of `--help` may stand in a YAML file (`--config`), and `--print_config` writes one. What is given nowhere
-comes from configs/quickstart.yaml for the target that ships, and for any other from the defaults of the options: the
+Every option can be set in a YAML file (`--config`), and `--print_config` writes one. Other defaults
+come from configs/quickstart.yaml for the target that ships, and for any other from the defaults of the options: the
 same predictor, its sizes and its number of steps chosen for target and data (`shape.training.defaults`). `--dry-run`
 says what that would be, and what it would take, before anything is done.
 """
@@ -18,20 +18,27 @@ from collections.abc import Sequence
 from shape.errors import exit_on_error
 from shape.features.trainer import quiet
 from shape.training.parsing import DRY_RUN, parse
-from shape.training.run import keep_freed_memory, train
+
+COMMON = (
+    *("target", "data", "output", "regenerate", "limit", "dtype", "seed", "ckpt_path", "dry_run"),
+    *("training.steps", "training.batch_size", "training.max_minutes", "predictor.kind"),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
-    options = parse(given)
-    keep_freed_memory()
-    with exit_on_error(), quiet():
-        if set(DRY_RUN) & set(given):
-            from shape.training.dry_run import dry_run  # which trains a little, by what is here
+    options = parse(given, __doc__, COMMON)
+    with exit_on_error():
+        from shape.training.run import keep_freed_memory, train
 
-            print(dry_run(options), flush=True)
-        else:
-            train(options)
+        keep_freed_memory()
+        with quiet():
+            if set(DRY_RUN) & set(given):
+                from shape.training.dry_run import dry_run  # which trains a little, by what is here
+
+                print(dry_run(options), flush=True)
+            else:
+                train(options)
 
 
 if __name__ == "__main__":

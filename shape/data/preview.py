@@ -1,8 +1,7 @@
 """What a model would be trained on, printed with the supervised tokens coloured."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from rich.console import Console
@@ -11,31 +10,9 @@ from transformers import AutoTokenizer
 
 from shape import bundled
 from shape.data.encoding import Encoded, encode_all
+from shape.data.options import PreviewOptions
 from shape.data.reading import load_conversations
 from shape.errors import DataError
-
-
-@dataclass(kw_only=True)
-class PreviewOptions:
-    """What to show.
-
-    Attributes:
-        data: conversations: a file, a folder, or a dataset on the hub (name[:split]).
-        target: model whose tokenizer and chat template are used.
-        n: conversations to print.
-        max_length: tokens kept of each conversation.
-        limit: rows that are read for the summary.
-        skip_bad_rows: count malformed rows and continue.
-        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
-    """
-
-    data: str
-    target: str
-    n: int = 3
-    max_length: int = 2048
-    limit: int = 1000
-    skip_bad_rows: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 def preview(options: PreviewOptions) -> None:

@@ -22,6 +22,7 @@ from shape.data.backends import Answer, Backend, Request
 from shape.data.conversations import Conversation, fingerprint
 from shape.data.encoding import joined
 from shape.data.journal import AnswerJournal
+from shape.data.options import AnswerOptions
 from shape.data.reading import load_conversations
 from shape.errors import ConfigError, DataError
 from shape.files import written_whole
@@ -30,37 +31,6 @@ from shape.target.chat import Message
 BATCHES_PER_CHUNK = 32
 
 Ask = Callable[[Sequence[Request]], list[Answer | DataError]]
-
-
-@dataclass(kw_only=True)
-class AnswerOptions:
-    """How answers are written.
-
-    Attributes:
-        sampled_share: share of conversations answered by sampling; the others are greedy.
-        temperature: of the sampled ones.
-        max_new_tokens: longest answer.
-        batch_size: conversations answered together.
-        seed: of the choice and the noise.
-    """
-
-    sampled_share: float = 0.5
-    temperature: float = 1.0
-    max_new_tokens: int = 512
-    batch_size: int = 16
-    seed: int = 0
-
-    def check(self) -> None:
-        """Raises ConfigError for values out of range."""
-        if self.max_new_tokens < 1 or self.temperature <= 0:
-            raise ConfigError(
-                f"max_new_tokens {self.max_new_tokens} and temperature {self.temperature:g} must be above 0; for "
-                "greedy answers set sampled_share to 0"
-            )
-        if not 0.0 <= self.sampled_share <= 1.0 or self.batch_size < 1:
-            raise ConfigError(
-                f"sampled_share {self.sampled_share} must be within 0 and 1, and batch_size {self.batch_size} above 0"
-            )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from shape.drafters.growing import Biases, grow_by_depth
 from shape.errors import TargetMismatch
 from shape.networks.base import Head, Known, MarkovBias, Predictor, Remembered, rotary_ahead
 from shape.networks.shape import windows
-from shape.target.model import Target, TargetIdentity
+from shape.target.identity import TargetIdentity
+from shape.target.model import Target
 from shape.target.support import LayerShape
 from shape.verification.cache import KVCache
 from shape.verification.noise import token_words

@@ -138,7 +138,7 @@ def _methods(name: str, predictors: Mapping[str, str], target: Target, options: 
             tree=options.tree,
             draft_device=options.draft_device,
             drafter=[own if part == "shape" else part for part in parts],
-            lookahead=options.lookahead,
+            lookahead=options.num_draft_tokens,
             pack=options.pack,
             prepacked=options.prepacked,
             predictor_revision=options.predictor_revision,

@@ -125,7 +125,7 @@ def _methods(options: CheckOptions, target: Target, own: Drafter | None) -> dict
         given[own.name] = own
     if options.pack is not None:
         given["recipes"] = RecipeDrafter(Pack.load(options.pack))
-    names = options.drafters
+    names = options.drafter
     if names is None:
         names = ["ngram", "suffix", "lookahead", *given]
         names += [f"suffix+{one}" for one in given]

@@ -283,7 +283,7 @@ def run(options: EfficiencyOptions) -> list[Case]:
         )
         target = decoder.target
         announce(target)
-        drafters = {name: made for name in options.drafters if (made := make_drafter(name)) is not None}
+        drafters = {name: made for name in options.drafter if (made := make_drafter(name)) is not None}
         if decoder.drafter is not None:
             drafters[decoder.drafter.name] = decoder.drafter
         contexts = [prompt_ids(prompt.messages, target.tokenizer, prompt.template) for prompt in prompts]

@@ -1,12 +1,12 @@
-"""What the commands that measure can be asked for: bench, check, efficiency and quality."""
+"""What the commands that measure can be asked for: bench, check, efficiency and quality. Nothing heavy is imported."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from shape.drafters import TreeShape
 from shape.evaluation.sandbox import Limits
-from shape.generation.rules import TrsLossy, TypicalLossy
+from shape.generation.options import TrsParameters, TypicalParameters
 from shape.target.options import PairOptions
+from shape.verification.tree_shape import TreeShape
 
 
 def several(given: Any) -> list[Any]:
@@ -48,7 +48,7 @@ class BenchOptions(PairOptions):
             default: where there is room.
         draft_device: where the predictors draft, for example cuda:1 or cpu; default: beside the target.
         tree: shape of the predictors' token trees; default: each predictor's own.
-        lookahead: of smaller models that draft: adaptive, cost, or a number of tokens.
+        num_draft_tokens: length of the drafts of smaller models: adaptive, cost, or a number.
         pack: recipes that the method recipes looks up.
         label: heading of the table.
         fall_back: decode without drafts for a while where drafting does not pay; false always drafts, a number is the
@@ -60,8 +60,8 @@ class BenchOptions(PairOptions):
     target: str | None = None
     prompts: list[str] | str | None = None
     methods: list[str] | None = None
-    typical_lossy: TypicalLossy = field(default_factory=TypicalLossy)
-    trs_lossy: TrsLossy = field(default_factory=TrsLossy)
+    typical_lossy: TypicalParameters = field(default_factory=TypicalParameters)
+    trs_lossy: TrsParameters = field(default_factory=TrsParameters)
     chat_template_kwargs: dict[str, Any] | None = None
     limit: int | None = None
     max_new_tokens: int = 128
@@ -75,7 +75,7 @@ class BenchOptions(PairOptions):
     prepacked: bool | None = None
     draft_device: str | None = None
     tree: TreeShape | None = None
-    lookahead: str = "adaptive"
+    num_draft_tokens: str = "adaptive"
     pack: str | None = None
     label: str = ""
     fall_back: bool | float = True
@@ -90,7 +90,7 @@ class CheckOptions(PairOptions):
         predictor: folder, hub id or bundled name of a trained predictor, or of a smaller model with the target's
             tokens; default: an untrained predictor of the default size, which costs as much per draft.
         pack: recipes of `shape.drafters.recipes.drafter`.
-        drafters: measured on the prompts, interleaved: names as in `shape.bench`; default: those without training, the
+        drafter: measured on the prompts, interleaved: names as in `shape.bench`; default: those without training, the
             predictor, the recipes, and hybrids of these; [] measures none.
         prompts: JSON-lines file, of the task in question; default: the bundled validation prompts.
         chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
@@ -106,7 +106,7 @@ class CheckOptions(PairOptions):
     target: str | None = None
     predictor: str | None = None
     pack: str | None = None
-    drafters: list[str] | None = None
+    drafter: list[str] | None = None
     prompts: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     limit: int = 12
@@ -134,7 +134,7 @@ class EfficiencyOptions(PairOptions):
         dtype: of the target, one or several.
         temperature: 0 is greedy. One, or several.
         batch_size: prompts decoded together. One number, or several.
-        drafters: measured beside the predictor.
+        drafter: measured beside the predictor.
         prepacked: weights in the layout of the CPU's matrix kernels (see `shape.target.prepack`); default: if there is
             room.
         label: heading of the table.
@@ -151,7 +151,7 @@ class EfficiencyOptions(PairOptions):
     dtype: list[str] | str = field(default_factory=lambda: ["float32", "bfloat16"])
     temperature: list[float] | float = field(default_factory=lambda: [0.0, 1.0])
     batch_size: list[int] | int = 1
-    drafters: list[str] = field(default_factory=lambda: ["ngram"])
+    drafter: list[str] = field(default_factory=lambda: ["ngram"])
     prepacked: bool | None = None
     label: str = ""
 
@@ -168,9 +168,9 @@ class QualityOptions(PairOptions):
         chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
         limit: prompts of each file, evenly chosen; default: all.
         max_new_tokens: longest answer.
-        modes: ways of decoding, of autoregressive, shape, typical-lossy, trs-lossy, rejection, traversal,
+        methods: ways of decoding, of autoregressive, shape, typical-lossy, trs-lossy, rejection, traversal,
             drafter-alone, beam.
-        temperature: every mode writes at each; 0 is greedy, and the only one of beam. One, or several.
+        temperature: every method writes at each; 0 is greedy, and the only one of beam. One, or several.
         typical_lossy: parameters of the rule typical-lossy.
         trs_lossy: parameters of the rule trs-lossy.
         beams: of beam search.
@@ -191,12 +191,12 @@ class QualityOptions(PairOptions):
     chat_template_kwargs: dict[str, Any] | None = None
     limit: int | None = None
     max_new_tokens: int = 128
-    modes: list[str] = field(
+    methods: list[str] = field(
         default_factory=lambda: ["autoregressive", "shape", "typical-lossy", "trs-lossy", "drafter-alone"]
     )
     temperature: list[float] | float = field(default_factory=lambda: [0.0, 1.0])
-    typical_lossy: TypicalLossy = field(default_factory=TypicalLossy)
-    trs_lossy: TrsLossy = field(default_factory=TrsLossy)
+    typical_lossy: TypicalParameters = field(default_factory=TypicalParameters)
+    trs_lossy: TrsParameters = field(default_factory=TrsParameters)
     beams: int = 4
     encoder: str | None = None
     run_code: bool = False

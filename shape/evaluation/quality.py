@@ -55,7 +55,7 @@ class _Writer:
         self.labels = {
             label(mode, temperature): (mode, temperature)
             for temperature in several(options.temperature)
-            for mode in options.modes
+            for mode in options.methods
             if mode != BEAM or temperature == 0
         }
         self.runners = {name: self._runner(mode, temperature) for name, (mode, temperature) in self.labels.items()}
@@ -278,12 +278,12 @@ def _check(options: QualityOptions) -> None:
         value = getattr(options, name)
         if value is not None and value < least:
             raise ConfigError(f"{name} is {value}; give at least {least}")
-    if unknown := [mode for mode in options.modes if mode not in MODES]:
+    if unknown := [mode for mode in options.methods if mode not in MODES]:
         raise ConfigError(f"mode {unknown[0]!r} is unknown; use some of {', '.join(MODES)}")
-    if AUTOREGRESSIVE not in options.modes:
+    if AUTOREGRESSIVE not in options.methods:
         raise ConfigError(f"the modes hold nothing to compare with; add {AUTOREGRESSIVE}")
     temperatures = several(options.temperature)
     if min(temperatures, default=-1) < 0:
         raise ConfigError(f"temperature is {options.temperature}; give one or more, none below 0")
-    if BEAM in options.modes and 0 not in temperatures:
+    if BEAM in options.methods and 0 not in temperatures:
         raise ConfigError(f"{BEAM} search is greedy; add temperature 0, or leave the mode out")

@@ -6,8 +6,7 @@ before you rent machines for many.
 
 import math
 import shutil
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from transformers import AutoTokenizer
 
@@ -16,72 +15,14 @@ from shape.data.reading import load_conversations
 from shape.data.statistics import Text, counted
 from shape.errors import ConfigError, UnsupportedTarget
 from shape.features.manifest import state_bytes
-from shape.features.options import FeatureOptions, longest
+from shape.features.options import CostOptions, longest
 from shape.features.storage import Storage
 from shape.files import human_bytes
 from shape.target.loading import FILE_OPTIONS, of_target, only
 from shape.target.model import read_config
-from shape.target.options import TargetOptions
 from shape.target.size import Size, size_of
 
 _WINDOW = 8  # states before an answer that the default predictor reads
-
-
-@dataclass(kw_only=True)
-class CostOptions(FeatureOptions, TargetOptions):
-    """What would be extracted, and on what.
-
-    Attributes:
-        target: folder or hub id, of which config.json is read; or give parameters and hidden_size.
-        parameters: of the target.
-        hidden_size: of the target.
-        data: conversations, a sample of which is measured with the target's tokenizer; null takes the numbers below.
-        conversations: how many.
-        tokens: of a conversation, in the mean.
-        answers: share of the tokens that are the assistant's.
-        turns: answers in a conversation, in the mean.
-        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
-        limit: at most so many conversations of `data`.
-        output: where features would be stored; its free space decides, unless disk_gigabytes says so.
-        disk_gigabytes: free for features.
-        passes: over the data in training; each costs online mode a forward of all of it.
-        flops: of one accelerator, dense, in bfloat16, per second (989e12: an H100 SXM).
-        utilisation: share of them that a forward over whole texts reaches.
-        bandwidth: bytes per second of its memory.
-        memory: bytes of it.
-        answered_together: conversations, when the target writes its answers.
-    """
-
-    target: str | None = None
-    parameters: float | None = None
-    hidden_size: int | None = None
-    data: str | None = None
-    conversations: int = 100_000
-    tokens: float = 1000.0
-    answers: float = 0.6
-    turns: float = 2.0
-    chat_template_kwargs: dict[str, Any] | None = None
-    limit: int | None = None
-    output: str | None = None
-    disk_gigabytes: float | None = None
-    passes: float = 10.0
-    flops: float = 989e12
-    utilisation: float = 0.4
-    bandwidth: float = 3.35e12
-    memory: float = 80e9
-    answered_together: int = 64
-
-    def validate(self) -> None:
-        """Raises ConfigError for values out of range."""
-        sizes = (self.parameters, self.hidden_size)
-        if (self.target is None) == (None in sizes) or (self.target is not None and sizes != (None, None)):
-            raise ConfigError("give either a target, or its parameters and hidden_size")
-        numbers = {name: value for name, value in asdict(self).items() if isinstance(value, int | float)}
-        if wrong := [name for name, value in numbers.items() if value <= 0 and not isinstance(value, bool)]:
-            raise ConfigError(f"{wrong[0]} is {numbers[wrong[0]]}; give a positive number")
-        for name in ("answers", "utilisation"):
-            if getattr(self, name) > 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, and it is a share; give at most 1")
 
 
 @dataclass(frozen=True)
@@ -121,7 +62,7 @@ def costs(size: Size, text: Text, options: CostOptions, free: float) -> Costs:
     by_memory = 2 * size.parameters / options.bandwidth / options.answered_together
     by_operations = 2 * size.active / (options.flops * options.utilisation)
     writing = tokens * text.answers * max(by_memory, by_operations) / 3600
-    layers, dtype, window = len(options.stored), options.dtype or "bfloat16", options.before or _WINDOW
+    layers, dtype, window = len(options.stored), options.feature_dtype or "bfloat16", options.before or _WINDOW
     stored = {
         f"{kind}, {'all positions' if before is None else f'answers and {before} positions before each'}":
             text.stored(before) * state_bytes(kind, size.hidden_size, layers) + 5 * tokens

@@ -9,10 +9,8 @@ import os
 import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -26,50 +24,23 @@ from shape.data.encoding import Encoded, encode_row, unfolded
 from shape.data.reading import load_conversations
 from shape.errors import ConfigError, DataError, DiskSpaceError, FeatureStoreError
 from shape.features.manifest import MANIFEST, Manifest
-from shape.features.options import FeatureOptions, longest
+from shape.features.options import ExtractOptions, FeatureOptions, longest
 from shape.features.positions import eligible, kept
 from shape.features.shards import load_checked, missing_shards, quantised, shard_name, write_shard
 from shape.features.storage import Storage
 from shape.features.store import FeatureStore
-from shape.features.trainer import TrainerOptions
 from shape.files import human_bytes, written_whole
 from shape.target.loading import of_target
 from shape.target.model import Target, announce
-from shape.target.options import TargetOptions
 
 _ESTIMATE_SAMPLE = 256
-
-
-@dataclass(kw_only=True)
-class ExtractOptions(FeatureOptions, TargetOptions):
-    """What to extract, from what, to where.
-
-    Attributes:
-        target: folder or hub id of the target, or quickstart-target.
-        data: file, folder or hub dataset with conversations.
-        output: folder of the features, or an address that fsspec knows (s3://...).
-        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
-        limit: at most so many conversations.
-        target_dtype: dtype to run the target in; null is its checkpoint's own.
-        device_map: spreads the target over devices, for example auto; null puts it where the trainer computes.
-        trainer: devices, processes and nodes, as Lightning's Trainer has them.
-    """
-
-    target: str
-    data: str
-    output: str
-    chat_template_kwargs: dict[str, Any] | None = None
-    limit: int | None = None
-    target_dtype: str | None = None
-    device_map: str | dict[str, str | int] | None = None
-    trainer: TrainerOptions = field(default_factory=TrainerOptions)
 
 
 def extract_from(options: ExtractOptions) -> FeatureStore:
     """Load target and data, and extract, or complete what an earlier run left."""
     trainer = options.trainer.for_extraction()
     device = options.device_map or trainer.strategy.root_device
-    target = Target.load(options.target, dtype=options.target_dtype, device_map=device, **of_target(options))
+    target = Target.load(options.target, dtype=options.dtype, device_map=device, **of_target(options))
     options.check(target)
     conversations = load_conversations(
         options.data,
@@ -112,7 +83,7 @@ def extract(
         Manifest(
             target=target.identity,
             layers=options.stored,
-            dtype=options.dtype or str(target.dtype).removeprefix("torch."),
+            dtype=options.feature_dtype or str(target.dtype).removeprefix("torch."),
             hidden_size=target.hidden_size,
             max_length=longest(options.max_length, target.max_positions),
             shard_size=options.shard_size,
@@ -271,7 +242,7 @@ class _Extraction(pl.LightningModule):
             raise FeatureStoreError(
                 f"target {self.target.name} computes states of conversation {self.conversations[number].id} that are "
                 f"not finite in {self.manifest.dtype} (run in {self.target.dtype}); give another dtype, such as "
-                "--target_dtype bfloat16, or leave the conversation out"
+                "--dtype bfloat16, or leave the conversation out"
             )
 
     def _encode(self, index: int) -> Encoded:

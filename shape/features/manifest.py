@@ -11,7 +11,8 @@ import torch
 from shape.errors import FeatureStoreError
 from shape.features.storage import Storage
 from shape.files import reading, typed
-from shape.target.model import Target, TargetIdentity
+from shape.target.identity import TargetIdentity
+from shape.target.model import Target
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"

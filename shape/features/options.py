@@ -1,10 +1,15 @@
-"""Which features are computed, and how they are stored."""
+"""Which features are computed, of what, and how they are stored. Nothing heavy is imported, so that help is quick."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from shape.errors import ConfigError
-from shape.target.model import Target
+from shape.features.trainer import TrainerOptions
+from shape.target.options import TargetOptions
+
+if TYPE_CHECKING:
+    from shape.target.model import Target
 
 _MAX_LENGTH = 1024
 _STORABLE = ("float32", "bfloat16", "float16", "int8")
@@ -12,11 +17,11 @@ _STORABLE = ("float32", "bfloat16", "float16", "int8")
 
 @dataclass
 class StorageOptions:
-    """How features are written and read; no influence on what is learned but for the rounding of `dtype`.
+    """How features are written and read; no influence on what is learned but for the rounding of `feature_dtype`.
 
     Attributes:
-        dtype: of the stored states (float32, bfloat16, float16, or int8 with a scale for each state); null is the
-            target's own.
+        feature_dtype: of the stored states: float32, bfloat16, float16, or int8 with a scale for each state; null is
+            the target's own.
         before: states stored before each answer, beside the answer's own: the predictor's window suffices where it does
             not attend to the whole text; null stores all.
         batch_size: conversations per forward of the target.
@@ -26,7 +31,7 @@ class StorageOptions:
         cache_gigabytes: that the copies may take.
     """
 
-    dtype: str | None = None
+    feature_dtype: str | None = None
     before: int | None = None
     batch_size: int = 8
     shard_size: int = 128
@@ -55,7 +60,7 @@ class FeatureOptions(StorageOptions):
         """All layers of the folder: those that are read, behind others."""
         return (*sorted(set(self.more_layers) - set(self.layers)), *self.layers)
 
-    def check(self, target: Target) -> None:
+    def check(self, target: "Target") -> None:
         """Raises ConfigError for values out of range, before any work is done."""
         self.check_for(target.name, target.max_positions, target.config.num_hidden_layers)
 
@@ -65,8 +70,8 @@ class FeatureOptions(StorageOptions):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; give a positive number")
-        if self.dtype is not None and self.dtype not in _STORABLE:
-            raise ConfigError(f"dtype is {self.dtype}; features are stored in {', '.join(_STORABLE)}")
+        if self.feature_dtype is not None and self.feature_dtype not in _STORABLE:
+            raise ConfigError(f"feature_dtype is {self.feature_dtype}; features are stored in {', '.join(_STORABLE)}")
         if self.before is not None and self.before < 1:
             raise ConfigError(f"before is {self.before}; give a positive number of states, or null for all")
         if longest(self.max_length, positions) > (positions or math.inf):
@@ -80,6 +85,88 @@ class FeatureOptions(StorageOptions):
             raise ConfigError(f"layers {self.layers} name one twice; give each once")
         if wrong := [layer for layer in self.stored if not -1 <= layer <= depth]:
             raise ConfigError(f"layers {wrong} do not exist in target {target}; its blocks are 0 to {depth}")
+
+
+@dataclass(kw_only=True)
+class ExtractOptions(FeatureOptions, TargetOptions):
+    """What to extract, from what, to where.
+
+    Attributes:
+        target: folder or hub id of the target, or quickstart-target.
+        data: file, folder or hub dataset with conversations.
+        output: folder of the features, or an address that fsspec knows (s3://...).
+        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
+        limit: at most so many conversations.
+        dtype: dtype to run the target in; null is its checkpoint's own.
+        device_map: spreads the target over devices, for example auto; null puts it where the trainer computes.
+        trainer: devices, processes and nodes, as Lightning's Trainer has them.
+    """
+
+    target: str
+    data: str
+    output: str
+    chat_template_kwargs: dict[str, Any] | None = None
+    limit: int | None = None
+    dtype: str | None = None
+    device_map: str | dict[str, str | int] | None = None
+    trainer: TrainerOptions = field(default_factory=TrainerOptions)
+
+
+@dataclass(kw_only=True)
+class CostOptions(FeatureOptions, TargetOptions):
+    """What would be extracted, and on what.
+
+    Attributes:
+        target: folder or hub id, of which config.json is read; or give parameters and hidden_size.
+        parameters: of the target.
+        hidden_size: of the target.
+        data: conversations, a sample of which is measured with the target's tokenizer; null takes the numbers below.
+        conversations: how many.
+        tokens: of a conversation, in the mean.
+        answers: share of the tokens that are the assistant's.
+        turns: answers in a conversation, in the mean.
+        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
+        limit: at most so many conversations of `data`.
+        output: where features would be stored; its free space decides, unless disk_gigabytes says so.
+        disk_gigabytes: free for features.
+        passes: over the data in training; each costs online mode a forward of all of it.
+        flops: of one accelerator, dense, in bfloat16, per second (989e12: an H100 SXM).
+        utilisation: share of them that a forward over whole texts reaches.
+        bandwidth: bytes per second of its memory.
+        memory: bytes of it.
+        answered_together: conversations, when the target writes its answers.
+    """
+
+    target: str | None = None
+    parameters: float | None = None
+    hidden_size: int | None = None
+    data: str | None = None
+    conversations: int = 100_000
+    tokens: float = 1000.0
+    answers: float = 0.6
+    turns: float = 2.0
+    chat_template_kwargs: dict[str, Any] | None = None
+    limit: int | None = None
+    output: str | None = None
+    disk_gigabytes: float | None = None
+    passes: float = 10.0
+    flops: float = 989e12
+    utilisation: float = 0.4
+    bandwidth: float = 3.35e12
+    memory: float = 80e9
+    answered_together: int = 64
+
+    def validate(self) -> None:
+        """Raises ConfigError for values out of range."""
+        sizes = (self.parameters, self.hidden_size)
+        if (self.target is None) == (None in sizes) or (self.target is not None and sizes != (None, None)):
+            raise ConfigError("give either a target, or its parameters and hidden_size")
+        numbers = {name: value for name, value in asdict(self).items() if isinstance(value, int | float)}
+        if wrong := [name for name, value in numbers.items() if value <= 0 and not isinstance(value, bool)]:
+            raise ConfigError(f"{wrong[0]} is {numbers[wrong[0]]}; give a positive number")
+        for name in ("answers", "utilisation"):
+            if getattr(self, name) > 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, and it is a share; give at most 1")
 
 
 def longest(max_length: int | None, positions: int | None) -> int:

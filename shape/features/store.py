@@ -16,7 +16,8 @@ from shape.features.manifest import Manifest
 from shape.features.positions import eligible, followers, kept
 from shape.features.shards import headers, load_checked, load_shard, read_texts, restored, shard_name
 from shape.features.storage import LocalCopies, Storage
-from shape.target.model import Target, TargetIdentity
+from shape.target.identity import TargetIdentity
+from shape.target.model import Target
 
 _ROOM = 50 * 10**9
 # Relative error of a state recomputed in another batch shape, or rounded; a wrong target or a shifted position gives

@@ -1,4 +1,7 @@
-"""Lightning's Trainer, which decides about devices, processes and nodes, for extraction and training alike."""
+"""Lightning's Trainer, which decides about devices, processes and nodes, for extraction and training alike.
+
+Options are made of this, so what is heavy is imported where it is used.
+"""
 
 import logging
 import warnings
@@ -6,13 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from inspect import signature
-from typing import Any
-
-import pytorch_lightning as pl
-import torch
-from transformers.utils import logging as transformers_logging
+from typing import TYPE_CHECKING, Any
 
 from shape.errors import ConfigError
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
 
 _SET_BY_TRAINING = {"max_steps", "max_epochs", "logger", "callbacks", "plugins", "use_distributed_sampler"} | {
     "enable_checkpointing",
@@ -56,6 +58,8 @@ class TrainerOptions:
 
     def check(self) -> None:
         """Raises ConfigError for an option in `more` that Lightning does not know, or that is set elsewhere."""
+        import pytorch_lightning as pl
+
         free = signature(pl.Trainer).parameters.keys() - {each.name for each in fields(self)} - _SET_BY_TRAINING
         if unknown := sorted(self.more.keys() - free):
             raise ConfigError(
@@ -63,8 +67,10 @@ class TrainerOptions:
                 f"options trainer takes {', '.join(sorted(free))}"
             )
 
-    def for_training(self, steps: int, **others: Any) -> pl.Trainer:
+    def for_training(self, steps: int, **others: Any) -> "pl.Trainer":
         """A Trainer for so many steps of batches that are dealt to processes already."""
+        import pytorch_lightning as pl
+
         own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "more"}
         return pl.Trainer(
             **{**own, "precision": self.chosen_precision(), **self.more},
@@ -79,6 +85,8 @@ class TrainerOptions:
         """What auto stands for on this machine."""
         if self.precision != "auto":
             return self.precision
+        import torch
+
         if self.accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available():
             fast = torch.cuda.is_bf16_supported(including_emulation=False)
         else:  # Lightning would prefer mps where there is one, and that has no fast bfloat16 to rely on
@@ -86,8 +94,10 @@ class TrainerOptions:
             fast = on_cpu and torch.cpu._is_avx512_bf16_supported()  # type: ignore[attr-defined]
         return "bf16-mixed" if fast else "32-true"
 
-    def for_extraction(self) -> pl.Trainer:
+    def for_extraction(self) -> "pl.Trainer":
         """A Trainer for `extract`. No inference mode: its tensors could not be used in training afterwards."""
+        import pytorch_lightning as pl
+
         return pl.Trainer(
             accelerator=self.accelerator,
             devices=self.devices,
@@ -105,6 +115,8 @@ class TrainerOptions:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep libraries to the progress bars of the work itself: no tips, and no hints that do not apply here."""
+    from transformers.utils import logging as transformers_logging
+
     transformers_logging.disable_progress_bar()
     log = logging.getLogger("pytorch_lightning.utilities.rank_zero")
     level = log.level

@@ -1,16 +1,24 @@
-"""Answers of a target on this machine, for regeneration."""
+"""Answers of a target on this machine, or of a server, for regeneration."""
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from shape.data.backends import Answer, Request
+from shape.data.backends import Answer, Backend, Request
+from shape.data.endpoint import EndpointBackend
+from shape.data.reading import load_conversations
+from shape.data.regeneration import Share, Summary, check_output, in_every_process, regenerate
 from shape.errors import ConfigError, DataError
 from shape.generation.decoder import ShapeDecoder
+from shape.generation.options import RegenerationOptions
 from shape.target.chat import Message, answer_message, prompt_ids
+from shape.target.loading import of_target
+from shape.target.model import announce
 
 
 @dataclass(frozen=True)
@@ -97,3 +105,69 @@ class LocalBackend:
         # A cut may fall inside a character, whose first bytes alone are no text.
         text = message.content if end is not None else message.content.rstrip("\ufffd")
         return Answer(text, end is not None, message.more, tokens)
+
+
+def make_backend(options: RegenerationOptions) -> Backend:
+    """The backend that the options ask for. Raises ConfigError if they contradict each other."""
+    options.check()
+    if (options.target is None) == (options.endpoint is None):
+        raise ConfigError("give either target, to answer here, or endpoint and model, to ask a server")
+    if options.endpoint is None:
+        decoder = ShapeDecoder.from_pretrained(
+            target=options.target, dtype=options.dtype, drafter="none", **of_target(options)
+        )
+        announce(decoder.target)
+        return LocalBackend(decoder, options.max_new_tokens, options.temperature)
+    if options.model is None:
+        raise ConfigError(f"endpoint {options.endpoint} may serve several models; name one with model")
+    if options.concurrency < 1:
+        raise ConfigError(f"concurrency is {options.concurrency}; give the requests that the endpoint takes at a time")
+    if not options.endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"endpoint {options.endpoint} is no URL; it looks like http://localhost:8000/v1")
+    return EndpointBackend(
+        options.endpoint,
+        options.model,
+        options.max_new_tokens,
+        options.temperature,
+        os.environ.get("OPENAI_API_KEY"),
+        concurrency=options.concurrency,
+    )
+
+
+def regenerate_from(options: RegenerationOptions) -> Summary | None:
+    """What `shape regenerate` does, cheap checks first; None in processes other than the first."""
+    check_output(Path(options.output))
+    conversations = load_conversations(
+        options.data,
+        skip_bad_rows=options.skip_bad_rows,
+        limit=options.limit,
+        exclude_ids=options.exclude_ids,
+        require_answers=False,
+        chat_template_kwargs=options.chat_template_kwargs,
+    )
+    # A target that was put on given devices is one process's.
+    placed = options.device is not None or options.device_map is not None
+    chosen = replace(options.trainer, devices=1, num_nodes=1) if placed else options.trainer
+    trainer = replace(chosen, enable_progress_bar=False).for_extraction()
+    if options.endpoint is None and not placed:
+        options = replace(options, device_map=str(trainer.strategy.root_device))
+    backend = make_backend(options)
+    found: list[Summary | None] = []
+
+    def work(share: Share) -> None:
+        done = regenerate(
+            conversations,
+            backend,
+            options.output,
+            sampled_share=options.sampled_share,
+            seed=options.seed,
+            batch_size=options.batch_size,
+            share=share,
+        )
+        found.append(done)
+
+    if isinstance(backend, LocalBackend):
+        in_every_process(work, trainer)
+    elif trainer.is_global_zero:
+        work(Share())
+    return found[0] if found else None

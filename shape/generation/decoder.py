@@ -248,7 +248,7 @@ class ShapeDecoder(Engine):
                 ``num_speculative_tokens`` are the same.
             trace: record what became of every token (see ``shape.generation.trace``).
             options: those of ``model.generate`` that greedy search and sampling have (see
-                ``shape.generation.request``), prepared by transformers itself; also logits_processor, stopping_criteria
+                ``shape.generation.served``), prepared by transformers itself; also logits_processor, stopping_criteria
                 and prefix_allowed_tokens_fn. These see one prompt as it is given, as in transformers, and each of
                 several without padding; criteria get int64 ids on the target's device.
 

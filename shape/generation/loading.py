@@ -17,8 +17,9 @@ from shape.errors import CheckpointError, ConfigError, TargetMismatch
 from shape.files import reading, typed
 from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
+from shape.target.identity import TargetIdentity
 from shape.target.loading import FILE_OPTIONS, SOURCE, first_line, only, resolve_device
-from shape.target.model import Target, TargetIdentity
+from shape.target.model import Target
 from shape.target.prepack import prepack
 
 TargetSource = str | Path | PreTrainedModel | Target

@@ -3,8 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from shape.data.options import AnswerOptions
 from shape.errors import ConfigError
-from shape.target.options import PairOptions
+from shape.features.trainer import TrainerOptions
+from shape.target.options import PairOptions, PlacedOptions
 from shape.verification.tree_shape import TreeShape
 
 
@@ -106,3 +108,37 @@ class GenerateOptions(PairOptions):
     trace: str | None = None
     show_draft: bool = False
     show_trace: bool = False
+
+
+@dataclass(kw_only=True)
+class RegenerationOptions(AnswerOptions, PlacedOptions):
+    """Which prompts to answer, by whom, and how.
+
+    Attributes:
+        data: conversations or prompts: a file, a folder, or a dataset on the hub (name[:split]).
+        output: the .jsonl or .jsonl.gz file to write.
+        target: path, hub id or bundled name of the target that answers on this machine.
+        endpoint: base URL of an OpenAI-compatible server that answers instead, for example
+            http://localhost:8000/v1; the key, where it wants one, is read from OPENAI_API_KEY.
+        model: the name under which the endpoint serves the target.
+        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
+        limit: answer at most this many conversations.
+        exclude_ids: leave out ids that begin with one of these.
+        skip_bad_rows: count malformed rows and continue.
+        dtype: of the target, for example float32 or bfloat16; default: its checkpoint's.
+        concurrency: requests to the endpoint at a time.
+        trainer: devices, processes and nodes, as Lightning's Trainer has them; each process answers its share.
+    """
+
+    data: str
+    output: str
+    target: str | None = None
+    endpoint: str | None = None
+    model: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    limit: int | None = None
+    exclude_ids: tuple[str, ...] = ()
+    skip_bad_rows: bool = False
+    dtype: str | None = None
+    concurrency: int = 64
+    trainer: TrainerOptions = field(default_factory=TrainerOptions)

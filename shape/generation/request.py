@@ -4,9 +4,7 @@ transformers prepares each call: precedence of options, logits processors, stopp
 us stop behind that preparation and take what it made, so that options mean here what they mean there.
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +22,6 @@ from transformers.generation import (
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
-    StopStringCriteria,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopHLogitsWarper,
@@ -34,51 +31,13 @@ from transformers.generation import (
 )
 
 from shape.errors import UnsupportedGeneration
+from shape.generation.prompts import mask_of, prompts_of, seen_prompts, width_of
 from shape.generation.sequence import SequenceState, StopCriteria
+from shape.generation.served import NEUTRAL, given_of, merged, refuse, with_stop_strings
 from shape.target.model import Target
 from shape.verification.noise import row_keys
 from shape.verification.sampling import Sampler
 
-# Options that are carried out.
-_SERVED = {
-    "do_sample", "temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
-    "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
-    "bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens",
-    "begin_suppress_tokens", "exponential_decay_length_penalty", "remove_invalid_values", "renormalize_logits",
-    "min_length", "min_new_tokens", "max_length", "max_new_tokens", "max_time", "stop_strings", "eos_token_id",
-    "pad_token_id", "num_return_sequences", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn",
-    "tokenizer",
-}  # fmt: skip
-# Options that only say how to compute or what else to return, and change no token here.
-_NEUTRAL = {
-    "use_cache", "bos_token_id", "cache_implementation", "cache_config", "disable_compile", "compile_config",
-    "return_dict_in_generate", "transformers_version", "max_matching_ngram_size", "use_mtp", "max_cache_len",
-    "prefill_chunk_size", "low_memory", "continuous_batching_config", "decoder_start_token_id", "logits_to_keep",
-    # How an assistant drafts; the assistant itself is refused.
-    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind",
-    "target_lookbehind",
-}  # fmt: skip
-# Values with which an option that is not carried out changes nothing.
-_NEUTRAL_VALUES: dict[str, Any] = {
-    "num_beams": 1,
-    "num_beam_groups": 1,
-    "length_penalty": 1.0,
-    "diversity_penalty": 0.0,
-    "penalty_alpha": 0.0,
-    "guidance_scale": 1.0,
-    "early_stopping": False,
-    "output_scores": False,
-    "output_logits": False,
-    "output_attentions": False,
-    "output_hidden_states": False,
-    "assistant_model": None,
-    "assistant_tokenizer": None,
-    "inputs_embeds": None,
-    "past_key_values": None,
-    "negative_prompt_ids": None,
-    "negative_prompt_attention_mask": None,
-    "synced_gpus": False,
-}
 # One number, or one per prompt; also numpy's and torch's.
 Seed = int | Sequence[int] | np.integer | np.ndarray | Tensor
 # These look at the scores of a token alone; all others may look at the text before it.
@@ -169,25 +128,25 @@ class Request:
         """
         options = dict(options)
         positions = options.pop("position_ids", None)
-        given = _merged(target, generation_config, options)
-        _refuse(target, given)
+        given = merged(target, generation_config, options)
+        refuse(target, given)
         if given.get("eos_token_id") == [] and given.get("pad_token_id") is None:
             options = {**options, "pad_token_id": 0}  # transformers would look for an end token to pad with
-        generation_config, options = _with_stop_strings(target, generation_config, options)
-        width = _width(input_ids)
+        generation_config, options = with_stop_strings(target, generation_config, options)
+        width = width_of(input_ids)
 
         def prepare(ids: list[int], mask: list[bool] | None = None, **more: Any) -> Prepared:
             return _prepare(target, ids, mask, generation_config, {**options, **more})
 
         # A row as wide as the batch: lengths count from there, padding included, as in transformers.
         first = prepare([0] * width)
-        mask = _mask(input_ids, attention_mask, given.get("pad_token_id"), _end_tokens(first.config))
-        prompts = _prompts(target, input_ids, mask, positions)
+        mask = mask_of(input_ids, attention_mask, given.get("pad_token_id"), _end_tokens(first.config))
+        prompts = prompts_of(target, input_ids, mask, positions)
         new = _new_tokens(target, first.config, width, max(map(len, prompts)))
         samples = first.config.num_return_sequences or 1
         each, seen = [first], prompts
         if first.looks_back:
-            seen = _seen(target, input_ids, prompts)
+            seen = seen_prompts(target, input_ids, prompts)
             there = mask.tolist() if len(seen) == 1 else [None] * len(seen)
             each = [
                 prepare(text, here, max_new_tokens=new, **_for_row(options, row))
@@ -206,25 +165,25 @@ class Request:
         Raises:
             UnsupportedGeneration: as ``resolve``; it does not look at what transformers has added.
         """
-        config, width = prepared.config, _width(input_ids)
+        config, width = prepared.config, width_of(input_ids)
         samples = config.num_return_sequences or 1
-        given = _set(config.to_dict()) | _set(inputs)
+        given = given_of(config.to_dict()) | given_of(inputs)
         positions, mask = (
             None if rows is None else rows[..., ::samples, :]
             for rows in (given.pop("position_ids", None), given.pop("attention_mask", None))
         )
         if not getattr(given.get("past_key_values"), "_is_user_defined", False):
             given.pop("past_key_values", None)
-        _refuse(target, given)
+        refuse(target, given)
         input_ids = input_ids[::samples]
-        prompts = _prompts(target, input_ids, _mask(input_ids, mask, None, ()), positions)
+        prompts = prompts_of(target, input_ids, mask_of(input_ids, mask, None, ()), positions)
         if len(prompts) * samples > 1 and prepared.looks_back:
             raise UnsupportedGeneration(
                 "options that look at the text so far were prepared for the batch with its padding; give one prompt at "
                 "a time and ask for one sample, or call ShapeDecoder.generate"
             )
         new = _new_tokens(target, config, width, max(map(len, prompts)))
-        seen = _seen(target, input_ids, prompts) if prepared.looks_back else prompts
+        seen = seen_prompts(target, input_ids, prompts) if prepared.looks_back else prompts
         return cls._of(target, prompts, samples, width, new, prepared, [prepared], seen)
 
     @classmethod
@@ -320,72 +279,6 @@ class Request:
         return torch.cat([prompts, torch.tensor(padded, device=input_ids.device)], dim=1)
 
 
-def _set(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _merged(target: Target, generation_config: GenerationConfig | None, options: dict[str, Any]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for config in (target.model.generation_config, generation_config):
-        if config is not None:
-            merged |= _set(config.to_dict())
-    return merged | _set(options)
-
-
-def _refuse(target: Target, given: dict[str, Any]) -> None:
-    """Raises for options that do not exist, and for those and the model's inputs that would be ignored here."""
-    known = GenerationConfig().to_dict() | _NEUTRAL_VALUES
-    for name, value in given.items():
-        if name in _SERVED or name in _NEUTRAL or name.startswith("_"):
-            continue
-        if name not in known:
-            takers = target.model.forward, target.model.prepare_inputs_for_generation
-            if any(name in inspect.signature(taker).parameters for taker in takers):
-                raise UnsupportedGeneration(
-                    f"input {name} of the model is not supported by speculative decoding here; leave it out, or use "
-                    "the target's own generate"
-                )
-            raise UnsupportedGeneration(f"option {name} is not one of generate's; see ShapeDecoder.generate")
-        simple = isinstance(value, bool | int | float | str)
-        if value is not False and not (simple and value in (known[name], _NEUTRAL_VALUES.get(name))):
-            shown = f"{name}={value!r}" if simple else name
-            raise UnsupportedGeneration(
-                f"option {shown} is not supported by speculative decoding here; set it to "
-                f"{_NEUTRAL_VALUES.get(name)!r}, or use the target's own generate"
-            )
-    for name in ("forced_bos_token_id", "forced_eos_token_id"):
-        if (forced := given.get(name)) is not None:
-            _require_tokens(target, forced if isinstance(forced, list) else [forced], f"{name} is")
-    if given.get("do_sample") and not float(given.get("temperature", 1.0)) > 0.0:
-        raise UnsupportedGeneration(
-            f"temperature {given['temperature']} cannot be sampled at; leave do_sample off to decode greedily"
-        )
-    for name in ("max_new_tokens", "num_return_sequences"):
-        count = given.get(name, 1)
-        if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
-            raise UnsupportedGeneration(f"{name} is {count!r}; it must be at least 1 and an integer")
-
-
-def _with_stop_strings(
-    target: Target, generation_config: GenerationConfig | None, options: dict[str, Any]
-) -> tuple[GenerationConfig | None, dict[str, Any]]:
-    """Stop strings as the criterion that they become: the tokenizer that they need does not reach ``_prepare``."""
-    options = dict(options)
-    tokenizer = options.pop("tokenizer", None) or target.tokenizer
-    strings = options.pop("stop_strings", None)
-    if strings is None and generation_config is not None:
-        strings = generation_config.stop_strings
-    if strings is None:
-        return generation_config, options
-    if tokenizer is None:
-        raise UnsupportedGeneration("stop_strings need a tokenizer, and the target has none; give one with tokenizer")
-    if generation_config is not None:
-        generation_config = copy(generation_config)
-        generation_config.stop_strings = None
-    criteria = StoppingCriteriaList([*options.get("stopping_criteria", ()), StopStringCriteria(tokenizer, strings)])
-    return generation_config, {**options, "stopping_criteria": criteria}
-
-
 def _prepare(
     target: Target,
     ids: list[int],
@@ -413,7 +306,7 @@ def _prepare(
             attention_mask=attended,
             generation_config=generation_config,
             custom_generate=stop_here,
-            **{name: value for name, value in options.items() if name not in _NEUTRAL},
+            **{name: value for name, value in options.items() if name not in NEUTRAL},
         )
     except torch.OutOfMemoryError:
         raise
@@ -449,77 +342,6 @@ def _new_tokens(target: Target, config: GenerationConfig, width: int, longest: i
             f"{target.name}; shorten the prompt or lower max_new_tokens"
         )
     return new
-
-
-def _width(input_ids: Tensor | None) -> int:
-    if input_ids is None:
-        raise UnsupportedGeneration("no prompt is given; give input_ids of at least one token")
-    if not isinstance(input_ids, Tensor):
-        raise UnsupportedGeneration(
-            f"input_ids is of type {type(input_ids).__name__}; give a tensor of int64 ids of shape (B, L)"
-        )
-    if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
-        raise UnsupportedGeneration(
-            f"input_ids has shape {tuple(input_ids.shape)} and dtype {input_ids.dtype}; give int64 ids of shape (B, L)"
-        )
-    return input_ids.shape[1]
-
-
-def _mask(input_ids: Tensor, attention_mask: Tensor | None, pad: int | None, eos: tuple[int, ...]) -> Tensor:
-    """(B, L) bool, where a prompt is."""
-    if attention_mask is None:
-        # As transformers: padding is inferred only where the pad token cannot also be an end token.
-        inferable = pad is not None and pad not in eos
-        return input_ids.ne(pad) if inferable and pad is not None else torch.ones_like(input_ids, dtype=torch.bool)
-    if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
-        shape = tuple(getattr(attention_mask, "shape", ()))
-        raise UnsupportedGeneration(
-            f"attention_mask has shape {shape}, and input_ids {tuple(input_ids.shape)}; give one of equal shape"
-        )
-    return attention_mask.bool()
-
-
-def _prompts(target: Target, input_ids: Tensor, mask: Tensor, positions: Tensor | None) -> list[list[int]]:
-    """Token ids per row without padding."""
-    prompts = []
-    for row, (ids, here) in enumerate(zip(input_ids.tolist(), mask.tolist(), strict=True)):
-        kept = [i for i, one in enumerate(here) if one]
-        if not kept:
-            raise UnsupportedGeneration(f"prompt {row} is empty; give at least one token per row")
-        if kept[-1] - kept[0] + 1 != len(kept):
-            raise UnsupportedGeneration(
-                f"attention_mask of row {row} hides tokens in the middle of the prompt; only padding on either side "
-                "can be masked"
-            )
-        prompts.append([ids[i] for i in kept])
-        _require_tokens(target, prompts[-1], f"prompt {row} has")
-    if positions is not None:
-        counted, shape = mask.long().cumsum(-1) - 1, getattr(positions, "shape", (0,))
-        fits = shape[-1] == mask.shape[1] and shape[-2:-1] in ((), (1,), mask.shape[:1])
-        if not fits or not ((positions.to(mask.device) == counted) | ~mask).all():
-            raise UnsupportedGeneration(
-                "position_ids do not number each prompt's tokens from 0 on, and others are not supported by "
-                "speculative decoding here; leave them out, or use the target's own generate"
-            )
-    return prompts
-
-
-def _seen(target: Target, input_ids: Tensor, prompts: list[list[int]]) -> list[list[int]]:
-    """The prompts as processors and criteria see them: see ``Request``."""
-    if len(prompts) > 1:
-        return prompts
-    seen: list[list[int]] = input_ids.tolist()
-    _require_tokens(target, seen[0], "the padding of prompt 0, which processors look at, has")
-    return seen
-
-
-def _require_tokens(target: Target, tokens: Sequence[Any], label: str) -> None:
-    size = target.vocab_size
-    if strangers := [token for token in tokens if type(token) is not int or not 0 <= token < size]:
-        raise UnsupportedGeneration(
-            f"{label} token {strangers[0]!r}, and target {target.name} has tokens 0 to {size - 1}; give ids of its own "
-            "tokenizer"
-        )
 
 
 def _integers(seed: Any) -> int | list[int]:

@@ -8,7 +8,8 @@ from transformers import PreTrainedModel
 
 from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
-from shape.target.model import Target, TargetIdentity
+from shape.target.identity import TargetIdentity
+from shape.target.model import Target
 
 # The import stands in a try, or else transformers asks for a package named "shape".
 _CUSTOM_GENERATE = '''"""transformers' generate with this predictor, in a few lines: shape does the work."""

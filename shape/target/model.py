@@ -4,11 +4,8 @@ Indexing used everywhere: ``h_i`` is the vector that enters the target's output 
 ``softmax(logits(h_i))`` is the distribution of ``x_{i+1}``.
 """
 
-import hashlib
-import json
-import sys
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -17,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from accelerate.utils import align_module_device
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
@@ -25,55 +22,15 @@ from transformers.cache_utils import Cache
 
 from shape import bundled
 from shape.errors import ConfigError, DataError, UnsupportedTarget
-from shape.files import typed
 from shape.target.chat import answer_message, prompt_ids, render
+from shape.target.identity import TargetIdentity, float_weight
 from shape.target.inference import evaluating
 from shape.target.loading import FILE_OPTIONS, commit_of, default_device, first_line, only, resolve_dtype
 from shape.target.prepack import PrepackedForward, is_prepacked, linear, prepack, unpack
 from shape.target.rotary import Switch, find_switch
 from shape.target.support import Support
 
-# Encoded by every tokenizer into its identity: vocabularies can be equal where the merges differ.
-_TOKENIZER_PROBE = "The 3 quick  brown foxes, 1,024 émigrés & 東京\n\tdef f(x): return x**2 <|im_start|> </s>"
-_HEAD_SAMPLE_ROWS = 64
 _HEAD_CHUNK = 256  # unit vectors sent through a quantised head at a time
-
-
-@dataclass(frozen=True)
-class TargetIdentity:
-    """What a predictor or a feature store remembers of its target. Hashes are sha256, shortened to 16 digits."""
-
-    name: str
-    revision: str
-    hidden_size: int
-    vocab_size: int
-    tokenizer_hash: str
-    head_hash: str
-    template_hash: str
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "TargetIdentity":
-        return typed(cls, {field.name: values[field.name] for field in fields(cls)})
-
-    def differences(self, other: "TargetIdentity") -> list[str]:
-        """Phrases naming what differs; name and revision do not count, so a moved folder stays the same target."""
-        labels = {
-            "hidden_size": "hidden size",
-            "vocab_size": "vocabulary size",
-            "tokenizer_hash": "tokenizer",
-            "head_hash": "output embedding",
-            "template_hash": "chat template",
-        }
-        found = []
-        for field, label in labels.items():
-            mine, theirs = getattr(self, field), getattr(other, field)
-            # An empty hash means "unknown" (no tokenizer at hand), which contradicts nothing.
-            if mine != theirs and mine != "" and theirs != "":
-                found.append(f"{label} ({mine} against {theirs})")
-        return found
 
 
 class Target:
@@ -236,7 +193,7 @@ class Target:
     @property
     def dtype(self) -> torch.dtype:
         """Of states."""
-        weight = _plain_weight(self._embedding)
+        weight = float_weight(self._embedding)
         return self._embedded_dtype if weight is None else weight.dtype
 
     @cached_property
@@ -367,7 +324,7 @@ class Target:
     def output_rows(self, tokens: Tensor | None = None) -> Tensor:
         """Rows of the output embedding, (K, H) in their own dtype, for some tokens, (K,) int64; None stands for all."""
         if tokens is None:
-            weight = _plain_weight(self.head)
+            weight = float_weight(self.head)
             if weight is not None and weight.device.type != "meta":
                 return weight.detach()  # no copy
             tokens = torch.arange(self.vocab_size)
@@ -376,7 +333,7 @@ class Target:
     def _head_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """The output embedding's weight (K, H) and bias (K,) for some tokens."""
         with align_module_device(self.head):  # offloaded weights are brought in
-            if (weight := _plain_weight(self.head)) is not None:
+            if (weight := float_weight(self.head)) is not None:
                 bias = getattr(self.head, "bias", None)
                 tokens = tokens.to(weight.device)
                 return weight[tokens], None if bias is None else bias[tokens]
@@ -393,15 +350,8 @@ class Target:
 
     @cached_property
     def identity(self) -> TargetIdentity:
-        return TargetIdentity(
-            name=self.name,
-            revision=self.revision,
-            hidden_size=self.hidden_size,
-            vocab_size=self.vocab_size,
-            tokenizer_hash=_tokenizer_hash(self.tokenizer),
-            head_hash=_head_hash(self.head),
-            template_hash=_digest(getattr(self.tokenizer, "chat_template", None) or ""),
-        )
+        sizes = self.hidden_size, self.vocab_size
+        return TargetIdentity.of(self.name, self.revision, *sizes, self.tokenizer, self.head)
 
     def render(
         self,
@@ -478,29 +428,8 @@ def read_config(target: str | Path, **options: Any) -> PretrainedConfig:
 
 
 def announce(target: Target, more: str = "") -> None:
-    """What computes where, in one line: commands say it once, beside their output."""
-    print(f"target {target.name}: {target.precision} on {target.places}{more}", file=sys.stderr, flush=True)
-
-
-def _digest(content: str | bytes) -> str:
-    if not content:
-        return ""
-    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[:16]
-
-
-def _tokenizer_hash(tokenizer: Any) -> str:
-    """Hash of the vocabulary and of a probe sentence's ids: content, not file format or library version."""
-    if tokenizer is None:
-        return ""
-    vocabulary = sorted(tokenizer.get_vocab().items())
-    return _digest(json.dumps([vocabulary, tokenizer(_TOKENIZER_PROBE)["input_ids"]]))
-
-
-def _plain_weight(module: Any) -> Tensor | None:
-    """The module's weight where it is an ordinary matrix of floats; None where it is quantised."""
-    weight: Any = getattr(module, "weight", None)
-    ordinary = type(weight) in (Tensor, nn.Parameter)  # quantisers give their own kinds of tensor, or a method
-    return weight if ordinary and weight.is_floating_point() and weight.itemsize > 1 else None
+    """What computes where, in one line: commands log it once."""
+    logging.getLogger("shape").info("target %s: %s on %s%s", target.name, target.precision, target.places, more)
 
 
 def _version(weight: Any) -> tuple[Any, ...]:
@@ -509,18 +438,3 @@ def _version(weight: Any) -> tuple[Any, ...]:
     if not isinstance(weight, Tensor) or weight.is_meta:
         return ()
     return StorageWeakRef(weight.untyped_storage()), None if weight.is_inference() else weight._version
-
-
-def _head_hash(head: nn.Module) -> str:
-    """Hash of evenly spaced rows in bfloat16, so that loading in another dtype keeps the identity.
-
-    Empty, which is "unknown", for a quantised head: its rows are no longer those that a predictor was trained for, and
-    still close enough to draft with.
-    """
-    with align_module_device(head):
-        weight = _plain_weight(head)
-        if weight is None or weight.device.type == "meta":
-            return ""
-        rows = torch.linspace(0, weight.shape[0] - 1, min(_HEAD_SAMPLE_ROWS, weight.shape[0])).long()
-        sample = weight.detach()[rows.to(weight.device)].to("cpu", torch.bfloat16).contiguous()
-    return _digest(sample.view(torch.uint8).numpy().tobytes())

@@ -89,7 +89,7 @@ def dry_run(options: TrainOptions) -> str:
 def _dtype(options: TrainOptions, config: PretrainedConfig) -> torch.dtype:
     """That the target would be run in."""
     own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-    found = resolve_dtype(options.target_dtype or own)
+    found = resolve_dtype(options.dtype or own)
     return found if isinstance(found, torch.dtype) else torch.float32
 
 

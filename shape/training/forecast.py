@@ -11,8 +11,9 @@ from typing import NamedTuple, cast
 import torch
 
 from shape.data.statistics import Text
-from shape.features.costs import CostOptions, costs
+from shape.features.costs import costs
 from shape.features.manifest import state_bytes
+from shape.features.options import CostOptions
 from shape.files import human_bytes
 from shape.networks.sizing import parameters
 from shape.target.size import Size
@@ -68,7 +69,7 @@ class Forecast:
         }
         self.disk: dict[str, float] = {"checkpoints": 2 * _BYTES_KEPT * self.learned + 8 * self.learned}
         if not options.online:
-            stored = options.extraction.dtype or str(dtype).removeprefix("torch.")
+            stored = options.extraction.feature_dtype or str(dtype).removeprefix("torch.")
             each = state_bytes(stored, size.hidden_size, len(options.feature_options().stored))
             states = text.stored(options.extraction.before) * each
             self.disk = {"features": states + 5 * text.conversations * text.tokens, **self.disk}

@@ -5,12 +5,12 @@ from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from shape.data.regeneration import AnswerOptions
-from shape.drafters import TreeShape
+from shape.data.options import AnswerOptions
 from shape.errors import ConfigError
 from shape.features.options import FeatureOptions, StorageOptions
 from shape.features.trainer import TrainerOptions
 from shape.target.options import TargetOptions
+from shape.verification.tree_shape import TreeShape
 
 QUICKSTART_TARGET = "quickstart-target"
 STATE_LOSSES = ("mse", "smooth_l1")
@@ -183,21 +183,17 @@ class TrainingOptions:
 
     def check(self) -> None:
         """Raises ConfigError for the first value out of range."""
-        for name in ("steps", "batch_size", "checkpoint_every"):
+        for name in ("steps", "batch_size", "checkpoint_every", "conversations", "max_minutes"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is not None and value <= 0:
                 raise ConfigError(f"training.{name} is {value}; give a positive number")
         for name in ("warmup_steps", "weight_decay", "noise", "workers"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"training.{name} is {getattr(self, name)}; give 0 or more")
-        if self.conversations is not None and self.conversations < 1:
-            raise ConfigError(f"training.conversations is {self.conversations}; give a positive number or null")
         if not 0 < self.learning_rate < 1:
             raise ConfigError(f"training.learning_rate is {self.learning_rate}; give a value between 0 and 1")
         if self.ema is not None and not 0 < self.ema < 1:
             raise ConfigError(f"training.ema is {self.ema}; give a decay between 0 and 1, or null")
-        if self.max_minutes is not None and self.max_minutes <= 0:
-            raise ConfigError(f"training.max_minutes is {self.max_minutes}; give a positive number or null")
 
 
 @dataclass
@@ -257,7 +253,7 @@ class TrainOptions(TargetOptions):
         limit: at most so many conversations.
         skip_bad_rows: count malformed rows and go on.
         seed: of weights, order, noise and dropout.
-        target_dtype: dtype to run the target in; null is its checkpoint's own.
+        dtype: dtype to run the target in; null is its checkpoint's own.
         ckpt_path: resume from this checkpoint; "last" is the one in the output folder.
         logger: where metrics go: csv, tensorboard, wandb, mlflow, several of these in a list, or none.
         predictor: the network.
@@ -284,7 +280,7 @@ class TrainOptions(TargetOptions):
     limit: int | None = None
     skip_bad_rows: bool = False
     seed: int = 0
-    target_dtype: str | None = None
+    dtype: str | None = None
     ckpt_path: str | None = None
     logger: Logger | list[Logger] = field(default_factory=lambda: ["csv", "tensorboard"])
     predictor: PredictorOptions = field(default_factory=PredictorOptions)

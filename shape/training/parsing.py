@@ -5,38 +5,33 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ArgumentParser
 
 from shape import bundled
 from shape.errors import ConfigError, exit_on_error
 from shape.features.trainer import TrainerOptions
 from shape.files import reading
+from shape.parsing import HELP, CommandParser, command_parser
 from shape.training.options import QUICKSTART_TARGET, TrainOptions
 
 DRY_RUN = ("--dry_run", "--dry-run")
 
 
-def parser(defaults: Path | None) -> ArgumentParser:
+def parser(defaults: Path | None, docstring: str | None = None, common: Sequence[str] = ()) -> CommandParser:
     """The command's options; those of the file `defaults` go before the dataclasses' own."""
-    parser = ArgumentParser(
-        prog="python -m shape.train",
-        description="From conversations to an exported predictor with its measured speed-up.",
-        default_config_files=[str(defaults)] if defaults else None,
-    )
-    parser.add_argument("--config", action="config", help="a YAML file with these options")
+    files = [str(defaults)] if defaults else None
+    parser = command_parser("train", docstring, TrainOptions, common, default_config_files=files)
     parser.add_argument(*DRY_RUN, action="store_true", help="say what the training would take, and do nothing")
-    parser.add_class_arguments(TrainOptions, as_group=False)
     return parser
 
 
-def parse(arguments: Sequence[str]) -> TrainOptions:
+def parse(arguments: Sequence[str], docstring: str | None = None, common: Sequence[str] = ()) -> TrainOptions:
     """Options from the command line. The quickstart's sizes are for its own target and no other."""
     arguments = [_trainer_option(argument) for argument in arguments]
     with exit_on_error():
         defaults = bundled.path("configs", "quickstart.yaml")
-    first = [argument for argument in arguments if not argument.startswith("--print_config")]
+    first = [each for each in arguments if not each.startswith("--print_config") and each not in HELP]
     is_bundled = parser(defaults).parse_args(first).target == QUICKSTART_TARGET
-    reader = parser(defaults if is_bundled else None)
+    reader = parser(defaults if is_bundled else None, docstring, common)
     values = reader.parse_args(arguments)
     with exit_on_error():
         return as_options(reader.instantiate(values).as_dict())
@@ -56,7 +51,7 @@ def as_options(values: Mapping[str, Any]) -> TrainOptions:
 
 
 def read_options(file: str) -> TrainOptions:
-    """Of one run, as `python -m shape.train --config FILE` reads them.
+    """Of one run, as `shape train --config FILE` reads them.
 
     Raises:
         ConfigError: it is no file with options.

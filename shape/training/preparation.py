@@ -128,7 +128,7 @@ def load_target(options: TrainOptions, trainer: pl.Trainer) -> Target:
     """As its options say, and where the trainer computes."""
     return Target.load(
         options.target,
-        dtype=options.target_dtype,
+        dtype=options.dtype,
         device_map="cpu" if options.shard_target else trainer.strategy.root_device,
         prepacked=False if options.shard_target else None,
         **of_target(options),

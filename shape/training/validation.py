@@ -5,18 +5,20 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from pathlib import Path
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.utils.rnn import pad_sequence
 
 from shape.drafters import Drafter, TrainedDrafter, TreeShape
 from shape.errors import CheckpointError
+from shape.evaluation.estimates import estimate, ratio
+from shape.evaluation.runner import side_by_side
 from shape.features.store import Stored
 from shape.files import written_whole
 from shape.generation.decoder import ShapeDecoder
@@ -39,13 +41,11 @@ class Measured(NamedTuple):
 
 
 def acceptance_length(emitted: Sequence[int], forwards: Sequence[int]) -> Measured:
-    """Sum of tokens over sum of forwards; resampling prompts gives the interval. Fixed seed, so reproducible."""
-    counts = torch.tensor([list(emitted), list(forwards)], dtype=torch.float64)
-    generator = torch.Generator().manual_seed(0)
-    chosen = torch.randint(counts.shape[1], (2000, counts.shape[1]), generator=generator)
-    tokens, steps = counts[:, chosen].sum(-1)
-    low, high = (tokens / steps).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return Measured(float(counts[0].sum() / counts[1].sum()), low, high)
+    """Sum of tokens over sum of forwards, of each prompt."""
+    counts = np.array([emitted, forwards], dtype=float)
+    found = estimate(lambda weights: ratio(*(weights @ each for each in counts)), len(emitted))
+    value = cast(float, found.value)
+    return Measured(value, *(value if bound is None else bound for bound in (found.low, found.high)))
 
 
 class DecodingValidation(pl.Callback):
@@ -141,16 +141,9 @@ def decode_counts(
     emitted: list[int] = []
     forwards: list[int] = []
     for start in range(0, len(prompts), _BATCH_SIZE):
-        batch = list(prompts[start : start + _BATCH_SIZE])
-        ids = pad_sequence(batch, batch_first=True, padding_side="left")
-        mask = pad_sequence([torch.ones_like(each) for each in batch], batch_first=True, padding_side="left")
-        output = decoder.generate(
-            ids.to(target.device),
-            attention_mask=mask.to(target.device),
-            do_sample=False,
-            max_new_tokens=max_new_tokens,
-            return_dict_in_generate=True,
-        )
+        ids, mask = side_by_side(prompts[start : start + _BATCH_SIZE], target.device)
+        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
+        output = decoder.generate(ids, attention_mask=mask, return_dict_in_generate=True, **options)
         assert isinstance(output, ShapeOutput)
         emitted += output.stats.sequence_emitted
         forwards += output.stats.sequence_forwards

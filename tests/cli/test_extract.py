@@ -63,7 +63,7 @@ def test_killed_extraction_ends_in_the_same_bytes(tiny_target_folder, data, tmp_
 
 
 def test_options_reach_the_store(tiny_target_folder, data, tmp_path):
-    more = ["--limit", "7", "--layers", "[0, -1]", "--dtype", "bfloat16", "--batch_size", "2"]
+    more = ["--limit", "7", "--layers", "[0, -1]", "--feature_dtype", "bfloat16", "--batch_size", "2"]
     main(arguments(tiny_target_folder, data, tmp_path / "out", *more))
     store = FeatureStore(tmp_path / "out")
     assert len(store) == 7 and store.manifest.layers == (0, -1) and store.manifest.dtype == "bfloat16"

@@ -31,16 +31,20 @@ def predictor_folder(tiny_target, tiny_target_folder, tmp_path_factory):
 
 def run(capsys, *arguments: str) -> list[str]:
     main([*arguments, *FAST])
-    return capsys.readouterr().out.rstrip("\n").splitlines()
+    said = capsys.readouterr()
+    notes = [line for line in said.err.splitlines() if not line.startswith("target ")]
+    return [*said.out.rstrip("\n").splitlines(), *notes]
 
 
-def test_streams_the_answer_and_ends_with_figures(capsys, predictor_folder, tiny_target):
-    lines = run(capsys, "--predictor", predictor_folder, "--prompt", "Hello")
-    assert "acceptance length" in lines[-1] and "tokens/s" in lines[-1]
+def test_streams_the_answer_alone_to_stdout_and_figures_to_stderr(capsys, predictor_folder, tiny_target):
+    main(["--predictor", predictor_folder, "--prompt", "Hello", *FAST])
+    said = capsys.readouterr()
+    figures = said.err.splitlines()[-1]
+    assert "acceptance length" in figures and "tokens/s" in figures and "%|" not in said.err
     messages = [{"role": "user", "content": "Hello"}]
     ids = tiny_target.tokenizer(tiny_target.render(messages, True), return_tensors="pt").input_ids
     expected = ShapeDecoder(tiny_target).generate(ids, max_new_tokens=12)[0, ids.shape[1] :]
-    assert "\n".join(lines[:-1]).strip() == tiny_target.tokenizer.decode(expected, skip_special_tokens=True).strip()
+    assert said.out.strip() == tiny_target.tokenizer.decode(expected, skip_special_tokens=True).strip()
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "none"])
@@ -53,9 +57,8 @@ def test_a_target_alone(capsys, predictor_folder, tiny_target_folder):
     """Without a predictor suffix drafts, which is said; the answer is the same, and so is where it is computed."""
     main(["--target", str(tiny_target_folder), "--prompt", "Hello", *FAST])
     said = capsys.readouterr()
-    lines = said.out.rstrip("\n").splitlines()
-    assert "(suffix)" in lines[-1]
-    assert lines[:-1] == run(capsys, "--predictor", predictor_folder, "--prompt", "Hello")[:-1]
+    assert "(suffix)" in said.err.splitlines()[-1]
+    assert said.out.rstrip("\n").splitlines() == run(capsys, "--predictor", predictor_folder, "--prompt", "Hello")[:-1]
     (line,) = (line for line in said.err.splitlines() if line.startswith(f"target {tiny_target_folder}: float32"))
     assert line.endswith(" on cpu; no predictor is given, so suffix drafts")
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.optimal_acceptance import optimal_acceptance
+from eval.analysis.optimal_acceptance import optimal_acceptance
 
 seeds = st.integers(0, 2**31)
 

@@ -72,9 +72,9 @@ def test_which_drafter_suits_the_task(capsys, questions, tiny_target, tiny_targe
         "none", "ngram", "suffix", "lookahead", "model", "recipes", "suffix+model", "suffix+recipes"
     }  # fmt: skip
     assert measured["model"]["acceptance_length"] > 2
-    out = run(capsys, questions, *own, "--drafters", "[onedecode]")
+    out = run(capsys, questions, *own, "--drafter", "[onedecode]")
     assert "onedecode" in out and "lookahead" not in out
-    assert "measured on these prompts" not in run(capsys, questions, *own, "--drafters", "[]")
+    assert "measured on these prompts" not in run(capsys, questions, *own, "--drafter", "[]")
 
 
 def test_what_does_not_belong_together_is_said_at_once(capsys, questions, tiny_target, tiny_target_folder, tmp_path):

@@ -42,7 +42,7 @@ def options(tiny_predictor_folder, tiny_target_folder, tmp_path):
 def test_every_mode_is_scored(options, tmp_path):
     bert = tiny_bert(tmp_path / "bert")
     modes = ["autoregressive", "shape", "trs-lossy", "drafter-alone", "beam"]
-    results = run(options(modes=modes, beams=2, encoder=str(bert), timed=True))
+    results = run(options(methods=modes, beams=2, encoder=str(bert), timed=True))
     assert list(results.summary) == [f"{mode}, T = 0" for mode in modes] + [f"{mode}, T = 1" for mode in modes[:-1]]
     for temperature in (0, 1):
         own, same = (results.summary[f"{mode}, T = {temperature}"] for mode in ("autoregressive", "shape"))
@@ -63,7 +63,7 @@ def test_every_mode_is_scored(options, tmp_path):
 
 
 def test_perplexity_is_the_models_own(options, tiny_target, tmp_path):
-    results = run(options(modes=["autoregressive"], temperature=[0.0]))
+    results = run(options(methods=["autoregressive"], temperature=[0.0]))
     prompts = load_prompts(tmp_path / "prompts.jsonl")
     ids = tiny_target.encode(prompts[1].opening)
     text = ShapeDecoder(tiny_target).generate(ids, max_new_tokens=10)
@@ -78,7 +78,7 @@ def test_perplexity_is_the_models_own(options, tiny_target, tmp_path):
 
 def test_accuracy_by_lookahead_is_that_of_real_drafts(options, tiny_target, tiny_predictor_folder):
     """What teacher forcing says of a parallel predictor that reads no token is what chains draft from each position."""
-    results = run(options(modes=["autoregressive"], temperature=[0.0]))
+    results = run(options(methods=["autoregressive"], temperature=[0.0]))
     decoder = ShapeDecoder.from_pretrained(tiny_predictor_folder, target=tiny_target)
     assert isinstance(decoder.drafter, TrainedDrafter)
     reader = Reader(decoder.drafter.predictor, tiny_target)
@@ -102,7 +102,7 @@ def test_programs_are_run_only_where_that_is_allowed(options, tmp_path):
     prompts.write_text(json.dumps(row) + "\n")
     with pytest.raises(ConfigError, match="untrusted code: allow that with --run_code true"):
         run(options(prompts=str(prompts)))
-    results = run(options(prompts=str(prompts), run_code=True, modes=["autoregressive"], temperature=[0.0]))
+    results = run(options(prompts=str(prompts), run_code=True, methods=["autoregressive"], temperature=[0.0]))
     assert results.summary["autoregressive, T = 0"].programs == 1
     assert results.summary["autoregressive, T = 0"].programs_right.value == 0  # random bytes are no program
     assert "pass@1" in results.to_markdown() and "Programs ran with 5 s" in results.to_markdown()

@@ -62,7 +62,7 @@ def results(tiny_target, tiny_target_folder, tmp_path_factory) -> Path:
         patch.setenv("SHAPE_CACHE", str(tmp_path_factory.mktemp("cache")))
         found = check(
             CheckOptions(
-                target=str(tiny_target_folder), prompts=str(asked), limit=2, max_new_tokens=4, drafters=["ngram"]
+                target=str(tiny_target_folder), prompts=str(asked), limit=2, max_new_tokens=4, drafter=["ngram"]
             )
         )
     (folder / "whatever.json").write_text(json.dumps(found))

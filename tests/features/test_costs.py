@@ -11,7 +11,7 @@ from shape.cli.extract import main
 from shape.data.reading import load_conversations
 from shape.features import costs
 from shape.features.extraction import extract
-from shape.features.options import FeatureOptions
+from shape.features.options import CostOptions, FeatureOptions
 from shape.features.trainer import TrainerOptions
 from shape.target.size import Size, size_of
 
@@ -51,13 +51,17 @@ def test_bytes_are_those_of_a_real_store(tiny_target, tmp_path):
     tiny_target.model.config.save_pretrained(tmp_path / "t")
     trainer = TrainerOptions(accelerator="cpu", devices=1, enable_progress_bar=False).for_extraction()
     for dtype, before in (("bfloat16", None), ("int8", 8)):
-        options = costs.CostOptions(
-            target=str(tmp_path / "t"), data=str(tmp_path / "d.jsonl"), dtype=dtype, before=before, max_length=256
+        options = CostOptions(
+            target=str(tmp_path / "t"),
+            data=str(tmp_path / "d.jsonl"),
+            feature_dtype=dtype,
+            before=before,
+            max_length=256,
         )
         text = costs.measured(options)
         found = costs.costs(Size(1e6, 1e6, tiny_target.hidden_size), text, options, 1e12)
         folder = tmp_path / dtype
-        stored = FeatureOptions(max_length=256, dtype=dtype, before=before, shard_size=24)
+        stored = FeatureOptions(max_length=256, feature_dtype=dtype, before=before, shard_size=24)
         extract(tiny_target, conversations, folder, stored, trainer)
         (shard,) = folder.glob("shard-*")
         assert next(iter(found.stored.values())) == pytest.approx(shard.stat().st_size, rel=0.05)

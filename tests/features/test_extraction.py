@@ -120,7 +120,7 @@ def test_conversations_with_nothing_to_learn_are_stored_empty(tiny_target, tmp_p
 
 
 def test_several_layers_and_another_dtype(tiny_target, tmp_path):
-    options = FeatureOptions(max_length=128, layers=[1, -1], dtype="bfloat16")
+    options = FeatureOptions(max_length=128, layers=[1, -1], feature_dtype="bfloat16")
     store = run(tiny_target, tmp_path, options)
     states = store[0].hidden
     assert states.dtype == torch.bfloat16 and states.shape[1] == 2 * tiny_target.hidden_size
@@ -204,7 +204,7 @@ def test_moved_target_is_accepted(copy, tiny_target):
     [
         ({"conversations": CONVERSATIONS[:9]}, "the conversations"),
         ({"options": FeatureOptions(max_length=64)}, "max_length"),
-        ({"options": FeatureOptions(max_length=128, dtype="bfloat16")}, "dtype"),
+        ({"options": FeatureOptions(max_length=128, feature_dtype="bfloat16")}, "dtype"),
         ({"options": FeatureOptions(max_length=128, layers=[0, -1])}, "layers"),
     ],
 )

@@ -191,7 +191,9 @@ def test_int8_is_within_half_a_step_of_each_state(layers, rows, size):
 
 
 def test_int8_halves_the_bytes_and_is_read_like_the_rest(whole, tiny_target, tmp_path):
-    half, small = (run(tiny_target, tmp_path / dtype, dtype=dtype, more_layers=[1]) for dtype in ("bfloat16", "int8"))
+    half, small = (
+        run(tiny_target, tmp_path / dtype, feature_dtype=dtype, more_layers=[1]) for dtype in ("bfloat16", "int8")
+    )
     assert small.manifest.bytes_per_state == 2 * (32 + 2) and half.manifest.bytes_per_state == 2 * 64
     small.verify(tiny_target)
     around, expected = (store.gather(whole.roots(), 3, 3) for store in (small, whole))

@@ -40,8 +40,8 @@ from shape.drafters import (
 from shape.drafters.lengths import Adaptive
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, UnsupportedGeneration
 from shape.generation.decoder import ShapeDecoder
-from shape.generation.request import _NEUTRAL, _SERVED
 from shape.generation.rules import RULES, TrsLossy, TypicalLossy
+from shape.generation.served import NEUTRAL, SERVED
 from shape.target.model import Target
 from shape.verification.noise import token_words
 from shape.verification.tree import TokenTree
@@ -567,7 +567,7 @@ def forward_inputs() -> dict:
 def test_every_option_of_generate_is_served_or_refused(tiny_model):
     """By name: what transformers comes to know beside these fails here until somebody has thought about it."""
     known = {name for name in GenerationConfig().to_dict() if not name.startswith("_")}
-    assert known <= _SERVED | _NEUTRAL | UNLIKE.keys(), "an option that nobody has thought about"
+    assert known <= SERVED | NEUTRAL | UNLIKE.keys(), "an option that nobody has thought about"
     model = tiny_model("gpt2")
     decoder, batch = ShapeDecoder(model), prompts([7])
     run = {"custom_generate": decoder.as_custom_generate(), "max_new_tokens": 4}

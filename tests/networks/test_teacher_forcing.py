@@ -9,12 +9,10 @@ from hypothesis import strategies as st
 from training_runs import OPTIONS, STEPS, WINDOW, fit, network
 
 from shape.drafters import TrainedDrafter, TreeShape
-from shape.errors import ConfigError
 from shape.features.positions import eligible
 from shape.features.store import Stored
 from shape.generation.decoder import ShapeDecoder
 from shape.networks.shape import windows
-from shape.networks.sizing import draft_vocabulary
 from shape.networks.teacher_forcing import Reader, Texts, examples, teacher_forced
 from shape.training.losses import supervised
 from shape.training.options import Losses
@@ -118,14 +116,3 @@ def test_logits_of_supervised_steps_are_those_of_all_steps(tiny_target, axes):
     kept = supervised(torch.rand(2, 5, STEPS, generator=generator) < 0.6)
     reader = Reader(predictor, tiny_target)
     torch.testing.assert_close(reader.at(kept, states, embeddings), reader(states, embeddings)[kept])
-
-
-def test_draft_vocabulary_holds_the_most_frequent_supervised_tokens():
-    texts = [
-        (torch.tensor([5, 5, 5, 1, 2, 2, 7]), torch.tensor([False, False, False, True, True, True, True])),
-        (torch.tensor([7, 3, 2]), torch.tensor([True, True, True])),
-    ]
-    assert draft_vocabulary(texts, 2, vocab_size=9).tolist() == [2, 7]
-    assert draft_vocabulary(texts, 6, vocab_size=9).tolist() == [0, 1, 2, 3, 4, 7]  # unseen ones by number
-    with pytest.raises(ConfigError, match="draft_vocab_size is 10, and the target has 9"):
-        draft_vocabulary(texts, 10, vocab_size=9)

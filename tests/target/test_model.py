@@ -7,8 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 from shape.errors import ConfigError, DataError, UnsupportedTarget
+from shape.target.identity import TargetIdentity
 from shape.target.loading import resolve_dtype
-from shape.target.model import Target, TargetIdentity
+from shape.target.model import Target
 
 
 def test_features_are_the_states_behind_the_logits(tiny_target):

@@ -6,7 +6,6 @@ from helpers import LLAMA_8B, QWEN_06B
 from transformers import LlamaConfig, Qwen3Config
 
 from shape.data.statistics import Text
-from shape.networks import sizing
 from shape.target.size import Size, size_of
 from shape.training import defaults
 from shape.training.defaults import resolve
@@ -65,21 +64,3 @@ def test_steps_follow_from_positions(positions, steps, passes):
     found = defaults.steps(positions, 1024)
     assert found == steps and found * 1024 / positions == pytest.approx(passes, rel=0.01)
     assert defaults.steps(positions, 512) * 512 == pytest.approx(found * 1024, rel=0.01) or found in (200, 40_000)
-
-
-@pytest.mark.parametrize(
-    ("vocabulary", "covering", "drafted"),
-    [(259, 100, None), (8192, None, 2048), (8192, 9000, 2048), (49_152, None, 12_288), (128_256, None, 32_064),
-     (256_000, 99_000, 32_768), (128_256, 500, 2048), (128_256, 9_000, 9_216)],
-)  # fmt: skip
-def test_drafted_tokens_cover_the_answers(vocabulary, covering, drafted):
-    size, text = Size(1e9, 1e9, 2048, vocab_size=vocabulary), Text(10, 100.0, 0.5, 1.0, covering)
-    assert sizing.draft_vocab_size(size, text) == drafted
-    if covering is None:
-        assert sizing.draft_vocab_size(size, None) == drafted
-
-
-@pytest.mark.parametrize(("hidden", "width"), [(32, 64), (384, 512), (8192, 8192)])
-def test_width_is_bounded(hidden, width):
-    """By twice the states of tiny targets, by 512 of small ones, and by the states of large ones."""
-    assert sizing.width(Size(1e12, 1e12 if hidden > 4096 else 1e6, hidden), lambda width: 10 * width**2) == width

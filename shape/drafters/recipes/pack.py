@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from shape.errors import CheckpointError, TargetMismatch
 from shape.files import reading, written_whole
-from shape.target.model import Target, TargetIdentity
+from shape.target.identity import TargetIdentity
+from shape.target.model import Target
 
 VERSION = 1
 CONTINUATIONS = 4  # continuations kept of a prefix

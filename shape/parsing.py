@@ -1,6 +1,5 @@
 """The parser of every command: short and full help, suggestions for typing mistakes, names of the version before."""
 
-import ast
 import re
 import sys
 import warnings
@@ -9,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from jsonargparse import ArgumentParser, Namespace
 
 Options = TypeVar("Options")
 
+HELP = ("-h", "--help", "--help-all", "--help_all")
 RENAMED = {
     "batches": "batch_size",
     "drafters": "drafter",
@@ -90,11 +89,11 @@ class CommandParser(ArgumentParser):
 
 def command_parser(
     name: str,
+    docstring: str | None,
     kind: type | None = None,
     common: Sequence[str] = (),
     *,
     usage: str = "[options]",
-    description: str | None = None,
     skip: set[str] | None = None,
     config: bool = True,
     **others: Any,
@@ -103,10 +102,10 @@ def command_parser(
 
     Args:
         name: the command, for example "train" or "recipes merge".
+        docstring: of its module, of which the first sentence is shown.
         kind: dataclass of the command's options.
         common: names of the options that `--help` shows; without any it shows all.
         usage: what follows the name.
-        description: default: the first sentence of the command's file.
         skip: options of `kind` that are added by themselves.
         config: whether there is `--config`.
         others: for jsonargparse.
@@ -114,16 +113,16 @@ def command_parser(
     parser = CommandParser(
         prog=f"shape {name}",
         usage=f"shape {name} {usage}",
-        description=description or summary(name),
+        description=summary(docstring),
         allow_abbrev=False,
         add_help=False,
         **others,
     )
     parser.common = frozenset(common)
     text = "show the options that people use" if common else "show the options"
-    parser.add_argument("-h", "--help", action=_Help, help=text)
+    parser.add_argument(*HELP[:2], action=_Help, help=text)
     if common:
-        parser.add_argument("--help-all", "--help_all", action=_Help, help="show all options")
+        parser.add_argument(*HELP[2:], action=_Help, help="show all options")
     if config:
         parser.add_argument("--config", action="config", help="a YAML file with these options")
     if kind is not None:
@@ -144,11 +143,10 @@ def options_of(kind: type[Options], values: Namespace) -> Options:
     return kind(**{entry.name: values[entry.name] for entry in fields(kind)})  # type: ignore[arg-type]
 
 
-def summary(command: str) -> str:
-    """A command in a line: the first sentence of its file, which is not imported for it."""
-    source = Path(__file__).with_name(f"{command.split()[0]}.py").read_text(encoding="utf-8")
-    first = (ast.get_docstring(ast.parse(source)) or "").split("\n\n")[0]
-    told = re.sub(r"^`[^`]+`: ", "", " ".join(first.split()))
+def summary(docstring: str | None) -> str:
+    """A command in a line: the first sentence of its module, without its name."""
+    first = " ".join((docstring or "").split("\n\n")[0].split())
+    told = re.sub(r"^`[^`]+`: ", "", first)
     return told[:1].upper() + told[1:]
 
 

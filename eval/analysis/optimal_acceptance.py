@@ -1,4 +1,4 @@
-"""The greatest acceptance that a lossless rule can have, by optimal transport (Sun et al., SpecTr, arXiv 2310.15141)."""
+"""The greatest acceptance of any lossless rule, by optimal transport (Sun et al., SpecTr, arXiv 2310.15141)."""
 
 import torch
 from torch import Tensor

@@ -1,0 +1,60 @@
+"""What to read, show and answer. Nothing heavy is imported, so that help is quick."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from shape.errors import ConfigError
+
+
+@dataclass(kw_only=True)
+class AnswerOptions:
+    """How answers are written.
+
+    Attributes:
+        sampled_share: share of conversations answered by sampling; the others are greedy.
+        temperature: of the sampled ones.
+        max_new_tokens: longest answer.
+        batch_size: conversations answered together.
+        seed: of the choice and the noise.
+    """
+
+    sampled_share: float = 0.5
+    temperature: float = 1.0
+    max_new_tokens: int = 512
+    batch_size: int = 16
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raises ConfigError for values out of range."""
+        if self.max_new_tokens < 1 or self.temperature <= 0:
+            raise ConfigError(
+                f"max_new_tokens {self.max_new_tokens} and temperature {self.temperature:g} must be above 0; for "
+                "greedy answers set sampled_share to 0"
+            )
+        if not 0.0 <= self.sampled_share <= 1.0 or self.batch_size < 1:
+            raise ConfigError(
+                f"sampled_share {self.sampled_share} must be within 0 and 1, and batch_size {self.batch_size} above 0"
+            )
+
+
+@dataclass(kw_only=True)
+class PreviewOptions:
+    """What to show.
+
+    Attributes:
+        data: conversations: a file, a folder, or a dataset on the hub (name[:split]).
+        target: model whose tokenizer and chat template are used.
+        n: conversations to print.
+        max_length: tokens kept of each conversation.
+        limit: rows that are read for the summary.
+        skip_bad_rows: count malformed rows and continue.
+        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
+    """
+
+    data: str
+    target: str
+    n: int = 3
+    max_length: int = 2048
+    limit: int = 1000
+    skip_bad_rows: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None

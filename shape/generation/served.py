@@ -1,0 +1,120 @@
+"""Which of ``generate``'s options are carried out, which change nothing here, and what is refused."""
+
+import inspect
+from collections.abc import Mapping
+from copy import copy
+from typing import Any
+
+import numpy as np
+from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
+
+from shape.errors import UnsupportedGeneration
+from shape.generation.prompts import require_tokens
+from shape.target.model import Target
+
+# Options that are carried out.
+SERVED = {
+    "do_sample", "temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
+    "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+    "bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens",
+    "begin_suppress_tokens", "exponential_decay_length_penalty", "remove_invalid_values", "renormalize_logits",
+    "min_length", "min_new_tokens", "max_length", "max_new_tokens", "max_time", "stop_strings", "eos_token_id",
+    "pad_token_id", "num_return_sequences", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn",
+    "tokenizer",
+}  # fmt: skip
+# Options that only say how to compute or what else to return, and change no token here.
+NEUTRAL = {
+    "use_cache", "bos_token_id", "cache_implementation", "cache_config", "disable_compile", "compile_config",
+    "return_dict_in_generate", "transformers_version", "max_matching_ngram_size", "use_mtp", "max_cache_len",
+    "prefill_chunk_size", "low_memory", "continuous_batching_config", "decoder_start_token_id", "logits_to_keep",
+    # How an assistant drafts; the assistant itself is refused.
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind",
+    "target_lookbehind",
+}  # fmt: skip
+# Values with which an option that is not carried out changes nothing.
+NEUTRAL_VALUES: dict[str, Any] = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "length_penalty": 1.0,
+    "diversity_penalty": 0.0,
+    "penalty_alpha": 0.0,
+    "guidance_scale": 1.0,
+    "early_stopping": False,
+    "output_scores": False,
+    "output_logits": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "assistant_model": None,
+    "assistant_tokenizer": None,
+    "inputs_embeds": None,
+    "past_key_values": None,
+    "negative_prompt_ids": None,
+    "negative_prompt_attention_mask": None,
+    "synced_gpus": False,
+}
+
+
+def given_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def merged(target: Target, generation_config: GenerationConfig | None, options: dict[str, Any]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for config in (target.model.generation_config, generation_config):
+        if config is not None:
+            merged |= given_of(config.to_dict())
+    return merged | given_of(options)
+
+
+def refuse(target: Target, given: dict[str, Any]) -> None:
+    """Raises for options that do not exist, and for those and the model's inputs that would be ignored here."""
+    known = GenerationConfig().to_dict() | NEUTRAL_VALUES
+    for name, value in given.items():
+        if name in SERVED or name in NEUTRAL or name.startswith("_"):
+            continue
+        if name not in known:
+            takers = target.model.forward, target.model.prepare_inputs_for_generation
+            if any(name in inspect.signature(taker).parameters for taker in takers):
+                raise UnsupportedGeneration(
+                    f"input {name} of the model is not supported by speculative decoding here; leave it out, or use "
+                    "the target's own generate"
+                )
+            raise UnsupportedGeneration(f"option {name} is not one of generate's; see ShapeDecoder.generate")
+        simple = isinstance(value, bool | int | float | str)
+        if value is not False and not (simple and value in (known[name], NEUTRAL_VALUES.get(name))):
+            shown = f"{name}={value!r}" if simple else name
+            raise UnsupportedGeneration(
+                f"option {shown} is not supported by speculative decoding here; set it to "
+                f"{NEUTRAL_VALUES.get(name)!r}, or use the target's own generate"
+            )
+    for name in ("forced_bos_token_id", "forced_eos_token_id"):
+        if (forced := given.get(name)) is not None:
+            require_tokens(target, forced if isinstance(forced, list) else [forced], f"{name} is")
+    if given.get("do_sample") and not float(given.get("temperature", 1.0)) > 0.0:
+        raise UnsupportedGeneration(
+            f"temperature {given['temperature']} cannot be sampled at; leave do_sample off to decode greedily"
+        )
+    for name in ("max_new_tokens", "num_return_sequences"):
+        count = given.get(name, 1)
+        if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
+            raise UnsupportedGeneration(f"{name} is {count!r}; it must be at least 1 and an integer")
+
+
+def with_stop_strings(
+    target: Target, generation_config: GenerationConfig | None, options: dict[str, Any]
+) -> tuple[GenerationConfig | None, dict[str, Any]]:
+    """Stop strings as the criterion that they become: the tokenizer that they need does not reach ``_prepare``."""
+    options = dict(options)
+    tokenizer = options.pop("tokenizer", None) or target.tokenizer
+    strings = options.pop("stop_strings", None)
+    if strings is None and generation_config is not None:
+        strings = generation_config.stop_strings
+    if strings is None:
+        return generation_config, options
+    if tokenizer is None:
+        raise UnsupportedGeneration("stop_strings need a tokenizer, and the target has none; give one with tokenizer")
+    if generation_config is not None:
+        generation_config = copy(generation_config)
+        generation_config.stop_strings = None
+    criteria = StoppingCriteriaList([*options.get("stopping_criteria", ()), StopStringCriteria(tokenizer, strings)])
+    return generation_config, {**options, "stopping_criteria": criteria}

@@ -1,0 +1,103 @@
+"""By what a predictor or a feature store knows its target again."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from accelerate.utils import align_module_device
+from torch import Tensor, nn
+
+from shape.files import typed
+
+# Encoded by every tokenizer into its identity: vocabularies can be equal where the merges differ.
+_TOKENIZER_PROBE = "The 3 quick  brown foxes, 1,024 émigrés & 東京\n\tdef f(x): return x**2 <|im_start|> </s>"
+_HEAD_SAMPLE_ROWS = 64
+
+
+@dataclass(frozen=True)
+class TargetIdentity:
+    """What a predictor or a feature store remembers of its target. Hashes are sha256, shortened to 16 digits."""
+
+    name: str
+    revision: str
+    hidden_size: int
+    vocab_size: int
+    tokenizer_hash: str
+    head_hash: str
+    template_hash: str
+
+    @classmethod
+    def of(
+        cls, name: str, revision: str, hidden_size: int, vocab_size: int, tokenizer: Any, head: Any
+    ) -> "TargetIdentity":
+        return cls(
+            name,
+            revision,
+            hidden_size,
+            vocab_size,
+            tokenizer_hash=_tokenizer_hash(tokenizer),
+            head_hash=_head_hash(head),
+            template_hash=_digest(getattr(tokenizer, "chat_template", None) or ""),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "TargetIdentity":
+        return typed(cls, {field.name: values[field.name] for field in fields(cls)})
+
+    def differences(self, other: "TargetIdentity") -> list[str]:
+        """Phrases naming what differs; name and revision do not count, so a moved folder stays the same target."""
+        labels = {
+            "hidden_size": "hidden size",
+            "vocab_size": "vocabulary size",
+            "tokenizer_hash": "tokenizer",
+            "head_hash": "output embedding",
+            "template_hash": "chat template",
+        }
+        found = []
+        for field, label in labels.items():
+            mine, theirs = getattr(self, field), getattr(other, field)
+            # An empty hash means "unknown" (no tokenizer at hand), which contradicts nothing.
+            if mine != theirs and mine != "" and theirs != "":
+                found.append(f"{label} ({mine} against {theirs})")
+        return found
+
+
+def _digest(content: str | bytes) -> str:
+    if not content:
+        return ""
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[:16]
+
+
+def _tokenizer_hash(tokenizer: Any) -> str:
+    """Hash of the vocabulary and of a probe sentence's ids: content, not file format or library version."""
+    if tokenizer is None:
+        return ""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return _digest(json.dumps([vocabulary, tokenizer(_TOKENIZER_PROBE)["input_ids"]]))
+
+
+def float_weight(module: Any) -> Tensor | None:
+    """The module's weight where it is an ordinary matrix of floats; None where it is quantised."""
+    weight: Any = getattr(module, "weight", None)
+    ordinary = type(weight) in (Tensor, nn.Parameter)  # quantisers give their own kinds of tensor, or a method
+    return weight if ordinary and weight.is_floating_point() and weight.itemsize > 1 else None
+
+
+def _head_hash(head: nn.Module) -> str:
+    """Hash of evenly spaced rows in bfloat16, so that loading in another dtype keeps the identity.
+
+    Empty, which is "unknown", for a quantised head: its rows are no longer those that a predictor was trained for, and
+    still close enough to draft with.
+    """
+    with align_module_device(head):
+        weight = float_weight(head)
+        if weight is None or weight.device.type == "meta":
+            return ""
+        rows = torch.linspace(0, weight.shape[0] - 1, min(_HEAD_SAMPLE_ROWS, weight.shape[0])).long()
+        sample = weight.detach()[rows.to(weight.device)].to("cpu", torch.bfloat16).contiguous()
+    return _digest(sample.view(torch.uint8).numpy().tobytes())

@@ -1,0 +1,132 @@
+"""What people call first: chat, saving, the hub, and what a decoder says of itself."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from shape.drafters import SuffixDrafter, TreeShape
+from shape.errors import ConfigError, DataError
+from shape.generation import decoder as module
+from shape.generation.decoder import ShapeDecoder
+from shape.target.model import Target, announce
+
+
+def test_chat_gives_the_answer_as_text(tiny_target):
+    decoder, tokenizer = ShapeDecoder(tiny_target, SuffixDrafter()), tiny_target.tokenizer
+    messages = [{"role": "user", "content": "Say something."}]
+    ids = tiny_target.encode(messages)
+    for options in ({}, {"do_sample": True, "seed": 3, "top_k": 0}, {"return_dict_in_generate": True}):
+        kept = {name: value for name, value in options.items() if name != "return_dict_in_generate"}
+        out = decoder.generate(ids, max_new_tokens=20, **kept)
+        expected = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        assert decoder.chat(messages, max_new_tokens=20, **options) == expected
+    assert decoder.chat("Say something.", max_new_tokens=20) == decoder.chat(messages, max_new_tokens=20)
+    with pytest.raises(DataError, match="no tokenizer"):
+        ShapeDecoder(Target(tiny_target.model)).chat("Say something.")
+
+
+def test_chat_leaves_reasoning_out(thinking_target):
+    decoder, messages = ShapeDecoder(thinking_target), [{"role": "user", "content": "hi"}]
+    ids = thinking_target.encode(messages)
+    whole = decoder.generate(ids, max_new_tokens=60)[0, ids.shape[1] :].tolist()
+    message = thinking_target.message(whole)
+    assert message["reasoning_content"]
+    assert decoder.chat(messages, max_new_tokens=60) == message["content"]
+
+
+def test_saved_and_loaded_again(tiny_target, tiny_target_folder, tiny_predictor_folder, tmp_path):
+    decoder = ShapeDecoder.from_pretrained(tiny_target, predictor=tiny_predictor_folder, tree=TreeShape(2, width=2))
+    decoder.save_pretrained(tmp_path / "saved")
+    again = ShapeDecoder.from_pretrained(tmp_path / "saved", target=tiny_target)
+    assert again.drafter.tree == TreeShape(2, width=2)
+    for name, weight in decoder.drafter.predictor.state_dict().items():
+        assert torch.equal(weight, again.drafter.predictor.state_dict()[name]), name
+    assert again.drafter.predictor.config.training == decoder.drafter.predictor.config.training
+    assert "base_model: tiny" in (tmp_path / "saved" / "README.md").read_text()
+    model = AutoModelForCausalLM.from_pretrained(tiny_target_folder)
+    where, batch = str(tmp_path / "saved"), {"input_ids": torch.tensor([[5, 6, 7, 5, 6]])}
+    options = {**batch, "max_new_tokens": 8, "do_sample": False}
+    found = model.generate(**options, custom_generate=where, predictor=where, trust_remote_code=True)
+    assert torch.equal(found, model.generate(**options))
+    with pytest.raises(ConfigError, match="drafter 'suffix' has no predictor to save"):
+        ShapeDecoder(tiny_target, "suffix").save_pretrained(tmp_path / "none")
+
+
+def test_pushed_to_the_hub(tiny_target, tiny_predictor_folder, monkeypatch):
+    calls: list[tuple] = []
+
+    class Hub:
+        def __init__(self, token=None) -> None:
+            calls.append(("token", token))
+
+        def create_repo(self, repo_id, private=None, exist_ok=False) -> None:
+            calls.append(("create", repo_id, private, exist_ok))
+
+        def upload_folder(self, repo_id, folder_path, **options) -> str:
+            calls.append(("upload", repo_id, {one.name for one in Path(folder_path).iterdir()}, options))
+            return "https://hub/commit"
+
+    monkeypatch.setattr(module, "HfApi", Hub)
+    decoder = ShapeDecoder.from_pretrained(tiny_target, predictor=tiny_predictor_folder)
+    assert decoder.push_to_hub("me/mine", private=True, token="t", commit_message="first") == "https://hub/commit"
+    files = {"README.md", "config.json", "model.safetensors", "custom_generate"}
+    assert calls == [
+        ("token", "t"), ("create", "me/mine", True, True), ("upload", "me/mine", files, {"commit_message": "first"}),
+    ]  # fmt: skip
+
+
+def test_a_decoder_says_what_it_is(tiny_target):
+    said = repr(ShapeDecoder(tiny_target, "suffix"))
+    assert said == (
+        "ShapeDecoder(target='tiny', drafter='suffix', dtype='float32', device='cpu', acceptance='match', "
+        "lossless=True)"
+    )
+    assert "drafter='none'" in repr(ShapeDecoder(tiny_target))
+
+
+@pytest.mark.parametrize("name", ["num_draft_tokens", "num_assistant_tokens", "num_speculative_tokens"])
+def test_the_length_of_a_draft_has_three_names(tiny_target, tiny_predictor_folder, name):
+    ids = torch.tensor([[5, 6, 7, 5, 6]])
+    options = {"max_new_tokens": 24, "eos_token_id": [], "seed": 0, "return_dict_in_generate": True}
+
+    def decoder(**more) -> ShapeDecoder:
+        return ShapeDecoder.from_pretrained(tiny_target, predictor=tiny_predictor_folder, fall_back=False, **more)
+
+    one, other = decoder(**{name: 1}), decoder()
+    assert one.drafter.tree.depth == 1 < other.drafter.tree.depth
+    found, expected = other.generate(ids, **options, **{name: 1}), one.generate(ids, **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    sizes = [[step.nodes for step in out.stats.steps] for out in (found, expected, other.generate(ids, **options))]
+    assert sizes[0] == sizes[1] != sizes[2]
+    with pytest.raises(ConfigError, match="the length of a draft is given 2 times"):
+        decoder(num_draft_tokens=3, num_speculative_tokens=3)
+
+
+def test_former_names_of_counts_still_work(tiny_target):
+    ids = torch.tensor([[5, 6, 7]])
+    stats = ShapeDecoder(tiny_target).generate(ids, max_new_tokens=5, return_dict_in_generate=True).stats
+    for old, new in (
+        ("row_emitted", "sequence_emitted"),
+        ("row_forwards", "sequence_forwards"),
+        ("plain_steps", "autoregressive_steps"),
+    ):
+        with pytest.warns(FutureWarning, match=f"{old} is now called {new}"):
+            assert getattr(stats, old) == getattr(stats, new)
+    with pytest.warns(FutureWarning, match="is now called sequences"):
+        assert stats.steps[0].rows == [0]
+
+
+def test_messages_are_logged(tiny_target, caplog, capsys):
+    with caplog.at_level(logging.INFO, logger="shape"):
+        announce(tiny_target, "; so")
+    assert caplog.messages == ["target tiny: float32 on cpu; so"]
+    assert capsys.readouterr().out == ""
+
+
+def test_what_was_published_before_still_imports():
+    from shape.generation.custom_generate import generate_of
+
+    assert callable(generate_of("anything"))

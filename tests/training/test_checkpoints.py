@@ -1,0 +1,63 @@
+"""Checkpoints: a resumed run ends in the same weights, and what is written is whole."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from training_runs import (
+    OPTIONS,
+    SaveAt,
+    fit,
+    weights,
+)
+
+from shape.errors import CheckpointError
+from shape.training.checkpoints import AtomicCheckpointIO
+from shape.training.options import TrainingOptions
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_resumed_run_ends_in_the_same_weights(store, tiny_target, tmp_path, accumulate):
+    options = TrainingOptions(steps=9, batch_size=16, noise=0.2)
+    path = tmp_path / "some.ckpt"
+    whole = fit(tiny_target, store, options=options, dropout=0.3, accumulate=accumulate, callbacks=[SaveAt(5, path)])
+    resumed = fit(tiny_target, store, options=options, dropout=0.3, accumulate=accumulate, ckpt_path=path, seed=0)
+    assert resumed.trainer.global_step == whole.trainer.global_step == 9
+    assert torch.equal(weights(whole), weights(resumed))
+    saved = torch.load(path, weights_only=True)
+    assert all(name.startswith("predictor.") for name in saved["state_dict"])
+    with pytest.raises(CheckpointError, match=r"training.batch_size was 16 and is 8"):
+        fit(tiny_target, store, options=TrainingOptions(steps=9, batch_size=8, noise=0.2), ckpt_path=path)
+
+
+def test_a_run_that_had_ended_goes_on_with_more_steps(store, tiny_target, tmp_path):
+    options, path = TrainingOptions(steps=9, batch_size=16, decay="none"), tmp_path / "some.ckpt"
+    whole = fit(tiny_target, store, options=options)
+    fit(tiny_target, store, options=replace(options, steps=5), callbacks=[SaveAt(5, path)])
+    resumed = fit(tiny_target, store, options=options, ckpt_path=path)
+    assert resumed.trainer.global_step == 9 and torch.equal(weights(whole), weights(resumed))
+
+
+def test_a_run_goes_on_with_another_learning_rate(store, tiny_target, tmp_path):
+    """As one that diverged must."""
+    path = tmp_path / "some.ckpt"
+    fit(tiny_target, store, callbacks=[SaveAt(5, path)])
+    still = fit(tiny_target, store, options=replace(OPTIONS, learning_rate=1e-12), ckpt_path=path)
+    kept = torch.load(path, weights_only=True)["state_dict"]
+    assert still.trainer.global_step == OPTIONS.steps
+    for name, value in still.state_dict().items():
+        torch.testing.assert_close(value, kept[name], rtol=0, atol=1e-9)
+
+
+def test_checkpoint_is_replaced_as_a_whole(tmp_path, monkeypatch):
+    path, writer = tmp_path / "last.ckpt", AtomicCheckpointIO()
+    writer.save_checkpoint({"step": 1}, path)
+
+    def interrupted(checkpoint, file):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        writer.save_checkpoint({"step": 2}, path)
+    assert torch.load(path, weights_only=True) == {"step": 1}

@@ -1,0 +1,83 @@
+"""Validation by decoding: with the weights of the moment, without a trace in the training, and its interval."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from training_runs import (
+    OPTIONS,
+    fit,
+    weights,
+)
+
+from shape.drafters import TrainedDrafter
+from shape.training.options import Losses, TrainingOptions
+from shape.training.validation import (
+    DecodingValidation,
+    acceptance_length,
+    decode_counts,
+    forced_and_decoded,
+    load_weights,
+)
+
+
+def prompts(store) -> list[torch.Tensor]:
+    return [stored.input_ids[:length] for stored, length in zip(store, (12, 20, 9, 15), strict=False)]
+
+
+def test_validation_decodes_with_the_weights_of_the_moment(store, tiny_target, tmp_path):
+    validation = DecodingValidation(prompts(store), every=4, max_new_tokens=12, best_path=tmp_path / "best")
+    options = TrainingOptions(steps=10, batch_size=16)
+    module = fit(tiny_target, store, options=options, callbacks=[validation], dropout=0.5)
+    assert [entry["step"] for entry in validation.history] == [4, 8, 10]
+    module.predictor.eval()
+    one_by_one = [decode_counts(tiny_target, module.drafter(), [p], 12) for p in prompts(store)]
+    emitted, forwards = ([counts[i][0] for counts in one_by_one] for i in (0, 1))
+    last = validation.history[-1]
+    assert last["value"] == acceptance_length(emitted, forwards).value == sum(emitted) / sum(forwards)
+    assert last["low"] <= last["value"] <= last["high"]
+    load_weights(module.predictor, tmp_path / "best")
+    best = decode_counts(tiny_target, module.drafter(), prompts(store), 12)
+    assert sum(best[0]) / sum(best[1]) == validation.best["value"]
+
+
+def test_validation_disturbs_nothing(store, tiny_target, tmp_path):
+    options = TrainingOptions(steps=6, batch_size=16, noise=0.1)
+    alone = fit(tiny_target, store, options=options, dropout=0.3)
+    validation = DecodingValidation(prompts(store), every=1, max_new_tokens=6, best_path=tmp_path / "best")
+    watched = fit(tiny_target, store, options=options, dropout=0.3, callbacks=[validation])
+    assert len(validation.history) == 6
+    assert torch.equal(weights(alone), weights(watched))
+    assert not any(p.is_inference() for p in [*watched.parameters(), *tiny_target.model.parameters()])
+    assert not any(buffer.is_inference() for buffer in tiny_target.model.buffers())
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=1, max_size=12))
+@settings(max_examples=20, deadline=None)
+def test_interval_holds_the_ratio_of_sums(counts):
+    emitted, forwards = zip(*counts, strict=True)
+    measured = acceptance_length(emitted, forwards)
+    assert measured.value == pytest.approx(sum(emitted) / sum(forwards))
+    ratios = [a / b for a, b in counts]
+    assert min(ratios) - 1e-9 <= measured.low <= measured.high <= max(ratios) + 1e-9
+    assert measured == acceptance_length(emitted, forwards)
+
+
+def test_a_network_fed_otherwise_than_in_training_shows(store, tiny_target, monkeypatch):
+    """What `shape.train` warns of: decoding that cuts its windows one position off."""
+    predictor = fit(tiny_target, store, losses=Losses(smooth_l1=0.0), options=replace(OPTIONS, steps=60)).predictor
+    texts = [stored.input_ids[:20] for stored in list(store)[:4]]
+    forced, decoded = forced_and_decoded(tiny_target, predictor, texts, 40)
+    assert forced == decoded > 1.0
+    begin = TrainedDrafter.start
+
+    def start(self, settled, hidden):
+        begin(self, settled, hidden.roll(1, dims=1))
+
+    update = TrainedDrafter.update
+    monkeypatch.setattr(TrainedDrafter, "start", start)
+    monkeypatch.setattr(TrainedDrafter, "update", lambda self, s, hidden, n: update(self, s, 0 * hidden, n))
+    again, decoded = forced_and_decoded(tiny_target, predictor, texts, 40)
+    assert decoded < again == forced
