@@ -72,7 +72,7 @@ class Recipe:
     clip: float = 1.0
     generated: int = 20_000  # conversations of our generator, the shipped train split included
     save_every: int = 100
-    first_export: int = 50  # early weights, for whoever waits for something to load
+    first_export: int = 50  # early weights, to try loading and decoding with
     held_out_blocks: int = 64
     seed: int = 0
 
@@ -198,14 +198,14 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
     return [np.array([*item.ids, stop], dtype=np.int64) for item in tokenizer.encode_batch(texts)]
 
 
-def pack(documents: list[np.ndarray], block: int, rows: int, seed: int) -> torch.Tensor:
-    """The first ``rows`` blocks of an endless stream of shuffled epochs: a pure function of its arguments."""
+def pack(documents: list[np.ndarray], block: int, count: int, seed: int) -> torch.Tensor:
+    """The first ``count`` blocks of an endless stream of shuffled epochs: a pure function of its arguments."""
     rng, pieces, length = np.random.default_rng(seed), [], 0
-    while length < rows * block:
+    while length < count * block:
         for index in rng.permutation(len(documents)):
             pieces.append(documents[index])
             length += len(documents[index])
-    return torch.from_numpy(np.concatenate(pieces)[: rows * block].reshape(rows, block))
+    return torch.from_numpy(np.concatenate(pieces)[: count * block].reshape(count, block))
 
 
 # -------------------------------------------------------------------------------------------------- training
@@ -341,8 +341,8 @@ class Training:
 def held_out_loss(training: Training, documents: list[np.ndarray]) -> float:
     """Nats per token over packed held-out text."""
     recipe = training.recipe
-    rows = min(recipe.held_out_blocks, sum(map(len, documents)) // recipe.block)
-    blocks = pack(documents, recipe.block, rows, recipe.seed).to(training.device)
+    count = min(recipe.held_out_blocks, sum(map(len, documents)) // recipe.block)
+    blocks = pack(documents, recipe.block, count, recipe.seed).to(training.device)
     losses = [loss_of(training.model, chunk) * len(chunk) for chunk in blocks.split(recipe.portion)]
     return float(sum(losses) / len(blocks))
 

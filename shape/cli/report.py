@@ -3,8 +3,8 @@
     shape report eval/results --output report.html
     shape report RESULTS --output report.html --images figures   # PNG and SVG as well, for papers
 
-Looks below RESULTS for results of `shape.bench`, `shape.efficiency`, `eval.ablate` and `eval.analyze`, reports of
-`shape.check --output` and traces of `shape.generate --trace`. The page begins with tokens per second by method and one
+Looks below RESULTS for results of `shape bench`, `shape efficiency`, `eval.ablate` and `eval.analyze`, reports of
+`shape check --output` and traces of `shape generate --trace`. The page begins with tokens per second by method and one
 table of all measurements; details fold out, and each trace has a page of its own beside it.
 """
 
@@ -23,24 +23,19 @@ def parser() -> CommandParser:
     return parser
 
 
-def report(results: str, output: str = "report.html", images: str | None = None) -> None:
-    """Write the page, and the drawings where they are asked for."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = parser().parse_args(arguments)
     with exit_on_error():
         from shape.evaluation.report.page import write, write_images
         from shape.evaluation.report.sources import find
 
-        found = find(Path(results))
-        page, *traces = write(found, Path(output), progress=True)
+        found = find(Path(given.results))
+        page, *traces = write(found, Path(given.output), progress=True)
         beside = f" and {len(traces)} pages of traces beside it" if traces else ""
         print(f"{len(found)} files of results in {page} ({page.stat().st_size / 1e6:.1f} MB){beside}")
-        if images is not None:
-            write_images(found, Path(images), progress=True)
-            print(f"the drawings as PNG and SVG in {images}")
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    given = parser().parse_args(arguments)
-    report(given.results, given.output, given.images)
+        if given.images is not None:
+            write_images(found, Path(given.images), progress=True)
+            print(f"the drawings as PNG and SVG in {given.images}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What every drafter is: something that proposes a token tree for each row, given the committed text."""
+"""The interface of drafters: each proposes a token tree per sequence, given the committed text."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ from shape.verification.tree_shape import TreeShape as TreeShape
 
 @dataclass
 class Committed:
-    """The committed text of a batch: x_0..x_t per row; the root x_t has not been through the target yet.
+    """The committed tokens of a batch: x_0..x_t per sequence; the root x_t has not been through the target yet.
 
     Attributes:
-        texts: token ids per row, on the host, where streaming and stopping need them anyway.
+        texts: token ids per sequence, on the host, where streaming and stopping need them anyway.
         lengths: (B,) int64 on the device, ``len(texts[b])``.
-        root: (B,) int64, the last token of each row.
+        root: (B,) int64, the last token of each sequence.
     """
 
     texts: list[list[int]]
@@ -33,7 +33,7 @@ class Committed:
     root: Tensor
 
     def advance(self, new: list[list[int]], counts: Tensor) -> None:
-        """Settle ``counts[b]`` more tokens of each row."""
+        """Append ``counts[b]`` tokens to each text."""
         for text, tokens in zip(self.texts, new, strict=True):
             text.extend(tokens)
         self.lengths = self.lengths + counts
@@ -50,7 +50,7 @@ class Committed:
 
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike."""
+    """Length of the common beginning of two texts."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((at for at, (one, other) in pairs if one != other), min(len(first), len(second)))
 
@@ -58,18 +58,18 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
 class Drafter(ABC):
     """Proposes token trees.
 
-    One instance serves one call at a time, and the decoder makes a shallow copy for each, since streams can be open
-    side by side: ``start`` binds anew whatever a call changes, and a drafter made of drafters copies these too.
-
     The loop calls ``start`` after the prefill, then ``draft`` and ``update`` once per step, and ``select`` when
-    rows have finished. Whatever is proposed, verification keeps the output that of the target. What these are given was
-    made under ``torch.inference_mode`` (see ``inference``): clone what is to be trained on.
+    sequences have finished. Whatever is proposed, verification keeps the output that of the target.
+
+    The decoder makes a shallow copy for each call, since several can be open at a time: ``start`` sets anew whatever a
+    call changes, and a drafter made of drafters copies these too. Tensors given here were made under
+    ``torch.inference_mode``: clone what is to be trained on.
     """
 
     name: str = ""
-    layers: tuple[int, ...] = (-1,)  # of the target, whose states it reads: see ``Target.features``; h, -1, comes last
+    layers: tuple[int, ...] = (-1,)  # of the target whose states it reads (``Target.features``); -1, h, comes last
     passes: int = 0  # forwards of a network in the last draft, one after the other
-    predictor: Predictor | None = None  # the trained network that it drafts with, where that is one
+    predictor: Predictor | None = None  # the trained network that it drafts with
     tree: TreeShape | None = None  # how its trees grow, where they have such a shape
 
     def __str__(self) -> str:
@@ -121,26 +121,26 @@ class Drafter(ABC):
         return ()
 
     def bind(self, target: Target) -> None:
-        """Learn the target, before anything is computed. Raise here when the two do not fit."""
+        """Prepare for a target. Raise here when the two do not fit."""
 
     def start(self, committed: Committed, hidden: Tensor) -> None:
         """A new batch.
 
         Args:
-            committed: prompts and the first token of each row.
-            hidden: (B, T, F) states of the prompts, those of ``layers`` side by side, padded on the right; row b has
-                ``lengths[b] - 1`` of them.
+            committed: prompts and the first token of each sequence.
+            hidden: (B, T, F) states of the prompts, those of ``layers`` side by side, padded on the right;
+                ``lengths[b] - 1`` of sequence b.
         """
 
     @abstractmethod
     def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
-        """Propose a tree per row. Node 0 is the root; sampling drafters rank by ``sampler.draft_scores``, and where
-        ``sampler.draws`` they keep every child that they draw and say in ``TokenTree.log_q`` from what.
+        """Propose a tree per sequence, of which node 0 is the root. Sampling drafters rank by ``sampler.draft_scores``,
+        and where ``sampler.draws`` they keep every child that they draw and say in ``TokenTree.log_q`` from what.
         """
 
     def reproducible(self) -> "Drafter":
-        """One for a single call whose drafts depend on nothing but that call's text: neither on earlier calls nor on
-        the clock. To be overridden where a drafter looks at either.
+        """A copy for a single call whose drafts depend on that call's text alone. To be overridden where a drafter
+        learns from earlier calls or looks at the clock.
         """
         return copy(self)
 
@@ -151,14 +151,14 @@ class Drafter(ABC):
         """What verification made known.
 
         Args:
-            tokens: of each row the root that was verified and what was committed behind it.
+            tokens: of each sequence the root that was verified and what was committed behind it.
             hidden: (B, D, F), states of all but the last of these.
-            counts: (B,) int64, how many of row b's states count; the others are padding.
+            counts: (B,) int64, how many of the states are not padding.
         """
 
     def inspect(self, tree: TokenTree, logits: Tensor) -> None:
-        """What the target says behind every node of the tree that was verified, accepted or not: for those that ask it
-        more than what to accept. Comes before ``update``, after steps with a draft.
+        """The target's logits at every node of the verified tree, accepted or not. Called before ``update``, after
+        steps with a draft.
 
         Args:
             tree: as it was verified, which may be less than what was drafted.
@@ -166,11 +166,11 @@ class Drafter(ABC):
         """
 
     def select(self, rows: Tensor) -> None:
-        """Keep only these rows, (B',) int64."""
+        """Keep only these sequences, (B',) int64."""
 
 
 class Wrapped(Drafter):
-    """Another drafter, as it is: for those that look at what it does."""
+    """Passes everything on to another drafter; base of classes that observe one."""
 
     def __init__(self, inner: Drafter) -> None:
         self.inner, self.name, self.layers, self.predictor = inner, inner.name, inner.layers, inner.predictor

@@ -102,9 +102,9 @@ class CompressedDrafter(ModelDrafter):
         super().__init__(small, self.length)
         super().bind(target)
 
-    def _new_arena(self, rows: int, capacity: int) -> KVCache:
+    def _new_cache(self, rows: int, capacity: int) -> KVCache:
         if self._bases is None:
-            return super()._new_arena(rows, capacity)
+            return super()._new_cache(rows, capacity)
         layers = support_of(self.model).layers
         return LowRankCache(self._bases, layers, rows, capacity, self.model.dtype, self.model.device)
 
@@ -287,9 +287,9 @@ def cache_bases(target: Target, share: float, texts: Sequence[Sequence[int]]) ->
         for one in support_of(target).layers
     ]
     for text in texts:
-        arena = new_cache(target, support_of(target), 1, len(text))
-        prefill(target, arena, torch.tensor([list(text)], device=target.device), [len(text)])
-        for moments, layer in zip(sums, arena.views, strict=True):
+        cache = new_cache(target, support_of(target), 1, len(text))
+        prefill(target, cache, torch.tensor([list(text)], device=target.device), [len(text)])
+        for moments, layer in zip(sums, cache.views, strict=True):
             for moment, states in zip(moments, (layer.keys, layer.values), strict=True):
                 moment += _moment(states[0].to(moment))
 
@@ -301,7 +301,7 @@ def cache_bases(target: Target, share: float, texts: Sequence[Sequence[int]]) ->
 
 
 class LowRankCache(KVCache):
-    """A KV arena that keeps the coordinates of keys and values in given bases, and gives them back in full.
+    """A KV cache that keeps the coordinates of keys and values in given bases, and gives them back in full.
 
     Args:
         bases: of every layer.

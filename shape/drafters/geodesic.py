@@ -22,12 +22,12 @@ _FITTED = 6  # states through which a parabola is laid
 class GeodesicDrafter(Drafter):
     """Extrapolates the target's last hidden states and reads the results with its output embedding.
 
-    Along a geodesic the acceleration is a quadratic form of the velocity, x'' = -G(x', x'), whose coefficients G (the
-    Christoffel symbols) belong to the place. Here the place is known from the states that the row has been through:
-    from those next to the present one the acceleration is taken, by how far they went in the present direction (see
-    ``geodesic``). OTT-Decode names such a drafter for when its table misses and gives no formula. Straight lines,
-    constant acceleration and a parabola through the last states are its special cases; ``analogue`` takes the step that
-    the row took from its nearest state, with the root's token where it has been taken (Lorenz 1969).
+    Along a geodesic the acceleration is a quadratic form of the velocity, x'' = -G(x', x'), with coefficients G (the
+    Christoffel symbols) that depend on the point. Here the acceleration is taken from the nearest states of the
+    sequence, by how far they went in the present direction (see ``geodesic``). OTT-Decode names such a drafter for
+    misses of its table, without a formula. Straight lines, constant acceleration and a parabola through the last states
+    are special cases; ``analogue`` takes the step that the sequence took from its nearest state, with the root's token
+    where it has been taken (Lorenz 1969).
 
     Args:
         path: a name among ``PATHS``.

@@ -29,7 +29,7 @@ def grow(
     """The likeliest nodes of all, each behind its parent.
 
     Args:
-        start: where the root stands.
+        start: the root's place.
         following: tokens that may follow at a place, with their probabilities, above 0.
         step: where a token leads from a place.
         nodes: at most.
@@ -68,7 +68,7 @@ class Biases(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """What does not change as trees grow: arguments and shape of ``grow_by_depth``, in the host's words."""
+    """What does not change as trees grow: arguments and shape of ``grow_by_depth``, as numpy's."""
 
     logits: np.ndarray
     ids: np.ndarray
@@ -113,7 +113,7 @@ def grow_by_depth(
     room = 1 + sum(counts)
     most = room if shape.nodes is None else min(shape.nodes + 1, room)
     least = log(shape.threshold) if shape.threshold > 0 else -inf
-    keys, positions, words = _SILENCE if noise is None else (one.numpy() for one in noise)
+    keys, positions, words = _NO_NOISE if noise is None else (one.numpy() for one in noise)
     given = _Given(logits.numpy(), ids, temperature, keys, positions, words, shape.width, branching, least, room, most)
     if isinstance(later, Biases):
         return of_arrays(*_grown(root.numpy(), numbers, given, first, later))
@@ -127,7 +127,7 @@ def grow_by_depth(
     return of_arrays(*best_nodes(tokens, parents, joint, grown, most))
 
 
-_SILENCE = [np.empty(0, np.int64)] * 3
+_NO_NOISE = [np.empty(0, np.int64)] * 3
 
 
 @compiled
@@ -173,8 +173,7 @@ def _deepen(
     """Expand ``width`` nodes of each row at every depth from this one to the end: their children are written behind
     ``grown`` nodes, and the best of these are the next frontier.
 
-    What is behind a node that will not be kept will not be either, and is not looked at: its place in the frontier has
-    the node -1.
+    Nodes below one that will not be kept will not be either: such a place in the frontier has the node -1.
 
     Returns:
         How many nodes there are, and how many to expand; none where none will be kept, or all paths are less likely
@@ -261,7 +260,7 @@ class Paths:
         """One path.
 
         Args:
-            joint: log-probability of its first token, if the parent stands for sure.
+            joint: log-probability of its first token, given its parent.
             share: of every further one, given the one before.
             parent: number of the node that it begins behind.
 

@@ -1,9 +1,9 @@
-"""Several drafters in one: their candidates merged into one tree, by what each has proved to be worth on this text."""
+"""Several drafters in one: their candidates merged into one tree, weighed by what became of earlier ones."""
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
-from math import exp, log
+from dataclasses import replace
+from math import exp
 from time import perf_counter
 
 import torch
@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from shape.drafters.base import Committed, Drafter
 from shape.drafters.calibration import Calibration
 from shape.drafters.cost import NODE, DraftValue, VerificationTimes, fastest
-from shape.drafters.growing import likeliest, renumbered
+from shape.drafters.proposal import Proposal
 from shape.target.model import Target
 from shape.verification.sampling import Sampler
-from shape.verification.tree import Drafted, TokenTree, ragged_tree
+from shape.verification.tree import TokenTree, ragged_tree
 
-_CERTAIN = 0.999  # no estimate is above it, so that no node is likelier than its parent
 _LOOK_UP, _NETWORK = 0.02, 0.3  # time of a draft, as a share of a verification's, where the clock must not decide
 
 
@@ -40,7 +39,7 @@ class HybridDrafter(Drafter):
         self.name = "+".join(drafter.name for drafter in drafters)
         self.layers = (*sorted({layer for each in drafters for layer in each.layers} - {-1}), -1)
         # Kept over the calls of a decoder, whose copies share them.
-        self._odds = [Calibration() for _ in drafters]
+        self._calibrations = [Calibration() for _ in drafters]
         self._value = [DraftValue() for _ in drafters]
         self._times = VerificationTimes()
         self._passes = [0] * len(self.drafters)
@@ -77,7 +76,7 @@ class HybridDrafter(Drafter):
             drafter.bind(target)
 
     def start(self, committed: Committed, hidden: Tensor) -> None:
-        self._pending: list[_Proposal | None] = [None] * len(committed.texts)
+        self._pending: list[Proposal | None] = [None] * len(committed.texts)
         self._drafted_at: float | None = None
         for drafter in self.drafters:
             drafter.start(committed, self._columns(drafter, hidden))
@@ -115,8 +114,8 @@ class HybridDrafter(Drafter):
     def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
         self._learn(committed)
         self.passes, spent = 0, 0.0
-        proposals = [_Proposal(len(text)) for text in committed.texts]
-        found: list[tuple[int, TokenTree]] = []  # that the proposals do not have yet
+        proposals = [Proposal(len(text)) for text in committed.texts]
+        found: list[tuple[int, TokenTree]] = []  # not in the proposals yet
         for number, drafter in enumerate(self.drafters):
             self._add_trees(proposals, found)
             expected = sum(each.expected for each in proposals) / len(proposals)
@@ -137,39 +136,39 @@ class HybridDrafter(Drafter):
             self._passes[number] += drafter.passes
         self._pending = list(proposals)
         if len(found) == 1 and found[0][1].size - 1 <= self.nodes and not any(each.nodes for each in proposals):
-            tree = self._as_it_is(proposals, *found[0])
+            tree = self._only_tree(proposals, *found[0])
         else:
             self._add_trees(proposals, found)
             tree = self._merged(committed, proposals, self._best_count(proposals, spent))
         self._drafted_at, self._size = perf_counter(), tree.size
         return tree
 
-    def _add_trees(self, proposals: "Sequence[_Proposal]", found: list[tuple[int, TokenTree]]) -> None:
+    def _add_trees(self, proposals: Sequence[Proposal], found: list[tuple[int, TokenTree]]) -> None:
         """Move trees into the proposals."""
         for number, tree in found:
             joints = [None] * len(proposals) if tree.joint is None else tree.joint.tolist()
             rows = zip(proposals, tree.tokens.tolist(), tree.parent.tolist(), joints, strict=True)
             for proposal, tokens, parents, joint in rows:
-                proposal.add(number, self._odds[number], tokens, parents, joint)
+                proposal.add(number, self._calibrations[number], tokens, parents, joint)
         found.clear()
 
-    def _as_it_is(self, proposals: "Sequence[_Proposal]", number: int, tree: TokenTree) -> TokenTree:
-        """The tree of the only source that has one."""
-        name = self.drafters[number].name
-        rows = list(zip(proposals, tree.tokens.tolist(), tree.parent.tolist(), strict=True))
-        for proposal, tokens, parents in rows:
-            proposal.alone = _Alone(number, tokens, parents)
-        return replace(tree, source=[[name if parent >= 0 else None for parent in parents] for _, _, parents in rows])
+    def _only_tree(self, proposals: Sequence[Proposal], number: int, tree: TokenTree) -> TokenTree:
+        """The tree of the only drafter that has one, as it is."""
+        name, source = self.drafters[number].name, []
+        for proposal, tokens, parents in zip(proposals, tree.tokens.tolist(), tree.parent.tolist(), strict=True):
+            proposal.take_only(number, tokens, parents)
+            source.append([name if parent >= 0 else None for parent in parents])
+        return replace(tree, source=source)
 
-    def _merged(self, committed: Committed, proposals: "Sequence[_Proposal]", count: int) -> TokenTree:
+    def _merged(self, committed: Committed, proposals: Sequence[Proposal], count: int) -> TokenTree:
         """The likeliest nodes of all."""
         best = [each.best(count) for each in proposals]
         tree = ragged_tree(committed.root, [drafted for drafted, _ in best])
-        names = [[self._named(sources) for sources in row] for _, row in best]
+        names = [["+".join(self.drafters[each].name for each in sources) for sources in row] for _, row in best]
         return replace(tree, source=[[None, *row, *[None] * (tree.size - 1 - len(row))] for row in names])
 
-    def _best_count(self, proposals: "Sequence[_Proposal]", spent: float) -> int:
-        """How many nodes of each row, the likeliest first, make the most tokens per second."""
+    def _best_count(self, proposals: Sequence[Proposal], spent: float) -> int:
+        """How many nodes per sequence, the likeliest first, make the most tokens per second."""
         odds = [sorted((exp(node.joint) for node in each.nodes), reverse=True)[: self.nodes] for each in proposals]
         known = self._times.line
         start, slope = known or (1.0, NODE)
@@ -180,121 +179,14 @@ class HybridDrafter(Drafter):
             tokens.append(tokens[-1] + sum(row[count] for row in odds if count < len(row)))
         return fastest(tokens, [start + slope * (count + 1) for count in range(len(tokens))])
 
-    def _named(self, sources: Sequence[int]) -> str:
-        return "+".join(self.drafters[number].name for number in sources)
-
     def _learn(self, committed: Committed) -> None:
         """What became of the last proposals, by the text that has been committed since."""
         for proposal, text in zip(self._pending, committed.texts, strict=True):
             if proposal is None:
                 continue
-            if proposal.alone is not None:
-                stood = proposal.alone.stood(text[proposal.length :])
-                for number, before in proposal.asked.items():
-                    self._value[number].add(before, stood if number == proposal.alone.source else 0)
-                continue
-            node = stood = 0
-            alone = dict.fromkeys(proposal.asked, 0)  # tokens that would have stood without a source
-            for token in text[proposal.length :]:
-                for child in proposal.children[node]:
-                    for number, raw in child.claims.items():
-                        self._odds[number].add(raw, node == 0, child.token == token)
-                following = proposal.number.get((node, token))
-                if following is None:
-                    break
-                node, stood = following, stood + 1
-                claims = proposal.nodes[node - 1].claims
-                for number, reached in alone.items():
-                    if reached == stood - 1 and (len(claims) > 1 or number not in claims):
-                        alone[number] = stood
-            for number, before in proposal.asked.items():
-                self._value[number].add(before, stood - alone[number])
+            new = text[proposal.length :]
+            for number, claim, first, accepted in proposal.judged(new):
+                self._calibrations[number].add(claim, first, accepted)
+            for number, gained in proposal.gains(new).items():
+                self._value[number].add(proposal.asked[number], gained)
         self._pending = [None] * len(self._pending)
-
-
-@dataclass
-class _Node:
-    """A drafted token, its parent's number, its odds where the parent stands, and what each source said of them."""
-
-    token: int
-    parent: int
-    joint: float
-    odds: float
-    claims: dict[int, float]
-
-
-@dataclass
-class _Alone:
-    """A tree that was taken as it is, and whose."""
-
-    source: int
-    tokens: list[int]
-    parents: list[int]
-
-    def stood(self, text: Sequence[int]) -> int:
-        """How many of its tokens the text went on with."""
-        node, depth = 0, 0
-        for token in text:
-            below = (i for i, parent in enumerate(self.parents) if parent == node and self.tokens[i] == token)
-            if (following := next(below, None)) is None:
-                break
-            node, depth = following, depth + 1
-        return depth
-
-
-class _Proposal:
-    """What the sources propose for one row: nodes numbered from 1, 0 being the root.
-
-    Attributes:
-        length: of the committed text.
-        asked: the sources that were asked, and what was expected of the ones before.
-        alone: the tree of the only source that had one, if it was taken as it is.
-    """
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.asked: dict[int, float] = {}
-        self.alone: _Alone | None = None
-        self.nodes: list[_Node] = []
-        self.number: dict[tuple[int, int], int] = {}
-        self.children: list[list[_Node]] = [[]]
-
-    @property
-    def expected(self) -> float:
-        """Drafted tokens that will stand: the sum of every node's odds, if these are right."""
-        return sum(exp(node.joint) for node in self.nodes)
-
-    def add(
-        self, source: int, odds: Calibration, tokens: list[int], parents: list[int], joint: list[float] | None
-    ) -> None:
-        """One source's tree, whose paths may be known already."""
-        here = {0: 0}
-        for node in range(1, len(tokens)):
-            if parents[node] not in here:  # padding, and what hangs on it
-                continue
-            parent = here[parents[node]]
-            above = 0.0 if joint is None or parents[node] == 0 else joint[parents[node]]
-            raw = 0.5 if joint is None else min(exp(joint[node] - above), 1.0)
-            here[node] = self._merge(source, tokens[node], parent, raw, min(odds(raw, parent == 0), _CERTAIN))
-        for each in self.nodes:  # parents come first
-            each.joint = log(each.odds) + (self.nodes[each.parent - 1].joint if each.parent else 0.0)
-
-    def _merge(self, source: int, token: int, parent: int, raw: float, odds: float) -> int:
-        """The node's number; of several sources' odds the best counts."""
-        known = self.number.get((parent, token))
-        if known is None:
-            node = _Node(token, parent, 0.0, 0.0, {})
-            self.nodes.append(node)
-            self.children.append([])
-            self.children[parent].append(node)
-            known = self.number[parent, token] = len(self.nodes)
-        node = self.nodes[known - 1]
-        node.claims[source] = raw
-        node.odds = max(node.odds, odds)
-        return known
-
-    def best(self, count: int) -> tuple[Drafted, list[list[int]]]:
-        """The likeliest nodes, parents first, and each one's sources."""
-        drafted = [(node.token, node.parent, node.joint) for node in self.nodes]
-        kept = likeliest(drafted, count)
-        return renumbered(drafted, kept), [sorted(self.nodes[at].claims) for at in kept]

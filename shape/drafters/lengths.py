@@ -45,9 +45,8 @@ class Fixed:
 
 @dataclass
 class Adaptive:
-    """One token more where acceptance is high, or fair and the drafter sure; one less where it is low.
-
-    As in "Torch-Velocity", whose thresholds are the defaults.
+    """One token more where acceptance is high, or fair and the drafter certain; one less where it is low (the rule and
+    defaults of "Torch-Velocity").
 
     Args:
         length: at first.

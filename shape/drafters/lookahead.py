@@ -1,4 +1,4 @@
-"""Lookahead decoding: the target's own guesses at tokens further ahead, got along with every verification."""
+"""Lookahead decoding: the target's own guesses at tokens further ahead, made in every verification."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -12,20 +12,20 @@ from shape.drafters.growing import Paths
 from shape.verification.sampling import Sampler, best
 from shape.verification.tree import Drafted, TokenTree, ragged_tree
 
-# First estimates of a guess's tokens, and of tokens that are there to be asked about.
-_GUESSED, _ASKED = 0.5, 0.01
+# Probabilities given to tokens of the pool's n-grams, and of the window.
+_GUESSED, _WINDOW = 0.5, 0.01
 
 
 class LookaheadDrafter(Drafter):
     """Jacobi iteration on tokens to come, whose trajectories are kept as n-grams (Fu et al., arXiv 2402.02057).
 
-    A window of guesses stands behind the committed text: its first level is what the next tokens may be, every further
-    level what the target then said to come after. All of it is a tree, in which a level's tokens hang on the ones that
-    they followed, so that one verification asks the target about the whole window and about n-grams from the pool that
-    begin with the root. What it says behind the last level makes each column an n-gram for the pool, and the second
-    level the first. Nothing is trained and nothing is computed here; the target pays for more nodes.
+    A window of guesses follows the committed text: its first level guesses the next tokens, each further level has the
+    target's choices after the level before. As a tree, in which tokens are children of those that they followed, the
+    whole window is verified at once, with the pool's n-grams that begin with the root. The choices after the last level
+    make each column an n-gram for the pool, and the second level the first. It needs no training and no computation of
+    its own; the target verifies more nodes.
 
-    In a hybrid, nodes that are unlikely to stand go first, and with them the window: alone it does what it can.
+    A hybrid drops unlikely nodes, and with them the window: this drafter works best alone.
 
     Args:
         window: columns.
@@ -44,26 +44,26 @@ class LookaheadDrafter(Drafter):
         return f"lookahead, {self.window} columns, {self.guesses} guesses of {self.size} tokens{where}"
 
     def start(self, committed: Committed, hidden: Tensor) -> None:
-        self._rows = [_Row(self, len(text)) for text in committed.texts]
+        self._windows = [_Window(self, len(text)) for text in committed.texts]
 
     def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
-        drafts = [row.draft(text) for row, text in zip(self._rows, committed.texts, strict=True)]
+        drafts = [window.draft(text) for window, text in zip(self._windows, committed.texts, strict=True)]
         return ragged_tree(committed.root, drafts)
 
     def inspect(self, tree: TokenTree, logits: Tensor) -> None:
         parts = (part.tolist() for part in (tree.tokens, tree.parent, best(logits.float())))
-        for row, tokens, parents, said in zip(self._rows, *parts, strict=True):
-            row.learn(tokens, parents, said)
+        for window, tokens, parents, choices in zip(self._windows, *parts, strict=True):
+            window.learn(tokens, parents, choices)
 
     def select(self, rows: Tensor) -> None:
-        self._rows = [self._rows[row] for row in rows.tolist()]
+        self._windows = [self._windows[at] for at in rows.tolist()]
 
 
-class _Row:
-    """Window and pool of one row.
+class _Window:
+    """Window and pool of one sequence.
 
-    The token in column i of level k stands ``ahead + i + k`` places behind the text as it was at the last draft; it was
-    said to follow the tokens of the levels above it.
+    The token in column i of level k is ``ahead + i + k`` positions behind the text of the last draft; it follows the
+    tokens of the levels above it.
     """
 
     def __init__(self, owner: LookaheadDrafter, length: int) -> None:
@@ -71,38 +71,38 @@ class _Row:
         self.pool: dict[int, list[tuple[int, ...]]] = defaultdict(list)
         self.levels: list[list[int]] = [[]]
         self.ahead = 1
-        self.asked: list[list[int]] = []  # each column's path from the root, as it was drafted
+        self.drafted: list[list[int]] = []  # each column's path from the root, as it was drafted
         self._indexed = 0
-        self._random = Random(0)  # a row's drafts do not depend on who shares the batch
+        self._random = Random(0)  # its own, so that drafts do not depend on the rest of the batch
 
     def draft(self, text: Sequence[int]) -> Drafted:
-        self._settle(text)
+        self._advance(text)
         paths = Paths()
         for guess in self.pool.get(text[-1], ()):
             paths.add(guess, log(_GUESSED), _GUESSED)
-        spine, self.asked = 0, []
+        spine, self.drafted = 0, []
         for column, token in enumerate(self.levels[0]):
-            spine = paths.add([token], log(_ASKED), parent=spine)
+            spine = paths.add([token], log(_WINDOW), parent=spine)
             below = [level[column] for level in self.levels[1:]]
-            paths.add(below, log(_ASKED), _ASKED, parent=spine)
-            self.asked.append([*self.levels[0][: column + 1], *below])
+            paths.add(below, log(_WINDOW), _WINDOW, parent=spine)
+            self.drafted.append([*self.levels[0][: column + 1], *below])
         return paths.grown
 
-    def learn(self, tokens: Sequence[int], parents: Sequence[int], said: Sequence[int]) -> None:
-        """What the target says behind every node; columns that are not in the tree begin anew."""
-        if not self.asked:
+    def learn(self, tokens: Sequence[int], parents: Sequence[int], choices: Sequence[int]) -> None:
+        """Take the target's choice at every node; columns that are not in the tree begin anew."""
+        if not self.drafted:
             return
         number = {pair: node for node, pair in enumerate(zip(parents, tokens, strict=True))}
         nodes = []
-        for path in self.asked:
+        for path in self.drafted:
             node: int | None = 0
             for token in path:
                 node = None if node is None else number.get((node, token))
             nodes.append(node)
         known = [column for column, node in enumerate(nodes) if node is not None]
-        self.asked = []
+        self.drafted = []
         self.levels = [[level[column] for column in known] for level in self.levels]
-        self.levels.append([said[node] for node in nodes if node is not None])
+        self.levels.append([choices[node] for node in nodes if node is not None])
         if len(self.levels) < self.owner.size:
             return
         for gram in zip(*self.levels, strict=True):
@@ -118,7 +118,7 @@ class _Row:
         known.insert(0, following)
         del known[self.owner.guesses :]
 
-    def _settle(self, text: Sequence[int]) -> None:
+    def _advance(self, text: Sequence[int]) -> None:
         """Move the window to behind the text, and fill it up."""
         size = self.owner.size
         if self.owner.from_text:

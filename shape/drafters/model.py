@@ -27,9 +27,8 @@ class ModelDrafter(Drafter):
     """Drafts a chain with a smaller model of the target's tokens (Leviathan et al., arXiv 2211.17192; Chen et al.,
     arXiv 2302.01318).
 
-    Its cache is an arena of its own, in which a rejected draft costs nothing: the length goes back, and no token is fed
-    twice. It ranks by the noise of the target's own choice, as every drafter, so that samples are those of plain
-    decoding.
+    Rolling back its KV cache is setting a length: no token is fed twice. It ranks by the noise of the target's own
+    choice, as every drafter, so that samples are those of autoregressive decoding.
 
     Args:
         model: the smaller model.
@@ -84,20 +83,20 @@ class ModelDrafter(Drafter):
         support = support_of(self.model)
         if support.mode == "chain" and len(known) > 1:
             raise UnsupportedGeneration(
-                f"draft model {self.model.name} runs one row at a time ({support.reason}), and {len(known)} were asked "
-                "for; decode them one by one"
+                f"draft model {self.model.name} runs one sequence at a time ({support.reason}), and {len(known)} were "
+                "asked for; decode them one by one"
             )
         longest = max(map(len, known))
-        self.arena = self._new_arena(len(known), longest + _SLOTS)
+        self.cache = self._new_cache(len(known), longest + _SLOTS)
         padded = torch.tensor([text + [0] * (longest - len(text)) for text in known], device=self.model.device)
-        prefill(self.model, self.arena, padded, [len(text) for text in known])
-        # The last draft, of which all but the last token lie in the slots behind the arena's lengths.
+        prefill(self.model, self.cache, padded, [len(text) for text in known])
+        # The last draft, of which all but the last token lie in the slots behind the cache's lengths.
         self._drafted: list[list[int]] = [[] for _ in known]
         self._entropy, self._seconds = 0.0, 0.0
         self._ended: float | None = None
         self._verified: float | None = None
 
-    def _new_arena(self, rows: int, capacity: int) -> KVCache:
+    def _new_cache(self, rows: int, capacity: int) -> KVCache:
         return new_cache(self.model, support_of(self.model), rows, capacity)
 
     def update(self, tokens: list[list[int]], hidden: Tensor, counts: Tensor) -> None:
@@ -106,7 +105,7 @@ class ModelDrafter(Drafter):
             self._ended = None
 
     def select(self, rows: Tensor) -> None:
-        self.arena.select(rows.to(self.model.device))
+        self.cache.select(rows.to(self.model.device))
         self._drafted = [self._drafted[row] for row in rows.tolist()]
 
     def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
@@ -142,49 +141,49 @@ class ModelDrafter(Drafter):
                 drawn.append(F.pad(log_p, (0, self._target_size - self._size), value=float("-inf")))
             if n + 1 < length:
                 state = self._forward(root_only(token[:, 0]))
-                self.arena.set_lengths([one + 1 for one in self.arena.host_lengths])
+                self.cache.set_lengths([one + 1 for one in self.cache.host_lengths])
         drafted = torch.cat(tokens, dim=1)
         self._drafted = drafted.tolist()
-        self.arena.set_lengths([len(text) for text in committed.texts])
+        self.cache.set_lengths([len(text) for text in committed.texts])
         self._entropy, self._seconds = float(entropy) / length, (perf_counter() - started) / length
         tree = chain(committed.root, drafted)
         log_q = torch.cat([*drawn, drawn[-1]], dim=1) if drawn else None  # nothing is drawn below the last node
         return TokenTree(tree.tokens, tree.parent, log_q, torch.cat(joint, dim=1))
 
     def _roll_back(self, texts: Sequence[Sequence[int]]) -> None:
-        """Settle what the cache has of the text, drafted tokens that stood included, and learn how many these were."""
-        lengths, count = self.arena.host_lengths, len(self._drafted[0])
-        stood = [
+        """Keep in the cache what it has of the text, accepted drafts included, and learn how many these were."""
+        lengths, count = self.cache.host_lengths, len(self._drafted[0])
+        accepted = [
             common_length(drafted, text[at:]) for drafted, text, at in zip(self._drafted, texts, lengths, strict=True)
         ]
         if count:
             cost = None if self._verified is None else self._seconds / max(self._verified, 1e-9)
             if not self._by_clock:
                 cost = self._share  # a forward takes as long as its weights take to be read
-            self.length.observe(sum(stood) / len(stood), count, self._entropy, cost)
+            self.length.observe(sum(accepted) / len(accepted), count, self._entropy, cost)
         # The last drafted token has not been fed, nor has the text's last one.
-        kept = [at + min(same, max(count - 1, 0)) for at, same in zip(lengths, stood, strict=True)]
-        self.arena.set_lengths([min(length, len(text) - 1) for length, text in zip(kept, texts, strict=True)])
+        kept = [at + min(same, max(count - 1, 0)) for at, same in zip(lengths, accepted, strict=True)]
+        self.cache.set_lengths([min(length, len(text) - 1) for length, text in zip(kept, texts, strict=True)])
         self._drafted = [[] for _ in texts]
 
     def _read(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """States (B, 1, H) of each row's last token, whatever of the text is new having been read."""
-        lengths = self.arena.host_lengths
+        """States (B, 1, H) of each text's last token, after a forward over what is new."""
+        lengths = self.cache.host_lengths
         missing = [list(text[length:]) for text, length in zip(texts, lengths, strict=True)]
         first = torch.tensor([row[0] for row in missing], device=self.model.device)
         states = self._forward(ragged_chain(first, [row[1:] for row in missing]))
         last = torch.tensor([len(row) - 1 for row in missing], device=states.device)
-        self.arena.set_lengths([len(text) for text in texts])
+        self.cache.set_lengths([len(text) for text in texts])
         return states[torch.arange(len(missing), device=states.device), last][:, None]
 
     def _forward(self, tree: TokenTree) -> Tensor:
-        self.arena.reserve(tree.size)
-        return tree_forward(self.model, support_of(self.model), self.arena, tree)
+        self.cache.reserve(tree.size)
+        return tree_forward(self.model, support_of(self.model), self.cache, tree)
 
     @torch.no_grad()
     def run_forwards(self, rows: int, passes: int) -> None:
-        self.arena = self._new_arena(rows, _MEASURED_LENGTH + passes)
-        self.arena.set_lengths([_MEASURED_LENGTH] * rows)
+        self.cache = self._new_cache(rows, _MEASURED_LENGTH + passes)
+        self.cache.set_lengths([_MEASURED_LENGTH] * rows)
         tree = root_only(torch.zeros(rows, dtype=torch.long, device=self.model.device))
         for _ in range(passes):
             self.model.logits(self._forward(tree))

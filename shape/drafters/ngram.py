@@ -8,7 +8,7 @@ from shape.verification.tree import TokenTree, ragged_chain
 
 
 class NgramDrafter(Drafter):
-    """Chains copied from the row's own prompt and output (Saxena 2023, "prompt lookup decoding").
+    """Chains copied from the sequence's own prompt and output (Saxena 2023, "prompt lookup decoding").
 
     Every n-gram is indexed once, so a step costs time in the number of new tokens, not in the text's length.
 

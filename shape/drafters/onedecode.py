@@ -16,12 +16,11 @@ _REMEMBERED = 16  # continuations of a token that texts are searched for
 
 
 class OneDecodeDrafter(Drafter):
-    """Looks up what the target says after one token, whatever stands before it (the table of OTT-Decode, which calls
-    drafting several candidates a slot SWARM).
+    """Looks up the target's likeliest next tokens after one token, whatever comes before it (the table of OTT-Decode,
+    which calls several candidates per slot SWARM).
 
-    What follows is known for a slice of the vocabulary and costs no forward when decoding. A token that is not in the
-    table, or whose best continuation is less sure than the threshold, ends the path; without any path the step is
-    plain, or the next drafter's in a hybrid.
+    The table covers a slice of the vocabulary, and drafting costs no forward. A token that is not in it, or whose best
+    continuation is less likely than the threshold, ends the path.
 
     Args:
         vocabulary: the first so many tokens, which tokenizers made by merging pairs number by frequency.

@@ -20,7 +20,7 @@ Place = tuple[int, int]  # a state and how many tokens back it matches
 
 
 class SuffixDrafter(Drafter):
-    """Continues the text as it went on where its last tokens stood before: in the row itself, or in a corpus.
+    """Continues the text as it went on where its last tokens occurred before: in the text itself, or in a corpus.
 
     All earlier occurrences of the longest matching suffix are known at once (a suffix automaton: Blumer et al. 1985;
     for drafting: SAM-Decoding, arXiv 2411.10666; SuffixDecoding, arXiv 2411.04975, keeps a tree). Continuations are
@@ -57,40 +57,40 @@ class SuffixDrafter(Drafter):
         self.depth = num_draft_tokens
 
     def start(self, committed: Committed, hidden: Tensor) -> None:
-        self._rows = [_Row(SuffixAutomaton()) for _ in committed.texts]
+        self._sequences = [_Sequence(SuffixAutomaton()) for _ in committed.texts]
 
     def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
         drafts = []
-        for row, text in zip(self._rows, committed.texts, strict=True):
-            for token in text[len(row.own) :]:
-                row.own.extend(token)
-                row.abroad = self.corpus.follow(row.abroad, token)
-            drafts.append(self._grow(row))
+        for sequence, text in zip(self._sequences, committed.texts, strict=True):
+            for token in text[len(sequence.own) :]:
+                sequence.own.extend(token)
+                sequence.in_corpus = self.corpus.follow(sequence.in_corpus, token)
+            drafts.append(self._grow(sequence))
         return ragged_tree(committed.root, drafts)
 
     def select(self, rows: Tensor) -> None:
-        self._rows = [self._rows[row] for row in rows.tolist()]
+        self._sequences = [self._sequences[sequence] for sequence in rows.tolist()]
 
-    def _grow(self, row: "_Row") -> Drafted:
+    def _grow(self, sequence: "_Sequence") -> Drafted:
         def follow(places: tuple[Place, Place], token: int) -> tuple[Place, Place]:
-            return row.own.follow(places[0], token), self.corpus.follow(places[1], token)
+            return sequence.own.follow(places[0], token), self.corpus.follow(places[1], token)
 
         return grow(
-            (row.own.before, row.abroad),
-            lambda places: self._continuations(row.own, *places),
+            (sequence.own.before, sequence.in_corpus),
+            lambda places: self._continuations(sequence.own, *places),
             follow,
             nodes=self.nodes,
             depth=self.depth,
             least=self.least,
         )
 
-    def _continuations(self, own: "SuffixAutomaton", here: Place, abroad: Place) -> dict[int, float]:
+    def _continuations(self, own: "SuffixAutomaton", here: Place, in_corpus: Place) -> dict[int, float]:
         """Probabilities of next tokens. A context of n tokens, followed m times by one of d tokens, leaves
         d / (m + d + n - s) to shorter ones, s the shortest: what has matched for long will go on matching.
         """
         found: dict[int, float] = {}
         left = 1.0
-        contexts = (each.contexts(place, self.shortest) for each, place in ((own, here), (self.corpus, abroad)))
+        contexts = (each.contexts(place, self.shortest) for each, place in ((own, here), (self.corpus, in_corpus)))
         for matched, followed in islice(merge(*contexts, key=lambda context: -context[0]), _BLENDED):
             new = {token: times for token, times in followed.items() if token not in found and token != _BREAK}
             if new:
@@ -102,12 +102,12 @@ class SuffixDrafter(Drafter):
         return found
 
 
-class _Row:
-    """A row's own text, and where in the corpus its last tokens stand."""
+class _Sequence:
+    """A sequence's own text, and the place of its last tokens in the corpus."""
 
     def __init__(self, own: "SuffixAutomaton") -> None:
         self.own = own
-        self.abroad: Place = (0, 0)
+        self.in_corpus: Place = (0, 0)
 
 
 class SuffixAutomaton:
@@ -159,7 +159,7 @@ class SuffixAutomaton:
             state = self.link[state]
 
     def follow(self, place: Place, token: int) -> Place:
-        """Where one goes from a place by a token: to the longest suffix that occurs; amortised constant time."""
+        """The place after one more token: the longest suffix that occurs; amortised constant time."""
         state, matched = place
         while state > 0 and token not in self.following[state]:
             state = self.link[state]

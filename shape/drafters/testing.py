@@ -16,7 +16,7 @@ class OracleDrafter(Drafter):
     (1 - (1 - e)^(D + 1)) / e.
 
     Args:
-        texts: the full true text per row (prompt and continuation), as plain decoding gives it.
+        texts: the full true text per row (prompt and continuation), as autoregressive decoding gives it.
         error_rate: probability that a proposed token is replaced by another one.
         depth: length of the chain.
         seed: of the corruption.
@@ -42,16 +42,16 @@ class OracleDrafter(Drafter):
         return ragged_chain(committed.root, [self.drafts[row][start : start + self.depth] for row, start in drafts])
 
     def _row_of(self, row: int, text: list[int]) -> int:
-        """The text that begins so: rows may be decoded in groups."""
+        """The text that begins so: sequences may be decoded in groups."""
         begins = [number for number, whole in enumerate(self.texts) if whole[: len(text)] == text]
         return row if row in begins or not begins else begins[0]
 
     def _corrupted(self, row: int, text: list[int]) -> list[int]:
         positions = torch.arange(len(text))
-        coin = mix(mix(positions + 1) + row + (self.seed << 20)).to(torch.float64) / 2.0**64 + 0.5
+        uniform = mix(mix(positions + 1) + row + (self.seed << 20)).to(torch.float64) / 2.0**64 + 0.5
         return [
             (token + 1) % self._vocab_size if wrong else token
-            for token, wrong in zip(text, (coin < self.error_rate).tolist(), strict=True)
+            for token, wrong in zip(text, (uniform < self.error_rate).tolist(), strict=True)
         ]
 
     def select(self, rows: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The drafter of every trained predictor: trees grown step by step from what is known of each row."""
+"""The drafter of every trained predictor: trees grown step by step from each sequence's known states."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shape.drafters.base import Committed, Drafter
 from shape.drafters.growing import Biases, grow_by_depth
 from shape.errors import TargetMismatch
-from shape.networks.base import Head, Known, MarkovBias, Predictor, Remembered, turns_ahead
+from shape.networks.base import Head, Known, MarkovBias, Predictor, Remembered, rotary_ahead
 from shape.networks.shape import windows
 from shape.target.identity import TargetIdentity
 from shape.target.model import Target
@@ -32,32 +32,30 @@ _TABLED = 2**24  # biases of tokens by tokens before them that are kept as a tab
 
 
 class TrainedDrafter(Drafter):
-    """Lets a predictor continue each row from its known states, and reads the states with the target's own head.
+    """A predictor continues each sequence from its known states; the target's own head reads what it predicts.
 
     Nodes carry what their path has made of the network's state; where that does not depend on the path's tokens, all
-    nodes of a depth share one prediction. A network with attention keeps keys and values of known positions in an arena
-    of its own, into which only committed states go, so that rejected drafts leave nothing to roll back. Works on a
-    predictor in training as well: it takes no gradient and touches no global random state.
+    nodes of a depth share one prediction. A network with attention has a KV cache of known positions, into which only
+    committed states go, so that rejected drafts leave nothing to roll back. Works on a predictor in training too: it
+    takes no gradient and touches no global random state.
 
     It drafts on the predictor's device, which need not be the target's: new states go there and the tree comes back.
-    There, and wherever a draft vocabulary is, it has a copy of what it needs of the head; embeddings of other tokens it
-    asks of the target.
+    There, and with a draft vocabulary, it has a copy of its rows of the head.
 
     Args:
         predictor: the trained network.
         tree: how to grow; None takes the predictor's own default.
 
     Attributes:
-        window: (B, W, F), the last known states of each row.
-        arena: what known positions left (`Predictor.remember`), for networks that attend to them.
-        on_host: whether trees may be grown by the host's compiled loops. Set when the target is known: where scores are
-            the host's own.
+        window: (B, W, F), the last known states of each sequence.
+        cache: keys and values of known positions (`Predictor.remember`), for networks that attend to them.
+        on_host: whether trees may be grown by the host's compiled loops: where the predictor is on the CPU.
     """
 
     predictor: Predictor
     tree: TreeShape
     window: Tensor
-    arena: KVCache | None = None
+    cache: KVCache | None = None
     on_host: bool = False
 
     def __init__(self, predictor: Predictor, tree: TreeShape | None = None) -> None:
@@ -169,31 +167,31 @@ class TrainedDrafter(Drafter):
         self.window = windows(hidden, ends, config.window)[:, 0]
         if shapes:
             rows, longest = hidden.shape[:2]
-            self.arena = KVCache(self.memory_layers, rows, longest + _SLOTS, self.predictor.dtype, self._device)
+            self.cache = KVCache(self.memory_layers, rows, longest + _SLOTS, self.predictor.dtype, self._device)
             ids = [text + [0] * (longest + 1 - len(text)) for text in committed.texts]
             tokens = torch.tensor(ids, device=self._device)
             self._remember(tokens, F.pad(hidden, (0, 0, 1, 0)))
-            self.arena.set_lengths([len(text) - 1 for text in committed.texts])
+            self.cache.set_lengths([len(text) - 1 for text in committed.texts])
 
     def update(self, tokens: list[list[int]], hidden: Tensor, counts: Tensor) -> None:
         hidden, counts = hidden.to(self._device), counts.to(self._device)
-        if self.arena is None:
+        if self.cache is None:
             return self.append_states(None, hidden, counts)
-        size, rows = hidden.shape[1] + 1, zip(self.arena.host_lengths, tokens, strict=True)
+        size, rows = hidden.shape[1] + 1, zip(self.cache.host_lengths, tokens, strict=True)
         padded = of_lists([[*own, *[0] * (size - len(own))] for own in tokens], self._device)
         self.append_states(padded, hidden, counts)
-        self.arena.set_lengths([length + len(own) - 1 for length, own in rows])
+        self.cache.set_lengths([length + len(own) - 1 for length, own in rows])
 
     def append_states(self, tokens: Tensor | None, hidden: Tensor, counts: Tensor) -> None:
-        """``update`` without a word to another host: the memory's lengths are left for the caller to move on.
+        """``update`` without a wait for the device: the caller moves the cache's lengths on.
 
         Args:
-            tokens: (B, D + 1) int64, which only networks that attend look at: the root that was verified and what was
+            tokens: (B, D + 1) int64, read by networks with attention only: the root that was verified and what was
                 committed behind it.
         """
         known = torch.cat([self.window, hidden], dim=1)
         size = self.predictor.config.window
-        if self.arena is not None and tokens is not None:
+        if self.cache is not None and tokens is not None:
             self._remember(tokens, known[:, size - 1 :])
         if self.on_host:  # in fewer calls
             rows = [known[row : row + 1, count : count + size] for row, count in enumerate(counts.tolist())]
@@ -205,20 +203,20 @@ class TrainedDrafter(Drafter):
     def select(self, rows: Tensor) -> None:
         rows = rows.to(self._device)
         self.window = self.window[rows]
-        if self.arena is not None:
-            self.arena.select(rows)
+        if self.cache is not None:
+            self.cache.select(rows)
 
     @torch.no_grad()
     def _remember(self, tokens: Tensor, features: Tensor) -> None:
-        """Write what the next positions leave behind the committed ones: tokens (B, D + 1), theirs and the one after;
-        features (B, D + 1, F), of the position before and theirs.
+        """Cache keys and values of the next positions: tokens (B, D + 1), theirs and the one after; features
+        (B, D + 1, F), of the position before and theirs.
         """
-        assert self.arena is not None
+        assert self.cache is not None
         size = tokens.shape[1] - 1
-        positions = self.arena.lengths[:, None] + torch.arange(size, device=self._device)
+        positions = self.cache.lengths[:, None] + torch.arange(size, device=self._device)
         found = self.predictor.remember(features, self._target.embed(tokens), positions)
-        self.arena.reserve(size)
-        for layer, (keys, values) in zip(self.arena.views, found, strict=True):
+        self.cache.reserve(size)
+        for layer, (keys, values) in zip(self.cache.views, found, strict=True):
             layer.update(keys, values)
 
     @property
@@ -226,18 +224,18 @@ class TrainedDrafter(Drafter):
         return [LayerShape(shape, shape) for shape in self.predictor.memory_shapes]
 
     def _known(self, steps: int) -> Known:
-        """What the network sees of each row's root, (B, 1) roots, for so many steps."""
-        arena = self.arena
-        if arena is None:
+        """What the network knows at the roots, (B, 1), for so many steps."""
+        cache = self.cache
+        if cache is None:
             return Known(self.window[:, None], [], None, None)
         memory: Remembered = [
-            (layer.keys[:, :, : arena.longest], layer.values[:, :, : arena.longest]) for layer in arena.views
+            (layer.keys[:, :, : cache.longest], layer.values[:, :, : cache.longest]) for layer in cache.views
         ]
-        slots, visible = torch.arange(arena.longest, device=self._device), None
-        if not arena.uniform:
-            visible = slots < arena.lengths[:, None, None]
+        slots, visible = torch.arange(cache.longest, device=self._device), None
+        if not cache.uniform:
+            visible = slots < cache.lengths[:, None, None]
         config = self.predictor.config
-        ahead = turns_ahead(arena.lengths[:, None], config, self.predictor.dtype, max(steps, config.num_steps))
+        ahead = rotary_ahead(cache.lengths[:, None], config, self.predictor.dtype, max(steps, config.num_steps))
         return Known(self.window[:, None], memory, visible, ahead)
 
     def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
@@ -385,7 +383,7 @@ class TrainedDrafter(Drafter):
         zeros = next(network.parameters()).new_zeros
         memory = [(zeros(rows, heads, _MEASURED_LENGTH, size),) * 2 for heads, size in network.memory_shapes]
         roots = torch.full((rows, 1), _MEASURED_LENGTH, device=self._device)
-        ahead = turns_ahead(roots, config, network.dtype, max(passes, config.num_steps)) if memory else None
+        ahead = rotary_ahead(roots, config, network.dtype, max(passes, config.num_steps)) if memory else None
         known = Known(zeros(rows, 1, config.window, config.feature_size), memory, None, ahead)
         embedding = zeros(rows, 1, config.hidden_size)
         carried = network.begin(known, embedding)

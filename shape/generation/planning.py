@@ -72,17 +72,17 @@ class _Shadow(Wrapped):
         super().__init__(drafter)
         self.seen = []  # type: ignore[var-annotated]
 
-    def start(self, settled: Committed, hidden: Tensor) -> None:
-        super().start(settled, hidden)
-        self._rows = list(range(len(settled.texts)))
+    def start(self, committed: Committed, hidden: Tensor) -> None:
+        super().start(committed, hidden)
+        self._rows = list(range(len(committed.texts)))
 
-    def draft(self, settled: Committed, sampler: Sampler) -> TokenTree:
-        tree = self.inner.draft(settled, sampler)
+    def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
+        tree = self.inner.draft(committed, sampler)
         joint = tree.depth.neg() if tree.joint is None else tree.joint
         for at, row in enumerate(self._rows):
             lists = (tree.tokens[at].tolist(), tree.parent[at].tolist(), joint[at].tolist())
-            self.seen.append((row, len(settled.texts[at]), *lists))
-        return root_only(settled.root)
+            self.seen.append((row, len(committed.texts[at]), *lists))
+        return root_only(committed.root)
 
     def select(self, rows: Tensor) -> None:
         super().select(rows)

@@ -127,13 +127,13 @@ class StaticPredictor(StaticDrafter):
 
     def start(self, committed: Committed, hidden: Tensor) -> Tensor:
         self._drafter.start(committed, hidden)
-        self.memory = self._drafter.arena
+        self.memory = self._drafter.cache
         return self._drafter.window
 
     def draft(
         self, state: Tensor, memory: StaticCache | None, lengths: Tensor, root: Tensor, sampler: Sampler
     ) -> TokenTree:
-        self._drafter.window, self._drafter.arena = state, memory
+        self._drafter.window, self._drafter.cache = state, memory
         if memory is not None:
             memory.expect(0)
         return self._drafter.draft(Committed([], lengths, root), sampler)
@@ -141,7 +141,7 @@ class StaticPredictor(StaticDrafter):
     def update(
         self, state: Tensor, memory: StaticCache | None, tokens: Tensor, hidden: Tensor, counts: Tensor
     ) -> Tensor:
-        self._drafter.window, self._drafter.arena = state, memory
+        self._drafter.window, self._drafter.cache = state, memory
         if memory is not None:
             memory.expect(hidden.shape[1])
         self._drafter.append_states(tokens, hidden, counts)

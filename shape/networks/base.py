@@ -34,14 +34,14 @@ class Known(NamedTuple):
         window: (B, P, W, F) features of h_{t-W}..h_{t-1}, zeros before the text.
         memory: what known positions left, per attention layer: keys and values, (B, G, T, D).
         visible: (B, P, T) bool, the positions before each root; None where all are.
-        turns: (B, P, S + 1, 2, D / 2), rotary turns of positions t - 1, t, t + 1, ... (`turns`), made once for all
-            steps; None without attention.
+        rotary: (B, P, S + 1, 2, D / 2), `rotary_table` of positions t - 1, t, t + 1, ..., made once for all steps; None
+            without attention.
     """
 
     window: Tensor
     memory: Remembered
     visible: Tensor | None
-    turns: Tensor | None
+    rotary: Tensor | None
 
 
 class Predictor(PreTrainedModel):
@@ -219,7 +219,7 @@ def known_at(predictor: Predictor, features: Tensor, embeddings: Tensor | None, 
     positions = torch.arange(features.shape[1], device=roots.device)
     before = F.pad(features, (0, 0, 1, 0))
     memory = predictor.remember(before, embeddings, positions.expand(len(features), -1))
-    ahead = turns_ahead(roots, predictor.config, window.dtype)
+    ahead = rotary_ahead(roots, predictor.config, window.dtype)
     return Known(window, memory, positions < roots[..., None], ahead)
 
 
@@ -286,14 +286,14 @@ class ContextAttention(nn.Module):
         self.value = nn.Linear(in_size, width, bias=False)
         self.out = nn.Linear(width, out_size, bias=False)
 
-    def remember(self, keys: Tensor, values: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, T, in_size) twice, turns (B, T, 2, D / 2) -> keys and values (B, G, T, D)."""
-        return rotate(self._split(self.key(keys)), turned), self._split(self.value(values))
+    def remember(self, keys: Tensor, values: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, T, in_size) twice, rotary (B, T, 2, D / 2) -> keys and values (B, G, T, D)."""
+        return rotate(self._split(self.key(keys)), rotary), self._split(self.value(values))
 
     def forward(
         self,
         query: Tensor,
-        turned: Tensor,
+        rotary: Tensor,
         memory: tuple[Tensor, Tensor],
         visible: Tensor | None,
         own: tuple[Tensor, Tensor] | None = None,
@@ -301,13 +301,13 @@ class ContextAttention(nn.Module):
         """(B, M, in_size) -> (B, M, out_size).
 
         Args:
-            turned: (B, M or 1, 2, D / 2), turns of the queries' positions.
+            rotary: (B, M or 1, 2, D / 2), `rotary_table` of the queries' positions.
             memory: keys and values (B, G, T, D).
             visible: (B, M, T) or (B, 1, T) bool; None where all of the memory is.
             own: keys and values (B, G, P, N, D) that only a node itself sees, or the M / P nodes of a block.
         """
         keys, values = memory
-        asked = rotate(self._split(self.query(query)), turned)
+        asked = rotate(self._split(self.query(query)), rotary)
         # Finite, so that a root without anything to see (padding) gives numbers and no NaN.
         lowest = torch.finfo(asked.dtype).min
         hidden = (
@@ -333,24 +333,24 @@ class ContextAttention(nn.Module):
         return states.unflatten(-1, (self.heads, self.head_size)).transpose(1, 2)
 
 
-def turns(positions: Tensor, head_size: int, dtype: torch.dtype) -> Tensor:
-    """Cosines and sines by which rotary embedding turns queries and keys: (...) -> (..., 2, head_size / 2)."""
+def rotary_table(positions: Tensor, head_size: int, dtype: torch.dtype) -> Tensor:
+    """Cosines and sines of rotary embedding: (...) -> (..., 2, head_size / 2)."""
     half = head_size // 2
     frequencies = _ROTARY_BASE ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
     angles = positions.unsqueeze(-1) * frequencies
     return torch.stack([angles.cos(), angles.sin()], dim=-2).to(dtype)
 
 
-def turns_ahead(roots: Tensor, config: ShapeConfig, dtype: torch.dtype, steps: int | None = None) -> Tensor:
-    """Turns of t - 1, t, ..., t + S - 1 for roots t, (B, P) -> (B, P, S + 1, 2, D / 2)."""
+def rotary_ahead(roots: Tensor, config: ShapeConfig, dtype: torch.dtype, steps: int | None = None) -> Tensor:
+    """`rotary_table` of t - 1, t, ..., t + S - 1 for roots t, (B, P) -> (B, P, S + 1, 2, D / 2)."""
     assert config.num_heads is not None
     ahead = torch.arange(-1, steps or config.num_steps, device=roots.device)
-    return turns(roots.unsqueeze(-1) + ahead, config.hidden_size // config.num_heads, dtype)
+    return rotary_table(roots.unsqueeze(-1) + ahead, config.hidden_size // config.num_heads, dtype)
 
 
-def rotate(states: Tensor, turned: Tensor) -> Tensor:
+def rotate(states: Tensor, rotary: Tensor) -> Tensor:
     """Rotary position embedding: (B, G, N, D), (B, N or 1, 2, D / 2) -> (B, G, N, D)."""
-    cos, sin = turned.to(states.dtype).unsqueeze(1).unbind(-2)
+    cos, sin = rotary.to(states.dtype).unsqueeze(1).unbind(-2)
     first, second = states.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 

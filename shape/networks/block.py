@@ -13,8 +13,8 @@ from shape.networks.base import (
     Remembered,
     RMSNorm,
     normalise,
+    rotary_table,
     scale,
-    turns,
 )
 from shape.networks.config import ShapeConfig
 
@@ -48,16 +48,16 @@ class BlockPredictor(Predictor):
 
     def remember(self, features: Tensor, embeddings: Tensor, positions: Tensor) -> Remembered:
         seen = self.norm_features(self.fuse(features[:, 1:].to(self.mask.dtype)))
-        turned = turns(positions, self._layers()[0].attention.head_size, seen.dtype)
-        return [layer.attention.remember(seen, seen, turned) for layer in self._layers()]
+        rotary = rotary_table(positions, self._layers()[0].attention.head_size, seen.dtype)
+        return [layer.attention.remember(seen, seen, rotary) for layer in self._layers()]
 
     def begin(self, known: Known, root: Tensor | None) -> Carried:
-        assert root is not None and known.turns is not None
+        assert root is not None and known.rotary is not None
         steps = self.config.num_steps
         masks = self.mask.expand(*root.shape[:-1], steps - 1, -1)
         x = torch.cat([normalise(root.to(self.mask.dtype)).unsqueeze(-2), masks], dim=-2)
         for layer, memory in zip(self._layers(), known.memory, strict=True):
-            x = layer(x, known.turns[:, :, 1 : steps + 1], memory, known.visible)
+            x = layer(x, known.rotary[:, :, 1 : steps + 1], memory, known.visible)
         return (scale(self.current(known)).unsqueeze(-2) * self.norm(x),)
 
     def _layers(self) -> list["BlockLayer"]:
@@ -75,14 +75,14 @@ class BlockLayer(nn.Module):
         self.attention = ContextAttention(size, size, config)
         self.mlp = GatedMLP(size, config.intermediate_size)
 
-    def forward(self, x: Tensor, turned: Tensor, memory: tuple[Tensor, Tensor], visible: Tensor | None) -> Tensor:
-        """(B, P, S, H), turns (B, P, S, 2, D / 2), known keys and values (B, G, T, D), (B, P, T) -> (B, P, S, H)."""
+    def forward(self, x: Tensor, rotary: Tensor, memory: tuple[Tensor, Tensor], visible: Tensor | None) -> Tensor:
+        """(B, P, S, H), rotary (B, P, S, 2, D / 2), known keys and values (B, G, T, D), (B, P, T) -> (B, P, S, H)."""
         steps = x.shape[2]
-        seen, turned = self.norm_attention(x).flatten(1, 2), turned.flatten(1, 2)
+        seen, rotary = self.norm_attention(x).flatten(1, 2), rotary.flatten(1, 2)
         if visible is not None:
             visible = visible.repeat_interleave(steps, dim=1)
-        keys, values = self.attention.remember(seen, seen, turned)
+        keys, values = self.attention.remember(seen, seen, rotary)
         own = keys.unflatten(2, (-1, steps)), values.unflatten(2, (-1, steps))
-        found = self.attention(seen, turned, memory, visible, own)
+        found = self.attention(seen, rotary, memory, visible, own)
         x = x + found.unflatten(1, (-1, steps))
         return x + self.mlp(self.norm_mlp(x))

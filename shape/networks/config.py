@@ -1,7 +1,7 @@
 """`ShapeConfig`: everything that defines a predictor, in one place that travels with its weights.
 
 The paper's predictor and ours are settings of the same class: `configs/paper.yaml` and the default differ
-only in values. Its rivals are other kinds (`shape.drafters`) with the same options as far as they have them. Every
+only in values. The baselines are other kinds with the same options as far as they have them. Every
 combination is checked when the object is made, before any work starts.
 """
 
@@ -62,17 +62,16 @@ class ShapeConfig(PreTrainedConfig):
     """Configuration of a predictor of any kind; what "shape" alone reads is named as such or fixed for the others.
 
     Args:
-        kind: the network: "shape" (`shape.networks.shape`), or a rival: "medusa", "eagle", "block" (DFlash, DSpark). A
-            rival has its own way of making steps: step_mode, token_conditioning, window and attention are set by it.
+        kind: the network: "shape" (`shape.networks.shape`), or a baseline: "medusa", "eagle", "block" (DFlash, DSpark),
+            which sets step_mode, token_conditioning, window and attention itself.
         hidden_size: width H of the target's hidden states and embeddings.
         window: number W of known states the predictor reads (the current one and W - 1 before it).
         feature_layers: layers of the target whose states make up one feature vector, concatenated in this
             order, each of width H: indices into transformers' `hidden_states`, except -1, which is the vector
             that enters the output embedding. It has to come last: predictions are residuals on it.
-        intermediate_size: width M of the predictor; None stands for 2 H.
+        intermediate_size: width M of the predictor; None is 2 H.
         num_layers: residual MLP blocks at width M shared by all steps; decoder layers of "block" (EAGLE has one).
-        attention: SHAPE's steps also attend to all known positions, not to the window alone: to what followed where the
-            text stood as it does now.
+        attention: SHAPE's steps also attend to all known positions, not to the window alone.
         num_heads: attention heads, of width H / num_heads; None makes them 64 wide.
         num_steps: number S of future states that training unrolls. Parallel predictors cannot go further,
             recursive ones can.
@@ -80,7 +79,7 @@ class ShapeConfig(PreTrainedConfig):
             step (paper 3.1: one predictor with shared parameters serves several steps); "recursive" applies
             one network again to a window that ends in its own prediction.
         token_conditioning: whether a step reads token embeddings: "none" (the paper), "root" (of x_t, the
-            last settled token, which the target has not seen yet) or "path" (of each drafted token too; needs
+            last committed token, which the target has not seen yet) or "path" (of each drafted token too; needs
             recursive steps).
         refinement: what is done to the raw prediction (paper 3.2): "none", "affine" (through a linear
             bottleneck) or "sinkhorn" (an entropic transport plan between softmaxes in the reduced space).

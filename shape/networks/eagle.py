@@ -12,8 +12,8 @@ from shape.networks.base import (
     Predictor,
     Remembered,
     RMSNorm,
+    rotary_table,
     scale,
-    turns,
 )
 from shape.networks.config import ShapeConfig
 
@@ -50,7 +50,7 @@ class EaglePredictor(Predictor):
 
     def remember(self, features: Tensor, embeddings: Tensor, positions: Tensor) -> Remembered:
         seen = self._inputs(self._fused(features[:, 1:]), embeddings[:, 1:])
-        return [self.attention.remember(seen, seen, turns(positions, self.attention.head_size, seen.dtype))]
+        return [self.attention.remember(seen, seen, rotary_table(positions, self.attention.head_size, seen.dtype))]
 
     def begin(self, known: Known, root: Tensor | None) -> Carried:
         feature = self._fused(known.window[..., -1, :])
@@ -58,16 +58,16 @@ class EaglePredictor(Predictor):
         return feature, nothing, nothing
 
     def advance(self, known: Known, carried: Carried, embedding: Tensor | None, n: int) -> tuple[Tensor, Carried]:
-        assert embedding is not None and known.turns is not None
+        assert embedding is not None and known.rotary is not None
         feature, keys, values = carried
         seen = self._inputs(feature, embedding)
-        turned, own = known.turns[:, :, n], None
+        rotary, own = known.rotary[:, :, n], None
         if n > 0:  # at the first step the node is position t - 1 itself, which is remembered
-            key, value = self.attention.remember(seen, seen, turned)
+            key, value = self.attention.remember(seen, seen, rotary)
             keys = torch.cat([keys, key.transpose(1, 2).unsqueeze(2)], dim=2)
             values = torch.cat([values, value.transpose(1, 2).unsqueeze(2)], dim=2)
             own = keys.permute(0, 3, 1, 2, 4), values.permute(0, 3, 1, 2, 4)
-        x = feature + self.attention(seen, turned, known.memory[0], known.visible, own)
+        x = feature + self.attention(seen, rotary, known.memory[0], known.visible, own)
         x = x + self.mlp(self.norm_mlp(x))
         return scale(self.current(known)) * self.norm(x), (x, keys, values)
 

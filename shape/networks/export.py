@@ -101,8 +101,8 @@ decoder = ShapeDecoder.from_pretrained("path/or/id/of/this")
 or, with the package `shape-decoding` installed, from the target as transformers loads it:
 
 ```python
-place = "path/or/id/of/this"  # which transformers does not hand on: name it twice
-model.generate(**inputs, custom_generate=place, predictor=place, trust_remote_code=True)
+path = "path/or/id/of/this"  # named twice: transformers does not pass it on
+model.generate(**inputs, custom_generate=path, predictor=path, trust_remote_code=True)
 ```
 
 {millions:.1f}M parameters: {describe(config)}.

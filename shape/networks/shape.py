@@ -1,11 +1,11 @@
 """`ShapePredictor`: a light network that continues the target's hidden states without running the target.
 
-Indexing (see `shape.target.model`): x_0..x_t are settled, h_0..h_{t-1} are known, step n = 0, 1, ... predicts
+Indexing (see `shape.target.model`): x_0..x_t are committed, h_0..h_{t-1} are known, step n = 0, 1, ... predicts
 h_{t+n}, whose logits draft x_{t+n+1}. The paper's "H_{t+n} from H_t" is this with its H_t equal to our
 h_{t-1}.
 
 Shapes: B batch, T positions, P roots, W window, H hidden size, F feature size (H times the number of feature
-layers), S steps, M predictor width, d reduced width. Leading dimensions are free wherever `...` stands.
+layers), S steps, M predictor width, d reduced width. Leading dimensions are free wherever `...` is.
 """
 
 import torch
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
-from shape.networks.base import Carried, ContextAttention, Known, Predictor, Remembered, normalise, scale, turns
+from shape.networks.base import Carried, ContextAttention, Known, Predictor, Remembered, normalise, rotary_table, scale
 from shape.networks.config import ShapeConfig
 from shape.networks.transport import LastUpdate, sinkhorn, squared_distances
 
@@ -92,7 +92,7 @@ class Share(nn.Module):
 
 
 class AffineRefinement(nn.Module):
-    """The paper's rival to transport: (1 - alpha) h_raw + alpha P2(P1 h_raw), a bottleneck of width d.
+    """The paper's baseline for transport: (1 - alpha) h_raw + alpha P2(P1 h_raw), a bottleneck of width d.
 
     Without biases, so that it has no opinion on the size of the target's states.
     """
@@ -124,7 +124,7 @@ class SinkhornRefinement(nn.Module):
     the mean of what arrives there, P2 (diag(T^T 1)^-1 T^T z).
     """
 
-    expand_std = 1.0  # columns of P2 stand for states, in units of their size
+    expand_std = 1.0  # columns of P2 are states, in units of their size
 
     def __init__(self, config: ShapeConfig) -> None:
         super().__init__()
@@ -200,16 +200,16 @@ class ShapePredictor(Predictor):
         return [] if self.attention is None else [(self.attention.heads, self.attention.head_size)]
 
     def remember(self, features: Tensor, embeddings: Tensor, positions: Tensor) -> Remembered:
-        """Keys say where the text stood, h_{i-1} and x_i, which is what a step knows of its own place; values say what
-        followed, h_i and x_{i+1}. So one layer can find where the same was said before, and how it went on.
+        """Keys are of h_{i-1} and x_i, which is what a step knows of its own position; values of what followed, h_i and
+        x_{i+1}. So one layer can find similar positions and how the text went on there.
         """
         if self.attention is None:
             return []
         states = normalise(features[..., -self.config.hidden_size :].to(self.delta.weight.dtype))
         places = torch.cat([states, normalise(embeddings.to(states.dtype))], dim=-1)
         following = torch.cat([states[:, 1:], places[:, 1:, self.config.hidden_size :]], dim=-1)
-        turned = turns(positions, self.attention.head_size, states.dtype)
-        return [self.attention.remember(places[:, :-1], following, turned)]
+        rotary = rotary_table(positions, self.attention.head_size, states.dtype)
+        return [self.attention.remember(places[:, :-1], following, rotary)]
 
     def begin(self, known: Known, root: Tensor | None) -> Carried:
         if self.config.step_mode == "recursive":
@@ -279,10 +279,10 @@ class ShapePredictor(Predictor):
             token = normalise(embedding.to(dtype))
             x = x + self.token_projection(token)
         if self.attention is not None:
-            if known is None or known.turns is None:
+            if known is None or known.rotary is None:
                 raise ValueError("this predictor attends to known positions: give them beside the window")
             place = torch.cat([current, token], dim=-1)
-            x = x + self.attention(place, known.turns[:, :, n + 1], known.memory[0], known.visible)
+            x = x + self.attention(place, known.rotary[:, :, n + 1], known.memory[0], known.visible)
         x = F.dropout(F.silu(x), self.config.dropout, self.training)
         for block in self.blocks:
             x = block(x)

@@ -139,7 +139,7 @@ def sinkhorn_divergence(log_p: Tensor, log_q: Tensor, cost: Tensor, epsilon: flo
 
     Zero at p = q, which OT alone is not, and the transport cost itself as epsilon falls (Feydy et al., theorem 1
     and equation 3); under the 0/1 cost that is total variation. Worked out from dual potentials in the log domain
-    with epsilon lowered from 1 over the first quarter of the iterations: scalings from a standing start need about
+    with epsilon lowered from 1 over the first quarter of the iterations: scalings that start from 1 need about
     1 / (epsilon |log p_i / q_i|) iterations where p and q are alike, these a few.
 
     Differentiable in log_p and log_q by the envelope theorem: the potentials, held fixed, are the gradient, so

@@ -147,10 +147,10 @@ def test_the_cache_keeps_ranks_and_gives_back_what_they_hold(tiny_model):
     distances = []
     for share in (1.0, 0.5):
         bases = cache_bases(target, share, TEXTS)
-        arena = LowRankCache(bases, support.layers, 2, 30, target.dtype, target.device)
-        found = prefill(target, arena, IDS, [24, 24], portion=5)
+        cache = LowRankCache(bases, support.layers, 2, 30, target.dtype, target.device)
+        found = prefill(target, cache, IDS, [24, 24], portion=5)
         distances.append(float((found - expected).norm() / expected.norm()))
-        assert arena.views[0].keys.shape == (2, heads, 30, round(8 * share))
+        assert cache.views[0].keys.shape == (2, heads, 30, round(8 * share))
     assert distances[0] < 1e-4 < distances[1]
     whole = new_cache(target, support, 2, 30)
     assert whole.views[0].keys.shape[-1] == 8

@@ -143,7 +143,7 @@ def test_copies_for_calls_share_what_was_learned_and_nothing_else():
     one, other = copy(hybrid), copy(hybrid)
     started(one)
     started(other, rows=2)
-    assert one._odds is other._odds and one.drafters[0] is not other.drafters[0]
+    assert one._calibrations is other._calibrations and one.drafters[0] is not other.drafters[0]
     assert draft(one, [1, 2, 3, 1, 2]).size > 1  # the other call's rows are not in its way
 
 

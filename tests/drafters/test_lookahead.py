@@ -25,7 +25,7 @@ def says(path: list[int]) -> int:
 
 
 def answered(text: list[int], tree: TokenTree) -> torch.Tensor:
-    """Its logits behind every node of a one-row tree."""
+    """Its logits behind every node of a one-window tree."""
     paths: dict[int, list[int]] = {}
     for node, (token, parent) in enumerate(zip(tree.tokens[0].tolist(), tree.parent[0].tolist(), strict=True)):
         paths[node] = [*paths[parent], token] if node else list(text)
@@ -38,19 +38,19 @@ def test_the_pool_has_what_the_target_said(window, size, moves):
     drafter = LookaheadDrafter(window, size, guesses=4, from_text=False)
     text = [3, 1, 4, 1, 5]
     drafter.start(committed(text), torch.empty(0))
-    row = drafter._rows[0]
+    window = drafter._windows[0]
     for moved in moves:
         tree = drafter.draft(committed(text), GREEDY)
         assert tree.size - 1 <= window * (size - 1) + 4 * (size - 1)
-        last = len(row.levels) - 1
-        asked = [list(path) for path in row.asked]
+        last = len(window.levels) - 1
+        asked = [list(path) for path in window.drafted]
         drafter.inspect(tree, answered(text, tree))
         # Behind each column's path the window has what the target says there.
-        assert row.levels[-1] == [says([*text, *path]) for path in asked]
-        assert len(row.levels) <= size - 1 and (last + 2 < size or any(row.pool.values()))
+        assert window.levels[-1] == [says([*text, *path]) for path in asked]
+        assert len(window.levels) <= size - 1 and (last + 2 < size or any(window.pool.values()))
         for _ in range(moved):
             text = [*text, says(text)]
-    for first, following in row.pool.items():
+    for first, following in window.pool.items():
         assert len(following) <= 4 and len(set(following)) == len(following)
         assert all(len(gram) == size - 1 for gram in following) and 0 <= first < VOCABULARY
 
@@ -71,10 +71,10 @@ def test_nodes_that_were_not_verified_begin_anew():
     cut = TokenTree(tree.tokens[:, :2], tree.parent[:, :2])
     drafter.inspect(cut, answered(text, cut))
     drafter.inspect(cut, answered(text, cut))  # nothing was asked since
-    row = drafter._rows[0]
-    assert [len(level) for level in row.levels] == [1, 1]
+    window = drafter._windows[0]
+    assert [len(level) for level in window.levels] == [1, 1]
     drafter.draft(committed([1, 2, 3]), GREEDY)
-    assert [len(level) for level in row.levels] == [3, 3]
+    assert [len(level) for level in window.levels] == [3, 3]
 
 
 def test_a_target_that_repeats_itself_is_foreseen(tiny_model):

@@ -10,8 +10,10 @@ import torch
 import yaml
 from helpers import predictor
 
-from eval import ablate
-from eval.ablate import examine, main, parse, plan
+from eval.ablate import main, parse
+from eval.ablation import training
+from eval.ablation.measuring import examine
+from eval.ablation.plan import Run, plan
 from shape import bundled
 from shape.drafters import OracleDrafter, TrainedDrafter, TreeShape
 from shape.errors import CheckpointError, ConfigError
@@ -92,7 +94,7 @@ def launched(monkeypatch) -> list[list[str]]:
         import_module(module).main(arguments)
         return 0
 
-    monkeypatch.setattr(ablate, "_launch", launch)
+    monkeypatch.setattr(training, "_launch", launch)
     return seen
 
 
@@ -153,7 +155,7 @@ def test_trains_every_variant_with_every_seed_and_measures_them_together(file, t
 def test_interrupted_work_goes_on(file, tmp_path, launched, monkeypatch):
     """Finished trainings and finished prompts are kept, a training that had begun is resumed."""
     arguments = [str(file), f"--output={tmp_path}", "--only=[path 1.0,affine]", "--seeds=[3]"]
-    launch, record, done = ablate._launch, Bench.record, []
+    launch, record, done = training._launch, Bench.record, []
 
     def interrupted(module: str, told: list[str], log: Path, threads: int) -> int:
         if "affine" in told[0] and not done:
@@ -169,13 +171,13 @@ def test_interrupted_work_goes_on(file, tmp_path, launched, monkeypatch):
         return launch(module, told, log, threads)
 
     def stumbling(self, prompts, *rest, **options):
-        if self.options["do_sample"] and len(done) == 4:
+        if len(done) == 4:
             done.append("stopped")
             raise KeyboardInterrupt
         done.append(prompts[0].id)
         return record(self, prompts, *rest, **options)
 
-    monkeypatch.setattr(ablate, "_launch", interrupted)
+    monkeypatch.setattr(training, "_launch", interrupted)
     monkeypatch.setattr(Bench, "record", stumbling)
     for _ in range(2):
         with pytest.raises(SystemExit) as stopped:
@@ -204,14 +206,14 @@ def test_trainings_at_once_share_the_threads(file, tmp_path, monkeypatch):
     runs = plan(parse([str(file), f"--output={tmp_path}"]))[:4]
     together, threads = threading.Barrier(2, timeout=60), []
 
-    def train(run: ablate.Run, given: int) -> str:
+    def train(run: Run, given: int) -> str:
         together.wait()  # never passed by one training alone
         threads.append(given)
         return run.name
 
-    monkeypatch.setattr(ablate, "train", train)
+    monkeypatch.setattr(training, "train", train)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
-    found = ablate.train_all(runs, jobs=2)
+    found = training.train_all(runs, jobs=2)
     assert threads == [2] * 4
     assert [found[run.variant][run.seed] for run in runs] == [run.name for run in runs]
 
@@ -219,13 +221,13 @@ def test_trainings_at_once_share_the_threads(file, tmp_path, monkeypatch):
 def test_after_a_failed_training_none_begins(file, tmp_path, monkeypatch):
     runs, begun = plan(parse([str(file), f"--output={tmp_path}"])), []
 
-    def train(run: ablate.Run, threads: int) -> None:
+    def train(run: Run, threads: int) -> None:
         begun.append(run.name)
         raise CheckpointError("it failed")
 
-    monkeypatch.setattr(ablate, "train", train)
+    monkeypatch.setattr(training, "train", train)
     with pytest.raises(CheckpointError, match="it failed"):
-        ablate.train_all(runs, jobs=1)
+        training.train_all(runs, jobs=1)
     assert begun == [runs[0].name]
 
 
@@ -246,7 +248,7 @@ def test_a_training_that_fails_says_where_to_look(file, tmp_path):
     (run.folder / "checkpoints").mkdir(parents=True)
     (run.folder / "checkpoints/last.ckpt").write_bytes(b"not a checkpoint")
     with pytest.raises(CheckpointError, match=r"affine, seed 0 ended with status 2 .*train\.log"):
-        ablate.train(run, threads=1)
+        training.train(run, threads=1)
     assert not (run.folder / "run.json").exists() and "no checkpoint" in (run.folder / "train.log").read_text()
 
 
@@ -341,7 +343,7 @@ def test_acceptance_by_depth_counts_drafts_that_came_so_far(tiny_target, tempera
         (["--variants={a: {data: D}}"], "variant a sets data, which all variants have to share"),
         (["--variants={}"], "has no variant"),
         (["--variants={a b: {}, a-b: {}}"], "differ in punctuation"),
-        (["--variants={plain: {}}"], "the name plain is a method's and a variant's"),
+        (["--variants={autoregressive: {}}"], "the name autoregressive is a method's and a variant's"),
         (["--target=/nowhere"], "/nowhere"),
         (["--measure.methods=[transformers-lookup]"], "no baseline"),
         (["--measure.methods=[autoregressive,magic]"], "drafter 'magic' is unknown"),
@@ -355,7 +357,7 @@ def test_acceptance_by_depth_counts_drafts_that_came_so_far(tiny_target, tempera
     ],
 )
 def test_mistakes_get_one_sentence_before_any_work(file, tmp_path, monkeypatch, capsys, more, message):
-    monkeypatch.setattr(ablate, "_launch", lambda *_: pytest.fail("work has begun"))
+    monkeypatch.setattr(training, "_launch", lambda *_: pytest.fail("work has begun"))
     with pytest.raises(SystemExit) as stopped:
         main([str(file), f"--output={tmp_path}", *more])
     said = capsys.readouterr().err.strip().splitlines()

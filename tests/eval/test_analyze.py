@@ -6,24 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval.analyze import (
-    ITERATIONS,
-    AnalyzeOptions,
-    acceptances,
-    chosen,
-    common_support,
-    distances,
-    loss_family,
-    predictions,
-    read_outs,
-    run,
-    similarity,
-    simulate,
-    speaking,
-    successive_states,
-    texts_of,
-    transitions,
-)
+from eval.analysis.limits import acceptances, simulate
+from eval.analysis.losses import loss_family
+from eval.analysis.plans import ITERATIONS, read_outs, transitions
+from eval.analysis.states import distances, similarity
+from eval.analysis.texts import chosen, common_support, predictions, speaking, successive_states, texts_of
+from eval.analyze import AnalyzeOptions, run
 from shape.data.encoding import Encoded
 from shape.errors import ConfigError, DataError
 from shape.features.store import Stored

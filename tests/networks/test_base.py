@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shape.drafters import PREDICTORS
 from shape.errors import ConfigError
-from shape.networks.base import ContextAttention, MarkovBias, known_at, rotate, turns
+from shape.networks.base import ContextAttention, MarkovBias, known_at, rotary_table, rotate
 from shape.networks.config import ShapeConfig
 from shape.networks.shape import windows
 
@@ -25,8 +25,8 @@ def test_attention_is_softmax_over_what_a_node_sees(ends, own):
     """Known positions up to each row's end, and keys of the node's own path, one by one."""
     module, rows, nodes, known = attention(), 2, 3, 5
     places, query = torch.randn(rows, known, 12).double(), torch.randn(rows, nodes, 12).double()
-    positions = turns(torch.arange(known).expand(rows, -1), 4, torch.float64)
-    at = turns(torch.tensor([[7], [9]]), 4, torch.float64)
+    positions = rotary_table(torch.arange(known).expand(rows, -1), 4, torch.float64)
+    at = rotary_table(torch.tensor([[7], [9]]), 4, torch.float64)
     memory = module.remember(places, places, positions)
     visible = None if ends is None else torch.arange(known) < torch.tensor(ends)[:, None, None]
     path = torch.randn(rows, nodes, own, 12).double()
@@ -54,21 +54,21 @@ def test_rotary_products_depend_on_distance_alone(first, second, shift):
     query, key = torch.randn(2, 1, 1, 1, 8).double().unbind(0)
 
     def product(at: int, other: int) -> torch.Tensor:
-        turned = [turns(torch.tensor([[where]]), 8, torch.float64) for where in (at, other)]
-        return (rotate(query, turned[0]) * rotate(key, turned[1])).sum()
+        rotary = [rotary_table(torch.tensor([[where]]), 8, torch.float64) for where in (at, other)]
+        return (rotate(query, rotary[0]) * rotate(key, rotary[1])).sum()
 
     torch.testing.assert_close(product(first, second), product(first + shift, second + shift), rtol=1e-3, atol=1e-3)
-    assert torch.equal(rotate(query, turns(torch.tensor([[0]]), 8, torch.float64)), query)
+    assert torch.equal(rotate(query, rotary_table(torch.tensor([[0]]), 8, torch.float64)), query)
 
 
 def test_a_root_that_sees_nothing_gives_numbers():
     """Padding among a batch's roots: no NaN may reach the gradient of the others."""
     module = attention()
     places = torch.randn(1, 4, 12, dtype=torch.float64, requires_grad=True)
-    memory = module.remember(places, places, turns(torch.arange(4)[None], 4, torch.float64))
+    memory = module.remember(places, places, rotary_table(torch.arange(4)[None], 4, torch.float64))
     visible = torch.arange(4) < torch.tensor([[[0], [3]]])
     for own in (None, tuple(torch.randn(1, 2, 2, 1, 4).double() for _ in range(2))):
-        found = module(places[:, :2], turns(torch.tensor([[0, 3]]), 4, torch.float64), memory, visible, own)
+        found = module(places[:, :2], rotary_table(torch.tensor([[0, 3]]), 4, torch.float64), memory, visible, own)
         assert found.isfinite().all()
         (gradient,) = torch.autograd.grad(found.sum(), places, retain_graph=True)
         assert gradient.isfinite().all()

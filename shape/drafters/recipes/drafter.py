@@ -21,7 +21,7 @@ class RecipeDrafter(Drafter):
 
     The shape of a prefix is the kinds of its tokens (word, number, space, and each mark by itself) but for the last
     one, which is taken literally: what follows a price in one record follows it in the next, if it did so more than
-    once. Where a pack knows nothing, the place is written to a log, with what the target wrote there, for the next
+    once. Misses are logged, with what the target then wrote, for the next
     ``shape.drafters.recipes.compile``.
 
     Args:

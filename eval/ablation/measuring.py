@@ -1,0 +1,228 @@
+"""Measures trained variants side by side, and looks into their drafts."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import mean
+from typing import Any, cast, get_args
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from eval.ablation.options import AblationOptions
+from eval.ablation.plan import Run
+from eval.ablation.results import Ablation, Anatomy, Figures, Line, Trained
+from shape import bundled
+from shape.data.conversations import Prompt, evenly
+from shape.data.reading import load_prompts
+from shape.drafters import Drafter, TreeShape, make_drafter
+from shape.drafters.base import Committed, Wrapped
+from shape.errors import ConfigError
+from shape.evaluation.environment import Environment
+from shape.evaluation.methods import Method, Outside
+from shape.evaluation.results import AUTOREGRESSIVE, SpeedResults, Tally
+from shape.evaluation.runner import sampling
+from shape.evaluation.speed import measure
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.engine import ShapeOutput
+from shape.target.loading import of_target
+from shape.target.model import Target, announce
+from shape.training.options import TrainOptions
+from shape.verification.sampling import Sampler
+from shape.verification.tree import TokenTree
+
+
+class _Counting(Wrapped):
+    """Another drafter, whose operations are counted: of drafts, and of taking in what verification made known, where
+    some drafters run their network too. One per draft; shared by the copies that the decoder makes.
+    """
+
+    def __init__(self, inner: Drafter) -> None:
+        super().__init__(inner)
+        self.flops = []  # type: ignore[var-annotated]
+
+    def draft(self, settled: Committed, sampler: Sampler) -> TokenTree:
+        with FlopCounterMode(display=False) as counter:
+            tree = self.inner.draft(settled, sampler)
+        self.flops.append(counter.get_total_flops())
+        return tree
+
+    def update(self, tokens: list[list[int]], hidden: Tensor, counts: Tensor) -> None:
+        with FlopCounterMode(display=False) as counter:
+            self.inner.update(tokens, hidden, counts)
+        self.flops[-1] += counter.get_total_flops()
+
+
+def examine(
+    target: Target, drafter: Drafter, contexts: Sequence[Tensor], temperature: float, max_new_tokens: int, seed: int = 0
+) -> Anatomy:
+    """Decode prompts, (1, L) ids each, and look into every draft.
+
+    Args:
+        seed: of the first prompt; the others count up, as in `shape.evaluation.speed.measure`.
+    """
+    counting = _Counting(drafter)
+    decoder = ShapeDecoder(target, counting, fall_back=False)
+    options = sampling(temperature)
+    asked: list[int] = []
+    accepted: list[int] = []
+    for index, context in enumerate(contexts):
+        out = decoder.generate(
+            context,
+            torch.ones_like(context),
+            seed=seed + index,
+            max_new_tokens=max_new_tokens,
+            trace=True,
+            return_dict_in_generate=True,
+            **options,
+        )
+        assert isinstance(out, ShapeOutput) and out.trace is not None
+        drafted = [one for one in out.trace.records if one.get("event") in ("accepted", "rejected")]
+        for counts, events in ((asked, ("accepted", "rejected")), (accepted, ("accepted",))):
+            for _, depth in {(one["step"], one["depth"]) for one in drafted if one["event"] in events}:
+                counts += [0] * (depth - len(counts))
+                counts[depth - 1] += 1
+    accepted += [0] * (len(asked) - len(accepted))
+    return Anatomy(tuple(asked), tuple(accepted), mean(counting.flops) if counting.flops else None)
+
+
+def _joined(anatomies: Sequence[Anatomy]) -> Anatomy:
+    """Of several seeds."""
+    depths = range(max(len(one.asked) for one in anatomies))
+    asked, accepted = (
+        tuple(sum(counts[depth] for counts in all_ if depth < len(counts)) for depth in depths)
+        for all_ in ([one.asked for one in anatomies], [one.accepted for one in anatomies])
+    )
+    flops = [one.flops for one in anatomies if one.flops is not None]
+    return Anatomy(asked, accepted, mean(flops) if flops else None)
+
+
+def prompts_of(options: AblationOptions, runs: TrainOptions) -> tuple[list[Prompt], str]:
+    """The prompts to measure on, and what they are called."""
+    given = options.measure.prompts
+    if given is None and runs.data is not None:
+        raise ConfigError("measure.prompts is not given, and the bundled prompts go with the bundled data; give a file")
+    source = bundled.path("data", "bench.jsonl") if given is None else Path(given)
+    return evenly(load_prompts(source, runs.chat_template_kwargs), options.measure.limit), source.name
+
+
+def beside(names: Sequence[str]) -> dict[str, Method]:
+    """The methods without training, by name."""
+    return {
+        name: cast(Outside, name)
+        if name in get_args(Outside)
+        else None
+        if name == AUTOREGRESSIVE
+        else make_drafter(name)
+        for name in names
+    }
+
+
+def measure_all(
+    options: AblationOptions,
+    runs: Sequence[Run],
+    trained: dict[str, dict[int, Trained]],
+    prompts: list[Prompt],
+    source: str,
+) -> Ablation:
+    chosen, given = options.measure, runs[0].options
+    target = Target.load(given.target, dtype=chosen.dtype, device_map=chosen.device_map, **of_target(given))
+    announce(target)
+    others = beside(chosen.methods)
+    trees: dict[str | None, TreeShape | None] = {name: tree for name, tree in options.trees.items()} or {None: None}
+    lines = {_label(name, tree, trained): (name, tree) for name in trained for tree in trees}
+    # Method names of the measurement, by line and seed.
+    names = {
+        label: {seed: label if len(options.seeds) == 1 else f"{label}, seed {seed}" for seed in options.seeds}
+        for label in lines
+    }
+    folders = {(run.variant, run.seed): run.folder for run in runs}
+    drafters: dict[str, Drafter] = {}
+    for label, (variant, tree) in lines.items():
+        for seed, name in names[label].items():
+            decoder = ShapeDecoder.from_pretrained(folders[variant, seed], target=target, tree=trees[tree])
+            assert decoder.drafter is not None
+            drafters[name] = decoder.drafter
+    results = {
+        temperature: _speed(options, target, {**others, **drafters}, prompts, source, temperature)
+        for temperature in chosen.temperatures
+    }
+    contexts = [target.encode(prompt.opening, prompt.template) for prompt in evenly(prompts, chosen.examined)]
+    room = (target.max_positions or sys.maxsize) - chosen.max_new_tokens
+    contexts = [context for context in contexts if context.shape[1] <= room]
+    found: dict[str, dict[float, Figures]] = {label: {} for label in lines}
+    for temperature, result in results.items():
+        groups = {**{name: [name] for name in others}, **{label: list(own.values()) for label, own in names.items()}}
+        pooled = result.pooled(groups)
+        for label, own in names.items():
+            anatomies = [
+                examine(target, drafters[name], contexts, temperature, chosen.max_new_tokens, chosen.seed)
+                for name in own.values()
+            ]
+            found[label][temperature] = Figures(
+                pooled.summary[label],
+                {seed: result.summary[name].acceptance_length.value for seed, name in own.items()},
+                {seed: result.summary[name].speed_up.value for seed, name in own.items()},
+                _step_ms(pooled.total[label]),
+                _joined(anatomies),
+            )
+    return Ablation(
+        options.title,
+        options.seeds,
+        chosen.examined,
+        chosen.max_new_tokens,
+        asdict(options),
+        trained,
+        [Line(label, variant, tree, found[label]) for label, (variant, tree) in lines.items()],
+        {temperature: {name: result.summary[name] for name in others} for temperature, result in results.items()},
+        {
+            temperature: {**result.settings, "baseline": result.baseline, "count": len(result.records)}
+            for temperature, result in results.items()
+        },
+        Environment.capture(target.device),
+    )
+
+
+def _speed(
+    options: AblationOptions,
+    target: Target,
+    methods: Mapping[str, Method],
+    prompts: Sequence[Prompt],
+    source: str,
+    temperature: float,
+) -> SpeedResults:
+    """One interleaved measurement, kept prompt by prompt."""
+    chosen, output = options.measure, Path(options.output)
+    results = measure(
+        target,
+        methods,
+        prompts,
+        max_new_tokens=chosen.max_new_tokens,
+        temperature=temperature,
+        repeats=chosen.repeats,
+        warmup=chosen.warmup,
+        seed=chosen.seed,
+        label=f"{options.title}, temperature {temperature:g}",
+        source=source,
+        journal=journal_of(output, temperature),
+        fall_back=False,
+    )
+    journal_of(output, temperature).with_suffix(".json").write_text(results.to_json())
+    return results
+
+
+def journal_of(output: Path, temperature: float) -> Path:
+    return output / f"measured-t{temperature:g}.jsonl"
+
+
+def _label(variant: str, tree: str | None, variants: Mapping[str, Any]) -> str:
+    if tree is None:
+        return variant
+    return tree if len(variants) == 1 else f"{variant}, {tree}"
+
+
+def _step_ms(total: Tally) -> dict[str, float | None]:
+    parts = {"draft": total.draft_seconds, "verify": total.verify_seconds, "commit": total.commit_seconds}
+    return {name: 1e3 * seconds / total.forwards if total.forwards else None for name, seconds in parts.items()}

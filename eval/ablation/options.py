@@ -1,0 +1,149 @@
+"""What to train and to measure in an ablation, and the files that say it."""
+
+import re
+from argparse import ArgumentError
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shape import bundled
+from shape.drafters import TreeShape
+from shape.errors import ConfigError, ShapeError
+
+
+@dataclass
+class MeasureOptions:
+    """How the trained variants are measured.
+
+    Attributes:
+        prompts: JSON lines with prompts; null is the bundled bench split, for bundled data only.
+        limit: at most so many, evenly chosen.
+        max_new_tokens: longest answer.
+        dtype: of the target while measuring; null is its checkpoint's.
+        temperatures: one interleaved run each; 0 is greedy.
+        methods: measured beside the variants: autoregressive, transformers, transformers-lookup and names of drafters
+            without training; autoregressive or transformers has to be among them.
+        repeats: timed runs per answer, of which the median counts.
+        warmup: prompts answered once by every method before.
+        seed: of the sampling.
+        examined: so many of the prompts are decoded once more, untimed and traced, to count acceptance by depth and the
+            operations of a draft.
+        device_map: where the target is put; default: on a GPU where there is one.
+    """
+
+    prompts: str | None = None
+    limit: int = 24
+    max_new_tokens: int = 64
+    dtype: str | None = None
+    temperatures: list[float] = field(default_factory=lambda: [0.0])
+    methods: list[str] = field(default_factory=lambda: ["transformers", "autoregressive"])
+    repeats: int = 1
+    warmup: int = 2
+    seed: int = 0
+    examined: int = 8
+    device_map: str | dict[str, str | int] | None = None
+
+    def check(self) -> None:
+        """Raises ConfigError for the first value out of range."""
+        for name in ("limit", "max_new_tokens", "repeats", "examined"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"measure.{name} is {getattr(self, name)}; give a positive number")
+        if not self.temperatures or min(self.temperatures) < 0 or self.warmup < 0:
+            raise ConfigError("measure needs at least one temperature, none below 0, and warmup >= 0; correct them")
+        if len(set(self.temperatures)) < len(self.temperatures):
+            raise ConfigError(f"measure.temperatures {self.temperatures} holds one twice; give each once")
+        if not {"autoregressive", "transformers"} & set(self.methods):
+            raise ConfigError("measure.methods holds no baseline to compare with; add autoregressive or transformers")
+
+
+@dataclass
+class AblationOptions:
+    """What to train and to measure.
+
+    Attributes:
+        title: heading of the table.
+        variants: name -> what it changes, options of shape.train, after those of a file (`config`) where it names one;
+            null or {} changes nothing.
+        base: files of such options to start from, names below configs/ or paths, later ones over earlier ones.
+        common: options of all variants, over those of the files.
+        seeds: one training of every variant with each.
+        trees: name -> shape of draft; every trained variant is measured with each, and the names stand in the table.
+            Without any, each variant drafts with its own `tree`.
+        measure: how.
+        output: folder of ablation.json, ablation.md, and of the trainings.
+        same_size_as: the variant that gives all others its number of parameters, by their inner width, or for Medusa by
+            the tokens that it drafts from; null leaves every size as it is given.
+        only: these variants alone.
+        target: see shape.train; goes before the file's.
+        data: see shape.train; goes before the file's.
+        features: folder of stored features; default: in the output folder.
+        jobs: trainings at once, each with its part of the threads. Small networks use two cores better by two trainings
+            than by one. A time budget is a training's own, so compare only what was trained with as many.
+        together: train all variants of a seed in one run, on one forward of the target a step (`shape.training.joint`).
+            They have to compute features online, and be counted in steps.
+        override: more common options, on the command line, for instance '[training.steps=20,limit=200]'.
+    """
+
+    title: str
+    variants: dict[str, dict[str, Any] | None]
+    base: list[str] = field(default_factory=lambda: ["quickstart.yaml"])
+    common: dict[str, Any] = field(default_factory=dict)
+    seeds: list[int] = field(default_factory=lambda: [0])
+    trees: dict[str, TreeShape] = field(default_factory=dict)
+    measure: MeasureOptions = field(default_factory=MeasureOptions)
+    output: str = "ablation-results"
+    same_size_as: str | None = None
+    only: list[str] | None = None
+    target: str | None = None
+    data: str | None = None
+    features: str | None = None
+    jobs: int = 1
+    together: bool = False
+    override: list[str] = field(default_factory=list)
+
+    def chosen(self) -> dict[str, dict[str, Any]]:
+        """The variants to train, in the order of the file.
+
+        Raises:
+            ConfigError: there is none, an unknown name is asked for, or two would lie in one folder.
+        """
+        unknown = [name for name in (*(self.only or ()), self.same_size_as) if name and name not in self.variants]
+        if unknown:
+            raise ConfigError(f"variant {unknown[0]} is not in the file, which has {', '.join(self.variants)}")
+        found = {name: what or {} for name, what in self.variants.items() if self.only is None or name in self.only}
+        if not found:
+            raise ConfigError("the ablation has no variant; name at least one under variants")
+        if len({folder_name(name) for name in found}) < len(found):
+            raise ConfigError("two variants differ in punctuation alone, and their folders would be one; rename one")
+        if self.jobs < 1:
+            raise ConfigError(f"jobs is {self.jobs}; give a positive number")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ConfigError(f"seeds are {self.seeds}; give at least one, and each once")
+        return found
+
+
+def folder_name(variant: str) -> str:
+    return re.sub(r"[^\w.+-]+", "-", variant)
+
+
+def find_config(name: str, *below: str) -> Path:
+    """A configuration by its name below configs/, or else by its path."""
+    shipped = bundled.root().joinpath("configs", *below)
+    for path in (shipped / name, shipped / f"{name}.yaml", Path(name)):
+        if path.is_file():
+            return path
+    raise ConfigError(
+        f"there is no configuration {name}, neither in {'/'.join(['configs', *below])} nor as a path; give one that "
+        f"exists ({', '.join(sorted(path.name for path in shipped.glob('*.yaml')))} ship)"
+    )
+
+
+@contextmanager
+def one_sentence(what: str) -> Iterator[None]:
+    """Whatever options are refused with becomes a ConfigError that says of which part."""
+    try:
+        yield
+    except (ShapeError, ArgumentError, TypeError, KeyError) as error:
+        raise ConfigError(f"{what}: {' '.join(str(error).split())}") from error

@@ -1,0 +1,199 @@
+"""Every training of an ablation, checked before any work begins."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import ArgumentParser, Namespace
+
+from eval.ablation.options import AblationOptions, find_config, folder_name, one_sentence
+from eval.equal_size import as_large_as
+from shape.errors import ConfigError
+from shape.networks.config import ShapeConfig
+from shape.networks.sizing import parameters
+from shape.target.loading import of_target
+from shape.target.model import Target
+from shape.target.options import TargetOptions
+from shape.target.size import size_of
+from shape.training import parsing
+from shape.training.defaults import network_config, resolve
+from shape.training.joint import require_alike
+from shape.training.options import TrainOptions
+
+# Decided here for every run, and what all variants have to share to be comparable.
+_OURS = ("output", "seed", "ckpt_path")
+_SHARED = (
+    "target", "data", "validation_data", "regenerate", "features", "online", "max_length", "limit", "skip_bad_rows",
+    "dtype", "measurement", "regeneration",
+    *(entry.name for entry in fields(TargetOptions)),
+)  # fmt: skip
+# Differences between an earlier run's options and these do not make it another run: where it lies.
+_PLACES = {"output", "features"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training.
+
+    Attributes:
+        folder: of the exported predictor; `options.yaml` there has all options of the run.
+    """
+
+    variant: str
+    seed: int
+    folder: Path
+    options: TrainOptions
+    values: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}, seed {self.seed}"
+
+
+def plan(options: AblationOptions) -> list[Run]:
+    """Every training, checked, with all of its options; a seed's variants follow each other.
+
+    Raises:
+        ConfigError: whatever is wrong with the file or any variant, or a run in the output folder had other options.
+    """
+    options.measure.check()
+    chosen = options.chosen()
+    for name, given in {"common": options.common, **{f"variant {name}": what for name, what in chosen.items()}}.items():
+        if wrong := [key for key in _OURS if key in given]:
+            raise ConfigError(f"{name} sets {wrong[0]}, which follows from the ablation's own options; leave it out")
+        if name != "common" and (wrong := [key for key in _SHARED if key in given]):
+            raise ConfigError(f"{name} sets {wrong[0]}, which all variants have to share; put it under common")
+    reader = parsing.parser(None)
+    reader.exit_on_error = False
+    with one_sentence("base and common"):
+        values = reader.parse_args([f"--config={find_config(name)}" for name in options.base])
+        given = {name: getattr(options, name) for name in ("target", "data", "features")}
+        places = {name: place for name, place in given.items() if place is not None}
+        for changes in (options.common, *map(_nested, options.override), places):
+            values = _with(reader, values, changes)
+    output = Path(options.output)
+    runs = [_run(reader, values, name, changes, 0, output) for name, changes in chosen.items()]
+    # What only the target can tell is checked with it. It is not kept, since the trainings have it to themselves.
+    first = runs[0].options
+    if first.token is not None:
+        raise ConfigError("token would be written into the options of every training; leave it out, and set HF_TOKEN")
+    target = Target.load(first.target, dtype=first.dtype, device_map="cpu", **of_target(first))
+    sizes: dict[str, dict[str, int]] = {}
+    if (like := options.same_size_as) is not None:
+        model = _run(reader, values, like, options.variants[like] or {}, 0, output)
+        wanted = _size_of(model, target)
+        others = {run.variant: _checked(run, target) for run in runs if run.variant != like}
+        sizes = {name: as_large_as(wanted, config) for name, config in others.items() if config is not None}
+    runs = [
+        _run(reader, values, name, changes, seed, output, sizes.get(name))
+        for seed in options.seeds
+        for name, changes in chosen.items()
+    ]
+    for run in runs:
+        _checked(run, target)
+        _require_unchanged(run)
+    if options.together:
+        for group in by_seed(runs):
+            with one_sentence("together"):
+                require_alike([run.options for run in group])
+    return runs
+
+
+def by_seed(runs: Sequence[Run]) -> list[list[Run]]:
+    """What is trained together."""
+    return [[run for run in runs if run.seed == seed] for seed in dict.fromkeys(run.seed for run in runs)]
+
+
+def _run(
+    reader: ArgumentParser,
+    values: Namespace,
+    name: str,
+    changes: dict[str, Any],
+    seed: int,
+    output: Path,
+    size: Mapping[str, int] | None = None,
+) -> Run:
+    folder = output / "runs" / f"{folder_name(name)}-{seed}"
+    with one_sentence(f"variant {name}"):
+        changes = dict(changes)
+        if file := changes.pop("config", None):
+            values = _with(reader, values, yaml.safe_load(Path(find_config(file)).read_text()))
+        values = _with(reader, values, changes)
+        values = _with(reader, values, {"predictor": size or {}})
+        # Variants that read other layers than those stored for all, or features stored otherwise, have a folder of
+        # their own.
+        layers = values.predictor.feature_layers
+        apart = set(layers) - {-1, *values.extraction.more_layers}
+        otherwise = [f"{option}-{value}" for option, value in changes.get("extraction", {}).items()]
+        store = output / "-".join(["features", *(map(str, layers) if apart else []), *otherwise])
+        ours: dict[str, Any] = {"seed": seed, "output": str(folder), "measurement": {"limit": 0}}
+        if values.features is None and not values.online:
+            ours["features"] = str(store)
+        values = _with(reader, values, ours)
+        options = parsing.as_options(reader.instantiate(values).as_dict())
+        options.check()
+    # Nulls too: where shape.train reads the file, they go before the defaults of the target that ships.
+    text = reader.dump(values, skip_unset=False)
+    return Run(name, seed, folder, options, {k: v for k, v in yaml.safe_load(text).items() if k != "config"})
+
+
+def _with(reader: ArgumentParser, values: Namespace, changes: Mapping[str, Any]) -> Namespace:
+    """Options with some of them changed."""
+    for name, given in changes.items():
+        if isinstance(values.get(name), Namespace) and not isinstance(given, Mapping):
+            raise ConfigError(f"{name} is {given!r}, and it stands for several options; give these as a mapping")
+    return reader.parse_object(dict(changes), values)
+
+
+def _nested(change: str) -> dict[str, Any]:
+    """ "a.b=1" -> {"a": {"b": 1}}."""
+    names, equals, value = change.partition("=")
+    if not equals:
+        raise ConfigError(f"override {change} has no value; give NAME=VALUE")
+    found = yaml.safe_load(value)
+    for name in reversed(names.split(".")):
+        found = {name: found}
+    return found
+
+
+def _checked(run: Run, target: Target) -> ShapeConfig | None:
+    """The network's configuration for this target; None for a language model."""
+    with one_sentence(f"variant {run.variant}"):
+        run.options.feature_options().check(target)
+        return network_config(resolve(run.options, size_of(target.model), None), target)
+
+
+def _require_unchanged(run: Run) -> None:
+    path = run.folder / "options.yaml"
+    if not path.exists():
+        return
+    before, now = (_flat(values) for values in (yaml.safe_load(path.read_text()), run.values))
+    differences = [
+        f"{name} was {before.get(name)} and is {now.get(name)}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+        and name not in _PLACES
+        # An option that there was not yet, and that is not made use of.
+        and (name in before or now[name])
+    ]
+    if differences:
+        raise ConfigError(
+            f"{run.folder} holds a training of {run.name} with other options ({', '.join(differences)}); give another "
+            "output folder, or delete it"
+        )
+
+
+def _size_of(run: Run, target: Target) -> int:
+    config = _checked(run, target)
+    if config is None:
+        raise ConfigError(f"same_size_as is {run.variant}, a language model; name a predictor")
+    return parameters(config)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found

@@ -1,0 +1,85 @@
+"""The transport optimum of acceptance beside what the rules of this package reach."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eval.analysis.states import Progress
+from shape.networks.transport import optimal_acceptance
+from shape.verification.acceptance import match, reject_in_turn
+from shape.verification.noise import gumbel, row_keys, token_words
+from shape.verification.tree import TokenTree
+
+DRAFTS = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Mean chances that one of so many drafts is emitted, at depth 1 and temperature 1.
+
+    Attributes:
+        independent: optimum for drafts drawn independently from q (SpecTr's).
+        without_replacement: optimum for drafts drawn from q one after the other without replacement (our drafters').
+        likeliest: for the likeliest tokens of q, not drawn: what any lossless rule reaches, the sum of their p.
+        match, rejection: what these rules reach for drafts without replacement, and `error` the standard error of both.
+    """
+
+    drafts: int
+    independent: float
+    without_replacement: float
+    likeliest: float
+    match: float
+    rejection: float
+    error: float
+
+
+def acceptances(p: Tensor, q: Tensor, draws: int, seed: int, progress: Progress) -> list[Acceptance]:
+    """For pairs of distributions (P, d), float64. The rules are run, not computed: `draws` times for each pair."""
+    most = max(DRAFTS)
+    reached: list[tuple[Tensor, Tensor]] = []
+    optima: list[list[Tensor]] = []
+    for number, (one, other) in enumerate(zip(p.split(16), q.split(16), strict=True)):
+        reached.append(simulate(one, other, draws, seed + number))
+        optima.append([optimal_acceptance(one, other, drafts, kind) for kind in (True, False) for drafts in DRAFTS])
+        progress()
+    matched, rejected = (torch.cat(parts) for parts in zip(*reached, strict=True))
+    optimum = [torch.cat(parts).mean() for parts in zip(*optima, strict=True)]
+    best = p.gather(-1, q.topk(most, -1).indices).cumsum(-1).mean(0)
+    return [
+        Acceptance(
+            drafts,
+            float(optimum[at]),
+            float(optimum[len(DRAFTS) + at]),
+            float(best[drafts - 1]),
+            float(matched[:, at].mean()),
+            float(rejected[:, at].mean()),
+            0.5 / (len(p) * draws) ** 0.5,  # at most
+        )
+        for at, drafts in enumerate(DRAFTS)
+    ]
+
+
+def simulate(p: Tensor, q: Tensor, draws: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Shares of draws in which the rules `match` and `rejection` emit a draft, (P, len(DRAFTS)) each."""
+    pairs, size = p.shape
+    words = token_words(torch.arange(size, device=p.device))
+    keys = row_keys(seed, pairs * draws, device=p.device)
+    coupled, drawing, residual = (gumbel(keys, torch.full_like(keys, use), words).double() for use in range(3))
+    p, q = (x.repeat_interleave(draws, 0) for x in (p, q))
+    choices = (p.log() + coupled).argmax(-1, keepdim=True)
+    foreseen, drawn = ((q.log() + noise).topk(max(DRAFTS), -1).indices for noise in (coupled, drawing))
+    uniforms = torch.rand(drawn.shape, generator=torch.Generator().manual_seed(seed), dtype=p.dtype).to(p.device)
+    shares: list[list[Tensor]] = [[], []]
+    for drafts in DRAFTS:
+        tokens = F.pad(foreseen[:, :drafts], (1, 0))
+        tree = TokenTree(tokens, torch.zeros_like(tokens).index_fill(1, torch.tensor(0, device=p.device), -1))
+        emitted = reject_in_turn(p, q, drawn[:, :drafts], uniforms[:, :drafts], residual)
+        hits = (
+            match(tree, choices.expand(-1, drafts + 1)).drafted > 0,
+            (drawn[:, :drafts] == emitted[:, None]).any(-1),
+        )
+        for rule, hit in enumerate(hits):
+            shares[rule].append(hit.double().view(pairs, draws).mean(-1))
+    return torch.stack(shares[0], -1), torch.stack(shares[1], -1)

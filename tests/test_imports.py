@@ -1,0 +1,95 @@
+"""The structure of the package: imports point one way, files are short, nothing imports a command."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+# Each may import from itself and from what stands before it.
+ORDER = (
+    "base",  # errors, files, bundled, parsing: the modules that lie beside the folders
+    "target",
+    "data",
+    "features",
+    "verification networks",
+    "drafters",
+    "generation",
+    "evaluation",
+    "training serving",
+    "cli",
+)
+LEVEL = {folder: level for level, folders in enumerate(ORDER) for folder in folders.split()}
+# They open the package, and name what it is made of.
+ENTRANCES = {"shape/__init__.py", "shape/__main__.py", "shape/custom_generate.py"}
+SOURCES = sorted(path for path in (ROOT / "shape").rglob("*.py") if "_bundled" not in path.parts)
+MOST_LINES = 500
+STILL_LONG = {
+    "eval/ablate.py",
+    "eval/analyze.py",
+    "eval/paper_tables.py",
+    "shape/generation/request.py",
+    "shape/target/model.py",
+}
+
+
+def module_of(path: Path) -> str:
+    return location(path).removesuffix(".py").replace("/", ".")
+
+
+def folder_of(module: str) -> str:
+    """The folder of a module of ours, or "base"."""
+    _, *rest = module.split(".")
+    return rest[0] if rest and rest[0] in LEVEL else "base"
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, module) of all imports of ours in a file: at its top, within functions, and for type checkers alone."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            named = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            named = [node.module or ""]
+            if node.module == "shape":
+                named = [f"shape.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from ((node.lineno, name) for name in named if name.partition(".")[0] in ("shape", "eval"))
+
+
+def location(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if location(path) not in ENTRANCES], ids=location)
+def test_imports_point_one_way(path):
+    own = folder_of(module_of(path))
+    wrong = [
+        f"{location(path)}:{line} imports {module}"
+        for line, module in imports(path)
+        if module.startswith("eval") or LEVEL[folder_of(module)] > LEVEL[own]
+    ]
+    assert not wrong
+
+
+def test_folders_of_one_level_do_not_import_each_other():
+    seen = {(folder_of(module_of(path)), folder_of(name)) for path in SOURCES for _, name in imports(path)}
+    assert not {(one, other) for one, other in seen if one != other and LEVEL[one] == LEVEL[other]}
+
+
+def test_nothing_imports_a_command():
+    others = [path for path in [*SOURCES, *(ROOT / "eval").rglob("*.py")] if "cli" not in path.parts]
+    wrong = [
+        f"{location(path)}:{line}"
+        for path in others
+        for line, module in imports(path)
+        if folder_of(module) == "cli" and location(path) not in ENTRANCES
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("folder", ["shape", "eval"])
+def test_no_file_is_long(folder):
+    lengths = {location(path): len(path.read_text().splitlines()) for path in (ROOT / folder).rglob("*.py")}
+    assert not {name: lines for name, lines in lengths.items() if lines > MOST_LINES and name not in STILL_LONG}
