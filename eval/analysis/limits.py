@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eval.analysis.optimal_acceptance import optimal_acceptance
 from eval.analysis.states import Progress
-from shape.networks.transport import optimal_acceptance
 from shape.verification.acceptance import match, reject_in_turn
 from shape.verification.noise import gumbel, sequence_keys, token_hashes
 from shape.verification.tree import TokenTree

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from shape.drafters.base import Committed, Drafter
 from shape.drafters.growing import Biases, grow_by_depth
 from shape.errors import TargetMismatch
-from shape.networks.base import Head, Known, MarkovBias, Predictor, Remembered, rotary_ahead
+from shape.networks.base import Head, Known, Predictor, Remembered
+from shape.networks.layers import MarkovBias, rotary_ahead
 from shape.networks.shape import windows
 from shape.target.identity import TargetIdentity
 from shape.target.model import Target

@@ -1,11 +1,4 @@
-"""How good what a decoder writes is, for lossy ways of decoding above all, beside the target's own text.
-
-Modes: `autoregressive`, the target's own text; `shape`, the predictor's drafts under the lossless rule "match"; the
-name of another acceptance rule (`typical-lossy`, `trs-lossy`, `rejection`, ...); `drafter-alone`, where every drafted
-token is accepted unjudged (the target only computes the states that the predictor reads next: `trs-lossy` of a single
-path, which never refuses one); `beam`, transformers' beam search. All answer the same prompts with the same seeds, and
-the autoregressive answer is the context of the next turn for all.
-"""
+"""How good the text of a decoder is, for lossy ways of decoding above all, beside the target's own (`shape quality`)."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -279,9 +272,9 @@ def _check(options: QualityOptions) -> None:
         if value is not None and value < least:
             raise ConfigError(f"{name} is {value}; give at least {least}")
     if unknown := [mode for mode in options.methods if mode not in MODES]:
-        raise ConfigError(f"mode {unknown[0]!r} is unknown; use some of {', '.join(MODES)}")
+        raise ConfigError(f"method {unknown[0]!r} is unknown; use some of {', '.join(MODES)}")
     if AUTOREGRESSIVE not in options.methods:
-        raise ConfigError(f"the modes hold nothing to compare with; add {AUTOREGRESSIVE}")
+        raise ConfigError(f"the methods hold nothing to compare with; add {AUTOREGRESSIVE}")
     temperatures = several(options.temperature)
     if min(temperatures, default=-1) < 0:
         raise ConfigError(f"temperature is {options.temperature}; give one or more, none below 0")
