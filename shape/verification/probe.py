@@ -249,9 +249,7 @@ def _tree_failure(target: Target, support: Support, prompt: Tensor, drafts: Tens
 
 
 def _far_failure(target: Target, support: Support, tree: TokenTree, allowed: float) -> str | None:
-    """One tree behind a long text, against its paths under the model's own masks, which must not show what its own cache
-    drops.
-    """
+    """One tree behind a long text, against its paths under the model's own masks and its own cache."""
     if support.mode == "tree" and (window := too_wide(target)) is not None:
         return f"its window of {window} tokens is wider than can be looked beyond"
     if (length := far(target, tree.size)) is None:
