@@ -56,7 +56,7 @@ def test_places_from_a_file(tiny_target_folder, tmp_path, capsys):
         "device_map: {model: cpu, lm_head: cpu}\n"
     )
     generate(["--config", str(options)])
-    assert "acceptance length" in capsys.readouterr().out
+    assert "acceptance length" in capsys.readouterr().err
 
 
 def test_a_drafter_on_a_device_that_is_named():
