@@ -8,7 +8,7 @@
 3. *Refinement*: what the entropic plan adds to a trained predictor's read-out (section 3.2); needs a predictor whose
    refinement is "sinkhorn", which may be another one (`--refined`).
 4. *Transition*: how far K_t^T p_t is from p_{t+n} at finite iterations (section 2.2).
-5. *Acceptance*: the transport optimum for 1, 2 and 4 drafts (`shape.networks.transport.optimal_acceptance`), beside
+5. *Acceptance*: the transport optimum for 1, 2 and 4 drafts (`eval.analysis.optimal_acceptance`), beside
    what the rules of this package reach for the same pairs of distributions.
 6. *Losses*: the transport loss (`shape.training.losses.sinkhorn`) beside KL and total variation, by value and gradient.
 

@@ -22,6 +22,7 @@ import torch
 from eval import commands
 from shape import bundled
 from shape.data.conversations import Prompt, evenly
+from shape.data.options import CompileOptions
 from shape.data.reading import load_conversations, load_prompts
 from shape.drafters import (
     CompressedDrafter,
@@ -34,7 +35,7 @@ from shape.drafters import (
 )
 from shape.drafters.compressed import compress, own_texts
 from shape.drafters.geodesic import PATHS
-from shape.drafters.recipes.compile import CompileOptions, compile_pack
+from shape.drafters.recipes.compile import compile_pack
 from shape.drafters.recipes.drafter import RecipeDrafter
 from shape.drafters.recipes.pack import Pack
 from shape.evaluation.markdown import markdown, show

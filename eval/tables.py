@@ -226,7 +226,7 @@ RUNS: dict[str, tuple[Run, tuple[str, ...]]] = {
     "batches": (_batches, ("3",)),
     "quality": (_quality, ("4", "5", "10", "12")),
     "refinement": (partial(_ablation, name="refinement"), ("6",)),
-    "grid": (partial(_ablation, name="lookahead"), ("7",)),
+    "grid": (partial(_ablation, name="trees"), ("7",)),
     "latency": (_latency, ("8",)),
     "lookahead": (_lookaheads, ("11",)),
     "strategies": (

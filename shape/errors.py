@@ -11,8 +11,9 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "Timed out waiting")
 # What only an extra brings, by the extra's name.
 _EXTRAS = {
-    "train": {"pytorch_lightning", "lightning_fabric", "datasets", "torchmetrics", "tensorboard", "fsspec", "ot"},
-    "eval": {"lm_eval", "matplotlib"},
+    "train": {"pytorch_lightning", "lightning_fabric", "datasets", "torchmetrics", "tensorboard", "fsspec"},
+    "plots": {"matplotlib"},
+    "eval": {"lm_eval"},
     "quant": {"torchao", "optimum", "bitsandbytes"},
 }
 

@@ -5,8 +5,10 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 import zipfile
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,62 @@ def test_the_status_page_names_every_source_system():
     headings = [line for line in (ROOT / "docs/status.md").read_text().splitlines() if line.startswith("## ")]
     for system in ("SHAPE", "Torch-Velocity", "OpenVINO", "Recipe packs", "OTT-Decode", "Peers"):
         assert any(system in heading for heading in headings), system
+
+
+EXTRAS = {
+    "train": ("pytorch_lightning", "lightning_fabric", "datasets", "torchmetrics", "tensorboard"),
+    "plots": ("matplotlib",),
+    "eval": ("lm_eval",),
+    "quant": ("torchao", "optimum", "bitsandbytes"),
+    "test": ("ot", "hypothesis"),
+}
+# Makes the modules of all extras look as if they were not installed.
+WITHOUT_EXTRAS = f"""
+import sys
+for name in {sorted(chain.from_iterable(EXTRAS.values()))}:
+    sys.modules[name] = None
+from shape.cli.main import main
+main(sys.argv[1:])
+"""
+
+
+def without_extras(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WITHOUT_EXTRAS, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_extras_are_those_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {"train", "plots", "eval", "quant", "all", "test", "docs"} == project["optional-dependencies"].keys()
+    assert project["version"] == "0.2.0" and project["scripts"] == {"shape": "shape.cli.main:main"}
+
+
+def test_what_decoding_needs_installs_alone(tiny_target_folder, tiny_predictor_folder, tmp_path):
+    """Answers, measurements and checks without Lightning, datasets or matplotlib."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Hello"}\n{"prompt": "Hi there"}\n')
+    short = ["--target", tiny_target_folder, "--max_new_tokens", "4"]
+    trained = ["--predictor", tiny_predictor_folder]
+    bench = ["--prompts", prompts, "--methods", "[autoregressive,shape]", "--warmup", "0", "--output", tmp_path / "b"]
+    for arguments in (
+        ["generate", *short, *trained, "--prompt", "Hello"],
+        ["bench", *short, *trained, *bench],
+        ["check", *short, "--prompts", prompts, "--limit", "1", "--drafter", "[ngram]"],
+    ):
+        done = without_extras(*arguments)
+        assert done.returncode == 0, (arguments, done.stderr[-2000:])
+
+
+@pytest.mark.parametrize(
+    ("extra", "arguments"),
+    [("train", ["train", "--limit", "4"]), ("eval", ["harness"]), ("plots", ["report", "RESULTS"])],
+)
+def test_a_missing_extra_is_one_sentence(extra, arguments, tmp_path):
+    results = tmp_path / "results"
+    results.mkdir()
+    done = without_extras(*[results if each == "RESULTS" else each for each in arguments])
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr[-2000:]
+    assert f"pip install 'shape-decoding[{extra}]'" in done.stderr
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import BitsAndBytesConfig, LlamaForCausalLM, PreTrainedModel, TorchAoConfig
+from transformers import BitsAndBytesConfig, LlamaForCausalLM, PreTrainedModel, QuantoConfig, TorchAoConfig
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -300,18 +300,26 @@ def _torchao() -> TorchAoConfig:
     return TorchAoConfig(Int8WeightOnlyConfig())
 
 
+def _quanto() -> QuantoConfig:
+    return QuantoConfig(weights="int8")
+
+
 def _nf4() -> BitsAndBytesConfig:
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("package", "config"), [("torchao", _torchao), ("bitsandbytes", _nf4)])
+@pytest.mark.parametrize(
+    ("package", "config"), [("torchao", _torchao), ("bitsandbytes", _nf4), ("optimum.quanto", _quanto)]
+)
 def test_quantisers_that_are_installed(tmp_path, package, config: Callable[[], Any]):
     """On the shipped target: 4-bit blocks do not fit into smaller matrices."""
-    pytest.importorskip(package, reason=f"{package} is not installed; it is no dependency")
+    pytest.importorskip(package, reason=f"{package} is not installed: pip install 'shape-decoding[quant]'")
     folder = bundled.resolve("quickstart-target")
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config())
     assert_same_as_plain(model)
+    if not model.hf_quantizer.is_serializable():  # quanto's
+        return
     model.save_pretrained(tmp_path)
     loaded = Target.load(tmp_path)
     assert loaded.model.config.quantization_config is not None
@@ -320,7 +328,7 @@ def test_quantisers_that_are_installed(tmp_path, package, config: Callable[[], A
 
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt")
 def test_outliers_taken_out_of_8_bit_products_are_reported(tiny_target_folder):
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed; it is no dependency")
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install 'shape-decoding[quant]'")
     config = BitsAndBytesConfig(load_in_8bit=True)
     model = LlamaForCausalLM.from_pretrained(tiny_target_folder, dtype=torch.float32, quantization_config=config)
     with pytest.warns(UserWarning, match=r"change each other"):

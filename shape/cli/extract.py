@@ -17,14 +17,22 @@ from shape.features.trainer import quiet
 from shape.parsing import CommandParser, command_parser, options_of
 
 COMMON = (
-    *("target", "data", "output", "limit", "max_length", "layers", "batch_size", "dtype", "feature_dtype"),
-    *("conversations", "tokens", "disk_gigabytes"),
+    "target",
+    "data",
+    "output",
+    "limit",
+    "max_length",
+    "layers",
+    "batch_size",
+    "dtype",
+    "feature_dtype",
+    "dry_run",
 )
 _DRY_RUN = ("--dry_run", "--dry-run")
 
 
 def parser(kind: type = ExtractOptions) -> CommandParser:
-    parser = command_parser("extract", __doc__, kind, COMMON)
+    parser = command_parser("extract", __doc__, kind, COMMON if kind is ExtractOptions else ())
     parser.add_argument(*_DRY_RUN, action="store_true", help="say what it would take, and do nothing")
     return parser
 

@@ -1,68 +1,82 @@
-"""Recipe packs: what the target writes again and again on a task, compiled from its own samples, looked up without a
-model.
+"""`shape recipes`: packs of what the target writes again and again on a task, to be drafted from without a model.
 
-    python -m shape.recipes compile --target T --prompts P --output task.pack
-    python -m shape.recipes inspect task.pack
-    python -m shape.recipes merge one.pack other.pack --output both.pack
+    shape recipes compile --target T --prompts P --output task.pack
+    shape recipes inspect task.pack
+    shape recipes merge one.pack other.pack --output both.pack
 
 A recipe says which tokens follow some others (Kolm's "recipe speculative decoding"). Kept are the sub-sequences on
 which all samples of a prompt agree, so that what varies from one answer to the next is in no recipe.
 """
 
 from collections.abc import Sequence
-from dataclasses import fields
+from typing import Any
 
-from jsonargparse import ArgumentParser
-
-from shape.drafters.recipes.compile import CompileOptions, compile_pack
-from shape.drafters.recipes.pack import Pack, inspect, merged
+from shape.data.options import CompileOptions
 from shape.errors import exit_on_error
-from shape.generation.decoder import ShapeDecoder
-from shape.target.loading import of_target
-from shape.target.model import Target, announce
+from shape.parsing import CommandParser, command_parser, options_of
 from shape.target.options import PlacedOptions
 
+COMMON = ("target", "prompts", "output", "samples", "temperature", "max_new_tokens", "limit", "seed", "dtype", "device")
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = ArgumentParser(prog="python -m shape.recipes", description=(__doc__ or "").splitlines()[0])
+
+def parser() -> CommandParser:
+    parser = command_parser("recipes", __doc__, usage="compile|inspect|merge [options]", config=False)
     commands = parser.add_subcommands()
-    reader = ArgumentParser(description="Compile a pack from the target's own answers.")
-    reader.add_class_arguments(CompileOptions)
-    commands.add_subcommand("compile", reader)
-    reader = ArgumentParser(description="Say what a pack holds.")
+    told = "Compile a pack from the target's own answers."
+    commands.add_subcommand("compile", command_parser("recipes compile", told, CompileOptions, COMMON))
+    reader = command_parser("recipes inspect", "Say what a pack holds.", usage="PACK [options]", config=False)
     reader.add_argument("pack", type=str, help="a file that compile has written")
     reader.add_argument("--show", type=int, default=10, help="so many recipes, the most frequent")
-    reader.add_argument(
-        "--target", type=str | None, default=None, help="shows text for tokens; default: that of the pack"
-    )
-    reader.add_class_arguments(PlacedOptions)
+    reader.add_argument("--target", type=str | None, help="shows text for tokens; default: that of the pack")
+    reader.add_class_arguments(PlacedOptions, as_group=False)
     commands.add_subcommand("inspect", reader)
-    reader = ArgumentParser(description="Make one pack of several.")
+    reader = command_parser("recipes merge", "Make one pack of several.", usage="PACK PACK... --output", config=False)
     reader.add_argument("packs", type=str, nargs="+", help="files that compile has written")
     reader.add_argument("--output", type=str, required=True, help="the file to write")
     reader.add_argument("--most", type=int, default=15_000, help="recipes kept, the most frequent")
     commands.add_subcommand("merge", reader)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     with exit_on_error():
-        values = parser.parse_args(arguments)
-        if values.subcommand == "compile":
-            options = CompileOptions(**values.compile.as_dict())
-            options.check()
-            decoder = ShapeDecoder.from_pretrained(
-                target=options.target, dtype=options.dtype, drafter="suffix", **of_target(options)
-            )
-            announce(decoder.target)
-            compile_pack(options, decoder.target, decoder.generate)
-            print(inspect(options.output, 0, None))
-        elif values.subcommand == "inspect":
-            pack = Pack.load(values.inspect.pack)
-            loading = PlacedOptions(**{entry.name: values.inspect[entry.name] for entry in fields(PlacedOptions)})
-            target = Target.load(values.inspect.target or pack.target.name, **of_target(loading))
-            pack.require(target, f"pack {values.inspect.pack}")
-            print(inspect(values.inspect.pack, values.inspect.show, target))
-        else:
-            packs = [Pack.load(path) for path in values.merge.packs]
-            merged(packs, values.merge.most).save(values.merge.output)
-            print(inspect(values.merge.output, 0, None))
+        values = parser().parse_args(arguments)
+        {"compile": _compile, "inspect": _inspect, "merge": _merge}[values.subcommand](values[values.subcommand])
+
+
+def _compile(values: Any) -> None:
+    from shape.drafters.recipes.compile import compile_pack
+    from shape.drafters.recipes.pack import inspect
+    from shape.generation.decoder import ShapeDecoder
+    from shape.target.loading import of_target
+    from shape.target.model import announce
+
+    options = options_of(CompileOptions, values)
+    options.check()
+    decoder = ShapeDecoder.from_pretrained(
+        target=options.target, dtype=options.dtype, drafter="suffix", **of_target(options)
+    )
+    announce(decoder.target)
+    compile_pack(options, decoder.target, decoder.generate)
+    print(inspect(options.output, 0, None))
+
+
+def _inspect(values: Any) -> None:
+    from shape.drafters.recipes.pack import Pack, inspect
+    from shape.target.loading import of_target
+    from shape.target.model import Target
+
+    pack = Pack.load(values.pack)
+    target = Target.load(values.target or pack.target.name, **of_target(options_of(PlacedOptions, values)))
+    pack.require(target, f"pack {values.pack}")
+    print(inspect(values.pack, values.show, target))
+
+
+def _merge(values: Any) -> None:
+    from shape.drafters.recipes.pack import Pack, inspect, merged
+
+    merged([Pack.load(path) for path in values.packs], values.most).save(values.output)
+    print(inspect(values.output, 0, None))
 
 
 if __name__ == "__main__":

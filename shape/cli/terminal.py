@@ -16,6 +16,7 @@ from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
+from shape.generation.loading import of_draft_length
 from shape.generation.options import GenerateOptions
 from shape.generation.rules import Rule, make_rule
 from shape.generation.stats import DecodeStats
@@ -157,8 +158,8 @@ def load(options: GenerateOptions) -> ShapeDecoder:
         drafter=options.drafter,
         tree=options.tree,
         draft_device=options.draft_device,
-        lookahead=options.num_draft_tokens,
         pack=options.pack,
+        **of_draft_length(options.num_draft_tokens),
         **of_pair(options),
     )
     alone = predictor is None and options.drafter is None and options.pack is None

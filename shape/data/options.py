@@ -1,9 +1,10 @@
-"""What to read, show and answer. Nothing heavy is imported, so that help is quick."""
+"""What to read, show, answer and compile. Nothing heavy is imported, so that help is quick."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shape.errors import ConfigError
+from shape.target.options import PlacedOptions
 
 
 @dataclass(kw_only=True)
@@ -58,3 +59,48 @@ class PreviewOptions:
     limit: int = 1000
     skip_bad_rows: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+@dataclass(kw_only=True)
+class CompileOptions(PlacedOptions):
+    """What to compile a pack from.
+
+    Attributes:
+        target: path, hub id or bundled name of the target.
+        prompts: JSON lines with turns, messages or prompt: of the task that the pack is for.
+        output: the file to write.
+        samples: answers per prompt that have to agree.
+        temperature: of these samples.
+        max_new_tokens: longest answer.
+        prefix: tokens that are looked up.
+        depth: longest continuation.
+        most: recipes kept, the most frequent.
+        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
+        limit: at most so many prompts.
+        misses: log of a drafter that used an earlier pack; what it says at least twice becomes a recipe.
+        seed: of the sampling.
+        dtype: of the target.
+    """
+
+    target: str
+    prompts: str
+    output: str
+    samples: int = 3
+    temperature: float = 0.7
+    max_new_tokens: int = 128
+    prefix: int = 4
+    depth: int = 12
+    most: int = 15_000
+    chat_template_kwargs: dict[str, Any] | None = None
+    limit: int | None = None
+    misses: list[str] = field(default_factory=list)
+    seed: int = 0
+    dtype: str | None = None
+
+    def check(self) -> None:
+        """Raises ConfigError for the first value out of range."""
+        for name in ("samples", "max_new_tokens", "prefix", "depth", "most"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; give a positive number")
+        if self.temperature < 0:
+            raise ConfigError(f"temperature is {self.temperature}; give 0 or more")

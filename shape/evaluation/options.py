@@ -1,7 +1,7 @@
 """What the commands that measure can be asked for: bench, check, efficiency and quality. Nothing heavy is imported."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from shape.evaluation.sandbox import Limits
 from shape.generation.options import TrsParameters, TypicalParameters
@@ -48,7 +48,8 @@ class BenchOptions(PairOptions):
             default: where there is room.
         draft_device: where the predictors draft, for example cuda:1 or cpu; default: beside the target.
         tree: shape of the predictors' token trees; default: each predictor's own.
-        num_draft_tokens: length of the drafts of smaller models: adaptive, cost, or a number.
+        num_draft_tokens: drafted tokens per step at most; of smaller models that draft adaptive (the default) or cost
+            too.
         pack: recipes that the method recipes looks up.
         label: heading of the table.
         fall_back: decode without drafts for a while where drafting does not pay; false always drafts, a number is the
@@ -75,7 +76,7 @@ class BenchOptions(PairOptions):
     prepacked: bool | None = None
     draft_device: str | None = None
     tree: TreeShape | None = None
-    num_draft_tokens: str = "adaptive"
+    num_draft_tokens: int | Literal["adaptive", "cost"] | None = None
     pack: str | None = None
     label: str = ""
     fall_back: bool | float = True

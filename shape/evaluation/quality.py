@@ -272,9 +272,9 @@ def _check(options: QualityOptions) -> None:
         if value is not None and value < least:
             raise ConfigError(f"{name} is {value}; give at least {least}")
     if unknown := [mode for mode in options.methods if mode not in MODES]:
-        raise ConfigError(f"mode {unknown[0]!r} is unknown; use some of {', '.join(MODES)}")
+        raise ConfigError(f"method {unknown[0]!r} is unknown; use some of {', '.join(MODES)}")
     if AUTOREGRESSIVE not in options.methods:
-        raise ConfigError(f"the modes hold nothing to compare with; add {AUTOREGRESSIVE}")
+        raise ConfigError(f"the methods hold nothing to compare with; add {AUTOREGRESSIVE}")
     temperatures = several(options.temperature)
     if min(temperatures, default=-1) < 0:
         raise ConfigError(f"temperature is {options.temperature}; give one or more, none below 0")

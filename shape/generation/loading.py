@@ -40,6 +40,13 @@ class DrafterOptions:
     pack: str | Path | None = None
 
 
+def of_draft_length(given: int | str | None) -> dict[str, Any]:
+    """The option `num_draft_tokens` of a command, as options of ``ShapeDecoder.from_pretrained``."""
+    if given is None:
+        return {}
+    return {"lookahead": given} if isinstance(given, str) else {"num_draft_tokens": given}
+
+
 def load_pair(
     source: TargetSource | None,
     target: TargetSource | None,

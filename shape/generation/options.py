@@ -1,7 +1,7 @@
 """Options of commands that decode. Nothing heavy is imported, so that help is quick."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from shape.data.options import AnswerOptions
 from shape.errors import ConfigError
@@ -77,7 +77,8 @@ class GenerateOptions(PairOptions):
         dtype: of the target, for example float32 or bfloat16; default: its checkpoint's.
         draft_device: where the predictor drafts, for example cuda:1 or cpu; default: beside the target.
         tree: shape of the predictor's token tree; default: the predictor's own.
-        num_draft_tokens: length of the drafts of a smaller model: adaptive, cost, or a number.
+        num_draft_tokens: drafted tokens per step at most; of a smaller model that drafts adaptive (the default) or cost
+            too.
         pack: recipes to look up, by themselves (--drafter recipes) or before the predictor.
         trace: write what became of every drafted and emitted token to this file, as JSON lines (of a chat: the last
             answer's).
@@ -103,7 +104,7 @@ class GenerateOptions(PairOptions):
     dtype: str | None = None
     draft_device: str | None = None
     tree: TreeShape | None = None
-    num_draft_tokens: str = "adaptive"
+    num_draft_tokens: int | Literal["adaptive", "cost"] | None = None
     pack: str | None = None
     trace: str | None = None
     show_draft: bool = False

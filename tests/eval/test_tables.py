@@ -1,6 +1,7 @@
 """The paper's tables: each from results that are there, and from what is measured where they are missing."""
 
 import json
+from functools import partial
 
 import pytest
 from helpers import ROOT
@@ -9,6 +10,7 @@ from eval import tables
 from eval.found import Found
 from eval.paper_tables import NUMBERS, Table, is_missing, made, render
 from eval.tables import RUNS, TablesOptions, run
+from shape import bundled
 from shape.errors import ConfigError
 
 COMMITTED = ROOT / "eval" / "results"
@@ -34,6 +36,12 @@ def test_every_table_of_the_paper_has_a_maker_and_a_way_to_be_measured():
     assert measured == set(NUMBERS) - {"G.3"}  # which every training and every predictor tells by itself
     for number in NUMBERS:
         assert number in made(Found(), [number])[0].numbers and is_missing(Found(), number)
+
+
+def test_ablations_that_tables_are_made_of_have_a_configuration():
+    named = {run.keywords["name"] for run, _ in RUNS.values() if isinstance(run, partial) and "name" in run.keywords}
+    assert named == {"refinement", "trees"}
+    assert all(bundled.path("configs", "ablations", f"{name}.yaml").exists() for name in named)
 
 
 def test_figures_are_those_of_the_results(committed):

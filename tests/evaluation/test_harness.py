@@ -1,7 +1,6 @@
 """`ShapeDecoder` as lm-evaluation-harness's model: local tasks, against that library's own class for the model."""
 
 import json
-import runpy
 import sys
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from shape.cli.harness import main
 from shape.errors import TargetMismatch
-from shape.evaluation import harness
 from shape.evaluation.harness import ShapeLM
 
 GENERATE = """
@@ -98,8 +97,8 @@ def test_sampled_text_follows_the_seed_alone(models):
 def test_the_command_is_that_of_the_library(tiny_predictor_folder, tiny_target_folder, tasks, tmp_path, monkeypatch):
     given = f"predictor={tiny_predictor_folder},target={tiny_target_folder},dtype=float32"
     arguments = ["--model", "shape", "--model_args", given, "--tasks", "tiny_choose", "--include_path", str(tasks)]
-    monkeypatch.setattr(sys, "argv", ["lm_eval", *arguments, "--output_path", str(tmp_path)])
-    harness.main()
+    monkeypatch.setattr(sys, "argv", ["shape harness"])
+    main([*arguments, "--output_path", str(tmp_path)])
     (path,) = tmp_path.rglob("results_*.json")
     record = json.loads(path.read_text())
     assert record["config"]["model"] == "shape" and "acc,none" in record["results"]["tiny_choose"]
@@ -113,7 +112,8 @@ def test_a_predictor_of_another_target_is_refused(tiny_predictor_folder):
 def test_without_the_library_it_is_said_what_to_install(monkeypatch, capsys):
     for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
         monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "shape.evaluation.harness")
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(harness.__file__, run_name="__main__")
+        main([])
     assert ended.value.code == 2
-    assert "install it with pip install 'shape-decoding[eval]'" in capsys.readouterr().err
+    assert "pip install 'shape-decoding[eval]'" in capsys.readouterr().err

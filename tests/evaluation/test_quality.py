@@ -109,7 +109,7 @@ def test_programs_are_run_only_where_that_is_allowed(options, tmp_path):
 
 
 def test_an_interrupted_measurement_goes_on(options, tmp_path, monkeypatch):
-    only = {"modes": ["autoregressive", "drafter-alone"], "temperature": [0.0]}
+    only = {"methods": ["autoregressive", "drafter-alone"], "temperature": [0.0]}
     whole = run(options(**only)).records
     append, calls = Journal.append, []
 
@@ -128,9 +128,9 @@ def test_an_interrupted_measurement_goes_on(options, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"modes": ["autoregressive", "best"]}, "mode 'best' is unknown"),
-        ({"modes": ["shape"]}, "nothing to compare with; add autoregressive"),
-        ({"modes": ["autoregressive", "beam"], "temperature": [1.0]}, "beam search is greedy"),
+        ({"methods": ["autoregressive", "best"]}, "method 'best' is unknown"),
+        ({"methods": ["shape"]}, "nothing to compare with; add autoregressive"),
+        ({"methods": ["autoregressive", "beam"], "temperature": [1.0]}, "beam search is greedy"),
         ({"temperature": []}, "give one or more"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"max_new_tokens": 256}, "no prompt leaves room"),

@@ -6,7 +6,6 @@ What varies from one answer to the next is in no recipe (Kolm's "recipe speculat
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,13 @@ from torch import Tensor, ones_like
 from tqdm import tqdm
 
 from shape.data.conversations import evenly
+from shape.data.options import CompileOptions
 from shape.data.reading import load_prompts
 from shape.drafters.recipes.pack import Counts, Pack, pack_of
 from shape.drafters.suffix import SuffixAutomaton
-from shape.errors import CheckpointError, ConfigError
+from shape.errors import CheckpointError
 from shape.files import reading, typed
 from shape.target.model import Target
-from shape.target.options import PlacedOptions
 
 
 def agreed(samples: Sequence[Sequence[int]], shortest: int) -> Iterator[tuple[int, ...]]:
@@ -51,51 +50,6 @@ def recipes_of(stretches: Iterable[Sequence[int]], prefix: int, depth: int) -> C
         for at in range(prefix, len(stretch)):
             found[tuple(stretch[at - prefix : at]), tuple(stretch[at : at + depth])] += 1
     return found
-
-
-@dataclass(kw_only=True)
-class CompileOptions(PlacedOptions):
-    """What to compile a pack from.
-
-    Attributes:
-        target: path, hub id or bundled name of the target.
-        prompts: JSON lines with turns, messages or prompt: of the task that the pack is for.
-        output: the file to write.
-        samples: answers per prompt that have to agree.
-        temperature: of these samples.
-        max_new_tokens: longest answer.
-        prefix: tokens that are looked up.
-        depth: longest continuation.
-        most: recipes kept, the most frequent.
-        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
-        limit: at most so many prompts.
-        misses: log of a drafter that used an earlier pack; what it says at least twice becomes a recipe.
-        seed: of the sampling.
-        dtype: of the target.
-    """
-
-    target: str
-    prompts: str
-    output: str
-    samples: int = 3
-    temperature: float = 0.7
-    max_new_tokens: int = 128
-    prefix: int = 4
-    depth: int = 12
-    most: int = 15_000
-    chat_template_kwargs: dict[str, Any] | None = None
-    limit: int | None = None
-    misses: list[str] = field(default_factory=list)
-    seed: int = 0
-    dtype: str | None = None
-
-    def check(self) -> None:
-        """Raises ConfigError for the first value out of range."""
-        for name in ("samples", "max_new_tokens", "prefix", "depth", "most"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; give a positive number")
-        if self.temperature < 0:
-            raise ConfigError(f"temperature is {self.temperature}; give 0 or more")
 
 
 def compile_pack(options: CompileOptions, target: Target, generate: Callable[..., Any]) -> Pack:

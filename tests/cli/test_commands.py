@@ -1,0 +1,155 @@
+"""All commands from outside: how they are found, what their help shows, and what they make of typing mistakes."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+
+import pytest
+from helpers import ROOT
+
+from shape.cli import main as shape
+from shape.parsing import RENAMED, CommandParser, command_parser, options_of
+from shape.training.parsing import parser as train_parser
+
+FOREIGN = ("harness",)  # lm-evaluation-harness has its own parser
+OURS = [name for name in shape.COMMANDS if name not in FOREIGN]
+
+
+def parser_of(name: str) -> CommandParser:
+    module = import_module(f"shape.cli.{name}")
+    return train_parser(None, module.__doc__, module.COMMON) if name == "train" else module.parser()
+
+
+@dataclass
+class Example:
+    """Options of a command.
+
+    Attributes:
+        batch_size: at once.
+        rare: seldom used.
+    """
+
+    batch_size: int = 1
+    rare: float = 0.5
+
+
+@pytest.fixture
+def example() -> CommandParser:
+    return command_parser("example", "`shape example`: shows this. And more.", Example, ("batch_size",))
+
+
+@pytest.fixture
+def output(capsys) -> Callable[..., str]:
+    """What a command prints that ends by itself."""
+
+    def run(*arguments: str, status: int = 0) -> str:
+        try:
+            shape.main(arguments)
+        except SystemExit as end:
+            assert (end.code or 0) == status
+        else:
+            assert status == 0
+        captured = capsys.readouterr()
+        return captured.err if status else captured.out
+
+    return run
+
+
+def test_every_file_is_a_command_of_the_overview(output):
+    files = {path.stem for path in (ROOT / "shape" / "cli").glob("[a-z]*.py")} - {"main", "terminal"}
+    assert set(shape.COMMANDS) == files and len(shape.COMMANDS) == len(files)
+    text = output("--help")
+    assert text == output()
+    for name in shape.COMMANDS:
+        (line,) = (line for line in text.splitlines() if line.split()[:1] == [name])
+        assert len(line) <= 120 and line.endswith("."), line
+
+
+def test_no_command_is_imported_for_the_overview():
+    heavy = "assert not {'torch', 'transformers', 'shape.cli.generate'} & set(sys.modules)"
+    code = f"import sys; from shape.cli.main import main; main(['--help']); {heavy}"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_help_imports_nothing_heavy(name):
+    """Which is what makes it quick; `--help` and every mistake on the command line end before torch is needed."""
+    modules = "{'torch', 'transformers', 'numba', 'pytorch_lightning', 'datasets', 'matplotlib'}"
+    code = (
+        f"import sys\nfrom shape.cli.main import main\ntry: main(['{name}', '--help'])\n"
+        f"except SystemExit as end: assert not end.code\nassert not {modules} & set(sys.modules), sorted(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-1000:]
+    assert done.stdout.startswith(f"usage: shape {name}")
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_short_help_is_a_part_of_all_help(name):
+    parser = parser_of(name)
+    few, every = parser.format_short_help(), parser.format_help()
+    known = {action.dest for action in parser._actions}
+    assert parser.common <= known and len(parser.common) <= 15
+    for option in parser.common:
+        assert f"--{option}" in few or option in few
+    if parser.common:
+        assert "--help-all" in few and len(few) < len(every)
+    else:
+        assert few == every
+
+
+def test_help_shows_the_defaults_that_apply(output):
+    shipped, own = output("train", "--help"), output("train", "--target", "T", "--help")
+    assert "default: 400" in shipped and "default: checkpoints/quickstart)" in " ".join(shipped.split())
+    assert "default: 400" not in own and "default: checkpoints/shape)" in " ".join(own.split())
+    assert "--losses.mse" in output("train", "--help-all") and "--losses.mse" not in shipped
+
+
+def test_mistakes_get_a_suggestion(output):
+    assert "unknown command generat; did you mean generate?" in output("generat", status=2)
+    assert "did you mean" not in output("xyz", status=2)
+    said = output("generate", "--promt", "x", status=2)
+    assert said.startswith("error: unknown option --promt; did you mean --prompt?") and said.count("\n") == 1
+    assert "did you mean --training.steps?" in output("train", "--steps", "5", status=2)
+    said = output("generate", "--max_new_tokens", "many", status=2)
+    assert said.startswith("error: --max_new_tokens: ") and "many" in said and said.count("\n") == 1
+    assert "did you mean" not in output("generate", "--qqqqqq", "1", status=2)
+
+
+def test_hyphens_are_underscores(example):
+    for given in (["--batch-size", "3"], ["--batch_size", "3"], ["--batch-size=3"]):
+        assert options_of(Example, example.parse_args(given)) == Example(batch_size=3)
+
+
+def test_names_of_the_version_before_still_work(example):
+    for given in (["--rows", "3"], ["--batches=3"]):
+        with pytest.warns(FutureWarning, match=r"--(rows|batches) is now --batch_size"):
+            assert example.parse_args(given).batch_size == 3
+    with pytest.raises(SystemExit):  # dtype is no option here, so its old name is none either
+        example.parse_args(["--dtypes", "x"])
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_old_names_are_old(old):
+    """No command has an option of an old name; each new one is some command's."""
+    names = {action.dest for name in OURS for action in parser_of(name)._actions}
+    assert old not in names and RENAMED[old] in names
+
+
+def test_one_name_for_one_thing():
+    """What several commands take is called the same, whatever they do with it."""
+    unwanted = {"rows", "batch", "batches", "dtypes", "temperatures", "drafters", "model_dtype", "max_tokens", "out"}
+    for name in OURS:
+        names = {action.dest for action in parser_of(name)._actions}
+        assert not names & unwanted, name
+
+
+def test_python_m_is_the_same():
+    for command in (
+        [sys.executable, "-m", "shape", "check", "--help"],
+        [sys.executable, "-m", "shape.check", "--help"],
+    ):
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        assert text.startswith("usage: shape check")
