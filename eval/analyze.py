@@ -8,7 +8,7 @@
 3. *Refinement*: what the entropic plan adds to a trained predictor's read-out (section 3.2); needs a predictor whose
    refinement is "sinkhorn", which may be another one (`--refined`).
 4. *Transition*: how far K_t^T p_t is from p_{t+n} at finite iterations (section 2.2).
-5. *Acceptance*: the transport optimum for 1, 2 and 4 drafts (`shape.networks.transport.optimal_acceptance`), beside
+5. *Acceptance*: the transport optimum for 1, 2 and 4 drafts (`eval.analysis.optimal_acceptance`), beside
    what the rules of this package reach for the same pairs of distributions.
 6. *Losses*: the transport loss (`shape.training.losses.sinkhorn`) beside KL and total variation, by value and gradient.
 
@@ -17,19 +17,19 @@ the token it predicts does. Distributions are those of temperature 1.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from jsonargparse import CLI
 from rich.console import Console
 from rich.markdown import Markdown
 from torch import Tensor
 from tqdm import tqdm
 
+from eval import commands
 from eval.analysis.limits import DRAFTS, acceptances
 from eval.analysis.losses import SCALES, loss_family
 from eval.analysis.plans import read_outs, transitions
@@ -41,7 +41,7 @@ from shape.data.conversations import evenly
 from shape.data.encoding import Encoded, encode_all
 from shape.data.reading import load_conversations, load_prompts
 from shape.drafters import TrainedDrafter
-from shape.errors import ConfigError, DataError, exit_on_error
+from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.loading import load_predictor
@@ -233,10 +233,9 @@ def _write(
     draw(record, cosines, pairs, folder / "analysis.png")
 
 
-def main(options: AnalyzeOptions) -> None:
-    with exit_on_error():
-        Console().print(Markdown(report(run(options))))
+def main(arguments: Sequence[str] | None = None) -> None:
+    commands.run(lambda options: Console().print(Markdown(report(run(options)))), AnalyzeOptions, arguments)
 
 
 if __name__ == "__main__":
-    main(CLI(AnalyzeOptions, as_positional=False))
+    main()

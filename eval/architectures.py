@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jsonargparse import CLI
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers import __version__ as transformers_version
 from transformers.utils import logging
 
-from eval import families
+from eval import commands, families
 from eval.families import WINDOW
 from shape.drafters import AdversaryDrafter, OracleDrafter
 from shape.errors import UnsupportedTarget
@@ -254,12 +253,19 @@ def table(verdicts: Iterable[Verdict]) -> str:
     return markdown(head, rows)
 
 
-def main(output: str | None = None) -> None:
-    """Examine every family that transformers can build small.
+@dataclass
+class ArchitecturesOptions:
+    """Where to write.
 
     Args:
         output: Markdown file to write the table to.
     """
+
+    output: str | None = None
+
+
+def run(options: ArchitecturesOptions) -> None:
+    """Examine every family that transformers can build small."""
     logging.set_verbosity_error()
     verdicts = [examine(family) for family in tqdm([*FAMILIES, *others()], "architectures")]
     found, modes = table(verdicts), Counter(verdict.mode for verdict in verdicts)
@@ -273,9 +279,13 @@ def main(output: str | None = None) -> None:
         missing=modes["not built"],
     )
     print(found)
-    if output:
-        Path(output).write_text(f"{heading}\n{found}\n", encoding="utf-8")
+    if options.output:
+        Path(options.output).write_text(f"{heading}\n{found}\n", encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    commands.run(run, ArchitecturesOptions, arguments)
 
 
 if __name__ == "__main__":
-    CLI(main, as_positional=False)
+    main()

@@ -1,6 +1,6 @@
-"""Measures SHAPE and its rivals on chat-12m, an internal target that does not ship.
+"""Measures SHAPE and its baselines on chat-12m, an internal target that does not ship.
 
-    SHAPE_SHARED=/path/to/shared python eval/chat_12m.py WORK_FOLDER
+    SHAPE_SHARED=/path/to/shared python -m eval.chat_12m --work WORK_FOLDER
 
 Every eighth training dialogue of Schema-Guided Dialogue is answered by the target; all predictors learn from the same
 stored features for the same minutes (`configs/ablations/baselines.yaml`) and are measured on dialogues of the
@@ -10,23 +10,24 @@ is a command of the package, and what is finished is not done again. The tables 
 `ablations/rivals-chat-12m` and `chat-12m`.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from eval import commands
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "eval/results"
 EVERY = 8  # of 12,200 dialogues
 SUITES = ("mt_bench", "alpaca", "gsm8k", "humaneval", "qa", "summarization")
-PREDICTORS = {"default": "rivals/runs/shape-0", "paper": "rivals/runs/shape-paper-0"}
+PREDICTORS = {"default": "baselines/runs/shape-0", "paper": "baselines/runs/shape-paper-0"}
 ANSWERS = {"max_new_tokens": 128, "batch_size": 32}
 TABLES = {
     "sgd-bfloat16-t0": ("sgd-dev", "bfloat16", 0),
@@ -60,7 +61,7 @@ def prepare(shared: Path, work: Path) -> None:
         for row in read(shared / f"prompts/{suite}.jsonl")[::10]
     ]
     write(work / "mixed.jsonl", mixed)
-    for name, place in {"chat-12m": shared / "targets/chat-12m", **PREDICTORS}.items():
+    for name, place in {"chat-12m": str(shared / "targets/chat-12m"), **PREDICTORS}.items():
         (work / name).unlink(missing_ok=True)
         (work / name).symlink_to(place)
 
@@ -72,23 +73,34 @@ def up_to_a_question(row: dict[str, Any], index: int) -> dict[str, Any]:
     return {"id": row["id"], "conversations": turns[: questions[index % len(questions)] + 1]}
 
 
-def shape(command: str, *arguments: str | int, work: Path) -> None:
-    parts = [sys.executable, "-m", f"shape.{command}", *map(str, arguments)]
+def carry_out(module: str, *arguments: str | int, work: Path) -> None:
+    parts = [sys.executable, "-m", module, *map(str, arguments)]
     print("$ python", *parts[1:], flush=True)
     subprocess.run(parts, cwd=work, check=True, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
 
 
-def main() -> None:
-    shared, work = Path(os.environ["SHAPE_SHARED"]).resolve(), Path(sys.argv[1])
+@dataclass
+class Chat12mOptions:
+    """Where to work.
+
+    Args:
+        work: folder for everything that is made on the way.
+    """
+
+    work: str
+
+
+def run(options: Chat12mOptions) -> None:
+    shared, work = Path(os.environ["SHAPE_SHARED"]).resolve(), Path(options.work)
     work.mkdir(parents=True, exist_ok=True)
     prepare(shared, work)
-    rivals(work)
+    baselines(work)
     for folder, (prompts, dtype, temperature) in TABLES.items():
         output = RESULTS / "chat-12m" / folder
         if output.exists():
             continue
-        shape(
-            "bench", "--target", "chat-12m", *(f"--predictor={name}={name}" for name in PREDICTORS),
+        carry_out(
+            "shape.bench", "--target", "chat-12m", *(f"--predictor={name}={name}" for name in PREDICTORS),
             "--prompts", f"{prompts}.jsonl", "--dtype", dtype, "--temperature", temperature,
             "--max_new_tokens", 96, "--output", folder,
             "--label", f"Internal target chat-12m, {NAMES[prompts]}, {dtype}, temperature {temperature}",
@@ -97,20 +109,24 @@ def main() -> None:
         shutil.move(work / folder, output)
 
 
-def rivals(work: Path) -> None:
+def baselines(work: Path) -> None:
     output = RESULTS / "ablations/rivals-chat-12m"
     if output.exists():
         return
     answers = ",".join(f"regeneration.{name}={value}" for name, value in ANSWERS.items())
-    shape(
-        "evaluation.ablate", "baselines", "--target", "chat-12m", "--data", "train.jsonl",
-        "--measure.prompts", "sgd-dev.jsonl", "--override", f"[{answers}]", "--output", "rivals", "--jobs", 2,
-        "--title", "SHAPE and its rivals on chat-12m, which does not ship: the same time, the same features",
+    carry_out(
+        "eval.ablate", "baselines", "--target", "chat-12m", "--data", "train.jsonl",
+        "--measure.prompts", "sgd-dev.jsonl", "--override", f"[{answers}]", "--output", "baselines", "--jobs", 2,
+        "--title", "SHAPE and its baselines on chat-12m, which does not ship: the same time, the same features",
         work=work,
     )  # fmt: skip
     output.mkdir(parents=True)
     for name in ("ablation.json", "ablation.md"):
-        shutil.copy(work / "rivals" / name, output)
+        shutil.copy(work / "baselines" / name, output)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    commands.run(run, Chat12mOptions, arguments)
 
 
 if __name__ == "__main__":

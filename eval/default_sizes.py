@@ -1,27 +1,26 @@
 """What a draft of the default predictor costs beside a step of the target, by its width and what it drafts from.
 
-    python eval/default_sizes.py --output eval/results/sizes
+    python -m eval.default_sizes --output eval/results/sizes
 
 On random Llamas with the sizes of models that people have, and on the bundled target: costs do not depend on what was
-learned. Each line is a whole draft (8 deep, 12 nodes) and a plain step in turn, the lower quartile of many, in time of
-one thread's own, so that other work on the machine counts little; beside it is the share by weights read, which is
-what `shape.training.forecast` says where nothing is measured, and which of the lines the rule
-(`shape.training.defaults`) chooses.
+learned. Each line is a whole draft (8 deep, 12 nodes) and an autoregressive step in turn, the lower quartile of many,
+in time of one thread's own, so that other work on the machine counts little; beside it is the share by weights read,
+which is what `shape.training.forecast` says where nothing is measured, and which of the lines the rule
+(`shape.networks.sizing`) chooses.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import thread_time
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
+from eval import commands
+from eval.llamas import Widths, random_llama
 from shape.drafters import PREDICTORS, TrainedDrafter
 from shape.evaluation.environment import Environment
+from shape.evaluation.files import write_results
 from shape.evaluation.markdown import markdown
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.timing import draft_cost
@@ -31,21 +30,57 @@ from shape.training.defaults import network_config, resolve
 from shape.training.forecast import network_size, weights_read
 from shape.training.options import TrainOptions
 
-# hidden size, inner width, heads, heads of keys, blocks, vocabulary: SmolLM-135M, Qwen2.5-0.5B with Llama's layers
-SHAPES = {"135M": (576, 1536, 9, 3, 30, 49_152), "0.5B": (896, 4864, 14, 2, 24, 151_936)}
-WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+# SmolLM-135M, and Qwen2.5-0.5B with Llama's layers
+SHAPES = {
+    "135M": Widths(576, 1536, 9, 3, 30, 49_152, tie_word_embeddings=True),
+    "0.5B": Widths(896, 4864, 14, 2, 24, 151_936, tie_word_embeddings=True),
+}
 
 
-def load(name: str) -> Target:
-    if name not in SHAPES:
-        return Target.load(name, dtype="bfloat16")
-    torch.manual_seed(0)
-    *widths, vocabulary = SHAPES[name]
-    config = LlamaConfig(
-        **dict(zip(WIDTHS, widths, strict=True)), vocab_size=vocabulary, tie_word_embeddings=True,
-        max_position_embeddings=2048,
-    )  # fmt: skip
-    return Target.load(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), prepacked=True)
+@dataclass
+class SizesOptions:
+    """What to measure.
+
+    Args:
+        output: folder for sizes.json and sizes.md.
+        repeats: of each draft and step.
+        targets: bundled targets, or names of random ones.
+    """
+
+    output: str = "sizes-results"
+    repeats: int = 15
+    targets: list[str] = field(default_factory=lambda: ["quickstart-target", *SHAPES])
+
+
+@dataclass(frozen=True)
+class Line:
+    """One network beside a target.
+
+    Attributes:
+        width, drafted, parameters: of the network; drafted tokens.
+        by_rule: whether the rule chooses it.
+        measured, by_weights: a draft over a step of the target, in time and in weights read.
+    """
+
+    target: str
+    width: int | None
+    drafted: int
+    parameters: float
+    by_rule: bool
+    draft_ms: float
+    step_ms: float
+    measured: float
+    by_weights: float
+
+    def cells(self) -> list[str]:
+        return [
+            self.target,
+            f"{self.width:,}",
+            f"{self.drafted:,}",
+            f"{self.parameters / 1e6:.1f}M",
+            *(f"{figure:.2f}" for figure in (self.draft_ms, self.step_ms, self.measured, self.by_weights)),
+            "chosen" if self.by_rule else "",
+        ]
 
 
 def candidates(size: Size) -> list[TrainOptions]:
@@ -59,74 +94,56 @@ def candidates(size: Size) -> list[TrainOptions]:
     return [each for number, each in enumerate(found) if each not in found[:number]]
 
 
-def measure(name: str, repeats: int) -> list[dict[str, object]]:
-    target = load(name)
-    size, rows = size_of(target.model), []
+def measure(name: str, repeats: int) -> list[Line]:
+    if name in SHAPES:
+        target = random_llama(SHAPES[name], torch.bfloat16, prepacked=True)
+    else:
+        target = Target.load(name, dtype="bfloat16")
+    size, found = size_of(target.model), list[Line]()
     for options in candidates(size):
         config = network_config(options, target)
         assert config is not None
         network = PREDICTORS[config.kind](config)
         if config.draft_vocab_size is not None:
             network.draft_vocabulary = torch.arange(config.draft_vocab_size)
-        drafter = TrainedDrafter(network.to(target.dtype).eval(), options.tree)
-        draft, plain = draft_cost(ShapeDecoder(target, drafter), repeats=repeats, clock=thread_time)
+        drafter = TrainedDrafter(network.to(target.dtype).eval(), options.tree)  # type: ignore[arg-type]
+        draft, step = draft_cost(ShapeDecoder(target, drafter), repeats=repeats, clock=thread_time)
         learned = network_size(options, size)
-        rows.append(
-            {
-                "target": name,
-                "width": config.intermediate_size,
-                "drafted": config.draft_size,
-                "parameters": learned,
-                "by_rule": not rows,
-                "draft_ms": 1e3 * draft,
-                "step_ms": 1e3 * plain,
-                "measured": draft / plain,
-                "by_weights": weights_read(options, size, learned) / size.read,
-            }
+        found.append(
+            Line(
+                name,
+                config.intermediate_size,
+                config.draft_size,
+                learned,
+                by_rule=not found,
+                draft_ms=1e3 * draft,
+                step_ms=1e3 * step,
+                measured=draft / step,
+                by_weights=weights_read(options, size, learned) / size.read,
+            )
         )
-        print(rows[-1], flush=True)
-    return rows
+        print(found[-1], flush=True)
+    return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("sizes-results"))
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--targets", nargs="+", default=["quickstart-target", *SHAPES])
-    args = parser.parse_args()
+def run(options: SizesOptions) -> None:
     torch.set_num_threads(1)
-    rows = [row for name in args.targets for row in measure(name, args.repeats)]
+    found = [line for name in options.targets for line in measure(name, options.repeats)]
     environment = Environment.capture(torch.device("cpu"))
-    head = [
-        "target",
-        "width",
-        "drafted from",
-        "parameters",
-        "draft ms",
-        "step ms",
-        "measured",
-        "by weights",
-        "the rule",
-    ]
-    cells = [
-        [row["target"], f"{row['width']:,}", f"{row['drafted']:,}", f"{row['parameters'] / 1e6:.1f}M",
-         f"{row['draft_ms']:.2f}", f"{row['step_ms']:.2f}", f"{row['measured']:.2f}", f"{row['by_weights']:.2f}",
-         "chosen" if row["by_rule"] else ""]
-        for row in rows
-    ]  # fmt: skip
+    head = ["target", "width", "drafted from", "parameters", "draft ms", "step ms", "measured", "by weights", "rule"]
     note = (
-        "A draft 8 deep of 12 nodes over a step of one token, behind 128 tokens, bfloat16, one row, one thread's own "
-        f"time, lower quartile of {args.repeats}; all but the first target are random Llamas. By weights: what a draft "
-        "reads over what a step reads."
+        "A draft 8 deep of 12 nodes over a step of one token, behind 128 tokens, bfloat16, batch size 1, one thread's "
+        f"own time, lower quartile of {options.repeats}; all but the first target are random Llamas. By weights: what "
+        "a draft reads over what a step reads."
     )
-    args.output.mkdir(parents=True, exist_ok=True)
-    record = {"repeats": args.repeats, "environment": asdict(environment), "rows": rows}
-    (args.output / "sizes.json").write_text(json.dumps(record, indent=1))
-    text = "\n\n".join(
-        ["### What a draft of the default predictor costs", markdown(head, cells), note, environment.line()]
-    )
-    (args.output / "sizes.md").write_text(text + "\n")
-    print(text)
+    record = {"repeats": options.repeats, "environment": asdict(environment), "rows": [asdict(one) for one in found]}
+    table = markdown(head, [one.cells() for one in found])
+    parts = ["### What a draft of the default predictor costs", table, note, environment.line()]
+    print(write_results(Path(options.output), "sizes", record, *parts))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    commands.run(run, SizesOptions, arguments)
 
 
 if __name__ == "__main__":

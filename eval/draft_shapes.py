@@ -1,22 +1,24 @@
 """Which shape of draft is fastest here: one predictor, many shapes, measured side by side on validation prompts.
 
-    python eval/draft_shapes.py checkpoints/quickstart [--dtype bfloat16] [--output eval/results/draft-shapes.md]
+    python -m eval.draft_shapes --predictor checkpoints/quickstart --output eval/results/draft-shapes.md
 
 A deep chain that stops when it becomes unlikely costs little where the target agrees seldom; a tree is accepted
 further and costs more per step. Which wins depends on the machine: set what wins as `tree` of the predictor.
 Tune on these prompts and not on those that are reported.
 """
 
-from __future__ import annotations
-
-import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from eval import commands
 from shape import bundled
 from shape.data.conversations import evenly
 from shape.data.reading import load_prompts
 from shape.drafters import TreeShape
+from shape.errors import ConfigError
 from shape.evaluation.methods import Method
+from shape.evaluation.results import AUTOREGRESSIVE
 from shape.evaluation.speed import measure
 from shape.generation.decoder import ShapeDecoder
 
@@ -34,37 +36,58 @@ def name(shape: TreeShape) -> str:
     return form if shape.threshold == 0 else f"{form}, until {shape.threshold:g}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("predictor")
-    parser.add_argument("--target", help="default: the one that the predictor was trained for")
-    parser.add_argument("--prompts", type=Path, default=bundled.path("data", "validation.jsonl.gz"))
-    parser.add_argument("--limit", type=int, default=24, help="prompts, evenly chosen")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--output", type=Path, help="a Markdown file to append the table to")
-    args = parser.parse_args()
-    decoder = ShapeDecoder.from_pretrained(args.predictor, target=args.target, dtype=args.dtype)
-    target, config = decoder.target, decoder.drafter.predictor.config
+@dataclass
+class DraftShapesOptions:
+    """What to measure.
+
+    Args:
+        predictor: folder, hub id or bundled name.
+        target: default: the one that the predictor was trained for.
+        prompts: JSON lines of prompts; default: the bundled validation prompts.
+        limit: prompts, evenly chosen.
+        dtype: of the target.
+        temperature: 0 is greedy.
+        output: a Markdown file to append the table to.
+    """
+
+    predictor: str = "quickstart-shape"
+    target: str | None = None
+    prompts: str | None = None
+    limit: int = 24
+    dtype: str = "bfloat16"
+    temperature: float = 0.0
+    output: str | None = None
+
+
+def run(options: DraftShapesOptions) -> None:
+    decoder = ShapeDecoder.from_pretrained(options.predictor, target=options.target, dtype=options.dtype)
+    if decoder.drafter is None or decoder.drafter.predictor is None:
+        raise ConfigError(f"predictor {options.predictor} is no predictor of shape.train; give one that is")
+    config, target = decoder.drafter.predictor.config, decoder.target
     deepest = config.num_steps if config.step_mode == "parallel" else max(shape.depth for shape in CHAINS)
     shapes = [shape for shape in (*CHAINS, *TREES, *WIDE) if shape.depth <= deepest]
-    methods: dict[str, Method] = {"transformers": "transformers", "autoregressive": None}
+    methods: dict[str, Method] = {"transformers": "transformers", AUTOREGRESSIVE: None}
     for shape in shapes:
-        methods[name(shape)] = ShapeDecoder.from_pretrained(args.predictor, target=target, tree=shape).drafter
+        methods[name(shape)] = ShapeDecoder.from_pretrained(options.predictor, target=target, tree=shape).drafter
+    source = Path(options.prompts) if options.prompts else bundled.path("data", "validation.jsonl.gz")
     results = measure(
         target,
         methods,
-        evenly(load_prompts(args.prompts), args.limit),
+        evenly(load_prompts(source), options.limit),
         max_new_tokens=96,
-        temperature=args.temperature,
-        label=f"Draft shapes of {Path(args.predictor).name}, {args.dtype}, temperature {args.temperature:g}",
-        source=args.prompts.name,
+        temperature=options.temperature,
+        label=f"Draft shapes of {Path(options.predictor).name}, {options.dtype}, temperature {options.temperature:g}",
+        source=source.name,
     )
     text = results.to_markdown(detail=False)
     print(text)
-    if args.output:
-        with args.output.open("a", encoding="utf-8") as file:
+    if options.output:
+        with Path(options.output).open("a", encoding="utf-8") as file:
             file.write(f"{text}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    commands.run(run, DraftShapesOptions, arguments)
 
 
 if __name__ == "__main__":

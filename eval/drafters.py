@@ -1,16 +1,14 @@
 """What the drafters beside the predictor are worth: draft lengths, recipe packs, and the target compressed.
 
-    python eval/drafters.py lookahead --setting.output lookahead  # fixed and adaptive draft lengths, by kind of prompt
-    python eval/drafters.py recipes --setting.output recipes      # packs of four tasks against plain and a draft model
-    python eval/drafters.py compressed --setting.output compressed  # acceptance against rank, 8 bits, cache, residuals
-    python eval/drafters.py geodesic --setting.output geodesic    # paths of hidden states, tables of single tokens
+    python -m eval.drafters lookahead --setting.output lookahead  # fixed and adaptive draft lengths, by kind of prompt
+    python -m eval.drafters recipes --setting.output recipes      # packs of four tasks beside a draft model
+    python -m eval.drafters compressed --setting.output compressed  # acceptance against rank, 8 bits, cache, residuals
+    python -m eval.drafters geodesic --setting.output geodesic    # paths of hidden states, tables of single tokens
 
 Each is one interleaved run of `shape.bench`'s measurement (`results.json`, `results.md`), always drafting; recipes and
 compressed write what belongs beside it into a table of their own. `--model` is a draft model, for instance of
 `python -m shape.train --config configs/draft-model.yaml`.
 """
-
-from __future__ import annotations
 
 import json
 import random
@@ -20,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jsonargparse import auto_cli
 
+from eval import commands
 from shape import bundled
 from shape.data.conversations import Prompt, evenly
 from shape.data.options import CompileOptions
@@ -154,7 +152,7 @@ def _tasks(compiled_from: int, measured: int) -> dict[str, tuple[list[Prompt], l
 
 
 def _first_tokens(target: Target, drafter: RecipeDrafter, prompts: Sequence[Prompt], most: int) -> tuple[float, float]:
-    """Share of steps with a draft, and of these the share of which a first token stood."""
+    """Share of steps with a draft, and of these the share of which a first token was accepted."""
     decoder = ShapeDecoder(target, drafter, fall_back=False)
     steps = hits = right = 0
     for prompt in prompts:
@@ -268,5 +266,9 @@ def _write(setting: Setting, name: str, table: str, results: SpeedResults) -> No
     print(output.read_text())
 
 
+def main(arguments: Sequence[str] | None = None) -> None:
+    commands.run_one_of([lookahead, recipes, compressed, geodesic], arguments)
+
+
 if __name__ == "__main__":
-    auto_cli([lookahead, recipes, compressed, geodesic], as_positional=False)
+    main()

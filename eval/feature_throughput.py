@@ -1,6 +1,6 @@
 """Whether stored features are read faster than training consumes them: positions per second, side by side.
 
-    python eval/feature_throughput.py --output eval/results/features
+    python -m eval.feature_throughput --output eval/results/features
 
 The quickstart's predictor is trained for some steps on the shipped target's features, which tells how many positions a
 second training takes by itself; then the same batches are read alone, from features in bfloat16 and in int8, of all
@@ -9,14 +9,10 @@ after the files have been dropped from the system's memory (Linux), *again* the 
 meanwhile.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -25,10 +21,12 @@ import pytorch_lightning as pl
 import torch
 from tqdm import tqdm
 
+from eval import commands
 from shape import bundled
 from shape.data.reading import load_conversations
 from shape.drafters import PREDICTORS
 from shape.evaluation.environment import Environment
+from shape.evaluation.files import write_results
 from shape.evaluation.markdown import markdown
 from shape.features.extraction import extract
 from shape.features.store import FeatureStore
@@ -46,10 +44,10 @@ from shape.training.parsing import parse
 from shape.training.run import keep_freed_memory
 
 STORES: dict[str, dict[str, Any]] = {
-    "bfloat16": {"dtype": "bfloat16"},
-    "int8": {"dtype": "int8"},
-    "bfloat16, answers and their windows": {"dtype": "bfloat16", "before": 8},
-    "int8, answers and their windows": {"dtype": "int8", "before": 8},
+    "bfloat16": {"feature_dtype": "bfloat16"},
+    "int8": {"feature_dtype": "int8"},
+    "bfloat16, answers and their windows": {"feature_dtype": "bfloat16", "before": 8},
+    "int8, answers and their windows": {"feature_dtype": "int8", "before": 8},
 }
 _WARM_UP = 5  # steps not counted
 
@@ -69,8 +67,16 @@ class Stopwatch(pl.Callback):
 
 
 def data_of(store: FeatureStore, target: Target, config: ShapeConfig, options: TrainOptions) -> ShapeDataModule:
-    sizes = {"steps": options.training.steps, "batch_size": options.training.batch_size}
-    return ShapeDataModule(store, target, **sizes, window=config.window, ahead=config.num_steps, seed=options.seed)
+    assert options.training.steps is not None
+    return ShapeDataModule(
+        store,
+        target,
+        steps=options.training.steps,
+        batch_size=options.training.batch_size,
+        window=config.window,
+        ahead=config.num_steps,
+        seed=options.seed,
+    )
 
 
 def consumed(store: FeatureStore, target: Target, config: ShapeConfig, options: TrainOptions) -> float:
@@ -80,15 +86,9 @@ def consumed(store: FeatureStore, target: Target, config: ShapeConfig, options: 
         predictor.draft_vocabulary = draft_vocabulary(data.texts(), config.draft_vocab_size, target.vocab_size)
     module = ShapeModule(predictor, target, options.losses, options.training, seed=options.seed)
     watch, parts = Stopwatch(), options.trainer.accumulate_grad_batches
-    trainer = pl.Trainer(
-        **{**asdict(options.trainer), "precision": options.trainer.chosen_precision()},
-        max_steps=options.training.steps,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        callbacks=[watch],
+    assert options.training.steps is not None
+    trainer = options.trainer.for_training(
+        options.training.steps, logger=False, enable_checkpointing=False, callbacks=[watch]
     )
     trainer.fit(module, data)
     steps = torch.tensor(watch.seconds).view(-1, parts).sum(1)[_WARM_UP:]
@@ -162,28 +162,41 @@ def table(found: dict[str, Any]) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, help="folder of throughput.json and throughput.md")
-    parser.add_argument("--work", type=Path, help="folder of the features, kept; default: a temporary one")
-    parser.add_argument("--steps", type=int, default=40, help="training steps, and batches read")
-    parser.add_argument("--batch_size", type=int, default=1024, help="positions per step")
-    parser.add_argument("--limit", type=int, help="conversations; default: all that ship")
-    parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=True)
-    given = parser.parse_args(arguments)
+@dataclass
+class ThroughputOptions:
+    """What to measure.
+
+    Args:
+        output: folder of throughput.json and throughput.md.
+        work: folder of the features, kept; default: a temporary one.
+        steps: training steps, and batches read.
+        batch_size: positions per step.
+        limit: conversations; default: all that ship.
+        progress: whether bars are shown.
+    """
+
+    output: str = "throughput-results"
+    work: str | None = None
+    steps: int = 40
+    batch_size: int = 1024
+    limit: int | None = None
+    progress: bool = True
+
+
+def run(given: ThroughputOptions) -> None:
     sizes = [f"--training.steps={given.steps}", f"--training.batch_size={given.batch_size}"]
     options = parse([*sizes, f"--trainer.enable_progress_bar={given.progress}"])
     keep_freed_memory()
     with quiet(), tempfile.TemporaryDirectory() as temporary:
-        found = measure(given.work or Path(temporary), options, given.limit)
+        found = measure(Path(given.work or temporary), options, given.limit)
     environment = Environment.capture(torch.device("cpu"))
-    text = table(found)
-    print(text)
-    if given.output is not None:
-        given.output.mkdir(parents=True, exist_ok=True)
-        record = {**found, "environment": asdict(environment)}
-        (given.output / "throughput.json").write_text(json.dumps(record, indent=2) + "\n")
-        (given.output / "throughput.md").write_text(f"# Reading features\n\n{text}\n\n{environment.line()}\n")
+    record = {**found, "environment": asdict(environment)}
+    parts = ["# Reading features", table(found), environment.line()]
+    print(write_results(Path(given.output), "throughput", record, *parts))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    commands.run(run, ThroughputOptions, arguments)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def bars(rates: Mapping[str, float], notes: Mapping[str, str], ours: str, captio
 
     Args:
         rates: label -> tokens per second.
-        notes: label -> what stands behind the figure.
+        notes: label -> what follows the figure.
         ours: the label whose bar is green.
     """
     scale = (_WIDTH - _LABELS - _FIGURES) / max(rates.values())

@@ -1,18 +1,18 @@
 """How near decoding comes to what a GPU can do, in at most eight minutes: steps of fixed shapes as CUDA graphs.
 
-    python eval/gpu_efficiency.py --output eval/results/gpu [--target chat-12m-folder] [--no-compile]
-    python eval/gpu_efficiency.py --tiny --output /some/folder        # seconds, on a CPU, to see that it runs
+    python -m eval.gpu_efficiency --output eval/results/gpu [--target chat-12m-folder] [--compile false]
+    python -m eval.gpu_efficiency --tiny true --output /some/folder        # seconds, on a CPU, to see that it runs
 
 Run it in the repository (or with it on PYTHONPATH) beside torch, transformers, accelerate and safetensors; nothing is
 downloaded. Measured are
 
 - *read bandwidth*: a sum over, and a copy of, far more bytes than any cache holds; the better of the two;
-- plain decoding against its bound, weight bytes read per token / read bandwidth, for a randomly initialised bfloat16
-  model in the shape of Llama-3.1-8B and for a small target that exists (default: the bundled one);
+- autoregressive decoding against its bound, weight bytes read per token / read bandwidth, for a randomly initialised
+  bfloat16 model in the shape of Llama-3.1-8B and for a small target that exists (default: the bundled one);
 - t(n), a bare captured forward over n tokens per row with its logits, and what a step adds to it, for several batches;
-- *efficiency*: (t(n) + the drafter's bare forwards) / time of a step by the wall clock; of plain decoding t(1) / step;
-- speed-up over our own plain decoding of the same batch, for an oracle that drafts the truth with every fifth token
-  corrupted at no cost (*simulated*: a randomly initialised target has no drafter), and for the trained predictor;
+- *efficiency*: (t(n) + the drafter's bare forwards) / time of a step by the wall clock; without drafts t(1) / step;
+- speed-up over our own autoregressive decoding of the same batch, for an oracle that drafts the truth with every fifth
+  token corrupted at no cost (*simulated*: a randomly initialised target has no drafter), and for the trained predictor;
 - transformers' generate at batch 1, with its dynamic cache, and with a static one and compilation if time is left;
 - whether compiled steps, captured steps and the loop that asks the host give the same tokens (float32, small target).
 
@@ -22,34 +22,34 @@ step with the predictor is an upper estimate. Parts that do not fit into the tim
 written after every part.
 """
 
-from __future__ import annotations
-
-import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
 
+from eval import commands
+from eval.llamas import Widths, random_llama
 from shape import bundled
 from shape.data.conversations import evenly
 from shape.data.reading import load_prompts
 from shape.drafters import Drafter, OracleDrafter, TrainedDrafter
+from shape.errors import ConfigError
 from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import markdown, show
+from shape.evaluation.results import AUTOREGRESSIVE
+from shape.evaluation.runner import by_transformers, side_by_side
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
 from shape.generation.fixed import FixedSteps
 from shape.generation.stage import captured
 from shape.generation.static_drafters import StaticCache, StaticTree
-from shape.generation.streams import Arrivals
 from shape.target.chat import prompt_ids
 from shape.target.model import Target
 from shape.verification.forward import attending, tree_inputs
@@ -58,14 +58,8 @@ from shape.verification.tree import chain
 BATCHES = (1, 2, 4, 8, 16, 24)
 ERROR_RATE, DEPTH = 0.2, 6  # of the oracle
 REPEATS = 30  # of bare forwards, whose median counts
-LLAMA_8B: dict[str, Any] = {
-    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "tie_word_embeddings": False,
-}  # fmt: skip
-TINY: dict[str, Any] = LLAMA_8B | {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}  # fmt: skip
+LLAMA_8B = Widths(4096, 14336, 32, 8, 32, vocab_size=128256, max_position_embeddings=8192)
+TINY = Widths(32, 48, 4, 2, 2, vocab_size=97, max_position_embeddings=8192)
 
 
 @dataclass
@@ -160,8 +154,8 @@ class Record:
         parts = [
             "### Decoding on a GPU: steps of fixed shapes",
             f"Read bandwidth, measured: {self.bandwidth / 1e9:.0f} GB/s.",
-            "Plain decoding, batch 1, against the bound of reading all weights once:",
-            markdown(["target", "weights, GB", "bound, ms", "plain, ms per token", "plain / bound"], bounds),
+            "Autoregressive decoding, batch 1, against the bound of reading all weights once:",
+            markdown(["target", "weights, GB", "bound, ms", "ms per token", "over the bound"], bounds),
             "Steps; `oracle (simulated)` drafts the truth with every fifth token corrupted, at no cost:",
             markdown(
                 ["target", "batch", "method", "compiled", "n", "t(n) ms", "drafter ms", "step ms", "overhead ms",
@@ -213,28 +207,20 @@ def weight_bytes(target: Target) -> int:
     return sum(one.numel() * one.itemsize for one in target.model.parameters() if one is not skipped)
 
 
-def random_llama(config: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Target:
-    """Made where it will run; nothing is read from disk."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**config, eos_token_id=None, pad_token_id=0), dtype=dtype)
-    return Target(model, name="random Llama")
-
-
 @torch.no_grad()
 def bare(decoder: ShapeDecoder, rows: int, nodes: int, context: int, slots: int, compiled: bool) -> float:
     """t(n): a forward over so many tokens per row behind `context` cached ones, masks and positions being at hand."""
     target, support = decoder.target, decoder.support
-    arena = StaticCache(support.layers, rows, slots, target.dtype, target.device)
-    arena.lengths.fill_(context)
+    cache = StaticCache(support.layers, rows, slots, target.dtype, target.device)
+    cache.lengths.fill_(context)
     tokens = torch.zeros(rows, nodes, dtype=torch.long, device=target.device)
     tree = StaticTree.of(chain(tokens[:, 0], tokens[:, 1:]))
-    arena.expect(nodes)
-    positions, masks = tree_inputs(target, support, arena, tree)
+    cache.expect(nodes)
+    positions, masks = tree_inputs(target, support, cache, tree)
 
     def forward() -> Tensor:
-        arena.expect(nodes)
-        hidden = target.hidden(tokens, attention_mask=masks, position_ids=positions, cache=arena)
+        cache.expect(nodes)
+        hidden = target.hidden(tokens, attention_mask=masks, position_ids=positions, cache=cache)
         return target.logits(hidden)
 
     function = torch.compile(forward, fullgraph=True) if compiled else forward
@@ -254,31 +240,23 @@ def bare_draft(drafter: Drafter | None, target: Target, rows: int, passes: int) 
     return seconds(captured(lambda: drafter.run_forwards(rows, passes), target), target.device)
 
 
-def padded(prompts: Sequence[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids and mask, padded on the left."""
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(one)) + one for one in prompts], device=device)
-    mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts], device=device)
-    return ids, mask
-
-
 def decoded(decoder: ShapeDecoder, ids: Tensor, mask: Tensor, tokens: int) -> ShapeOutput:
     """The second of two calls: the first captures."""
-    options = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": [], "return_dict_in_generate": True}
+    options: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": []}
     for _ in range(2):
-        out = decoder.generate(ids, mask, **options)
-    assert isinstance(out, ShapeOutput) and out.stats.graphs
+        out = decoder.generate(ids, mask, return_dict_in_generate=True, **options)
+    assert out.stats.graphs
     return out
 
 
 def measure(
     target: Target, predictor: TrainedDrafter | None, prompts: list[list[int]], tokens: int, compiled: bool
 ) -> Iterator[Case]:
-    """Plain decoding, the oracle, and the predictor where there is one, for one batch of prompts."""
-    ids, mask = padded(prompts, target.device)
+    """Autoregressive decoding, the oracle, and the predictor where there is one, for one batch of prompts."""
+    ids, mask = side_by_side(prompts, target.device)
     slots = 1 << (ids.shape[1] + tokens + 64).bit_length()  # one bucket from beginning to end
     rows, steps, context = len(prompts), FixedSteps(compiled, slots), ids.shape[1] + tokens // 2
-    plain_rate = 0.0
+    baseline_rate = 0.0
 
     def case(method: str, drafter: Drafter | None) -> tuple[Case, Tensor]:
         decoder = ShapeDecoder(target, drafter, fall_back=False, graphs=steps)
@@ -297,13 +275,13 @@ def measure(
             device_ms=1e3 * median(step.seconds for step in stats.steps),
             forward_ms=1e3 * bare(decoder, rows, first.nodes, context, slots, compiled),
             draft_ms=1e3 * bare_draft(drafter, target, rows, first.passes),
-            plain_tokens_per_second=plain_rate or rate,
+            plain_tokens_per_second=baseline_rate or rate,
         )
         return found, out.sequences
 
-    plain, answers = case("plain", None)
-    yield plain
-    plain_rate = plain.tokens_per_second
+    baseline, answers = case(AUTOREGRESSIVE, None)
+    yield baseline
+    baseline_rate = baseline.tokens_per_second
     new = answers[:, ids.shape[1] :].tolist()
     texts = [prompt + more for prompt, more in zip(prompts, new, strict=True)]
     yield case("oracle (simulated)", OracleDrafter(texts, ERROR_RATE, DEPTH))[0]
@@ -313,21 +291,19 @@ def measure(
 
 def transformers_ms(target: Target, prompt: list[int], tokens: int, **options: Any) -> float:
     """Milliseconds per token of `generate` behind its first one."""
-    ids = torch.tensor([prompt], device=target.device)
-    for _ in range(2):  # the first warms up
-        arrivals = Arrivals()
-        target.model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, max_new_tokens=tokens,
-            min_new_tokens=tokens, streamer=arrivals, **options,
-        )  # fmt: skip
-    return 1e3 * (arrivals.times[-1] - arrivals.times[1]) / (len(arrivals.times) - 2)
+    asked = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": tokens, "min_new_tokens": tokens}
+    generate = by_transformers(target, **asked, **options)
+    generate([prompt], [0])  # warms up
+    return 1e3 * mean(generate([prompt], [0]).gaps)
 
 
-def equality(target: Target, predictor: TrainedDrafter | None, prompts: list[list[int]], tokens: int, compiled: bool):
+def equality(
+    target: Target, predictor: TrainedDrafter | None, prompts: list[list[int]], tokens: int, compiled: bool
+) -> list[dict[str, Any]]:
     """How many answers of captured, and of compiled, steps are those of the loop that asks the host."""
     found = []
-    for drafter, name in ((None, "plain"), (predictor, "predictor")):
-        if drafter is None and name != "plain":
+    for drafter, name in ((None, AUTOREGRESSIVE), (predictor, "predictor")):
+        if drafter is None and name != AUTOREGRESSIVE:
             continue
         eager = ShapeDecoder(target, drafter, fall_back=False)
         for kind in (False, True) if compiled else (False,):
@@ -335,18 +311,43 @@ def equality(target: Target, predictor: TrainedDrafter | None, prompts: list[lis
             pairs = []
             for prompt in prompts:
                 ids = torch.tensor([prompt], device=target.device)
-                options = {"max_new_tokens": tokens, "do_sample": False}
-                pairs.append([decoder.generate(ids, torch.ones_like(ids), **options) for decoder in (eager, fixed)])
+                mask = torch.ones_like(ids)
+                pairs.append(
+                    [one.generate(ids, mask, max_new_tokens=tokens, do_sample=False) for one in (eager, fixed)]
+                )
             equal = sum(torch.equal(*pair) for pair in pairs)
             method = f"{name}, {'compiled and captured' if kind else 'captured'}"
             found.append({"method": method, "equal": equal, "answers": len(pairs)})
     return found
 
 
-def loaded(args: argparse.Namespace, dtype: str, device: torch.device) -> tuple[Target, TrainedDrafter | None]:
+@dataclass
+class GpuOptions:
+    """What to measure.
+
+    Args:
+        output: folder for gpu-efficiency.json and gpu-efficiency.md.
+        target: the small target: folder, hub id or bundled name; default: the bundled one.
+        predictor: its trained predictor; default: the shipped one of the bundled target.
+        minutes: after which what is left is left out.
+        tokens: new ones per answer.
+        compile: whether steps go through torch.compile at batch 1.
+        tiny: a tiny random model, two batches, few tokens, on any device.
+    """
+
+    output: str = "gpu-efficiency"
+    target: str | None = None
+    predictor: str | None = None
+    minutes: float = 8.0
+    tokens: int = 128
+    compile: bool = True
+    tiny: bool = False
+
+
+def loaded(options: GpuOptions, dtype: str, device: torch.device) -> tuple[Target, TrainedDrafter | None]:
     """The small target and its predictor, which is left out for a target that it was not trained for."""
-    name = args.target or "quickstart-target"
-    predictor = args.predictor or (None if args.target else "quickstart-shape")
+    name = options.target or "quickstart-target"
+    predictor = options.predictor or (None if options.target else "quickstart-shape")
     if predictor is None:
         return Target.load(name, dtype=dtype, device_map=device), None
     decoder = ShapeDecoder.from_pretrained(predictor, target=name, dtype=dtype, device_map=device)
@@ -354,30 +355,19 @@ def loaded(args: argparse.Namespace, dtype: str, device: torch.device) -> tuple[
     return decoder.target, decoder.drafter
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("gpu-efficiency"))
-    parser.add_argument("--target", help="small target: folder, hub id or bundled name; default: the bundled one")
-    parser.add_argument("--predictor", help="its trained predictor; default: the shipped one of the bundled target")
-    parser.add_argument("--minutes", type=float, default=8.0)
-    parser.add_argument("--tokens", type=int, default=128, help="new tokens per answer")
-    parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument(
-        "--tiny", action="store_true", help="a tiny random model, two batches, few tokens, on any device"
-    )
-    args = parser.parse_args()
+def run(options: GpuOptions) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and not args.tiny:
-        parser.error("no CUDA device is there; --tiny shows on a CPU that the program runs")
+    if device.type == "cpu" and not options.tiny:
+        raise ConfigError("no CUDA device is there; --tiny true shows on a CPU that the program runs")
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    batches, tokens = ((1, 2), 12) if args.tiny else (BATCHES, args.tokens)
-    compiles = not (args.no_compile or args.tiny)
+    batches, tokens = ((1, 2), 12) if options.tiny else (BATCHES, options.tokens)
+    compiles = options.compile and not options.tiny
 
-    record = Record(args.output, Environment.capture(device), args.minutes)
+    record = Record(Path(options.output), Environment.capture(device), options.minutes)
     with record.part("read bandwidth", 0) as go:
         if go:
-            record.bandwidth = read_bandwidth(device, 2**24 if args.tiny else 2**32)
+            record.bandwidth = read_bandwidth(device, 2**24 if options.tiny else 2**32)
 
     generator = torch.Generator().manual_seed(0)
 
@@ -394,7 +384,7 @@ def main() -> None:
                     continue
                 for case in measure(target, predictor, prompts[:batch], tokens, compiled):
                     record.cases.append(case)
-                    if batch == 1 and case.method == "plain":
+                    if batch == 1 and case.method == AUTOREGRESSIVE:
                         size = weight_bytes(target)
                         bound = 1e3 * size / record.bandwidth
                         figures = {"weight_gb": size / 1e9, "bound_ms": bound, "plain_ms": case.step_ms}
@@ -405,32 +395,36 @@ def main() -> None:
                 record.baselines.append({"target": label, "method": "dynamic cache", "token_ms": token_ms})
 
     # The large one first: it is what the bound is about.
-    large = random_llama(TINY if args.tiny else LLAMA_8B, device, torch.bfloat16)
-    large.name = label = "random, tiny" if args.tiny else "random, Llama-3.1-8B-shaped"
+    large = random_llama(TINY if options.tiny else LLAMA_8B, torch.bfloat16, device)
+    large.name = label = "random, tiny" if options.tiny else "random, Llama-3.1-8B-shaped"
     large_prompts = random_prompts(large.vocab_size)
-    all_of(large, None, large_prompts, label, 0.1 if args.tiny else 1.0)
+    all_of(large, None, large_prompts, label, 0.1 if options.tiny else 1.0)
 
-    if not args.tiny:
-        small, predictor = loaded(args, "bfloat16", device)
+    if not options.tiny:
+        small, predictor = loaded(options, "bfloat16", device)
         source = bundled.path("data", "bench.jsonl")
         chosen = evenly(load_prompts(source), max(batches))
         prompts = [prompt_ids(prompt.messages, small.tokenizer, prompt.template) for prompt in chosen]
         all_of(small, predictor, prompts, Path(small.name).name, 0.4)
         with record.part("equality of compiled, captured and eager steps", 60) as go:
             if go:
-                exact, exact_predictor = loaded(args, "float32", device)
+                exact, exact_predictor = loaded(options, "float32", device)
                 record.equal = equality(exact, exact_predictor, prompts[:8], 64, compiles)
     else:
         with record.part("equality of captured and eager steps", 0):
-            exact = random_llama(TINY, device, torch.float32)
+            exact = random_llama(TINY, torch.float32, device)
             record.equal = equality(exact, None, large_prompts[:2], tokens, False)
 
-    with record.part(f"{label}, transformers, static cache", 1.0 if args.tiny else 90) as go:
+    with record.part(f"{label}, transformers, static cache", 1.0 if options.tiny else 90) as go:
         if go and compiles:
             token_ms = transformers_ms(large, large_prompts[0], tokens, cache_implementation="static")
             record.baselines.append({"target": label, "method": "static cache, compiled", "token_ms": token_ms})
     record.write()
     print(record.markdown())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    commands.run(run, GpuOptions, arguments)
 
 
 if __name__ == "__main__":

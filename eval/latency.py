@@ -2,31 +2,31 @@
 
     python -m eval.latency --targets '[T1,T2]' --contexts '[128,512,2048]' --output latency-results
 
-Plain decoding of one row, greedy, by our loop and by transformers' `generate`, which take turns. Prompts are random
-ids, on which latency does not depend. Writes `latency.json` and `latency.md`; targets that are measured stay so when
-the same command goes on.
+Autoregressive decoding of one prompt, greedy, by our loop and by transformers' `generate`, which take turns. Prompts
+are random ids, on which latency does not depend. Writes `latency.json` and `latency.md`; targets that are measured stay
+so when the same command goes on.
 """
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
-from jsonargparse import CLI
 from rich.console import Console
 from rich.markdown import Markdown
 from tqdm import tqdm
 
-from shape.errors import ConfigError, exit_on_error
+from eval import commands
+from shape.errors import ConfigError
 from shape.evaluation.environment import Environment
-from shape.evaluation.journal import Journal
-from shape.evaluation.markdown import markdown, show
+from shape.evaluation.files import write_results
+from shape.evaluation.journal import JOURNAL, Journal
+from shape.evaluation.markdown import Table, markdown, show
+from shape.evaluation.results import AUTOREGRESSIVE
+from shape.evaluation.runner import Run, by_decoder, by_transformers, rotated
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.stats import quantile
-from shape.generation.streams import Arrivals
 from shape.target.loading import default_device, of_target, recorded
 from shape.target.model import Target, announce
 from shape.target.options import PlacedOptions
@@ -78,41 +78,39 @@ class Latency:
 
 def measure(target: Target, contexts: Sequence[int], new_tokens: int, repeats: int, seed: int) -> list[Latency]:
     """Of one target, at those of the contexts that it has positions for."""
-    decoder = ShapeDecoder(target)
-    methods: dict[str, Callable[..., Any]] = {"transformers": target.model.generate, "autoregressive": decoder.generate}
-    options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
+    runners = {
+        "transformers": by_transformers(target, **options),
+        AUTOREGRESSIVE: by_decoder(ShapeDecoder(target), **options),
+    }
     generator = torch.Generator().manual_seed(seed)
     room = (target.max_positions or max(contexts) + new_tokens) - new_tokens
     found = []
     for context in (length for length in contexts if length <= room):
-        first: dict[str, list[float]] = {name: [] for name in methods}
-        gaps: dict[str, list[float]] = {name: [] for name in methods}
-        for repeat in range(repeats + 1):
-            ids = torch.randint(target.vocab_size, (1, context), generator=generator).to(target.device)
-            for name in list(methods) if repeat % 2 else reversed(methods):
-                arrivals, started = Arrivals(), perf_counter()
-                methods[name](ids, attention_mask=torch.ones_like(ids), streamer=arrivals, **options)
-                if repeat > 0:  # the first one warms up
-                    first[name].append(arrivals.times[1] - started)
-                    gaps[name] += arrivals.gaps
-        found += [
-            Latency(
-                Path(target.name).name,
-                target.model.num_parameters(),
-                target.precision,
-                context,
-                name,
-                1e3 * quantile(first[name], 0.5),
-                1e3 * quantile(gaps[name], 0.5),
-                1e3 * quantile(gaps[name], 0.95),
+        runs: dict[str, list[Run]] = {name: [] for name in runners}
+        for turn in range(repeats + 1):
+            ids = torch.randint(target.vocab_size, (1, context), generator=generator)
+            for name in rotated(list(runners), turn):
+                runs[name].append(runners[name]([ids], [seed]))
+        for name, (_, *timed) in runs.items():  # the first one warms up
+            gaps = [gap for one in timed for gap in one.gaps]
+            found.append(
+                Latency(
+                    Path(target.name).name,
+                    target.model.num_parameters(),
+                    target.precision,
+                    context,
+                    name,
+                    1e3 * quantile([one.prefill_seconds for one in timed], 0.5),
+                    1e3 * quantile(gaps, 0.5),
+                    1e3 * quantile(gaps, 0.95),
+                )
             )
-            for name in methods
-        ]
     return found
 
 
-def rows(found: Sequence[Latency]) -> tuple[list[str], list[list[str]]]:
-    """Header and cells, smaller targets first."""
+def table(found: Sequence[Latency]) -> Table:
+    """Smaller targets first."""
     header = ["target", "parameters", "dtype", "context", "method", "TTFT ms", "ITL ms", "ITL ms, p95"]
     return header, [
         [
@@ -130,9 +128,8 @@ def rows(found: Sequence[Latency]) -> tuple[list[str], list[list[str]]]:
 def note(options: dict[str, Any]) -> str:
     """What was measured."""
     return (
-        f"Plain decoding, one row, greedy: time to the first token (TTFT, median of {options['repeats']} answers) and "
-        f"between tokens (ITL, median and 95 % quantile over {options['new_tokens']} tokens each); plain is our loop "
-        "without a drafter."
+        f"Autoregressive decoding, batch size 1, greedy: time to the first token (TTFT, median of {options['repeats']} "
+        f"answers) and between tokens (ITL, median and 95 % quantile over {options['new_tokens']} tokens each)."
     )
 
 
@@ -145,7 +142,7 @@ def run(options: LatencyOptions) -> list[Latency]:
     place = str(of_target(options).get("device_map", default_device()))
     on_gpu = not place.startswith("cpu") and torch.cuda.is_available()
     environment = Environment.capture(torch.device("cuda" if on_gpu else "cpu"))
-    journal = Journal(folder / "records.jsonl", {**recorded(options), **environment.machine()})
+    journal = Journal(folder / JOURNAL, {**recorded(options), **environment.machine()})
     finished: dict[str, list[Latency]] = {
         record["target"]: [Latency(**one) for one in record["found"]] for record in journal.records
     }
@@ -158,24 +155,22 @@ def run(options: LatencyOptions) -> list[Latency]:
     found = [one for name in options.targets for one in finished[name]]
     if not found:
         raise ConfigError(f"no target has positions for contexts {options.contexts}; give shorter ones")
-    record = {
+    record: dict[str, Any] = {
         "options": recorded(options),
         "environment": asdict(environment),
         "latencies": [asdict(one) for one in found],
     }
-    (folder / "latency.json").write_text(json.dumps(record, indent=1) + "\n")
-    title = options.label or "Latency of plain decoding"
-    text = [f"### {title}", markdown(*rows(found)), note(record["options"]), environment.line()]  # type: ignore[arg-type]
-    (folder / "latency.md").write_text("\n\n".join(text) + "\n")
+    title = options.label or "Latency of autoregressive decoding"
+    parts = [f"### {title}", markdown(*table(found)), note(record["options"]), environment.line()]
+    write_results(folder, "latency", record, *parts)
     assert journal.path is not None
     journal.path.unlink()
     return found
 
 
-def main(options: LatencyOptions) -> None:
-    with exit_on_error():
-        Console().print(Markdown(markdown(*rows(run(options)))))
+def main(arguments: Sequence[str] | None = None) -> None:
+    commands.run(lambda options: Console().print(Markdown(markdown(*table(run(options))))), LatencyOptions, arguments)
 
 
 if __name__ == "__main__":
-    main(CLI(LatencyOptions, as_positional=False))
+    main()

@@ -7,64 +7,21 @@ command.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from eval import latency
+from eval.found import Found
 from shape.drafters import PREDICTORS, LookaheadDrafter, NgramDrafter
-from shape.errors import DataError
 from shape.evaluation import efficiency
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import Estimate
-from shape.evaluation.files import loads
 from shape.evaluation.markdown import DASH, markdown, show
 from shape.evaluation.quality_results import AHEAD_NOTE, QualityResults
 from shape.evaluation.results import SpeedResults, Summary
-from shape.files import reading
 
 LOOKAHEAD = "lookahead "  # what methods of Table 11 are called, before the number
 _GRID = re.compile(r"k = (\d+), N = (\d+)")
-
-
-# ------------------------------------------------------------------------------------------------- what is there
-
-
-@dataclass
-class Found:
-    """Results by path, relative to the folder that they were found in."""
-
-    speed: dict[str, SpeedResults] = field(default_factory=dict)
-    quality: dict[str, QualityResults] = field(default_factory=dict)
-    efficiency: dict[str, dict[str, Any]] = field(default_factory=dict)
-    ablation: dict[str, dict[str, Any]] = field(default_factory=dict)
-    analysis: dict[str, dict[str, Any]] = field(default_factory=dict)
-    latency: dict[str, dict[str, Any]] = field(default_factory=dict)
-    harness: dict[str, dict[str, Any]] = field(default_factory=dict)
-    trained: dict[str, dict[str, Any]] = field(default_factory=dict)  # config.json of exported predictors
-
-    def add(self, folder: Path, below: str = "") -> None:
-        """All results below a folder, if there is one.
-
-        Raises:
-            DataError: of another schema.
-        """
-        for path in sorted(folder.rglob("*.json")):
-            name = f"{below}{path.relative_to(folder).as_posix()}"
-            with reading(str(path), DataError, "measure again, or move it away"):
-                self._add(name, path)
-
-    def _add(self, name: str, path: Path) -> None:
-        if path.name == "results.json":
-            self.speed[name] = SpeedResults.from_json(path.read_text())
-        elif path.name == "quality.json":
-            self.quality[name] = QualityResults.from_json(path.read_text())
-        elif path.stem in ("efficiency", "ablation", "analysis", "latency"):
-            getattr(self, path.stem)[name] = loads(path.read_text())
-        elif path.name.startswith("results_"):
-            record = loads(path.read_text())
-            if record.get("model_name") is not None and "results" in record:
-                self.harness[name] = record
 
 
 @dataclass(frozen=True)
@@ -158,7 +115,7 @@ def speed_up(found: Found) -> Table:
                     rows.append([name, *at, *cells, show(line.acceptance_length.value)])
         note = (
             f"Target {target} ({first.settings['parameters'] / 1e6:.1f}M parameters), prompts {prompts}, batch 1; the "
-            "divisor is the stronger of transformers' generate and our plain loop, prefill left out."
+            "divisor is the stronger of transformers' generate and autoregressive decoding, prefill left out."
         )
         header = ["method", "T", "dtype", "all (95 %)", *tasks, "acceptance length"]
         sources = [_from(path, results.environment) for path, results in members.items()]
@@ -220,14 +177,14 @@ def batches(found: Found) -> Table:
             if method not in ("autoregressive", "transformers", "oracle"):
                 own = [rates[dtype, temperature, method, size] for size in sizes]
                 base = [
-                    max(rates[dtype, temperature, plain, size] for plain in ("autoregressive", "transformers"))
+                    max(rates[dtype, temperature, base, size] for base in ("autoregressive", "transformers"))
                     for size in sizes
                 ]
                 ratios = [show(one / other, unit="x") for one, other in zip(own, base, strict=True)]
                 rows.append([method, f"{temperature:g}", dtype, *ratios])
         note = (
-            "Speed-up by batch size, over the stronger of our plain loop and transformers' generate at the same batch; "
-            f"{record['options']['limit']} prompts."
+            "Speed-up by batch size, over the stronger of autoregressive decoding and transformers' generate at the "
+            f"same batch; {record['options']['limit']} prompts."
         )
         header = ["method", "T", "dtype", *(f"batch {size}" for size in sizes)]
         parts.append(Part(header, rows, [note, _from(path, _environment(record))]))
@@ -264,7 +221,7 @@ def written(found: Found) -> Table:
         "perplexity, MMLU, MT-Bench score and accuracy on MATH500, AIME24 and LiveCodeBench, vanilla against "
         "accelerated: at most 1.2 % of accuracy lost, it says; one row of its Table 5 loses 1.8 points."
     )
-    return Table(["4", "5", "10"], "quality of what is written, plain and accelerated", paper, parts, absent)
+    return Table(["4", "5", "10"], "quality of what is written, without and with drafts", paper, parts, absent)
 
 
 def _quiet(found: Found) -> dict[str, QualityResults]:
@@ -364,10 +321,10 @@ def _both(summary: Mapping[str, Any]) -> str:
 def plain_latency(found: Found) -> Table:
     parts = []
     for path, record in found.latency.items():
-        header, rows = latency.rows([latency.Latency(**one) for one in record["latencies"]])
+        header, rows = latency.table([latency.Latency(**one) for one in record["latencies"]])
         parts.append(Part(header, rows, [latency.note(record["options"]), _from(path, _environment(record))]))
     paper = "time to the first token and between tokens by model size and context; its figures are not at hand here."
-    return Table(["8"], "latency of plain decoding by size of the target and context", paper, parts, [])
+    return Table(["8"], "latency of autoregressive decoding by size of the target and context", paper, parts, [])
 
 
 def by_lookahead(found: Found) -> Table:
@@ -424,11 +381,11 @@ def strategies(found: Found) -> Table:
             for label, line in results.summary.items()
         ]
         speed = ["tokens/s", "speed-up (95 %)"] if results.timed else []
-        header = ["strategy", "perplexity (95 %)", *speed, "equal to plain at this T"]
-        note = "Speed is of whole answers, prefill included, over our plain loop at the same temperature."
+        header = ["strategy", "perplexity (95 %)", *speed, "equal to autoregressive at this T"]
+        note = "Speed is of whole answers, prefill included, over autoregressive decoding at the same temperature."
         notes = [*results.notes()[:2], *([note] if results.timed else [])]
         parts.append(Part(header, rows, [*notes, _from(path, results.environment)]))
-    paper = "tree rejection sampling (k = N = 3) 3.21x with perplexity 12.2, plain decoding 11.9."
+    paper = "tree rejection sampling (k = N = 3) 3.21x with perplexity 12.2, autoregressive decoding 11.9."
     absent = ["speed, which needs a run on a machine that does nothing else."] if parts and not timed else []
     title = "tree rejection sampling against autoregressive sampling, greedy and beam search"
     return Table(["13"], title, paper, parts, absent)

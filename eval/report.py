@@ -1,15 +1,13 @@
 """Measures everything that the report shows, and writes it: one command, from nothing.
 
-    python eval/report.py                                          # the predictor that ships, into report/
-    python eval/report.py --predictor DIR --prompts prompts.jsonl --output report-of-mine
+    python -m eval.report                                          # the predictor that ships, into report/
+    python -m eval.report --predictor DIR --prompts prompts.jsonl --output report-of-mine
 
 Speed at temperature 0 and 1 with several drafters, efficiency and batches, what `shape.check` says, the analysis of
 transport, four traced answers, and an ablation that is trained for it. Each part is a command of the package, which the
 page names beside its figures; what is finished is kept, so that the same command continues after an interruption. By
 default it takes about 25 minutes on two cores. Results lie in OUTPUT/results, the page is OUTPUT/report.html.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -21,11 +19,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from jsonargparse import auto_cli
-
+from eval import commands
 from shape import bundled
 from shape.data.reading import load_prompts
-from shape.errors import ConfigError, exit_on_error
+from shape.errors import ConfigError
 from shape.evaluation.report.page import write, write_images
 from shape.evaluation.report.sources import find
 
@@ -42,7 +39,7 @@ TRACES = {
 
 
 @dataclass
-class Options:
+class ReportOptions:
     """What to measure, and how much of it.
 
     Args:
@@ -91,7 +88,7 @@ class Part:
     arguments: Sequence[str]
 
 
-def parts(options: Options) -> list[Part]:
+def parts(options: ReportOptions) -> list[Part]:
     """Everything, the quick ones first."""
     results, work = Path(options.output) / "results", Path(options.output) / "work"
     few = str(min(24, options.limit))
@@ -133,7 +130,7 @@ def parts(options: Options) -> list[Part]:
     own = (options.target, options.prompts, options.data)
     if options.ablation != "none" and (all(own) or not any(own)):
         folder = work / "ablation"
-        given = [*target, "--data", options.data, "--measure.prompts", options.prompts] if all(own) else []
+        given = [*target, f"--data={options.data}", f"--measure.prompts={options.prompts}"] if all(own) else []
         given += [f"--only={json.dumps(options.variants)}"] if options.variants else []
         measure = ["--seeds=[0]", "--measure.limit", few, f"--override=[training.max_minutes={options.minutes}]"]
         arguments = [options.ablation, *given, *measure, "--output", str(folder)]
@@ -148,7 +145,7 @@ def launch(module: str, arguments: Sequence[str]) -> int:
     return subprocess.run(command, check=False, env={**os.environ, "PYTHONPATH": path}).returncode
 
 
-def make(options: Options) -> None:
+def make(options: ReportOptions) -> None:
     """Measure what is missing, and write the page.
 
     Raises:
@@ -178,7 +175,7 @@ def make(options: Options) -> None:
         write_images(found, output / "images", progress=True)
 
 
-def _require_same(options: Options, file: Path) -> None:
+def _require_same(options: ReportOptions, file: Path) -> None:
     """What is kept has to have been measured with these options; where it lies and what is drawn does not matter."""
     mine = {name: value for name, value in asdict(options).items() if name not in ("output", "images")}
     if file.exists():
@@ -192,10 +189,9 @@ def _require_same(options: Options, file: Path) -> None:
     file.write_text(json.dumps(mine, indent=1))
 
 
-def main(options: Options) -> None:
-    with exit_on_error():
-        make(options)
+def main(arguments: Sequence[str] | None = None) -> None:
+    commands.run(make, ReportOptions, arguments)
 
 
 if __name__ == "__main__":
-    main(auto_cli(Options, as_positional=False))
+    main()

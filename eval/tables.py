@@ -11,23 +11,23 @@ same command goes on after an interruption. Writes `tables.md` and `tables.json`
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from jsonargparse import CLI
 from rich.console import Console
 
-from eval import ablate, analyze, latency
-from eval.paper_tables import LOOKAHEAD, NUMBERS, Found, Table, is_missing, made, render
+from eval import ablate, analyze, commands, latency
+from eval.found import Found
+from eval.paper_tables import LOOKAHEAD, NUMBERS, Table, is_missing, made, render
 from shape import bundled
 from shape.data.conversations import evenly
 from shape.data.reading import load_prompts
 from shape.drafters import TrainedDrafter
-from shape.errors import ConfigError, ShapeError, exit_on_error
+from shape.errors import ConfigError, ShapeError
 from shape.evaluation import efficiency, quality
 from shape.evaluation.bench import bench, named_predictors
 from shape.evaluation.environment import Environment
@@ -226,7 +226,7 @@ RUNS: dict[str, tuple[Run, tuple[str, ...]]] = {
     "batches": (_batches, ("3",)),
     "quality": (_quality, ("4", "5", "10", "12")),
     "refinement": (partial(_ablation, name="refinement"), ("6",)),
-    "grid": (partial(_ablation, name="lookahead"), ("7",)),
+    "grid": (partial(_ablation, name="trees"), ("7",)),
     "latency": (_latency, ("8",)),
     "lookahead": (_lookaheads, ("11",)),
     "strategies": (
@@ -296,14 +296,17 @@ def _complete(table: Table, found: Found, options: TablesOptions, failed: Mappin
     return replace(table, absent=[*table.absent, again])
 
 
-def main(options: TablesOptions) -> None:
-    with exit_on_error():
-        tables = run(options)
-        count = sum(bool(table.parts) for table in tables)
-        Console(highlight=False).print(
-            f"{count} of {len(tables)} tables have figures; written to {options.output}/tables.md and tables.json"
-        )
+def make(options: TablesOptions) -> None:
+    tables = run(options)
+    count = sum(bool(table.parts) for table in tables)
+    Console(highlight=False).print(
+        f"{count} of {len(tables)} tables have figures; written to {options.output}/tables.md and tables.json"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    commands.run(make, TablesOptions, arguments)
 
 
 if __name__ == "__main__":
-    main(CLI(TablesOptions, as_positional=False))
+    main()

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from eval.paper_tables import Found
+from eval.found import Found
 from shape.data.journal import AnswerJournal
 from shape.data.reading import load_conversations, load_prompts
 from shape.drafters.recipes.compile import read_misses
@@ -334,5 +334,5 @@ def test_results(tmp_path, name):
     (tmp_path / name).write_bytes(whole)
     Found().add(tmp_path)
     if name != "quality.json":  # which is not in the report
-        assert find(tmp_path).all
+        assert find(tmp_path)
     check()

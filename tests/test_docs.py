@@ -203,6 +203,16 @@ def test_what_the_reference_names_exists(path, members):
         assert not inspect.ismodule(found) or member.__module__ == home, f"{name} is not defined in {path}"
 
 
+def test_troubleshooting_quotes_messages_that_exist():
+    source = "".join(path.read_text() for path in (ROOT / "shape").rglob("*.py"))
+    source = re.sub(r'"\n\s*f?"', "", source)  # strings that are continued on the next line
+    rows = [line for line in (ROOT / "docs/troubleshooting.md").read_text().splitlines() if line.startswith("| ")]
+    quotes = [quote for row in rows for quote in re.findall(r"\*([^*]+)\*", row.split(" | ")[0])]
+    assert len(quotes) > 15
+    missing = [part for quote in quotes for part in map(str.strip, quote.split("...")) if part not in source]
+    assert not missing
+
+
 @pytest.mark.parametrize("readme", READMES, ids=named)
 def test_links_of_readmes_lead_to_files(readme):
     for target in LINK.findall(readme.read_text()):

@@ -29,8 +29,6 @@ STILL_LONG = {
     "eval/ablate.py",
     "eval/analyze.py",
     "eval/paper_tables.py",
-    "shape/generation/request.py",
-    "shape/target/model.py",
 }
 
 

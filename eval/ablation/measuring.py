@@ -43,9 +43,9 @@ class _Counting(Wrapped):
         super().__init__(inner)
         self.flops = []  # type: ignore[var-annotated]
 
-    def draft(self, settled: Committed, sampler: Sampler) -> TokenTree:
+    def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
         with FlopCounterMode(display=False) as counter:
-            tree = self.inner.draft(settled, sampler)
+            tree = self.inner.draft(committed, sampler)
         self.flops.append(counter.get_total_flops())
         return tree
 

@@ -143,7 +143,7 @@ def _with(reader: ArgumentParser, values: Namespace, changes: Mapping[str, Any])
     """Options with some of them changed."""
     for name, given in changes.items():
         if isinstance(values.get(name), Namespace) and not isinstance(given, Mapping):
-            raise ConfigError(f"{name} is {given!r}, and it stands for several options; give these as a mapping")
+            raise ConfigError(f"{name} is {given!r}, which names several options; give these as a mapping")
     return reader.parse_object(dict(changes), values)
 
 

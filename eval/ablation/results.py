@@ -39,8 +39,8 @@ class Anatomy:
     """Drafts looked at one by one.
 
     Attributes:
-        asked: [depth - 1] drafts of which all tokens above that depth stood and that had one there.
-        accepted: of these, the ones of which a token stood there too.
+        asked: [depth - 1] drafts of which all tokens above that depth were accepted and that had one there.
+        accepted: of these, the ones of which a token was accepted there too.
         flops: floating-point operations of a draft's matrix products, two per multiply-add, a mean over drafts;
             softmax, sorting and elementwise functions are not counted.
     """
@@ -145,7 +145,7 @@ class Ablation:
         found = [(line.label, line.at[temperature]) for line in self.lines]
         depths = max(len(figures.anatomy.asked) for _, figures in found)
         parts = ("draft", "verify", "commit")
-        header = ["variant", *(f"stands at {depth}" for depth in range(1, depths + 1)), "tokens per draft step"]
+        header = ["variant", *(f"accepted at {depth}" for depth in range(1, depths + 1)), "tokens per draft step"]
         header += [f"{part} ms" for part in parts] + ["tokens/s", "equal to autoregressive"]
         rows = []
         for label, figures in found:
@@ -190,7 +190,7 @@ class Ablation:
             "of its matrix products, and peak is what a large one of the same precision reaches. MFLOP per draft are "
             "those of the real drafts' matrix products, two per multiply-add, a mean over "
             f"{min(self.examined, settings['count'])} prompts; so is "
-            '"stands at": of drafts that reached a depth, the share of which a token stood there.',
+            '"accepted at": of drafts that reached a depth, the share of which a token was accepted there.',
             self.environment.line(),
             "*A projection, not a measurement: acceptance length / (1 + c), where c is what the drafter would read of "
             "weights per step, scaled to Llama-3.1-8B's width and vocabulary, over the target's own.",

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eval.analysis.optimal_acceptance import optimal_acceptance
 from eval.analysis.states import Progress
-from shape.networks.transport import optimal_acceptance
 from shape.verification.acceptance import match, reject_in_turn
-from shape.verification.noise import gumbel, row_keys, token_words
+from shape.verification.noise import gumbel, sequence_keys, token_hashes
 from shape.verification.tree import TokenTree
 
 DRAFTS = (1, 2, 4)
@@ -64,8 +64,8 @@ def acceptances(p: Tensor, q: Tensor, draws: int, seed: int, progress: Progress)
 def simulate(p: Tensor, q: Tensor, draws: int, seed: int) -> tuple[Tensor, Tensor]:
     """Shares of draws in which the rules `match` and `rejection` emit a draft, (P, len(DRAFTS)) each."""
     pairs, size = p.shape
-    words = token_words(torch.arange(size, device=p.device))
-    keys = row_keys(seed, pairs * draws, device=p.device)
+    words = token_hashes(torch.arange(size, device=p.device))
+    keys = sequence_keys(seed, pairs * draws, device=p.device)
     coupled, drawing, residual = (gumbel(keys, torch.full_like(keys, use), words).double() for use in range(3))
     p, q = (x.repeat_interleave(draws, 0) for x in (p, q))
     choices = (p.log() + coupled).argmax(-1, keepdim=True)

@@ -4,11 +4,11 @@
     shape quality --target T --predictor P --prompts gsm8k.jsonl --encoder E --output DIR
     shape quality --predictor P --prompts humaneval.jsonl --run_code true --output DIR
 
-Modes: `plain`, the target's own text by our loop; `shape`, the predictor's drafts under the lossless rule "match"; the
+Modes: `autoregressive`, the target's own text; `shape`, the predictor's drafts under the lossless rule "match"; the
 name of another acceptance rule (`typical-lossy`, `trs-lossy`, `rejection`, ...); `drafter-alone`, where every drafted
-token stands unjudged (the target only computes the states that the predictor reads next: `trs-lossy` of a single
+token is accepted unjudged (the target only computes the states that the predictor reads next: `trs-lossy` of a single
 path, which never refuses one); `beam`, transformers' beam search. All answer the same prompts with the same seeds, and
-the plain loop's answer is everybody's context of the next turn.
+the autoregressive answer is the context of the next turn for all.
 
 Measured: perplexity under the target, equality, likeness to the target's own text by an encoder that the user names,
 exact match on prompts whose `reference` is a number (GSM8K), pass@1 on prompts with `test` and `entry_point`

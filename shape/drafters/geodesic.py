@@ -10,7 +10,7 @@ from torch import Tensor
 from shape.drafters.base import Committed, Drafter
 from shape.errors import ConfigError
 from shape.target.model import Target
-from shape.verification.noise import token_words
+from shape.verification.noise import token_hashes
 from shape.verification.sampling import Sampler, perturbed
 from shape.verification.tree import TokenTree, chain
 from shape.verification.tree_shape import TreeShape
@@ -54,7 +54,7 @@ class GeodesicDrafter(Drafter):
 
     def bind(self, target: Target) -> None:
         self._target = target
-        self._words = token_words(torch.arange(target.vocab_size, device=target.device))
+        self._words = token_hashes(torch.arange(target.vocab_size, device=target.device))
 
     def start(self, committed: Committed, hidden: Tensor) -> None:
         lengths = (committed.lengths - 1).tolist()

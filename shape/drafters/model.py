@@ -14,7 +14,7 @@ from shape.errors import TargetMismatch, UnsupportedGeneration
 from shape.target.model import Target
 from shape.verification.cache import KVCache
 from shape.verification.forward import new_cache, prefill, tree_forward
-from shape.verification.noise import token_words
+from shape.verification.noise import token_hashes
 from shape.verification.probe import support_of
 from shape.verification.sampling import Sampler, perturbed
 from shape.verification.tree import TokenTree, chain, ragged_chain, root_only
@@ -68,7 +68,7 @@ class ModelDrafter(Drafter):
         support_of(self.model)
         # Tables of tokens are padded to other sizes in models of one family.
         self._size = min(self.model.vocab_size, target.vocab_size)
-        self._words = token_words(torch.arange(self._size, device=self.model.device))
+        self._words = token_hashes(torch.arange(self._size, device=self.model.device))
 
     def limit_draft(self, num_draft_tokens: int) -> None:
         self.length = self._as_given = Fixed(num_draft_tokens)

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from shape.drafters.base import Committed, Drafter
 from shape.drafters.growing import Biases, grow_by_depth
 from shape.errors import TargetMismatch
-from shape.networks.base import Head, Known, MarkovBias, Predictor, Remembered, rotary_ahead
+from shape.networks.base import Head, Known, Predictor, Remembered
+from shape.networks.layers import MarkovBias, rotary_ahead
 from shape.networks.shape import windows
 from shape.target.identity import TargetIdentity
 from shape.target.model import Target
 from shape.target.support import LayerShape
 from shape.verification.cache import KVCache
-from shape.verification.noise import token_words
+from shape.verification.noise import token_hashes
 from shape.verification.sampling import Sampler, perturbed
 from shape.verification.tree import TokenTree, keep_best, of_lists, root_only
 from shape.verification.tree_shape import TreeShape
@@ -127,7 +128,7 @@ class TrainedDrafter(Drafter):
         self.on_host = self._device.type == "cpu"
         vocabulary, dtype = self.predictor.draft_vocabulary, self.predictor.dtype
         tokens = torch.arange(target.vocab_size, device=self._device) if vocabulary is None else vocabulary
-        self._vocabulary, self._words = vocabulary, token_words(tokens)
+        self._vocabulary, self._words = vocabulary, token_hashes(tokens)
         if self.on_host:
             self._ids = tokens.numpy()
             self._numbers = np.full(target.vocab_size, -1)

@@ -1,1 +1,1 @@
-"""Measuring: speed against plain decoding, with intervals and the environment beside every number."""
+"""Measuring: speed against autoregressive decoding, with intervals and the environment beside every number."""

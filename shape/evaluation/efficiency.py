@@ -1,10 +1,4 @@
-"""How little the engine adds to the forwards that decoding is made of (`shape efficiency`).
-
-*Engine efficiency* is (bare target forward + bare drafter forwards) / measured time of a step, the median over answers.
-A bare target forward is one over as many tokens as the step verified, behind as many cached ones, with masks and
-positions at hand and nothing done with its logits; bare drafter forwards are its network alone. Both are run again for
-every step of an answer right behind that answer, so that a slow minute falls on all of them.
-"""
+"""How little the engine adds to the forwards that decoding is made of (`shape efficiency`)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace

@@ -111,7 +111,7 @@ class ShapeLM(HFLM):
         return out.sequences
 
     def get_model_info(self) -> dict[str, Any]:
-        """What stands in the results beside the task's figures: with the acceptance length of all that was written."""
+        """What the results say beside the task's figures: with the acceptance length of all that was written."""
         length = self.emitted / self.forwards if self.forwards else None
         drafter = self.decoder.drafter
         return {

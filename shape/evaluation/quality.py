@@ -1,11 +1,5 @@
-"""How good what a decoder writes is, for lossy ways of decoding above all, beside the target's own text.
-
-Modes: `autoregressive`, the target's own text; `shape`, the predictor's drafts under the lossless rule "match"; the
-name of another acceptance rule (`typical-lossy`, `trs-lossy`, `rejection`, ...); `drafter-alone`, where every drafted
-token is accepted unjudged (the target only computes the states that the predictor reads next: `trs-lossy` of a single
-path, which never refuses one); `beam`, transformers' beam search. All answer the same prompts with the same seeds, and
-the autoregressive answer is the context of the next turn for all.
-"""
+"""How good the text of a decoder is, for lossy ways of decoding above all, beside the target's own (`shape
+quality`)."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -13,7 +13,7 @@ _REGION = re.compile(r"<!-- results:begin(?P<asked>[^>]*?) *-->.*?<!-- results:e
 def render(document: str, results: Path) -> str:
     """The document with every region between `<!-- results:begin ... -->` and `<!-- results:end -->` written anew.
 
-    Behind `begin` may stand folders below `results`, of which tables are shown; without any, all tables. `short` as the
+    Behind `begin` may be folders below `results`, of which tables are shown; without any, all tables. `short` as the
     first word makes one table with few columns of them, in which `FOLDER:METHOD,METHOD` chooses lines:
     `<!-- results:begin short shipped/bfloat16-t0:transformers,shape shipped/float32-t0 -->`.
 

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -60,11 +61,13 @@ class TrainerOptions:
         """Raises ConfigError for an option in `more` that Lightning does not know, or that is set elsewhere."""
         import pytorch_lightning as pl
 
-        free = signature(pl.Trainer).parameters.keys() - {each.name for each in fields(self)} - _SET_BY_TRAINING
-        if unknown := sorted(self.more.keys() - free):
+        own = {each.name for each in fields(self)}
+        free = signature(pl.Trainer).parameters.keys() - own - _SET_BY_TRAINING
+        for name in sorted(self.more.keys() - free):
+            known = get_close_matches(name, own | free, n=1) or sorted(free)
             raise ConfigError(
-                f"trainer.{unknown[0]} is no option of Lightning's Trainer that can be given here; beside its own "
-                f"options trainer takes {', '.join(sorted(free))}"
+                f"trainer.{name} is no option of Lightning's Trainer that can be given here; did you mean "
+                f"{' or '.join(known)}?"
             )
 
     def for_training(self, steps: int, **others: Any) -> "pl.Trainer":

@@ -49,7 +49,7 @@ class EagerSteps(Steps):
         self._recompute_behind_switch()
         batch, cache, committed, sampler = self.batch, self._cache, self._committed, self._sampler
         drafting = perf_counter()
-        sampler.settle(committed.lengths, committed.texts)
+        sampler.commit(committed.lengths, committed.texts)
         drafts = batch.control is None or batch.control.draft_next(cache.longest)
         drafter = batch.drafter if drafts else None
         tree = self._fit(root_only(committed.root) if drafter is None else drafter.draft(committed, sampler))

@@ -82,7 +82,7 @@ def commit_prompts(
         cache.select(index)
         hidden = hidden[index]
     last = hidden[torch.arange(len(prompts), device=hidden.device), cache.lengths - 1]
-    sampler.settle(cache.lengths, prompts)
+    sampler.commit(cache.lengths, prompts)
     root = sampler.choose_roots(target.logits(last[:, None, -target.hidden_size :]), root_only(cache.lengths))
     texts = [[*prompt, token] for prompt, token in zip(prompts, root.tolist(), strict=True)]
     return cache, Committed(texts, cache.lengths + 1, root), hidden

@@ -35,7 +35,7 @@ from shape.generation.prompts import mask_of, prompts_of, seen_prompts, width_of
 from shape.generation.sequence import SequenceState, StopCriteria
 from shape.generation.served import NEUTRAL, given_of, merged, refuse, with_stop_strings
 from shape.target.model import Target
-from shape.verification.noise import row_keys
+from shape.verification.noise import sequence_keys
 from shape.verification.sampling import Sampler
 
 # One number, or one per prompt; also numpy's and torch's.
@@ -243,7 +243,7 @@ class Request:
             raise UnsupportedGeneration(
                 f"{len(numbers)} seeds are given for {rows} prompts; give one, or one per prompt"
             )
-        return row_keys(numbers, rows, self.samples, self.device)
+        return sequence_keys(numbers, rows, self.samples, self.device)
 
     def sequences(self, indices: list[int]) -> list[SequenceState]:
         """Some sequences, with nothing emitted yet."""

@@ -2,7 +2,6 @@
 
 from abc import ABCMeta, abstractmethod
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -12,14 +11,14 @@ from shape.drafters import Drafter, TreeShape
 from shape.errors import UnsupportedGeneration
 from shape.generation.options import TrsParameters, TypicalParameters
 from shape.target.model import Target
-from shape.verification.acceptance import Accepted, follow, match, traverse, trs_lossy, typical_lossy
+from shape.verification.acceptance import Accepted, traverse, trs_lossy, typical_lossy
 from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree
 
 
 @dataclass(frozen=True)
 class Rule(metaclass=ABCMeta):
-    """Which drafted tokens stand. Subclasses are frozen dataclasses of the rule's parameters.
+    """Which drafted tokens are accepted. Subclasses are frozen dataclasses of the rule's parameters.
 
     Attributes:
         name: how the rule is asked for, and how stats call it; lossy ones say so.
@@ -50,24 +49,15 @@ class Rule(metaclass=ABCMeta):
         return f"{self.name}({parameters})" if parameters else self.name
 
 
-def matched(tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
-    """Tokens stand while they are the target's own choice, which is made as suits the sampler."""
-    if sampler.on_host:
-        return sampler.follow(logits, tree)
-    if sampler.visits:
-        return follow(tree, partial(sampler.choose_at, logits, tree))
-    return match(tree, sampler.choose(logits, tree))
-
-
 @dataclass(frozen=True)
 class Match(Rule):
-    """Tokens stand while they are the target's own choice."""
+    """Tokens are accepted while they are the target's own choice."""
 
     name = "match"
     same_for_every_draft = True
 
     def __call__(self, tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
-        return matched(tree, logits, sampler)
+        return sampler.match(logits, tree)
 
 
 @dataclass(frozen=True)
@@ -86,7 +76,7 @@ class Rejection(Rule):
         return drafter
 
     def __call__(self, tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
-        return matched(tree, logits, sampler)  # what stands is settled as the choice is made
+        return sampler.match(logits, tree)  # its choice is made by rejection sampling
 
 
 @dataclass(frozen=True)
@@ -97,7 +87,7 @@ class Traversal(Rejection):
 
     def __call__(self, tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
         if sampler.greedy:
-            return matched(tree, logits, sampler)
+            return sampler.match(logits, tree)
         p = sampler.tree_scores(logits, tree).softmax(-1)
         q = None if tree.log_q is None else tree.log_q.exp()
         return traverse(tree, p, q, sampler.uniforms(tree.size), sampler.residual_noise(p.shape[-1]))
@@ -112,7 +102,7 @@ class TypicalLossy(TypicalParameters, Rule):
 
     def __call__(self, tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
         if sampler.greedy:
-            return matched(tree, logits, sampler)
+            return sampler.match(logits, tree)
         scores = sampler.tree_scores(logits, tree)
         return typical_lossy(tree, scores.softmax(-1), sampler.pick(scores, tree), self.epsilon, self.delta)
 

@@ -15,7 +15,6 @@ from shape.errors import UnsupportedTarget
 from shape.generation.static_drafters import StaticCache, StaticDrafter, StaticTree
 from shape.target.model import Target
 from shape.target.support import Support
-from shape.verification.acceptance import match
 from shape.verification.cache import KVCache
 from shape.verification.forward import attending, tree_inputs
 from shape.verification.sampling import Sampler
@@ -148,11 +147,11 @@ class Stage:
         """Draft, mask, forward, choose, match, commit: static tensors in, static tensors out."""
         cache, sampler, drafter = self.cache, self.sampler, self.drafter
         lengths = cache.lengths + 1
-        sampler.settle(lengths)
+        sampler.commit(lengths)
         drafted = drafter.draft(self.state, self.memory, lengths, self.root, sampler) if drafts else None
         tree = StaticTree.of(root_only(self.root) if drafted is None else drafted)
         states = self.forward(tree)
-        accepted = match(tree, sampler.choose(self.target.logits(states), tree))
+        accepted = sampler.match(self.target.logits(states), tree)
         deepest = drafter.depth + 1 if drafts else 1
         path, tokens, counts = accepted.path[:, :deepest], accepted.tokens[:, :deepest], accepted.counts
         proposed = (tree.parent >= 0).sum(1)

@@ -89,7 +89,7 @@ class _Setup:
         self.root = text[:, -1]
         self.committed = Committed([[*ids, ids[-1]] for ids in text.tolist()], self.cache.lengths + 1, self.root)
         self.sampler = Sampler(self.cache.lengths)
-        self.sampler.settle(self.committed.lengths, self.committed.texts)
+        self.sampler.commit(self.committed.lengths, self.committed.texts)
 
     def verify(self, size: int) -> None:
         """A forward over so many tokens, the choice and the acceptance."""

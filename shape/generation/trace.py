@@ -1,4 +1,4 @@
-"""What became of every token of a call, as plain data: drafted, accepted, rejected, corrected, and at what odds.
+"""What became of every token of a call, as data: drafted, accepted, rejected, corrected, and at what odds.
 
 A record is a dict of plain values. `type` "step" is a `stats.Step` (of the prefill: rows, lengths and seconds), "token"
 is one token:
@@ -16,7 +16,7 @@ is one token:
     node, parent, depth   in the step's token tree; None for the target's own choices
     source        who proposed it, where several drafters did: names joined by "+"; otherwise None
     slot          where its keys and values were written in the cache; `kept_slot` where they stayed, if they did
-    p             probability under the target, after all options, given that its parents stand
+    p             probability under the target, after all options, given that its parents are accepted
     q             probability with which it was drawn, or the drafter's estimate that the target would choose it
     noise, margin with rule "match": Gumbel noise g, and by how much log p + g beat the best other token (negative:
                   lost); greedy decoding has no noise, and its margin is of log p
@@ -96,7 +96,7 @@ class Trace:
 
         Args:
             logits: (B, N, V), the target's.
-            sampler: still settled as it was before the step.
+            sampler: as it was before the step.
             path: per row the nodes that stay, root first. tokens: per row the token that follows each of them, of which
                 the first `drafted` were proposed and the first `emitted` went out.
         """
@@ -282,7 +282,7 @@ def _entropy(log_p: Tensor) -> float:
 
 
 def _finite(value: Tensor) -> float | None:
-    """JSON knows no infinity: a token that was out of reach, or had no rival, has no margin."""
+    """JSON knows no infinity: a token that was out of reach, or had no other beside it, has no margin."""
     return float(value) if torch.isfinite(value) else None
 
 
@@ -302,7 +302,7 @@ def view(records: Sequence[dict[str, Any]], text_of: Callable[[int], str], row: 
     Args:
         text_of: a token's text.
     """
-    table = Table("step", "drafted, by depth", "own token", "settled", "ms", box=None, pad_edge=False)
+    table = Table("step", "drafted, by depth", "own token", "emitted", "ms", box=None, pad_edge=False)
     steps = {record["step"]: record for record in records if record["type"] == "step" and row in record["rows"]}
     for number, step in steps.items():
         tokens = [record for record in records if record["type"] == "token" and record["step"] == number]
@@ -313,9 +313,9 @@ def view(records: Sequence[dict[str, Any]], text_of: Callable[[int], str], row: 
             if record["event"] not in OWN
         )
         own = Text(" ").join(_shown(record, text_of) for record in tokens if record["event"] in OWN)
-        settled = sum(record["emitted"] for record in tokens)
+        emitted = sum(record["emitted"] for record in tokens)
         milliseconds = 1e3 * sum(step.get(part, 0.0) for part in ("prefill", "draft", "verify", "commit"))
-        table.add_row(str(number), drafts, own, str(settled), f"{milliseconds:.1f}")
+        table.add_row(str(number), drafts, own, str(emitted), f"{milliseconds:.1f}")
     return table
 
 

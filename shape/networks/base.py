@@ -1,8 +1,8 @@
-"""`Predictor`: what every trained drafter network is to training and to decoding, and the parts that several share.
+"""`Predictor`: what every trained drafter network is to training and to decoding.
 
 A network continues the target from some *roots* t without running it. It is given what is known there (`Known`) and
 then, step by step, the tokens of a path x_t, x_{t+1}, ...; step n gives a state whose logits draft x_{t+n+1}. Training
-unrolls the true path of many roots of a text, decoding grows trees from one root per row, and both call the same
+unrolls the true path of many roots of a text, decoding grows trees from one root per sequence, and both call the same
 three methods: `remember`, `begin`, `advance`.
 
 Shapes: B batch, T positions, P roots, M nodes (in training one per root), W window, F feature size, H hidden size,
@@ -20,11 +20,11 @@ from transformers import initialization as init
 
 from shape.errors import ConfigError
 from shape.networks.config import ShapeConfig
+from shape.networks.layers import MarkovBias, normalise, rotary_ahead
 
 Remembered = list[tuple[Tensor, Tensor]]
+Head = Callable[[Tensor], Tensor]
 Carried = tuple[Tensor, ...]
-
-_ROTARY_BASE = 10000.0
 
 
 class Known(NamedTuple):
@@ -221,183 +221,3 @@ def known_at(predictor: Predictor, features: Tensor, embeddings: Tensor | None, 
     memory = predictor.remember(before, embeddings, positions.expand(len(features), -1))
     ahead = rotary_ahead(roots, predictor.config, window.dtype)
     return Known(window, memory, positions < roots[..., None], ahead)
-
-
-class MarkovBias(nn.Module):
-    """A bias on logits by the token before, of low rank: B = W_2 W_1 e (DSpark's Markov head; Medusa has none).
-
-    DSpark learns an embedding of its own for W_1; here it is a projection of the target's frozen one, which costs no
-    vocabulary-sized table and knows tokens that training has not shown.
-    """
-
-    def __init__(self, size: int, rank: int, vocabulary: int) -> None:
-        super().__init__()
-        self.reduce = nn.Linear(size, rank, bias=False)
-        self.expand = nn.Linear(rank, vocabulary, bias=False)
-
-    def forward(self, reduced: Tensor) -> Tensor:
-        return self.expand(reduced)
-
-    def reduced(self, embedding: Tensor) -> Tensor:
-        """W_1 e, (..., H) -> (..., rank)."""
-        return self.reduce(normalise(embedding.to(self.reduce.weight.dtype)))
-
-    def couple(self, logits: Tensor, reduced: Tensor, candidates: int, iterations: int = 4) -> Tensor:
-        """Marginals, corrected so that with the bias they are the marginals still: (..., S, K) -> (..., S, K).
-
-        Between neighbouring steps the conditional q(j | i) = softmax_j(l_j + B_ij + g_j) is the row-normalised entropic
-        plan with cost -B between the steps' marginals, where g is the logarithm of the plan's column scaling, found by
-        Sinkhorn iterations over the likeliest candidates of both; without it a bias shifts what the steps have learned.
-
-        Args:
-            reduced: (K, rank), of the tokens that can be drafted (`reduced`).
-        """
-        best, chosen = logits.float().topk(min(candidates, logits.shape[-1]), dim=-1)
-        log_p = best.log_softmax(-1)
-        before, wanted = log_p[..., :-1, :], log_p[..., 1:, :]
-        rows, columns = reduced[chosen[..., :-1, :]], self.expand.weight[chosen[..., 1:, :]]
-        bias = (rows @ columns.transpose(-1, -2)).float()
-        scaling = torch.zeros_like(wanted)
-        for _ in range(iterations):
-            conditional = (wanted.unsqueeze(-2) + bias + scaling.unsqueeze(-2)).log_softmax(-1)
-            scaling = scaling + wanted - (before.unsqueeze(-1) + conditional).logsumexp(-2)
-        corrected = logits[..., 1:, :].scatter_add(-1, chosen[..., 1:, :], scaling.to(logits.dtype))
-        return torch.cat([logits[..., :1, :], corrected], dim=-2)
-
-
-class ContextAttention(nn.Module):
-    """Attention from nodes to what known positions left, and to keys of their own path.
-
-    Keys and values are made from inputs of their own, once per known position. Rotary positions (arXiv 2104.09864).
-
-    Args:
-        in_size: width of what queries, keys and values are made from.
-        out_size: width of the result.
-        config: has the heads.
-    """
-
-    def __init__(self, in_size: int, out_size: int, config: ShapeConfig) -> None:
-        super().__init__()
-        assert config.num_heads is not None  # the configuration fills it in
-        width = config.hidden_size
-        self.heads, self.head_size = config.num_heads, width // config.num_heads
-        self.query = nn.Linear(in_size, width, bias=False)
-        self.key = nn.Linear(in_size, width, bias=False)
-        self.value = nn.Linear(in_size, width, bias=False)
-        self.out = nn.Linear(width, out_size, bias=False)
-
-    def remember(self, keys: Tensor, values: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, T, in_size) twice, rotary (B, T, 2, D / 2) -> keys and values (B, G, T, D)."""
-        return rotate(self._split(self.key(keys)), rotary), self._split(self.value(values))
-
-    def forward(
-        self,
-        query: Tensor,
-        rotary: Tensor,
-        memory: tuple[Tensor, Tensor],
-        visible: Tensor | None,
-        own: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """(B, M, in_size) -> (B, M, out_size).
-
-        Args:
-            rotary: (B, M or 1, 2, D / 2), `rotary_table` of the queries' positions.
-            memory: keys and values (B, G, T, D).
-            visible: (B, M, T) or (B, 1, T) bool; None where all of the memory is.
-            own: keys and values (B, G, P, N, D) that only a node itself sees, or the M / P nodes of a block.
-        """
-        keys, values = memory
-        asked = rotate(self._split(self.query(query)), rotary)
-        # Finite, so that a root without anything to see (padding) gives numbers and no NaN.
-        lowest = torch.finfo(asked.dtype).min
-        hidden = (
-            None if visible is None else torch.zeros_like(visible, dtype=asked.dtype).masked_fill_(~visible, lowest)
-        )
-        if own is None:
-            mask = None if hidden is None else hidden[:, None]
-            found = F.scaled_dot_product_attention(asked, keys, values, attn_mask=mask)
-        else:
-            scores = asked @ keys.transpose(-1, -2)
-            if hidden is not None:
-                scores = scores + hidden[:, None]
-            blocks = own[0].shape[2]
-            among = asked.unflatten(2, (blocks, -1)) @ own[0].transpose(-1, -2)
-            scores = torch.cat([scores, among.flatten(2, 3)], dim=-1)
-            weights = (scores.float() * self.head_size**-0.5).softmax(-1).to(values.dtype)
-            count = keys.shape[-2]
-            among = weights[..., count:].unflatten(2, (blocks, -1)) @ own[1]
-            found = weights[..., :count] @ values + among.flatten(2, 3)
-        return self.out(found.transpose(1, 2).flatten(-2))
-
-    def _split(self, states: Tensor) -> Tensor:
-        return states.unflatten(-1, (self.heads, self.head_size)).transpose(1, 2)
-
-
-def rotary_table(positions: Tensor, head_size: int, dtype: torch.dtype) -> Tensor:
-    """Cosines and sines of rotary embedding: (...) -> (..., 2, head_size / 2)."""
-    half = head_size // 2
-    frequencies = _ROTARY_BASE ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
-    angles = positions.unsqueeze(-1) * frequencies
-    return torch.stack([angles.cos(), angles.sin()], dim=-2).to(dtype)
-
-
-def rotary_ahead(roots: Tensor, config: ShapeConfig, dtype: torch.dtype, steps: int | None = None) -> Tensor:
-    """`rotary_table` of t - 1, t, ..., t + S - 1 for roots t, (B, P) -> (B, P, S + 1, 2, D / 2)."""
-    assert config.num_heads is not None
-    ahead = torch.arange(-1, steps or config.num_steps, device=roots.device)
-    return rotary_table(roots.unsqueeze(-1) + ahead, config.hidden_size // config.num_heads, dtype)
-
-
-def rotate(states: Tensor, rotary: Tensor) -> Tensor:
-    """Rotary position embedding: (B, G, N, D), (B, N or 1, 2, D / 2) -> (B, G, N, D)."""
-    cos, sin = rotary.to(states.dtype).unsqueeze(1).unbind(-2)
-    first, second = states.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-class RMSNorm(nn.RMSNorm):
-    """In the dtype of its weights: what autocast has made smaller has no fused kernel with these."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype))
-
-
-class GatedMLP(nn.Module):
-    """down(silu(gate x) * up x), the feed-forward part of Llama's decoder layers."""
-
-    def __init__(self, size: int, inner: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(size, inner, bias=False)
-        self.up = nn.Linear(size, inner, bias=False)
-        self.down = nn.Linear(inner, size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class Fusion(nn.Module):
-    """One state out of several layers' (EAGLE-3, DFlash): each normalised, side by side, through one matrix.
-
-    In units of the last layer's size, so that a prediction can be added to it.
-    """
-
-    def __init__(self, config: ShapeConfig) -> None:
-        super().__init__()
-        self.size = config.hidden_size
-        self.mix = nn.Linear(config.feature_size, config.hidden_size, bias=False)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """(..., F) -> (..., H)."""
-        return self.mix(normalise(features.unflatten(-1, (-1, self.size))).flatten(-2))
-
-
-def normalise(x: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:])
-
-
-def scale(state: Tensor) -> Tensor:
-    """Root mean square over the last dimension, kept; its gradient at an all-zero state is zero, not NaN."""
-    return torch.linalg.vector_norm(state, dim=-1, keepdim=True) * state.shape[-1] ** -0.5
-
-
-Head = Callable[[Tensor], Tensor]

@@ -3,20 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from shape.networks.base import (
-    Carried,
-    ContextAttention,
-    Fusion,
-    GatedMLP,
-    Known,
-    Predictor,
-    Remembered,
-    RMSNorm,
-    normalise,
-    rotary_table,
-    scale,
-)
+from shape.networks.base import Carried, Known, Predictor, Remembered
 from shape.networks.config import ShapeConfig
+from shape.networks.layers import ContextAttention, Fusion, GatedMLP, RMSNorm, normalise, rotary_table, scale
 
 
 class BlockPredictor(Predictor):

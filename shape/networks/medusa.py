@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from shape.networks.base import Carried, Known, Predictor, normalise, scale
+from shape.networks.base import Carried, Known, Predictor
 from shape.networks.config import ShapeConfig
+from shape.networks.layers import normalise, scale
 
 
 class MedusaPredictor(Predictor):

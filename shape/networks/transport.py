@@ -1,4 +1,4 @@
-"""Entropic optimal transport between many pairs of distributions, and the transport optimum of acceptance.
+"""Entropic optimal transport between many pairs of distributions.
 
 Where all pairs share the d x d cost they share the Gibbs kernel K = exp(-C / epsilon), and every entropic plan has
 the form T = diag(u) K diag(v). So a plan is kept as its two scalings, and everything asked of it is a product
@@ -12,11 +12,11 @@ Which update comes last matters. A column update sets v = q / (K^T u), after whi
 holds exactly, after any number of iterations, converged or not, and for any cost. A read-out that uses only
 T^T 1 (the paper's H_ot = P2(T^T 1), section 3.2) then equals P2(q): the plan has no influence on it and gets
 no gradient. Ending on the row update makes T 1 = p exact instead, and T^T 1 differs from q by what is left to
-converge. Read-outs that use the plan itself (`Plan.push`, `Plan.barycentre`) do not have this weakness.
+converge. Read-outs that use the plan itself (`Plan.push`, `Plan.arrivals`) do not have this weakness.
 
 Sources: Cuturi, Sinkhorn distances (arXiv 1306.0895); Peyre and Cuturi, Computational optimal transport
 (arXiv 1803.00567), sections 4.1-4.2; Feydy et al., Interpolating between optimal transport and MMD using Sinkhorn
-divergences (arXiv 1810.08278); Sun et al., SpecTr (arXiv 2310.15141).
+divergences (arXiv 1810.08278).
 """
 
 from dataclasses import dataclass
@@ -30,9 +30,6 @@ LastUpdate = Literal["column", "row"]
 # Scalings stay within exp(2 C / epsilon) * d of the marginals, so this keeps them finite in float32 without
 # a log domain (which would need a (batch, d, d) tensor). exp(-40) = 4e-18 is far below float32's resolution.
 MAX_EXPONENT = 40.0
-
-# Nodes of the quadrature of draws without replacement; tanh-sinh from -3.2 to 3.2 is exact to about 1e-9 with them.
-_NODES, _REACH = 96, 3.2
 
 
 @dataclass(frozen=True)
@@ -64,11 +61,6 @@ class Plan:
     def arrivals(self, values: Tensor) -> Tensor:
         """Mean of source values (..., d) over what arrives at each point: diag(T^T 1)^-1 T^T values."""
         return _columns(self.kernel, self.u * values) / _columns(self.kernel, self.u)
-
-    def barycentre(self, points: Tensor) -> Tensor:
-        """Where each source point goes on average: diag(T 1)^-1 T points, (d, k) -> (..., d, k)."""
-        weighted = self.v.unsqueeze(-1) * points
-        return (self.kernel @ weighted) / _rows(self.kernel, self.v).unsqueeze(-1)
 
     def cost(self, cost: Tensor) -> Tensor:
         """<T, C>, (...): the transport cost under a cost of the kernel's shape, entropy not included."""
@@ -163,56 +155,6 @@ def sinkhorn_divergence(log_p: Tensor, log_q: Tensor, cost: Tensor, epsilon: flo
                 g = _soft_minimum(log_p, f, cost, level)
                 own = (own + _soft_minimum(both, own, cost, level)) / 2
         return (log_p.exp() * (f - own[0]) + log_q.exp() * (g - own[1])).sum(-1)
-
-
-def optimal_acceptance(p: Tensor, q: Tensor, drafts: int, replacement: bool = True) -> Tensor:
-    """The greatest chance of any lossless rule to emit one of `drafts` tokens drawn from q, (..., d) -> (...).
-
-    A rule that emits y ~ p beside drafts X ~ Q is a coupling of the two; the best one moves as much mass as
-    possible at no cost under c(X, y) = 0 where y is among X, else 1: a transport problem over d^K x d pairs
-    (SpecTr, section 3). As a flow it is bounded by its cuts, of which the least is the optimum:
-
-        1 + min over sets H of tokens of p(H) - Q(all drafts lie in H).
-
-    Only sets of the tokens with the least p / q can attain it: Q(all in H) is q(H)^K for independent drafts, convex
-    in q(H), so the minimum lies at an extreme point of the attainable (p(H), q(H)); without replacement by Hu et al.,
-    Towards optimal multi-draft speculative decoding (arXiv 2502.18779). So d + 1 sets are enough. One draft gives
-    1 - TV(p, q). Without replacement drafts arrive in the order of exponential clocks with rates q_i, so that Q is
-    the chance that K clocks of H ring before any outside it: one integral over the time of the latter.
-
-    Args:
-        p, q: each summing to 1. Without replacement q needs `drafts` tokens above 0.
-        replacement: independent drafts from q; False for drafts drawn one after the other, q being renormalised
-            without what was drawn (what our drafters do).
-
-    Returns:
-        float64.
-    """
-    p, q = p.double(), q.double()
-    order = torch.where(q > 0, p / q, torch.inf).argsort(-1)
-    p, q = p.gather(-1, order), q.gather(-1, order)
-    inside = q.cumsum(-1)
-    together = inside**drafts if replacement or drafts == 1 else _drawn_together(q, drafts)
-    return 1 + (p.cumsum(-1) - together).amin(-1).clamp(max=0)
-
-
-def _drawn_together(q: Tensor, drafts: int) -> Tensor:
-    """(..., d) -> (..., d): chance that so many draws without replacement lie among the first 1, 2, ..., d tokens."""
-    outside = (q.flip(-1).cumsum(-1).flip(-1) - q).clamp(min=0)  # rates beyond each prefix
-    x = torch.linspace(-_REACH, _REACH, _NODES, dtype=q.dtype, device=q.device)
-    share = torch.sigmoid(torch.pi * x.sinh())  # tanh-sinh quadrature over the quantile of the first clock outside
-    weight = share * torch.sigmoid(-torch.pi * x.sinh()) * torch.pi * x.cosh() * (2 * _REACH / (_NODES - 1))
-    clock = torch.nn.functional.softplus(-torch.pi * x.sinh())  # -log share
-    time = clock / outside.clamp(min=torch.finfo(q.dtype).tiny).unsqueeze(-1)
-    rung = q.new_zeros(*q.shape, _NODES, drafts)  # chance that exactly so many of the prefix's clocks have rung
-    rung[..., 0] = 1
-    for token in range(q.shape[-1]):
-        rings = -torch.expm1(-q[..., token, None, None] * time[..., token:, :]).unsqueeze(-1)
-        of_prefix = rung[..., token:, :, :]  # prefixes that hold the token
-        one_more = torch.nn.functional.pad(of_prefix, (1, -1))
-        rung[..., token:, :, :] = of_prefix + rings * (one_more - of_prefix)
-    together = ((1 - rung.sum(-1)) * weight).sum(-1)
-    return torch.where(outside > 0, together, 1.0)
 
 
 def _soft_minimum(log_weight: Tensor, potential: Tensor, cost: Tensor, epsilon: float) -> Tensor:

@@ -38,7 +38,7 @@ def of_target(options: TargetOptions) -> dict[str, Any]:
         given["device_map"] = options.device_map if options.device is None else resolve_device(options.device)
     given = {name: value for name, value in given.items() if value is not None}
     if ours := sorted(_OURS & options.target_options.keys()):
-        raise ConfigError(f"{ours[0]} stands in target_options, which are transformers' own; leave it out there")
+        raise ConfigError(f"{ours[0]} is given in target_options, which are transformers' own; leave it out there")
     if twice := sorted(given.keys() & options.target_options.keys()):
         raise ConfigError(f"{twice[0]} is given by itself and in target_options; give it once")
     return {**given, **options.target_options}

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from pytorch_lightning.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchmetrics import MeanMetric
 from transformers import PreTrainedModel
@@ -31,10 +32,12 @@ from shape.target.model import Target
 from shape.training.batches import Batch
 from shape.training.checkpoints import require_same_run
 from shape.training.losses import supervised, weighted_loss
-from shape.training.optimization import CombinedOptimizer, learning_rate_factor, make_optimizer
+from shape.training.optimization import learning_rate_factor, parameter_groups
 from shape.training.options import Losses, TrainingOptions
 from shape.training.order import derive_seed
 from shape.verification.noise import mix
+
+_ADAM_BETAS = (0.9, 0.95)
 
 
 class TrainingModule(pl.LightningModule):
@@ -58,15 +61,14 @@ class TrainingModule(pl.LightningModule):
         return batch.to(device)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        modules = self.trained.values()
-        made = [module.make_optimizer() for module in modules]
-        factors: list[Callable[[int], float]] = [
-            module.learning_rate_factor
-            for module, optimizer in zip(modules, made, strict=True)
-            for _ in optimizer.param_groups
-        ]
-        optimizer = made[0] if len(made) == 1 else CombinedOptimizer(*made)
-        self._peaks = [group["lr"] for group in optimizer.param_groups]
+        groups: list[dict[str, Any]] = []
+        factors: list[Callable[[int], float]] = []
+        for module in self.trained.values():
+            own = module.parameter_groups()
+            groups += own
+            factors += [module.learning_rate_factor] * len(own)
+        self._peaks = [group["lr"] for group in groups]
+        optimizer = torch.optim.AdamW(groups, betas=_ADAM_BETAS)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -96,11 +98,14 @@ class TrainingModule(pl.LightningModule):
     ) -> None:
         """Clips the norm of each network's gradients by itself."""
         whole = self.trainer.strategy.model
-        if gradient_clip_val is not None and isinstance(whole, FullyShardedDataParallel):
+        if gradient_clip_val is None:
+            return
+        if isinstance(whole, FullyShardedDataParallel):
             whole.clip_grad_norm_(gradient_clip_val)  # no process has all gradients, of which it is the norm
             return
-        for part in optimizer.parts if len(self.trained) > 1 else [optimizer]:  # type: ignore[attr-defined]
-            self.clip_gradients(part, gradient_clip_val, gradient_clip_algorithm)
+        clip = clip_grad_value_ if gradient_clip_algorithm == "value" else clip_grad_norm_
+        for module in self.trained.values():
+            clip([weight for group in module.parameter_groups() for weight in group["params"]], gradient_clip_val)
 
 
 class DrafterModule(TrainingModule):
@@ -199,8 +204,8 @@ class DrafterModule(TrainingModule):
 
     # -- optimisation and time
 
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        return make_optimizer(self.predictor, self._matrices, self.options)
+    def parameter_groups(self) -> Sequence[dict[str, Any]]:
+        return parameter_groups(self.predictor, self._matrices, self.options)
 
     def learning_rate_factor(self, step: int) -> float:
         assert self.options.steps is not None

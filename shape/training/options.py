@@ -149,9 +149,7 @@ class TrainingOptions:
     Attributes:
         steps: optimiser steps; null follows from the data (`shape.training.defaults`).
         batch_size: positions (roots) per optimiser step, over all processes and accumulated parts together.
-        optimizer: "adamw", or "muon" for the network's matrices (its updates scaled to AdamW's size, so that the
-            learning rate means the same) and AdamW for all else.
-        learning_rate: its peak, reached after `warmup_steps`.
+        learning_rate: AdamW's peak, reached after `warmup_steps`.
         warmup_steps: steps over which the learning rate rises to its peak.
         decay: how the learning rate falls to zero over the remaining steps.
         weight_decay: on matrices only; biases, gates and norms are left alone.
@@ -169,7 +167,6 @@ class TrainingOptions:
 
     steps: int | None = None
     batch_size: int = 1024
-    optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 1e-3
     warmup_steps: int = 50
     decay: Literal["cosine", "linear", "none"] = "cosine"
@@ -309,8 +306,6 @@ class TrainOptions(TargetOptions):
         self.training.check()
         self.regeneration.check()
         self.trainer.check()
-        if self.training.optimizer == "muon" and self.trainer.strategy.startswith("fsdp"):
-            raise ConfigError("muon takes whole matrices, and fsdp cuts them; give --training.optimizer adamw, or ddp")
         if self.training.ema is not None and self.trainer.strategy.startswith("fsdp"):
             raise ConfigError("ema averages whole networks, and fsdp cuts them; leave it out, or give ddp")
         if self.online and self.features is not None:

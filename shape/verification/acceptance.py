@@ -1,5 +1,8 @@
-"""Acceptance rules: which proposed tokens stand. Pure functions of tensors; ``shape.generation.rules`` gives them their
-names.
+"""Which proposed tokens are accepted. Pure functions of tensors; ``shape.generation.rules`` gives them their names.
+
+The rule "match" has three forms, of which ``Sampler.match`` takes one. ``match`` looks at every node by operations of
+tensors alone, as accelerators and CUDA graphs need it. ``follow`` asks for choices where they lead alone, since
+processors see each text and can cost more than a forward. ``follow_scores`` does so in one compiled loop, for a CPU.
 
 ``match`` is lossless for any tree and any pruning; ``reject_in_turn`` and ``traverse`` for trees whose children were
 drawn from the distribution that they are told, or from none that they are told, and not selected afterwards.
@@ -23,10 +26,10 @@ Choose = Callable[[list[int], list[int], list[list[int]]], list[int]]
 
 @dataclass(frozen=True)
 class Accepted:
-    """What one verification settled.
+    """What one verification accepted.
 
     Attributes:
-        path: (B, D) int64, nodes whose cache rows and states are kept, root first; beyond ``counts`` undefined
+        path: (B, D) int64, nodes whose states are kept, root first; beyond ``counts`` undefined
             but valid indices.
         counts: (B,) int64, number of kept nodes, which is also the number of tokens emitted.
         tokens: (B, D) int64, emitted tokens, of which the first ``counts`` count.
@@ -42,7 +45,7 @@ class Accepted:
 def match(tree: TokenTree, choices: Tensor) -> Accepted:
     """Walk down the tree while the target's choice at a node is one of its children; the last choice is emitted too.
 
-    The output is a function of the target's choices alone, so it equals plain decoding with the same choices,
+    The output is a function of the target's choices alone, so it equals autoregressive decoding with the same choices,
     whatever was proposed: choices are argmax(log p) when greedy and argmax(log p + g) with Gumbel noise g shared
     by position when sampling (arXiv 2408.07978, 2506.05632). Of equal siblings any may be on the path.
 
@@ -92,8 +95,8 @@ def follow_scores(
 
     Args:
         scores: (B, N, V) floats of the host.
-        keys: (B,) int64 of ``noise.row_keys``; None adds no noise.
-        positions: (B,) int64 of the tokens chosen at the roots. words: (V,), ``noise.token_words`` of all tokens.
+        keys: (B,) int64 of ``noise.sequence_keys``; None adds no noise.
+        positions: (B,) int64 of the tokens chosen at the roots. words: (V,), ``noise.token_hashes`` of all tokens.
     """
     brain = scores.dtype == torch.bfloat16  # unknown to numpy: its bits are the upper half of a float32's
     if scores.dtype == torch.float16:
@@ -243,7 +246,7 @@ def stop_chances(tree: TokenTree, p: Tensor, q: Tensor | None) -> tuple[Tensor, 
     target would; the root's is 1. A child x drawn from q gets min(1, w p(x) / q(x)), so that over all draws it serves
     min(w p, q) at each token. What it leaves, if it refuses, is R = (w p - q)+ out of the 1 - sum min(w p, q) =
     |R| + 1 - w in which it refuses: thus p becomes R / |R|, w becomes |R| / (|R| + 1 - w), q is renormalised without
-    x, and the next child has its turn. Neither depends on x, so the next child is a draw from that q whatever was
+    x, and the next child follows. Neither depends on x, so the next child is a draw from that q whatever was
     refused. After the last child the node itself stops with chance w.
 
     Arguments as in ``traverse``.
@@ -277,7 +280,7 @@ def stop_chances(tree: TokenTree, p: Tensor, q: Tensor | None) -> tuple[Tensor, 
 def typical_lossy(tree: TokenTree, p: Tensor, choices: Tensor, epsilon: float, delta: float) -> Accepted:
     """Typical acceptance (Medusa, arXiv 2401.10774, section 3.3.2). Lossy: the output is not the target's.
 
-    A token stands where p(x) > min(epsilon, delta exp(-H(p))): it need not be a draw from the target, only not be
+    A token is accepted where p(x) > min(epsilon, delta exp(-H(p))): it need not be a draw from the target, only not be
     unlikely for what the target is unsure of. The longest path of such tokens is accepted, of equally long ones the
     likeliest; the target's own choice follows it, so that every step makes progress.
 
@@ -312,18 +315,18 @@ def trs_lossy(tree: TokenTree, log_probs: Tensor, roots: Tensor, threshold: floa
     kept = joint >= joint.amax(1, keepdim=True) + math.log(threshold)
     # A node is on the common prefix when every kept leaf descends from it.
     common = (tree.ancestors | ~kept[:, :, None]).all(1)
-    # Distinct nodes with equal tokens do not exist in a k^N tree, so nodes stand for tokens.
+    # Distinct nodes with equal tokens do not exist in a k^N tree, so a node says its token.
     last = depth.masked_fill(~common, -1).argmax(1)
     accepted = _accept_path(tree, last, roots[:, None])
-    # The last node has not been through the target as a settled root yet: one kept cache row fewer than nodes.
+    # The last node has not been through the target as a committed root yet: one kept state fewer than nodes.
     return replace(accepted, counts=accepted.drafted.clamp(min=1))
 
 
-def _reached(tree: TokenTree, stands: Tensor) -> Tensor:
-    """(B, N) bool: nodes that stand, (B, N) bool, with all nodes above them. The root does; padding never does."""
-    stands = stands & (tree.parent >= 0)
-    stands[:, 0] = True
-    return (stands[:, None, :] | ~tree.ancestors).all(-1)
+def _reached(tree: TokenTree, accepted: Tensor) -> Tensor:
+    """(B, N) bool: nodes that are accepted, (B, N) bool, with all above them. The root is; padding never is."""
+    accepted = accepted & (tree.parent >= 0)
+    accepted[:, 0] = True
+    return (accepted[:, None, :] | ~tree.ancestors).all(-1)
 
 
 def _joint(tree: TokenTree, log_probs: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Where a mask is given, and on a CPU without one too, sdpa repeats keys and values to the number of query heads, at every
 layer and step: for Llama-3.1-8B four times the cache is written and read again. Queries that share a key head can
-instead stand side by side in the dimension of tokens, each group under the same mask, and the repeats are gone.
+instead lie side by side in the dimension of tokens, each group under the same mask, and the repeats are gone.
 """
 
 from collections.abc import Iterator

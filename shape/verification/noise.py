@@ -9,6 +9,7 @@ prompt and noise alone.
 from collections.abc import Sequence
 from functools import cache
 from typing import TypeVar
+from warnings import warn
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ def shift(x: Array, bits: int) -> Array:
     return x
 
 
-def row_keys(seed: int | Sequence[int], rows: int, samples: int = 1, device: torch.device | str = "cpu") -> Tensor:
+def sequence_keys(seed: int | Sequence[int], rows: int, samples: int = 1, device: torch.device | str = "cpu") -> Tensor:
     """One key per row of the batch, (rows * samples,) int64.
 
     Args:
@@ -72,9 +73,9 @@ def gumbel(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     probability of any token (24-bit uniforms are not).
 
     Args:
-        keys: (...,) int64 from row_keys; they and the positions may be broadcast.
+        keys: (...,) int64 from sequence_keys; they and the positions may be broadcast.
         positions: (...,) int64, position in the text, without padding, of the token being chosen.
-        tokens: (K,) int64, ``token_words`` of these tokens.
+        tokens: (K,) int64, ``token_hashes`` of these tokens.
 
     Returns:
         (..., K) float32.
@@ -122,11 +123,17 @@ def _fill_rows(keys: np.ndarray, positions: np.ndarray, words: np.ndarray, out: 
         fill_gumbel(keys[row], positions[row], words, out[row])
 
 
-def token_words(tokens: Tensor) -> Tensor:
-    """A word for each token id, int64, as ``gumbel`` takes it."""
+def token_hashes(tokens: Tensor) -> Tensor:
+    """A hash of each token id, int64, as ``gumbel`` takes it."""
     return mix((tokens + 1) * GOLDEN)
 
 
+def token_words(tokens: Tensor) -> Tensor:
+    """The former name of ``token_hashes``, for one version."""
+    warn("token_words is now called token_hashes", FutureWarning, stacklevel=2)
+    return token_hashes(tokens)
+
+
 @cache
-def all_words(vocab_size: int, device: torch.device) -> Tensor:
-    return token_words(torch.arange(vocab_size, device=device))
+def all_hashes(vocab_size: int, device: torch.device) -> Tensor:
+    return token_hashes(torch.arange(vocab_size, device=device))

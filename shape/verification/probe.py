@@ -19,7 +19,7 @@ from shape.verification.forward import new_cache, prefill, tree_forward
 from shape.verification.tree import TokenTree, chain, root_only
 from shape.verification.windows import PretendedCache, far, too_wide
 
-# Allowed relative error (root mean square) between a cached tree forward and plain forwards of its paths. Some
+# Allowed relative error (root mean square) between a cached tree forward and forwards of its paths as texts. Some
 # models take their softmax in float32 whatever their dtype; a wrong mask or position is off by far more.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 # Three times what the target's own forwards differ by is allowed too, up to here: beyond it nothing is rounding.
@@ -203,8 +203,8 @@ def _judge_rounding(target: Target, noise: float, mixing: float, where: str) -> 
     else:
         return
     warnings.warn(
-        f"target {target.name} {what}; near-ties can fall otherwise than in plain decoding, where they can fall "
-        "otherwise from batch to batch too",
+        f"target {target.name} {what}; near-ties can fall otherwise than in autoregressive decoding, where they can "
+        "fall otherwise from batch to batch too",
         stacklevel=3,
     )
 
@@ -224,7 +224,7 @@ def _check_logits(target: Target, prompt: Tensor) -> None:
 
 
 def _tree_failure(target: Target, support: Support, prompt: Tensor, drafts: Tensor, allowed: float) -> str | None:
-    """Two rows of unequal length with a branching tree, and a single token, against plain forwards of their texts."""
+    """Two sequences of unequal length with a branching tree, and a single token, against forwards of their texts."""
     lengths = [prompt.shape[1], prompt.shape[1] - 3]
     parent = torch.tensor([-1, 0, 0, 1, 1, 3], device=prompt.device).expand_as(drafts)
     tree = TokenTree(drafts, parent)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from warnings import warn
 
@@ -10,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 
-from shape.verification.acceptance import Accepted, follow_scores, reject_in_turn
+from shape.verification.acceptance import Accepted, follow, follow_scores, match, reject_in_turn
 from shape.verification.compiled import serves
-from shape.verification.noise import GOLDEN, all_words, gumbel, mix, shift
+from shape.verification.noise import GOLDEN, all_hashes, gumbel, mix, shift
 from shape.verification.tree import TokenTree, root_only
 
 # What noise beside the target's own is for; any different words will do.
@@ -49,18 +50,17 @@ def _at_least_single(logits: Tensor) -> Tensor:
 class Sampler:
     """How the target's logits become its choice of token: processors, temperature and noise of one request.
 
-    ``settle`` is called once per step; positions are then counted from the settled text: offset 0 is the first
+    ``commit`` is called once per step; positions are then counted from the committed text: offset 0 is the first
     token after the root, chosen at the root.
 
-    Choices are made at the nodes that they lead to (``follow``), at all nodes at once (``choose``), or, by whoever
-    follows them, at one after the other (``choose_at``).
+    ``match`` accepts by its choices; ``choose`` makes them at all nodes at once, ``choose_at`` at one after the other.
 
     Attributes:
         prompt_lengths: (B,) int64.
-        visits: whether to choose node after node, since looking at all would cost more or cannot be done.
-        on_host: whether ``follow`` can be asked: the scores are the host's, and warped by a temperature alone.
+        node_by_node: whether to choose at one node after the other, since all at once would cost more or is impossible.
+        on_host: whether the compiled loop serves: scores are the host's, and warped by a temperature alone.
         temperature: 0 means greedy: no noise.
-        keys: (B,) int64 from row_keys, or None when greedy.
+        keys: (B,) int64 from sequence_keys, or None when greedy.
         warpers: transformers' processors that look at the scores alone, temperature among them.
         processors: per row all processors in order, where some look at the text before the token; None otherwise.
         eos_token_ids: forbidden while fewer than ``min_new_tokens`` tokens have been emitted.
@@ -81,14 +81,14 @@ class Sampler:
     static_depth: int | None = None
 
     def __post_init__(self) -> None:
-        self.settle(self.prompt_lengths)
+        self.commit(self.prompt_lengths)
         device = self.prompt_lengths.device
         self._ends = torch.tensor(self.eos_token_ids, dtype=torch.long, device=device)
         on_cpu = device.type == "cpu" and self.static_depth is None
         sorts = not all(isinstance(one, TemperatureLogitsWarper) for one in self.warpers)
         # A CPU need not wait for itself, as other devices would at every depth.
-        self.visits = self.processors is not None or self.draws or (on_cpu and sorts)
-        self.on_host = on_cpu and not self.visits
+        self.node_by_node = self.processors is not None or self.draws or (on_cpu and sorts)
+        self.on_host = on_cpu and not self.node_by_node
         self._divisor = prod(one.temperature for one in self.warpers if isinstance(one, TemperatureLogitsWarper))
 
     @property
@@ -102,8 +102,8 @@ class Sampler:
         """
         return not (self.coupled or self.greedy)
 
-    def settle(self, lengths: Tensor, texts: Sequence[Sequence[int]] = ()) -> None:
-        """Say what is settled: its length, (B,) int64, and the tokens, which only processors look at. The token
+    def commit(self, lengths: Tensor, texts: Sequence[Sequence[int]] = ()) -> None:
+        """Say what is committed: its length, (B,) int64, and the tokens, which only processors look at. The token
         chosen at the root will be number ``lengths``.
         """
         self._lengths, self._texts = lengths, texts
@@ -117,7 +117,7 @@ class Sampler:
             keys=None if self.keys is None else self.keys[rows],
             processors=self.processors and tuple(self.processors[row] for row in kept),
         )
-        chosen.settle(self._lengths[rows], [self._texts[row] for row in kept] if self._texts else ())
+        chosen.commit(self._lengths[rows], [self._texts[row] for row in kept] if self._texts else ())
         return chosen
 
     def to(self, device: torch.device) -> "Sampler":
@@ -130,7 +130,7 @@ class Sampler:
             return self
         keys = None if self.keys is None else self.keys.to(device)
         moved = replace(self, prompt_lengths=self.prompt_lengths.to(device), keys=keys)
-        moved.settle(self._lengths.to(device), self._texts)
+        moved.commit(self._lengths.to(device), self._texts)
         return moved
 
     @property
@@ -141,7 +141,7 @@ class Sampler:
 
     def noise(self, offset: int, vocab_size: int) -> Tensor:
         """(B, V) Gumbel noise of the token at ``offset``, the target's own."""
-        return self._noise_at([offset], all_words(vocab_size, self._lengths.device))[:, 0]
+        return self._noise_at([offset], all_hashes(vocab_size, self._lengths.device))[:, 0]
 
     def _noise_at(self, offsets: Sequence[int], words: Tensor) -> Tensor:
         """(B, len(offsets), K) at consecutive offsets. At once: many small tensors cost more than a large one."""
@@ -156,7 +156,7 @@ class Sampler:
         coupled, each of ``nodes`` nodes of a depth has its own, (B, nodes, K): draws must not depend on one another.
 
         Args:
-            words: (K,), ``noise.token_words`` of the tokens that it is for.
+            words: (K,), ``noise.token_hashes`` of the tokens that it is for.
         """
         if self.greedy:
             return [None] * depth
@@ -225,32 +225,34 @@ class Sampler:
         if self.greedy:
             return best(scores)
         deepest = self.static_depth if self.static_depth is not None else int(tree.depth.max())
-        noise = self._noise_at(range(deepest + 1 if tree.size > 1 else 1), all_words(scores.shape[-1], scores.device))
+        noise = self._noise_at(range(deepest + 1 if tree.size > 1 else 1), all_hashes(scores.shape[-1], scores.device))
         depths = torch.arange(tree.tokens.shape[0], device=scores.device)[:, None] * noise.shape[1] + tree.depth
         return best(scores + F.embedding(depths, noise.flatten(0, 1)))
 
-    def follow(self, logits: Tensor, tree: TokenTree) -> Accepted:
-        """What stands by rule "match", looked at where choices lead alone; arguments as of ``choose``."""
+    def match(self, logits: Tensor, tree: TokenTree) -> Accepted:
+        """What rule "match" accepts, by whichever of its three forms costs least here; arguments as of ``choose``."""
+        if self.on_host:
+            return self._follow(logits, tree)
+        if self.node_by_node:
+            return follow(tree, partial(self.choose_at, logits, tree))
+        return match(tree, self.choose(logits, tree))
+
+    def _follow(self, logits: Tensor, tree: TokenTree) -> Accepted:
         scores = self._forbid_early_eos(logits, tree.depth) if self.min_new_tokens > 0 else logits
         if self.greedy:
             return follow_scores(tree, scores)
-        return follow_scores(tree, scores, self._divisor, *self.counters, all_words(scores.shape[-1], scores.device))
+        return follow_scores(tree, scores, self._divisor, *self.counters, all_hashes(scores.shape[-1], scores.device))
 
     def choose_roots(self, logits: Tensor, tree: TokenTree) -> Tensor:
-        """(B,) int64, the choice at every root, however choices are made; arguments as of ``choose``."""
-        if self.on_host:
-            return self.follow(logits[:, :1], root_only(tree.tokens[:, 0])).tokens[:, 0]
-        if not self.visits:
-            return self.choose(logits[:, :1], root_only(tree.tokens[:, 0]))[:, 0]
-        rows = list(range(len(logits)))
-        return tree.tokens.new_tensor(self.choose_at(logits, tree, rows, [0] * len(rows), [[] for _ in rows]))
+        """(B,) int64, the choice at every root; arguments as of ``choose``."""
+        return self.match(logits[:, :1], root_only(tree.tokens[:, 0])).tokens[:, 0]
 
     def choose_at(
         self, logits: Tensor, tree: TokenTree, rows: list[int], nodes: list[int], paths: list[list[int]]
     ) -> list[int]:
         """The target's choice at one node of each of some rows, all of one depth (see ``acceptance.follow``).
 
-        Processors see each row's own text and run once per emitted token, as in plain decoding.
+        Processors see each sequence's own text and run once per emitted token, as in autoregressive decoding.
 
         Args:
             logits: (B, N, V), the target's.
@@ -264,7 +266,7 @@ class Sampler:
             return self._reject(scores, tree, rows, nodes, offset).tolist()
         if not self.greedy:
             assert self.keys is not None
-            words = all_words(scores.shape[-1], scores.device)
+            words = all_hashes(scores.shape[-1], scores.device)
             scores = scores + gumbel(self.keys[rows], self._lengths[rows] + offset, words)
         return best(scores).tolist()
 
@@ -291,7 +293,7 @@ class Sampler:
         return found
 
     def scores(self, logits: Tensor, rows: list[int], offset: int, paths: Sequence[Sequence[int]]) -> Tensor:
-        """Logits (R, V) of some rows at ``offset`` after all processors, given their tokens since the settled text."""
+        """Logits (R, V) at ``offset`` after all processors, for ``rows`` and their tokens since the committed text."""
         scores = self._forbid_early_eos(logits, offset, rows=rows)
         if self.processors is None:
             return self.warp(scores)
@@ -312,7 +314,7 @@ class Sampler:
     def residual_noise(self, vocab_size: int, offset: int = 0) -> Tensor:
         """(B, V) Gumbel noise of the token behind the accepted ones where drafts are drawn."""
         positions = torch.full_like(self._lengths, offset)
-        return gumbel(self._step_words(_RESIDUALS), positions, all_words(vocab_size, positions.device))
+        return gumbel(self._step_words(_RESIDUALS), positions, all_hashes(vocab_size, positions.device))
 
     def _step_words(self, purpose: int) -> Tensor:
         """(B,) int64, a word for each row, step and purpose, unrelated to those of the target's own noise.

@@ -17,7 +17,7 @@ Drafted = list[tuple[int, int, float]]
 
 @dataclass(frozen=True)
 class TokenTree:
-    """Proposed tokens of a batch; node 0 of every row is the root, the last settled token.
+    """Proposed tokens of a batch; node 0 of every row is the root, the last committed token.
 
     Attributes:
         tokens: (B, N) int64.
@@ -149,7 +149,7 @@ def of_arrays(tokens: np.ndarray, parents: np.ndarray, joint: np.ndarray) -> Tok
 
 
 def root_only(root: Tensor) -> TokenTree:
-    """No proposal: verification of it is one step of plain decoding."""
+    """No proposal: verification of it is one step of autoregressive decoding."""
     return TokenTree(root[:, None], torch.full_like(root[:, None], -1))
 
 

@@ -1,7 +1,7 @@
 """What a short text cannot show: windows, chunks and whatever else hides old tokens from new ones.
 
 A tree's mask has to hide what the model's own mask hides. Whether it does shows behind a long text only; but masks ask
-how many tokens are settled, not how these came about. So a few tokens go through the target behind thousands that are
+how many tokens are committed, not how these came about. So a few tokens go through the target behind thousands that are
 pretended: one layer's keys and values serve all layers, and the first of them and those where a window may begin are so
 loud that it shows at once who looks at them.
 """
@@ -32,7 +32,7 @@ class PretendedLayer(KVCacheLayer):
 
 
 class PretendedCache(KVCache):
-    """As if a row of ``length`` tokens were settled, before ``new`` ones.
+    """As if a row of ``length`` tokens were committed, before ``new`` ones.
 
     Args:
         cropped: forget what transformers' own cache drops, which then is not loud any more.

@@ -38,19 +38,19 @@ def test_the_pool_has_what_the_target_said(window, size, moves):
     drafter = LookaheadDrafter(window, size, guesses=4, from_text=False)
     text = [3, 1, 4, 1, 5]
     drafter.start(committed(text), torch.empty(0))
-    window = drafter._windows[0]
+    kept = drafter._windows[0]
     for moved in moves:
         tree = drafter.draft(committed(text), GREEDY)
         assert tree.size - 1 <= window * (size - 1) + 4 * (size - 1)
-        last = len(window.levels) - 1
-        asked = [list(path) for path in window.drafted]
+        last = len(kept.levels) - 1
+        asked = [list(path) for path in kept.drafted]
         drafter.inspect(tree, answered(text, tree))
         # Behind each column's path the window has what the target says there.
-        assert window.levels[-1] == [says([*text, *path]) for path in asked]
-        assert len(window.levels) <= size - 1 and (last + 2 < size or any(window.pool.values()))
+        assert kept.levels[-1] == [says([*text, *path]) for path in asked]
+        assert len(kept.levels) <= size - 1 and (last + 2 < size or any(kept.pool.values()))
         for _ in range(moved):
             text = [*text, says(text)]
-    for first, following in window.pool.items():
+    for first, following in kept.pool.items():
         assert len(following) <= 4 and len(set(following)) == len(following)
         assert all(len(gram) == size - 1 for gram in following) and 0 <= first < VOCABULARY
 
@@ -70,11 +70,11 @@ def test_nodes_that_were_not_verified_begin_anew():
     tree = drafter.draft(committed(text), GREEDY)
     cut = TokenTree(tree.tokens[:, :2], tree.parent[:, :2])
     drafter.inspect(cut, answered(text, cut))
-    drafter.inspect(cut, answered(text, cut))  # nothing was asked since
-    window = drafter._windows[0]
-    assert [len(level) for level in window.levels] == [1, 1]
+    drafter.inspect(cut, answered(text, cut))  # nothing was drafted since
+    kept = drafter._windows[0]
+    assert [len(level) for level in kept.levels] == [1, 1]
     drafter.draft(committed([1, 2, 3]), GREEDY)
-    assert [len(level) for level in window.levels] == [3, 3]
+    assert [len(level) for level in kept.levels] == [3, 3]
 
 
 def test_a_target_that_repeats_itself_is_foreseen(tiny_model):

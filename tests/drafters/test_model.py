@@ -11,7 +11,7 @@ from shape.drafters.lengths import Fixed
 from shape.errors import ConfigError, TargetMismatch
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
-from shape.verification.noise import row_keys
+from shape.verification.noise import sequence_keys
 from shape.verification.sampling import Sampler
 
 
@@ -37,7 +37,7 @@ def test_drafts_its_own_continuation_whatever_became_of_the_last(tiny_model, sma
     """Rows accept unequal parts of each draft; one row leaves on the way."""
     drafter = bound(small, Target(tiny_model()), length)
     texts = [[7, 8, 9, 10], [11, 12], [13, 14, 15, 16, 17, 18, 19]]
-    keys = row_keys(seed, 3) if sampling else None
+    keys = sequence_keys(seed, 3) if sampling else None
     sampler = Sampler(torch.tensor([1, 1, 1]), temperature=0.8 if sampling else 0.0, keys=keys)
     drafter.start(committed(*texts), torch.empty(0))
     alone = ShapeDecoder(small)
@@ -46,7 +46,7 @@ def test_drafts_its_own_continuation_whatever_became_of_the_last(tiny_model, sma
             texts, sampler = texts[:2], sampler.select(torch.tensor([0, 1]))
             drafter.select(torch.tensor([0, 1]))
         now = committed(*texts)
-        sampler.settle(now.lengths, now.texts)
+        sampler.commit(now.lengths, now.texts)
         drafted = drafter.draft(now, sampler).tokens[:, 1:].tolist()
         for row, text in enumerate(texts):
             if not sampling:

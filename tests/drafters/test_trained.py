@@ -12,7 +12,7 @@ from shape.networks.config import ShapeConfig
 from shape.networks.shape import ShapePredictor, roll, windows
 from shape.networks.teacher_forcing import Reader, Texts, known_in
 from shape.target.model import Target
-from shape.verification.noise import row_keys, token_words
+from shape.verification.noise import sequence_keys, token_hashes
 from shape.verification.sampling import Sampler
 
 MODES = [
@@ -57,8 +57,8 @@ def begin(network, target, tree, batch=2) -> tuple[TrainedDrafter, Committed, to
 def test_children_are_the_best_of_each_nodes_own_path(target, mode, temperature):
     network = predictor(*mode)
     drafter, committed, hidden = begin(network, target, TreeShape(depth=3, width=2, branching=2))
-    sampler = Sampler(committed.lengths - 1, temperature, keys=row_keys(0, 2) if temperature else None)
-    sampler.settle(committed.lengths)
+    sampler = Sampler(committed.lengths - 1, temperature, keys=sequence_keys(0, 2) if temperature else None)
+    sampler.commit(committed.lengths)
     tree = drafter.draft(committed, sampler)
     assert tree.size == 1 + 2 + 4 + 4
     for row in range(2):
@@ -73,7 +73,7 @@ def test_children_are_the_best_of_each_nodes_own_path(target, mode, temperature)
             embeddings = target.embed(tokens if mode[1] == "path" else tokens[:1].expand(len(path)))
             state = network(window, embeddings, len(path))[-1]
             logits = target.logits(state).expand(2, 1, -1)
-            noise = sampler.draft_noise(len(path), token_words(torch.arange(64)))[-1]
+            noise = sampler.draft_noise(len(path), token_hashes(torch.arange(64)))[-1]
             scores = sampler.draft_scores(logits, len(path) - 1, noise)[row, 0]
             assert tree.tokens[row, children].tolist() == scores.topk(2).indices.tolist()
 
@@ -82,13 +82,13 @@ def test_children_are_the_best_of_each_nodes_own_path(target, mode, temperature)
 @pytest.mark.parametrize("kind", [{"kind": "block", "markov_rank": 4}, BASELINES["shape with Markov bias"]])
 def test_biases_from_a_table_are_those_that_are_computed(target, monkeypatch, kind, temperature):
     network = build(**kind, loud=True)
-    sampler = Sampler(torch.tensor([5, 2]), temperature, keys=row_keys(0, 2) if temperature else None)
+    sampler = Sampler(torch.tensor([5, 2]), temperature, keys=sequence_keys(0, 2) if temperature else None)
     trees = []
     for entries in (trained._TABLED, 0):
         monkeypatch.setattr(trained, "_TABLED", entries)
         drafter, committed, _ = begin(network, target, TreeShape(depth=3, width=2))
         assert (drafter._biases is None) == (entries == 0)
-        sampler.settle(committed.lengths)
+        sampler.commit(committed.lengths)
         trees.append(drafter.draft(committed, sampler))
     assert torch.equal(trees[0].tokens, trees[1].tokens) and torch.equal(trees[0].parent, trees[1].parent)
     network.markov.expand.weight.data.zero_()  # and they matter
@@ -116,8 +116,8 @@ def test_trees_grown_on_the_host_are_those_grown_on_a_device(target, monkeypatch
     kinds |= {"no table": BASELINES["shape with Markov bias"], "block": {"kind": "block", "markov_rank": 4}}
     network = build(**(BASELINES | kinds)[name], loud=True)
     drafter, committed, _ = begin(network, target, shape)
-    sampler = Sampler(committed.lengths - 1, temperature, keys=row_keys(0, 2) if temperature else None)
-    sampler.settle(committed.lengths)
+    sampler = Sampler(committed.lengths - 1, temperature, keys=sequence_keys(0, 2) if temperature else None)
+    sampler.commit(committed.lengths)
     assert drafter.on_host and not network.by_path
     here = drafter.draft(committed, sampler)
     drafter.on_host = False
@@ -131,7 +131,7 @@ def test_pruned_trees_keep_the_likeliest_nodes(target):
     whole, committed, _ = begin(network, target, TreeShape(depth=3, width=3))
     pruned, _, _ = begin(network, target, TreeShape(depth=3, width=3, nodes=5))
     sampler = Sampler(committed.lengths - 1)
-    sampler.settle(committed.lengths)
+    sampler.commit(committed.lengths)
     every, some = whole.draft(committed, sampler), pruned.draft(committed, sampler)
     assert every.size == 1 + 3 + 9 + 9 and some.size == 6
 
@@ -171,8 +171,8 @@ def test_a_draft_vocabulary_is_all_that_is_drafted(target, mode, temperature):
         network.load_state_dict(whole.state_dict())
         network.register_buffer("draft_vocabulary", vocabulary)
         drafter, committed, _ = begin(network, target, TreeShape(depth=3, width=2))
-        sampler = Sampler(committed.lengths - 1, temperature, keys=row_keys(0, 2) if temperature else None)
-        sampler.settle(committed.lengths)
+        sampler = Sampler(committed.lengths - 1, temperature, keys=sequence_keys(0, 2) if temperature else None)
+        sampler.commit(committed.lengths)
         drafts.append(drafter.draft(committed, sampler))
     assert torch.equal(drafts[0].tokens, drafts[1].tokens)
     assert set(drafts[2].tokens[:, 1:].flatten().tolist()) <= set(some.tolist())
@@ -209,8 +209,10 @@ def test_another_target_is_refused(target, tiny_model):
 def test_every_node_draws_children_of_its_own(target, mode):
     """Where the rule asks for draws: siblings do not draw alike, even from one distribution, which the tree tells."""
     drafter, committed, _ = begin(predictor(*mode), target, TreeShape(depth=3, width=3))
-    sampler = Sampler(committed.lengths - 1, 99.0, keys=row_keys(0, 2), coupled=False)  # near the flat distribution
-    sampler.settle(committed.lengths)
+    sampler = Sampler(
+        committed.lengths - 1, 99.0, keys=sequence_keys(0, 2), coupled=False
+    )  # near the flat distribution
+    sampler.commit(committed.lengths)
     tree = drafter.draft(committed, sampler)
     assert tree.log_q is not None
     for row in range(2):
@@ -249,7 +251,7 @@ def test_every_kind_drafts_what_training_unrolls(target, kind, grown):
         drafter.update(ids, torch.stack(rows), torch.tensor(counts))
     committed = Committed(texts, torch.tensor(short), torch.tensor([text[-1] for text in texts]))
     sampler = Sampler(committed.lengths - 1)
-    sampler.settle(committed.lengths)
+    sampler.commit(committed.lengths)
     tree = drafter.draft(committed, sampler)
     assert tree.size == 1 + 2 + 4 + 4
     reader = Reader(network, target)

@@ -138,7 +138,7 @@ def test_trains_every_variant_with_every_seed_and_measures_them_together(file, t
     assert list(found["others"]["1.0"]) == ["transformers", "autoregressive", "transformers-lookup"]
     text = (tmp_path / "ablation.md").read_text()
     assert text.startswith("### Tiny") and "acceptance length, T = 1, over seeds" in text and "| root |" in text
-    assert "| transformers-lookup |" in text and "stands at 1" in text
+    assert "| transformers-lookup |" in text and "accepted at 1" in text
     assert not list(tmp_path.glob("*.jsonl")) and (tmp_path / "measured-t1.json").exists()
     # The same features for all, and a second call trains nothing.
     assert not list(tmp_path.glob("runs/*/features")) and (tmp_path / "features").is_dir()
@@ -332,7 +332,7 @@ def test_acceptance_by_depth_counts_drafts_that_came_so_far(tiny_target, tempera
         (["--override=[training.steps=0]"], "variant path 1.0: training.steps is 0"),
         (["--variants={a: {predictr: {window: 2}}}"], "variant a: Option 'predictr.window' is not accepted"),
         (["--variants={a: {predictor: {window: x}}}"], 'variant a: Parser key "predictor.window"'),
-        (["--variants={a: {predictor: 3}}"], "variant a: predictor is 3, and it stands for several options"),
+        (["--variants={a: {predictor: 3}}"], "variant a: predictor is 3, which names several options"),
         (["--variants={a: {losses: {mse: -1}}}"], "variant a: the weight of the loss mse is -1"),
         (
             ["--variants={a: {predictor: {token_conditioning: path, markov_rank: 0}}}"],

@@ -8,6 +8,7 @@ import torch
 
 from eval.analysis.limits import acceptances, simulate
 from eval.analysis.losses import loss_family
+from eval.analysis.optimal_acceptance import optimal_acceptance
 from eval.analysis.plans import ITERATIONS, read_outs, transitions
 from eval.analysis.states import distances, similarity
 from eval.analysis.texts import chosen, common_support, predictions, speaking, successive_states, texts_of
@@ -17,7 +18,6 @@ from shape.errors import ConfigError, DataError
 from shape.features.store import Stored
 from shape.networks.config import ShapeConfig
 from shape.networks.shape import ShapePredictor
-from shape.networks.transport import optimal_acceptance
 
 
 def mixed(target, **options) -> ShapePredictor:

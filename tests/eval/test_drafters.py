@@ -1,22 +1,15 @@
 """The program that measures draft lengths, packs and the compressed target, with tiny sizes."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from helpers import program
 
-
-@pytest.fixture(name="program", scope="module")
-def _program() -> Iterator[ModuleType]:
-    with program("drafters") as module:
-        yield module
+from eval import drafters as program
 
 
 @pytest.fixture
-def setting(program, tiny_target_folder, tmp_path):
+def setting(tiny_target_folder, tmp_path):
     return program.Setting(str(tmp_path / "out"), str(tiny_target_folder), "float32", max_new_tokens=6)
 
 
@@ -28,7 +21,7 @@ def summary(folder: Path) -> dict:
     return found
 
 
-def test_draft_lengths(program, setting, tiny_target_folder, tmp_path):
+def test_draft_lengths(setting, tiny_target_folder, tmp_path):
     program.lookahead(setting, model=str(tiny_target_folder), prompts=6)
     found = summary(tmp_path / "out")
     assert found.keys() == {
@@ -41,14 +34,14 @@ def test_draft_lengths(program, setting, tiny_target_folder, tmp_path):
     assert found["4 tokens"]["acceptance_length"]["value"] > found["1 tokens"]["acceptance_length"]["value"] > 1.5
 
 
-def test_packs(program, setting, tiny_target_folder, tmp_path):
+def test_packs(setting, tiny_target_folder, tmp_path):
     program.recipes(setting, model=str(tiny_target_folder), compiled_from=2, measured=3)
     table = (tmp_path / "out" / "recipes.md").read_text().splitlines()
     assert [line.split(" | ")[0] for line in table[2:6]] == ["| json", "| code", "| sums", "| free prose"]
     assert summary(tmp_path / "out" / "json")["draft model"]["acceptance_length"]["value"] > 1.5
 
 
-def test_compressed(program, setting, tmp_path, monkeypatch):
+def test_compressed(setting, tmp_path, monkeypatch):
     monkeypatch.setattr(program, "_texts", lambda target: [list(range(at, at + 120)) for at in (3, 60, 120)])
     program.compressed(setting, prompts=2, tokens=2)
     rows = [line.strip("| ").split(" | ") for line in (tmp_path / "out" / "compressed.md").read_text().splitlines()]
@@ -62,7 +55,7 @@ def test_compressed(program, setting, tmp_path, monkeypatch):
     assert float(found["8 bits"][2].rstrip("%")) > 90
 
 
-def test_paths_and_tables(program, setting, tmp_path):
+def test_paths_and_tables(setting, tmp_path):
     program.geodesic(setting, prompts=2)
     found = summary(tmp_path / "out")
     assert {"geodesic: line", "onedecode, from texts", "onedecode+geodesic"} < found.keys()

@@ -2,23 +2,12 @@
 
 import json
 
-from helpers import program
+from eval import feature_throughput
 
 
 def test_everything_is_measured(tmp_path, capsys):
-    with program("feature_throughput") as module:
-        command = [
-            "--limit",
-            "12",
-            "--steps",
-            "7",
-            "--batch_size",
-            "32",
-            "--no-progress",
-            "--work",
-            str(tmp_path / "work"),
-        ]
-        module.main([*command, "--output", str(tmp_path / "out")])
+    command = ["--limit=12", "--steps=7", "--batch_size=32", "--progress=false", f"--work={tmp_path / 'work'}"]
+    feature_throughput.main([*command, "--output", str(tmp_path / "out")])
     found = json.loads((tmp_path / "out/throughput.json").read_text())
     assert found["consumed"] > 0 and len(found["lines"]) == 8
     assert all(line["from_disk"] > 0 and line["again"] > 0 for line in found["lines"])

@@ -1,39 +1,32 @@
 """The program that measures forwards over a few tokens, with few sizes and one round."""
 
 import json
-import sys
 
-import pytest
 import torch
-from helpers import program
+
+from eval import forwards
+from eval.llamas import Widths
 
 
-@pytest.fixture(name="program")
-def _program():
-    with program("forwards") as module:
-        yield module
-
-
-def test_every_way_is_measured_on_every_target(program, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(program, "SHAPES", {"tiny": (64, 96, 4, 2, 1)})
-    monkeypatch.setattr(program, "POINTS", ((1, 128), (13, 128), (1, 256)))
-    monkeypatch.setattr(sys, "argv", ["forwards.py", "--rounds", "1", "--output", str(tmp_path)])
-    program.main()
+def test_every_way_is_measured_on_every_target(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(forwards, "SHAPES", {"tiny": Widths(64, 96, 4, 2, 1)})
+    monkeypatch.setattr(forwards, "POINTS", ((1, 128), (13, 128), (1, 256)))
+    forwards.main(["--rounds", "1", "--output", str(tmp_path)])
     rows = json.loads((tmp_path / "forwards.json").read_text())["rows"]
     assert [(one["target"], one["dtype"], one["way"]) for one in rows] == [
         (target, dtype, way)
         for target in ("quickstart-target", "tiny")
         for dtype in ("float32", "bfloat16")
-        for way in program.WAYS
+        for way in forwards.WAYS
     ]
     assert all(one["ms"][point] > 0 for one in rows for point in ("1 behind 128", "13 behind 128", "1 behind 256"))
     text = (tmp_path / "forwards.md").read_text()
     assert text.strip() in capsys.readouterr().out and "| tiny | bfloat16 | + grouped queries |" in text
 
 
-def test_ways_differ_as_they_say(program, monkeypatch):
-    monkeypatch.setattr(program, "SHAPES", {"tiny": (64, 96, 4, 2, 1)})
-    found = program.decoders("tiny", "float32")
+def test_ways_differ_as_they_say(monkeypatch):
+    monkeypatch.setattr(forwards, "SHAPES", {"tiny": Widths(64, 96, 4, 2, 1)})
+    found = forwards.decoders("tiny", "float32")
     assert [decoder.target.prepacked for decoder in found.values()] == [False, True, True, True]
     modes = [type(decoder.gradientless()) for decoder in found.values()]
     assert modes == [torch.no_grad, torch.no_grad, torch.inference_mode, torch.inference_mode]

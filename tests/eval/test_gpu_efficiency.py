@@ -1,22 +1,19 @@
 """The GPU program, with a tiny model on a CPU."""
 
 import json
-import sys
+from dataclasses import replace
 
 import pytest
-from helpers import program
+import torch
+
+from eval import gpu_efficiency as program
+from eval.llamas import random_llama
+from shape.evaluation.environment import Environment
 
 
-@pytest.fixture(name="program")
-def _program():
-    with program("gpu_efficiency") as module:
-        yield module
-
-
-def test_tiny(program, tmp_path, monkeypatch, capsys):
+def test_tiny(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(program, "REPEATS", 3)
-    monkeypatch.setattr(sys, "argv", ["gpu_efficiency.py", "--tiny", "--output", str(tmp_path)])
-    program.main()
+    program.main(["--tiny", "true", "--output", str(tmp_path)])
     found = json.loads((tmp_path / "gpu-efficiency.json").read_text())
     assert found["left_out"] == [] and found["bandwidth"] > 0
     assert [(one["batch"], one["method"]) for one in found["cases"]] == [
@@ -33,8 +30,8 @@ def test_tiny(program, tmp_path, monkeypatch, capsys):
     assert text.strip() in capsys.readouterr().out and "simulated" in text
 
 
-def test_parts_that_fail_or_do_not_fit_are_named(program, tmp_path):
-    record = program.Record(tmp_path, program.Environment.capture(program.torch.device("cpu")), minutes=1.0)
+def test_parts_that_fail_or_do_not_fit_are_named(tmp_path):
+    record = program.Record(tmp_path, Environment.capture(torch.device("cpu")), minutes=1.0)
     with record.part("one that is too long", 3600) as go:
         assert not go
     with record.part("one that fails", 0) as go:
@@ -43,20 +40,19 @@ def test_parts_that_fail_or_do_not_fit_are_named(program, tmp_path):
     assert "one that fails" in (tmp_path / "gpu-efficiency.md").read_text()
 
 
-def test_without_a_gpu_it_says_so(program, monkeypatch, capsys):
-    if program.torch.cuda.is_available():
+def test_without_a_gpu_it_says_so(capsys):
+    if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    monkeypatch.setattr(sys, "argv", ["gpu_efficiency.py"])
     with pytest.raises(SystemExit, match="2"):
-        program.main()
+        program.main([])
     assert "no CUDA device is there" in capsys.readouterr().err
 
 
-def test_weights_read_per_token(program):
-    device, dtype = program.torch.device("cpu"), program.torch.float32
+def test_weights_read_per_token():
+    device, dtype = torch.device("cpu"), torch.float32
     sizes = {}
     for tied in (False, True):
-        target = program.random_llama(program.TINY | {"tie_word_embeddings": tied}, device, dtype)
+        target = random_llama(replace(program.TINY, tie_word_embeddings=tied), dtype, device)
         sizes[tied] = program.weight_bytes(target)
         everything = sum(one.numel() * 4 for one in target.model.parameters())
         assert sizes[tied] == everything - (0 if tied else 97 * 32 * 4)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from eval import latency
-from eval.latency import LatencyOptions, measure, rows, run
+from eval.latency import LatencyOptions, measure, run, table
 from shape.errors import ConfigError
 
 
@@ -15,7 +15,7 @@ def test_both_loops_are_measured_at_every_context_with_room(tiny_target):
         (8, "transformers"), (8, "autoregressive"), (32, "transformers"), (32, "autoregressive"),
     ]  # fmt: skip
     assert all(0 < one.between <= one.late and one.first > 0 for one in found)
-    header, cells = rows(found)
+    header, cells = table(found)
     assert len(cells) == 4 and len(header) == len(cells[0])
 
 

@@ -1,14 +1,16 @@
 """The paper's tables: each from results that are there, and from what is measured where they are missing."""
 
 import json
-import sys
+from functools import partial
 
 import pytest
 from helpers import ROOT
 
 from eval import tables
-from eval.paper_tables import NUMBERS, Found, Table, is_missing, made, render
+from eval.found import Found
+from eval.paper_tables import NUMBERS, Table, is_missing, made, render
 from eval.tables import RUNS, TablesOptions, run
+from shape import bundled
 from shape.errors import ConfigError
 
 COMMITTED = ROOT / "eval" / "results"
@@ -34,6 +36,12 @@ def test_every_table_of_the_paper_has_a_maker_and_a_way_to_be_measured():
     assert measured == set(NUMBERS) - {"G.3"}  # which every training and every predictor tells by itself
     for number in NUMBERS:
         assert number in made(Found(), [number])[0].numbers and is_missing(Found(), number)
+
+
+def test_ablations_that_tables_are_made_of_have_a_configuration():
+    named = {run.keywords["name"] for run, _ in RUNS.values() if isinstance(run, partial) and "name" in run.keywords}
+    assert named == {"refinement", "trees"}
+    assert all(bundled.path("configs", "ablations", f"{name}.yaml").exists() for name in named)
 
 
 def test_figures_are_those_of_the_results(committed):
@@ -175,10 +183,7 @@ def test_committed_tables_are_what_their_json_says():
     assert (folder / "tables.md").read_text() == render(json.loads((folder / "tables.json").read_text()))
 
 
-def test_numbers_on_the_command_line(monkeypatch, tmp_path, capsys):
-    from jsonargparse import CLI
-
-    monkeypatch.setattr(sys, "argv", ["tables", "--tables", "[2,13,G.3]", "--results", str(tmp_path / "nowhere")])
+def test_numbers_on_the_command_line(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
-        tables.main(CLI(TablesOptions, as_positional=False))
+        tables.main(["--tables", "[2,13,G.3]", "--results", str(tmp_path / "nowhere")])
     assert ended.value.code == 2 and "there is no folder" in capsys.readouterr().err

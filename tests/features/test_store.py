@@ -241,4 +241,4 @@ def test_training_reads_no_more_than_is_kept(whole, tiny_target, tmp_path):
     with pytest.raises(ConfigError, match="before is 0"):
         run(tiny_target, tmp_path, before=0)
     with pytest.raises(ConfigError, match="features are stored in float32"):
-        run(tiny_target, tmp_path, dtype="int4")
+        run(tiny_target, tmp_path, feature_dtype="int4")

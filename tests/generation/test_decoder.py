@@ -43,7 +43,7 @@ from shape.generation.decoder import ShapeDecoder
 from shape.generation.rules import RULES, TrsLossy, TypicalLossy
 from shape.generation.served import NEUTRAL, SERVED
 from shape.target.model import Target
-from shape.verification.noise import token_words
+from shape.verification.noise import token_hashes
 from shape.verification.tree import TokenTree
 
 
@@ -204,7 +204,7 @@ class Draws(Drafter):
         batch, tokens = len(settled.texts), [settled.root[:, None]]
         for depth in range(2):
             logits = self.logits.expand(batch, 2**depth, -1)
-            noise = sampler.draft_noise(2, token_words(torch.arange(6)), nodes=2)[depth]
+            noise = sampler.draft_noise(2, token_hashes(torch.arange(6)), nodes=2)[depth]
             scores = sampler.draft_scores(logits, depth, noise)
             if self.way == "top-k":
                 scores = logits

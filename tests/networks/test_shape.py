@@ -9,7 +9,8 @@ from transformers import AutoModel
 
 from shape.errors import ConfigError
 from shape.networks.config import ShapeConfig
-from shape.networks.shape import Adapters, ResidualBlock, ShapePredictor, SinkhornRefinement, roll, windows
+from shape.networks.refinement import SinkhornRefinement
+from shape.networks.shape import Adapters, ResidualBlock, ShapePredictor, roll, windows
 from shape.networks.transport import sinkhorn, squared_distances
 
 H, W, S = 16, 4, 3

@@ -1,5 +1,3 @@
-import itertools
-from math import prod
 from typing import get_args
 
 import numpy as np
@@ -15,7 +13,6 @@ from shape.networks.transport import (
     MAX_EXPONENT,
     LastUpdate,
     Plan,
-    optimal_acceptance,
     sinkhorn,
     sinkhorn_divergence,
     squared_distances,
@@ -139,11 +136,6 @@ class TestReadOuts:
         torch.testing.assert_close(plan.push(mass).sum(-1), mass.sum(-1))
         torch.testing.assert_close(plan.push(plan.row_marginal()), plan.column_marginal())
 
-    def test_barycentre(self, plan: Plan) -> None:
-        points = torch.randn(7, 5, dtype=torch.float64)
-        transition = plan.matrix() / plan.matrix().sum(-1, keepdim=True)
-        torch.testing.assert_close(plan.barycentre(points), transition @ points)
-
     def test_cost(self, plan: Plan) -> None:
         cost = torch.rand(7, 7, dtype=torch.float64)
         torch.testing.assert_close(plan.cost(cost), (plan.matrix() * cost).sum((-1, -2)))
@@ -154,12 +146,10 @@ def test_pairs_on_supports_of_their_own() -> None:
     problems = [problem(seed, batch=()) for seed in range(3)]
     p, q, cost = (torch.stack(tensors) for tensors in zip(*problems, strict=True))
     together = sinkhorn(p, q, cost, 0.3, 4)
-    points = torch.randn(7, 2, dtype=torch.float64)
     for i, one in enumerate(problems):
         alone = sinkhorn(*one, 0.3, 4)
         torch.testing.assert_close(together.matrix()[i], alone.matrix())
         torch.testing.assert_close(together.push(p)[i], alone.push(p[i]))
-        torch.testing.assert_close(together.barycentre(points)[i], alone.barycentre(points))
         torch.testing.assert_close(together.cost(cost)[i], alone.cost(cost[i]))
 
 
@@ -170,7 +160,7 @@ class TestGradients:
 
         def read(p_logits: Tensor, q_logits: Tensor, cost: Tensor) -> tuple[Tensor, ...]:
             plan = sinkhorn(p_logits.softmax(-1), q_logits.softmax(-1), cost, 0.3, 3, last_update)
-            return plan.column_marginal(), plan.row_marginal(), plan.cost(cost), plan.barycentre(cost)
+            return plan.column_marginal(), plan.row_marginal(), plan.cost(cost), plan.arrivals(p)
 
         leaves = [x.requires_grad_() for x in (p.log(), q.log(), cost + 0.1)]
         assert gradcheck(read, leaves)
@@ -290,47 +280,3 @@ class TestDivergence:
         p, q = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.0, 0.5, 0.5]])
         value = sinkhorn_divergence(p.log(), q.log(), 1 - torch.eye(3), 0.01, 100)
         assert value.item() == pytest.approx(0.5, abs=0.02)
-
-
-def drawings(q: list[float], drafts: int, replacement: bool) -> dict[tuple[int, ...], float]:
-    """Every tuple of drafts and its probability."""
-    found = {}
-    for drawn in itertools.product(range(len(q)), repeat=drafts):
-        if replacement:
-            found[drawn] = prod(q[i] for i in drawn)
-        elif len(set(drawn)) == drafts:
-            rests = [1 - sum(q[i] for i in drawn[:k]) for k in range(drafts)]
-            found[drawn] = prod(q[i] / rest for i, rest in zip(drawn, rests, strict=True))
-    return found
-
-
-class TestOptimalAcceptance:
-    @given(seeds, st.integers(3, 5), st.integers(1, 3), st.booleans(), st.floats(0, 5))
-    @settings(deadline=None, max_examples=60)
-    def test_against_the_linear_programme(
-        self, seed: int, d: int, drafts: int, replacement: bool, sharpness: float
-    ) -> None:
-        """The whole transport problem between tuples of drafts and tokens, by POT."""
-        p, q, _ = problem(seed, batch=(), d=d, sharpness=sharpness)
-        drawn = drawings(q.tolist(), drafts, replacement)
-        mass = np.array(list(drawn.values()))
-        cost = np.array([[float(token not in one) for token in range(d)] for one in drawn])
-        refused = ot.emd2(mass / mass.sum(), p.numpy(), cost)
-        assert optimal_acceptance(p, q, drafts, replacement).item() == pytest.approx(1 - refused, abs=1e-6)
-
-    @given(seeds, st.booleans(), st.floats(0, 8))
-    @settings(deadline=None)
-    def test_one_draft_is_total_variation_and_more_are_no_worse(
-        self, seed: int, replacement: bool, size: float
-    ) -> None:
-        p, q, _ = problem(seed, d=9, sharpness=size)
-        values = [optimal_acceptance(p, q, drafts, replacement) for drafts in (1, 2, 4)]
-        torch.testing.assert_close(values[0], torch.minimum(p, q).sum(-1))
-        assert (values[1] >= values[0] - 1e-9).all() and (values[2] >= values[1] - 1e-9).all()
-        assert (values[2] <= 1).all()
-
-    def test_tokens_that_are_never_drafted(self) -> None:
-        p, q = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.5, 0.5, 0.0])
-        assert optimal_acceptance(p, q, 1).item() == pytest.approx(0.75)
-        assert optimal_acceptance(p, q, 2, replacement=False).item() == pytest.approx(0.75)
-        assert optimal_acceptance(p, q, 2).item() == pytest.approx(0.75)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from jsonargparse import CLI
 from transformers import AutoModelForCausalLM
 
 from eval import ablate, latency, tables
@@ -187,11 +186,6 @@ def test_the_token_stays_a_secret(monkeypatch):
 Main = Callable[[list[str]], object]
 
 
-def of(module, options: type) -> Main:
-    """A command whose options are a dataclass's."""
-    return lambda arguments: module.main(CLI(options, args=arguments, as_positional=False))
-
-
 def commands(folder: Path, data: Path, output: Path) -> dict[str, tuple[Main, list[str]]]:
     """Every command that loads a target, with what it asks for."""
     target, predictor = ["--target", str(folder)], ["--predictor", "quickstart-shape"]
@@ -209,7 +203,7 @@ def commands(folder: Path, data: Path, output: Path) -> dict[str, tuple[Main, li
         "efficiency": (efficiency.main, [*target, *predictor]),
         "quality": (quality.main, target),
         "latency": (
-            of(latency, latency.LatencyOptions),
+            latency.main,
             ["--targets", json.dumps([str(folder)]), "--output", str(output)],
         ),
     }

@@ -20,7 +20,7 @@ RUNS = {
     "window": {"predictor": {"dropout": 0.1}, "training": {"noise": 0.1}},
     "two-layers": {
         "predictor": {"feature_layers": [0, -1], "draft_vocab_size": 40, "confidence": True},
-        "training": {"optimizer": "muon", "weight_decay": 0.1, "ema": 0.5},
+        "training": {"learning_rate": 2e-3, "weight_decay": 0.1, "ema": 0.5},
     },
     "eagle": {"predictor": {"kind": "eagle", "own_heads": True, "markov_rank": 0}, "training": {"learning_rate": 3e-3}},
     "model": {"predictor": {"kind": "model", "markov_rank": 0}, "losses": {"smooth_l1": 0.0}},
@@ -111,7 +111,7 @@ def test_other_runs_cannot_go_on_from_their_checkpoint(files, tmp_path, capsys):
 )
 def test_what_cannot_be_trained_jointly_is_refused(files, tmp_path, changes, sentence, capsys):
     values = yaml.safe_load(Path(files[1]).read_text())
-    values["training"] |= {"optimizer": "adamw", "ema": None}
+    values["training"] |= {"ema": None}
     for name, given in changes.items():
         values[name] = {**values[name], **given} if isinstance(given, dict) else given
     values["output"] = str(tmp_path / "other")

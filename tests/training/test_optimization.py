@@ -1,15 +1,9 @@
 """Optimisers, their groups, and the schedule of the learning rate."""
 
-from dataclasses import replace
-
 import pytest
-import torch
 from training_runs import (
-    OPTIONS,
-    SaveAt,
     fit,
     network,
-    weights,
 )
 
 from shape.errors import ConfigError
@@ -51,17 +45,3 @@ def test_max_minutes_ends_the_run(store, tiny_target):
 def test_bad_training_options_are_refused(values):
     with pytest.raises(ConfigError, match=next(iter(values))):
         TrainingOptions(**values).check()
-
-
-@pytest.mark.parametrize("changes", [{}, {"kind": "medusa", "own_heads": True, "draft_vocab_size": 200}])
-def test_muon_trains_matrices_and_resumes_alike(store, tiny_target, tmp_path, changes):
-    options = replace(OPTIONS, optimizer="muon", steps=6)
-    path = tmp_path / "half.ckpt"
-    whole = fit(tiny_target, store, options=options, callbacks=[SaveAt(3, path)], **changes)
-    optimizer = whole.configure_optimizers()["optimizer"]
-    muon, adam = optimizer.parts
-    taken = [p for part in (muon, adam) for group in part.param_groups for p in group["params"]]
-    assert len(taken) == len({id(p) for p in taken}) == len(list(whole.predictor.parameters()))
-    assert all(p.ndim == 2 for group in muon.param_groups for p in group["params"])
-    resumed = fit(tiny_target, store, options=options, ckpt_path=path, **changes)
-    assert torch.equal(weights(resumed), weights(whole))

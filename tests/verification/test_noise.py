@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shape.verification import noise
-from shape.verification.noise import GOLDEN, gumbel, mix, row_keys, token_words
+from shape.verification.noise import GOLDEN, gumbel, mix, sequence_keys, token_hashes
 
 # Every statistical check below rejects a correct implementation with a probability of about 1e-6 (|z| < 4.9);
 # seeds are fixed, so that the outcome does not change from run to run.
@@ -27,11 +27,11 @@ def test_mix_is_splitmix64(x):
 
 
 def words(count: int) -> torch.Tensor:
-    return token_words(torch.arange(count))
+    return token_hashes(torch.arange(count))
 
 
 def test_gumbel_has_the_standard_distribution():
-    noise = gumbel(row_keys(0, 50), torch.arange(50), words(4000)).double().flatten()
+    noise = gumbel(sequence_keys(0, 50), torch.arange(50), words(4000)).double().flatten()
     count = noise.numel()
     mean, deviation = 0.5772156649, math.pi / math.sqrt(6)
     assert abs(float(noise.mean()) - mean) < Z * deviation / math.sqrt(count)
@@ -44,11 +44,11 @@ def test_gumbel_has_the_standard_distribution():
 def test_gumbel_differs_by_seed_row_sample_position_and_token():
     position = torch.tensor([7])
     keys = {
-        "seed 0 row 0": row_keys(0, 2)[:1],
-        "seed 0 row 1": row_keys(0, 2)[1:],
-        "seed 1 row 0": row_keys(1, 2)[:1],
-        "seed -1 row 0": row_keys(-1, 2)[:1],
-        "seed 2**62 row 0": row_keys(2**62, 2)[:1],
+        "seed 0 row 0": sequence_keys(0, 2)[:1],
+        "seed 0 row 1": sequence_keys(0, 2)[1:],
+        "seed 1 row 0": sequence_keys(1, 2)[:1],
+        "seed -1 row 0": sequence_keys(-1, 2)[:1],
+        "seed 2**62 row 0": sequence_keys(2**62, 2)[:1],
     }
     draws = {name: gumbel(key, position, words(1000))[0] for name, key in keys.items()}
     draws["next position"] = gumbel(keys["seed 0 row 0"], position + 1, words(1000))[0]
@@ -63,7 +63,7 @@ def test_gumbel_differs_by_seed_row_sample_position_and_token():
 
 def test_noise_is_uncorrelated_between_positions_and_between_tokens():
     """All pairs of 60 positions over 20,000 tokens, and tokens at small distances; false alarms below 1e-4 in all."""
-    keys, positions = row_keys(0, 1).expand(60), torch.arange(1000, 1060)
+    keys, positions = sequence_keys(0, 1).expand(60), torch.arange(1000, 1060)
     noise = gumbel(keys, positions, words(20_000)).double()
     between = torch.corrcoef(noise) * math.sqrt(20_000)
     assert (between - torch.diag(between.diag())).abs().max() < 5.5
@@ -78,8 +78,8 @@ def test_noise_is_uncorrelated_between_positions_and_between_tokens():
 
 
 def test_a_prompts_own_seed_is_independent_of_its_batch():
-    alone = row_keys([5], 1, samples=3)
-    together = row_keys([9, 5], 2, samples=3)
+    alone = sequence_keys([5], 1, samples=3)
+    together = sequence_keys([9, 5], 2, samples=3)
     assert torch.equal(alone, together[3:])
 
 
@@ -99,7 +99,7 @@ def landing_on(word: int, key: int, position: int) -> int:
 @MAKERS
 def test_noise_is_finite_and_keeps_its_tail(make):
     """Wherever the hash lands: a choice among the tokens that are left must stay one of them."""
-    key, position = row_keys(3, 1), torch.tensor([9])
+    key, position = sequence_keys(3, 1), torch.tensor([9])
 
     def at(words: list[int]) -> torch.Tensor:
         return make(key, position, torch.tensor([landing_on(word, int(key), 9) for word in words]))[0]
@@ -111,7 +111,7 @@ def test_noise_is_finite_and_keeps_its_tail(make):
 
 
 def test_the_host_makes_the_noise_of_a_device():
-    keys, positions = row_keys([1, -(2**70), 3], 3)[:, None], torch.tensor([[0, 7], [1, 2**40], [9, 9]])
+    keys, positions = sequence_keys([1, -(2**70), 3], 3)[:, None], torch.tensor([[0, 7], [1, 2**40], [9, 9]])
     here, there = (make(keys, positions, words(20_000)) for make in (gumbel, noise._gumbel_on_device))
     assert here.shape == (3, 2, 20_000)
     torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-6)

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from shape.verification.acceptance import Accepted, follow, match
-from shape.verification.noise import row_keys, token_words
+from shape.verification.noise import sequence_keys, token_hashes
 from shape.verification.sampling import Sampler, best
 from shape.verification.tree import TokenTree, root_only
 
@@ -37,13 +37,13 @@ def test_the_best_is_the_first_of_equal_ones(scores):
 
 
 def words(count: int) -> torch.Tensor:
-    return token_words(torch.arange(count))
+    return token_hashes(torch.arange(count))
 
 
 def sampler(**options) -> Sampler:
     options.setdefault("prompt_lengths", torch.tensor([4]))
     if options.get("temperature"):
-        options.setdefault("keys", row_keys(0, len(options["prompt_lengths"])))
+        options.setdefault("keys", sequence_keys(0, len(options["prompt_lengths"])))
     return Sampler(**options)
 
 
@@ -66,7 +66,7 @@ def test_following_the_path_chooses_what_looking_everywhere_would(top_k, top_p, 
             logits[row, node] = logits[row, first.setdefault(path, node)]
     lengths = torch.tensor([4, 6, 9])
     chooser = sampler(prompt_lengths=lengths, temperature=temperature, warpers=warpers(temperature, top_k, top_p))
-    assert chooser.visits
+    assert chooser.node_by_node
     noise = torch.stack([chooser.noise(offset, 10) for offset in range(4)], dim=1)
     everywhere = (chooser.warp(logits) + noise[torch.arange(3)[:, None], tree.depth]).argmax(-1)
     assert torch.equal(chooser.choose(logits, tree), everywhere)
@@ -102,10 +102,10 @@ def test_choices_of_the_compiled_loop_are_those_of_tensors(temperature, dtype):
             prompt_lengths=torch.tensor([4, 6]), temperature=temperature, min_new_tokens=3 * (step % 2),
             eos_token_ids=(2,), warpers=(TemperatureLogitsWarper(temperature),) if temperature else (),
         )  # fmt: skip
-        chooser.settle(torch.tensor([5 + step, 6]))
-        assert chooser.on_host and not chooser.visits
+        chooser.commit(torch.tensor([5 + step, 6]))
+        assert chooser.on_host and not chooser.node_by_node
         logits = logits.to(dtype)
-        same(tree, chooser.follow(logits, tree), match(tree, chooser.choose(logits, tree)))
+        same(tree, chooser.match(logits, tree), match(tree, chooser.choose(logits, tree)))
         assert torch.equal(chooser.choose_roots(logits, tree), chooser.choose(logits, tree)[:, 0])
 
 
@@ -116,7 +116,7 @@ def test_processors_see_each_rows_own_text():
         LogitsProcessorList([NoRepeatNGramLogitsProcessor(2)]),
     )
     chooser = sampler(prompt_lengths=torch.tensor([2, 4]), processors=processors)
-    chooser.settle(torch.tensor([2, 4]), [[5, 6], [1, 2, 7, 1]])
+    chooser.commit(torch.tensor([2, 4]), [[5, 6], [1, 2, 7, 1]])
     scores = torch.tensor([0.0, 1.0, 9.0, 8.0, 7.0, 10.0, 1.0, 1.0])
     tree = TokenTree(torch.tensor([[6, 2, 3], [1, 3, 2]]), torch.tensor([[-1, 0, 1], [-1, 0, 1]]))
     accepted = follow(tree, partial(chooser.choose_at, scores.expand(2, 3, 8), tree))
@@ -127,12 +127,12 @@ def test_processors_see_each_rows_own_text():
 
 def test_drafts_see_the_targets_own_noise_and_only_that_of_their_vocabulary():
     chooser, some = sampler(temperature=1.0, prompt_lengths=torch.tensor([4, 9])), torch.tensor([7, 3, 30])
-    foreseen = chooser.draft_noise(3, token_words(some))
+    foreseen = chooser.draft_noise(3, token_hashes(some))
     for offset in (2, 0, 1):
         assert torch.equal(foreseen[offset][:, 0], chooser.noise(offset, 50)[:, some])
-    assert sampler().draft_noise(2, token_words(some)) == [None, None]
+    assert sampler().draft_noise(2, token_hashes(some)) == [None, None]
     rejecting = sampler(temperature=1.0, prompt_lengths=torch.tensor([4, 9]), coupled=False)
-    assert not torch.equal(rejecting.draft_noise(1, token_words(some))[0], foreseen[0])
+    assert not torch.equal(rejecting.draft_noise(1, token_hashes(some))[0], foreseen[0])
 
 
 def test_choices_follow_the_distribution():
@@ -140,7 +140,7 @@ def test_choices_follow_the_distribution():
     logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, -3.0])
     rows = 20_000
     chooser = sampler(
-        prompt_lengths=torch.full((rows,), 4), temperature=0.8, keys=row_keys(3, rows), warpers=warpers(0.8)[:1]
+        prompt_lengths=torch.full((rows,), 4), temperature=0.8, keys=sequence_keys(3, rows), warpers=warpers(0.8)[:1]
     )
     tree = root_only(torch.zeros(rows, dtype=torch.long))
     counts = chooser.choose(logits.expand(rows, 1, 6), tree).flatten().bincount(minlength=6).double()
@@ -154,7 +154,7 @@ def test_nodes_of_one_depth_share_their_noise_and_other_depths_do_not():
     choices = chooser.pick(flat, TokenTree(torch.tensor([[1, 2, 3, 4]]), torch.tensor([[-1, 0, 0, 1]])))[0, 1:]
     assert choices[0] == choices[1] != choices[2]
     # After one settled token, depth 1 of before is depth 0.
-    chooser.settle(torch.tensor([5]))
+    chooser.commit(torch.tensor([5]))
     assert chooser.choose(flat[:, :1], root_only(torch.tensor([1])))[0, 0] == choices[0]
 
 
@@ -170,7 +170,7 @@ def test_eos_is_out_of_reach_until_the_minimum(temperature):
     noise = chooser.draft_noise(1, words(4))[0]
     assert chooser.draft_scores(logits[:, :1], 0, noise)[0, 0].argmax() in (0, 2)
     some = torch.tensor([1, 2])  # a draft vocabulary
-    noise = chooser.draft_noise(1, token_words(some))[0]
+    noise = chooser.draft_noise(1, token_hashes(some))[0]
     assert chooser.draft_scores(logits[:, :1, some], 0, noise, some)[0, 0].argmax() == 1
 
 
@@ -183,7 +183,7 @@ def test_draws_of_nodes_depths_and_steps_are_independent():
     assert drawing.draws and not sampler(coupled=False).draws and not sampler(temperature=1.0).draws
     found = []
     for length in (4, 5):
-        drawing.settle(torch.tensor([length, length]))
+        drawing.commit(torch.tensor([length, length]))
         noise = drawing.draft_noise(3, words(4000), nodes=2)
         assert all(
             torch.equal(one, again) for one, again in zip(noise, drawing.draft_noise(3, words(4000), 2), strict=True)
@@ -213,7 +213,7 @@ def test_scores_at_every_node_are_those_along_its_own_path(temperature):
         eos_token_ids=(4,),
     )  # fmt: skip
     texts = [[0, 1], [0, 5]]
-    chooser.settle(torch.tensor([2, 2]), texts)
+    chooser.commit(torch.tensor([2, 2]), texts)
     tree = TokenTree(
         torch.tensor([[1, 0, 2, 5, 5], [5, 3, 6, 2, 1]]), torch.tensor([[-1, 0, 0, 1, 2], [-1, 0, 1, 0, -1]])
     )

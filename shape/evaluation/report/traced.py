@@ -44,7 +44,7 @@ class Traced:
 
     @cached_property
     def judged(self) -> list[Record]:
-        """The drafted tokens of which the target, asked at their parents, had to say whether they stand."""
+        """The drafted tokens of which the target, asked at their parents, had to say whether to accept them."""
         return [token for token in self.tokens if token["event"] in ("accepted", "rejected")]
 
     @property
@@ -54,12 +54,12 @@ class Traced:
 
     @cached_property
     def lengths(self) -> list[tuple[int, int]]:
-        """Per step: how deep the draft went, and how many of its tokens stood."""
+        """Per step: how deep the draft went, and how many of its tokens were accepted."""
         depths = dict.fromkeys((step["step"] for step in self.steps), 0)
         for token in self.tokens:
             depths[token["step"]] = max(depths.get(token["step"], 0), token["depth"] or 0)
-        stood = Counter(token["step"] for token in self.tokens if token["event"] == "accepted")
-        return [(depths[step["step"]], stood[step["step"]]) for step in self.steps]
+        accepted = Counter(token["step"] for token in self.tokens if token["event"] == "accepted")
+        return [(depths[step["step"]], accepted[step["step"]]) for step in self.steps]
 
     @property
     def milliseconds(self) -> dict[str, list[float]]:
@@ -68,19 +68,19 @@ class Traced:
 
     @cached_property
     def questions(self) -> list[tuple[Record, bool]]:
-        """Per node at which the target was asked about drafts: one of these, and whether any of them stood."""
+        """Per node at which the target was asked about drafts: one of these, and whether any of them was accepted."""
         at = sorted(self.judged, key=lambda token: (token["step"], token["parent"]))
         nodes = [list(group) for _, group in groupby(at, key=lambda token: (token["step"], token["parent"]))]
         return [(group[0], any(token["event"] == "accepted" for token in group)) for group in nodes]
 
     @property
     def by_depth(self) -> list[tuple[int, int]]:
-        """[depth - 1]: how often a token was drafted there below tokens that stood, and how often one stood too."""
-        asked, stood = Counter[int](), Counter[int]()
-        for token, one_stood in self.questions:
+        """[depth - 1]: how often a token was drafted there below accepted ones, and how often one was accepted too."""
+        asked, accepted = Counter[int](), Counter[int]()
+        for token, is_accepted in self.questions:
             asked[token["depth"]] += 1
-            stood[token["depth"]] += one_stood
-        return [(asked[depth], stood[depth]) for depth in sorted(asked)]
+            accepted[token["depth"]] += is_accepted
+        return [(asked[depth], accepted[depth]) for depth in sorted(asked)]
 
     @property
     def events(self) -> Counter[str]:
@@ -100,7 +100,7 @@ class Traced:
     def slots(self, step: Record) -> tuple[list[tuple[int, int]], list[int]]:
         """Of a step, the cache slots that were kept, each with the one it moved to, and those that were rolled back.
 
-        The root's is the first: it was settled before, and now goes through the target.
+        The root's is the first: it was committed before, and now goes through the target.
         """
         mine = [token for token in self.tokens if token["step"] == step["step"] and token["event"] not in OWN]
         length = step["lengths"][0]

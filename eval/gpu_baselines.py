@@ -1,16 +1,14 @@
-"""SHAPE and its rivals on a GPU, for a target of 60M parameters that is trained first, in calls of eight minutes.
+"""SHAPE and its baselines on a GPU, for a target of 60M parameters that is trained first, in calls of eight minutes.
 
-    python eval/gpu_rivals.py WORK --data sgd_train.jsonl.gz tm4.jsonl.gz gsm8k_train.jsonl.gz
+    python -m eval.gpu_baselines WORK --data sgd_train.jsonl.gz tm4.jsonl.gz gsm8k_train.jsonl.gz
 
 Call it again until it says that it is finished: each call goes on where the last one was stopped. It trains the target
 on the given dialogues and on those of our own generator (on the latter alone without `--data`), lets it answer 16,000
 prompts, trains all variants of `configs/ablations/baselines.yaml` on its answers, a minute each, measures them on
-prompts that neither has seen, and leaves the table, with its environment, in `eval/results/ablations/rivals-gpu`. Each
-step is a command of the repository; options of `eval.ablate` may follow, `--seeds '[0]'` for one training of each.
+prompts that neither has seen, and leaves the table, with its environment, in `eval/results/ablations/baselines-gpu`.
+Each step is a command of the repository; options of `eval.ablate` may follow, `--seeds '[0]'` for one training of each.
 (Written, and tried with tiny sizes on a CPU; not yet run on a GPU.)
 """
-
-from __future__ import annotations
 
 import argparse
 import importlib.util
@@ -20,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -87,20 +86,20 @@ def finish(arguments: argparse.Namespace, more: list[str], deadline: float) -> N
     changes = ",".join(f"{name}={value}" for name, value in VARIANTS.items())
     run(
         deadline, work, "-m", "eval.ablate", "baselines", "--target=target", "--data=train.jsonl",
-        f"--measure.prompts={REPOSITORY / 'data/bench.jsonl'}", "--output=rivals", f"--override=[{changes}]",
-        "--title=SHAPE and its rivals for a larger target, on a GPU", *more,
+        f"--measure.prompts={REPOSITORY / 'data/bench.jsonl'}", "--output=baselines", f"--override=[{changes}]",
+        "--title=SHAPE and its baselines for a larger target, on a GPU", *more,
     )  # fmt: skip
     arguments.output.mkdir(parents=True, exist_ok=True)
     for name in ("ablation.json", "ablation.md"):
-        shutil.copy(work / "rivals" / name, arguments.output)
+        shutil.copy(work / "baselines" / name, arguments.output)
 
 
-def main(given: list[str] | None = None) -> None:
+def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("work", type=Path, help="folder for everything that is made on the way")
     parser.add_argument("--data", type=Path, nargs="*", default=[], help="ShareGPT files to train the target on")
     parser.add_argument("--minutes", type=float, default=8, help="stop after so many; call again to go on")
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "eval/results/ablations/rivals-gpu")
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "eval/results/ablations/baselines-gpu")
     arguments, more = parser.parse_known_args(given)
     deadline = monotonic() + 60 * arguments.minutes
     arguments.work.mkdir(parents=True, exist_ok=True)

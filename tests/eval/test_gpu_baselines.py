@@ -24,7 +24,7 @@ MEASURED = ["--measure.limit=2", "--measure.max_new_tokens=8", "--measure.examin
 
 @pytest.fixture(name="program")
 def _program(monkeypatch):
-    with program("gpu_rivals") as module:
+    with program("gpu_baselines") as module:
         for name, value in {"TARGET": TARGET, "VARIANTS": VARIANTS, "CONVERSATIONS": 40}.items():
             monkeypatch.setattr(module, name, value)
         yield module
