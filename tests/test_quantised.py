@@ -250,7 +250,7 @@ def test_a_checkpoint_that_says_how_it_is_quantised(tiny_model, tiny_tokenizer, 
     assert_same_as_plain(loaded.model)
     arguments = ["--target", str(tmp_path), "--drafter", "ngram", "--prompt", "a b a b a b", "--max_new_tokens", "8"]
     generate(arguments)
-    assert "acceptance length" in capsys.readouterr().out
+    assert "acceptance length" in capsys.readouterr().err
 
 
 def test_quantised_when_it_is_loaded(tiny_target, tiny_target_folder, capsys):
