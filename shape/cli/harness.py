@@ -1,4 +1,4 @@
-"""`shape harness`: lm-evaluation-harness with a `ShapeDecoder` as its model, for MMLU and all its other suites.
+"""`shape harness`: the suites of lm-evaluation-harness, MMLU and all others, with a `ShapeDecoder` as the model.
 
     pip install 'shape-decoding[eval]'
     shape harness --model shape --model_args predictor=DIR --tasks gsm8k,mmlu --output_path RESULTS
