@@ -26,7 +26,6 @@ from eval.paper_tables import LOOKAHEAD, NUMBERS, Table, is_missing, made, rende
 from shape import bundled
 from shape.data.conversations import evenly
 from shape.data.reading import load_prompts
-from shape.drafters import TrainedDrafter
 from shape.errors import ConfigError, ShapeError
 from shape.evaluation import efficiency, quality
 from shape.evaluation.bench import bench, named_predictors
@@ -201,13 +200,10 @@ def _lookaheads(options: TablesOptions, folder: Path) -> object:
         predictor=_first(options), target=options.target, dtype=options.dtype, **of_pair(options)
     )
     drafter = decoder.drafter
-    if not isinstance(drafter, TrainedDrafter):
+    if drafter is None or drafter.predictor is None or drafter.tree is None:
         raise ConfigError(f"predictor {_first(options)} is no predictor of shape.train; give one that is")
     source = Path(options.prompts) if options.prompts else bundled.path("data", "bench.jsonl")
-    shorter = {
-        f"{LOOKAHEAD}{depth}": TrainedDrafter(drafter.predictor, replace(drafter.tree, depth=depth))
-        for depth in LOOKAHEADS
-    }
+    shorter = {f"{LOOKAHEAD}{depth}": drafter.with_tree(replace(drafter.tree, depth=depth)) for depth in LOOKAHEADS}
     return measure_in(
         folder,
         decoder.target,

@@ -59,20 +59,31 @@ class CommandParser(ArgumentParser):
         with _hidden(rare):
             return f"{self.format_help()}\n{len(rare)} more options: {self.prog} --help-all\n"
 
+    def _apply_actions(self, cfg: Any, *rest: Any, **named: Any) -> Any:
+        """Reads a configuration file, which may have names of the version before too."""
+        for old in RENAMED if isinstance(cfg, dict) else ():
+            group, _, key = old.rpartition(".")
+            values = cfg.get(group) if group else cfg
+            if isinstance(values, dict) and key in values and (new := self._renamed(old)) != old:
+                values[new.rpartition(".")[2]] = values.pop(key)
+        return super()._apply_actions(cfg, *rest, **named)
+
     def _in_current_words(self, argument: str) -> str:
         """An argument with hyphens as underscores, and with the present name of its option."""
         option, equals, value = argument.partition("=")
         if not option.startswith("--") or option in self._option_string_actions:
             return argument
-        name = option[2:].replace("-", "_")
-        new = RENAMED.get(name, name)
-        if f"--{name}" in self._option_string_actions or f"--{new}" not in self._option_string_actions:
-            new = name
-        if f"--{new}" not in self._option_string_actions:
-            return argument
+        name = self._renamed(option[2:].replace("-", "_"))
+        return f"--{name}{equals}{value}" if f"--{name}" in self._option_string_actions else argument
+
+    def _renamed(self, name: str) -> str:
+        """The present name of an option, with a warning where that is another."""
+        new, known = RENAMED.get(name, name), self._option_string_actions
+        if f"--{name}" in known or f"--{new}" not in known:
+            return name
         if new != name:
-            warnings.warn(f"--{name} is now --{new}; 0.3 forgets the old name", FutureWarning, stacklevel=3)
-        return f"--{new}{equals}{value}"
+            warnings.warn(f"--{name} is now --{new}; 0.3 forgets the old name", FutureWarning, stacklevel=4)
+        return new
 
     def _explained(self, message: str) -> str:
         """What jsonargparse says, in one line, with a suggestion for an option that there is not."""

@@ -5,7 +5,7 @@
 
 Everything behind the command's name is lm-evaluation-harness's own command line, where releases after 0.4.13 know the
 model "shape" by themselves (`lm_eval --model shape ...`). It takes what `ShapeDecoder.from_pretrained` does (predictor,
-target, drafter, dtype, device_map, lookahead, revision, trust_remote_code, ...) and `acceptance`.
+target, drafter, dtype, device_map, num_draft_tokens, revision, trust_remote_code, ...) and `acceptance`.
 
 What a task generates is decoded with drafts. What it asks the probability of, as tasks of multiple choice do, is one
 forward of the target, in which nothing is generated and speculation has no part: those results are the target's own,

@@ -16,7 +16,6 @@ from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
-from shape.generation.loading import of_draft_length
 from shape.generation.options import GenerateOptions
 from shape.generation.rules import Rule, make_rule
 from shape.generation.stats import DecodeStats
@@ -159,7 +158,7 @@ def load(options: GenerateOptions) -> ShapeDecoder:
         tree=options.tree,
         draft_device=options.draft_device,
         pack=options.pack,
-        **of_draft_length(options.num_draft_tokens),
+        num_draft_tokens=options.num_draft_tokens,
         **of_pair(options),
     )
     alone = predictor is None and options.drafter is None and options.pack is None

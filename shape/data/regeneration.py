@@ -16,7 +16,7 @@ from typing import Any
 import pytorch_lightning as pl
 from filelock import FileLock
 from torch.utils.data import DataLoader
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from shape.data.backends import Answer, Backend, Request
 from shape.data.conversations import Conversation, fingerprint

@@ -16,7 +16,7 @@ from shape.evaluation.options import BenchOptions, several
 from shape.evaluation.results import AUTOREGRESSIVE, SpeedResults
 from shape.evaluation.speed import measure_in
 from shape.generation.decoder import ShapeDecoder
-from shape.generation.loading import is_language_model, of_draft_length
+from shape.generation.loading import is_language_model
 from shape.generation.rules import Match, make_rule
 from shape.target.loading import SOURCE, of_pair, of_predictor, of_target, only
 from shape.target.model import Target, announce
@@ -141,7 +141,7 @@ def _methods(name: str, predictors: Mapping[str, str], target: Target, options: 
             pack=options.pack,
             prepacked=options.prepacked,
             predictor_revision=options.predictor_revision,
-            **of_draft_length(options.num_draft_tokens),
+            num_draft_tokens=options.num_draft_tokens,
             **only(SOURCE | {"trust_remote_code"}, of_target(options)),
         )
         found["+".join(label if part == "shape" else part for part in parts)] = decoder.drafter

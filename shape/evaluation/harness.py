@@ -30,7 +30,7 @@ class ShapeLM(HFLM):
     """A decoder as lm-evaluation-harness sees it.
 
     Args:
-        predictor, target, drafter, dtype, device_map, lookahead, predictor_revision: see
+        predictor, target, drafter, dtype, device_map, num_draft_tokens, predictor_revision: see
             `ShapeDecoder.from_pretrained`.
         acceptance: a rule's name; the lossy ones change results, which is what they can be compared by.
         device: where the target is put, unless device_map says so.
@@ -51,7 +51,7 @@ class ShapeLM(HFLM):
         dtype: str | None = None,
         device: str | None = None,
         device_map: str | None = None,
-        lookahead: str | int = "adaptive",
+        num_draft_tokens: str | int | None = None,
         predictor_revision: str | None = None,
         revision: str | None = None,
         token: str | None = None,
@@ -78,7 +78,7 @@ class ShapeLM(HFLM):
             target=target,
             drafter=drafter,
             dtype=dtype,
-            lookahead=lookahead,
+            num_draft_tokens=num_draft_tokens,
             **of_pair(loading),
         )
         announce(self.decoder.target)

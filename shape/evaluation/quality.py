@@ -1,5 +1,4 @@
-"""How good the text of a decoder is, for lossy ways of decoding above all, beside the target's own (`shape
-quality`)."""
+"""How good the text of a decoder is, lossy ways of decoding above all, beside the target's own (`shape quality`)."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -70,13 +70,12 @@ class ShapeDecoder(Engine):
         fall_back: bool | float = True,
         draft_device: str | torch.device | None = None,
         graphs: bool | FixedSteps = False,
-        lookahead: str | int | DraftLength = "adaptive",
+        num_draft_tokens: str | int | DraftLength | None = None,
         pack: str | Path | None = None,
         prepacked: bool | None = None,
         *,
         predictor: str | Path | None = None,
         predictor_revision: str | None = None,
-        num_draft_tokens: int | None = None,
         **options: Any,
     ) -> "ShapeDecoder":
         """A decoder from a target, from an exported predictor, or from both.
@@ -103,14 +102,13 @@ class ShapeDecoder(Engine):
             draft_device: where the predictor drafts; None is beside the target.
             pack: file of recipes (see ``shape.drafters.recipes.drafter``), which by themselves are the drafter
                 "recipes", and beside a predictor come before it.
-            lookahead: of a smaller LM: "adaptive", "cost", a number of tokens, or one's own (see
-                ``shape.drafters.lengths``).
+            num_draft_tokens: drafted tokens per step at most; None takes the drafter's own. A smaller LM also takes
+                "adaptive" (its default), "cost", or one's own (see ``shape.drafters.lengths``).
+                ``num_assistant_tokens`` and ``num_speculative_tokens``, as in transformers and vLLM, are the same.
             prepacked: see ``Target.load``; for the predictor too.
             predictor: folder, hub id or bundled name of an exported predictor, or of a smaller causal LM with the
                 target's tokens, which then drafts.
             predictor_revision: of its hub repository.
-            num_draft_tokens: drafted tokens per step at most; None takes the drafter's own. ``num_assistant_tokens``
-                and ``num_speculative_tokens``, transformers' and vLLM's words, are the same.
             options: of the target, see ``Target.load``: revision, attn_implementation, quantization_config, ... Of
                 them token, cache_dir, local_files_only, force_download and proxies also serve the predictor, and
                 trust_remote_code a smaller LM.
@@ -122,7 +120,7 @@ class ShapeDecoder(Engine):
             TargetMismatch: predictor and target do not belong together.
             UnsupportedTarget: no target can be loaded from there, or none that can be verified exactly.
         """
-        drafts = DrafterOptions(drafter, tree, draft_device, lookahead, draft_length(options, num_draft_tokens), pack)
+        drafts = DrafterOptions(drafter, tree, draft_device, draft_length(options, num_draft_tokens), pack)
         options |= {"tokenizer": tokenizer, "dtype": dtype, "device_map": device_map}
         loaded, chosen = load_pair(source, target, predictor, drafts, predictor_revision, prepacked, **options)
         made = cls(loaded, chosen, fall_back=fall_back, graphs=graphs)
@@ -423,6 +421,8 @@ class ShapeDecoder(Engine):
     ) -> Pieces:
         """A call of ``generate``, computed as it is iterated over; its mistakes are raised here."""
         num_draft_tokens = draft_length(options)
+        if num_draft_tokens is not None and not isinstance(num_draft_tokens, int):
+            raise UnsupportedGeneration(f"num_draft_tokens is {num_draft_tokens!r}; a call takes a number")
         if eos_aware:
             options["min_new_tokens"] = max(_EOS_AWARE_TOKENS, options.get("min_new_tokens") or 0)
         request = Request.resolve(self.target, input_ids, attention_mask, generation_config, options)

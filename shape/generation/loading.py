@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from warnings import warn
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -35,16 +36,8 @@ class DrafterOptions:
     drafter: str | Sequence[str] | None = None
     tree: TreeShape | None = None
     draft_device: str | torch.device | None = None
-    length: str | int | DraftLength = "adaptive"
-    num_draft_tokens: int | None = None
+    num_draft_tokens: str | int | DraftLength | None = None
     pack: str | Path | None = None
-
-
-def of_draft_length(given: int | str | None) -> dict[str, Any]:
-    """The option `num_draft_tokens` of a command, as options of ``ShapeDecoder.from_pretrained``."""
-    if given is None:
-        return {}
-    return {"lookahead": given} if isinstance(given, str) else {"num_draft_tokens": given}
 
 
 def load_pair(
@@ -62,6 +55,7 @@ def load_pair(
     if predictor_revision is not None:
         hub["revision"] = predictor_revision
     predictor, target = _sort(source, target, predictor, hub, options)
+    length = drafts.num_draft_tokens
     device = None if drafts.draft_device is None else resolve_device(drafts.draft_device)
     name = drafts.drafter if drafts.drafter is None or isinstance(drafts.drafter, str) else "+".join(drafts.drafter)
     parts = [] if name is None else name.split("+")
@@ -93,8 +87,9 @@ def load_pair(
         small = Target.load(
             predictor, dtype=draft_dtype(loaded, where), device_map=where, prepacked=prepacked, **code, **hub
         )
-        given["model"] = ModelDrafter(small, drafts.length)
-    return loaded, make_drafter(name or "+".join(given) or _WITHOUT_TRAINING, given, drafts.num_draft_tokens)
+        given["model"] = ModelDrafter(small, "adaptive" if isinstance(length, int | None) else length)
+    limit = length if isinstance(length, int) else None
+    return loaded, make_drafter(name or "+".join(given) or _WITHOUT_TRAINING, given, limit)
 
 
 def draft_dtype(target: Target, device: torch.device) -> torch.dtype:
@@ -207,13 +202,17 @@ def load_predictor(source: str | Path, **hub: Any) -> Predictor:
     return predictor.eval().requires_grad_(False)
 
 
-def draft_length(options: dict[str, Any], num_draft_tokens: int | None = None) -> int | None:
+def draft_length(
+    options: dict[str, Any], num_draft_tokens: str | int | DraftLength | None = None
+) -> str | int | DraftLength | None:
     """Takes the length of a draft, under whatever name it is given, out of options.
 
     Raises:
         ConfigError: it is given twice.
     """
-    given = [num_draft_tokens, *(options.pop(name, None) for name in _DRAFT_LENGTHS)]
+    if "lookahead" in options:
+        warn("lookahead is now called num_draft_tokens", FutureWarning, stacklevel=3)
+    given = [num_draft_tokens, *(options.pop(name, None) for name in (*_DRAFT_LENGTHS, "lookahead"))]
     found = [value for value in given if value is not None]
     if len(found) > 1:
         raise ConfigError(f"the length of a draft is given {len(found)} times; give num_draft_tokens alone")

@@ -39,15 +39,15 @@ def mask_of(input_ids: Tensor, attention_mask: Tensor | None, pad: int | None, e
 
 
 def prompts_of(target: Target, input_ids: Tensor, mask: Tensor, positions: Tensor | None) -> list[list[int]]:
-    """Token ids per row without padding."""
+    """Token ids per prompt without padding."""
     prompts = []
     for row, (ids, here) in enumerate(zip(input_ids.tolist(), mask.tolist(), strict=True)):
         kept = [i for i, one in enumerate(here) if one]
         if not kept:
-            raise UnsupportedGeneration(f"prompt {row} is empty; give at least one token per row")
+            raise UnsupportedGeneration(f"prompt {row} is empty; give at least one token per prompt")
         if kept[-1] - kept[0] + 1 != len(kept):
             raise UnsupportedGeneration(
-                f"attention_mask of row {row} hides tokens in the middle of the prompt; only padding on either side "
+                f"attention_mask of prompt {row} hides tokens in the middle of the prompt; only padding on either side "
                 "can be masked"
             )
         prompts.append([ids[i] for i in kept])

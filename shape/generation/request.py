@@ -54,7 +54,7 @@ _SCORES_ALONE = (
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
 )
-# Carried out here, for rows of unequal length.
+# Carried out here, for sequences of unequal length.
 _OURS = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor, MaxLengthCriteria, EosTokenCriteria)
 
 
@@ -72,11 +72,11 @@ class Prepared(NamedTuple):
 
     @property
     def looks_back(self) -> bool:
-        """Whether anything here depends on the text before a token, and so on the row."""
+        """Whether anything here depends on the text before a token, and so on the sequence."""
         return self.processors_look_back or bool(_others(self.criteria))
 
     def processors_of(self, seen: list[int], prompt: list[int]) -> LogitsProcessorList:
-        """Those that are not carried out here, for a row that they see otherwise than it is decoded: with padding."""
+        """Those that are not carried out here, for a prompt that they see with its padding."""
         others = LogitsProcessorList(_others(self.processors))
 
         def padded(ids: Tensor, scores: Tensor) -> Tensor:
@@ -88,13 +88,13 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """One call, with an entry per row where rows differ. A prompt's samples are adjacent rows.
+    """One call, with an entry per sequence where these differ. A prompt's samples are adjacent.
 
     Attributes:
-        prompts: token ids of every row, without padding.
-        samples: rows per prompt.
+        prompts: token ids of every sequence, without padding.
+        samples: sequences per prompt.
         warpers, processors: see ``Sampler``.
-        criteria: per row, reasons to stop beside length and end tokens; None where there are none.
+        criteria: per sequence, reasons to stop beside length and end tokens; None where there are none.
 
     Processors and criteria see the text of a prompt alone as it was given, padding included, as in transformers; that
     of one of several without padding, so that each gets what it gets alone.
@@ -138,7 +138,7 @@ class Request:
         def prepare(ids: list[int], mask: list[bool] | None = None, **more: Any) -> Prepared:
             return _prepare(target, ids, mask, generation_config, {**options, **more})
 
-        # A row as wide as the batch: lengths count from there, padding included, as in transformers.
+        # A prompt as wide as the batch: lengths count from there, padding included, as in transformers.
         first = prepare([0] * width)
         mask = mask_of(input_ids, attention_mask, given.get("pad_token_id"), _end_tokens(first.config))
         prompts = prompts_of(target, input_ids, mask, positions)
@@ -228,7 +228,7 @@ class Request:
         )
 
     def keys(self, seed: Seed | None) -> Tensor | None:
-        """Keys of the rows' noise; None when greedy.
+        """Keys of the sequences' noise; None when greedy.
 
         Raises:
             UnsupportedGeneration: a seed that is no integer, or not one per prompt.
@@ -259,7 +259,7 @@ class Request:
         ]
 
     def sampler(self, rows: list[int], keys: Tensor | None, coupled: bool = True) -> Sampler:
-        """The sampler of some rows."""
+        """The sampler of some sequences."""
         return Sampler(
             prompt_lengths=torch.tensor([len(self.prompts[row]) for row in rows], device=self.device),
             temperature=self.temperature,
@@ -326,7 +326,7 @@ def _end_tokens(config: GenerationConfig) -> tuple[int, ...]:
 
 
 def _for_row(options: dict[str, Any], row: int) -> dict[str, Any]:
-    """Options that change with the row: rows are prepared one by one, and a function of the row must hear which."""
+    """Options of one prompt: each is prepared by itself, and a function of the prompt is told which it is."""
     allowed: Callable[[int, Tensor], list[int]] | None = options.get("prefix_allowed_tokens_fn")
     more: dict[str, Any] = {"max_length": None, "num_return_sequences": 1}
     return more if allowed is None else {**more, "prefix_allowed_tokens_fn": lambda _, ids: allowed(row, ids)}
@@ -347,12 +347,12 @@ def _new_tokens(target: Target, config: GenerationConfig, width: int, longest: i
 def _integers(seed: Any) -> int | list[int]:
     """A seed, or one per prompt, as plain numbers."""
 
-    def plain(value: Any) -> Any:
+    def number(value: Any) -> Any:
         return value.tolist() if isinstance(value, Tensor | np.ndarray | np.generic) else value
 
-    seed = plain(seed)
+    seed = number(seed)
     several = isinstance(seed, Sequence) and not isinstance(seed, str | bytes)
-    numbers = [plain(one) for one in seed] if several else [seed]
+    numbers = [number(one) for one in seed] if several else [seed]
     for one in numbers:
         if isinstance(one, bool) or not isinstance(one, int):
             raise UnsupportedGeneration(f"seed {one!r} is not an integer; give one, or one per prompt")

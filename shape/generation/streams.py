@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def ids(steps: Iterable[tuple[int, list[int]]]) -> Iterator[list[int]]:
-    """The token ids of a single row, step by step."""
+    """The token ids of a single sequence, step by step."""
     for _, tokens in steps:
         yield tokens
 
@@ -54,7 +54,7 @@ def ended(streamer: BaseStreamer | None) -> Iterator[None]:
 
 
 class Arrivals(BaseStreamer):
-    """When tokens arrived, for measuring: transformers streams the prompt, then one token of every row at a time."""
+    """When tokens arrived, for measuring: transformers streams the prompt, then a token of every sequence."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

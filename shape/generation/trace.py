@@ -3,7 +3,7 @@
 A record is a dict of plain values. `type` "step" is a `stats.Step` (of the prefill: rows, lengths and seconds), "token"
 is one token:
 
-    step, row     which step of the call (0 is the prefill) and which row of its batch
+    step, row     which step of the call (0 is the prefill) and which sequence of its batch
     event         "prefill": the first token
                   "accepted": drafted, and the target's choice
                   "rejected": drafted, and the target, asked at its parent, chose otherwise
@@ -11,7 +11,7 @@ is one token:
                   "corrected": the target's choice where none of the drafted tokens was it
                   "bonus": the target's choice behind the last drafted token of a path
                   "plain": the target's choice in a step without a draft
-    token         its id; `position` its place in the row's text, without padding
+    token         its id; `position` its place in the sequence's text, without padding
     emitted       whether it went out; accepted tokens behind a stop do not
     node, parent, depth   in the step's token tree; None for the target's own choices
     source        who proposed it, where several drafters did: names joined by "+"; otherwise None
@@ -41,6 +41,7 @@ is one token:
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,10 @@ STYLES = {
     "bonus": "cyan",
     "plain": "default",
 }
+_OPTIONAL = (
+    *("node", "parent", "depth", "source", "slot", "kept_slot"),
+    *("p", "q", "noise", "margin", "draw", "entropy", "draft_entropy"),
+)
 OWN = ("prefill", "corrected", "bonus", "plain")
 _LIKELIEST = 8  # tokens of each distribution that a choice keeps
 
@@ -74,7 +79,7 @@ class Trace:
     _steps: int = 0
 
     def prefill(self, rows: Sequence[int], lengths: Sequence[int], tokens: Sequence[int], seconds: float) -> None:
-        """The first token of every row."""
+        """The first token of every sequence."""
         prefill = {"rows": list(rows), "lengths": list(lengths), "prefill": seconds}
         self.records.append({"type": "step", "step": 0, **prefill})
         for row, length, token in zip(rows, lengths, tokens, strict=True):
@@ -92,50 +97,69 @@ class Trace:
         drafted: Sequence[int],
         emitted: Sequence[int],
     ) -> None:
-        """One step of the rows of a batch.
+        """One step of a batch.
 
         Args:
             logits: (B, N, V), the target's.
             sampler: as it was before the step.
-            path: per row the nodes that stay, root first. tokens: per row the token that follows each of them, of which
-                the first `drafted` were proposed and the first `emitted` went out.
+            path: per sequence the accepted nodes, root first.
+            tokens: per sequence the token that follows each of them, of which the first `drafted` were proposed and the
+                first `emitted` went out.
         """
         times = {name: value for name, value in asdict(step).items() if name != "sequences"}
         self.records.append({"type": "step", "step": self._steps, "rows": step.sequences, **times})
         for at, (row, length) in enumerate(zip(step.sequences, step.lengths, strict=True)):
-            parents, proposed = tree.parent[at].tolist(), tree.tokens[at].tolist()
-            sources = [None] * tree.size if tree.source is None else tree.source[at]
-            depths = tree.depth[at].tolist()
-            place = {"row": row, "length": length}
-            for depth, (node, token) in enumerate(zip(path[at], tokens[at], strict=True)):
-                odds = _Odds.at(tree, logits, sampler, at, node, depth, tokens[at][:depth])
-                children = [child for child, parent in enumerate(parents) if parent == node]
-                accepted = path[at][depth + 1] if depth + 1 < len(path[at]) else None
-                if accepted is None and depth < drafted[at]:  # a lossy rule ends with a drafted token
-                    accepted = next(child for child in children if proposed[child] == token)
-                out = depth < emitted[at]
-                for child in children:
-                    event = "accepted" if child == accepted else "rejected"
-                    kept = event == "accepted" and child in path[at]
-                    self._drafted(place, event, proposed, parents, depths, child, kept, out and event == "accepted")
-                    self.records[-1] |= {**odds.of(proposed[child], child), "source": sources[child]}
-                if depth >= drafted[at]:
-                    event = "plain" if tree.size == 1 else "corrected" if children else "bonus"
-                    self._token(row=row, event=event, token=token, position=length + depth + 1, emitted=out)
-                    self.records[-1] |= odds.of(token, None)
-                    if event == "corrected":
-                        drafts = {proposed[child]: child for child in children}
-                        where = {"row": row, "node": node, "position": length + depth + 1}
-                        self.records.append({"type": "choice", "step": self._steps, **where, **odds.all(token, drafts)})
-            visited = set(path[at])
-            for node in range(1, tree.size):
-                if parents[node] >= 0 and parents[node] not in visited:
-                    self._drafted(place, "unreached", proposed, parents, depths, node, False, False)
-                    self.records[-1]["source"] = sources[node]
+            odds = partial(_Odds.at, tree, logits, sampler, at)
+            self._sequence(row, length, tree, at, odds, path[at], tokens[at], drafted[at], emitted[at])
         self._steps += 1
 
+    def _sequence(
+        self,
+        row: int,
+        length: int,
+        tree: TokenTree,
+        at: int,
+        odds_at: Callable[[int, int, list[int]], "_Odds"],
+        path: list[int],
+        tokens: list[int],
+        drafted: int,
+        emitted: int,
+    ) -> None:
+        """One sequence's part of a step: tree ``at`` of the batch."""
+        parents, proposed, depths = tree.parent[at].tolist(), tree.tokens[at].tolist(), tree.depth[at].tolist()
+        sources = [None] * tree.size if tree.source is None else tree.source[at]
+
+        def draft(node: int, event: str, out: bool = False) -> dict[str, Any]:
+            position, slot = length + depths[node], length + node
+            kept = position if event == "accepted" and node in path else None
+            where = {"node": node, "parent": parents[node], "depth": depths[node], "source": sources[node]}
+            where |= {"slot": slot, "kept_slot": kept}
+            return self._token(row=row, event=event, token=proposed[node], position=position, emitted=out, **where)
+
+        for depth, (node, token) in enumerate(zip(path, tokens, strict=True)):
+            odds = odds_at(node, depth, tokens[:depth])
+            children = [child for child, parent in enumerate(parents) if parent == node]
+            accepted = path[depth + 1] if depth + 1 < len(path) else None
+            if accepted is None and depth < drafted:  # a lossy rule ends with a drafted token
+                accepted = next(child for child in children if proposed[child] == token)
+            out = depth < emitted
+            for child in children:
+                record = draft(child, "accepted", out) if child == accepted else draft(child, "rejected")
+                record |= odds.of(proposed[child], child)
+            if depth >= drafted:
+                event = "plain" if tree.size == 1 else "corrected" if children else "bonus"
+                record = self._token(row=row, event=event, token=token, position=length + depth + 1, emitted=out)
+                record |= odds.of(token, None)
+                if event == "corrected":
+                    where = {"row": row, "node": node, "position": length + depth + 1}
+                    choice = odds.all(token, {proposed[child]: child for child in children})
+                    self.records.append({"type": "choice", "step": self._steps, **where, **choice})
+        for node in range(1, tree.size):
+            if parents[node] >= 0 and parents[node] not in path:
+                draft(node, "unreached")
+
     def emitted(self, row: int = 0) -> list[tuple[int, str]]:
-        """The tokens of a row that went out, each with its event."""
+        """The tokens of a sequence that went out, each with its event."""
         return [
             (record["token"], record["event"])
             for record in self.records
@@ -168,37 +192,10 @@ class Trace:
             else:
                 yield record
 
-    def _drafted(
-        self,
-        place: dict[str, int],
-        event: str,
-        tokens: list[int],
-        parents: list[int],
-        depths: list[int],
-        node: int,
-        kept: bool,
-        emitted: bool,
-    ) -> None:
-        length, depth = place["length"], depths[node]
-        self._token(
-            row=place["row"],
-            event=event,
-            token=tokens[node],
-            position=length + depth,
-            emitted=emitted,
-            node=node,
-            parent=parents[node],
-            depth=depth,
-            slot=length + node,
-            kept_slot=length + depth if kept else None,
-        )
-
-    def _token(self, **values: Any) -> None:
-        empty = dict.fromkeys(
-            ("node", "parent", "depth", "source", "slot", "kept_slot", "p", "q", "noise", "margin", "draw", "entropy",
-             "draft_entropy")
-        )  # fmt: skip
-        self.records.append({"type": "token", "step": self._steps, **empty, **values})
+    def _token(self, **values: Any) -> dict[str, Any]:
+        """Records a token, of which more may be filled in."""
+        self.records.append({"type": "token", "step": self._steps, **dict.fromkeys(_OPTIONAL), **values})
+        return self.records[-1]
 
 
 @dataclass(frozen=True)
@@ -297,7 +294,7 @@ def pieces(tokenizer: Any, tokens: Sequence[int]) -> Iterator[str]:
 
 
 def view(records: Sequence[dict[str, Any]], text_of: Callable[[int], str], row: int = 0) -> Table:
-    """A row's steps on the console: what was drafted and what became of it, and what the target wrote instead.
+    """A sequence's steps on the console: what was drafted and what became of it, and what the target wrote instead.
 
     Args:
         text_of: a token's text.

@@ -171,7 +171,7 @@ def _down_to(node: int, parents: list[int]) -> list[int]:
 
 
 def _accepted(paths: list[list[int]], tokens: list[list[int]], device: torch.device) -> Accepted:
-    """Of each row the accepted nodes and as many emitted tokens."""
+    """Of each sequence the accepted nodes and as many emitted tokens."""
     longest = max(map(len, paths))
     # With the counts behind them, as one tensor.
     kept = [[*path, *[0] * (longest - len(path)), len(path)] for path in paths]

@@ -1,6 +1,6 @@
 """The noise that makes sampling reproducible.
 
-It depends only on (request seed, row or sample number, position in the text, token id), through a counter-based hash:
+It depends only on (request seed, number of the sequence, position in the text, token id), through a counter-based hash:
 it survives compaction of the batch, padding and any tree, and no generator state exists that could be left in another
 place by another drafter. Sampling is the Gumbel-max trick, argmax(log p + g) ~ p, so the sampled text is a function of
 prompt and noise alone.
@@ -41,16 +41,18 @@ def shift(x: Array, bits: int) -> Array:
     return x
 
 
-def sequence_keys(seed: int | Sequence[int], rows: int, samples: int = 1, device: torch.device | str = "cpu") -> Tensor:
-    """One key per row of the batch, (rows * samples,) int64.
+def sequence_keys(
+    seed: int | Sequence[int], prompts: int, samples: int = 1, device: torch.device | str = "cpu"
+) -> Tensor:
+    """One key per sequence of the batch, (prompts * samples,) int64.
 
     Args:
-        seed: one seed, numbered through all rows; or one seed per prompt, so that a prompt's samples do not
+        seed: one seed, numbered through all sequences; or one seed per prompt, so that a prompt's samples do not
             depend on which batch it is in.
-        rows: number of prompts.
+        prompts: how many.
         samples: samples per prompt, adjacent in the batch.
     """
-    count = rows * samples
+    count = prompts * samples
     if isinstance(seed, int):
         seeds, numbers = [seed] * count, list(range(count))
     else:
@@ -107,7 +109,7 @@ def _gumbel_on_device(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor
 
 @compiled
 def fill_gumbel(key: int, position: int, words: np.ndarray, out: np.ndarray) -> None:
-    """``gumbel`` of one row at one position: words (K,) int64, out (K,) float32."""
+    """``gumbel`` of one sequence at one position: words (K,) int64, out (K,) float32."""
     row = mix(key + position * GOLDEN)
     for k in range(words.shape[0]):  # integers and floats apart: together they are not computed in lanes
         word = (row ^ words[k]) * _MIX1

@@ -145,7 +145,7 @@ def _mixing(target: Target, prompt: Tensor) -> tuple[float, str]:
     """How far the results of a module for some tokens depend on tokens that these cannot see, and in which module most.
 
     Looks at every module that maps states to states and is given nothing else, while the prompts (2, T) go through:
-    with the last token of the first row and all of the second scaled up, the first row's other tokens must stay.
+    with the last token of the first one and all of the second scaled up, the first one's other tokens must stay.
     """
     worst, where = 0.0, ""
     busy = False
@@ -249,9 +249,7 @@ def _tree_failure(target: Target, support: Support, prompt: Tensor, drafts: Tens
 
 
 def _far_failure(target: Target, support: Support, tree: TokenTree, allowed: float) -> str | None:
-    """A tree of one row behind a long text, against its paths under the model's own masks, which must not show what
-    its own cache drops.
-    """
+    """One tree behind a long text, against its paths under the model's own masks and its own cache."""
     if support.mode == "tree" and (window := too_wide(target)) is not None:
         return f"its window of {window} tokens is wider than can be looked beyond"
     if (length := far(target, tree.size)) is None:

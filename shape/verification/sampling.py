@@ -62,7 +62,7 @@ class Sampler:
         temperature: 0 means greedy: no noise.
         keys: (B,) int64 from sequence_keys, or None when greedy.
         warpers: transformers' processors that look at the scores alone, temperature among them.
-        processors: per row all processors in order, where some look at the text before the token; None otherwise.
+        processors: per sequence all processors in order, where some look at the text before the token; None otherwise.
         eos_token_ids: forbidden while fewer than ``min_new_tokens`` tokens have been emitted.
         coupled: drafts see the target's own noise, and the choice is argmax(log p + g) (rule "match"). Otherwise drafts
             have noise of their own, and ``choose`` is rejection sampling.
@@ -109,7 +109,7 @@ class Sampler:
         self._lengths, self._texts = lengths, texts
 
     def select(self, rows: Tensor) -> "Sampler":
-        """The sampler of the remaining rows."""
+        """The sampler of the remaining sequences."""
         kept = rows.tolist()
         chosen = replace(
             self,
@@ -250,7 +250,7 @@ class Sampler:
     def choose_at(
         self, logits: Tensor, tree: TokenTree, rows: list[int], nodes: list[int], paths: list[list[int]]
     ) -> list[int]:
-        """The target's choice at one node of each of some rows, all of one depth (see ``acceptance.follow``).
+        """The target's choice at one node of each of some sequences, all of one depth (see ``acceptance.follow``).
 
         Processors see each sequence's own text and run once per emitted token, as in autoregressive decoding.
 
@@ -259,7 +259,7 @@ class Sampler:
             paths: of each node the drafted tokens down to it.
         """
         offset = len(paths[0])
-        # A view where there is one row alone: indices from lists cost as much as the choice.
+        # A view where there is one sequence alone: indices from lists cost as much as the choice.
         here = logits[:, nodes[0]] if len(logits) == 1 else logits[rows, nodes]
         scores = self.scores(here, rows, offset, paths)
         if self.draws:
@@ -326,7 +326,7 @@ class Sampler:
         return mix(mix(self.keys ^ purpose) + mix(self._lengths * GOLDEN))
 
     def _reject(self, scores: Tensor, tree: TokenTree, rows: list[int], nodes: list[int], offset: int) -> Tensor:
-        """Rejection sampling at one node of each of some rows, with the scores (R, V) there."""
+        """Rejection sampling at one node of each of some sequences, with the scores (R, V) there."""
         children = tree.parent[rows] == torch.tensor(nodes, device=scores.device)[:, None]
         order = (
             children.int().sort(dim=1, descending=True, stable=True).indices[:, : max(1, int(children.sum(1).max()))]

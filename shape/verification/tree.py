@@ -17,7 +17,7 @@ Drafted = list[tuple[int, int, float]]
 
 @dataclass(frozen=True)
 class TokenTree:
-    """Proposed tokens of a batch; node 0 of every row is the root, the last committed token.
+    """Proposed tokens of a batch; node 0 of every tree is the root, the last committed token.
 
     Attributes:
         tokens: (B, N) int64.
@@ -28,7 +28,7 @@ class TokenTree:
             drawn. Only the rules "rejection" and "traversal" look at it.
         joint: (B, N) log of the drafter's estimate that the target will choose the whole path to a node; None where the
             drafter makes none. Verification does not look at it.
-        source: per row and node who proposed it, where there are several; None for root and padding.
+        source: per sequence and node who proposed it, where there are several; None for root and padding.
     """
 
     tokens: Tensor
@@ -118,7 +118,7 @@ def chain(root: Tensor, drafts: Tensor) -> TokenTree:
 
 
 def ragged_chain(root: Tensor, drafts: list[list[int]]) -> TokenTree:
-    """Chains of unequal length, (B,) roots and each row's draft tokens."""
+    """Chains of unequal length, (B,) roots and each sequence's draft tokens."""
     most = max(map(len, drafts), default=0)
     tokens = [[0, *row, *[0] * (most - len(row))] for row in drafts]
     parent = [[*range(-1, len(row)), *[-1] * (most - len(row))] for row in drafts]
@@ -132,8 +132,8 @@ def ragged_tree(root: Tensor, drafts: Sequence[Drafted]) -> TokenTree:
 
     Args:
         root: (B,) int64.
-        drafts: per row its nodes, parents first: token, number of the parent, where 0 is the root and 1 the first of
-            these, and joint log-probability.
+        drafts: per sequence its nodes, parents first: token, number of the parent, where 0 is the root and 1 the
+            first of these, and joint log-probability.
     """
     most = max(map(len, drafts), default=0)
     padded = [[(0, -1, 0.0), *row, *[(0, -1, -inf)] * (most - len(row))] for row in drafts]
@@ -154,7 +154,7 @@ def root_only(root: Tensor) -> TokenTree:
 
 
 def first_path(tree: TokenTree) -> TokenTree:
-    """The chain that follows each node's first child, for targets that cannot attend to trees. One row only."""
+    """The chain that follows each node's first child, for targets that cannot attend to trees. One sequence only."""
     parents = tree.parent[0].tolist()
     path, node = [0], 0
     while node in parents[1:]:
@@ -231,7 +231,7 @@ def placed(
     Floats because eager attention with a boolean 4D mask is silently wrong in transformers.
 
     Args:
-        lengths: (B,) int64, cached tokens per row; node i of row b is written at ``lengths[b] + i``.
+        lengths: (B,) int64, cached tokens per sequence; node i of sequence b is written at ``lengths[b] + i``.
         key_length: K, number of cache slots attended to, at least ``max(lengths) + N``.
         sliding_window: keys at a distance of this or more are hidden; None for full attention.
 

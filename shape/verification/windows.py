@@ -32,7 +32,7 @@ class PretendedLayer(KVCacheLayer):
 
 
 class PretendedCache(KVCache):
-    """As if a row of ``length`` tokens were committed, before ``new`` ones.
+    """As if a text of ``length`` tokens were committed, before ``new`` ones.
 
     Args:
         cropped: forget what transformers' own cache drops, which then is not loud any more.

@@ -123,10 +123,18 @@ def test_hyphens_are_underscores(example):
         assert options_of(Example, example.parse_args(given)) == Example(batch_size=3)
 
 
-def test_names_of_the_version_before_still_work(example):
+def test_names_of_the_version_before_still_work(example, tmp_path):
     for given in (["--rows", "3"], ["--batches=3"]):
         with pytest.warns(FutureWarning, match=r"--(rows|batches) is now --batch_size"):
             assert example.parse_args(given).batch_size == 3
+    file = tmp_path / "options.yaml"
+    file.write_text("rows: 4\n")
+    with pytest.warns(FutureWarning, match="--rows is now --batch_size"):
+        assert example.parse_args([f"--config={file}"]).batch_size == 4
+    file.write_text("target_dtype: float32\nextraction:\n  dtype: int8\n")
+    with pytest.warns(FutureWarning, match="is now"):
+        options = train_parser(None).parse_args(["--config", str(file)])
+    assert options.dtype == "float32" and options.extraction.feature_dtype == "int8"
     with pytest.raises(SystemExit):  # dtype is no option here, so its old name is none either
         example.parse_args(["--dtypes", "x"])
 

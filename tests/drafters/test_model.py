@@ -135,7 +135,7 @@ def test_from_pretrained(tiny_target, tiny_target_folder, tmp_path, tiny_model, 
     ids = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
     expected = ShapeDecoder(tiny_target).generate(**ids, max_new_tokens=10)
     for name in (None, "model", "suffix+model", "none"):
-        decoder = ShapeDecoder.from_pretrained(tmp_path, target=tiny_target, drafter=name, lookahead=3)
+        decoder = ShapeDecoder.from_pretrained(tmp_path, target=tiny_target, drafter=name, num_draft_tokens=3)
         assert torch.equal(decoder.generate(**ids, max_new_tokens=10), expected), name
     assert isinstance(decoder.drafter, type(None))
     hybrid = ShapeDecoder.from_pretrained(tmp_path, target=tiny_target_folder, drafter=["suffix", "model"]).drafter

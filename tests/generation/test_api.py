@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from shape.drafters import SuffixDrafter, TreeShape
-from shape.errors import ConfigError, DataError
+from shape.errors import ConfigError, DataError, UnsupportedGeneration
 from shape.generation import decoder as module
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target, announce
@@ -101,6 +101,10 @@ def test_the_length_of_a_draft_has_three_names(tiny_target, tiny_predictor_folde
     assert torch.equal(found.sequences, expected.sequences)
     sizes = [[step.nodes for step in out.stats.steps] for out in (found, expected, other.generate(ids, **options))]
     assert sizes[0] == sizes[1] != sizes[2]
+    with pytest.warns(FutureWarning, match="lookahead is now called num_draft_tokens"):
+        assert decoder(lookahead=1).drafter.tree.depth == 1
+    with pytest.raises(UnsupportedGeneration, match="a call takes a number"):
+        one.generate(ids, **{name: "adaptive"})
     with pytest.raises(ConfigError, match="the length of a draft is given 2 times"):
         decoder(num_draft_tokens=3, num_speculative_tokens=3)
 

@@ -155,7 +155,7 @@ def test_options_that_cannot_be_served(tiny_target, tiny_target_folder):
         ShapeDecoder.from_pretrained(tiny_target, tiny_target)
     with pytest.raises(ConfigError, match="device and device_map both say"):
         of_target(PlacedOptions(device="cpu", device_map="auto"))
-    with pytest.raises(ConfigError, match="device_map stands in target_options"):
+    with pytest.raises(ConfigError, match="device_map is given in target_options"):
         of_target(TargetOptions(target_options={"device_map": "auto"}))
     with pytest.raises(ConfigError, match="revision is given by itself and in target_options"):
         of_target(PairOptions(revision="v1", target_options={"revision": "v2"}))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, ones_like
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from shape.data.conversations import evenly
 from shape.data.options import CompileOptions
