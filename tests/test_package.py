@@ -131,7 +131,9 @@ def test_the_wheel_holds_the_package_and_the_embedded_default(wheel):
         "configs/quickstart.yaml",
         "checkpoints/quickstart-target/config.json",
         "checkpoints/quickstart-shape/custom_generate/generate.py",
+        "checkpoints/quickstart-paper/model.safetensors",
     } <= inside
+    assert not any(name.startswith(("configs/ablations", "data/generator")) for name in inside)
     sources = (path for path in (ROOT / "shape").rglob("*") if path.suffix in (".py", ".html", ".typed"))
     modules = {str(path.relative_to(ROOT)) for path in sources}
     assert modules <= set(names)

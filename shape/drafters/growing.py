@@ -75,7 +75,7 @@ class _Given(NamedTuple):
     temperature: float
     keys: np.ndarray
     positions: np.ndarray
-    words: np.ndarray
+    hashes: np.ndarray
     width: int
     branching: int
     least: float
@@ -103,7 +103,7 @@ def grow_by_depth(
         first, later: biases behind the roots, and behind all other nodes: in one table, or from the numbers of the
             tokens, (B, M), that are expanded at a depth.
         temperature: that of the biases.
-        noise: keys (B,), positions (B,) and words (K,) of ``noise.gumbel``.
+        noise: keys (B,), positions (B,) and hashes (K,) of ``noise.gumbel``.
     """
     _, depths, size = logits.shape
     branching = min(shape.branching or shape.width, size)
@@ -113,8 +113,8 @@ def grow_by_depth(
     room = 1 + sum(counts)
     most = room if shape.nodes is None else min(shape.nodes + 1, room)
     least = log(shape.threshold) if shape.threshold > 0 else -inf
-    keys, positions, words = _NO_NOISE if noise is None else (one.numpy() for one in noise)
-    given = _Given(logits.numpy(), ids, temperature, keys, positions, words, shape.width, branching, least, room, most)
+    keys, positions, hashes = _NO_NOISE if noise is None else (one.numpy() for one in noise)
+    given = _Given(logits.numpy(), ids, temperature, keys, positions, hashes, shape.width, branching, least, room, most)
     if isinstance(later, Biases):
         return of_arrays(*_grown(root.numpy(), numbers, given, first, later))
     so_far = tokens, parents, joint, frontier = _planted(root.numpy(), numbers, given)
@@ -179,17 +179,17 @@ def _deepen(
         How many nodes there are, and how many to expand; none where none will be kept, or all paths are less likely
         than ``least``.
     """
-    logits, words, branching, divisor = given.logits, given.words, given.branching, np.float32(given.temperature)
+    logits, hashes, branching, divisor = given.logits, given.hashes, given.branching, np.float32(given.temperature)
     rows, size = tokens.shape[0], logits.shape[2]
-    noise, shared, scores = np.empty(len(words), np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
+    noise, shared, scores = np.empty(len(hashes), np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
     numbers = np.empty(given.width * branching, np.int64)
     for n in range(depth, end):
         best, count, going = -np.inf, width * branching, False
         following = min(given.width, count) if n + 1 < logits.shape[1] else 0
         for row in range(rows):
             shared[:] = logits[row, n]
-            if len(words) > 0:
-                fill_gumbel(given.keys[row], given.positions[row] + n, words, noise)
+            if len(hashes) > 0:
+                fill_gumbel(given.keys[row], given.positions[row] + n, hashes, noise)
                 for k in range(size):
                     shared[k] += noise[k]
             at = grown

@@ -89,21 +89,21 @@ def follow_scores(
     temperature: float = 1.0,
     keys: Tensor | None = None,
     positions: Tensor | None = None,
-    words: Tensor | None = None,
+    hashes: Tensor | None = None,
 ) -> Accepted:
     """``follow`` in one compiled loop, where a choice is the largest of scores over a temperature, and with noise.
 
     Args:
         scores: (B, N, V) floats of the host.
         keys: (B,) int64 of ``noise.sequence_keys``; None adds no noise.
-        positions: (B,) int64 of the tokens chosen at the roots. words: (V,), ``noise.token_hashes`` of all tokens.
+        positions: (B,) int64 of the tokens chosen at the roots. hashes: (V,), ``noise.token_hashes`` of all tokens.
     """
     brain = scores.dtype == torch.bfloat16  # unknown to numpy: its bits are the upper half of a float32's
     if scores.dtype == torch.float16:
         scores = scores.float()
     bits = (scores.contiguous().view(torch.int16) if brain else scores.contiguous()).numpy()
     kind = _DOUBLE if scores.dtype == torch.float64 else _SINGLE
-    noise = (_NONE if one is None else one.numpy() for one in (keys, positions, words))
+    noise = (_NONE if one is None else one.numpy() for one in (keys, positions, hashes))
     trees = tree.tokens.contiguous().numpy(), tree.parent.contiguous().numpy()
     found = _follow(*trees, bits, brain, kind, temperature, *noise)
     return Accepted(*map(torch.from_numpy, found))
@@ -123,13 +123,13 @@ def _follow(
     temperature: float,
     keys: np.ndarray,
     positions: np.ndarray,
-    words: np.ndarray,
+    hashes: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The parts of ``Accepted``; ``brain`` says that scores are bfloat16's bits, ``kind`` what is computed in."""
     rows, nodes, size = scores.shape
     paths, emitted = np.zeros((rows, nodes), np.int64), np.zeros((rows, nodes), np.int64)
     counts, drafted = np.empty(rows, np.int64), np.empty(rows, np.int64)
-    noise, held = np.empty(len(words), np.float32), np.full(size, kind)
+    noise, held = np.empty(len(hashes), np.float32), np.full(size, kind)
     held[0] = temperature
     divisor = held[0]
     for row in range(rows):
@@ -143,7 +143,7 @@ def _follow(
             else:
                 held[:] = here
             if len(keys) > 0:
-                fill_gumbel(keys[row], positions[row] + count, words, noise)
+                fill_gumbel(keys[row], positions[row] + count, hashes, noise)
                 for k in range(size):
                     held[k] = held[k] / divisor + noise[k]
             chosen = first_largest(held)

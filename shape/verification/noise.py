@@ -57,9 +57,9 @@ def sequence_keys(
         seeds, numbers = [seed] * count, list(range(count))
     else:
         seeds, numbers = [s for s in seed for _ in range(samples)], [i % samples for i in range(count)]
-    words = torch.tensor([_wrap(s) for s in seeds], dtype=torch.long, device=device)
+    hashes = torch.tensor([_wrap(s) for s in seeds], dtype=torch.long, device=device)
     counters = torch.tensor(numbers, dtype=torch.long, device=device)
-    return mix(mix(words + GOLDEN) + (counters + 1) * GOLDEN)
+    return mix(mix(hashes + GOLDEN) + (counters + 1) * GOLDEN)
 
 
 def _wrap(seed: int) -> int:
@@ -99,30 +99,30 @@ def _gumbel_on_device(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor
     """``gumbel`` by operations of tensors; the same to the last bits of its two logarithms."""
     # Counter and tokens are hashed each by itself; joining them takes one round more, in place: this is the bulk of the
     # work, and a high bit depends on all bits of both.
-    words = mix(keys + positions * GOLDEN)[..., None] ^ tokens
-    words *= _MIX1
-    words ^= shift(words, 32)
-    words *= _MIX2
-    uniform = words.abs_().float().mul_(float(_UNIT)).clamp_(float(_LEAST), float(_MOST))
+    hashes = mix(keys + positions * GOLDEN)[..., None] ^ tokens
+    hashes *= _MIX1
+    hashes ^= shift(hashes, 32)
+    hashes *= _MIX2
+    uniform = hashes.abs_().float().mul_(float(_UNIT)).clamp_(float(_LEAST), float(_MOST))
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
 @compiled
-def fill_gumbel(key: int, position: int, words: np.ndarray, out: np.ndarray) -> None:
-    """``gumbel`` of one sequence at one position: words (K,) int64, out (K,) float32."""
+def fill_gumbel(key: int, position: int, hashes: np.ndarray, out: np.ndarray) -> None:
+    """``gumbel`` of one sequence at one position: hashes (K,) int64, out (K,) float32."""
     row = mix(key + position * GOLDEN)
-    for k in range(words.shape[0]):  # integers and floats apart: together they are not computed in lanes
-        word = (row ^ words[k]) * _MIX1
+    for k in range(hashes.shape[0]):  # integers and floats apart: together they are not computed in lanes
+        word = (row ^ hashes[k]) * _MIX1
         word = (word ^ shift(word, 32)) * _MIX2
         out[k] = min(max(np.float32(abs(word)) * _UNIT, _LEAST), _MOST)
-    for k in range(words.shape[0]):
+    for k in range(hashes.shape[0]):
         out[k] = -log(-log_complement(out[k]))
 
 
 @compiled
-def _fill_rows(keys: np.ndarray, positions: np.ndarray, words: np.ndarray, out: np.ndarray) -> None:
+def _fill_rows(keys: np.ndarray, positions: np.ndarray, hashes: np.ndarray, out: np.ndarray) -> None:
     for row in range(keys.shape[0]):
-        fill_gumbel(keys[row], positions[row], words, out[row])
+        fill_gumbel(keys[row], positions[row], hashes, out[row])
 
 
 def token_hashes(tokens: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from shape.verification.compiled import serves
 from shape.verification.noise import GOLDEN, all_hashes, gumbel, mix, shift
 from shape.verification.tree import TokenTree, root_only
 
-# What noise beside the target's own is for; any different words will do.
+# What noise beside the target's own is for; any different numbers will do.
 _DRAFTS, _UNIFORMS, _RESIDUALS = 0x6472616674, 0x636F696E73, 0x7265736964
 
 
@@ -143,32 +143,32 @@ class Sampler:
         """(B, V) Gumbel noise of the token at ``offset``, the target's own."""
         return self._noise_at([offset], all_hashes(vocab_size, self._lengths.device))[:, 0]
 
-    def _noise_at(self, offsets: Sequence[int], words: Tensor) -> Tensor:
+    def _noise_at(self, offsets: Sequence[int], hashes: Tensor) -> Tensor:
         """(B, len(offsets), K) at consecutive offsets. At once: many small tensors cost more than a large one."""
         assert self.keys is not None
-        positions = self._lengths[:, None] + torch.arange(offsets[0], offsets[-1] + 1, device=words.device)
-        return gumbel(self.keys[:, None].expand_as(positions), positions, words)
+        positions = self._lengths[:, None] + torch.arange(offsets[0], offsets[-1] + 1, device=hashes.device)
+        return gumbel(self.keys[:, None].expand_as(positions), positions, hashes)
 
-    def draft_noise(self, depth: int, words: Tensor, nodes: int = 1) -> Sequence[Tensor | None]:
+    def draft_noise(self, depth: int, hashes: Tensor, nodes: int = 1) -> Sequence[Tensor | None]:
         """What ``perturbed`` adds at offsets 0 to ``depth`` - 1: noise for some tokens each.
 
         It is the target's own, (B, 1, K), where drafts are coupled to its choices, and None when greedy. If not
         coupled, each of ``nodes`` nodes of a depth has its own, (B, nodes, K): draws must not depend on one another.
 
         Args:
-            words: (K,), ``noise.token_hashes`` of the tokens that it is for.
+            hashes: (K,), ``noise.token_hashes`` of the tokens that it is for.
         """
         if self.greedy:
             return [None] * depth
         if self.coupled:
-            return self._noise_at(range(depth), words).split(1, dim=1)
-        counters = torch.arange(depth * nodes, device=words.device)
-        return gumbel(self._step_words(_DRAFTS)[:, None], counters, words).split(nodes, dim=1)
+            return self._noise_at(range(depth), hashes).split(1, dim=1)
+        counters = torch.arange(depth * nodes, device=hashes.device)
+        return gumbel(self._step_hashes(_DRAFTS)[:, None], counters, hashes).split(nodes, dim=1)
 
-    def foresee(self, depth: int, words: Tensor, nodes: int = 1) -> Sequence[Tensor | None]:
+    def foresee(self, depth: int, hashes: Tensor, nodes: int = 1) -> Sequence[Tensor | None]:
         """The former name of ``draft_noise``."""
         warn("Sampler.foresee is now called draft_noise", FutureWarning, stacklevel=2)
-        return self.draft_noise(depth, words, nodes)
+        return self.draft_noise(depth, hashes, nodes)
 
     def draft_scores(
         self, logits: Tensor, offset: Tensor | int, noise: Tensor | None, vocabulary: Tensor | None = None
@@ -266,8 +266,8 @@ class Sampler:
             return self._reject(scores, tree, rows, nodes, offset).tolist()
         if not self.greedy:
             assert self.keys is not None
-            words = all_hashes(scores.shape[-1], scores.device)
-            scores = scores + gumbel(self.keys[rows], self._lengths[rows] + offset, words)
+            hashes = all_hashes(scores.shape[-1], scores.device)
+            scores = scores + gumbel(self.keys[rows], self._lengths[rows] + offset, hashes)
         return best(scores).tolist()
 
     def tree_scores(self, logits: Tensor, tree: TokenTree) -> Tensor:
@@ -308,15 +308,15 @@ class Sampler:
     def uniforms(self, nodes: int) -> Tensor:
         """(B, nodes) float64 in (0, 1), one to decide over each node of a tree where drafts are drawn."""
         counters = torch.arange(1, nodes + 1, device=self._lengths.device) * GOLDEN
-        bits = shift(mix(self._step_words(_UNIFORMS)[:, None] + counters), 12)
+        bits = shift(mix(self._step_hashes(_UNIFORMS)[:, None] + counters), 12)
         return (bits.to(torch.float64) + 0.5) * 2.0**-52
 
     def residual_noise(self, vocab_size: int, offset: int = 0) -> Tensor:
         """(B, V) Gumbel noise of the token behind the accepted ones where drafts are drawn."""
         positions = torch.full_like(self._lengths, offset)
-        return gumbel(self._step_words(_RESIDUALS), positions, all_hashes(vocab_size, positions.device))
+        return gumbel(self._step_hashes(_RESIDUALS), positions, all_hashes(vocab_size, positions.device))
 
-    def _step_words(self, purpose: int) -> Tensor:
+    def _step_hashes(self, purpose: int) -> Tensor:
         """(B,) int64, a word for each row, step and purpose, unrelated to those of the target's own noise.
 
         For the step, not the position: what was drawn behind the accepted tokens and then refused must not come again
