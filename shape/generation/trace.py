@@ -10,7 +10,7 @@ is one token:
                   "unreached": drafted below a token that was not accepted; the target's choice there means nothing
                   "corrected": the target's choice where none of the drafted tokens was it
                   "bonus": the target's choice behind the last drafted token of a path
-                  "plain": the target's choice in a step without a draft
+                  "autoregressive": the target's choice in a step without a draft
     token         its id; `position` its place in the sequence's text, without padding
     emitted       whether it went out; accepted tokens behind a stop do not
     node, parent, depth   in the step's token tree; None for the target's own choices
@@ -61,13 +61,13 @@ STYLES = {
     "unreached": "dim strike",
     "corrected": "yellow",
     "bonus": "cyan",
-    "plain": "default",
+    "autoregressive": "default",
 }
 _OPTIONAL = (
     *("node", "parent", "depth", "source", "slot", "kept_slot"),
     *("p", "q", "noise", "margin", "draw", "entropy", "draft_entropy"),
 )
-OWN = ("prefill", "corrected", "bonus", "plain")
+OWN = ("prefill", "corrected", "bonus", "autoregressive")
 _LIKELIEST = 8  # tokens of each distribution that a choice keeps
 
 
@@ -147,7 +147,7 @@ class Trace:
                 record = draft(child, "accepted", out) if child == accepted else draft(child, "rejected")
                 record |= odds.of(proposed[child], child)
             if depth >= drafted:
-                event = "plain" if tree.size == 1 else "corrected" if children else "bonus"
+                event = "autoregressive" if tree.size == 1 else "corrected" if children else "bonus"
                 record = self._token(row=row, event=event, token=token, position=length + depth + 1, emitted=out)
                 record |= odds.of(token, None)
                 if event == "corrected":

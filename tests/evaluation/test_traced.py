@@ -42,10 +42,10 @@ def test_figures_agree_with_the_decoder(tiny_model, tmp_path, drafter):
     assert len(trace.steps) == stats.sequence_forwards[0]
     assert trace.acceptance_length == pytest.approx(stats.sequence_emitted[0] / stats.sequence_forwards[0])
     assert trace.events.total() == 24 and trace.events["prefill"] == 1
-    assert sum(stood for _, stood in trace.lengths) == sum(t["event"] == "accepted" for t in trace.tokens)
-    # What stood at a depth was asked at the next one, where the draft went as far.
-    for (asked, stood), (next_asked, _) in zip(trace.by_depth, trace.by_depth[1:], strict=False):
-        assert 0 <= next_asked <= stood <= asked
+    assert sum(accepted for _, accepted in trace.lengths) == sum(t["event"] == "accepted" for t in trace.tokens)
+    # What was accepted at a depth was asked at the next one, where the draft went as far.
+    for (asked, accepted), (next_asked, _) in zip(trace.by_depth, trace.by_depth[1:], strict=False):
+        assert 0 <= next_asked <= accepted <= asked
     assert trace.milliseconds["verify"] == [1e3 * step["verify"] for step in trace.steps]
     for step in trace.steps:
         kept, rolled = trace.slots(step)
@@ -54,7 +54,7 @@ def test_figures_agree_with_the_decoder(tiny_model, tmp_path, drafter):
         # What is kept lies one behind the other.
         assert sorted(to for _, to in kept) == list(range(step["lengths"][0], step["lengths"][0] + len(kept)))
     if drafter() is None:
-        assert not trace.by_depth and not trace.sources and set(trace.events) == {"prefill", "plain"}
+        assert not trace.by_depth and not trace.sources and set(trace.events) == {"prefill", "autoregressive"}
 
 
 def test_sources_and_questions(tiny_model, tmp_path):
@@ -68,6 +68,13 @@ def test_sources_and_questions(tiny_model, tmp_path):
     assert len(trace.questions) == sum(asked for asked, _ in trace.by_depth)
     assert all(token["entropy"] >= 0 for token, _ in trace.questions)
     assert {choice["step"] for choice in trace.choices} <= {step["step"] for step in trace.steps}
+
+
+def test_traces_of_the_version_before_are_read(tiny_model, tmp_path):
+    _, trace = written(tiny_model, tmp_path / "new.jsonl", None)
+    old = (tmp_path / "new.jsonl").read_text().replace('"autoregressive"', '"plain"')
+    (tmp_path / "old.jsonl").write_text(old)
+    assert '"plain"' in old and read(tmp_path / "old.jsonl") == trace
 
 
 def test_other_files(tmp_path):

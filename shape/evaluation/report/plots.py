@@ -62,7 +62,7 @@ EVENTS = {
     "rejected": COLOURS["vermillion"][0],
     "corrected": COLOURS["amber"][0],
     "bonus": COLOURS["blue"][0],
-    "plain": COLOURS["grey"][0],
+    "autoregressive": COLOURS["grey"][0],
     "prefill": COLOURS["muted"][0],
 }
 _WIDTH, _LINE = 4.0, 0.19  # inches: of a drawing, and of a line of text in it

@@ -127,7 +127,10 @@ def read(path: Path) -> Traced | None:
                 with reading(f"line {number} of trace {path}", DataError, "it is cut or damaged: write it again"):
                     record = typed(dict[str, Any], json.loads(line))
                     kinds = {} if record.get("step") == 0 else _READ.get(record["type"], {})
-                    records.append(record | {field: typed(kind, record[field]) for field, kind in kinds.items()})
+                    record |= {field: typed(kind, record[field]) for field, kind in kinds.items()}
+                    if record.get("event") == "plain":  # as version 0.1 wrote
+                        record["event"] = "autoregressive"
+                    records.append(record)
             return _traced(path, records)
 
 
