@@ -17,6 +17,7 @@ from shape.target.model import Target
 from shape.target.support import Support
 from shape.verification.cache import KVCache
 from shape.verification.forward import attending, tree_inputs
+from shape.verification.noise import all_hashes
 from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree, root_only
 
@@ -107,6 +108,7 @@ class Stage:
             self.memory = StaticCache(memory.shapes, batch, capacity, memory.dtype, device)
         self.root = torch.zeros(batch, dtype=torch.long, device=device)
         self.state = plan.state.new_zeros(batch, *plan.state.shape[1:])
+        vocab_size = target.logits(torch.zeros(1, target.hidden_size, dtype=target.dtype, device=device)).shape[-1]
         self.sampler = Sampler(
             prompt_lengths=torch.zeros_like(self.root),
             temperature=sampler.temperature,
@@ -115,6 +117,7 @@ class Stage:
             min_new_tokens=sampler.min_new_tokens,
             eos_token_ids=sampler.eos_token_ids,
             static_depth=plan.drafter.depth,
+            static_hashes=all_hashes(vocab_size, device),
         )
         self.out = torch.zeros(batch, 3 + plan.drafter.depth, dtype=torch.long, device=device)
         pinned = device.type == "cuda"

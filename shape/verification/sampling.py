@@ -68,6 +68,8 @@ class Sampler:
             have noise of their own, and ``choose`` is rejection sampling.
         static_depth: of the deepest tree, for steps that must not ask the host: all operations are on the device, with
             shapes known beforehand. None looks at each tree.
+        static_hashes: (V,), ``noise.all_hashes`` beside ``static_depth``: made within a compiled step, torch's code for
+            them ends the process.
     """
 
     prompt_lengths: Tensor
@@ -79,6 +81,7 @@ class Sampler:
     eos_token_ids: tuple[int, ...] = ()
     coupled: bool = True
     static_depth: int | None = None
+    static_hashes: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.commit(self.prompt_lengths)
@@ -225,7 +228,8 @@ class Sampler:
         if self.greedy:
             return best(scores)
         deepest = self.static_depth if self.static_depth is not None else int(tree.depth.max())
-        noise = self._noise_at(range(deepest + 1 if tree.size > 1 else 1), all_hashes(scores.shape[-1], scores.device))
+        hashes = all_hashes(scores.shape[-1], scores.device) if self.static_hashes is None else self.static_hashes
+        noise = self._noise_at(range(deepest + 1 if tree.size > 1 else 1), hashes)
         depths = torch.arange(tree.tokens.shape[0], device=scores.device)[:, None] * noise.shape[1] + tree.depth
         return best(scores + F.embedding(depths, noise.flatten(0, 1)))
 
