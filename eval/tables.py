@@ -97,6 +97,12 @@ def _loading(options: TablesOptions, kind: type[TargetOptions] = PairOptions) ->
     return {entry.name: getattr(options, entry.name) for entry in fields(kind)}
 
 
+def _measured(options: TablesOptions) -> dict[str, Any]:
+    """What is measured, for the commands that answer prompts."""
+    names = ("target", "prompts", "chat_template_kwargs", "limit", "max_new_tokens")
+    return _loading(options) | {name: getattr(options, name) for name in names}
+
+
 def _analysis(options: TablesOptions, folder: Path) -> object:
     return analyze.run(
         analyze.AnalyzeOptions(
@@ -119,15 +125,10 @@ def _bench(options: TablesOptions, folder: Path) -> None:
                 BenchOptions(
                     output=str(output),
                     predictor=_given(options),
-                    target=options.target,
-                    prompts=options.prompts,
-                    chat_template_kwargs=options.chat_template_kwargs,
                     methods=["transformers", "autoregressive", "ngram", "lookahead", "shape"],
                     temperature=temperature,
-                    limit=options.limit,
-                    max_new_tokens=options.max_new_tokens,
                     dtype=options.dtype,
-                    **_loading(options),
+                    **_measured(options),
                 )
             )
 
@@ -137,15 +138,10 @@ def _batches(options: TablesOptions, folder: Path) -> object:
         EfficiencyOptions(
             output=str(folder),
             predictor=_first(options),
-            target=options.target,
-            prompts=options.prompts,
-            chat_template_kwargs=options.chat_template_kwargs,
-            limit=options.limit,
-            max_new_tokens=options.max_new_tokens,
             dtype=[options.dtype or "bfloat16"],
             temperature=0.0,
             batch_size=[size for size in BATCHES if size <= options.limit],
-            **_loading(options),
+            **_measured(options),
         )
     )
 
@@ -155,14 +151,9 @@ def _quality(options: TablesOptions, folder: Path, **more: Any) -> object:
         QualityOptions(
             output=str(folder),
             predictor=_first(options),
-            target=options.target,
-            prompts=options.prompts,
-            chat_template_kwargs=options.chat_template_kwargs,
-            limit=options.limit,
-            max_new_tokens=options.max_new_tokens,
             encoder=options.encoder,
             dtype=options.dtype,
-            **_loading(options),
+            **_measured(options),
             **more,
         )
     )

@@ -151,7 +151,7 @@ def _model_type(source: str | Path, hub: dict[str, Any]) -> str | None:
 
 
 def _known_type(source: str | Path, hub: dict[str, Any]) -> str | None:
-    """None for what cannot be read, which is left to whoever reads it."""
+    """None for what cannot be read, which is left to its reader."""
     try:
         return _model_type(source, hub)
     except Exception:  # damaged files have errors of many kinds

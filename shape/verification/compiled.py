@@ -20,7 +20,7 @@ def compiled(function: Function, *relaxed: str) -> Function:
     """The function, compiled at its first call for the types that it is given, and kept for later processes.
 
     Floats keep their own precision. A function that is kept is compiled again when its own file changes, not when
-    another does that it calls into: whoever changes that removes the ``.nbi`` and ``.nbc`` files in ``__pycache__``.
+    another does that it calls into: who changes that removes the ``.nbi`` and ``.nbc`` files in ``__pycache__``.
 
     Args:
         relaxed: what else is allowed with floats than fused products and sums (LLVM's fast-math flags).

@@ -28,10 +28,10 @@ def test_the_closed_form_agrees_with_simulation(rate, depth):
     """20,000 steps; the mean within 4.9 standard errors: a false-alarm rate of 1e-6, fixed seed."""
     coin, lengths = random.Random(0), []
     for _ in range(20_000):
-        stood = 0
-        while stood < depth and coin.random() < rate:
-            stood += 1
-        lengths.append(stood + 1)
+        accepted = 0
+        while accepted < depth and coin.random() < rate:
+            accepted += 1
+        lengths.append(accepted + 1)
     mean = sum(lengths) / len(lengths)
     deviation = (sum((length - mean) ** 2 for length in lengths) / len(lengths)) ** 0.5
     assert abs(mean - expected_length(rate, depth)) <= 4.9 * deviation / len(lengths) ** 0.5 + 1e-12

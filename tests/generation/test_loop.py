@@ -21,10 +21,10 @@ def test_a_prefill_in_portions_gives_the_same_states(tiny_model, arch, monkeypat
     lengths = [23, 5, 16]
     states = []
     for portion in (1024, 7):
-        arena = forward.new_cache(decoder.target, decoder.support, 3, 32)
-        hidden = forward.prefill(decoder.target, arena, ids, lengths, portion)
+        cache = forward.new_cache(decoder.target, decoder.support, 3, 32)
+        hidden = forward.prefill(decoder.target, cache, ids, lengths, portion)
         states.append([hidden[row, :length] for row, length in enumerate(lengths)])
-        assert arena.host_lengths == lengths
+        assert cache.host_lengths == lengths
     for whole, parts in zip(*states, strict=True):
         torch.testing.assert_close(parts, whole, rtol=1e-9, atol=1e-9)
 

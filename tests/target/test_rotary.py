@@ -78,9 +78,9 @@ def test_a_long_prompt_has_one_table_whatever_the_portions(family):
     decoder = ShapeDecoder(target)
     expected = target.features(ids)
     for settled in (0, 7):  # also behind what a session has settled of a long prompt
-        arena = new_cache(target, decoder.support, 1, 70)
-        prefill(target, arena, ids, [settled])
-        found = prefill(target, arena, ids[:, settled:], [60], portion=5)
+        cache = new_cache(target, decoder.support, 1, 70)
+        prefill(target, cache, ids, [settled])
+        found = prefill(target, cache, ids[:, settled:], [60], portion=5)
         torch.testing.assert_close(found, expected[:, settled:], rtol=1e-9, atol=1e-9)
 
 

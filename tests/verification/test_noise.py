@@ -1,4 +1,4 @@
-"""Noise: its distribution and independence, whoever makes it."""
+"""Noise: its distribution and independence, however it is made."""
 
 import math
 
