@@ -65,8 +65,8 @@ class EngineStates:
         wanted = (len(ids), len(there), self.target.hidden_size)
         if states.shape != wanted or written["token_ids"].tolist() != ids:
             raise EndpointError(
-                f"endpoint {self.endpoint.url} gives states {tuple(states.shape)} (tokens, layers, width), and {wanted} "
-                f"are asked for; serve target {self.target.name} with {serve_flags(there)}"
+                f"endpoint {self.endpoint.url} gives states {tuple(states.shape)}, and {wanted} (tokens, layers, "
+                f"width) are asked for; serve target {self.target.name} with {serve_flags(there)}"
             )
         found = dict(zip(there, states.unbind(1), strict=True))
         if depth in found:
