@@ -224,7 +224,7 @@ def acceptance(target: Target, predictor: Predictor, answers: Sequence[Answered]
     """Acceptance length of chains as deep as the drafter's steps, by teacher forcing on the target's answers."""
     texts = []
     for ids, start in answers:
-        features = target.features(ids[None], predictor.config.feature_layers)[0]
+        features = target.features(ids[None], predictor.config.target_layers)[0]
         texts.append(Stored(ids.cpu(), torch.arange(len(ids)) >= start, features.cpu()))
     with evaluating([predictor]):
         tokens, steps = teacher_forced(predictor, target, texts)

@@ -17,8 +17,12 @@ from shape.target.model import Target
 QUESTIONS = ("Hello!", "What is it?", "Why so?", "And when?")
 LONGEST = 24
 NETWORKS = {
+    "eagle": {
+        "kind": "eagle", "feature_layers": [0, 1], "own_heads": True, "draft_vocab_size": 250, "intermediate_size": 96,
+        "transformer_layer_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+    },
     "shape": {"step_mode": "recursive", "token_conditioning": "path", "draft_vocab_size": 250, "intermediate_size": 96},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +47,11 @@ def by_heart(target: Target, prompts: list[Prompt], steps: int = 150, **options)
     for prompt in prompts:
         ids = target.encode(prompt.opening)
         answer = target.model.generate(ids, do_sample=False, max_new_tokens=LONGEST)
-        features = target.features(answer, config.feature_layers)[0]
+        features = target.features(answer, config.target_layers)[0]
         texts.append(Stored(answer[0], torch.arange(answer.shape[1]) >= ids.shape[1], features))
     padded = torch.nn.utils.rnn.pad_sequence([text.hidden for text in texts], batch_first=True)
     whole = Texts.whole(padded, [text.input_ids for text in texts], [text.loss_mask for text in texts])
-    cut = examples(whole, config.window, config.num_steps, target.hidden_size)
+    cut = examples(whole, config.window, config.num_steps, target.hidden_size, config.feature_size)
     optimizer, reader = torch.optim.AdamW(network.parameters(), lr=5e-3), Reader(network, target)
     embeddings = target.embed(cut.tokens)
     following = whole.input_ids[
