@@ -186,7 +186,7 @@ def _predictor(name: str, target: Target, hub: dict[str, Any]) -> Predictor:
     """
     predictor = load_predictor(name, **hub).float().to(target.device)
     TrainedDrafter(predictor).bind(target)
-    if len(predictor.config.feature_layers) > 1:
+    if predictor.config.feature_layers != [-1]:
         raise ConfigError(
             f"predictor {name} reads layers {predictor.config.feature_layers}, and the analysis is of the last; give "
             "a predictor that reads that alone"

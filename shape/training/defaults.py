@@ -16,6 +16,7 @@ from shape.errors import ConfigError
 from shape.features.options import longest
 from shape.networks import sizing
 from shape.networks.config import ShapeConfig
+from shape.networks.decoder import layers_like
 from shape.target.model import Target
 from shape.target.size import Size
 from shape.training.options import TrainOptions
@@ -42,6 +43,9 @@ def resolve(options: TrainOptions, size: Size, text: Text | None) -> TrainOption
     if predictor.draft_vocab_size == "auto":
         drafted = None if predictor.kind == "model" else sizing.draft_vocab_size(size, text)
         predictor = replace(predictor, draft_vocab_size=drafted)
+    if predictor.feature_layers == "auto":
+        count = 0 if size.config is None else size.config.num_hidden_layers
+        predictor = replace(predictor, feature_layers=sizing.feature_layers(count))
     if predictor.intermediate_size is None and predictor.kind == "shape":
 
         def parameters(width: int) -> int:
@@ -75,6 +79,12 @@ def network_config(options: TrainOptions, target: Target | Size) -> ShapeConfig 
             f"predictor.draft_vocab_size is {given['draft_vocab_size']}, and the target has {target.vocab_size} "
             "tokens; give fewer, or null"
         )
+    if options.predictor.kind in ("eagle", "block") and target.config is not None:
+        given["transformer_layer_config"] = {
+            **layers_like(target.config),
+            "num_hidden_layers": options.predictor.num_layers,
+            **(given["transformer_layer_config"] or {}),
+        }
     return ShapeConfig(
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
