@@ -10,7 +10,7 @@ S steps, K draft vocabulary, G heads, D head size.
 """
 
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from transformers import initialization as init
 
 from shape.errors import ConfigError
 from shape.networks.config import ShapeConfig
-from shape.networks.layers import MarkovBias, normalise, rotary_ahead
+from shape.networks.layers import MarkovBias, MarkovTable, normalise, rotary_ahead
 
 Remembered = list[tuple[Tensor, Tensor]]
 Head = Callable[[Tensor], Tensor]
@@ -50,11 +50,14 @@ class Predictor(PreTrainedModel):
     Attributes:
         draft_vocabulary: (K,) int64, target token ids that may be drafted, or None; -1 until training has counted them,
             so that forgetting it is loud.
+        confidence_learns: what `estimate` is trained for: whether the best draft is the target's best token, or the
+            probability 1 - TV that rejection sampling accepts a draft (DSpark).
         heads: (1 or S, K, H) output embeddings of its own, one for all steps or one for each, or None: then states are
             read with the target's frozen head.
     """
 
     kind: ClassVar[str]
+    confidence_learns: ClassVar[Literal["agreement", "acceptance"]] = "agreement"
     config_class = ShapeConfig
     base_model_prefix = "shape"
     main_input_name = "window"
@@ -75,10 +78,15 @@ class Predictor(PreTrainedModel):
         config, size = self.config, self.config.hidden_size
         count = config.draft_vocab_size
         self.register_buffer("draft_vocabulary", None if count is None else torch.full((count,), -1))
-        self.markov = MarkovBias(size, config.markov_rank, config.draft_size) if config.markov_rank else None
-        self.confidence = nn.Linear(2 * size, 1) if config.confidence else None
+        self._add_token_heads()
         self.heads = nn.Parameter(torch.zeros(own_heads, config.draft_size, size)) if own_heads else None
         self.post_init()
+
+    def _add_token_heads(self) -> None:
+        """What reads the token before: a bias and a confidence estimate, where the configuration asks for them."""
+        config, size = self.config, self.config.hidden_size
+        self.markov = MarkovBias(size, config.markov_rank, config.draft_size) if config.markov_rank else None
+        self.confidence = nn.Linear(2 * size, 1) if config.confidence else None
 
     # -- what a kind is
 
@@ -136,12 +144,18 @@ class Predictor(PreTrainedModel):
 
     @property
     def reads_tokens(self) -> bool:
-        return self.config.token_conditioning != "none" or self.markov is not None or self.confidence is not None
+        config = self.config
+        return config.token_conditioning != "none" or config.markov_rank > 0 or config.confidence
+
+    @property
+    def token_bias(self) -> MarkovBias | MarkovTable | None:
+        """What biases logits by the token before."""
+        return self.markov
 
     @property
     def reading(self) -> list[nn.Parameter]:
         """What makes logits of states, and has no part in the states themselves."""
-        bias = [] if self.markov is None else list(self.markov.parameters())
+        bias = [] if self.token_bias is None else list(self.token_bias.parameters())
         return bias if self.heads is None else [self.heads, *bias]
 
     def own_head(self, states: Tensor) -> Tensor:
@@ -161,9 +175,9 @@ class Predictor(PreTrainedModel):
         parts = zip(states.to(self.heads.dtype).split(counts), self.heads, strict=True)
         return torch.cat([F.linear(part, head) for part, head in parts])
 
-    def reduced(self, embeddings: Tensor | None) -> Tensor | None:
-        """What a Markov bias reads of tokens, (..., H) -> (..., rank); None without one."""
-        return None if self.markov is None or embeddings is None else self.markov.reduced(embeddings)
+    def reduced(self, tokens: Tensor, embeddings: Tensor | None) -> Tensor | None:
+        """What a Markov bias reads of tokens (...) with embeddings (..., H): (..., rank); None without one."""
+        return None if self.token_bias is None else self.token_bias.reduced(tokens, embeddings)
 
     def couple(self, logits: Tensor, reduced: Tensor | None) -> Tensor:
         """Logits (..., S, K) that keep their marginals under the bias, where the configuration asks for that.
@@ -171,16 +185,19 @@ class Predictor(PreTrainedModel):
         Args:
             reduced: (K, rank), of the tokens that can be drafted.
         """
-        if self.markov is None or reduced is None or not self.config.coupling or logits.shape[-2] == 1:
+        if not isinstance(self.token_bias, MarkovBias) or reduced is None or not self.config.coupling:
             return logits
-        return self.markov.couple(logits, reduced, self.config.coupling)
+        return logits if logits.shape[-2] == 1 else self.token_bias.couple(logits, reduced, self.config.coupling)
 
     def bias(self, logits: Tensor, reduced: Tensor | None) -> Tensor:
         """Logits (..., K) given the token before, (..., rank): as they are without a Markov bias."""
-        return logits if self.markov is None or reduced is None else logits + self.markov(reduced)
+        return logits if self.token_bias is None or reduced is None else logits + self.token_bias(reduced)
 
-    def estimate(self, states: Tensor, embeddings: Tensor) -> Tensor:
-        """Logit of the probability that the target agrees with a node's best draft, (..., H), (..., H) -> (...)."""
+    def estimate(self, states: Tensor, tokens: Tensor, embeddings: Tensor) -> Tensor:
+        """Logit of the probability of what `confidence_learns` names, at nodes whose own tokens are given.
+
+        (..., H), (...) int64, (..., H) -> (...).
+        """
         assert self.confidence is not None
         shape = torch.broadcast_shapes(states.shape, embeddings.shape)
         seen = torch.cat([normalise(states).expand(shape), normalise(embeddings).expand(shape)], dim=-1)
