@@ -4,9 +4,9 @@ them. Runs in the environment of that package, without ours:
     python eval/reference/dflash.py tests/fixtures
 
 Each folder has the checkpoint as speculators saves it (config.json, model.safetensors) and `reference.safetensors`:
-the inputs (features, states, tokens, loss_mask), the anchors that were drawn, and, at each slot of each anchor's block,
-logits, the target's logits, confidence and mask; `loss` is the package's own of 0.1 soft cross-entropy + 0.9 total
-variation (+ the confidence's).
+the target's embed_tokens and lm_head, the inputs (features, states, tokens, loss_mask), the anchors that were drawn,
+and, at each place of each anchor's block, logits, the target's logits, confidence and mask; `loss` is the package's own
+of 0.1 KL divergence + 0.9 total variation (+ the confidence's).
 """
 
 import sys
@@ -60,8 +60,11 @@ def config_of(kind: type, algorithm: str, tokens: int, **options: Any) -> Any:
     )
 
 
-def randomise(model: Any) -> None:
-    """Weights at which all parts matter: norms away from one, biases and tables away from zero."""
+def randomise(model: Any) -> torch.Tensor:
+    """Weights at which all parts matter: norms away from one, biases and tables away from zero. Returns the target's
+    output embedding, (V, H).
+    """
+    head = torch.randn(VOCABULARY, SIZES["hidden_size"]) / 4
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(1 + 0.3 * torch.randn_like(weight) if weight.ndim == 1 else torch.randn_like(weight))
@@ -72,14 +75,17 @@ def randomise(model: Any) -> None:
             model.t2d.zero_()
             model.t2d[drafted] = True
             model.d2t.copy_(drafted - torch.arange(DRAFTED))  # a delta
-        model.verifier_lm_head.weight.copy_(model.lm_head.weight)
+        rows = head[model.t2d] if model.use_draft_vocab else head
+        model.lm_head.weight.copy_(rows)
+        model.verifier_lm_head.weight.copy_(rows)
         model.verifier_norm.weight.fill_(1.0)
+    return head
 
 
 @torch.no_grad()
 def record(model: Any, module: Any, folder: Path) -> None:
     """Save the checkpoint, and what the package's own forward computes on the way to its loss."""
-    randomise(model)
+    head = randomise(model)
     hidden = SIZES["hidden_size"]
     features = torch.randn(1, LENGTH, hidden * len(LAYERS))
     last = torch.randn(1, LENGTH, hidden)
@@ -110,6 +116,7 @@ def record(model: Any, module: Any, folder: Path) -> None:
     dflash.select_anchors, module.compute_metrics = choose, measure
     blocks = {name: found[name].unflatten(1, (ANCHORS, -1))[0] for name in found if found[name].ndim > 1}
     given = {"features": features, "states": model.verifier_norm(last), "tokens": tokens, "loss_mask": loss_mask}
+    given |= {"embed_tokens": model.embed_tokens.weight, "lm_head": head}
     model.save_pretrained(folder)
     (folder / "config.py").unlink()  # a copy of the package's own
     save_file(
