@@ -146,31 +146,32 @@ def _rope(target: Target, predictor: Predictor) -> Iterator[Suspicion]:
 
 
 def _mask_token(target: Target, predictor: Predictor) -> Iterator[Suspicion]:
-    own = getattr(predictor.config, "mask_token_id", None)
+    own = predictor.config.mask_token_id
     if own is None:
         return
-    tokenizer = target.tokenizer
-    special = {} if tokenizer is None else dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=False))
-    added = {} if tokenizer is None else {number: str(token) for number, token in tokenizer.added_tokens_decoder.items()}
-    for number, token in {target.vocab_size - 1: "the last", 0: "the first", **added, **special}.items():
+    added = {} if target.tokenizer is None else target.tokenizer.added_tokens_decoder
+    for number, token in {target.vocab_size - 1: "the last", 0: "the first", **added}.items():
         if number != own:
+            other = changed(predictor, mask_token_id=number)
+            if isinstance(other.mask_embedding, Tensor):
+                other.mask_embedding.fill_(torch.nan)
+                other.complete(target)
             yield Suspicion(
                 f"the mask token is {number} ({token})",
                 f"write mask_token_id {number} into its configuration, now {own}",
-                changed(predictor, mask_token_id=number),
+                other,
             )
 
 
 def _anchor(target: Target, predictor: Predictor) -> Iterator[Suspicion]:
-    """Whether a block's slots predict their own token or the next: defaults differ between speculators and vLLM."""
-    if predictor.kind != "block":
-        return
-    other = not predictor.config.sample_from_anchor
-    yield Suspicion(
-        f"sample_from_anchor is {str(other).lower()}",
-        f"write sample_from_anchor {str(other).lower()} into its configuration",
-        changed(predictor, sample_from_anchor=other),
-    )
+    """Whether a block's places draft their own token or the next: defaults differ between speculators and vLLM."""
+    if predictor.kind == "block":
+        other, size = not predictor.config.sample_from_anchor, predictor.config.block_size
+        yield Suspicion(
+            f"sample_from_anchor is {str(other).lower()}",
+            f"write sample_from_anchor {str(other).lower()} into its configuration",
+            changed(predictor, sample_from_anchor=other, num_steps=size if other else size - 1),
+        )
 
 
 def _dtype(target: Target, predictor: Predictor) -> Iterator[Suspicion]:

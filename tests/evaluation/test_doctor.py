@@ -23,8 +23,10 @@ update = TrainedDrafter.update
 QUESTIONS = ("Hello!", "What is it?", "Why so?", "And when?")
 LONGEST = 24
 EAGLE = {"kind": "eagle", "feature_layers": [0, 1], "own_heads": True, "intermediate_size": 96}
+BLOCK = {"kind": "block", "feature_layers": [0, 1], "intermediate_size": 96, "mask_token_id": 0}
 NETWORKS = {
     "eagle": EAGLE,
+    "block": BLOCK,
     "shape": {"step_mode": "recursive", "token_conditioning": "path", "intermediate_size": 96},
 }
 
@@ -52,6 +54,7 @@ def by_heart(target: Target, prompts: list[Prompt], vocabulary: torch.Tensor | N
         torch.manual_seed(0)
         network = PREDICTORS[config.kind](config)
     network.draft_vocabulary = vocabulary
+    network.adopt(target)
     hidden = [target.features(answer[None], config.target_layers)[0] for answer, _ in texts]
     whole = Texts.whole(pad_sequence(hidden, batch_first=True), *zip(*texts, strict=True))
     cut = examples(whole, config.window, config.num_steps, target.hidden_size, config.feature_size)
@@ -107,6 +110,23 @@ def test_rope(tiny_target, learned, prompts):
     other = {**layer, "rope_parameters": {"rope_type": "default", "rope_theta": 2.0}}
     found = examine(tiny_target, changed(learned["eagle"], transformer_layer_config=other), prompts)
     assert found.cause is not None and found.cause.startswith("rope parameters other than in training"), found
+
+
+def test_mask_token(tiny_target, learned, prompts):
+    network = changed(learned["block"], mask_token_id=77)
+    network.mask_embedding.copy_(tiny_target.embed(torch.tensor(77)))
+    found = examine(tiny_target, network, prompts)
+    assert found.cause is not None and found.cause.startswith("the mask token is 0"), found
+
+
+@pytest.mark.parametrize("anchor", [True, False])
+def test_anchor_convention(tiny_target, prompts, anchor):
+    network = by_heart(tiny_target, prompts, **BLOCK, sample_from_anchor=anchor)
+    steps = 4 + 1 if not anchor else 4 - 1
+    planted = changed(network, sample_from_anchor=not anchor, num_steps=steps)
+    assert planted.config.block_size == network.config.block_size
+    found = examine(tiny_target, planted, prompts)
+    assert found.cause == f"sample_from_anchor is {str(anchor).lower()}", found
 
 
 def test_dtype(tiny_target, prompts):
