@@ -71,8 +71,8 @@ class Predictor(PreTrainedModel):
     lm_head: nn.Linear | None
     lm_heads: nn.ModuleList | None
     embed_tokens: nn.Embedding | None
-    markov: MarkovBias | None = None
-    confidence: nn.Linear | None = None
+    markov: MarkovBias | None
+    confidence: nn.Linear | None
 
     def __init__(self, config: ShapeConfig) -> None:
         super().__init__(config)
