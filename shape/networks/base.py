@@ -62,6 +62,8 @@ class Predictor(PreTrainedModel):
 
     kind: ClassVar[str]
     confidence_learns: ClassVar[Literal["agreement", "acceptance"]] = "agreement"
+    # Whether training leaves out what the target is likeliest to say where that cannot be drafted.
+    learns_draftable_alone: ClassVar[bool] = False
     config_class = ShapeConfig
     base_model_prefix = "shape"
     main_input_name = "window"

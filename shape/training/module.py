@@ -36,6 +36,7 @@ from shape.training.options import Losses, TrainingOptions
 from shape.training.order import derive_seed
 from shape.verification.noise import mix
 
+_POSITIONS = 64  # of which all tokens' logits are held at once, for each text
 _ADAM_BETAS = (0.9, 0.95)
 
 
@@ -271,7 +272,10 @@ class ShapeModule(DrafterModule):
             window = windows(read, known.roots, predictor.config.window)
         embeddings = predictor.embed(cut.tokens, self.target) if predictor.reads_tokens else None
         predicted = predictor.unroll(known_in(predictor, self.target, known, window), embeddings)
-        kept = supervised(cut.mask)
+        learned = cut.mask
+        if predictor.learns_draftable_alone and predictor.draft_vocabulary is not None:
+            learned = learned & draftable(self.target, predictor.draft_vocabulary, texts, config.num_steps)
+        kept = supervised(learned)
         states, true = predicted[kept], cut.states[kept]
         predicted_logits = target_logits = None
         measuring = (self.global_step + 1) % self.log_every == 0
@@ -312,6 +316,18 @@ class ShapeModule(DrafterModule):
         in_a_row = (agree & cut.mask).cumprod(-1).sum(-1)
         self.acceptance_length(1.0 + in_a_row[cut.mask[..., 0]])
         log("train/chain_AL", self.acceptance_length, prog_bar=True)
+
+
+@torch.no_grad()
+def draftable(target: Target, vocabulary: Tensor, texts: Texts, steps: int) -> Tensor:
+    """Where the target's likeliest token is one of a draft vocabulary, (K,): of h_t..h_{t+S-1}, (B, P, S) bool."""
+    states = texts.hidden[..., -target.hidden_size :].to(target.dtype)
+    best = torch.cat([target.logits(some).argmax(-1) for some in states.split(_POSITIONS, dim=1)], dim=1)
+    drafted = torch.zeros(target.vocab_size, dtype=torch.bool, device=best.device)
+    drafted[vocabulary.to(best.device)] = True
+    ahead = texts.roots[..., None] + torch.arange(steps, device=texts.roots.device)
+    rows = torch.arange(len(best), device=best.device)[:, None, None]
+    return drafted[best][rows, ahead.clamp(max=best.shape[1] - 1)]
 
 
 def computed_texts(target: Target, batch: Batch, layers: Sequence[int], device: torch.device) -> Texts:
