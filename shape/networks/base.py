@@ -61,9 +61,9 @@ class Predictor(PreTrainedModel):
     """
 
     kind: ClassVar[str]
+    confidence_learns: ClassVar[Literal["agreement", "acceptance"]] = "agreement"
     # Whether training leaves out what the target is likeliest to say where that cannot be drafted.
     learns_draftable_alone: ClassVar[bool] = False
-    confidence_learns: ClassVar[Literal["agreement", "acceptance"]] = "agreement"
     config_class = ShapeConfig
     base_model_prefix = "shape"
     main_input_name = "window"
@@ -73,8 +73,8 @@ class Predictor(PreTrainedModel):
     lm_head: nn.Linear | None
     lm_heads: nn.ModuleList | None
     embed_tokens: nn.Embedding | None
-    markov: MarkovBias | None = None
-    confidence: nn.Linear | None = None
+    markov: MarkovBias | None
+    confidence: nn.Linear | None
 
     def __init__(self, config: ShapeConfig) -> None:
         super().__init__(config)

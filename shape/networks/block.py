@@ -51,8 +51,8 @@ class BlockPredictor(Predictor):
 
     def _add_token_heads(self) -> None:
         config, rank = self.config, self.config.markov_rank
-        table = MarkovTable(cast(int, config.vocab_size), rank, config.draft_size) if rank else None
-        self.markov_head = table
+        self.markov = self.confidence = None  # the base's
+        self.markov_head = MarkovTable(cast(int, config.vocab_size), rank, config.draft_size) if rank else None
         seen = config.hidden_size + (rank if config.confidence_head_with_markov else 0)
         self.confidence_head = ConfidenceHead(seen) if config.confidence else None
 

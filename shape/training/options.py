@@ -55,6 +55,9 @@ class PredictorOptions:
         confidence: estimate where the target will agree, for dynamic trees.
         own_heads: output embeddings of its own, started from the target's.
         own_embeddings: input embeddings of its own, started from the target's.
+        mask_token_id: token of the target that fills block's places; null chooses one (`shape.training.defaults`).
+        sample_from_anchor: block's first place drafts too (DSpark), or only those behind it (DFlash).
+        confidence_head_with_markov: block's confidence reads the Markov table too.
         norm_before_residual, norm_before_fc, fc_norm, norm_output: EAGLE-3's and 3.1's variants.
     """
 
@@ -84,6 +87,9 @@ class PredictorOptions:
     confidence: bool = False
     own_heads: bool = False
     own_embeddings: bool = False
+    mask_token_id: int | None = None
+    sample_from_anchor: bool = False
+    confidence_head_with_markov: bool = True
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False

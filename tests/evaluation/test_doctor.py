@@ -23,7 +23,7 @@ update = TrainedDrafter.update
 QUESTIONS = ("Hello!", "What is it?", "Why so?", "And when?")
 LONGEST = 24
 EAGLE = {"kind": "eagle", "feature_layers": [0, 1], "own_heads": True, "intermediate_size": 96}
-BLOCK = {"kind": "block", "feature_layers": [0, 1], "intermediate_size": 96, "mask_token_id": 0}
+BLOCK = {"kind": "block", "feature_layers": [0, 1], "intermediate_size": 96, "own_heads": True, "mask_token_id": 0}
 NETWORKS = {
     "eagle": EAGLE,
     "block": BLOCK,
@@ -65,9 +65,9 @@ def by_heart(target: Target, prompts: list[Prompt], vocabulary: torch.Tensor | N
     numbers[drafted] = torch.arange(len(drafted))
     embeddings, reader = target.embed(cut.tokens), Reader(network, target)
     optimizer = torch.optim.AdamW(network.parameters(), lr=5e-3)
-    for _ in range(100):
+    for _ in range(150):
         states = network.unroll(known_in(network, target, whole, cut.window), embeddings)
-        loss = F.cross_entropy(reader(states, embeddings)[cut.mask], numbers[wanted[cut.mask]])
+        loss = F.cross_entropy(reader(states, cut.tokens, embeddings)[cut.mask], numbers[wanted[cut.mask]])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -116,13 +116,10 @@ def test_what_decoding_computes_is_the_reference(reference):
         features = F.pad(found["features"][:, :anchor], (0, 0, 1, 0))
         parts = []
         for start, end in ((0, anchor // 2), (anchor // 2, anchor)):
-            positions = torch.arange(start, end)[None]
-            parts.append(
-                network.remember(features[:, start : end + 1], features.new_zeros(1, end - start + 1, 16), positions)
-            )
-        memory = [
-            tuple(torch.cat(pair, dim=2) for pair in zip(*layer, strict=True)) for layer in zip(*parts, strict=True)
-        ]
+            unread = features.new_zeros(1, end - start + 1, 16)
+            parts.append(network.remember(features[:, start : end + 1], unread, torch.arange(start, end)[None]))
+        layers = zip(*parts, strict=True)
+        memory = [tuple(torch.cat(pair, dim=2) for pair in zip(*layer, strict=True)) for layer in layers]
         ahead = network.rotary_ahead(torch.tensor([[anchor]]), torch.float32, config.num_steps)
         known = Known(features[:, None, -1:], memory, None, ahead)
         carried = network.begin(known, embeddings[:, number, :1])
