@@ -5,7 +5,7 @@ drafter or a prompt with one thing changed, and its evidence is the acceptance l
 own answers: where one change makes the drafter much better, that was the cause.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -59,7 +59,9 @@ def diagnose(target: Target, predictor: Predictor, prompts: Sequence[Prompt], ma
     Args:
         prompts: of the kind it was trained for; a handful suffices.
     """
-    answers, decoded = in_chains(target, predictor, [_ids(target, one, one.template) for one in prompts], max_new_tokens)
+    answers, decoded = in_chains(
+        target, predictor, [_ids(target, one, one.template) for one in prompts], max_new_tokens
+    )
     forced = acceptance(target, predictor, answers)
     tried: dict[str, float] = {}
     remedies: dict[str, str] = {}
@@ -121,7 +123,7 @@ def _vocabulary(target: Target, predictor: Predictor) -> Iterator[Suspicion]:
         return
     own = torch.arange(len(vocabulary), device=vocabulary.device)
     for ids, said in ((vocabulary + own, "d2t holds differences"), (vocabulary - own, "d2t holds token ids")):
-        if len(ids.unique()) == len(ids) and 0 <= int(ids.min()) and int(ids.max()) < target.vocab_size:
+        if len(ids.unique()) == len(ids) and int(ids.min()) >= 0 and int(ids.max()) < target.vocab_size:
             other = changed(predictor)
             other.draft_vocabulary = ids
             yield Suspicion(
@@ -186,17 +188,15 @@ def _dtype(target: Target, predictor: Predictor) -> Iterator[Suspicion]:
 def _templates(target: Target, prompts: Sequence[Prompt]) -> Iterator[Suspicion]:
     """Prompts in the forms that a drafter may have been trained on instead."""
     given = [_ids(target, prompt, prompt.template) for prompt in prompts]
-    forms: dict[str, Callable[[Prompt], Tensor]] = {
-        f"thinking mode {'on' if on else 'off'} in training": lambda prompt, on=on: _ids(
-            target, prompt, {**prompt.template, "enable_thinking": on}
-        )
-        for on in (True, False)
-    }
-    forms["no chat template in training"] = lambda prompt: target.encode(prompt.turns[0])[0]
-    for cause, form in forms.items():
-        other = [form(prompt) for prompt in prompts]
-        if any(not torch.equal(*pair) for pair in zip(given, other, strict=True)):
-            yield Suspicion(cause, "give prompts as in training (--chat_template_kwargs), or train it on yours", None, other)
+    forms = {"no chat template in training": [target.encode(prompt.turns[0])[0] for prompt in prompts]}
+    for on, said in ((True, "on"), (False, "off")):
+        others = [_ids(target, prompt, {**prompt.template, "enable_thinking": on}) for prompt in prompts]
+        forms[f"thinking mode {said} in training"] = others
+    for cause, others in forms.items():
+        if not all(torch.equal(*pair) for pair in zip(given, others, strict=True)):
+            yield Suspicion(
+                cause, "give prompts as in training (--chat_template_kwargs), or train it on yours", None, others
+            )
 
 
 def _ids(target: Target, prompt: Prompt, template: Mapping[str, Any]) -> Tensor:

@@ -23,7 +23,8 @@ update = TrainedDrafter.update
 QUESTIONS = ("Hello!", "What is it?", "Why so?", "And when?")
 LONGEST = 24
 EAGLE = {"kind": "eagle", "feature_layers": [0, 1], "own_heads": True, "intermediate_size": 96}
-BLOCK = {"kind": "block", "feature_layers": [0, 1], "intermediate_size": 96, "own_heads": True, "mask_token_id": 0}
+BLOCK = {"kind": "block", "feature_layers": [0, 1], "intermediate_size": 96, "own_heads": True, "mask_token_id": 0,
+         "num_layers": 2}  # fmt: skip
 NETWORKS = {
     "eagle": EAGLE,
     "block": BLOCK,
@@ -65,7 +66,7 @@ def by_heart(target: Target, prompts: list[Prompt], vocabulary: torch.Tensor | N
     numbers[drafted] = torch.arange(len(drafted))
     embeddings, reader = target.embed(cut.tokens), Reader(network, target)
     optimizer = torch.optim.AdamW(network.parameters(), lr=5e-3)
-    for _ in range(150):
+    for _ in range(100):
         states = network.unroll(known_in(network, target, whole, cut.window), embeddings)
         loss = F.cross_entropy(reader(states, cut.tokens, embeddings)[cut.mask], numbers[wanted[cut.mask]])
         optimizer.zero_grad()
@@ -86,7 +87,8 @@ def test_a_drafter_fed_as_in_training_is_well(tiny_target, learned, prompts, kin
 
 
 @pytest.mark.parametrize(
-    ("trained", "read", "cause"), [([0, 1], [1, 2], "layer ids one too high"), ([1, 2], [0, 1], "layer ids one too low")]
+    ("trained", "read", "cause"),
+    [([0, 1], [1, 2], "layer ids one too high"), ([1, 2], [0, 1], "layer ids one too low")],
 )
 def test_layers_off_by_one(tiny_target, prompts, trained, read, cause):
     network = by_heart(tiny_target, prompts, **{**EAGLE, "feature_layers": trained})
@@ -173,6 +175,8 @@ def test_a_target_that_was_tuned_since(tiny_target, learned, prompts):
 
 
 def test_decoding_that_feeds_otherwise_than_training(tiny_target, learned, prompts, monkeypatch):
-    monkeypatch.setattr(TrainedDrafter, "update", lambda self, tokens, hidden, counts: update(self, tokens, 0 * hidden, counts))
+    monkeypatch.setattr(
+        TrainedDrafter, "update", lambda self, tokens, hidden, counts: update(self, tokens, 0 * hidden, counts)
+    )
     found = examine(tiny_target, learned["eagle"], prompts)
     assert found.cause is not None and found.cause.startswith("decoding feeds it"), found
