@@ -82,9 +82,10 @@ BASELINES: dict[str, dict] = {
     "medusa": {"kind": "medusa", "own_heads": True},
     "eagle": {"kind": "eagle", "own_heads": True, "feature_layers": [1, 2, -1]},
     "eagle of one layer": {"kind": "eagle"},
-    "block": {"kind": "block", "num_layers": 2},
+    "block": {"kind": "block", "num_layers": 2, "mask_token_id": 5},
     "block with Markov bias and confidence": {
-        "kind": "block", "feature_layers": [0, -1], "markov_rank": 4, "confidence": True
+        "kind": "block", "feature_layers": [0, 1], "markov_rank": 4, "confidence": True, "mask_token_id": 5,
+        "sample_from_anchor": True,
     },
 }  # fmt: skip
 
