@@ -16,7 +16,7 @@ from shape.target.loading import HUB_OPTIONS, only
 
 Weights = dict[str, Tensor]
 # What hub repositories are read for; the first kind that is there has the weights.
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "medusa_lm_head.pt")
+_WEIGHTS = ("model*.safetensors", "medusa_lm_head.safetensors", "pytorch_model*.bin", "medusa_lm_head.pt")
 _MASK = "mask_embedding.pt"
 
 

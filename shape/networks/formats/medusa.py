@@ -29,8 +29,8 @@ def read(checkpoint: Checkpoint, target: TargetFacts) -> tuple[ShapeConfig, Weig
     config = checkpoint.config
     weights = {_renamed(name): weight for name, weight in checkpoint.weights.items()}
     drafted = weights.pop("token_map", None)
-    if config.get("original_lm_head"):  # vLLM reads the first of several
-        weights["lm_head.weight"] = weights.pop("lm_head.weight", None) or weights.pop("lm_heads.0.weight", None)
+    if config.get("original_lm_head") and "lm_heads.0.weight" in weights:  # vLLM takes it for the shared one
+        weights["lm_head.weight"] = weights.pop("lm_heads.0.weight")
     blocks = [found for name in weights if (found := _BLOCK.match(name))]
     head = weights.get("lm_head.weight", weights.get("lm_heads.0.weight"))
     if not blocks or head is None:
