@@ -41,6 +41,8 @@ def predictor(dtype=torch.float64, **options) -> Predictor:
     options = {"step_mode": "recursive", "token_conditioning": "path", **options}
     config = ShapeConfig(hidden_size=32, intermediate_size=48, vocab_size=64, **options)
     network = PREDICTORS[config.kind](config).to(dtype).eval()
+    if getattr(network, "mask_embedding", None) is not None:  # as of a target
+        torch.nn.init.normal_(network.mask_embedding)
     for parameter in network.parameters() if loud else ():
         torch.nn.init.normal_(parameter, std=0.3)
     return network
