@@ -256,6 +256,8 @@ class TrainOptions(TargetOptions):
         data: file, folder or hub dataset with conversations; null is the data that ships.
         validation_data: conversations to validate on, and to measure on at the end; null is those that ship, or a part
             held out of `data`.
+        init: start from this predictor, ours or of another package: its network, weights and draft vocabulary, with a
+            fresh optimiser; for a target that was fine-tuned, or for data of another kind.
         output: folder of the exported predictor; checkpoints, logs and features go below it.
         regenerate: let the target answer the prompts of `data` itself, and learn from its answers (kept in the
             features folder); false learns from the answers as they are, which is right where shape.regenerate or a
@@ -289,6 +291,7 @@ class TrainOptions(TargetOptions):
     data: str | None = None
     validation_data: str | None = None
     regenerate: bool = True
+    init: str | None = None
     output: str = "checkpoints/shape"
     features: str | None = None
     online: bool = False

@@ -68,14 +68,14 @@ def load(
     if name is None:
         raise CheckpointError(f"checkpoint {source} is of no known format ({', '.join(FORMATS)}); name it with --from")
     named = speculators.verifier(checkpoint.config) or checkpoint.config.get("base_model_name_or_path")
-    known = TargetFacts(name=str(named or "")) if target is None else TargetFacts.of(target)
+    known = TargetFacts() if target is None else TargetFacts.of(target)
     try:
         config, weights = FORMATS[name].read(checkpoint, known)
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"checkpoint {source} cannot be read as {name}: {error}") from error
-    if known.name:
+    if named:
         assert config.vocab_size is not None
-        blank = TargetIdentity(known.name, "", config.hidden_size, config.vocab_size, "", "", "")
+        blank = TargetIdentity(str(named), "", config.hidden_size, config.vocab_size, "", "", "")
         config.target_identity = blank.to_dict()
     with torch.device("meta"):
         predictor = PREDICTORS[config.kind](config)
