@@ -122,11 +122,8 @@ class TrainedDrafter(Drafter):
                     f"the predictor was trained for target {known['name']}, and {target.name} differs in "
                     f"{', '.join(differences)}; give the target it was trained for, or train one for this target"
                 )
-        elif self.predictor.config.hidden_size != target.hidden_size:
-            raise TargetMismatch(
-                f"the predictor expects hidden size {self.predictor.config.hidden_size}, and target {target.name} "
-                f"has {target.hidden_size}; train a predictor for this target"
-            )
+        else:
+            self._require_sizes(target)
         self.predictor.complete(target)
         self._target, self._device = target, self.predictor.device
         self.on_host = self._device.type == "cpu"
@@ -147,6 +144,19 @@ class TrainedDrafter(Drafter):
         self._biases: Tensor | None = None
         if self.predictor.token_bias is not None:
             self._tabulate(self.predictor.token_bias, tokens)
+
+    def _require_sizes(self, target: Target) -> None:
+        """Raises TargetMismatch for what can be seen of a predictor that does not say its target."""
+        config = self.predictor.config
+        sizes = [("hidden size", config.hidden_size, target.hidden_size)]
+        if config.kind != "shape":  # which has no weights of tokens but those of its draft vocabulary
+            sizes.append(("vocabulary size", config.vocab_size or target.vocab_size, target.vocab_size))
+        for name, expected, found in sizes:
+            if expected != found:
+                raise TargetMismatch(
+                    f"the predictor expects {name} {expected}, and target {target.name} has {found}; train a predictor "
+                    "for this target"
+                )
 
     @torch.no_grad()
     def _tabulate(self, bias: MarkovBias | MarkovTable, tokens: Tensor) -> None:

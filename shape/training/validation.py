@@ -57,6 +57,7 @@ class DecodingValidation(pl.Callback):
         max_new_tokens: per prompt.
         best_path: where the best weights go (safetensors), written by the first process.
         name: of the run, in joint training, whose weights are measured.
+        at_start: measure before the first step too, where training starts from trained weights.
 
     Attributes:
         history: acceptance length and its interval by step.
@@ -70,8 +71,9 @@ class DecodingValidation(pl.Callback):
         max_new_tokens: int,
         best_path: Path,
         name: str = "",
+        at_start: bool = False,
     ) -> None:
-        self.prompts, self.every, self.max_new_tokens = list(prompts), every, max_new_tokens
+        self.prompts, self.every, self.max_new_tokens, self.at_start = list(prompts), every, max_new_tokens, at_start
         self.best_path, self.name = best_path, name
         self.history: list[dict[str, float]] = []
         self.seconds = 0.0
@@ -89,6 +91,10 @@ class DecodingValidation(pl.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history, self.seconds = list(state_dict["history"]), state_dict["seconds"]
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.at_start and not trainer.global_step:
+            self._validate(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         if trainer.global_step and trainer.global_step % self.every == 0:
