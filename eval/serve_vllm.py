@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -40,11 +39,13 @@ class ServingOptions:
 
     Args:
         output: folder for vllm.json and vllm.md.
+        engines: folder for what each engine found, which is not run again when the same command goes on.
         compiled: let vLLM compile the target, as it does by default; starting takes a minute more each time.
         job: of one engine, as this program gives it to its processes; None runs them all.
     """
 
     output: Path = Path("serving-results")
+    engines: Path = Path("serving-engines")
     compiled: bool = False
     job: str | None = None
 
@@ -68,7 +69,7 @@ class Job:
             "max_num_seqs": _AT_ONCE, "max_num_batched_tokens": 256, "enforce_eager": not self.compiled,
         }  # fmt: skip
         if self.kind == "preemption":
-            options |= {"num_gpu_blocks_override": 40, "max_model_len": 512, "block_size": 16}
+            options |= {"num_gpu_blocks_override": 20, "max_model_len": 384, "block_size": 32}
         if self.kind == "tensor-parallel":
             options["tensor_parallel_size"] = 2
         if self.drafter != _PLAIN:
@@ -209,8 +210,12 @@ def _wait_for(server: subprocess.Popen) -> None:
 
 def run_job(job: Job, folder: Path) -> dict[str, Any]:
     """What an engine in a process of its own finds."""
-    file = folder / f"{job.kind}-{job.drafter}.json"
+    file = folder / f"{job.kind}-{job.drafter}{'-compiled' if job.compiled else ''}.json"
+    if file.is_file():
+        return json.loads(file.read_text())
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", **os.environ}
+    if job.kind != "server":  # an engine in this process starts sooner
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     command = [sys.executable, "-m", "eval.serve_vllm", "--job", json.dumps(asdict(job)), "--output", str(file)]
     subprocess.run(command, check=True, env=environment)
     return json.loads(file.read_text())
@@ -223,19 +228,16 @@ def run(options: ServingOptions) -> None:
         options.output.write_text(json.dumps(found))
         return
     jobs = [Job("batches", drafter, options.compiled) for drafter in _DRAFTERS]
-    jobs += [Job("preemption", drafter, False) for drafter in _DRAFTERS]
-    jobs += [Job("tensor-parallel", drafter, False) for drafter in (_PLAIN, "shape", "suffix+shape")]
-    jobs += [Job("server", drafter, False) for drafter in ("shape", "suffix+shape")]
-    with TemporaryDirectory() as folder:
-        found: dict[str, dict[str, Any]] = {}
-        for job in jobs:
-            print(f"{job.kind}, {job.drafter}", flush=True)
-            found.setdefault(job.kind, {})[job.drafter] = run_job(job, Path(folder))
+    jobs += [Job(kind, drafter, False) for drafter in _DRAFTERS[1:] for kind in _LABELS]
     options.output.mkdir(parents=True, exist_ok=True)
-    report = render(found, options.compiled)
-    (options.output / "vllm.json").write_text(json.dumps(_figures(found), indent=1) + "\n")
-    (options.output / "vllm.md").write_text(report)
-    print(report)
+    found: dict[str, dict[str, Any]] = {}
+    options.engines.mkdir(parents=True, exist_ok=True)
+    for job in jobs:
+        print(f"{job.kind}, {job.drafter}", flush=True)
+        found.setdefault(job.kind, {})[job.drafter] = run_job(job, options.engines)
+        (options.output / "vllm.json").write_text(json.dumps(_figures(found), indent=1) + "\n")
+        (options.output / "vllm.md").write_text(render(found, options.compiled))
+    print(render(found, options.compiled))
 
 
 def _figures(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -254,9 +256,8 @@ def render(found: dict[str, dict[str, Any]], compiled: bool) -> str:
     import torch
     import vllm
 
-    batches = found["batches"]
+    batches, gains = found["batches"], []
     speeds = {name: [_speed(one, at) for at in ("one by one", "16 at once")] for name, one in batches.items()}
-    gains = []
     for name, one in batches.items():
         shares = [accepted / one["drafts"] for accepted in one["by_position"]] if one["drafts"] else []
         cells = [f"{own:.0f} ({own / base:.2f}x)" for own, base in zip(speeds[name], speeds[_PLAIN], strict=True)]
@@ -264,47 +265,41 @@ def render(found: dict[str, dict[str, Any]], compiled: bool) -> str:
         gains.append([name, *cells, f"{1 + sum(shares):.2f}" if shares else "–", positions])
     checks = []
     for kind, by_drafter in found.items():
-        of = "tokens" if kind != "server" else "texts"
-        plain = by_drafter.get(_PLAIN, batches[_PLAIN])[of]
-        names = [name for name in next(iter(by_drafter.values()))[of] if name != "warm"]
-        for name in names:
-            row = [f"{_LABELS.get(kind, '')}{name}"]
-            for drafter in _DRAFTERS[1:]:
-                own = by_drafter.get(drafter, {}).get(of, {}).get(name)
-                same = None if own is None else sum(a == b for a, b in zip(own, plain[name], strict=True))
-                row.append("–" if own is None else f"{same} / {len(own)}")
-            checks.append(row)
-    preempted = ", ".join(f"{name} {one['preemptions']:.0f}" for name, one in found["preemption"].items())
-    threads, how = os.cpu_count(), "compiled" if compiled else "eager"
-    header = [
-        "drafter",
-        "one by one, tokens/s",
-        "16 at once, tokens/s",
-        "tokens per draft step",
-        "accepted by position",
-    ]
+        of = "texts" if kind == "server" else "tokens"
+        for name, answers in batches[_PLAIN][of].items():
+            own = [by_drafter.get(drafter, {}).get(of, {}).get(name) for drafter in _DRAFTERS[1:]]
+            if name != "warm" and any(own):
+                checks.append([f"{_LABELS.get(kind, '')}{name}", *(_equal(some, answers) for some in own)])
+    preempted = [f"{name} {one['preemptions']:.0f}" for name, one in found.get("preemption", {}).items()]
+    command = f"python -m eval.serve_vllm{' --compiled true' if compiled else ''}"
+    header = ["drafter", "one by one, tokens/s", f"{_AT_ONCE} at once, tokens/s", "tokens per draft step"]
+    header.append("accepted by position")
     return "\n".join(
         [
             "# Our drafters in vLLM",
             "",
-            f"`python -m eval.serve_vllm{' --compiled true' if compiled else ''}`: vLLM {vllm.__version__} on "
-            f"{threads} CPU cores, torch {torch.__version__}, {how}, float32, greedy, the shipped target and predictor, "
-            f"chains of {_POSITIONS}, first turns of the bench split, {_TOKENS} new tokens at most; prompts in the time.",
+            f"`{command}`: vLLM {vllm.__version__} on {os.cpu_count()} CPU cores, torch {torch.__version__}, "
+            f"{'compiled' if compiled else 'eager'}, float32, greedy, the shipped target and predictor, chains of "
+            f"{_POSITIONS}, first turns of the bench split, {_TOKENS} new tokens at most; prompts are in the time.",
             "",
             markdown(header, gains),
             "",
-            "Answers equal to those of vLLM without drafts:",
+            "Answers equal to those of vLLM without drafts, on one process and with room for all:",
             "",
             markdown(["", *_DRAFTERS[1:]], checks),
             "",
-            f"The prompt of several chunks has {batches[_PLAIN]['length']} tokens, a chunk 256 at most, or 128 with "
-            f"drafts. Preemptions of the small KV cache: {preempted}.",
+            f"The prompt of several chunks has {batches[_PLAIN]['length']} tokens, a chunk 256 at most. Preemptions of "
+            f"the small KV cache: {', '.join(preempted)}.",
             "",
         ]
     )
 
 
-_LABELS = {"preemption": "small KV cache, ", "tensor-parallel": "two processes, ", "server": "streamed, "}
+_LABELS = {"server": "streamed by a client, ", "tensor-parallel": "two processes, ", "preemption": "small KV cache, "}
+
+
+def _equal(own: list[Any] | None, plain: list[Any]) -> str:
+    return "–" if own is None else f"{sum(a == b for a, b in zip(own, plain, strict=True))} / {len(plain)}"
 
 
 def _speed(one: dict[str, Any], at: str) -> float:

@@ -199,9 +199,8 @@ class ShapeProposer:
         texts = [token_ids_cpu[row, : num_tokens_no_spec[row]] for row in range(len(sampled_token_ids))]
         counts = [len(tokens) for tokens in sampled_token_ids]
         if not self._reads_states:
-            empty = torch.empty(0, 0)
             starts = [len(text) - count - 1 for text, count in zip(texts, counts, strict=True)]
-            rows = [(start, empty.expand(count, 0)) for start, count in zip(starts, counts, strict=True)]
+            rows = [(start, torch.empty(count, 0)) for start, count in zip(starts, counts, strict=True)]
         else:
             assert self._computed is not None
             (states, bounds, ends), self._computed = self._computed, None
