@@ -27,7 +27,7 @@ from shape.errors import ConfigError
 from shape.evaluation.markdown import markdown
 
 _PLAIN = "plain"
-_DRAFTERS = (_PLAIN, "suffix", "shape", "suffix+shape")
+_DRAFTERS = (_PLAIN, "shape", "suffix+shape", "suffix")
 _POSITIONS, _AT_ONCE, _TOKENS = 8, 16, 96
 _COUNTERS = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens_per_pos", "vllm:num_preemptions"
 _PORT = 8765
@@ -227,8 +227,9 @@ def run(options: ServingOptions) -> None:
         found = run_server(job) if job.kind == "server" else run_engine(job)
         options.output.write_text(json.dumps(found))
         return
-    jobs = [Job("batches", drafter, options.compiled) for drafter in _DRAFTERS]
-    jobs += [Job(kind, drafter, False) for drafter in _DRAFTERS[1:] for kind in _LABELS]
+    jobs = [Job("batches", _PLAIN, options.compiled)]
+    for drafter in _DRAFTERS[1:]:
+        jobs += [Job("batches", drafter, options.compiled), *(Job(kind, drafter, False) for kind in _LABELS)]
     options.output.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[str, Any]] = {}
     options.engines.mkdir(parents=True, exist_ok=True)
