@@ -93,7 +93,8 @@ def prompts() -> tuple[list[list[int]], dict[str, list[list[int]]]]:
 
     def ids(text: str) -> list[int]:
         message = [{"role": "user", "content": text}]
-        return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"]
+        encoded: Any = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)
+        return encoded["input_ids"]
 
     long = "\n".join(first[20:50])
     more = {"long": [ids(f"{long}\n{first[0]}")], "prefix": [ids(f"{long}\n{one}") for one in first[1:4]]}
@@ -148,7 +149,8 @@ def _cancelled(llm: Any, some: Sequence[list[int]], greedy: Any) -> list[list[in
     """Tokens of the others, while the second of them is cancelled after a few steps."""
     from vllm import TokensPrompt
 
-    engine, done = llm.llm_engine, {}
+    engine = llm.llm_engine
+    done: dict[str, Any] = {}
     names = [
         engine.add_request(f"{number}", TokensPrompt(prompt_token_ids=ids), greedy) or f"{number}"
         for number, ids in enumerate(some)
@@ -167,7 +169,7 @@ def run_server(job: Job) -> dict[str, Any]:
     from openai import OpenAI
 
     options = job.engine()
-    arguments = ["serve", options.pop("model"), "--port", str(_PORT), "--served-model-name", "target"]
+    arguments = ["--port", str(_PORT), "--served-model-name", "target"]
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
         if value is True:
@@ -224,8 +226,7 @@ def run_job(job: Job, folder: Path) -> dict[str, Any]:
 def run(options: ServingOptions) -> None:
     if options.job is not None:
         job = Job(**json.loads(options.job))
-        found = run_server(job) if job.kind == "server" else run_engine(job)
-        options.output.write_text(json.dumps(found))
+        options.output.write_text(json.dumps(run_server(job) if job.kind == "server" else run_engine(job)))
         return
     jobs = [Job("batches", _PLAIN, options.compiled)]
     for drafter in _DRAFTERS[1:]:

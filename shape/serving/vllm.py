@@ -158,12 +158,13 @@ class ShapeProposer:
             )
         self._inner = sorted(set(self._layers) - {-1, self._last_layer})
         if self._inner:
-            if not hasattr(target_model, "set_aux_hidden_state_layers"):
+            ask_for_layers: Any = getattr(target_model, "set_aux_hidden_state_layers", None)
+            if ask_for_layers is None:
                 raise UnsupportedTarget(
                     f"the predictor reads layers {self._inner}, which vLLM's {type(target_model).__name__} does not "
                     "give; train one that reads layer -1 alone"
                 )
-            target_model.set_aux_hidden_state_layers(tuple(self._inner))
+            ask_for_layers(tuple(self._inner))
         target_model.register_forward_hook(self._keep_states)
 
     def _keep_states(self, module: nn.Module, inputs: Any, output: Any) -> Any:
