@@ -5,7 +5,6 @@ so both see one folder. Its layers are numbered as ours, in ascending order, but
 before the final norm; the target's own norm makes h of it.
 """
 
-import fcntl
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -102,6 +101,8 @@ def serve_flags(layers: Sequence[int]) -> str:
 
 def _taken(path: Path) -> dict[str, Tensor]:
     """The tensors of a file that the engine has written, or is about to; the file is deleted."""
+    import fcntl  # not on Windows, where vLLM is not either
+
     lock = Path(f"{path}.lock")
     try:
         with lock.open() as waiting:
