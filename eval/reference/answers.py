@@ -3,8 +3,8 @@
     python eval/reference/answers.py JOB.json OUTPUT.json     # in vLLM's environment
 
 The job holds `engine` (options of `vllm.LLM`), `max_new_tokens`, and `prompts`, lists of token ids, which are answered
-one at a time. The output is a list: of each prompt `tokens`, `seconds`, `drafts`, and `accepted`, how often the draft
-token at each position was.
+one at a time. The output is a list: of each prompt `tokens`, `seconds` (the shortest of three), `drafts`, and
+`accepted`, how often the draft token at each position was.
 """
 
 import json
@@ -16,6 +16,7 @@ from typing import Any
 from vllm import LLM, SamplingParams
 
 WARM_UP = 2  # prompts answered before any is timed
+ROUNDS = 3  # over all prompts, of which each one's shortest time counts
 
 
 def counted(llm: LLM, depth: int) -> dict[str, Any]:
@@ -45,7 +46,10 @@ def main(job_file: str, output: str) -> None:
 
     for ids in job["prompts"][:WARM_UP]:
         answer(ids)
-    Path(output).write_text(json.dumps([answer(ids) for ids in job["prompts"]]))
+    rounds = [[answer(ids) for ids in job["prompts"]] for _ in range(ROUNDS)]
+    fastest = [min(each["seconds"] for each in same) for same in zip(*rounds, strict=True)]
+    found = [{**each, "seconds": seconds} for each, seconds in zip(rounds[0], fastest, strict=True)]
+    Path(output).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
