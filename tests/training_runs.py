@@ -110,14 +110,13 @@ def fit(
 ) -> ShapeModule:
     predictor = network(target, **changes)
     if isinstance(source, FeatureStore):
-        source = FeatureStore(source.storage, layers=predictor.config.feature_layers)
+        source = FeatureStore(source.storage, layers=predictor.config.target_layers)
     window = None if predictor.memory_shapes else predictor.config.window
     module = ShapeModule(predictor, target, losses or Losses(), options, seed=seed, log_every=2)
     data = data_of(source, target, options, window=window, max_length=160, seed=seed)
     if predictor.draft_vocabulary is not None:
         predictor.draft_vocabulary = draft_vocabulary(data.texts(), len(predictor.draft_vocabulary), target.vocab_size)
-    if predictor.heads is not None:
-        predictor.adopt_head(target.output_rows(predictor.draft_vocabulary))
+    predictor.adopt(target)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,

@@ -104,8 +104,8 @@ def predictions(
             continue
         ids, mask, hidden = (part[None].to(target.device) for part in text)
         whole = Texts(hidden, ids, mask, places[kept][None].to(target.device))
-        cut = examples(whole, config.window, config.num_steps, target.hidden_size)
-        read.append((known_in(predictor, target, whole, cut.window), target.embed(cut.tokens)))
+        cut = examples(whole, config.window, config.num_steps, target.hidden_size, config.feature_size)
+        read.append((known_in(predictor, target, whole, cut.window), predictor.embed(cut.tokens, target)))
         true.append(cut.states[0])
         masks.append(cut.mask[0])
     if not read:

@@ -16,7 +16,7 @@ from shape.drafters.base import Committed, Drafter
 from shape.drafters.growing import Biases, grow_by_depth
 from shape.errors import TargetMismatch
 from shape.networks.base import Head, Known, Predictor, Remembered
-from shape.networks.layers import MarkovBias, rotary_ahead
+from shape.networks.layers import MarkovBias
 from shape.networks.shape import windows
 from shape.target.identity import TargetIdentity
 from shape.target.model import Target
@@ -64,7 +64,7 @@ class TrainedDrafter(Drafter):
         self.predictor = predictor
         self.tree = tree or TreeShape(**(predictor.config.draft or {}))
         self.name = predictor.kind
-        self.layers = tuple(predictor.config.feature_layers)
+        self.layers = tuple(predictor.config.target_layers)
 
     @property
     def networks(self) -> Sequence[nn.Module]:
@@ -99,10 +99,12 @@ class TrainedDrafter(Drafter):
         """
         network, config = self.predictor, self.predictor.config
         drafted = (config.draft_vocab_size or target.vocab_size) / target.vocab_size * vocab_size
-        heads, bias = network.heads, network.markov
-        tables = (0 if heads is None else heads.numel()) + (0 if bias is None else bias.expand.weight.numel())
-        own = (network.num_parameters() - tables) * (hidden_size / target.hidden_size) ** 2
-        read = own + drafted * hidden_size * (1 if heads is None else len(heads))
+        tables = [head.weight for head in network.heads]
+        tables += [] if network.markov is None else [network.markov.expand.weight]
+        tables += [] if network.embed_tokens is None else [network.embed_tokens.weight]
+        learned = network.num_parameters() - sum(table.numel() for table in tables)
+        own = learned * (hidden_size / target.hidden_size) ** 2
+        read = own + drafted * hidden_size * max(1, len(network.heads))
         passes = self.tree.depth if config.step_mode == "recursive" else 1
         return passes * read + self.tree.depth * config.markov_rank * drafted
 
@@ -137,9 +139,9 @@ class TrainedDrafter(Drafter):
             self._table = Biases(np.empty((0, 0), np.float32), True)
         apart = vocabulary is not None or self._device != target.device
         self._head: Head | None = target.head_of(tokens, dtype) if apart else None
-        if self.predictor.heads is not None:
+        if self.predictor.heads:
             self._head = self.predictor.own_head
-        self._embeddings = None if vocabulary is None else target.embed(vocabulary).to(dtype)
+        self._embeddings = None if vocabulary is None else self._embedded(vocabulary).to(dtype)
         self._reduced: Tensor | None = None
         self._biases: Tensor | None = None
         if self.predictor.markov is not None:
@@ -148,7 +150,7 @@ class TrainedDrafter(Drafter):
     @torch.no_grad()
     def _tabulate(self, markov: MarkovBias, tokens: Tensor) -> None:
         """What the bias reads of every token, (K, rank), and where there are few tokens the biases, (K, K)."""
-        self._reduced = torch.cat([markov.reduced(self._target.embed(some)) for some in tokens.split(_EMBEDDED)])
+        self._reduced = torch.cat([markov.reduced(self._embedded(some)) for some in tokens.split(_EMBEDDED)])
         self._biases = markov(self._reduced) if len(tokens) ** 2 <= _TABLED else None
         if self._biases is not None and self.on_host:  # numpy has no smaller floats
             self._biases = self._biases.float()
@@ -163,7 +165,7 @@ class TrainedDrafter(Drafter):
         return self.predictor.markov(F.embedding(candidates, self._reduced))
 
     def start(self, committed: Committed, hidden: Tensor) -> None:
-        hidden = hidden.to(self._device)
+        hidden = self._read(hidden)
         rows, longest = hidden.shape[:2]
         # What lies before the known states is forgotten: positions are read relative to each other.
         texts = [text[-longest - 1 :] for text in committed.texts]
@@ -177,7 +179,7 @@ class TrainedDrafter(Drafter):
             self.cache.set_lengths(known)
 
     def update(self, tokens: list[list[int]], hidden: Tensor, counts: Tensor) -> None:
-        hidden, counts = hidden.to(self._device), counts.to(self._device)
+        counts = counts.to(self._device)
         if self.cache is None:
             return self.append_states(None, hidden, counts)
         size, rows = hidden.shape[1] + 1, zip(self.cache.host_lengths, tokens, strict=True)
@@ -192,7 +194,7 @@ class TrainedDrafter(Drafter):
             tokens: (B, D + 1) int64, read by networks with attention only: the root that was verified and what was
                 committed behind it.
         """
-        known = torch.cat([self.window, hidden], dim=1)
+        known = torch.cat([self.window, self._read(hidden)], dim=1)
         size = self.predictor.config.window
         if self.cache is not None and tokens is not None:
             self._remember(tokens, known[:, size - 1 :])
@@ -202,6 +204,10 @@ class TrainedDrafter(Drafter):
         else:
             each = torch.arange(len(known), device=self._device)[:, None]
             self.window = known[each, counts[:, None] + torch.arange(size, device=self._device)]
+
+    def _read(self, hidden: Tensor) -> Tensor:
+        """What the network reads of the target's layers (`ShapeConfig.target_layers`), on its device."""
+        return hidden[..., : self.predictor.config.feature_size].to(self._device)
 
     def select(self, rows: Tensor) -> None:
         rows = rows.to(self._device)
@@ -222,7 +228,7 @@ class TrainedDrafter(Drafter):
         assert self.cache is not None
         size = tokens.shape[1] - 1
         positions = self.cache.lengths[:, None] + torch.arange(size, device=self._device)
-        found = self.predictor.remember(features, self._target.embed(tokens), positions)
+        found = self.predictor.remember(features, self._embedded(tokens), positions)
         self.cache.reserve(size)
         for layer, (keys, values) in zip(self.cache.views, found, strict=True):
             layer.update(keys, values)
@@ -242,8 +248,8 @@ class TrainedDrafter(Drafter):
         slots, visible = torch.arange(cache.longest, device=self._device), None
         if not cache.uniform:
             visible = slots < cache.lengths[:, None, None]
-        config = self.predictor.config
-        ahead = rotary_ahead(cache.lengths[:, None], config, self.predictor.dtype, max(steps, config.num_steps))
+        network, most = self.predictor, max(steps, self.predictor.config.num_steps)
+        ahead = network.rotary_ahead(cache.lengths[:, None], network.dtype, most)
         return Known(self.window[:, None], memory, visible, ahead)
 
     def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
@@ -379,11 +385,15 @@ class TrainedDrafter(Drafter):
             number = self._numbers[int(root)]
             if number >= 0:  # at hand, in a tenth of the time
                 return self._embeddings[None, number : number + 1]
-        return self._target.embed(root)
+        return self._embedded(root)
+
+    @torch.no_grad()
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        return self.predictor.embed(tokens, self._target)
 
     def _embed(self, candidates: Tensor) -> Tensor:
         """Input embeddings of tokens by their numbers in the draft vocabulary."""
-        return self._target.embed(candidates) if self._embeddings is None else F.embedding(candidates, self._embeddings)
+        return self._embedded(candidates) if self._embeddings is None else F.embedding(candidates, self._embeddings)
 
     @torch.no_grad()
     def run_forwards(self, rows: int, passes: int) -> None:
@@ -391,7 +401,7 @@ class TrainedDrafter(Drafter):
         zeros = next(network.parameters()).new_zeros
         memory = [(zeros(rows, heads, _MEASURED_LENGTH, size),) * 2 for heads, size in network.memory_shapes]
         roots = torch.full((rows, 1), _MEASURED_LENGTH, device=self._device)
-        ahead = rotary_ahead(roots, config, network.dtype, max(passes, config.num_steps)) if memory else None
+        ahead = network.rotary_ahead(roots, network.dtype, max(passes, config.num_steps)) if memory else None
         known = Known(zeros(rows, 1, config.window, config.feature_size), memory, None, ahead)
         embedding = zeros(rows, 1, config.hidden_size)
         carried = network.begin(known, embedding)

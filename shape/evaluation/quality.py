@@ -88,7 +88,7 @@ class _Writer:
         """How often the draft n tokens ahead is right, on the target's own text."""
         predictor, tokenizer = self.reader.predictor, self.target.tokenizer
         ids = torch.cat([context, context.new_tensor([list(answer)])], dim=1)
-        hidden = self.target.features(ids, predictor.config.feature_layers)[0].to(predictor.dtype)
+        hidden = self.target.features(ids, predictor.config.target_layers)[0].to(predictor.dtype)
         loss_mask = torch.arange(ids.shape[1]) >= context.shape[1]
         found = forced_drafts(self.reader, Stored(ids[0].cpu(), loss_mask, hidden.cpu()))
         columns = [

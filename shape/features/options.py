@@ -1,6 +1,7 @@
 """Which features are computed, of what, and how they are stored. Nothing heavy is imported, so that help is quick."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -177,3 +178,8 @@ class CostOptions(FeatureOptions, TargetOptions):
 def longest(max_length: int | None, positions: int | None) -> int:
     """Tokens kept of each conversation: as given, or 1,024 as far as the target's positions reach."""
     return max_length if max_length is not None else min(_MAX_LENGTH, positions or _MAX_LENGTH)
+
+
+def with_state(layers: Sequence[int]) -> list[int]:
+    """Layers that are read and, last, -1: the state h, of which the target's distributions are made."""
+    return [*layers] if layers[-1:] == [-1] else [*layers, -1]

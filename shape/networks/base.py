@@ -10,7 +10,7 @@ S steps, K draft vocabulary, G heads, D head size.
 """
 
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +20,14 @@ from transformers import initialization as init
 
 from shape.errors import ConfigError
 from shape.networks.config import ShapeConfig
-from shape.networks.layers import MarkovBias, normalise, rotary_ahead
+from shape.networks.layers import MarkovBias, Memory, normalise, rotary_table
+from shape.target.model import Target
 
-Remembered = list[tuple[Tensor, Tensor]]
+Remembered = list[Memory]
 Head = Callable[[Tensor], Tensor]
 Carried = tuple[Tensor, ...]
+
+_EMBEDDED = 4096  # tokens whose embeddings are copied at once
 
 
 class Known(NamedTuple):
@@ -34,8 +37,8 @@ class Known(NamedTuple):
         window: (B, P, W, F) features of h_{t-W}..h_{t-1}, zeros before the text.
         memory: what known positions left, per attention layer: keys and values, (B, G, T, D).
         visible: (B, P, T) bool, the positions before each root; None where all are.
-        rotary: (B, P, S + 1, 2, D / 2), `rotary_table` of positions t - 1, t, t + 1, ..., made once for all steps; None
-            without attention.
+        rotary: (B, P, S + 1, 2, D / 2), `Predictor.rotary` of positions t - 1, t, ..., made once for all steps;
+            None without attention.
     """
 
     window: Tensor
@@ -50,8 +53,9 @@ class Predictor(PreTrainedModel):
     Attributes:
         draft_vocabulary: (K,) int64, target token ids that may be drafted, or None; -1 until training has counted them,
             so that forgetting it is loud.
-        heads: (1 or S, K, H) output embeddings of its own, one for all steps or one for each, or None: then states are
-            read with the target's frozen head.
+        lm_head, lm_heads: output embeddings of its own, (H) -> (K), one for all steps or one for each; where both are
+            None, states are read with the target's frozen head.
+        embed_tokens: input embeddings of its own, of all of the target's tokens; None uses the target's.
     """
 
     kind: ClassVar[str]
@@ -61,6 +65,9 @@ class Predictor(PreTrainedModel):
 
     config: ShapeConfig
     draft_vocabulary: Tensor | None
+    lm_head: nn.Linear | None
+    lm_heads: nn.ModuleList | None
+    embed_tokens: nn.Embedding | None
 
     def __init__(self, config: ShapeConfig) -> None:
         super().__init__(config)
@@ -70,14 +77,21 @@ class Predictor(PreTrainedModel):
                 f"the configuration is of kind {config.kind!r}, and {type(self).__name__} is {self.kind!r}"
             )
 
-    def _add_read_out(self, own_heads: int = 0) -> None:
-        """The parts behind the states; called at the end of each kind's constructor."""
+    def _add_read_out(self, heads: int = 0) -> None:
+        """The parts behind the states, and embeddings; called at the end of each kind's constructor.
+
+        Args:
+            heads: of its own: one for each of so many steps, or 1 for all.
+        """
         config, size = self.config, self.config.hidden_size
         count = config.draft_vocab_size
         self.register_buffer("draft_vocabulary", None if count is None else torch.full((count,), -1))
         self.markov = MarkovBias(size, config.markov_rank, config.draft_size) if config.markov_rank else None
         self.confidence = nn.Linear(2 * size, 1) if config.confidence else None
-        self.heads = nn.Parameter(torch.zeros(own_heads, config.draft_size, size)) if own_heads else None
+        own = [nn.Linear(size, config.draft_size, bias=False) for _ in range(heads)]
+        self.lm_head = own[0] if heads == 1 else None
+        self.lm_heads = nn.ModuleList(own) if heads > 1 else None
+        self.embed_tokens = nn.Embedding(cast(int, config.vocab_size), size) if config.own_embeddings else None
         self.post_init()
 
     # -- what a kind is
@@ -117,7 +131,17 @@ class Predictor(PreTrainedModel):
         """
         return carried[0][..., n, :], carried
 
+    def rotary(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """Cosines and sines of the rotary embedding, (...) int64 -> (..., 2, D / 2)."""
+        assert self.config.num_heads is not None  # the configuration fills it in
+        return rotary_table(positions, self.config.hidden_size // self.config.num_heads, dtype)
+
     # -- what is made of it
+
+    def rotary_ahead(self, roots: Tensor, dtype: torch.dtype, steps: int | None = None) -> Tensor:
+        """`rotary` of t - 1, t, ..., t + S - 1 for roots t, (B, P) -> (B, P, S + 1, 2, D / 2)."""
+        ahead = torch.arange(-1, steps or self.config.num_steps, device=roots.device)
+        return self.rotary(roots.unsqueeze(-1) + ahead, dtype)
 
     def current(self, known: Known) -> Tensor:
         """The last known state h_{t-1}, (B, P, H), in the weights' dtype."""
@@ -141,25 +165,33 @@ class Predictor(PreTrainedModel):
     @property
     def reading(self) -> list[nn.Parameter]:
         """What makes logits of states, and has no part in the states themselves."""
-        bias = [] if self.markov is None else list(self.markov.parameters())
-        return bias if self.heads is None else [self.heads, *bias]
+        bias = [] if self.markov is None else [*self.markov.parameters()]
+        return [*[cast(nn.Parameter, head.weight) for head in self.heads], *bias]
+
+    @property
+    def heads(self) -> list[nn.Linear]:
+        """Output embeddings of its own: none, one for all steps, or one for each."""
+        several = self.lm_heads or ([] if self.lm_head is None else [self.lm_head])
+        return [cast(nn.Linear, head) for head in several]
+
+    def embed(self, tokens: Tensor, target: Target) -> Tensor:
+        """What the network reads of tokens, (...) int64 -> (..., H)."""
+        return target.embed(tokens) if self.embed_tokens is None else self.embed_tokens(tokens)
 
     def own_head(self, states: Tensor) -> Tensor:
         """Where there are heads: (..., S', H) -> (..., S', K); with several of them S' counts steps from the first."""
-        assert self.heads is not None
-        states = states.to(self.heads.dtype)  # autocast may have made them smaller
-        if len(self.heads) == 1:
-            return F.linear(states, self.heads[0])
-        return torch.einsum("...sh,skh->...sk", states, self.heads[: states.shape[-2]])
+        states = states.to(self.heads[0].weight.dtype)  # autocast may have made them smaller
+        if self.lm_head is not None:
+            return self.lm_head(states)
+        return torch.stack([head(state) for head, state in zip(self.heads, states.unbind(-2), strict=False)], dim=-2)
 
     def own_head_at(self, states: Tensor, steps: Tensor) -> Tensor:
         """The same for single states, (N, H) -> (N, K), and their steps in rising order, (N,) int64."""
-        assert self.heads is not None
-        if len(self.heads) == 1:
+        if self.lm_head is not None:
             return self.own_head(states)
         counts = steps.bincount(minlength=len(self.heads)).tolist()
-        parts = zip(states.to(self.heads.dtype).split(counts), self.heads, strict=True)
-        return torch.cat([F.linear(part, head) for part, head in parts])
+        parts = zip(states.to(self.heads[0].weight.dtype).split(counts), self.heads, strict=True)
+        return torch.cat([head(part) for part, head in parts])
 
     def reduced(self, embeddings: Tensor | None) -> Tensor | None:
         """What a Markov bias reads of tokens, (..., H) -> (..., rank); None without one."""
@@ -187,10 +219,13 @@ class Predictor(PreTrainedModel):
         return self.confidence(seen.to(self.confidence.weight.dtype)).squeeze(-1)
 
     @torch.no_grad()
-    def adopt_head(self, weight: Tensor) -> None:
-        """Start own heads as copies of the target's, (K, H), as Medusa does."""
-        if self.heads is not None:
-            self.heads.copy_(weight)
+    def adopt(self, target: Target) -> None:
+        """Start own heads and embeddings as copies of the target's, as Medusa does."""
+        for head in self.heads:
+            head.weight.copy_(target.output_rows(self.draft_vocabulary))
+        if self.embed_tokens is not None:
+            for some in torch.arange(target.vocab_size).split(_EMBEDDED):
+                self.embed_tokens.weight[some] = target.embed(some.to(target.device)).to(self.embed_tokens.weight)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -219,5 +254,4 @@ def known_at(predictor: Predictor, features: Tensor, embeddings: Tensor | None, 
     positions = torch.arange(features.shape[1], device=roots.device)
     before = F.pad(features, (0, 0, 1, 0))
     memory = predictor.remember(before, embeddings, positions.expand(len(features), -1))
-    ahead = rotary_ahead(roots, predictor.config, window.dtype)
-    return Known(window, memory, positions < roots[..., None], ahead)
+    return Known(window, memory, positions < roots[..., None], predictor.rotary_ahead(roots, window.dtype))

@@ -29,7 +29,7 @@ class BlockPredictor(Predictor):
         self.mask = nn.Parameter(torch.randn(size))
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(size)
-        self._add_read_out(own_heads=1 if config.own_heads else 0)
+        self._add_read_out(heads=1 if config.own_heads else 0)
 
     @property
     def memory_shapes(self) -> list[tuple[int, int]]:

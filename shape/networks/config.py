@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import field, fields
 from typing import Any, Literal, get_args
 
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from shape.errors import ConfigError
+from shape.features.options import with_state
 from shape.networks.transport import LastUpdate
 
 Kind = Literal["shape", "medusa", "eagle", "block"]
@@ -33,7 +34,11 @@ _COUNTS = (
     "markov_rank",
     "coupling",
 )
+_EAGLE = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _MAY_BE_ZERO = {"num_layers", "markov_rank", "coupling"}
+
+# Whose decoder layers networks can be built of (`shape.networks.decoder`).
+LAYER_TYPES = ("llama", "qwen3")
 
 # What a kind leaves no choice of: whatever else is given for these is replaced.
 _FIXED: dict[str, dict[str, Any]] = {
@@ -68,11 +73,13 @@ class ShapeConfig(PreTrainedConfig):
         window: number W of known states the predictor reads (the current one and W - 1 before it).
         feature_layers: layers of the target whose states make up one feature vector, concatenated in this
             order, each of width H: indices into transformers' `hidden_states`, except -1, which is the vector
-            that enters the output embedding. It has to come last: predictions are residuals on it.
-        intermediate_size: width M of the predictor; None is 2 H.
+            that enters the output embedding. With "shape" it has to come last: predictions are residuals on it.
+        transformer_layer_config: "eagle" and "block": transformers' configuration of the decoder layers, with its
+            `model_type` (llama, qwen3); the name is that of `speculators`. None makes Llama's of the options below.
+        intermediate_size: width M of the predictor; None is the decoder layers', or 2 H.
         num_layers: residual MLP blocks at width M shared by all steps; decoder layers of "block" (EAGLE has one).
         attention: SHAPE's steps also attend to all known positions, not to the window alone.
-        num_heads: attention heads, of width H / num_heads; None makes them 64 wide.
+        num_heads: attention heads, of width H / num_heads; None is the decoder layers', or makes them 64 wide.
         num_steps: number S of future states that training unrolls. Parallel predictors cannot go further,
             recursive ones can.
         step_mode: "parallel" predicts all S states from one window, with a small residual adapter for each
@@ -103,8 +110,14 @@ class ShapeConfig(PreTrainedConfig):
         coupling: correct the bias so that the marginals of the steps stay: an entropic coupling of neighbouring steps
             over so many of their likeliest candidates, whose cost is the bias; 0 leaves the bias as it is.
         confidence: estimate for each node whether the target will agree with its best draft; dynamic trees grow by it.
-        own_heads: "medusa" and "eagle": trained output embeddings that start as copies of the target's, one for each
-            of Medusa's steps. Without, and in the other kinds, the target's frozen one is used.
+        own_heads: trained output embeddings that start as copies of the target's, one for each of Medusa's steps.
+            Without, and in kind "shape", the target's frozen one is used.
+        own_embeddings: an input embedding of its own, (vocab_size, H), that starts as a copy of the target's, where
+            tokens are read; without, the target's frozen one is used.
+        norm_before_residual: "eagle": the layer's residual is the normalised state.
+        norm_before_fc: "eagle": one norm over all feature layers before they are fused.
+        fc_norm: "eagle": a norm for each feature layer before they are fused (EAGLE-3.1).
+        norm_output: "eagle": what is fed to the next step is the normalised output (EAGLE-3.1).
         target_identity: `TargetIdentity.to_dict()` of the target the predictor was trained for.
         draft: default shape of the draft tree, `{"width": ..., "depth": ..., "nodes": ...}`.
         training: free record of how the predictor came about: command, data, measured acceptance length, ...
@@ -119,6 +132,7 @@ class ShapeConfig(PreTrainedConfig):
     hidden_size: int = 4096
     window: int = 4
     feature_layers: list[int] = field(default_factory=lambda: [-1])
+    transformer_layer_config: dict[str, Any] | None = None
     intermediate_size: int | None = None
     num_layers: int = 1
     attention: bool = False
@@ -141,6 +155,11 @@ class ShapeConfig(PreTrainedConfig):
     coupling: int = 0
     confidence: bool = False
     own_heads: bool = False
+    own_embeddings: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
     target_identity: dict[str, Any] | None = None
     draft: dict[str, Any] | None = None
     training: dict[str, Any] | None = None
@@ -149,6 +168,8 @@ class ShapeConfig(PreTrainedConfig):
         _require_known(kwargs)
         super().__post_init__(**kwargs)
         self.feature_layers = list(self.feature_layers)
+        if self.has_decoder_layers:
+            self.transformer_layer_config = self._layers_filled_in()
         if self.intermediate_size is None:
             self.intermediate_size = 2 * self.hidden_size
         if self.num_heads is None:
@@ -157,6 +178,42 @@ class ShapeConfig(PreTrainedConfig):
         for name, value in _FIXED.get(self.kind, {}).items():
             setattr(self, name, value)
         self.check()
+
+    @property
+    def has_decoder_layers(self) -> bool:
+        return self.kind in ("eagle", "block")
+
+    def _layers_filled_in(self) -> dict[str, Any]:
+        """`transformer_layer_config` with what it leaves open; intermediate_size and num_heads, given, replace its."""
+        layer = {"model_type": "llama", **(self.transformer_layer_config or {})}
+        if layer["model_type"] not in LAYER_TYPES:
+            raise ConfigError(
+                f"transformer_layer_config is of model_type {layer['model_type']!r}: decoder layers can be those of "
+                f"{' or '.join(LAYER_TYPES)}"
+            )
+        if self.num_heads not in (None, layer.get("num_attention_heads")):
+            for name in ("num_attention_heads", "num_key_value_heads", "head_dim"):
+                layer.pop(name, None)
+        layer.setdefault("hidden_size", self.hidden_size)
+        layer.setdefault("num_hidden_layers", self.num_layers)
+        heads = self.num_heads or layer.get("num_attention_heads") or max(self.hidden_size // 64, 1)
+        heads = heads if self.num_heads or self.hidden_size % heads == 0 else 1
+        layer.setdefault("num_attention_heads", heads)
+        layer.setdefault("num_key_value_heads", layer["num_attention_heads"])
+        layer.setdefault("head_dim", self.hidden_size // layer["num_attention_heads"])
+        layer["intermediate_size"] = self.intermediate_size or layer.get("intermediate_size") or 2 * self.hidden_size
+        self.intermediate_size, self.num_heads = layer["intermediate_size"], layer["num_attention_heads"]
+        return layer
+
+    def layer_config(self) -> PreTrainedConfig:
+        """Of the decoder layers, as transformers has it."""
+        assert self.transformer_layer_config is not None  # the configuration fills it in
+        return AutoConfig.for_model(**self.transformer_layer_config)
+
+    @property
+    def target_layers(self) -> list[int]:
+        """Layers of the target that are computed: those that are read and, last, -1, the state h itself."""
+        return with_state(self.feature_layers)
 
     @property
     def feature_size(self) -> int:
@@ -188,23 +245,18 @@ class ShapeConfig(PreTrainedConfig):
         _require_number("refinement_epsilon", self.refinement_epsilon, lambda x: x > 0, "greater than 0")
         _require_number("refinement_alpha", self.refinement_alpha, lambda x: 0 <= x <= 1, "from 0 to 1")
         _require_number("dropout", self.dropout, lambda x: 0 <= x < 1, "at least 0 and less than 1")
-        if not all(_is_int(layer) for layer in self.feature_layers) or self.feature_layers[-1:] != [-1]:
-            raise ConfigError(
-                f"feature_layers is {self.feature_layers}: it has to be a list of layer indices that ends in "
-                "-1, the state that predictions are added to"
-            )
-        assert self.num_heads is not None
-        attends = self.attention or self.kind in ("eagle", "block")
-        if attends and (self.hidden_size % self.num_heads or self.hidden_size // self.num_heads % 2):
-            raise ConfigError(
-                f"num_heads is {self.num_heads}: heads divide the hidden size, {self.hidden_size}, into even parts"
-            )
+        self._check_feature_layers()
+        self._check_attention()
         if self.kind != "shape" and self.refinement != "none":
             raise ConfigError(f"refinement is {self.refinement!r}, which is SHAPE's: use none with kind {self.kind!r}")
-        if self.kind in ("shape", "block") and self.own_heads:
+        if self.kind == "shape" and (self.own_heads or self.own_embeddings):
             raise ConfigError(
-                f"own_heads is for medusa and eagle: kind {self.kind!r} reads states with the target's head"
+                'own_heads and own_embeddings are for the other kinds: "shape" uses the target\'s output and input '
+                "embeddings"
             )
+        if self.own_embeddings and self.vocab_size is None:
+            raise ConfigError("own_embeddings makes weights for each token of the target: give vocab_size")
+        self._check_eagle()
         if self.kind in ("block", "eagle") and (self.num_layers < 1 or (self.kind == "eagle" and self.num_layers > 1)):
             raise ConfigError(f"num_layers is {self.num_layers}: eagle has 1 decoder layer, block at least 1")
         if self.coupling and not self.markov_rank:
@@ -219,6 +271,44 @@ class ShapeConfig(PreTrainedConfig):
                 'token_conditioning "path" needs step_mode "recursive": parallel steps are predicted before '
                 "any token of the path is drafted"
             )
+
+    def _check_feature_layers(self) -> None:
+        layers = self.feature_layers
+        numbers = bool(layers) and all(_is_int(layer) for layer in layers)
+        if not numbers or (self.kind == "shape" and layers[-1] != -1):
+            raise ConfigError(
+                f"feature_layers is {layers}: it has to be a list of layer indices, which with kind shape ends in -1, "
+                "the state that predictions are added to"
+            )
+
+    def _check_attention(self) -> None:
+        assert self.num_heads is not None
+        if self.has_decoder_layers:
+            layer = self.transformer_layer_config or {}
+            if layer["hidden_size"] != self.hidden_size or layer["num_hidden_layers"] != self.num_layers:
+                raise ConfigError(
+                    f"transformer_layer_config has hidden_size {layer['hidden_size']} and num_hidden_layers "
+                    f"{layer['num_hidden_layers']}, and the predictor {self.hidden_size} and num_layers "
+                    f"{self.num_layers}: give the same"
+                )
+            if self.num_heads % layer["num_key_value_heads"]:
+                raise ConfigError(
+                    f"num_key_value_heads is {layer['num_key_value_heads']}: it has to divide the {self.num_heads} "
+                    "attention heads"
+                )
+        attends = self.attention or self.has_decoder_layers
+        size = (self.transformer_layer_config or {}).get("head_dim", self.hidden_size // self.num_heads)
+        if attends and (self.hidden_size % self.num_heads or size % 2):
+            raise ConfigError(
+                f"num_heads is {self.num_heads}: heads divide the hidden size, {self.hidden_size}, into even parts"
+            )
+
+    def _check_eagle(self) -> None:
+        given = [name for name in _EAGLE if getattr(self, name)]
+        if given and self.kind != "eagle":
+            raise ConfigError(f"{', '.join(given)} is for kind eagle: leave it out with kind {self.kind!r}")
+        if self.norm_before_fc and self.fc_norm:
+            raise ConfigError("norm_before_fc and fc_norm are both given: features are normalised together or each")
 
 
 def _require_known(options: dict[str, Any]) -> None:

@@ -8,6 +8,8 @@ from shape.networks.config import ShapeConfig
 
 _ROTARY_BASE = 10000.0
 
+Memory = tuple[Tensor, Tensor]
+
 
 class MarkovBias(nn.Module):
     """A bias on logits by the token before, of low rank: B = W_2 W_1 e (DSpark's Markov head; Medusa has none).
@@ -80,43 +82,55 @@ class ContextAttention(nn.Module):
         self,
         query: Tensor,
         rotary: Tensor,
-        memory: tuple[Tensor, Tensor],
+        memory: Memory,
         visible: Tensor | None,
-        own: tuple[Tensor, Tensor] | None = None,
+        own: Memory | None = None,
     ) -> Tensor:
-        """(B, M, in_size) -> (B, M, out_size).
-
-        Args:
-            rotary: (B, M or 1, 2, D / 2), `rotary_table` of the queries' positions.
-            memory: keys and values (B, G, T, D).
-            visible: (B, M, T) or (B, 1, T) bool; None where all of the memory is.
-            own: keys and values (B, G, P, N, D) that only a node itself sees, or the M / P nodes of a block.
+        """(B, M, in_size) -> (B, M, out_size); `rotary` is of the queries' positions, (B, M or 1, 2, D / 2), and the
+        other arguments are those of `attend`.
         """
-        keys, values = memory
         asked = rotate(self._split(self.query(query)), rotary)
-        # Finite, so that a root without anything to see (padding) gives numbers and no NaN.
-        lowest = torch.finfo(asked.dtype).min
-        hidden = (
-            None if visible is None else torch.zeros_like(visible, dtype=asked.dtype).masked_fill_(~visible, lowest)
-        )
-        if own is None:
-            mask = None if hidden is None else hidden[:, None]
-            found = F.scaled_dot_product_attention(asked, keys, values, attn_mask=mask)
-        else:
-            scores = asked @ keys.transpose(-1, -2)
-            if hidden is not None:
-                scores = scores + hidden[:, None]
-            blocks = own[0].shape[2]
-            among = asked.unflatten(2, (blocks, -1)) @ own[0].transpose(-1, -2)
-            scores = torch.cat([scores, among.flatten(2, 3)], dim=-1)
-            weights = (scores.float() * self.head_size**-0.5).softmax(-1).to(values.dtype)
-            count = keys.shape[-2]
-            among = weights[..., count:].unflatten(2, (blocks, -1)) @ own[1]
-            found = weights[..., :count] @ values + among.flatten(2, 3)
-        return self.out(found.transpose(1, 2).flatten(-2))
+        return self.out(attend(asked, memory, visible, own).transpose(1, 2).flatten(-2))
 
     def _split(self, states: Tensor) -> Tensor:
         return states.unflatten(-1, (self.heads, self.head_size)).transpose(1, 2)
+
+
+def attend(asked: Tensor, memory: Memory, visible: Tensor | None, own: Memory | None = None) -> Tensor:
+    """Attention of queries (B, G R, M, D) to the memory and to what is their own -> (B, G R, M, D).
+
+    Args:
+        memory: keys and values (B, G, T, D); R query heads share one of them.
+        visible: (B, M, T) or (B, 1, T) bool; None where all of the memory is.
+        own: keys and values (B, G, P, N, D) that only a node itself sees, or the M / P nodes of a block.
+    """
+    keys, values = memory
+    # Finite, so that a root without anything to see (padding) gives numbers and no NaN.
+    lowest = torch.finfo(asked.dtype).min
+    hidden = None if visible is None else torch.zeros_like(visible, dtype=asked.dtype).masked_fill_(~visible, lowest)
+    if own is None:
+        mask = None if hidden is None else hidden[:, None]
+        grouped = asked.shape[1] != keys.shape[1]
+        return F.scaled_dot_product_attention(asked, keys, values, attn_mask=mask, enable_gqa=grouped)
+    groups, blocks = keys.shape[1], own[0].shape[2]
+    asked = asked.unflatten(1, (groups, -1))
+    shared = asked.shape[2]
+
+    def by_block(rows: Tensor) -> Tensor:
+        """(B, G, R, M, ...) -> (B, G, P, R M / P, ...): the rows that see a block's own."""
+        return rows.unflatten(3, (blocks, -1)).transpose(2, 3).flatten(3, 4)
+
+    def in_order(rows: Tensor) -> Tensor:
+        return rows.unflatten(3, (shared, -1)).transpose(2, 3).flatten(3, 4)
+
+    scores = (asked.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, (shared, -1))
+    if hidden is not None:
+        scores = scores + hidden[:, None, None]
+    scores = torch.cat([scores, in_order(by_block(asked) @ own[0].transpose(-1, -2))], dim=-1)
+    weights = (scores.float() * asked.shape[-1] ** -0.5).softmax(-1).to(values.dtype)
+    count = keys.shape[-2]
+    found = (weights[..., :count].flatten(2, 3) @ values).unflatten(2, (shared, -1))
+    return (found + in_order(by_block(weights[..., count:]) @ own[1])).flatten(1, 2)
 
 
 def rotary_table(positions: Tensor, head_size: int, dtype: torch.dtype) -> Tensor:
@@ -125,13 +139,6 @@ def rotary_table(positions: Tensor, head_size: int, dtype: torch.dtype) -> Tenso
     frequencies = _ROTARY_BASE ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
     angles = positions.unsqueeze(-1) * frequencies
     return torch.stack([angles.cos(), angles.sin()], dim=-2).to(dtype)
-
-
-def rotary_ahead(roots: Tensor, config: ShapeConfig, dtype: torch.dtype, steps: int | None = None) -> Tensor:
-    """`rotary_table` of t - 1, t, ..., t + S - 1 for roots t, (B, P) -> (B, P, S + 1, 2, D / 2)."""
-    assert config.num_heads is not None
-    ahead = torch.arange(-1, steps or config.num_steps, device=roots.device)
-    return rotary_table(roots.unsqueeze(-1) + ahead, config.hidden_size // config.num_heads, dtype)
 
 
 def rotate(states: Tensor, rotary: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class MedusaPredictor(Predictor):
         super().__init__(config)
         size = config.hidden_size
         self.residuals = nn.ModuleList(nn.Linear(size, size) for _ in range(config.num_steps))
-        self._add_read_out(own_heads=config.num_steps if config.own_heads else 0)
+        self._add_read_out(heads=config.num_steps if config.own_heads else 0)
 
     def begin(self, known: Known, root: Tensor | None) -> Carried:
         current = self.current(known)

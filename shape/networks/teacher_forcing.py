@@ -24,7 +24,7 @@ class Texts(NamedTuple):
     """Texts, or the surroundings of single roots, and the roots in them.
 
     Attributes:
-        hidden: (B, T, F) features of h_0..h_{T-1}.
+        hidden: (B, T, F) features of h_0..h_{T-1}, in the end h itself: of `ShapeConfig.target_layers`.
         input_ids, loss_mask: (B, T'), T' >= T, False past a text's end.
         roots: (B, P) int64; padded with 0, which is no root.
     """
@@ -59,7 +59,7 @@ class Examples(NamedTuple):
     mask: Tensor
 
 
-def examples(texts: Texts, window: int, steps: int, hidden_size: int) -> Examples:
+def examples(texts: Texts, window: int, steps: int, hidden_size: int, feature_size: int | None = None) -> Examples:
     """Cut examples out of texts; the windows are cut by the function that decoding uses.
 
     A root that is not eligible (`shape.features.positions.eligible`) gives an example whose mask is False throughout.
@@ -68,6 +68,7 @@ def examples(texts: Texts, window: int, steps: int, hidden_size: int) -> Example
         texts: the last `hidden_size` columns of their features are h.
         window: number W of states before the root.
         steps: number S of steps.
+        feature_size: the first columns of their features, which are read; None reads all.
     """
     hidden, tokens, loss_mask, roots = texts
     batch = torch.arange(len(tokens), device=tokens.device)[:, None, None]
@@ -77,7 +78,7 @@ def examples(texts: Texts, window: int, steps: int, hidden_size: int) -> Example
     is_root = supervised[..., :1] & (roots >= 1)[..., None]
     states = hidden[batch, ahead[..., :-1].clamp(max=hidden.shape[1] - 1), -hidden_size:]
     return Examples(
-        window=windows(hidden, roots, window),
+        window=windows(hidden[..., :feature_size], roots, window),
         tokens=tokens[batch, ahead[..., :-1].clamp(max=tokens.shape[1] - 1)],
         states=states,
         mask=is_root & supervised[..., 1:].cumprod(-1).bool(),
@@ -86,10 +87,12 @@ def examples(texts: Texts, window: int, steps: int, hidden_size: int) -> Example
 
 def known_in(predictor: Predictor, target: Target, texts: Texts, window: Tensor) -> Known:
     """What the network knows at the roots of texts; `window` is theirs."""
-    embeddings = target.embed(texts.input_ids[:, : texts.hidden.shape[1] + 1]) if predictor.memory_shapes else None
+    known_ids = texts.input_ids[:, : texts.hidden.shape[1] + 1]
+    embeddings = predictor.embed(known_ids, target) if predictor.memory_shapes else None
     if embeddings is not None and embeddings.shape[1] == texts.hidden.shape[1]:
         embeddings = F.pad(embeddings, (0, 0, 0, 1))  # behind the text's last token, which no root looks past
-    return known_at(predictor, texts.hidden, embeddings, texts.roots, window)
+    features = texts.hidden[..., : predictor.config.feature_size]
+    return known_at(predictor, features, embeddings, texts.roots, window)
 
 
 class Reader:
@@ -110,7 +113,7 @@ class Reader:
 
     def __call__(self, states: Tensor, embeddings: Tensor | None) -> Tensor:
         """The predictor's logits, (B, P, S, H) -> (B, P, S, K), along tokens whose embeddings are given."""
-        own = self.predictor.heads is not None
+        own = self.predictor.heads
         logits = self.target.logits(states, self.predictor.own_head) if own else self.frozen(states)
         if self.predictor.config.coupling:
             logits = self.predictor.couple(logits, self.predictor.reduced(self._draftable))
@@ -124,7 +127,7 @@ class Reader:
         predictor = self.predictor
         if predictor.config.coupling:  # which needs a step's neighbour
             return self(states, embeddings)[chosen]
-        if predictor.heads is None:
+        if not predictor.heads:
             logits = self.frozen(states[chosen])
         else:
             logits = self.target.logits(states[chosen], partial(predictor.own_head_at, steps=chosen[-1]))
@@ -136,12 +139,12 @@ class Reader:
         vocabulary = self.predictor.draft_vocabulary
         if vocabulary is None:
             vocabulary = torch.arange(self.target.vocab_size, device=self.target.device)
-        return self.target.embed(vocabulary)
+        return self.predictor.embed(vocabulary, self.target)
 
     def greedy(self, known: Known, tokens: Tensor) -> Tensor:
         """The best drafts along true tokens, (B, P, S) int64, as numbers in the draft vocabulary."""
         predictor = self.predictor
-        embeddings = self.target.embed(tokens).to(predictor.dtype) if predictor.reads_tokens else None
+        embeddings = predictor.embed(tokens, self.target).to(predictor.dtype) if predictor.reads_tokens else None
         known = known._replace(window=known.window.to(predictor.dtype))
         return self(predictor.unroll(known, embeddings, tokens.shape[-1]), embeddings).argmax(-1)
 
@@ -172,7 +175,7 @@ def forced_drafts(reader: Reader, text: Stored) -> Forced:
     ids, mask, hidden = text
     roots = eligible(mask, torch.tensor([0, len(ids)])).nonzero()[:, 0]
     whole = Texts(*(each[None].to(target.device) for each in (hidden, ids, mask, roots)))
-    cut = examples(whole, config.window, config.num_steps, target.hidden_size)
+    cut = examples(whole, config.window, config.num_steps, target.hidden_size, config.feature_size)
     best = reader.greedy(known_in(predictor, target, whole, cut.window), cut.tokens)[0]
     ahead = (roots[:, None] + torch.arange(1, config.num_steps + 1)).clamp(max=len(ids) - 1)
     return Forced(roots, (best if vocabulary is None else vocabulary[best]).cpu(), ids[ahead], cut.mask[0].cpu())

@@ -30,6 +30,7 @@ from shape.data.regeneration import regenerate
 from shape.data.statistics import Text
 from shape.drafters import TrainedDrafter
 from shape.features.extraction import compute_features, extract, place, rows_of
+from shape.features.options import with_state
 from shape.features.storage import Storage
 from shape.files import human_bytes
 from shape.generation.answers import LocalBackend
@@ -138,7 +139,7 @@ def _measured(options: TrainOptions, conversations: Sequence[Conversation], text
     """On one device: a batch of answers, their features, some steps, and drafts beside steps of the target."""
     target = preparation.load_target(options, options.trainer.for_extraction())
     tokens, hours = text.conversations * text.tokens, {}
-    steps, layers = cast(int, options.training.steps), options.predictor.feature_layers
+    steps, layers = cast(int, options.training.steps), with_state(options.predictor.feature_layers)
     encode = partial(
         encode_row,
         tokenizer=target.tokenizer,

@@ -251,7 +251,7 @@ class ShapeModule(DrafterModule):
 
     @property
     def layers(self) -> Sequence[int]:
-        return self.predictor.config.feature_layers
+        return self.predictor.config.target_layers
 
     def drafter(self) -> Drafter:
         return TrainedDrafter(cast(Predictor, self.network))
@@ -262,13 +262,15 @@ class ShapeModule(DrafterModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         predictor, texts = self.predictor, self._texts(batch)
-        cut = examples(texts, predictor.config.window, predictor.config.num_steps, predictor.config.hidden_size)
+        config = predictor.config
+        cut = examples(texts, config.window, config.num_steps, config.hidden_size, config.feature_size)
         known, window = texts, cut.window
         if self.options.noise:
             keys = mix(batch.samples + derive_seed(self.seed, batch.step, "noise"))
             known = texts._replace(hidden=add_noise(texts.hidden, keys, self.options.noise, cut.states.shape[-1]))
-            window = windows(known.hidden, known.roots, predictor.config.window)
-        embeddings = self.target.embed(cut.tokens) if predictor.reads_tokens else None
+            read = known.hidden[..., : predictor.config.feature_size]
+            window = windows(read, known.roots, predictor.config.window)
+        embeddings = predictor.embed(cut.tokens, self.target) if predictor.reads_tokens else None
         predicted = predictor.unroll(known_in(predictor, self.target, known, window), embeddings)
         kept = supervised(cut.mask)
         states, true = predicted[kept], cut.states[kept]

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from shape.data.options import AnswerOptions
 from shape.errors import ConfigError
-from shape.features.options import FeatureOptions, StorageOptions
+from shape.features.options import FeatureOptions, StorageOptions, with_state
 from shape.features.trainer import TrainerOptions
 from shape.target.options import TargetOptions
 from shape.verification.tree_shape import TreeShape
@@ -45,7 +45,8 @@ class PredictorOptions:
         refinement_iterations: Sinkhorn iterations.
         refinement_last_update: which marginal is exact in the end.
         dropout: probability.
-        feature_layers: layers of the target that are read; the last is -1.
+        feature_layers: layers of the target that are read; shape's end in -1, and eagle's are by default the published
+            [2, L / 2, L - 3].
         draft_vocab_size: draft from so many of the most frequent tokens only; null drafts from all, auto from as many
             as target and data suggest (`shape.networks.sizing`).
         markov_rank: rank of a bias by the token before, for steps that do not read it; 0 is none.
@@ -328,7 +329,7 @@ class TrainOptions(TargetOptions):
     def feature_options(self) -> FeatureOptions:
         return FeatureOptions(
             max_length=self.max_length,
-            layers=self.predictor.feature_layers,
+            layers=with_state(self.predictor.feature_layers),
             skip_bad_rows=self.skip_bad_rows,
             **asdict(self.extraction),
         )

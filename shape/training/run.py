@@ -145,8 +145,7 @@ def make_module(
     if isinstance(predictor, Predictor):
         if (size := predictor.config.draft_vocab_size) is not None:
             predictor.draft_vocabulary = draft_vocabulary(data.texts(), size, target.vocab_size)
-        if predictor.heads is not None:
-            predictor.adopt_head(target.output_rows(predictor.draft_vocabulary))
+        predictor.adopt(target)
     kind: type[DrafterModule] = DistillModule if config is None else ShapeModule
     module = kind(
         predictor,

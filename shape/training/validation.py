@@ -168,7 +168,7 @@ def forced_and_decoded(
             assert isinstance(out, ShapeOutput)
             text = out.sequences
             mask = torch.arange(text.shape[1]) >= ids.shape[1]
-            features = target.features(text, config.feature_layers)[0]
+            features = target.features(text, config.target_layers)[0]
             texts.append(Stored(text[0].cpu(), mask, features.cpu()))
             emitted, forwards = emitted + out.stats.emitted, forwards + out.stats.forwards
         tokens, steps = teacher_forced(predictor, target, texts)

@@ -1,5 +1,7 @@
 """The parts that trained networks share, against their definitions."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,7 +24,7 @@ def test_every_kind_trains_all_of_its_weights(kind):
     along = torch.randn(2, 3, steps, size)
     states = network.unroll(known, along)
     assert states.shape == (2, 3, steps, size)
-    head = network.own_head if network.heads is not None else torch.nn.Linear(size, 64)
+    head = network.own_head if network.heads else torch.nn.Linear(size, 64)
     logits = network.bias(network.couple(head(states), network.reduced(torch.randn(64, size))), network.reduced(along))
     total = logits.square().mean()
     if network.confidence is not None:
@@ -46,7 +48,7 @@ def test_untrained_heads_draft_what_the_target_says():
     """Medusa's heads start as the target's: all of them say at first what the last known state says."""
     network = predictor(torch.float32, kind="medusa", own_heads=True)
     weight = torch.randn(64, 32)
-    network.adopt_head(weight)
+    network.adopt(SimpleNamespace(output_rows=lambda tokens: weight))
     state = torch.randn(1, 1, 1, 32)
     known = known_at(network, state[:, 0], None, torch.tensor([[1]]), state)
     logits = network.own_head(network.unroll(known, None))
@@ -60,7 +62,12 @@ def test_untrained_heads_draft_what_the_target_says():
         ({"kind": "eagle", "num_layers": 2}, "eagle has 1 decoder layer"),
         ({"kind": "block", "num_layers": 0}, "block at least 1"),
         ({"kind": "medusa", "refinement": "affine"}, "refinement is 'affine', which is SHAPE's"),
-        ({"kind": "block", "own_heads": True, "vocab_size": 9}, "own_heads is for medusa and eagle"),
+        ({"own_heads": True, "vocab_size": 9}, "own_heads and own_embeddings are for the other kinds"),
+        ({"kind": "eagle", "fc_norm": True, "norm_before_fc": True}, "both given"),
+        ({"kind": "medusa", "norm_output": True}, "norm_output is for kind eagle"),
+        ({"kind": "eagle", "transformer_layer_config": {"model_type": "bert"}}, "of model_type 'bert'"),
+        ({"kind": "eagle", "transformer_layer_config": {"hidden_size": 64}}, "give the same"),
+        ({"kind": "eagle", "own_embeddings": True}, "give vocab_size"),
         ({"attention": True, "num_heads": 3}, "num_heads is 3"),
         ({"markov_rank": 4, "step_mode": "recursive", "token_conditioning": "path"}, "markov_rank is 4"),
         ({"coupling": 4}, "give a markov_rank"),
@@ -94,7 +101,7 @@ def test_every_kind_computes_in_mixed_precision_and_in_bfloat16(kind):
     def logits(weights: torch.Tensor) -> torch.Tensor:
         states = network.unroll(known_at(network, features, embeddings, roots, window), along)
         with torch.autocast("cpu", enabled=False):
-            own = network.own_head(states) if network.heads is not None else F.linear(states.to(weights.dtype), weights)
+            own = network.own_head(states) if network.heads else F.linear(states.to(weights.dtype), weights)
             return network.bias(network.couple(own, network.reduced(tokens)), network.reduced(along))
 
     with torch.autocast("cpu", small):

@@ -88,7 +88,7 @@ def test_teacher_forced_acceptance_equals_decoded(store, tiny_target, axes):
         )
         text = out.sequences[0]
         mask = torch.arange(len(text)) >= len(prompt)
-        features = tiny_target.features(text[None], predictor.config.feature_layers)[0]
+        features = tiny_target.features(text[None], predictor.config.target_layers)[0]
         forced = teacher_forced(predictor, tiny_target, [Stored(text, mask, features)])
         assert forced == (out.stats.emitted, out.stats.forwards)
         accepted_any |= out.stats.emitted > out.stats.forwards

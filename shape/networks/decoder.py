@@ -1,0 +1,108 @@
+"""Decoder layers of transformers' own classes, with attention to known positions and to a node's own path.
+
+What transformers has stays as it is: projections, norms, feed-forward part, rotary frequencies, and the names of the
+weights, which are those of published drafters. Only the attention itself is ours: nodes of a tree, or of many roots in
+training, see what is remembered of known positions and what their own path or block has left.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+from shape.networks.layers import Memory, attend, rotate
+
+
+class _Classes(NamedTuple):
+    layer: type[nn.Module]
+    norm: type[nn.Module]
+    rotary: type[nn.Module]
+
+
+_CLASSES = {
+    "llama": _Classes(llama.LlamaDecoderLayer, llama.LlamaRMSNorm, llama.LlamaRotaryEmbedding),
+    "qwen3": _Classes(qwen3.Qwen3DecoderLayer, qwen3.Qwen3RMSNorm, qwen3.Qwen3RotaryEmbedding),
+}
+
+
+class Rotary:
+    """The rotary embedding of a model type, with its scaling; no module, so that no loading and no cast changes it."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        with torch.device("cpu"):  # models are made on the device "meta" when they are loaded
+            module = _CLASSES[config.model_type].rotary(config)
+        self.scaling: float = module.attention_scaling  # type: ignore[assignment]
+        self._frequencies: dict[torch.device, Tensor] = {torch.device("cpu"): module.inv_freq}  # type: ignore[dict-item]
+
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """Cosines and sines, (...) -> (..., 2, D / 2)."""
+        device = positions.device
+        if device not in self._frequencies:
+            self._frequencies[device] = self._frequencies[torch.device("cpu")].to(device)
+        angles = positions.unsqueeze(-1).float() * self._frequencies[device]
+        return (torch.stack([angles.cos(), angles.sin()], dim=-2) * self.scaling).to(dtype)
+
+
+def norm_of(config: PreTrainedConfig, size: int) -> nn.Module:
+    """The model type's RMS norm, of any width."""
+    return _CLASSES[config.model_type].norm(size, eps=config.rms_norm_eps)
+
+
+class DraftAttention(nn.Module):
+    """The parts of a model type's attention, and our own attention on them: grouped heads, biases, norms of queries and
+    keys are the type's.
+
+    Args:
+        stock: transformers' attention, whose parts become this one's.
+        config: of the layer.
+        in_size: width of what queries, keys and values are made from.
+    """
+
+    def __init__(self, stock: nn.Module, config: PreTrainedConfig, in_size: int) -> None:
+        super().__init__()
+        self.head_size: int = stock.head_dim  # type: ignore[assignment]
+        self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(in_size, self.heads * self.head_size, bias=bias)
+        self.k_proj = nn.Linear(in_size, self.key_heads * self.head_size, bias=bias)
+        self.v_proj = nn.Linear(in_size, self.key_heads * self.head_size, bias=bias)
+        self.o_proj: nn.Module = stock.o_proj  # type: ignore[assignment]
+        self.q_norm: nn.Module | None = getattr(stock, "q_norm", None)
+        self.k_norm: nn.Module | None = getattr(stock, "k_norm", None)
+
+    def remember(self, states: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, T, in_size), rotary (B, T or 1, 2, D / 2) -> keys and values (B, G, T, D)."""
+        keys = self._split(self.k_proj(states))
+        keys = keys if self.k_norm is None else self.k_norm(keys)
+        return rotate(keys.transpose(1, 2), rotary), self._split(self.v_proj(states)).transpose(1, 2)
+
+    def forward(
+        self, states: Tensor, rotary: Tensor, memory: Memory, visible: Tensor | None, own: Memory | None = None
+    ) -> Tensor:
+        """(B, M, in_size) -> (B, M, H); the other arguments as of `shape.networks.layers.attend`."""
+        asked = self._split(self.q_proj(states))
+        asked = asked if self.q_norm is None else self.q_norm(asked)
+        found = attend(rotate(asked.transpose(1, 2), rotary), memory, visible, own)
+        return self.o_proj(found.transpose(1, 2).flatten(-2))
+
+    def _split(self, states: Tensor) -> Tensor:
+        return states.unflatten(-1, (-1, self.head_size))
+
+
+class DraftLayer(nn.Module):
+    """The parts of a model type's decoder layer, its attention ours.
+
+    Args:
+        config: of the layer. in_size: width of what attention reads; None is the layer's own.
+    """
+
+    def __init__(self, config: PreTrainedConfig, in_size: int | None = None) -> None:
+        super().__init__()
+        stock = _CLASSES[config.model_type].layer(config, 0)
+        self.self_attn = DraftAttention(stock.self_attn, config, in_size or config.hidden_size)  # type: ignore[arg-type]
+        self.mlp: nn.Module = stock.mlp  # type: ignore[assignment]
+        self.input_layernorm: nn.Module = stock.input_layernorm  # type: ignore[assignment]
+        self.post_attention_layernorm: nn.Module = stock.post_attention_layernorm  # type: ignore[assignment]
