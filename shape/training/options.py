@@ -30,7 +30,7 @@ class PredictorOptions:
         window: known states that the predictor reads.
         intermediate_size: its width; null follows from the target (`shape.networks.sizing`), and is twice its hidden
             size for baselines.
-        num_layers: residual blocks at that width; decoder layers of block.
+        num_layers: residual blocks at that width; residual layers of each of medusa's heads; decoder layers of block.
         attention: SHAPE's steps also attend to all known positions.
         num_heads: attention heads; null makes them 64 wide.
         num_steps: steps that training unrolls.
@@ -53,6 +53,8 @@ class PredictorOptions:
         coupling: keep the steps' marginals under the bias, by a coupling over so many candidates; 0 does not.
         confidence: estimate where the target will agree, for dynamic trees.
         own_heads: output embeddings of medusa's and eagle's own, started from the target's.
+        shared_head: one output embedding of its own for all of medusa's steps.
+        residual_bias: biases in medusa's residual layers.
     """
 
     kind: Literal["shape", "medusa", "eagle", "block", "model"] = "shape"
@@ -79,6 +81,8 @@ class PredictorOptions:
     coupling: int = 0
     confidence: bool = False
     own_heads: bool = False
+    shared_head: bool = False
+    residual_bias: bool = False
 
 
 @dataclass(frozen=True)
