@@ -133,7 +133,7 @@ def run(options: AnalyzeOptions) -> dict[str, Any]:
         first, true = found.predicted[:, 0], found.true[:, 0]
         p = target.logits(true.to(target.dtype)).double().softmax(-1)
         reader = Reader(predictor, target)
-        logits = reader(first[:, None], found.embeddings[:, :1])[:, 0].float()
+        logits = reader(first[:, None], found.tokens[:, :1], found.embeddings[:, :1])[:, 0].float()
         vocabulary = predictor.draft_vocabulary
         q = torch.zeros_like(p) if vocabulary is not None else logits.double().softmax(-1)
         if vocabulary is not None:
@@ -186,7 +186,7 @@ def _predictor(name: str, target: Target, hub: dict[str, Any]) -> Predictor:
     """
     predictor = load_predictor(name, **hub).float().to(target.device)
     TrainedDrafter(predictor).bind(target)
-    if len(predictor.config.feature_layers) > 1:
+    if predictor.config.feature_layers != [-1]:
         raise ConfigError(
             f"predictor {name} reads layers {predictor.config.feature_layers}, and the analysis is of the last; give "
             "a predictor that reads that alone"

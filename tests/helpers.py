@@ -41,6 +41,8 @@ def predictor(dtype=torch.float64, **options) -> Predictor:
     options = {"step_mode": "recursive", "token_conditioning": "path", **options}
     config = ShapeConfig(hidden_size=32, intermediate_size=48, vocab_size=64, **options)
     network = PREDICTORS[config.kind](config).to(dtype).eval()
+    if getattr(network, "mask_embedding", None) is not None:  # as of a target
+        torch.nn.init.normal_(network.mask_embedding)
     for parameter in network.parameters() if loud else ():
         torch.nn.init.normal_(parameter, std=0.3)
     return network
@@ -80,6 +82,12 @@ BASELINES: dict[str, dict] = {
     "medusa": {"kind": "medusa", "own_heads": True},
     "eagle": {"kind": "eagle", "own_heads": True, "feature_layers": [1, 2, -1]},
     "eagle of one layer": {"kind": "eagle"},
+    "eagle of Qwen3's layers": {
+        "kind": "eagle", "feature_layers": [1, 2], "norm_before_residual": True, "fc_norm": True, "norm_output": True,
+        "transformer_layer_config": {
+            "model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        },
+    },
     "block": {"kind": "block", "num_layers": 2},
     "block with Markov bias and confidence": {
         "kind": "block", "feature_layers": [0, -1], "markov_rank": 4, "confidence": True

@@ -125,6 +125,7 @@ def _run(
         # Variants that read other layers than those stored for all, or features stored otherwise, have a folder of
         # their own.
         layers = values.predictor.feature_layers
+        layers = [layers] if layers == "auto" else layers
         apart = set(layers) - {-1, *values.extraction.more_layers}
         otherwise = [f"{option}-{value}" for option, value in changes.get("extraction", {}).items()]
         store = output / "-".join(["features", *(map(str, layers) if apart else []), *otherwise])
@@ -161,8 +162,9 @@ def _nested(change: str) -> dict[str, Any]:
 def _checked(run: Run, target: Target) -> ShapeConfig | None:
     """The network's configuration for this target; None for a language model."""
     with one_sentence(f"variant {run.variant}"):
-        run.options.feature_options().check(target)
-        return network_config(resolve(run.options, size_of(target.model), None), target)
+        options = resolve(run.options, size_of(target.model), None)
+        options.feature_options().check(target)
+        return network_config(options, target)
 
 
 def _require_unchanged(run: Run) -> None:

@@ -10,7 +10,7 @@ from shape.parsing import did_you_mean, summary
 
 GROUPS = {
     "Decode": ("generate", "check", "bench"),
-    "Train": ("train", "joint", "preview", "regenerate", "extract", "recipes"),
+    "Train": ("train", "joint", "preview", "regenerate", "extract", "recipes", "convert"),
     "Evaluate": ("efficiency", "quality", "harness", "report"),
 }
 COMMANDS = tuple(name for names in GROUPS.values() for name in names)

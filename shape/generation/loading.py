@@ -154,7 +154,7 @@ def _config_of(source: str | Path, hub: dict[str, Any]) -> dict[str, Any]:
 def _known_config(source: str | Path, hub: dict[str, Any]) -> dict[str, Any]:
     """Empty for what cannot be read, which is left to its reader."""
     try:
-        return _config_of(source, hub)
+        return dict(_config_of(source, hub))
     except Exception:  # damaged files have errors of many kinds
         return {}
 
@@ -177,11 +177,12 @@ def _target_of(network: Predictor, source: str | Path) -> str:
     return known["name"]
 
 
-def load_predictor(source: str | Path, target: TargetSource | None = None, **hub: Any) -> Predictor:
+def load_predictor(source: str | Path, target: TargetSource | None = None, form: str = "auto", **hub: Any) -> Predictor:
     """A predictor of any kind in eval mode, ours or of another format; `hub` says where it is read.
 
     Args:
         target: tells of another's checkpoint what it leaves open.
+        form: its format, by a name of `shape.networks.formats.table`, or "auto".
 
     Raises:
         CheckpointError: nothing that can be read there, weights that are not those of its configuration, or damage to
@@ -189,9 +190,9 @@ def load_predictor(source: str | Path, target: TargetSource | None = None, **hub
     """
     where = bundled.resolve(str(source))
     with reading(f"predictor {source}", CheckpointError, "give a folder written by shape.train or a hub id"):
-        if format_of(_config_of(source, hub)) is not None:
+        if form != "auto" or format_of(_config_of(source, hub)) is not None:
             given = target if isinstance(target, str | Path | None) else target.config
-            return _sound(load_foreign(where, given, **hub), source)
+            return _sound(load_foreign(where, given, form, **hub), source)
         config = ShapeConfig.from_pretrained(where, **hub)
         shape = typed(TreeShape, config.draft or {})
         if min(size for size in (shape.depth, shape.width, shape.branching, shape.nodes) if size is not None) < 1:

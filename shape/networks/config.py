@@ -76,7 +76,8 @@ class ShapeConfig(PreTrainedConfig):
             order, each of width H: indices into transformers' `hidden_states`, except -1, which is the vector
             that enters the output embedding. With "shape" it has to come last: predictions are residuals on it.
         transformer_layer_config: "eagle" and "block": transformers' configuration of the decoder layers, with its
-            `model_type` (llama, qwen3); the name is that of `speculators`. None makes Llama's of the options below.
+            `model_type` (llama, qwen3); the name is that of `speculators`. None makes
+            Llama's (Qwen3's with "block") of the options below.
         intermediate_size: width M of the predictor; None is the decoder layers', or 2 H.
         num_layers: residual MLP blocks at width M shared by all steps; residual layers of each of Medusa's heads;
             decoder layers of "block" (EAGLE has one).
@@ -118,6 +119,10 @@ class ShapeConfig(PreTrainedConfig):
         residual_bias: "medusa": its residual layers have biases, as FasterDecoding's.
         own_embeddings: an input embedding of its own, (vocab_size, H), that starts as a copy of the target's, where
             tokens are read; without, the target's frozen one is used.
+        mask_token_id: "block": token of the target that fills the places behind x_t; training chooses one.
+        sample_from_anchor: "block": place n of a block drafts the token behind its position (DSpark), so that a block
+            has num_steps places; else the token at its position (DFlash), and it has one more.
+        confidence_head_with_markov: "block": the confidence reads the Markov table too, where there is one.
         norm_before_residual: "eagle": the layer's residual is the normalised state.
         norm_before_fc: "eagle": one norm over all feature layers before they are fused.
         fc_norm: "eagle": a norm for each feature layer before they are fused (EAGLE-3.1).
@@ -162,6 +167,9 @@ class ShapeConfig(PreTrainedConfig):
     shared_head: bool = False
     residual_bias: bool = False
     own_embeddings: bool = False
+    mask_token_id: int | None = None
+    sample_from_anchor: bool = False
+    confidence_head_with_markov: bool = True
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -183,7 +191,14 @@ class ShapeConfig(PreTrainedConfig):
             self.num_heads = heads if self.hidden_size % heads == 0 else 1
         for name, value in _FIXED.get(self.kind, {}).items():
             setattr(self, name, value)
+        if not self.markov_rank:
+            self.confidence_head_with_markov = False
         self.check()
+
+    @property
+    def block_size(self) -> int:
+        """Places of a block, of kind "block"."""
+        return self.num_steps if self.sample_from_anchor else self.num_steps + 1
 
     @property
     def has_decoder_layers(self) -> bool:
@@ -191,7 +206,7 @@ class ShapeConfig(PreTrainedConfig):
 
     def _layers_filled_in(self) -> dict[str, Any]:
         """`transformer_layer_config` with what it leaves open; intermediate_size and num_heads, given, replace its."""
-        layer = {"model_type": "llama", **(self.transformer_layer_config or {})}
+        layer = {"model_type": "llama" if self.kind == "eagle" else "qwen3", **(self.transformer_layer_config or {})}
         if layer["model_type"] not in LAYER_TYPES:
             raise ConfigError(
                 f"transformer_layer_config is of model_type {layer['model_type']!r}: decoder layers can be those of "
@@ -266,6 +281,7 @@ class ShapeConfig(PreTrainedConfig):
         self._check_eagle()
         if self.kind in ("block", "eagle") and (self.num_layers < 1 or (self.kind == "eagle" and self.num_layers > 1)):
             raise ConfigError(f"num_layers is {self.num_layers}: eagle has 1 decoder layer, block at least 1")
+        self._check_block()
         if self.coupling and not self.markov_rank:
             raise ConfigError(f"coupling is {self.coupling}: it corrects a Markov bias, so give a markov_rank")
         if self.markov_rank and self.token_conditioning == "path":
@@ -316,6 +332,23 @@ class ShapeConfig(PreTrainedConfig):
             raise ConfigError(f"{', '.join(given)} is for kind medusa: leave it out with kind {self.kind!r}")
         if self.shared_head and not self.own_heads:
             raise ConfigError("shared_head is for own_heads: give both, or neither to use the target's head")
+
+    def _check_block(self) -> None:
+        if self.kind != "block":
+            if self.mask_token_id is not None or self.sample_from_anchor:
+                raise ConfigError(
+                    f"mask_token_id and sample_from_anchor are for kind block: leave them out with kind {self.kind!r}"
+                )
+            return
+        if self.coupling:
+            raise ConfigError(f"coupling is {self.coupling}: kind block learns its Markov table without; use 0")
+        if self.markov_rank and self.vocab_size is None:
+            raise ConfigError("markov_rank makes a table of each token of the target: give vocab_size")
+        kinds = (self.transformer_layer_config or {}).get("layer_types") or []
+        if any(kind != "full_attention" for kind in kinds):
+            raise ConfigError(
+                f"transformer_layer_config has layer_types {sorted(set(kinds))}: kind block has full attention only"
+            )
 
     def _check_eagle(self) -> None:
         given = [name for name in _EAGLE if getattr(self, name)]

@@ -5,7 +5,7 @@ weights, which are those of published drafters. Only the attention itself is our
 training, see what is remembered of known positions and what their own path or block has left.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,37 @@ _CLASSES = {
     "llama": _Classes(llama.LlamaDecoderLayer, llama.LlamaRMSNorm, llama.LlamaRotaryEmbedding),
     "qwen3": _Classes(qwen3.Qwen3DecoderLayer, qwen3.Qwen3RMSNorm, qwen3.Qwen3RotaryEmbedding),
 }
+
+
+_SCALINGS = ("default", "linear", "llama3", "yarn")
+
+
+def layers_like(target: PreTrainedConfig) -> dict[str, Any]:
+    """`ShapeConfig.transformer_layer_config` with the geometry of a target: heads, their size and grouping, width of the
+    feed-forward part, epsilon, and rotary parameters as far as they do not change with the text. The model type is the
+    kind's: published drafters, and the engines that load them, have its layers whatever the target is.
+    """
+    ropes = getattr(target, "rope_parameters", None) or {}
+    rope = ropes.get("full_attention") or ropes  # of targets with several kinds of layers
+    rope = {name: value for name, value in rope.items() if name not in ("partial_rotary_factor", "mrope_section")}
+    if rope.get("rope_type", "default") not in _SCALINGS:
+        rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
+    found = {
+        "hidden_act": "silu",
+        "rope_parameters": rope if "rope_theta" in rope else None,
+    }
+    names = (
+        "hidden_size",
+        "vocab_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "max_position_embeddings",
+    )
+    found |= {name: getattr(target, name, None) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 class Rotary:

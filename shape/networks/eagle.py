@@ -18,6 +18,7 @@ class EaglePredictor(Predictor):
     (section 3.1), the layer reads that beside the token, each normalised, and training unrolls it on its own outputs
     with the attention of decoding ("training-time test", section 3.2): a later step sees the true features of known
     positions and its own outputs behind them. `own_heads` gives it a trained output embedding, as published ones have.
+    Training leaves out positions whose likeliest token is outside the draft vocabulary, as SafeAILab's and SpecForge's.
     With `feature_layers` [-1] and a loss on states it is EAGLE-1 with this layer.
 
     The layer's position is that of h_i, as in vLLM; speculators counts from one, which rotary positions, relative as
@@ -25,6 +26,7 @@ class EaglePredictor(Predictor):
     """
 
     kind = "eagle"
+    learns_draftable_alone = True
 
     def __init__(self, config: ShapeConfig) -> None:
         super().__init__(config)

@@ -4,6 +4,7 @@ What each rule was measured by is in `eval/results/sizes`; docs/train.md explain
 
 - **Draft vocabulary**: the tokens that make up 99.5 % of the answers, from 2,048 to a quarter of the target's, and at
   most 32,768. Reading the output embedding is most of what a small drafter costs, in decoding and in training.
+- **Layers that are read**, of eagle: those of the published checkpoints, [2, L / 2, L - 3].
 - **Width**: so that the network has a twenty-fifth of the weights that a step of the target reads. Acceptance length
   grows with about the 0.04th power of the width, which is lost again where the network costs some 4 % of a step. Never
   below 512 (or twice the hidden size, if that is less): small targets are bound by calls and not by bytes. Never above
@@ -47,6 +48,16 @@ def draft_vocab_size(size: Size, text: Text | None) -> int | None:
     most = max(_SMALLEST_VOCABULARY, min(size.vocab_size // _VOCABULARY_SHARE, _LARGEST_VOCABULARY))
     wanted = most if text is None or text.covering is None else text.covering
     return min(max(-(-wanted // _VOCABULARY_UNIT) * _VOCABULARY_UNIT, _SMALLEST_VOCABULARY), most)
+
+
+def feature_layers(num_layers: int) -> list[int]:
+    """A low, a middle and a high layer, as SafeAILab's, SpecForge's and vLLM's EAGLE-3 read; of a target too small for
+    these, the first, the middle and the one before the last.
+    """
+    published = [2, num_layers // 2, num_layers - 3]
+    if num_layers > 6:
+        return published
+    return sorted({layer for layer in (1, num_layers // 2, num_layers - 1) if 0 < layer < num_layers}) or [-1]
 
 
 def draft_vocabulary(texts: Iterable[tuple[Tensor, Tensor]], size: int, vocab_size: int) -> Tensor:

@@ -17,6 +17,7 @@ class Size:
         attention: operations per token and token before it.
         vocab_size: tokens of the vocabulary.
         positions: longest text; None has no limit.
+        config: of the text model, where the size was counted from one.
     """
 
     parameters: float
@@ -25,6 +26,7 @@ class Size:
     attention: float = 0.0
     vocab_size: int = 0
     positions: int | None = None
+    config: PretrainedConfig | None = None
 
     @property
     def read(self) -> float:
@@ -55,4 +57,5 @@ def size_of(target: PretrainedConfig | PreTrainedModel, trust_remote_code: bool 
         attention=4.0 * width * text.num_hidden_layers,
         vocab_size=text.vocab_size,
         positions=getattr(text, "max_position_embeddings", None),
+        config=text,
     )

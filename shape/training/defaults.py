@@ -16,6 +16,7 @@ from shape.errors import ConfigError
 from shape.features.options import longest
 from shape.networks import sizing
 from shape.networks.config import ShapeConfig
+from shape.networks.decoder import layers_like
 from shape.target.model import Target
 from shape.target.size import Size
 from shape.training.options import TrainOptions
@@ -42,6 +43,9 @@ def resolve(options: TrainOptions, size: Size, text: Text | None) -> TrainOption
     if predictor.draft_vocab_size == "auto":
         drafted = None if predictor.kind == "model" else sizing.draft_vocab_size(size, text)
         predictor = replace(predictor, draft_vocab_size=drafted)
+    if predictor.feature_layers == "auto":
+        count = 0 if size.config is None else size.config.num_hidden_layers
+        predictor = replace(predictor, feature_layers=sizing.feature_layers(count))
     if predictor.intermediate_size is None and predictor.kind == "shape":
 
         def parameters(width: int) -> int:
@@ -61,6 +65,24 @@ def resolve(options: TrainOptions, size: Size, text: Text | None) -> TrainOption
     )
 
 
+def mask_token(target: Target) -> int:
+    """The token that fills a block: the tokenizer's mask token, else a row of the embedding behind its last token,
+    else the padding, end or unknown token; the choice of speculators.
+    """
+    tokenizer = target.tokenizer
+    if (mask := tokenizer.mask_token_id) is not None:
+        return mask
+    if len(tokenizer) < target.vocab_size:
+        return len(tokenizer)
+    known = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id)
+    found = next((token for token in known if token is not None), None)
+    if found is None:
+        raise ConfigError(
+            f"target {target.name} has no mask, padding, end or unknown token: give predictor.mask_token_id"
+        )
+    return found
+
+
 def network_config(options: TrainOptions, target: Target | Size) -> ShapeConfig | None:
     """The network's configuration for this target; None for a language model.
 
@@ -75,6 +97,14 @@ def network_config(options: TrainOptions, target: Target | Size) -> ShapeConfig 
             f"predictor.draft_vocab_size is {given['draft_vocab_size']}, and the target has {target.vocab_size} "
             "tokens; give fewer, or null"
         )
+    if options.predictor.kind in ("eagle", "block") and target.config is not None:
+        given["transformer_layer_config"] = {
+            **layers_like(target.config),
+            "num_hidden_layers": options.predictor.num_layers,
+            **(given["transformer_layer_config"] or {}),
+        }
+    if options.predictor.kind == "block" and given["mask_token_id"] is None and isinstance(target, Target):
+        given["mask_token_id"] = mask_token(target)
     return ShapeConfig(
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,

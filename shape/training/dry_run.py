@@ -30,7 +30,6 @@ from shape.data.regeneration import regenerate
 from shape.data.statistics import Text
 from shape.drafters import TrainedDrafter
 from shape.features.extraction import compute_features, extract, place, rows_of
-from shape.features.options import with_state
 from shape.features.storage import Storage
 from shape.files import human_bytes
 from shape.generation.answers import LocalBackend
@@ -60,8 +59,8 @@ def dry_run(options: TrainOptions) -> str:
     options.check()
     config = read_config(options.target, **of_target(options))
     size, dtype = size_of(config, options.trust_remote_code), _dtype(options, config)
-    options.feature_options().check_for(options.target, size.positions, config.get_text_config().num_hidden_layers)
     first = resolve(options, size, None)
+    first.feature_options().check_for(options.target, size.positions, config.get_text_config().num_hidden_layers)
     network_config(first, size)
     conversations = preparation.load_data(options)
     held_out = set() if preparation.validation_data(options) else preparation.held_out_numbers(options, conversations)
@@ -139,7 +138,7 @@ def _measured(options: TrainOptions, conversations: Sequence[Conversation], text
     """On one device: a batch of answers, their features, some steps, and drafts beside steps of the target."""
     target = preparation.load_target(options, options.trainer.for_extraction())
     tokens, hours = text.conversations * text.tokens, {}
-    steps, layers = cast(int, options.training.steps), with_state(options.predictor.feature_layers)
+    steps, layers = cast(int, options.training.steps), options.feature_options().layers
     encode = partial(
         encode_row,
         tokenizer=target.tokenizer,

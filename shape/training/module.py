@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import pytorch_lightning as pl
 import torch
-import torch.nn.functional as F
 from pytorch_lightning.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -31,12 +30,13 @@ from shape.networks.teacher_forcing import Examples, Reader, Texts, examples, kn
 from shape.target.model import Target
 from shape.training.batches import Batch
 from shape.training.checkpoints import require_same_run
-from shape.training.losses import supervised, weighted_loss
+from shape.training.losses import acceptance_loss, agreement_loss, supervised, weighted_loss
 from shape.training.optimization import learning_rate_factor, parameter_groups
 from shape.training.options import Losses, TrainingOptions
 from shape.training.order import derive_seed
 from shape.verification.noise import mix
 
+_POSITIONS = 64  # of which all tokens' logits are held at once, for each text
 _ADAM_BETAS = (0.9, 0.95)
 
 
@@ -272,23 +272,29 @@ class ShapeModule(DrafterModule):
             window = windows(read, known.roots, predictor.config.window)
         embeddings = predictor.embed(cut.tokens, self.target) if predictor.reads_tokens else None
         predicted = predictor.unroll(known_in(predictor, self.target, known, window), embeddings)
-        kept = supervised(cut.mask)
+        learned = cut.mask
+        if predictor.learns_draftable_alone and predictor.draft_vocabulary is not None:
+            learned = learned & draftable(self.target, predictor.draft_vocabulary, texts, config.num_steps)
+        kept = supervised(learned)
         states, true = predicted[kept], cut.states[kept]
         predicted_logits = target_logits = None
         measuring = (self.global_step + 1) % self.log_every == 0
-        if self.losses.on_logits or predictor.confidence is not None or measuring:
-            predicted_logits = self._reader.at(kept, predicted, embeddings)
+        if self.losses.on_logits or predictor.config.confidence or measuring:
+            predicted_logits = self._reader.at(kept, predicted, cut.tokens, embeddings)
             with torch.no_grad():
                 target_logits = self._reader.frozen(true)
         output = self.target.output_rows(predictor.draft_vocabulary) if self.losses.sinkhorn > 0 else None
         whole = batch.whole(predictor.config.num_steps)
         loss, parts = weighted_loss(self.losses, states, true, predicted_logits, target_logits, kept[-1], output, whole)
-        if predictor.confidence is not None and embeddings is not None:
+        if predictor.config.confidence and embeddings is not None:
             assert predicted_logits is not None and target_logits is not None
-            agree = predicted_logits.argmax(-1) == target_logits.argmax(-1)
-            estimate = predictor.estimate(states.detach(), embeddings[kept]).float()
-            summed = F.binary_cross_entropy_with_logits(estimate, agree.float(), reduction="sum")
-            parts["confidence"] = summed / max(len(whole), 1)
+            along, logits = (cut.tokens[kept], embeddings[kept]), (predicted_logits, target_logits)
+            if predictor.confidence_learns == "acceptance":
+                estimate = predictor.estimate(states, *along)
+                parts["confidence"] = acceptance_loss(self.losses, estimate, *logits, kept[-1], whole)
+            else:
+                estimate = predictor.estimate(states.detach(), *along)
+                parts["confidence"] = agreement_loss(estimate, *logits, len(whole))
             loss = loss + parts["confidence"]
         if measuring and predicted_logits is not None:
             drafts = torch.full_like(cut.tokens, -1)
@@ -310,6 +316,18 @@ class ShapeModule(DrafterModule):
         in_a_row = (agree & cut.mask).cumprod(-1).sum(-1)
         self.acceptance_length(1.0 + in_a_row[cut.mask[..., 0]])
         log("train/chain_AL", self.acceptance_length, prog_bar=True)
+
+
+@torch.no_grad()
+def draftable(target: Target, vocabulary: Tensor, texts: Texts, steps: int) -> Tensor:
+    """Where the target's likeliest token is one of a draft vocabulary, (K,): of h_t..h_{t+S-1}, (B, P, S) bool."""
+    states = texts.hidden[..., -target.hidden_size :].to(target.dtype)
+    best = torch.cat([target.logits(some).argmax(-1) for some in states.split(_POSITIONS, dim=1)], dim=1)
+    drafted = torch.zeros(target.vocab_size, dtype=torch.bool, device=best.device)
+    drafted[vocabulary.to(best.device)] = True
+    ahead = texts.roots[..., None] + torch.arange(steps, device=texts.roots.device)
+    rows = torch.arange(len(best), device=best.device)[:, None, None]
+    return drafted[best][rows, ahead.clamp(max=best.shape[1] - 1)]
 
 
 def computed_texts(target: Target, batch: Batch, layers: Sequence[int], device: torch.device) -> Texts:

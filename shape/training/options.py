@@ -45,8 +45,9 @@ class PredictorOptions:
         refinement_iterations: Sinkhorn iterations.
         refinement_last_update: which marginal is exact in the end.
         dropout: probability.
-        feature_layers: layers of the target that are read; shape's end in -1, and eagle's are by default the published
-            [2, L / 2, L - 3].
+        feature_layers: layers of the target that are read, shape's with -1 in the end; auto is a low, a middle and a
+            high one, as published for EAGLE-3 (`shape.networks.sizing`).
+        transformer_layer_config: of eagle's and block's decoder layers, what differs from the target's geometry.
         draft_vocab_size: draft from so many of the most frequent tokens only; null drafts from all, auto from as many
             as target and data suggest (`shape.networks.sizing`).
         markov_rank: rank of a bias by the token before, for steps that do not read it; 0 is none.
@@ -55,6 +56,12 @@ class PredictorOptions:
         own_heads: output embeddings of medusa's and eagle's own, started from the target's.
         shared_head: one output embedding of its own for all of medusa's steps.
         residual_bias: biases in medusa's residual layers.
+        own_heads: output embeddings of its own, started from the target's.
+        own_embeddings: input embeddings of its own, started from the target's.
+        mask_token_id: token of the target that fills block's places; null chooses one (`shape.training.defaults`).
+        sample_from_anchor: block's first place drafts too (DSpark), or only those behind it (DFlash).
+        confidence_head_with_markov: block's confidence reads the Markov table too.
+        norm_before_residual, norm_before_fc, fc_norm, norm_output: EAGLE-3's and 3.1's variants.
     """
 
     kind: Literal["shape", "medusa", "eagle", "block", "model"] = "shape"
@@ -75,7 +82,8 @@ class PredictorOptions:
     refinement_iterations: int = 10
     refinement_last_update: Literal["column", "row"] = "row"
     dropout: float = 0.0
-    feature_layers: list[int] = field(default_factory=lambda: [-1])
+    feature_layers: list[int] | Literal["auto"] = field(default_factory=lambda: [-1])
+    transformer_layer_config: dict[str, Any] | None = None
     draft_vocab_size: int | Literal["auto"] | None = "auto"
     markov_rank: int = 64
     coupling: int = 0
@@ -83,6 +91,14 @@ class PredictorOptions:
     own_heads: bool = False
     shared_head: bool = False
     residual_bias: bool = False
+    own_embeddings: bool = False
+    mask_token_id: int | None = None
+    sample_from_anchor: bool = False
+    confidence_head_with_markov: bool = True
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
 
 
 @dataclass(frozen=True)
@@ -331,9 +347,11 @@ class TrainOptions(TargetOptions):
                 raise ConfigError(f"the logger {name} is not installed; pip install {name}, or give another --logger")
 
     def feature_options(self) -> FeatureOptions:
+        """Of resolved options, whose layers are known."""
+        layers = self.predictor.feature_layers
         return FeatureOptions(
             max_length=self.max_length,
-            layers=with_state(self.predictor.feature_layers),
+            layers=[-1] if layers == "auto" else with_state(layers),
             skip_bad_rows=self.skip_bad_rows,
             **asdict(self.extraction),
         )

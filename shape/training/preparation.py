@@ -74,8 +74,9 @@ def prepare(runs: Sequence[TrainOptions], home: Storage) -> Material:
         raise DataError(f"target {target.name} has no tokenizer, and conversations are text; put one into its folder")
     size = size_of(target.model)
     for run in runs:
-        run.feature_options().check(target)
-        network_config(resolve(run, size, None), target)
+        first = resolve(run, size, None)
+        first.feature_options().check(target)
+        network_config(first, target)
     prompts = _measurement_prompts(options)  # read early, so that a bad file stops the run before the work
     conversations = load_data(options)
     refuse_others(home, target)

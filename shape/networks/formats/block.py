@@ -11,7 +11,7 @@ import torch
 from shape.errors import CheckpointError
 from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
-from shape.networks.formats.files import Checkpoint, Weights
+from shape.networks.formats.files import Checkpoint, Weights, architectures
 from shape.networks.formats.layers import (
     drafted,
     layers_of,
@@ -23,13 +23,12 @@ from shape.networks.formats.layers import (
 )
 from shape.networks.formats.targets import TargetFacts
 
-_DSPARK = ("Qwen3DSparkModel", "DSparkDraftModel")
+_DSPARK = {"Qwen3DSparkModel", "DSparkDraftModel"}
 _MASK = "mask_embedding"  # ours alone: the target's embedding of a token
 
 
 def recognise(config: dict[str, Any]) -> bool:
-    named = {*(config.get("architectures") or ())} & {"DFlashDraftModel", *_DSPARK}
-    return bool(named) or "dflash_config" in config
+    return bool(architectures(config) & {"DFlashDraftModel", *_DSPARK}) or "dflash_config" in config
 
 
 def read(checkpoint: Checkpoint, target: TargetFacts) -> tuple[ShapeConfig, Weights]:
@@ -37,7 +36,7 @@ def read(checkpoint: Checkpoint, target: TargetFacts) -> tuple[ShapeConfig, Weig
     config = {**checkpoint.config, **(checkpoint.config.get("dflash_config") or {})}
     if not (chosen := config.get("target_layer_ids")):
         raise CheckpointError("its configuration has no target_layer_ids, the layers that it reads")
-    dspark = bool({*(config.get("architectures") or ())} & {*_DSPARK}) or bool(config.get("markov_rank"))
+    dspark = bool(architectures(config) & _DSPARK) or bool(config.get("markov_rank"))
     config.setdefault("sample_from_anchor", dspark)
     return _read(Checkpoint(config, checkpoint.weights), config, [layer + 1 for layer in chosen])
 
@@ -63,7 +62,8 @@ def _read(checkpoint: Checkpoint, language_model: dict[str, Any], chosen: list[i
     weights = take_vocabulary(checkpoint.weights, vocab_size)
     own_embeddings = "embed_tokens.weight" in weights
     if not own_embeddings:  # of the target, when there is one
-        weights[_MASK] = torch.full((layers["hidden_size"],), torch.nan, dtype=weights["fc.weight"].dtype)
+        dtype = next(weight.dtype for weight in weights.values() if weight.is_floating_point())
+        weights[_MASK] = torch.full((layers["hidden_size"],), torch.nan, dtype=dtype)
     made = ShapeConfig(
         kind="block",
         hidden_size=layers["hidden_size"],

@@ -5,7 +5,7 @@ from typing import Any
 from shape.errors import CheckpointError
 from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
-from shape.networks.formats.files import Checkpoint, Weights
+from shape.networks.formats.files import Checkpoint, Weights, architectures
 from shape.networks.formats.layers import (
     drafted,
     layers_of,
@@ -25,7 +25,7 @@ _ORIGINAL, _OURS = "midlayer.", "layers.0."
 
 def recognise(config: dict[str, Any]) -> bool:
     """SafeAILab's configurations are those of a Llama with a draft vocabulary."""
-    named = any("eagle3" in name.lower() for name in config.get("architectures") or ())
+    named = any("eagle3" in name.lower() for name in architectures(config))
     return named or (config.get("model_type") == "llama" and "draft_vocab_size" in config)
 
 

@@ -32,6 +32,12 @@ def read_config(source: str | Path, **hub: Any) -> dict[str, Any]:
     return PretrainedConfig.get_config_dict(str(source), **hub)[0]
 
 
+def architectures(config: dict[str, Any]) -> set[str]:
+    """Names of the classes that a configuration is for."""
+    given = config.get("architectures")
+    return {str(name) for name in given} if isinstance(given, list) else set()
+
+
 def read_checkpoint(source: str | Path, **hub: Any) -> Checkpoint:
     """Configuration and weights of a folder or hub repository.
 

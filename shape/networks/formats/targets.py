@@ -22,25 +22,21 @@ class TargetFacts:
     architectures: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, target: str | Path | PretrainedConfig | None, name: str = "", **hub: Any) -> "TargetFacts":
+    def of(cls, target: str | Path | PretrainedConfig, **hub: Any) -> "TargetFacts":
         """Of a folder, hub id or configuration.
 
         Raises:
             CheckpointError: it cannot be read.
         """
-        if target is None:
-            return cls()
-        if not isinstance(target, PretrainedConfig):
+        if isinstance(target, PretrainedConfig):
+            config, name = target, target.name_or_path or ""
+        else:
+            name = bundled.resolve(str(target))
             with reading(f"target {target}", CheckpointError, "give its folder or hub id"):
-                name, target = str(target), AutoConfig.from_pretrained(bundled.resolve(str(target)), **hub)
-        text = target.get_text_config()
-        return cls(
-            name or target.name_or_path,
-            text.num_hidden_layers,
-            text.vocab_size,
-            getattr(text, "max_position_embeddings", None),
-            tuple(target.architectures or ()),
-        )
+                config = AutoConfig.from_pretrained(name, **hub)
+        text = config.get_text_config()
+        positions = getattr(text, "max_position_embeddings", None)
+        return cls(name, text.num_hidden_layers, text.vocab_size, positions, tuple(config.architectures or ()))
 
     def layers(self) -> int:
         """How many it has.
