@@ -35,6 +35,7 @@ from shape.evaluation.runner import until_end
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
 
+_LAYERS = "[1, 3, 5]"  # that any of them reads
 _SHIPPED = "quickstart-shape"
 _ANSWERS = Path(__file__).parent / "reference" / "answers.py"
 
@@ -174,8 +175,9 @@ class Parity:
             options = {"shape": {"predictor": _SHIPPED}}
             return _SHIPPED, {"speculative_config": proposer, "additional_config": options}, []
         trained, exported = self.work / name, self.work / f"{name}-{served.form}"
-        limit = ["--training.max_minutes", f"{self.options.minutes:g}"]
-        train = ["shape.train", "--config", f"configs/{served.config}", *limit, "--output", str(trained)]
+        train = ["shape.train", "--config", f"configs/{served.config}", "--output", str(trained)]
+        train += ["--training.max_minutes", f"{self.options.minutes:g}", "--measurement.limit", "0"]
+        train += ["--features", str(self.work / "features"), "--extraction.more_layers", _LAYERS]  # the same for all
         convert = ["shape.convert", str(trained), "--to", served.form, "--output", str(exported)]
         for arguments, made in ((train, trained), (convert, exported)):
             if not (made / "config.json").exists():
