@@ -20,17 +20,17 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from eval import ablate, analyze, commands, latency
+from eval import ablate, analyze, commands, latency, quality
 from eval.found import Found
 from eval.paper_tables import LOOKAHEAD, NUMBERS, Table, is_missing, made, render
 from shape import bundled
 from shape.data.conversations import evenly
 from shape.data.reading import load_prompts
 from shape.errors import ConfigError, ShapeError
-from shape.evaluation import efficiency, quality
+from shape.evaluation import efficiency
 from shape.evaluation.bench import bench, named_predictors
 from shape.evaluation.environment import Environment
-from shape.evaluation.options import BenchOptions, EfficiencyOptions, QualityOptions
+from shape.evaluation.options import BenchOptions, EfficiencyOptions
 from shape.evaluation.speed import measure_in
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.loading import load_predictor
@@ -148,7 +148,7 @@ def _batches(options: TablesOptions, folder: Path) -> object:
 
 def _quality(options: TablesOptions, folder: Path, **more: Any) -> object:
     return quality.run(
-        QualityOptions(
+        quality.QualityOptions(
             output=str(folder),
             predictor=_first(options),
             encoder=options.encoder,

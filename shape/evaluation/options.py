@@ -1,9 +1,8 @@
-"""What the commands that measure can be asked for: bench, check, efficiency and quality. Nothing heavy is imported."""
+"""What the commands that measure can be asked for: bench, check and efficiency. Nothing heavy is imported."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from shape.evaluation.sandbox import Limits
 from shape.generation.options import TrsParameters, TypicalParameters
 from shape.target.options import PairOptions
 from shape.verification.tree_shape import TreeShape
@@ -154,55 +153,4 @@ class EfficiencyOptions(PairOptions):
     batch_size: list[int] | int = 1
     drafter: list[str] = field(default_factory=lambda: ["ngram"])
     prepacked: bool | None = None
-    label: str = ""
-
-
-@dataclass
-class QualityOptions(PairOptions):
-    """What to measure.
-
-    Args:
-        output: folder for quality.json, quality.md and answers.jsonl.
-        predictor: folder, hub id or bundled name of a trained predictor.
-        target: path or hub id; default: the predictor's own.
-        prompts: JSON lines of prompts, one file or several; default: the bundled bench split.
-        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
-        limit: prompts of each file, evenly chosen; default: all.
-        max_new_tokens: longest answer.
-        methods: ways of decoding, of autoregressive, shape, typical-lossy, trs-lossy, rejection, traversal,
-            drafter-alone, beam.
-        temperature: every method writes at each; 0 is greedy, and the only one of beam. One, or several.
-        typical_lossy: parameters of the rule typical-lossy.
-        trs_lossy: parameters of the rule trs-lossy.
-        beams: of beam search.
-        encoder: folder or hub id of a Hugging Face encoder (or decoder) that compares texts; without one nothing does.
-        run_code: run the programs that answer prompts with tests, which is UNTRUSTED CODE, written by a model: with
-            limits, and cut off as far as this machine allows (see shape/evaluation/sandbox.py).
-        limits: of each program.
-        timed: also report speed; only means something on a machine that does nothing else.
-        seed: of the sampling, for the first prompt; the others count up.
-        dtype: of the target.
-        label: heading of the table.
-    """
-
-    output: str = "quality-results"
-    predictor: str = "quickstart-shape"
-    target: str | None = None
-    prompts: list[str] | str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    limit: int | None = None
-    max_new_tokens: int = 128
-    methods: list[str] = field(
-        default_factory=lambda: ["autoregressive", "shape", "typical-lossy", "trs-lossy", "drafter-alone"]
-    )
-    temperature: list[float] | float = field(default_factory=lambda: [0.0, 1.0])
-    typical_lossy: TypicalParameters = field(default_factory=TypicalParameters)
-    trs_lossy: TrsParameters = field(default_factory=TrsParameters)
-    beams: int = 4
-    encoder: str | None = None
-    run_code: bool = False
-    limits: Limits = field(default_factory=Limits)
-    timed: bool = False
-    seed: int = 0
-    dtype: str | None = None
     label: str = ""
