@@ -48,12 +48,11 @@ from shape.evaluation.results import AUTOREGRESSIVE
 from shape.evaluation.runner import Run, Runner, by_decoder, by_transformers, rotated, sampling
 from shape.features.store import Stored
 from shape.generation.decoder import ShapeDecoder
-from shape.generation.options import TrsParameters, TypicalParameters
+from shape.generation.options import RuleOptions
 from shape.generation.rules import RULES, Match, Rule, TrsLossy, make_rule
 from shape.networks.teacher_forcing import Reader, forced_drafts
 from shape.target.loading import of_pair, recorded
 from shape.target.model import announce
-from shape.target.options import PairOptions
 
 SHAPE, ALONE, BEAM = "shape", "drafter-alone", "beam"
 TOO_LONG = "a prompt and its answer exceed the target's positions"
@@ -61,7 +60,7 @@ MODES = (AUTOREGRESSIVE, SHAPE, *(name for name in RULES if name != Match.name),
 
 
 @dataclass
-class QualityOptions(PairOptions):
+class QualityOptions(RuleOptions):
     """What to measure.
 
     Args:
@@ -69,14 +68,11 @@ class QualityOptions(PairOptions):
         predictor: folder, hub id or bundled name of a trained predictor.
         target: path or hub id; default: the predictor's own.
         prompts: JSON lines of prompts, one file or several; default: the bundled bench split.
-        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
         limit: prompts of each file, evenly chosen; default: all.
         max_new_tokens: longest answer.
         methods: ways of decoding, of autoregressive, shape, typical-lossy, trs-lossy, rejection, traversal,
             drafter-alone, beam.
         temperature: every method writes at each; 0 is greedy, and the only one of beam. One, or several.
-        typical_lossy: parameters of the rule typical-lossy.
-        trs_lossy: parameters of the rule trs-lossy.
         beams: of beam search.
         encoder: folder or hub id of a Hugging Face encoder (or decoder) that compares texts; without one nothing does.
         run_code: run the programs that answer prompts with tests, which is UNTRUSTED CODE, written by a model: with
@@ -84,7 +80,6 @@ class QualityOptions(PairOptions):
         limits: of each program.
         timed: also report speed; only means something on a machine that does nothing else.
         seed: of the sampling, for the first prompt; the others count up.
-        dtype: of the target.
         label: heading of the table.
     """
 
@@ -92,22 +87,18 @@ class QualityOptions(PairOptions):
     predictor: str = "quickstart-shape"
     target: str | None = None
     prompts: list[str] | str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     limit: int | None = None
     max_new_tokens: int = 128
     methods: list[str] = field(
         default_factory=lambda: ["autoregressive", "shape", "typical-lossy", "trs-lossy", "drafter-alone"]
     )
     temperature: list[float] | float = field(default_factory=lambda: [0.0, 1.0])
-    typical_lossy: TypicalParameters = field(default_factory=TypicalParameters)
-    trs_lossy: TrsParameters = field(default_factory=TrsParameters)
     beams: int = 4
     encoder: str | None = None
     run_code: bool = False
     limits: Limits = field(default_factory=Limits)
     timed: bool = False
     seed: int = 0
-    dtype: str | None = None
     label: str = ""
 
 
