@@ -22,6 +22,7 @@ import torch
 from tqdm import tqdm
 
 from eval import commands
+from eval.commands import write_results
 from shape import bundled
 from shape.data.conversations import evenly
 from shape.data.reading import load_prompts
@@ -29,7 +30,6 @@ from shape.drafters import TreeShape
 from shape.errors import ConfigError, ShapeError
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import Estimate, Sums, over_prompts, ratio
-from shape.evaluation.files import write_results
 from shape.evaluation.markdown import DASH, Table, markdown, share, show
 from shape.evaluation.runner import until_end
 from shape.generation.decoder import ShapeDecoder
