@@ -41,6 +41,8 @@ def predictor(dtype=torch.float64, **options) -> Predictor:
     options = {"step_mode": "recursive", "token_conditioning": "path", **options}
     config = ShapeConfig(hidden_size=32, intermediate_size=48, vocab_size=64, **options)
     network = PREDICTORS[config.kind](config).to(dtype).eval()
+    if getattr(network, "mask_embedding", None) is not None:  # as of a target
+        torch.nn.init.normal_(network.mask_embedding)
     for parameter in network.parameters() if loud else ():
         torch.nn.init.normal_(parameter, std=0.3)
     return network
@@ -86,9 +88,10 @@ BASELINES: dict[str, dict] = {
             "model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
         },
     },
-    "block": {"kind": "block", "num_layers": 2},
+    "block": {"kind": "block", "num_layers": 2, "mask_token_id": 5},
     "block with Markov bias and confidence": {
-        "kind": "block", "feature_layers": [0, -1], "markov_rank": 4, "confidence": True
+        "kind": "block", "feature_layers": [0, 1], "markov_rank": 4, "confidence": True, "mask_token_id": 5,
+        "sample_from_anchor": True,
     },
 }  # fmt: skip
 

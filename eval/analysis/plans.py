@@ -59,7 +59,7 @@ def read_outs(predictor: Predictor, target: Target, found: Predictions) -> list[
     reference = None
     for name, changes in variants.items():
         states = unrolled(varied(predictor, changes), found.read)
-        logits = reader(states, found.embeddings).float()[mask]
+        logits = reader(states, found.tokens, found.embeddings).float()[mask]
         drafts = logits.argmax(-1)
         drafts = drafts if vocabulary is None else vocabulary[drafts]
         agrees = (drafts == best).double()

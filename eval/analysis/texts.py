@@ -78,12 +78,14 @@ class Predictions:
 
     Attributes:
         predicted, true: (P, S, H) steps n = 0..S-1. mask: (P, S) bool, steps within the answer.
+        tokens: (P, S) int64, along each path.
         read: what the predictor read, text by text: what is known, and embeddings (1, P', S, H).
     """
 
     predicted: Tensor
     true: Tensor
     mask: Tensor
+    tokens: Tensor
     read: list[tuple[Known, Tensor]]
 
     @property
@@ -98,7 +100,7 @@ def predictions(
 ) -> Predictions:
     config = predictor.config
     roots = [eligible(text.loss_mask, torch.tensor([0, len(text.input_ids)])).nonzero()[:, 0] for text in texts]
-    true, masks, read = [], [], []
+    true, masks, tokens, read = [], [], [], []
     for text, places, kept in zip(texts, roots, chosen([len(r) for r in roots], positions, seed), strict=True):
         if not len(kept):
             continue
@@ -108,9 +110,10 @@ def predictions(
         read.append((known_in(predictor, target, whole, cut.window), predictor.embed(cut.tokens, target)))
         true.append(cut.states[0])
         masks.append(cut.mask[0])
+        tokens.append(cut.tokens[0])
     if not read:
         raise DataError("no answer has two tokens in a row; give longer answers")
-    return Predictions(unrolled(predictor, read), torch.cat(true), torch.cat(masks), read)
+    return Predictions(unrolled(predictor, read), torch.cat(true), torch.cat(masks), torch.cat(tokens), read)
 
 
 def unrolled(predictor: Predictor, read: Sequence[tuple[Known, Tensor]]) -> Tensor:

@@ -5,6 +5,7 @@ from copy import copy
 from dataclasses import replace
 from hashlib import sha256
 from math import log
+from typing import Self
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from shape.drafters.base import Committed, Drafter
 from shape.drafters.growing import Biases, grow_by_depth
 from shape.errors import TargetMismatch
 from shape.networks.base import Head, Known, Predictor, Remembered
-from shape.networks.layers import MarkovBias
+from shape.networks.layers import MarkovBias, MarkovTable
 from shape.networks.shape import windows
 from shape.target.identity import TargetIdentity
 from shape.target.model import Target
@@ -99,7 +100,8 @@ class TrainedDrafter(Drafter):
         network, config = self.predictor, self.predictor.config
         drafted = (config.draft_vocab_size or target.vocab_size) / target.vocab_size * vocab_size
         tables = [head.weight for head in network.heads]
-        tables += [] if network.markov is None else [network.markov.expand.weight]
+        bias = [] if network.token_bias is None else list(network.token_bias.parameters())
+        tables += [weight for weight in bias if len(weight) >= config.draft_size]
         tables += [] if network.embed_tokens is None else [network.embed_tokens.weight]
         learned = network.num_parameters() - sum(table.numel() for table in tables)
         own = learned * (hidden_size / target.hidden_size) ** 2
@@ -121,11 +123,9 @@ class TrainedDrafter(Drafter):
                     f"the predictor was trained for target {known['name']}, and {target.name} differs in "
                     f"{', '.join(differences)}; give the target it was trained for, or train one for this target"
                 )
-        elif self.predictor.config.hidden_size != target.hidden_size:
-            raise TargetMismatch(
-                f"the predictor expects hidden size {self.predictor.config.hidden_size}, and target {target.name} "
-                f"has {target.hidden_size}; train a predictor for this target"
-            )
+        else:
+            self._require_sizes(target)
+        self.predictor.complete(target)
         self._target, self._device = target, self.predictor.device
         self.on_host = self._device.type == "cpu"
         vocabulary, dtype = self.predictor.draft_vocabulary, self.predictor.dtype
@@ -143,38 +143,53 @@ class TrainedDrafter(Drafter):
         self._embeddings = None if vocabulary is None else self._embedded(vocabulary).to(dtype)
         self._reduced: Tensor | None = None
         self._biases: Tensor | None = None
-        if self.predictor.markov is not None:
-            self._tabulate(self.predictor.markov, tokens)
+        if self.predictor.token_bias is not None:
+            self._tabulate(self.predictor.token_bias, tokens)
+
+    def _require_sizes(self, target: Target) -> None:
+        """Raises TargetMismatch for what can be seen of a predictor that does not say its target."""
+        config = self.predictor.config
+        sizes = [("hidden size", config.hidden_size, target.hidden_size)]
+        if config.kind != "shape":  # which has no weights of tokens but those of its draft vocabulary
+            sizes.append(("vocabulary size", config.vocab_size or target.vocab_size, target.vocab_size))
+        for name, expected, found in sizes:
+            if expected != found:
+                raise TargetMismatch(
+                    f"the predictor expects {name} {expected}, and target {target.name} has {found}; train a predictor "
+                    "for this target"
+                )
 
     @torch.no_grad()
-    def _tabulate(self, markov: MarkovBias, tokens: Tensor) -> None:
+    def _tabulate(self, bias: MarkovBias | MarkovTable, tokens: Tensor) -> None:
         """What the bias reads of every token, (K, rank), and where there are few tokens the biases, (K, K)."""
-        self._reduced = torch.cat([markov.reduced(self._embedded(some)) for some in tokens.split(_EMBEDDED)])
-        self._biases = markov(self._reduced) if len(tokens) ** 2 <= _TABLED else None
+        parts = [bias.reduced(some, self._embedded(some)) for some in tokens.split(_EMBEDDED)]
+        self._reduced = torch.cat(parts)
+        self._biases = bias(self._reduced) if len(tokens) ** 2 <= _TABLED else None
         if self._biases is not None and self.on_host:  # numpy has no smaller floats
             self._biases = self._biases.float()
             self._table = Biases(self._biases.numpy(), True)
 
     def _bias_after(self, candidates: Tensor) -> Tensor | None:
         """(B, M) numbers in the draft vocabulary -> (B, M, K); None without a Markov bias."""
-        if self._reduced is None or self.predictor.markov is None:
+        if self._reduced is None or self.predictor.token_bias is None:
             return None
         if self._biases is not None:
             return F.embedding(candidates, self._biases)
-        return self.predictor.markov(F.embedding(candidates, self._reduced))
+        return self.predictor.token_bias(F.embedding(candidates, self._reduced))
 
     def start(self, committed: Committed, hidden: Tensor) -> None:
         hidden = self._read(hidden)
-        ends = committed.lengths[:, None].to(self._device) - 1
+        rows, longest = hidden.shape[:2]
+        # What lies before the known states is forgotten: positions are read relative to each other.
+        texts = [text[-longest - 1 :] for text in committed.texts]
+        known = [len(text) - 1 for text in texts]
         config, shapes = self.predictor.config, self.predictor.memory_shapes
-        self.window = windows(hidden, ends, config.window)[:, 0]
+        self.window = windows(hidden, of_lists(known, self._device)[:, None], config.window)[:, 0]
         if shapes:
-            rows, longest = hidden.shape[:2]
             self.cache = KVCache(self.memory_layers, rows, longest + _SLOTS, self.predictor.dtype, self._device)
-            ids = [text + [0] * (longest + 1 - len(text)) for text in committed.texts]
-            tokens = torch.tensor(ids, device=self._device)
+            tokens = of_lists([text + [0] * (longest + 1 - len(text)) for text in texts], self._device)
             self._remember(tokens, F.pad(hidden, (0, 0, 1, 0)))
-            self.cache.set_lengths([len(text) - 1 for text in committed.texts])
+            self.cache.set_lengths(known)
 
     def update(self, tokens: list[list[int]], hidden: Tensor, counts: Tensor) -> None:
         counts = counts.to(self._device)
@@ -212,6 +227,11 @@ class TrainedDrafter(Drafter):
         self.window = self.window[rows]
         if self.cache is not None:
             self.cache.select(rows)
+
+    def join(self, other: Self) -> None:
+        self.window = torch.cat([self.window, other.window])
+        if self.cache is not None and other.cache is not None:
+            self.cache.join(other.cache)
 
     @torch.no_grad()
     def _remember(self, tokens: Tensor, features: Tensor) -> None:
@@ -266,14 +286,15 @@ class TrainedDrafter(Drafter):
         if not by_path:
             all_states, found = self._logits_of_all_depths(known, carried, embedding, depth)
             all_logits = sampler.draft_logits(found, None, self._vocabulary)
-            if self.on_host and network.confidence is None and not sampler.draws:
-                return self._grown_on_host(committed.root, embedding, all_logits, sampler)
+            if self.on_host and not config.confidence and not sampler.draws:
+                return self._grown_on_host(root, embedding, all_logits, sampler)
         rows = torch.arange(root.shape[0], device=root.device)[:, None]
         noise = sampler.draft_noise(depth, self._words, width)
         # The frontier: nodes expanded next, with numbers, joint log-probabilities, embeddings and what they carry.
         number, nodes = torch.zeros_like(root), 1
         joint = torch.zeros(root.shape, device=root.device)
-        bias = None if network.markov is None else network.markov(network.markov.reduced(embedding))
+        bias = None if network.token_bias is None else network.token_bias(network.token_bias.reduced(root, embedding))
+        token = root
         # Of every depth: what was expanded, its best children, and their joint log-probabilities.
         numbers, children, scores = [], [], []
         drawn: list[Tensor] = []
@@ -291,11 +312,10 @@ class TrainedDrafter(Drafter):
             # 0, so that no child is likelier than its parent.
             ranked = perturbed(logits, noise[n]).log_softmax(-1)
             log_probs, candidates = ranked.topk(branching, dim=-1)
-            if network.confidence is not None and sampler.greedy:
+            if config.confidence and sampler.greedy:
                 # What the target thinks of the best child is known better than by its probability; the others follow.
-                log_probs = log_probs + (
-                    F.logsigmoid(network.estimate(states, embedding))[..., None] - log_probs[..., :1]
-                )
+                estimate = F.logsigmoid(network.estimate(states, token, embedding))
+                log_probs = log_probs + (estimate[..., None] - log_probs[..., :1])
             log_probs, candidates = (joint[..., None] + log_probs).flatten(1), candidates.flatten(1)
             numbers.append(number)
             children.append(candidates)
@@ -309,10 +329,11 @@ class TrainedDrafter(Drafter):
                 break
             number = nodes + chosen
             nodes += candidates.shape[1]
-            tokens = candidates.gather(1, chosen)
-            if by_path or network.confidence is not None:
-                embedding = self._embed(tokens)
-            bias = self._bias_after(tokens)
+            drafted = candidates.gather(1, chosen)
+            if by_path or config.confidence:
+                embedding = self._embed(drafted)
+                token = drafted if self._vocabulary is None else self._vocabulary[drafted]
+            bias = self._bias_after(drafted)
             if by_path and width > 1:  # a child inherits what its parent carries
                 parents = chosen // branching
                 carried = tuple(part[rows, parents] for part in carried)
@@ -322,7 +343,7 @@ class TrainedDrafter(Drafter):
         """The same from the logits of all depths, (B, depth, K), of which each serves all nodes of its depth.
 
         Args:
-            embedding: (B, 1, H), the root's.
+            root: (B, 1) int64. embedding: (B, 1, H), its.
         """
 
         def biases(found: Tensor | None) -> Biases:
@@ -332,18 +353,18 @@ class TrainedDrafter(Drafter):
         def behind(expanded: np.ndarray) -> Biases:
             return biases(self._bias_after(torch.from_numpy(expanded)))
 
-        numbers, biased = self._numbers[root.numpy()], self._reduced is not None
+        numbers, biased = self._numbers[root[:, 0].numpy()], self._reduced is not None
         tabled = not biased or self._biases is not None
         first = self._table
         if biased and (not tabled or min(numbers.tolist()) < 0):  # a root is not in the draft vocabulary
-            markov = self.predictor.markov
+            markov = self.predictor.token_bias
             assert markov is not None
-            first = biases(markov(markov.reduced(embedding)))
+            first = biases(markov(markov.reduced(root, embedding)))
         later = self._table if tabled else behind
         self.passes = logits.shape[1]
         noise = None if sampler.greedy else (*sampler.counters, self._words)
         temperature = sampler.temperature or 1.0
-        return grow_by_depth(root, numbers, logits, self._ids, first, later, self.tree, temperature, noise)
+        return grow_by_depth(root[:, 0], numbers, logits, self._ids, first, later, self.tree, temperature, noise)
 
     def _tree(
         self,
@@ -398,8 +419,8 @@ class TrainedDrafter(Drafter):
         known = Known(zeros(rows, 1, config.window, config.feature_size), memory, None, ahead)
         embedding = zeros(rows, 1, config.hidden_size)
         carried = network.begin(known, embedding)
-        if network.markov is not None and not (self.on_host and self._biases is not None):
-            network.markov(network.markov.reduced(embedding))
+        if network.token_bias is not None and not (self.on_host and self._biases is not None):
+            network.token_bias(network.token_bias.reduced(torch.zeros_like(roots), embedding))
         if not network.by_path:
             self._logits_of_all_depths(known, carried, embedding, passes)
         frontier = torch.zeros(rows, self.tree.width, dtype=torch.long, device=self._device)

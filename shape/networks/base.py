@@ -10,7 +10,7 @@ S steps, K draft vocabulary, G heads, D head size.
 """
 
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple, cast
+from typing import ClassVar, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from transformers import initialization as init
 
 from shape.errors import ConfigError
 from shape.networks.config import ShapeConfig
-from shape.networks.layers import MarkovBias, Memory, normalise, rotary_table
+from shape.networks.layers import MarkovBias, MarkovTable, Memory, normalise, rotary_table
 from shape.target.model import Target
 
 Remembered = list[Memory]
@@ -53,12 +53,15 @@ class Predictor(PreTrainedModel):
     Attributes:
         draft_vocabulary: (K,) int64, target token ids that may be drafted, or None; -1 until training has counted them,
             so that forgetting it is loud.
+        confidence_learns: what `estimate` is trained for: whether the best draft is the target's best token, or the
+            probability 1 - TV that rejection sampling accepts a draft (DSpark).
         lm_head, lm_heads: output embeddings of its own, (H) -> (K), one for all steps or one for each; where both are
             None, states are read with the target's frozen head.
         embed_tokens: input embeddings of its own, of all of the target's tokens; None uses the target's.
     """
 
     kind: ClassVar[str]
+    confidence_learns: ClassVar[Literal["agreement", "acceptance"]] = "agreement"
     # Whether training leaves out what the target is likeliest to say where that cannot be drafted.
     learns_draftable_alone: ClassVar[bool] = False
     config_class = ShapeConfig
@@ -70,6 +73,8 @@ class Predictor(PreTrainedModel):
     lm_head: nn.Linear | None
     lm_heads: nn.ModuleList | None
     embed_tokens: nn.Embedding | None
+    markov: MarkovBias | None
+    confidence: nn.Linear | None
 
     def __init__(self, config: ShapeConfig) -> None:
         super().__init__(config)
@@ -88,13 +93,18 @@ class Predictor(PreTrainedModel):
         config, size = self.config, self.config.hidden_size
         count = config.draft_vocab_size
         self.register_buffer("draft_vocabulary", None if count is None else torch.full((count,), -1))
-        self.markov = MarkovBias(size, config.markov_rank, config.draft_size) if config.markov_rank else None
-        self.confidence = nn.Linear(2 * size, 1) if config.confidence else None
+        self._add_token_heads()
         own = [nn.Linear(size, config.draft_size, bias=False) for _ in range(heads)]
         self.lm_head = own[0] if heads == 1 else None
         self.lm_heads = nn.ModuleList(own) if heads > 1 else None
         self.embed_tokens = nn.Embedding(cast(int, config.vocab_size), size) if config.own_embeddings else None
         self.post_init()
+
+    def _add_token_heads(self) -> None:
+        """What reads the token before: a bias and a confidence estimate, where the configuration asks for them."""
+        config, size = self.config, self.config.hidden_size
+        self.markov = MarkovBias(size, config.markov_rank, config.draft_size) if config.markov_rank else None
+        self.confidence = nn.Linear(2 * size, 1) if config.confidence else None
 
     # -- what a kind is
 
@@ -162,12 +172,18 @@ class Predictor(PreTrainedModel):
 
     @property
     def reads_tokens(self) -> bool:
-        return self.config.token_conditioning != "none" or self.markov is not None or self.confidence is not None
+        config = self.config
+        return config.token_conditioning != "none" or config.markov_rank > 0 or config.confidence
+
+    @property
+    def token_bias(self) -> MarkovBias | MarkovTable | None:
+        """What biases logits by the token before."""
+        return self.markov
 
     @property
     def reading(self) -> list[nn.Parameter]:
         """What makes logits of states, and has no part in the states themselves."""
-        bias = [] if self.markov is None else [*self.markov.parameters()]
+        bias = [] if self.token_bias is None else [*self.token_bias.parameters()]
         return [*[cast(nn.Parameter, head.weight) for head in self.heads], *bias]
 
     @property
@@ -195,9 +211,9 @@ class Predictor(PreTrainedModel):
         parts = zip(states.to(self.heads[0].weight.dtype).split(counts), self.heads, strict=True)
         return torch.cat([head(part) for part, head in parts])
 
-    def reduced(self, embeddings: Tensor | None) -> Tensor | None:
-        """What a Markov bias reads of tokens, (..., H) -> (..., rank); None without one."""
-        return None if self.markov is None or embeddings is None else self.markov.reduced(embeddings)
+    def reduced(self, tokens: Tensor, embeddings: Tensor | None) -> Tensor | None:
+        """What a Markov bias reads of tokens (...) with embeddings (..., H): (..., rank); None without one."""
+        return None if self.token_bias is None else self.token_bias.reduced(tokens, embeddings)
 
     def couple(self, logits: Tensor, reduced: Tensor | None) -> Tensor:
         """Logits (..., S, K) that keep their marginals under the bias, where the configuration asks for that.
@@ -205,16 +221,19 @@ class Predictor(PreTrainedModel):
         Args:
             reduced: (K, rank), of the tokens that can be drafted.
         """
-        if self.markov is None or reduced is None or not self.config.coupling or logits.shape[-2] == 1:
+        if not isinstance(self.token_bias, MarkovBias) or reduced is None or not self.config.coupling:
             return logits
-        return self.markov.couple(logits, reduced, self.config.coupling)
+        return logits if logits.shape[-2] == 1 else self.token_bias.couple(logits, reduced, self.config.coupling)
 
     def bias(self, logits: Tensor, reduced: Tensor | None) -> Tensor:
         """Logits (..., K) given the token before, (..., rank): as they are without a Markov bias."""
-        return logits if self.markov is None or reduced is None else logits + self.markov(reduced)
+        return logits if self.token_bias is None or reduced is None else logits + self.token_bias(reduced)
 
-    def estimate(self, states: Tensor, embeddings: Tensor) -> Tensor:
-        """Logit of the probability that the target agrees with a node's best draft, (..., H), (..., H) -> (...)."""
+    def estimate(self, states: Tensor, tokens: Tensor, embeddings: Tensor) -> Tensor:
+        """Logit of the probability of what `confidence_learns` names, at nodes whose own tokens are given.
+
+        (..., H), (...) int64, (..., H) -> (...).
+        """
         assert self.confidence is not None
         shape = torch.broadcast_shapes(states.shape, embeddings.shape)
         seen = torch.cat([normalise(states).expand(shape), normalise(embeddings).expand(shape)], dim=-1)
@@ -228,6 +247,9 @@ class Predictor(PreTrainedModel):
         if self.embed_tokens is not None:
             for some in torch.arange(target.vocab_size).split(_EMBEDDED):
                 self.embed_tokens.weight[some] = target.embed(some.to(target.device)).to(self.embed_tokens.weight)
+
+    def complete(self, target: Target) -> None:
+        """Fill in what a checkpoint leaves to the target."""
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

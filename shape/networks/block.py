@@ -1,77 +1,145 @@
 """Block-parallel drafting: all steps in one forward of mask tokens that read the target's features (DFlash, DSpark)."""
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
+from transformers import initialization as init
 
+from shape.errors import ConfigError
 from shape.networks.base import Carried, Known, Predictor, Remembered
 from shape.networks.config import ShapeConfig
-from shape.networks.layers import ContextAttention, Fusion, GatedMLP, RMSNorm, normalise, rotary_table, scale
+from shape.networks.decoder import DraftLayer, Rotary, norm_of
+from shape.networks.layers import ConfidenceHead, MarkovTable, Memory
+from shape.target.model import Target
 
 
 class BlockPredictor(Predictor):
-    """A block [x_t, mask, mask, ...] of S tokens goes through `num_layers` decoder layers at once; the state at place n
-    drafts x_{t+n+1}.
+    """A block [x_t, mask, mask, ...] at positions t, t + 1, ... goes through the decoder layers at once.
 
-    As DFlash (arXiv 2602.06036): features of several layers of the target are fused by one matrix and go into the keys
-    and values of *every* layer, kept per known position; tokens of the block see all of these and, in both directions,
-    each other; embedding and head are the target's, frozen. As DSpark, on request: `markov_rank` adds a low-rank bias
-    by the token before, which parallel states lack, and `confidence` estimates whether a place is worth drafting.
+    As DFlash (arXiv 2602.06036): raw features of several layers of the target are fused by one matrix, normalised, and
+    go into the keys and values of *every* layer, kept per known position; places of the block see all of these and, in
+    both directions, each other; embedding and head are the target's, frozen, and the mask is one of its tokens. With
+    `sample_from_anchor` place n drafts x_{t+n+1}, so that blocks have S places; without, place n > 0 drafts the token
+    at its own position, x_{t+n}, so that they have S + 1.
 
-    DFlash's mask token is a vector here, not a row of a vocabulary.
+    As DSpark: `markov_rank` adds a bias by the token before, which parallel states lack, out of a learned table, and
+    `confidence` estimates the probability 1 - TV that a draft is accepted.
+
+    Weights, their names and what is computed are those of speculators 0.9 (compared in tests/networks/test_block.py)
+    and, positions and places among them, of vLLM 0.32.
+
+    Attributes:
+        mask_embedding: (H,), the target's embedding of the mask token, which is no parameter; NaN until `complete`, so
+            that forgetting it is loud. None with embeddings of its own, which have it.
     """
 
     kind = "block"
+    confidence_learns = "acceptance"
+    mask_embedding: Tensor | None
 
     def __init__(self, config: ShapeConfig) -> None:
         super().__init__(config)
-        size = config.hidden_size
-        self.fuse, self.norm_features = Fusion(config), RMSNorm(size)
-        self.mask = nn.Parameter(torch.randn(size))
-        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_layers))
-        self.norm = RMSNorm(size)
+        layer, size = config.layer_config(), config.hidden_size
+        self.fc = nn.Linear(config.feature_size, size, bias=False)
+        self.hidden_norm = norm_of(layer, size)
+        self.layers = nn.ModuleList(BlockLayer(layer) for _ in range(config.num_layers))
+        self.norm = norm_of(layer, size)
+        self._rotary = Rotary(layer)
+        self.register_buffer("mask_embedding", None if config.own_embeddings else torch.full((size,), torch.nan))
         self._add_read_out(heads=1 if config.own_heads else 0)
+
+    def _add_token_heads(self) -> None:
+        config, rank = self.config, self.config.markov_rank
+        self.markov = self.confidence = None  # the base's
+        self.markov_head = MarkovTable(cast(int, config.vocab_size), rank, config.draft_size) if rank else None
+        seen = config.hidden_size + (rank if config.confidence_head_with_markov else 0)
+        self.confidence_head = ConfidenceHead(seen) if config.confidence else None
 
     @property
     def memory_shapes(self) -> list[tuple[int, int]]:
-        return [(layer.attention.heads, layer.attention.head_size) for layer in self._layers()]
+        return [(layer.self_attn.key_heads, layer.self_attn.head_size) for layer in self._layers()]
+
+    @property
+    def token_bias(self) -> MarkovTable | None:
+        return self.markov_head
+
+    def rotary(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._rotary(positions, dtype)
+
+    def rotary_ahead(self, roots: Tensor, dtype: torch.dtype, steps: int | None = None) -> Tensor:
+        return super().rotary_ahead(roots, dtype, max(steps or 0, self.config.block_size))
 
     def remember(self, features: Tensor, embeddings: Tensor, positions: Tensor) -> Remembered:
-        seen = self.norm_features(self.fuse(features[:, 1:].to(self.mask.dtype)))
-        rotary = rotary_table(positions, self._layers()[0].attention.head_size, seen.dtype)
-        return [layer.attention.remember(seen, seen, rotary) for layer in self._layers()]
+        seen = self.hidden_norm(self.fc(features[:, 1:].to(self.fc.weight.dtype)))
+        rotary = self.rotary(positions, seen.dtype)
+        return [layer.self_attn.remember(seen, rotary) for layer in self._layers()]
 
     def begin(self, known: Known, root: Tensor | None) -> Carried:
         assert root is not None and known.rotary is not None
-        steps = self.config.num_steps
-        masks = self.mask.expand(*root.shape[:-1], steps - 1, -1)
-        x = torch.cat([normalise(root.to(self.mask.dtype)).unsqueeze(-2), masks], dim=-2)
+        size, first = self.config.block_size, root.to(self.fc.weight.dtype).unsqueeze(-2)
+        x = torch.cat([first, self._mask().to(first).expand(*root.shape[:-1], size - 1, -1)], dim=-2)
         for layer, memory in zip(self._layers(), known.memory, strict=True):
-            x = layer(x, known.rotary[:, :, 1 : steps + 1], memory, known.visible)
-        return (scale(self.current(known)).unsqueeze(-2) * self.norm(x),)
+            x = layer(x, known.rotary[:, :, 1 : size + 1], memory, known.visible)
+        return (self.norm(x[..., size - self.config.num_steps :, :]),)
+
+    def estimate(self, states: Tensor, tokens: Tensor, embeddings: Tensor) -> Tensor:
+        assert self.confidence_head is not None
+        if self.markov_head is None or not self.config.confidence_head_with_markov:
+            return self.confidence_head(states).expand(tokens.shape)
+        before = self.markov_head.reduced(tokens, embeddings)
+        return self.confidence_head(torch.cat([states.expand(*tokens.shape, -1).to(before), before], dim=-1))
+
+    def adopt(self, target: Target) -> None:
+        super().adopt(target)
+        self.complete(target)
+
+    @torch.no_grad()
+    def complete(self, target: Target) -> None:
+        if self.mask_embedding is None or self.mask_embedding.isfinite().all():
+            return
+        if self.config.mask_token_id is None:
+            raise ConfigError(
+                "the predictor's mask_token_id is not set: give the token of the target that its mask places read"
+            )
+        token = torch.tensor(self.config.mask_token_id, device=target.device)
+        self.mask_embedding.copy_(target.embed(token))
+
+    def _mask(self) -> Tensor:
+        """(H,)."""
+        if self.mask_embedding is not None:
+            return self.mask_embedding
+        assert self.embed_tokens is not None
+        return self.embed_tokens.weight[self.config.mask_token_id]
 
     def _layers(self) -> list["BlockLayer"]:
         return list(self.layers)  # type: ignore[arg-type]
 
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self and self.mask_embedding is not None:
+            init.constant_(self.mask_embedding, torch.nan)
+        if isinstance(module, MarkovTable):
+            init.normal_(module.markov_w1.weight, std=0.01)
 
-class BlockLayer(nn.Module):
+    def _std(self, module: nn.Linear) -> float:
+        if self.confidence_head is not None and module is self.confidence_head.proj:
+            return 0.0  # at first no opinion
+        return super()._std(module)
+
+
+class BlockLayer(DraftLayer):
     """A decoder layer over blocks: attention to known positions and within the block, then a feed-forward part."""
 
-    def __init__(self, config: ShapeConfig) -> None:
-        super().__init__()
-        size = config.hidden_size
-        assert config.intermediate_size is not None  # the configuration fills it in
-        self.norm_attention, self.norm_mlp = RMSNorm(size), RMSNorm(size)
-        self.attention = ContextAttention(size, size, config)
-        self.mlp = GatedMLP(size, config.intermediate_size)
-
-    def forward(self, x: Tensor, rotary: Tensor, memory: tuple[Tensor, Tensor], visible: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Tensor, memory: Memory, visible: Tensor | None) -> Tensor:
         """(B, P, S, H), rotary (B, P, S, 2, D / 2), known keys and values (B, G, T, D), (B, P, T) -> (B, P, S, H)."""
         steps = x.shape[2]
-        seen, rotary = self.norm_attention(x).flatten(1, 2), rotary.flatten(1, 2)
+        seen, rotary = self.input_layernorm(x).flatten(1, 2), rotary.flatten(1, 2)
         if visible is not None:
             visible = visible.repeat_interleave(steps, dim=1)
-        keys, values = self.attention.remember(seen, seen, rotary)
+        keys, values = self.self_attn.remember(seen, rotary)
         own = keys.unflatten(2, (-1, steps)), values.unflatten(2, (-1, steps))
-        found = self.attention(seen, rotary, memory, visible, own)
+        found = self.self_attn(seen, rotary, memory, visible, own)
         x = x + found.unflatten(1, (-1, steps))
-        return x + self.mlp(self.norm_mlp(x))
+        return x + self.mlp(self.post_attention_layernorm(x))

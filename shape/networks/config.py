@@ -34,6 +34,7 @@ _COUNTS = (
     "markov_rank",
     "coupling",
 )
+_MEDUSA = ("shared_head", "residual_bias")
 _EAGLE = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _MAY_BE_ZERO = {"num_layers", "markov_rank", "coupling"}
 
@@ -75,9 +76,11 @@ class ShapeConfig(PreTrainedConfig):
             order, each of width H: indices into transformers' `hidden_states`, except -1, which is the vector
             that enters the output embedding. With "shape" it has to come last: predictions are residuals on it.
         transformer_layer_config: "eagle" and "block": transformers' configuration of the decoder layers, with its
-            `model_type` (llama, qwen3); the name is that of `speculators`. None makes Llama's of the options below.
+            `model_type` (llama, qwen3); the name is that of `speculators`. None makes
+            Llama's (Qwen3's with "block") of the options below.
         intermediate_size: width M of the predictor; None is the decoder layers', or 2 H.
-        num_layers: residual MLP blocks at width M shared by all steps; decoder layers of "block" (EAGLE has one).
+        num_layers: residual MLP blocks at width M shared by all steps; residual layers of each of Medusa's heads;
+            decoder layers of "block" (EAGLE has one).
         attention: SHAPE's steps also attend to all known positions, not to the window alone.
         num_heads: attention heads, of width H / num_heads; None is the decoder layers', or makes them 64 wide.
         num_steps: number S of future states that training unrolls. Parallel predictors cannot go further,
@@ -112,8 +115,14 @@ class ShapeConfig(PreTrainedConfig):
         confidence: estimate for each node whether the target will agree with its best draft; dynamic trees grow by it.
         own_heads: trained output embeddings that start as copies of the target's, one for each of Medusa's steps.
             Without, and in kind "shape", the target's frozen one is used.
+        shared_head: "medusa": one output embedding of its own for all steps.
+        residual_bias: "medusa": its residual layers have biases, as FasterDecoding's.
         own_embeddings: an input embedding of its own, (vocab_size, H), that starts as a copy of the target's, where
             tokens are read; without, the target's frozen one is used.
+        mask_token_id: "block": token of the target that fills the places behind x_t; training chooses one.
+        sample_from_anchor: "block": place n of a block drafts the token behind its position (DSpark), so that a block
+            has num_steps places; else the token at its position (DFlash), and it has one more.
+        confidence_head_with_markov: "block": the confidence reads the Markov table too, where there is one.
         norm_before_residual: "eagle": the layer's residual is the normalised state.
         norm_before_fc: "eagle": one norm over all feature layers before they are fused.
         fc_norm: "eagle": a norm for each feature layer before they are fused (EAGLE-3.1).
@@ -155,7 +164,12 @@ class ShapeConfig(PreTrainedConfig):
     coupling: int = 0
     confidence: bool = False
     own_heads: bool = False
+    shared_head: bool = False
+    residual_bias: bool = False
     own_embeddings: bool = False
+    mask_token_id: int | None = None
+    sample_from_anchor: bool = False
+    confidence_head_with_markov: bool = True
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -177,7 +191,14 @@ class ShapeConfig(PreTrainedConfig):
             self.num_heads = heads if self.hidden_size % heads == 0 else 1
         for name, value in _FIXED.get(self.kind, {}).items():
             setattr(self, name, value)
+        if not self.markov_rank:
+            self.confidence_head_with_markov = False
         self.check()
+
+    @property
+    def block_size(self) -> int:
+        """Places of a block, of kind "block"."""
+        return self.num_steps if self.sample_from_anchor else self.num_steps + 1
 
     @property
     def has_decoder_layers(self) -> bool:
@@ -185,7 +206,7 @@ class ShapeConfig(PreTrainedConfig):
 
     def _layers_filled_in(self) -> dict[str, Any]:
         """`transformer_layer_config` with what it leaves open; intermediate_size and num_heads, given, replace its."""
-        layer = {"model_type": "llama", **(self.transformer_layer_config or {})}
+        layer = {"model_type": "llama" if self.kind == "eagle" else "qwen3", **(self.transformer_layer_config or {})}
         if layer["model_type"] not in LAYER_TYPES:
             raise ConfigError(
                 f"transformer_layer_config is of model_type {layer['model_type']!r}: decoder layers can be those of "
@@ -256,9 +277,11 @@ class ShapeConfig(PreTrainedConfig):
             )
         if self.own_embeddings and self.vocab_size is None:
             raise ConfigError("own_embeddings makes weights for each token of the target: give vocab_size")
+        self._check_medusa()
         self._check_eagle()
         if self.kind in ("block", "eagle") and (self.num_layers < 1 or (self.kind == "eagle" and self.num_layers > 1)):
             raise ConfigError(f"num_layers is {self.num_layers}: eagle has 1 decoder layer, block at least 1")
+        self._check_block()
         if self.coupling and not self.markov_rank:
             raise ConfigError(f"coupling is {self.coupling}: it corrects a Markov bias, so give a markov_rank")
         if self.markov_rank and self.token_conditioning == "path":
@@ -301,6 +324,30 @@ class ShapeConfig(PreTrainedConfig):
         if attends and (self.hidden_size % self.num_heads or size % 2):
             raise ConfigError(
                 f"num_heads is {self.num_heads}: heads divide the hidden size, {self.hidden_size}, into even parts"
+            )
+
+    def _check_medusa(self) -> None:
+        given = [name for name in _MEDUSA if getattr(self, name)]
+        if given and self.kind != "medusa":
+            raise ConfigError(f"{', '.join(given)} is for kind medusa: leave it out with kind {self.kind!r}")
+        if self.shared_head and not self.own_heads:
+            raise ConfigError("shared_head is for own_heads: give both, or neither to use the target's head")
+
+    def _check_block(self) -> None:
+        if self.kind != "block":
+            if self.mask_token_id is not None or self.sample_from_anchor:
+                raise ConfigError(
+                    f"mask_token_id and sample_from_anchor are for kind block: leave them out with kind {self.kind!r}"
+                )
+            return
+        if self.coupling:
+            raise ConfigError(f"coupling is {self.coupling}: kind block learns its Markov table without; use 0")
+        if self.markov_rank and self.vocab_size is None:
+            raise ConfigError("markov_rank makes a table of each token of the target: give vocab_size")
+        kinds = (self.transformer_layer_config or {}).get("layer_types") or []
+        if any(kind != "full_attention" for kind in kinds):
+            raise ConfigError(
+                f"transformer_layer_config has layer_types {sorted(set(kinds))}: kind block has full attention only"
             )
 
     def _check_eagle(self) -> None:

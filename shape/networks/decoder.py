@@ -32,9 +32,9 @@ _SCALINGS = ("default", "linear", "llama3", "yarn")
 
 
 def layers_like(target: PreTrainedConfig) -> dict[str, Any]:
-    """`ShapeConfig.transformer_layer_config` of Llama's layers with the geometry of a target: heads, their size and
-    grouping, width of the feed-forward part, epsilon, and rotary parameters as far as they do not change with the text.
-    Published drafters, and the engines that load them, have Llama's layers whatever the target is.
+    """`ShapeConfig.transformer_layer_config` with a target's geometry: heads, their size and grouping, width of the
+    feed-forward part, epsilon, and rotary parameters as far as they do not change with the text. The model type is the
+    kind's: published drafters, and the engines that load them, have its layers whatever the target is.
     """
     ropes = getattr(target, "rope_parameters", None) or {}
     rope = ropes.get("full_attention") or ropes  # of targets with several kinds of layers
@@ -42,7 +42,6 @@ def layers_like(target: PreTrainedConfig) -> dict[str, Any]:
     if rope.get("rope_type", "default") not in _SCALINGS:
         rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
     found = {
-        "model_type": "llama",
         "hidden_act": "silu",
         "rope_parameters": rope if "rope_theta" in rope else None,
     }

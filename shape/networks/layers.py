@@ -12,10 +12,10 @@ Memory = tuple[Tensor, Tensor]
 
 
 class MarkovBias(nn.Module):
-    """A bias on logits by the token before, of low rank: B = W_2 W_1 e (DSpark's Markov head; Medusa has none).
+    """A bias on logits by the token before, of low rank: B = W_2 W_1 e.
 
-    DSpark learns an embedding of its own for W_1; here it is a projection of the target's frozen one, which costs no
-    vocabulary-sized table and knows tokens that training has not shown.
+    `MarkovTable` learns an embedding of its own for W_1 e; here it is a projection of the target's frozen one, which
+    costs no vocabulary-sized table and knows tokens that training has not shown.
     """
 
     def __init__(self, size: int, rank: int, vocabulary: int) -> None:
@@ -26,9 +26,10 @@ class MarkovBias(nn.Module):
     def forward(self, reduced: Tensor) -> Tensor:
         return self.expand(reduced)
 
-    def reduced(self, embedding: Tensor) -> Tensor:
+    def reduced(self, tokens: Tensor, embeddings: Tensor | None) -> Tensor:
         """W_1 e, (..., H) -> (..., rank)."""
-        return self.reduce(normalise(embedding.to(self.reduce.weight.dtype)))
+        assert embeddings is not None
+        return self.reduce(normalise(embeddings.to(self.reduce.weight.dtype)))
 
     def couple(self, logits: Tensor, reduced: Tensor, candidates: int, iterations: int = 4) -> Tensor:
         """Marginals, corrected so that with the bias they are the marginals still: (..., S, K) -> (..., S, K).
@@ -51,6 +52,39 @@ class MarkovBias(nn.Module):
             scaling = scaling + wanted - (before.unsqueeze(-1) + conditional).logsumexp(-2)
         corrected = logits[..., 1:, :].scatter_add(-1, chosen[..., 1:, :], scaling.to(logits.dtype))
         return torch.cat([logits[..., :1, :], corrected], dim=-2)
+
+
+class MarkovTable(nn.Module):
+    """DSpark's Markov head, of its "vanilla" type: the bias W_2 W_1[x] by the token x before, W_1 a learned table.
+
+    Args:
+        vocabulary: of the target, any of whose tokens may come before.
+        rank: width of the table.
+        drafted: number of tokens that can be drafted.
+    """
+
+    def __init__(self, vocabulary: int, rank: int, drafted: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocabulary, rank)
+        self.markov_w2 = nn.Linear(rank, drafted, bias=False)
+
+    def forward(self, reduced: Tensor) -> Tensor:
+        return self.markov_w2(reduced)
+
+    def reduced(self, tokens: Tensor, embeddings: Tensor | None) -> Tensor:
+        """W_1[x], (...) int64 -> (..., rank)."""
+        return self.markov_w1(tokens)
+
+
+class ConfidenceHead(nn.Module):
+    """DSpark's: the logit of the probability that a draft is accepted, of the state beside W_1 of the token before."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(size, 1)
+
+    def forward(self, seen: Tensor) -> Tensor:
+        return self.proj(seen.to(self.proj.weight.dtype)).squeeze(-1)
 
 
 class ContextAttention(nn.Module):

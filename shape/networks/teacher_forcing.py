@@ -111,42 +111,43 @@ class Reader:
         """Logits of what can be drafted, (..., H) -> (..., K), by the target's head."""
         return self.target.logits(states.to(self.target.dtype if self.head is None else self.dtype), self.head)
 
-    def __call__(self, states: Tensor, embeddings: Tensor | None) -> Tensor:
-        """The predictor's logits, (B, P, S, H) -> (B, P, S, K), along tokens whose embeddings are given."""
+    def __call__(self, states: Tensor, tokens: Tensor, embeddings: Tensor | None) -> Tensor:
+        """The predictor's logits, (B, P, S, H) -> (B, P, S, K), along tokens (B, P, S) and their embeddings."""
         own = self.predictor.heads
         logits = self.target.logits(states, self.predictor.own_head) if own else self.frozen(states)
         if self.predictor.config.coupling:
-            logits = self.predictor.couple(logits, self.predictor.reduced(self._draftable))
-        return self.predictor.bias(logits, self.predictor.reduced(embeddings))
+            logits = self.predictor.couple(logits, self.predictor.reduced(*self._draftable))
+        return self.predictor.bias(logits, self.predictor.reduced(tokens, embeddings))
 
-    def at(self, chosen: tuple[Tensor, ...], states: Tensor, embeddings: Tensor | None) -> Tensor:
+    def at(self, chosen: tuple[Tensor, ...], states: Tensor, tokens: Tensor, embeddings: Tensor | None) -> Tensor:
         """The same of some steps alone, (N, K), chosen out of (B, P, S) step by step.
 
         See `shape.training.losses.supervised`.
         """
         predictor = self.predictor
         if predictor.config.coupling:  # which needs a step's neighbour
-            return self(states, embeddings)[chosen]
+            return self(states, tokens, embeddings)[chosen]
         if not predictor.heads:
             logits = self.frozen(states[chosen])
         else:
             logits = self.target.logits(states[chosen], partial(predictor.own_head_at, steps=chosen[-1]))
-        return predictor.bias(logits, None if embeddings is None else predictor.reduced(embeddings[chosen]))
+        along = None if embeddings is None else embeddings[chosen]
+        return predictor.bias(logits, predictor.reduced(tokens[chosen], along))
 
     @cached_property
-    def _draftable(self) -> Tensor:
-        """(K, H) embeddings of what can be drafted."""
+    def _draftable(self) -> tuple[Tensor, Tensor]:
+        """The tokens that can be drafted, (K,), and their embeddings, (K, H)."""
         vocabulary = self.predictor.draft_vocabulary
         if vocabulary is None:
             vocabulary = torch.arange(self.target.vocab_size, device=self.target.device)
-        return self.predictor.embed(vocabulary, self.target)
+        return vocabulary, self.predictor.embed(vocabulary, self.target)
 
     def greedy(self, known: Known, tokens: Tensor) -> Tensor:
         """The best drafts along true tokens, (B, P, S) int64, as numbers in the draft vocabulary."""
         predictor = self.predictor
         embeddings = predictor.embed(tokens, self.target).to(predictor.dtype) if predictor.reads_tokens else None
         known = known._replace(window=known.window.to(predictor.dtype))
-        return self(predictor.unroll(known, embeddings, tokens.shape[-1]), embeddings).argmax(-1)
+        return self(predictor.unroll(known, embeddings, tokens.shape[-1]), tokens, embeddings).argmax(-1)
 
 
 class Forced(NamedTuple):

@@ -65,6 +65,24 @@ def resolve(options: TrainOptions, size: Size, text: Text | None) -> TrainOption
     )
 
 
+def mask_token(target: Target) -> int:
+    """The token that fills a block: the tokenizer's mask token, else a row of the embedding behind its last token,
+    else the padding, end or unknown token; the choice of speculators.
+    """
+    tokenizer = target.tokenizer
+    if (mask := tokenizer.mask_token_id) is not None:
+        return mask
+    if len(tokenizer) < target.vocab_size:
+        return len(tokenizer)
+    known = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id)
+    found = next((token for token in known if token is not None), None)
+    if found is None:
+        raise ConfigError(
+            f"target {target.name} has no mask, padding, end or unknown token: give predictor.mask_token_id"
+        )
+    return found
+
+
 def network_config(options: TrainOptions, target: Target | Size) -> ShapeConfig | None:
     """The network's configuration for this target; None for a language model.
 
@@ -85,6 +103,8 @@ def network_config(options: TrainOptions, target: Target | Size) -> ShapeConfig 
             "num_hidden_layers": options.predictor.num_layers,
             **(given["transformer_layer_config"] or {}),
         }
+    if options.predictor.kind == "block" and given["mask_token_id"] is None and isinstance(target, Target):
+        given["mask_token_id"] = mask_token(target)
     return ShapeConfig(
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,

@@ -167,8 +167,7 @@ def weighted_loss(
     Raises:
         ValueError: logits or embeddings are None but needed.
     """
-    every = losses.step_decay ** (steps if whole is None else whole).float()
-    weight = losses.step_decay ** steps.float() / every.sum().clamp(min=torch.finfo(every.dtype).tiny)
+    weight = _step_weights(losses, steps, whole)
     values = {name: _ON_STATES[name](predicted, target) for name in losses.on_states}
     if losses.on_logits:
         if predicted_logits is None or target_logits is None:
@@ -189,6 +188,36 @@ def weighted_loss(
     means = {name: (value * weight).sum() for name, value in values.items()}
     total = torch.stack([getattr(losses, name) * mean for name, mean in means.items()]).sum()
     return total, {name: mean.detach() for name, mean in means.items()}
+
+
+def agreement_loss(estimate: Tensor, predicted_logits: Tensor, target_logits: Tensor, count: int) -> Tensor:
+    """Cross-entropy of estimates, as logits (N,), that the best draft is the target's best token, over `count`."""
+    agree = predicted_logits.argmax(-1) == target_logits.argmax(-1)
+    return F.binary_cross_entropy_with_logits(estimate.float(), agree.float(), reduction="sum") / max(count, 1)
+
+
+def acceptance_loss(
+    losses: Losses,
+    estimate: Tensor,
+    predicted_logits: Tensor,
+    target_logits: Tensor,
+    steps: Tensor,
+    whole: Tensor | None = None,
+) -> Tensor:
+    """Cross-entropy of estimates, as logits (N,), of the probability 1 - TV that rejection sampling accepts a draft.
+
+    DSpark's loss of its confidence head: steps count as in `weighted_loss`, whose other arguments these are.
+    """
+    with torch.no_grad():
+        accepted = 1 - total_variation(log_probabilities(predicted_logits), log_probabilities(target_logits))
+    each = F.binary_cross_entropy_with_logits(estimate.to(accepted.dtype), accepted, reduction="none")
+    return (each * _step_weights(losses, steps, whole)).sum()
+
+
+def _step_weights(losses: Losses, steps: Tensor, whole: Tensor | None) -> Tensor:
+    """(N,): step n counts `step_decay ** n`, as a share of the whole batch's."""
+    every = losses.step_decay ** (steps if whole is None else whole).float()
+    return losses.step_decay ** steps.float() / every.sum().clamp(min=torch.finfo(every.dtype).tiny)
 
 
 _ON_STATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mse": mse, "smooth_l1": smooth_l1}

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import pytorch_lightning as pl
 import torch
-import torch.nn.functional as F
 from pytorch_lightning.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -31,7 +30,7 @@ from shape.networks.teacher_forcing import Examples, Reader, Texts, examples, kn
 from shape.target.model import Target
 from shape.training.batches import Batch
 from shape.training.checkpoints import require_same_run
-from shape.training.losses import supervised, weighted_loss
+from shape.training.losses import acceptance_loss, agreement_loss, supervised, weighted_loss
 from shape.training.optimization import learning_rate_factor, parameter_groups
 from shape.training.options import Losses, TrainingOptions
 from shape.training.order import derive_seed
@@ -280,19 +279,22 @@ class ShapeModule(DrafterModule):
         states, true = predicted[kept], cut.states[kept]
         predicted_logits = target_logits = None
         measuring = (self.global_step + 1) % self.log_every == 0
-        if self.losses.on_logits or predictor.confidence is not None or measuring:
-            predicted_logits = self._reader.at(kept, predicted, embeddings)
+        if self.losses.on_logits or predictor.config.confidence or measuring:
+            predicted_logits = self._reader.at(kept, predicted, cut.tokens, embeddings)
             with torch.no_grad():
                 target_logits = self._reader.frozen(true)
         output = self.target.output_rows(predictor.draft_vocabulary) if self.losses.sinkhorn > 0 else None
         whole = batch.whole(predictor.config.num_steps)
         loss, parts = weighted_loss(self.losses, states, true, predicted_logits, target_logits, kept[-1], output, whole)
-        if predictor.confidence is not None and embeddings is not None:
+        if predictor.config.confidence and embeddings is not None:
             assert predicted_logits is not None and target_logits is not None
-            agree = predicted_logits.argmax(-1) == target_logits.argmax(-1)
-            estimate = predictor.estimate(states.detach(), embeddings[kept]).float()
-            summed = F.binary_cross_entropy_with_logits(estimate, agree.float(), reduction="sum")
-            parts["confidence"] = summed / max(len(whole), 1)
+            along, logits = (cut.tokens[kept], embeddings[kept]), (predicted_logits, target_logits)
+            if predictor.confidence_learns == "acceptance":
+                estimate = predictor.estimate(states, *along)
+                parts["confidence"] = acceptance_loss(self.losses, estimate, *logits, kept[-1], whole)
+            else:
+                estimate = predictor.estimate(states.detach(), *along)
+                parts["confidence"] = agreement_loss(estimate, *logits, len(whole))
             loss = loss + parts["confidence"]
         if measuring and predicted_logits is not None:
             drafts = torch.full_like(cut.tokens, -1)

@@ -91,7 +91,8 @@ def test_biases_from_a_table_are_those_that_are_computed(target, monkeypatch, ki
         sampler.commit(committed.lengths)
         trees.append(drafter.draft(committed, sampler))
     assert torch.equal(trees[0].tokens, trees[1].tokens) and torch.equal(trees[0].parent, trees[1].parent)
-    network.markov.expand.weight.data.zero_()  # and they matter
+    for weight in network.token_bias.parameters():
+        weight.data.zero_()  # and they matter
     drafter, committed, _ = begin(network, target, TreeShape(depth=3, width=2))
     assert not torch.equal(drafter.draft(committed, sampler).tokens, trees[0].tokens)
 
@@ -266,5 +267,5 @@ def test_every_kind_drafts_what_training_unrolls(target, kind, grown):
             whole = Texts(hidden[row : row + 1, : len(text) - 1], torch.tensor([text]), torch.ones(1, 1), root)
             known = known_in(network, target, whole, windows(whole.hidden, root, network.config.window))
             embeddings = target.embed(tokens)
-            logits = reader(network.unroll(known, embeddings, len(path)), embeddings)[0, 0, -1]
+            logits = reader(network.unroll(known, embeddings, len(path)), tokens, embeddings)[0, 0, -1]
             assert tree.tokens[row, children].tolist() == logits.topk(2).indices.tolist()

@@ -21,14 +21,14 @@ def test_every_kind_trains_all_of_its_weights(kind):
     features = torch.randn(2, 9, size * len(network.config.feature_layers))
     embeddings, roots = torch.randn(2, 10, size), torch.tensor([[1, 4, 8], [2, 3, 0]])
     known = known_at(network, features, embeddings, roots, windows(features, roots, network.config.window))
-    along = torch.randn(2, 3, steps, size)
+    along, tokens = torch.randn(2, 3, steps, size), torch.randint(64, (2, 3, steps))
     states = network.unroll(known, along)
     assert states.shape == (2, 3, steps, size)
     head = network.own_head if network.heads else torch.nn.Linear(size, 64)
-    logits = network.bias(network.couple(head(states), network.reduced(torch.randn(64, size))), network.reduced(along))
-    total = logits.square().mean()
-    if network.confidence is not None:
-        total = total + network.estimate(states, along).square().mean()
+    draftable = network.reduced(torch.arange(64), torch.randn(64, size))
+    total = network.bias(network.couple(head(states), draftable), network.reduced(tokens, along)).square().mean()
+    if network.config.confidence:
+        total = total + network.estimate(states, tokens, along).square().mean()
     total.backward()
     for name, weight in network.named_parameters():
         assert weight.grad is not None and weight.grad.isfinite().all() and weight.grad.any(), name
@@ -99,13 +99,14 @@ def test_every_kind_computes_in_mixed_precision_and_in_bfloat16(kind):
     features = torch.randn(2, 9, 32 * len(config.feature_layers), dtype=small)
     embeddings, roots = torch.randn(2, 10, 32, dtype=small), torch.tensor([[1, 4, 8], [2, 3, 0]])
     window, along = windows(features, roots, config.window), torch.randn(2, 3, config.num_steps, 32, dtype=small)
-    head, tokens = torch.randn(64, 32), torch.randn(64, 32, dtype=small)
+    head, draftable = torch.randn(64, 32), (torch.arange(64), torch.randn(64, 32, dtype=small))
+    tokens = torch.randint(64, (2, 3, config.num_steps))
 
     def logits(weights: torch.Tensor) -> torch.Tensor:
         states = network.unroll(known_at(network, features, embeddings, roots, window), along)
         with torch.autocast("cpu", enabled=False):
             own = network.own_head(states) if network.heads else F.linear(states.to(weights.dtype), weights)
-            return network.bias(network.couple(own, network.reduced(tokens)), network.reduced(along))
+            return network.bias(network.couple(own, network.reduced(*draftable)), network.reduced(tokens, along))
 
     with torch.autocast("cpu", small):
         mixed = logits(head)

@@ -78,14 +78,13 @@ def test_coupled_steps_keep_their_marginals(seed, size):
     torch.nn.init.normal_(bias.expand.weight, std=0.5, generator=generator)
     logits = torch.randn(2, 4, size, generator=generator).double()
     tokens = torch.randn(size, 5, generator=generator).double()
-    coupled = bias.couple(logits, bias.reduced(tokens), candidates=size, iterations=400)
+    reduced = bias.reduced(torch.arange(size), tokens)
+    coupled = bias.couple(logits, reduced, candidates=size, iterations=400)
     assert torch.equal(coupled[:, 0], logits[:, 0])
     pushed = logits[:, 0].softmax(-1)
     for n in range(1, 4):
-        conditional = (coupled[:, n, None] + bias(bias.reduced(tokens))).softmax(-1)  # (B, before, after)
+        conditional = (coupled[:, n, None] + bias(reduced)).softmax(-1)  # (B, before, after)
         pushed = (pushed[:, :, None] * conditional).sum(1)
         torch.testing.assert_close(pushed, logits[:, n].softmax(-1), rtol=1e-3, atol=1e-4)
-    biased = (logits[:, 0].softmax(-1)[:, :, None] * (logits[:, 1, None] + bias(bias.reduced(tokens))).softmax(-1)).sum(
-        1
-    )
+    biased = (logits[:, 0].softmax(-1)[:, :, None] * (logits[:, 1, None] + bias(reduced)).softmax(-1)).sum(1)
     assert (biased - logits[:, 1].softmax(-1)).abs().max() > 1e-6  # without the coupling they are not kept

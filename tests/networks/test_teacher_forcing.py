@@ -71,7 +71,9 @@ def test_windows_are_those_of_the_decoder(store):
         {"kind": "medusa", "own_heads": True, "draft_vocab_size": 200},
         {"kind": "eagle", "feature_layers": [1, 2, -1]},
         {"kind": "eagle", "own_heads": True, "draft_vocab_size": 200},
-        {"kind": "block", "num_layers": 2, "feature_layers": [0, -1], "markov_rank": 8, "confidence": True},
+        {"kind": "block", "num_layers": 2, "feature_layers": [1, 2], "mask_token_id": 7},
+        {"kind": "block", "feature_layers": [0, -1], "markov_rank": 8, "confidence": True, "mask_token_id": 7},
+        {"kind": "block", "markov_rank": 8, "draft_vocab_size": 200, "sample_from_anchor": True, "mask_token_id": 7},
     ],
 )
 def test_teacher_forced_acceptance_equals_decoded(store, tiny_target, axes):
@@ -115,4 +117,6 @@ def test_logits_of_supervised_steps_are_those_of_all_steps(tiny_target, axes):
     states, embeddings = torch.randn(2, 2, 5, STEPS, tiny_target.hidden_size, generator=generator)
     kept = supervised(torch.rand(2, 5, STEPS, generator=generator) < 0.6)
     reader = Reader(predictor, tiny_target)
-    torch.testing.assert_close(reader.at(kept, states, embeddings), reader(states, embeddings)[kept])
+    tokens = torch.randint(tiny_target.vocab_size, (2, 5, STEPS), generator=generator)
+    along = tokens, embeddings
+    torch.testing.assert_close(reader.at(kept, states, *along), reader(states, *along)[kept])

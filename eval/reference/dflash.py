@@ -1,0 +1,142 @@
+"""Fixtures of DFlash and DSpark: tiny random checkpoints of `speculators` 0.9, and what its training forward makes of
+them. Runs in the environment of that package, without ours:
+
+    python eval/reference/dflash.py tests/fixtures
+
+Each folder has the checkpoint as speculators saves it (config.json, model.safetensors) and `reference.safetensors`:
+the target's embed_tokens and lm_head, the inputs (features, states, tokens, loss_mask), the anchors that were drawn,
+and, at each place of each anchor's block, logits, the target's logits, confidence and mask; `loss` is the package's own
+of 0.1 KL divergence + 0.9 total variation (+ the confidence's).
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from speculators.config import SpeculatorsConfig, VerifierConfig
+from speculators.losses import resolve_loss_config
+from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+from speculators.models.dflash import core as dflash
+from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
+from speculators.models.dspark import core as dspark
+from speculators.proposals.greedy import GreedyTokenProposalConfig
+from transformers import Qwen3Config
+
+VOCABULARY, DRAFTED, LENGTH, ANCHORS = 40, 24, 20, 3
+LAYERS = [1, 3, 4]
+LOSSES = '{"kl_div": 0.1, "tv": 0.9}'
+# The q / k norms and a head_dim that is not hidden_size / heads tell a wrong layout from a right one.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}
+
+
+def config_of(kind: type, algorithm: str, tokens: int, **options: Any) -> Any:
+    layers = Qwen3Config(**SIZES)
+    layers._attn_implementation = "eager"
+    method = SpeculatorsConfig(
+        algorithm=algorithm,
+        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=tokens)],
+        default_proposal_method="greedy",
+        verifier=VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
+    )
+    return kind(
+        transformer_layer_config=layers,
+        block_size=4,
+        mask_token_id=VOCABULARY - 1,
+        aux_hidden_state_layer_ids=LAYERS,
+        speculators_config=method,
+        **options,
+    )
+
+
+def randomise(model: Any) -> torch.Tensor:
+    """Weights at which all parts matter: norms away from one, biases and tables away from zero. Returns the target's
+    output embedding, (V, H).
+    """
+    head = torch.randn(VOCABULARY, SIZES["hidden_size"]) / 4
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(1 + 0.3 * torch.randn_like(weight) if weight.ndim == 1 else torch.randn_like(weight))
+            if weight.ndim > 1:
+                weight.mul_(weight.shape[-1] ** -0.5)
+        if model.use_draft_vocab:
+            drafted = torch.randperm(VOCABULARY)[:DRAFTED].sort().values
+            model.t2d.zero_()
+            model.t2d[drafted] = True
+            model.d2t.copy_(drafted - torch.arange(DRAFTED))  # a delta
+        rows = head[model.t2d] if model.use_draft_vocab else head
+        model.lm_head.weight.copy_(rows)
+        model.verifier_lm_head.weight.copy_(rows)
+        model.verifier_norm.weight.fill_(1.0)
+    return head
+
+
+@torch.no_grad()
+def record(model: Any, module: Any, folder: Path) -> None:
+    """Save the checkpoint, and what the package's own forward computes on the way to its loss."""
+    head = randomise(model)
+    hidden = SIZES["hidden_size"]
+    features = torch.randn(1, LENGTH, hidden * len(LAYERS))
+    last = torch.randn(1, LENGTH, hidden)
+    tokens = torch.randint(VOCABULARY - 1, (1, LENGTH))
+    loss_mask = torch.ones(1, LENGTH)
+    loss_mask[:, :5] = 0
+    found: dict[str, torch.Tensor] = {}
+    choose, measure = dflash.select_anchors, module.compute_metrics
+
+    def chosen(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        found["anchors"], valid = choose(*arguments)
+        return found["anchors"], valid
+
+    def measured(logits: torch.Tensor, targets: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        found["logits"], found["targets"] = logits, targets
+        if len(rest) == 3:
+            found["confidence"] = rest[0]
+        found["mask"] = rest[-2].bool()
+        return measure(logits, targets, *rest, **options)
+
+    dflash.select_anchors, module.compute_metrics = chosen, measured
+    options = {"tv_loss_fn": resolve_loss_config("tv", "eager")["tv"][0]} if module is dspark else {}
+    losses = resolve_loss_config(LOSSES, "eager")
+    documents = torch.zeros(1, LENGTH, dtype=torch.long)
+    _, found["loss"], _ = model(
+        features, tokens, loss_mask, last, documents, loss_config=losses, max_anchors=ANCHORS, **options
+    )
+    dflash.select_anchors, module.compute_metrics = choose, measure
+    blocks = {name: found[name].unflatten(1, (ANCHORS, -1))[0] for name in found if found[name].ndim > 1}
+    given = {"features": features, "states": model.verifier_norm(last), "tokens": tokens, "loss_mask": loss_mask}
+    given |= {"embed_tokens": model.embed_tokens.weight, "lm_head": head}
+    model.save_pretrained(folder)
+    (folder / "config.py").unlink()  # a copy of the package's own
+    save_file(
+        {name: part.contiguous() for name, part in {**found, **given, **blocks}.items()},
+        folder / "reference.safetensors",
+    )
+
+
+def main(out: Path) -> None:
+    torch.manual_seed(0)
+    full = config_of(DFlashSpeculatorConfig, "dflash", 3, draft_vocab_size=VOCABULARY)
+    record(DFlashDraftModel(full), dflash, out / "dflash")
+    drafted = config_of(DSparkSpeculatorConfig, "dspark", 4, draft_vocab_size=DRAFTED, markov_rank=6)
+    record(DSparkDraftModel(drafted), dspark, out / "dspark")
+    # The same networks with each other's slots.
+    after = config_of(
+        DSparkSpeculatorConfig, "dspark", 3, draft_vocab_size=VOCABULARY, markov_rank=6, sample_from_anchor=False
+    )
+    record(DSparkDraftModel(after), dspark, out / "dspark-masks")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
