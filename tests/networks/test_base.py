@@ -42,6 +42,9 @@ def test_every_kind_survives_its_files(kind, tmp_path):
     assert type(loaded) is type(network) and loaded.config.kind == network.kind
     for (name, mine), (_, theirs) in zip(network.state_dict().items(), loaded.state_dict().items(), strict=True):
         assert torch.equal(mine, theirs), name
+    if network.memory_shapes:  # frequencies are no weights, and loading makes networks without memory for these
+        positions = torch.arange(9)
+        assert torch.equal(*(each.rotary(positions, torch.float32) for each in (network, loaded)))
 
 
 def test_untrained_heads_draft_what_the_target_says():
