@@ -82,6 +82,12 @@ BASELINES: dict[str, dict] = {
     "medusa": {"kind": "medusa", "own_heads": True},
     "eagle": {"kind": "eagle", "own_heads": True, "feature_layers": [1, 2, -1]},
     "eagle of one layer": {"kind": "eagle"},
+    "eagle of Qwen3's layers": {
+        "kind": "eagle", "feature_layers": [1, 2], "norm_before_residual": True, "fc_norm": True, "norm_output": True,
+        "transformer_layer_config": {
+            "model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        },
+    },
     "block": {"kind": "block", "num_layers": 2, "mask_token_id": 5},
     "block with Markov bias and confidence": {
         "kind": "block", "feature_layers": [0, 1], "markov_rank": 4, "confidence": True, "mask_token_id": 5,

@@ -223,7 +223,7 @@ class ShapeConfig(PreTrainedConfig):
     def layer_config(self) -> PreTrainedConfig:
         """Of the decoder layers, as transformers has it."""
         assert self.transformer_layer_config is not None  # the configuration fills it in
-        return AutoConfig.for_model(**self.transformer_layer_config)
+        return AutoConfig.for_model(**{**self.transformer_layer_config, "intermediate_size": self.intermediate_size})
 
     @property
     def target_layers(self) -> list[int]:

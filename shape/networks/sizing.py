@@ -55,7 +55,9 @@ def feature_layers(num_layers: int) -> list[int]:
     these, the first, the middle and the one before the last.
     """
     published = [2, num_layers // 2, num_layers - 3]
-    return published if num_layers > 6 else sorted({1, num_layers // 2, num_layers - 1} - {0}) or [-1]
+    if num_layers > 6:
+        return published
+    return sorted({layer for layer in (1, num_layers // 2, num_layers - 1) if 0 < layer < num_layers}) or [-1]
 
 
 def draft_vocabulary(texts: Iterable[tuple[Tensor, Tensor]], size: int, vocab_size: int) -> Tensor:

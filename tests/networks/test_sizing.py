@@ -24,6 +24,13 @@ def test_draft_vocabulary_holds_the_most_frequent_supervised_tokens():
 
 
 @pytest.mark.parametrize(
+    ("count", "layers"), [(32, [2, 16, 29]), (7, [2, 3, 4]), (6, [1, 3, 5]), (2, [1]), (1, [-1]), (0, [-1])]
+)
+def test_eagle_reads_the_published_layers(count, layers):
+    assert sizing.feature_layers(count) == layers
+
+
+@pytest.mark.parametrize(
     ("vocabulary", "covering", "drafted"),
     [(259, 100, None), (8192, None, 2048), (8192, 9000, 2048), (49_152, None, 12_288), (128_256, None, 32_064),
      (256_000, 99_000, 32_768), (128_256, 500, 2048), (128_256, 9_000, 9_216)],

@@ -28,7 +28,7 @@ from shape.features.extraction import compute_features
 from shape.features.store import FeatureStore
 from shape.training.batches import Split
 from shape.training.distillation import DistillModule, draft_model
-from shape.training.module import DrafterModule, ShapeModule, add_noise
+from shape.training.module import DrafterModule, ShapeModule, add_noise, draftable
 from shape.training.options import Losses, TrainingOptions
 from shape.training.validation import (
     DecodingValidation,
@@ -152,6 +152,28 @@ def test_what_no_loss_reaches_is_not_trained(unequal, tiny_target, kind):
         frozen = {name for name, weight in named if not weight.requires_grad}
         assert all(name.startswith(("lm_head", "markov")) for name in frozen)
         assert bool(frozen) == (not losses.on_logits and bool(predictor.reading))
+
+
+def test_eagle_learns_nothing_where_the_likeliest_token_cannot_be_drafted(unequal, tiny_target):
+    """As published: such a position has no part in the loss, at whatever step of whatever root."""
+    predictor = trainable(tiny_target, kind="eagle", own_heads=True, draft_vocab_size=50)
+    module = ShapeModule(predictor, tiny_target, Losses(smooth_l1=0.0), OPTIONS, log_every=10**6)
+    module.log = lambda *_, **__: None  # type: ignore[method-assign,assignment]
+    data = data_of(FeatureStore(unequal.storage, layers=module.layers), tiny_target, window=None)
+    batch = data.batches(Split())[0]
+    texts, steps = batch.texts, predictor.config.num_steps
+    learned = draftable(tiny_target, predictor.draft_vocabulary, texts, steps)
+    for row, roots in enumerate(texts.roots):
+        best = tiny_target.logits(texts.hidden[row]).argmax(-1)
+        for number, root in enumerate(roots.tolist()):
+            for n in range(min(steps, len(best) - root)):
+                assert learned[row, number, n] == (best[root + n] < 50)
+    assert learned.any() and not learned.all()
+    assert module.training_step(batch, 0) > 0
+    likeliest = set(tiny_target.logits(texts.hidden).argmax(-1).flatten().tolist())
+    never = [token for token in range(tiny_target.vocab_size) if token not in likeliest]
+    predictor.draft_vocabulary = torch.tensor(never[:50])
+    assert module.training_step(batch, 0) == 0
 
 
 @pytest.mark.parametrize("online", [False, True])
