@@ -4,6 +4,7 @@
     shape train --target T --data D --output DIR       # your own target and data
     shape train --target T --data D --dry-run          # what that would take
     shape train --config configs/paper.yaml            # another predictor
+    shape train --target T --data D --init CHECKPOINT  # go on from a predictor, of ours or of another package
     shape train ... --ckpt_path last                   # go on where a run was stopped
 
 Every option can be set in a YAML file (`--config`), and `--print_config` writes one. Other defaults
@@ -20,7 +21,7 @@ from shape.features.trainer import quiet
 from shape.training.parsing import DRY_RUN, parse
 
 COMMON = (
-    *("target", "data", "output", "regenerate", "limit", "dtype", "seed", "ckpt_path", "dry_run"),
+    *("target", "data", "output", "regenerate", "init", "limit", "dtype", "seed", "ckpt_path", "dry_run"),
     *("training.steps", "training.batch_size", "training.max_minutes", "predictor.kind"),
 )
 

@@ -5,6 +5,7 @@ from copy import copy
 from dataclasses import replace
 from hashlib import sha256
 from math import log
+from typing import Self
 
 import numpy as np
 import torch
@@ -122,11 +123,8 @@ class TrainedDrafter(Drafter):
                     f"the predictor was trained for target {known['name']}, and {target.name} differs in "
                     f"{', '.join(differences)}; give the target it was trained for, or train one for this target"
                 )
-        elif self.predictor.config.hidden_size != target.hidden_size:
-            raise TargetMismatch(
-                f"the predictor expects hidden size {self.predictor.config.hidden_size}, and target {target.name} "
-                f"has {target.hidden_size}; train a predictor for this target"
-            )
+        else:
+            self._require_sizes(target)
         self.predictor.complete(target)
         self._target, self._device = target, self.predictor.device
         self.on_host = self._device.type == "cpu"
@@ -148,6 +146,19 @@ class TrainedDrafter(Drafter):
         if self.predictor.token_bias is not None:
             self._tabulate(self.predictor.token_bias, tokens)
 
+    def _require_sizes(self, target: Target) -> None:
+        """Raises TargetMismatch for what can be seen of a predictor that does not say its target."""
+        config = self.predictor.config
+        sizes = [("hidden size", config.hidden_size, target.hidden_size)]
+        if config.kind != "shape":  # which has no weights of tokens but those of its draft vocabulary
+            sizes.append(("vocabulary size", config.vocab_size or target.vocab_size, target.vocab_size))
+        for name, expected, found in sizes:
+            if expected != found:
+                raise TargetMismatch(
+                    f"the predictor expects {name} {expected}, and target {target.name} has {found}; train a predictor "
+                    "for this target"
+                )
+
     @torch.no_grad()
     def _tabulate(self, bias: MarkovBias | MarkovTable, tokens: Tensor) -> None:
         """What the bias reads of every token, (K, rank), and where there are few tokens the biases, (K, K)."""
@@ -168,16 +179,17 @@ class TrainedDrafter(Drafter):
 
     def start(self, committed: Committed, hidden: Tensor) -> None:
         hidden = self._read(hidden)
-        ends = committed.lengths[:, None].to(self._device) - 1
+        rows, longest = hidden.shape[:2]
+        # What lies before the known states is forgotten: positions are read relative to each other.
+        texts = [text[-longest - 1 :] for text in committed.texts]
+        known = [len(text) - 1 for text in texts]
         config, shapes = self.predictor.config, self.predictor.memory_shapes
-        self.window = windows(hidden, ends, config.window)[:, 0]
+        self.window = windows(hidden, of_lists(known, self._device)[:, None], config.window)[:, 0]
         if shapes:
-            rows, longest = hidden.shape[:2]
             self.cache = KVCache(self.memory_layers, rows, longest + _SLOTS, self.predictor.dtype, self._device)
-            ids = [text + [0] * (longest + 1 - len(text)) for text in committed.texts]
-            tokens = torch.tensor(ids, device=self._device)
+            tokens = of_lists([text + [0] * (longest + 1 - len(text)) for text in texts], self._device)
             self._remember(tokens, F.pad(hidden, (0, 0, 1, 0)))
-            self.cache.set_lengths([len(text) - 1 for text in committed.texts])
+            self.cache.set_lengths(known)
 
     def update(self, tokens: list[list[int]], hidden: Tensor, counts: Tensor) -> None:
         counts = counts.to(self._device)
@@ -215,6 +227,11 @@ class TrainedDrafter(Drafter):
         self.window = self.window[rows]
         if self.cache is not None:
             self.cache.select(rows)
+
+    def join(self, other: Self) -> None:
+        self.window = torch.cat([self.window, other.window])
+        if self.cache is not None and other.cache is not None:
+            self.cache.join(other.cache)
 
     @torch.no_grad()
     def _remember(self, tokens: Tensor, features: Tensor) -> None:

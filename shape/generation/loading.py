@@ -18,6 +18,8 @@ from shape.errors import CheckpointError, ConfigError, TargetMismatch
 from shape.files import reading, typed
 from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
+from shape.networks.formats.table import format_of
+from shape.networks.formats.table import load as load_foreign
 from shape.target.identity import TargetIdentity
 from shape.target.loading import FILE_OPTIONS, SOURCE, first_line, only, resolve_device
 from shape.target.model import Target
@@ -71,7 +73,7 @@ def load_pair(
         given["recipes"] = RecipeDrafter(Pack.load(drafts.pack))
     network, model = None, predictor is not None and is_language_model(predictor, **hub)
     if predictor is not None and not model:
-        network = load_predictor(predictor, **hub)
+        network = load_predictor(predictor, target, **hub)
         target = target or _target_of(network, predictor)
     if target is None:
         raise ConfigError(f"{predictor} is a language model, which drafts for any with its tokens: give a target")
@@ -131,36 +133,41 @@ def _sort(
     if target is None:
         for known in (only(FILE_OPTIONS, options), hub):
             try:
-                predicts = _model_type(source, known) == ShapeConfig.model_type
+                predicts = _drafts(_config_of(source, known))
             except Exception as error:  # damaged files have errors of many kinds
                 reason = first_line(error)
             else:
                 return (source, None) if predicts else (None, source)
         raise CheckpointError(
-            f"{source} cannot be read; give the folder or hub id of a target, or of a predictor that shape.train wrote "
-            f"({reason})"
+            f"{source} cannot be read; give the folder or hub id of a target or of a predictor ({reason})"
         )
-    if isinstance(target, str | Path) and _known_type(target, hub) == ShapeConfig.model_type:
+    if isinstance(target, str | Path) and _drafts(_known_config(target, hub)):
         return target, source
     return source, target
 
 
-def _model_type(source: str | Path, hub: dict[str, Any]) -> str | None:
-    """As its configuration says, of which no code is run."""
-    return PretrainedConfig.get_config_dict(bundled.resolve(str(source)), **hub)[0].get("model_type")
+def _config_of(source: str | Path, hub: dict[str, Any]) -> dict[str, Any]:
+    """What its configuration says, of which no code is run."""
+    return PretrainedConfig.get_config_dict(bundled.resolve(str(source)), **hub)[0]
 
 
-def _known_type(source: str | Path, hub: dict[str, Any]) -> str | None:
-    """None for what cannot be read, which is left to its reader."""
+def _known_config(source: str | Path, hub: dict[str, Any]) -> dict[str, Any]:
+    """Empty for what cannot be read, which is left to its reader."""
     try:
-        return _model_type(source, hub)
+        return dict(_config_of(source, hub))
     except Exception:  # damaged files have errors of many kinds
-        return None
+        return {}
+
+
+def _drafts(config: dict[str, Any]) -> bool:
+    """Whether a configuration is a predictor's, ours or of a format that is read."""
+    return config.get("model_type") == ShapeConfig.model_type or format_of(config) is not None
 
 
 def is_language_model(source: str | Path, **hub: Any) -> bool:
     """Whether a predictor is a causal LM; False for what cannot be read."""
-    return _known_type(source, hub) not in (None, ShapeConfig.model_type)
+    config = _known_config(source, hub)
+    return "model_type" in config and not _drafts(config)
 
 
 def _target_of(network: Predictor, source: str | Path) -> str:
@@ -170,8 +177,12 @@ def _target_of(network: Predictor, source: str | Path) -> str:
     return known["name"]
 
 
-def load_predictor(source: str | Path, **hub: Any) -> Predictor:
-    """An exported predictor of any kind in eval mode; `hub` says where it is read.
+def load_predictor(source: str | Path, target: TargetSource | None = None, form: str = "auto", **hub: Any) -> Predictor:
+    """A predictor of any kind in eval mode, ours or of another format; `hub` says where it is read.
+
+    Args:
+        target: tells of another's checkpoint what it leaves open.
+        form: its format, by a name of `shape.networks.formats.table`, or "auto".
 
     Raises:
         CheckpointError: nothing that can be read there, weights that are not those of its configuration, or damage to
@@ -179,11 +190,15 @@ def load_predictor(source: str | Path, **hub: Any) -> Predictor:
     """
     where = bundled.resolve(str(source))
     with reading(f"predictor {source}", CheckpointError, "give a folder written by shape.train or a hub id"):
+        if form != "auto" or format_of(_config_of(source, hub)) is not None:
+            given = target if isinstance(target, str | Path | None) else target.config
+            return _sound(load_foreign(where, given, form, **hub), source)
         config = ShapeConfig.from_pretrained(where, **hub)
         shape = typed(TreeShape, config.draft or {})
         if min(size for size in (shape.depth, shape.width, shape.branching, shape.nodes) if size is not None) < 1:
             raise ValueError(f"draft is {config.draft}")
-        known = None if config.target_identity is None else TargetIdentity.from_dict(config.target_identity)
+        if config.target_identity is not None:
+            TargetIdentity.from_dict(config.target_identity)
         found: Any = PREDICTORS[config.kind].from_pretrained(where, config=config, output_loading_info=True, **hub)
     predictor, info = found
     # transformers would fill in what is missing at random, and every draft would be refused.
@@ -192,14 +207,20 @@ def load_predictor(source: str | Path, **hub: Any) -> Predictor:
             f"the weights of predictor {source} are not those of its configuration ({', '.join(wrong[:3])} missing or "
             "too many); it may be of another version of this package: train it anew"
         )
-    vocabulary, size = predictor.draft_vocabulary, config.vocab_size if known is None else known.vocab_size
+    return _sound(predictor.eval().requires_grad_(False), source)
+
+
+def _sound(predictor: Predictor, source: str | Path) -> Predictor:
+    """The predictor; raises CheckpointError where its weights are damaged."""
+    config, vocabulary = predictor.config, predictor.draft_vocabulary
+    size = (config.target_identity or {}).get("vocab_size", config.vocab_size)
     strange = vocabulary is not None and bool((vocabulary < 0).any() or (size and (vocabulary >= size).any()))
     if strange or not all(bool(weight.isfinite().all()) for weight in predictor.parameters()):
         raise CheckpointError(
             f"the weights of predictor {source} are damaged: they hold numbers that are not finite, or tokens that the "
             "target has not; copy them again, or train it anew"
         )
-    return predictor.eval().requires_grad_(False)
+    return predictor
 
 
 def draft_length(

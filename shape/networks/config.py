@@ -34,6 +34,7 @@ _COUNTS = (
     "markov_rank",
     "coupling",
 )
+_MEDUSA = ("shared_head", "residual_bias")
 _EAGLE = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _MAY_BE_ZERO = {"num_layers", "markov_rank", "coupling"}
 
@@ -78,7 +79,8 @@ class ShapeConfig(PreTrainedConfig):
             `model_type` (llama, qwen3); the name is that of `speculators`. None makes
             Llama's (Qwen3's with "block") of the options below.
         intermediate_size: width M of the predictor; None is the decoder layers', or 2 H.
-        num_layers: residual MLP blocks at width M shared by all steps; decoder layers of "block" (EAGLE has one).
+        num_layers: residual MLP blocks at width M shared by all steps; residual layers of each of Medusa's heads;
+            decoder layers of "block" (EAGLE has one).
         attention: SHAPE's steps also attend to all known positions, not to the window alone.
         num_heads: attention heads, of width H / num_heads; None is the decoder layers', or makes them 64 wide.
         num_steps: number S of future states that training unrolls. Parallel predictors cannot go further,
@@ -113,6 +115,8 @@ class ShapeConfig(PreTrainedConfig):
         confidence: estimate for each node whether the target will agree with its best draft; dynamic trees grow by it.
         own_heads: trained output embeddings that start as copies of the target's, one for each of Medusa's steps.
             Without, and in kind "shape", the target's frozen one is used.
+        shared_head: "medusa": one output embedding of its own for all steps.
+        residual_bias: "medusa": its residual layers have biases, as FasterDecoding's.
         own_embeddings: an input embedding of its own, (vocab_size, H), that starts as a copy of the target's, where
             tokens are read; without, the target's frozen one is used.
         mask_token_id: "block": token of the target that fills the places behind x_t; training chooses one.
@@ -160,6 +164,8 @@ class ShapeConfig(PreTrainedConfig):
     coupling: int = 0
     confidence: bool = False
     own_heads: bool = False
+    shared_head: bool = False
+    residual_bias: bool = False
     own_embeddings: bool = False
     mask_token_id: int | None = None
     sample_from_anchor: bool = False
@@ -271,6 +277,7 @@ class ShapeConfig(PreTrainedConfig):
             )
         if self.own_embeddings and self.vocab_size is None:
             raise ConfigError("own_embeddings makes weights for each token of the target: give vocab_size")
+        self._check_medusa()
         self._check_eagle()
         if self.kind in ("block", "eagle") and (self.num_layers < 1 or (self.kind == "eagle" and self.num_layers > 1)):
             raise ConfigError(f"num_layers is {self.num_layers}: eagle has 1 decoder layer, block at least 1")
@@ -318,6 +325,13 @@ class ShapeConfig(PreTrainedConfig):
             raise ConfigError(
                 f"num_heads is {self.num_heads}: heads divide the hidden size, {self.hidden_size}, into even parts"
             )
+
+    def _check_medusa(self) -> None:
+        given = [name for name in _MEDUSA if getattr(self, name)]
+        if given and self.kind != "medusa":
+            raise ConfigError(f"{', '.join(given)} is for kind medusa: leave it out with kind {self.kind!r}")
+        if self.shared_head and not self.own_heads:
+            raise ConfigError("shared_head is for own_heads: give both, or neither to use the target's head")
 
     def _check_block(self) -> None:
         if self.kind != "block":

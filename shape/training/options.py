@@ -30,7 +30,7 @@ class PredictorOptions:
         window: known states that the predictor reads.
         intermediate_size: its width; null follows from the target (`shape.networks.sizing`), and is twice its hidden
             size for baselines.
-        num_layers: residual blocks at that width; decoder layers of block.
+        num_layers: residual blocks at that width; residual layers of each of medusa's heads; decoder layers of block.
         attention: SHAPE's steps also attend to all known positions.
         num_heads: attention heads; null makes them 64 wide.
         num_steps: steps that training unrolls.
@@ -53,6 +53,9 @@ class PredictorOptions:
         markov_rank: rank of a bias by the token before, for steps that do not read it; 0 is none.
         coupling: keep the steps' marginals under the bias, by a coupling over so many candidates; 0 does not.
         confidence: estimate where the target will agree, for dynamic trees.
+        own_heads: output embeddings of medusa's and eagle's own, started from the target's.
+        shared_head: one output embedding of its own for all of medusa's steps.
+        residual_bias: biases in medusa's residual layers.
         own_heads: output embeddings of its own, started from the target's.
         own_embeddings: input embeddings of its own, started from the target's.
         mask_token_id: token of the target that fills block's places; null chooses one (`shape.training.defaults`).
@@ -86,6 +89,8 @@ class PredictorOptions:
     coupling: int = 0
     confidence: bool = False
     own_heads: bool = False
+    shared_head: bool = False
+    residual_bias: bool = False
     own_embeddings: bool = False
     mask_token_id: int | None = None
     sample_from_anchor: bool = False
@@ -251,6 +256,8 @@ class TrainOptions(TargetOptions):
         data: file, folder or hub dataset with conversations; null is the data that ships.
         validation_data: conversations to validate on, and to measure on at the end; null is those that ship, or a part
             held out of `data`.
+        init: start from this predictor, ours or of another package: its network, weights and draft vocabulary, with a
+            fresh optimiser; for a target that was fine-tuned, or for data of another kind.
         output: folder of the exported predictor; checkpoints, logs and features go below it.
         regenerate: let the target answer the prompts of `data` itself, and learn from its answers (kept in the
             features folder); false learns from the answers as they are, which is right where shape.regenerate or a
@@ -284,6 +291,7 @@ class TrainOptions(TargetOptions):
     data: str | None = None
     validation_data: str | None = None
     regenerate: bool = True
+    init: str | None = None
     output: str = "checkpoints/shape"
     features: str | None = None
     online: bool = False

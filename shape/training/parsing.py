@@ -34,7 +34,12 @@ def parse(arguments: Sequence[str], docstring: str | None = None, common: Sequen
     reader = parser(defaults if is_bundled else None, docstring, common)
     values = reader.parse_args(arguments)
     with exit_on_error():
-        return as_options(reader.instantiate(values).as_dict())
+        options = as_options(reader.instantiate(values).as_dict())
+        if options.init is None:
+            return options
+        from shape.training.warm_start import as_checkpoint  # which reads it, by what is slow to import
+
+        return as_checkpoint(options, as_options(reader.instantiate(reader.get_defaults()).as_dict()).predictor)
 
 
 def _trainer_option(argument: str) -> str:

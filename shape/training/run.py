@@ -34,12 +34,14 @@ from shape.training.preparation import Material, excluded_numbers, prepare, vali
 from shape.training.result import export_and_measure, throughput
 from shape.training.trainer import make_trainer
 from shape.training.validation import DecodingValidation
+from shape.training.warm_start import as_checkpoint, start_from
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's mallopt
 
 
 def train(options: TrainOptions) -> Path:
     """The whole way; returns the folder of the exported predictor. Only the first process exports and measures."""
+    options = as_checkpoint(options)
     options.check()
     home = Storage(options.output if options.online else options.features or Path(options.output) / "features")
     _train([options], [""], Path(options.output), home, options.ckpt_path)
@@ -58,6 +60,7 @@ def train_jointly(runs: Sequence[TrainOptions], output: str | Path, ckpt_path: s
     Raises:
         ConfigError: runs that cannot share a forward, before anything is loaded.
     """
+    runs = [as_checkpoint(run) for run in runs]
     names = require_alike(runs)
     for run in runs:
         writable(Path(run.output))
@@ -113,6 +116,7 @@ def _validation(options: TrainOptions, material: Material, name: str) -> Decodin
         options.validation.max_new_tokens,
         Path(options.output) / "checkpoints/best.safetensors",
         name,
+        at_start=options.init is not None,
     )
 
 
@@ -142,7 +146,9 @@ def make_module(
         skip_bad_rows=options.skip_bad_rows,
         seed=options.seed,
     )
-    if isinstance(predictor, Predictor):
+    if isinstance(predictor, Predictor) and options.init is not None:
+        start_from(predictor, options.init, target)
+    elif isinstance(predictor, Predictor):
         if (size := predictor.config.draft_vocab_size) is not None:
             predictor.draft_vocabulary = draft_vocabulary(data.texts(), size, target.vocab_size)
         predictor.adopt(target)
@@ -163,6 +169,7 @@ def _recipe(options: TrainOptions, material: Material) -> dict[str, Any]:
     """What defines a run beside its losses and optimisation: a checkpoint of another recipe is refused."""
     return {
         "predictor": asdict(options.predictor),
+        "init": options.init,
         "target": material.target.identity.head_hash,
         "online": options.online,
         "shuffled": "by shards" if material.home.folder is None else "as a whole",

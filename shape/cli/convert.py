@@ -1,0 +1,41 @@
+"""`shape convert`: a trained drafter from one package's format to another's.
+
+    shape convert checkpoints/mine --to speculators --output mine-vllm    # then: vllm serve mine-vllm
+    shape convert yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --to shape --target T --output eagle
+
+Read are ours, EAGLE-3 (SafeAILab, SpecForge), speculators (eagle3, dflash, dspark), DFlash and DSpark (z-lab, DeepSeek,
+SpecForge) and Medusa (FasterDecoding, vLLM). No weight is left out, and none is made up.
+"""
+
+from collections.abc import Sequence
+
+from shape.errors import exit_on_error
+from shape.parsing import CommandParser, command_parser
+
+
+def parser() -> CommandParser:
+    reader = command_parser("convert", __doc__, usage="SOURCE --to FORMAT --output DIR [options]", config=False)
+    formats = "shape, speculators, eagle3, medusa or dspark (DFlash too)"
+    reader.add_argument("source", type=str, help="folder or hub id of a predictor")
+    reader.add_argument("--from", type=str, default="auto", help=f"its format: auto, {formats}")
+    reader.add_argument("--to", type=str, required=True, help=f"format to write: {formats}")
+    reader.add_argument("--output", type=str, required=True, help="folder to write, without a checkpoint yet")
+    reader.add_argument("--target", type=str | None, help="folder or hub id of the target; default: as the source says")
+    reader.add_argument("--revision", type=str | None, help="branch, tag or commit of the source's hub repository")
+    reader.add_argument("--token", type=str | None, help="for hub repositories that are not public")
+    return reader
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    with exit_on_error():
+        values = parser().parse_args(arguments)
+        from shape.generation.conversion import convert
+        from shape.networks.export import describe
+
+        hub = {name: values[name] for name in ("revision", "token") if values[name] is not None}
+        made = convert(values.source, values.to, values.output, values["from"], values.target, **hub)
+        print(f"{values.output}: {values.to}, {describe(made.config)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""`shape convert`: a predictor from one format to another, with what has to be known of the target."""
+
+from pathlib import Path
+from typing import Any
+
+from shape import bundled
+from shape.errors import CheckpointError, ConfigError
+from shape.generation.loading import load_predictor
+from shape.networks.base import Predictor
+from shape.networks.config import ShapeConfig
+from shape.networks.export import export
+from shape.networks.formats.table import FORMATS, save, with_head
+from shape.networks.formats.targets import TargetFacts
+from shape.target.identity import TargetIdentity
+from shape.target.model import Target
+
+OURS = ShapeConfig.model_type
+NAMES = (OURS, *FORMATS)
+
+
+def convert(
+    source: str | Path, to: str, output: str | Path, form: str = "auto", target: str | None = None, **hub: Any
+) -> Predictor:
+    """Write a checkpoint in another format; returns what was written, as a predictor of ours.
+
+    Args:
+        source: folder or hub id of a predictor, ours or of another package.
+        to: "shape", or a name of `shape.networks.formats.table.FORMATS`.
+        output: folder that has no checkpoint yet.
+        form: format of the source, or "auto".
+        target: folder or hub id of the target; needed where the source does not say it, or leaves something open.
+        hub: where the source is read from.
+
+    Raises:
+        CheckpointError, ConfigError, TargetMismatch: what cannot be read, or has no place in the format.
+    """
+    for name in (to, *(() if form == "auto" else (form,))):
+        if name not in NAMES:
+            raise ConfigError(f"format {name} is unknown; choose one of {', '.join(NAMES)}")
+    if (Path(output) / "config.json").exists():
+        raise ConfigError(f"output {output} has a checkpoint already; give another folder")
+    predictor = load_predictor(source, target, "auto" if form == OURS else form, **hub)
+    if to == OURS:
+        export(predictor, output, _identity(predictor, source, target), {"converted from": str(source)})
+        return predictor
+    if target is not None and not predictor.heads and predictor.config.kind != OURS and _needs_head(predictor):
+        predictor = with_head(predictor, Target.load(target).output_rows(predictor.draft_vocabulary))
+    try:
+        save(predictor, output, to, _facts(predictor, target))
+    except CheckpointError as error:
+        raise CheckpointError(f"predictor {source} cannot be written as {to}: {error}") from error
+    return predictor
+
+
+def _needs_head(predictor: Predictor) -> bool:
+    """Whether engines lack the output embedding that it reads with: they have the target's whole one alone."""
+    return predictor.draft_vocabulary is not None or predictor.config.kind == "medusa"
+
+
+def _identity(predictor: Predictor, source: str | Path, target: str | None) -> TargetIdentity:
+    if target is not None:
+        return Target.load(target).identity
+    if (known := predictor.config.target_identity) is None:
+        raise ConfigError(f"checkpoint {source} does not say which target it is for; give --target")
+    return TargetIdentity.from_dict(known)
+
+
+def _facts(predictor: Predictor, target: str | None) -> TargetFacts:
+    """Of the target that is given, or else of the one that it was trained for, as far as that can be read."""
+    if target is not None:
+        return TargetFacts.of(target)
+    name = bundled.resolve((predictor.config.target_identity or {}).get("name", ""))
+    try:
+        return TargetFacts.of(name)
+    except CheckpointError:  # a hub id without a network, or a folder that has moved
+        return TargetFacts(name)

@@ -1,0 +1,1 @@
+"""Checkpoints of other packages: one file for each family of drafters, `table` lists the formats."""

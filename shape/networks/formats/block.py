@@ -1,0 +1,148 @@
+"""Checkpoints of DFlash and DSpark: those of z-lab, SpecForge and DeepSeek, and of speculators.
+
+All name the weights alike. In the originals' `target_layer_ids` layer i is the output of the target's decoder layer i,
+which transformers' `hidden_states` and speculators' `aux_hidden_state_layer_ids` number i + 1.
+"""
+
+from typing import Any
+
+import torch
+
+from shape.errors import CheckpointError
+from shape.networks.base import Predictor
+from shape.networks.config import ShapeConfig
+from shape.networks.formats.files import Checkpoint, Weights, architectures
+from shape.networks.formats.layers import (
+    drafted,
+    layers_of,
+    put_vocabulary,
+    require_head,
+    require_width,
+    take_vocabulary,
+    written_layers,
+)
+from shape.networks.formats.targets import TargetFacts
+
+_DSPARK = {"Qwen3DSparkModel", "DSparkDraftModel"}
+_MASK = "mask_embedding"  # ours alone: the target's embedding of a token
+
+
+def recognise(config: dict[str, Any]) -> bool:
+    return bool(architectures(config) & {"DFlashDraftModel", *_DSPARK}) or "dflash_config" in config
+
+
+def read(checkpoint: Checkpoint, target: TargetFacts) -> tuple[ShapeConfig, Weights]:
+    """Ours of the originals'; SpecForge keeps in `dflash_config` what DeepSeek has beside it."""
+    config = {**checkpoint.config, **(checkpoint.config.get("dflash_config") or {})}
+    if not (chosen := config.get("target_layer_ids")):
+        raise CheckpointError("its configuration has no target_layer_ids, the layers that it reads")
+    dspark = bool(architectures(config) & _DSPARK) or bool(config.get("markov_rank"))
+    config.setdefault("sample_from_anchor", dspark)
+    return _read(Checkpoint(config, checkpoint.weights), config, [layer + 1 for layer in chosen])
+
+
+def read_speculators(checkpoint: Checkpoint, steps: int, target: TargetFacts) -> tuple[ShapeConfig, Weights]:
+    """Ours of speculators'; how many steps follows from the size of a block."""
+    config = checkpoint.config
+    if not (chosen := config.get("aux_hidden_state_layer_ids")):
+        raise CheckpointError("its configuration has no aux_hidden_state_layer_ids, the layers that it reads")
+    config = {"sample_from_anchor": config["speculators_model_type"] == "dspark", **config}
+    return _read(Checkpoint(config, checkpoint.weights), config["transformer_layer_config"], chosen)
+
+
+def _read(checkpoint: Checkpoint, language_model: dict[str, Any], chosen: list[int]) -> tuple[ShapeConfig, Weights]:
+    config, layers = checkpoint.config, layers_of(language_model)
+    require_width(config, layers["hidden_size"])
+    if (bias := config.get("markov_head_type", "vanilla")) != "vanilla" and config.get("markov_rank"):
+        raise CheckpointError(f"its markov_head_type is {bias}; vanilla is known")
+    for name in ("block_size", "mask_token_id"):
+        if config.get(name) is None:
+            raise CheckpointError(f"its configuration has no {name}")
+    vocab_size, anchored = language_model["vocab_size"], config["sample_from_anchor"]
+    weights = take_vocabulary(checkpoint.weights, vocab_size)
+    own_embeddings = "embed_tokens.weight" in weights
+    if not own_embeddings:  # of the target, when there is one
+        dtype = next(weight.dtype for weight in weights.values() if weight.is_floating_point())
+        weights[_MASK] = torch.full((layers["hidden_size"],), torch.nan, dtype=dtype)
+    made = ShapeConfig(
+        kind="block",
+        hidden_size=layers["hidden_size"],
+        vocab_size=vocab_size,
+        draft_vocab_size=drafted(weights),
+        feature_layers=chosen,
+        transformer_layer_config=layers,
+        num_layers=layers["num_hidden_layers"],
+        num_steps=config["block_size"] if anchored else config["block_size"] - 1,
+        mask_token_id=config["mask_token_id"],
+        sample_from_anchor=anchored,
+        markov_rank=config.get("markov_rank") or 0,
+        confidence="confidence_head.proj.weight" in weights,
+        confidence_head_with_markov=bool(config.get("confidence_head_with_markov", False)),
+        own_heads="lm_head.weight" in weights,
+        own_embeddings=own_embeddings,
+    )
+    return made, weights
+
+
+def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
+    """As DeepSeek and z-lab have it, which vLLM and SGLang load beside a target."""
+    config, common = predictor.config, _written(predictor)
+    chosen = [layer - 1 for layer in config.feature_layers]
+    written = {**written_layers(config, target), **common, "target_layer_ids": chosen}
+    if config.markov_rank:
+        written["architectures"] = ["Qwen3DSparkModel"]
+    else:
+        names = ("mask_token_id", "target_layer_ids", "sample_from_anchor")
+        written |= {"architectures": ["DFlashDraftModel"], "dflash_config": {name: written[name] for name in names}}
+    return Checkpoint(written, _weights(predictor))
+
+
+def write_speculators(predictor: Predictor, target: TargetFacts) -> Checkpoint:
+    """What is the algorithm's own in a configuration of speculators."""
+    config = predictor.config
+    algorithm = "dspark" if config.markov_rank else "dflash"
+    written = {
+        **_written(predictor),
+        "architectures": ["Qwen3DSparkModel" if config.markov_rank else "DFlashDraftModel"],
+        "speculators_model_type": algorithm,
+        "transformer_layer_config": written_layers(config, target),
+        "aux_hidden_state_layer_ids": config.feature_layers,
+    }
+    return Checkpoint(written, _weights(predictor))
+
+
+def _written(predictor: Predictor) -> dict[str, Any]:
+    """What all layouts say of a network.
+
+    Raises:
+        CheckpointError: what engines would not compute as it is.
+    """
+    config = predictor.config
+    require_head(predictor)
+    if min(config.feature_layers) < 1:
+        raise CheckpointError(
+            f"it reads layers {config.feature_layers} of the target, and engines know those from 1 on; train with "
+            "--predictor.feature_layers of these"
+        )
+    if not config.markov_rank and (config.sample_from_anchor or config.confidence):
+        raise CheckpointError("engines know sample_from_anchor and a confidence with a markov_rank alone (DSpark)")
+    written = {
+        "block_size": config.block_size,
+        "draft_vocab_size": config.draft_size,
+        "mask_token_id": config.mask_token_id,
+        "sample_from_anchor": config.sample_from_anchor,
+    }
+    if not config.markov_rank:
+        return written
+    return written | {
+        "markov_rank": config.markov_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": config.confidence,
+        "confidence_head_with_markov": config.confidence_head_with_markov,
+    }
+
+
+def _weights(predictor: Predictor) -> Weights:
+    weights = put_vocabulary(predictor.state_dict(), predictor.config.vocab_size or 0)
+    weights.pop(_MASK, None)
+    return weights

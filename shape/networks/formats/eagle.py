@@ -1,0 +1,113 @@
+"""EAGLE-3's checkpoints: those of SafeAILab and SpecForge (`midlayer`), and of speculators (`layers.0`)."""
+
+from typing import Any
+
+from shape.errors import CheckpointError
+from shape.networks.base import Predictor
+from shape.networks.config import ShapeConfig
+from shape.networks.formats.files import Checkpoint, Weights, architectures
+from shape.networks.formats.layers import (
+    drafted,
+    layers_of,
+    put_vocabulary,
+    require_head,
+    require_width,
+    take_vocabulary,
+    written_layers,
+)
+from shape.networks.formats.targets import TargetFacts
+
+_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_STEPS = 7  # that the originals unroll in training, where a checkpoint says nothing
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+_ORIGINAL, _OURS = "midlayer.", "layers.0."
+
+
+def recognise(config: dict[str, Any]) -> bool:
+    """SafeAILab's configurations are those of a Llama with a draft vocabulary."""
+    named = any("eagle3" in name.lower() for name in architectures(config))
+    return named or (config.get("model_type") == "llama" and "draft_vocab_size" in config)
+
+
+def read(checkpoint: Checkpoint, target: TargetFacts) -> tuple[ShapeConfig, Weights]:
+    """Ours of SafeAILab's or SpecForge's."""
+    return _read(checkpoint, checkpoint.config, _STEPS, target)
+
+
+def read_speculators(checkpoint: Checkpoint, steps: int, target: TargetFacts) -> tuple[ShapeConfig, Weights]:
+    return _read(checkpoint, checkpoint.config["transformer_layer_config"], steps, target)
+
+
+def _read(
+    checkpoint: Checkpoint, language_model: dict[str, Any], steps: int, target: TargetFacts
+) -> tuple[ShapeConfig, Weights]:
+    config, layers = checkpoint.config, layers_of(language_model)
+    nested = config.get("eagle_config") or {}
+    require_width(config, layers["hidden_size"])
+    if not nested.get("use_aux_hidden_state", True):
+        raise CheckpointError("it reads the last layer alone, as EAGLE-1; give an EAGLE-3 checkpoint")
+    chosen = config.get(_LAYER_IDS) or nested.get(_LAYER_IDS)
+    if not chosen:
+        count = target.layers()
+        chosen = [2, count // 2, count - 3]
+    vocab_size = language_model.get("vocab_size") or target.vocab_size
+    if vocab_size is None:
+        raise CheckpointError("its configuration has no vocab_size; give --target")
+    weights = {name.replace(_ORIGINAL, _OURS, 1): weight for name, weight in checkpoint.weights.items()}
+    weights = take_vocabulary(weights, vocab_size)
+    norms: dict[str, Any] = {name: bool(config.get(name, nested.get(name, False))) for name in _NORMS}
+    made = ShapeConfig(
+        kind="eagle",
+        hidden_size=layers["hidden_size"],
+        vocab_size=vocab_size,
+        draft_vocab_size=drafted(weights),
+        feature_layers=chosen,
+        transformer_layer_config=layers,
+        num_layers=layers["num_hidden_layers"],
+        num_steps=steps,
+        own_heads="lm_head.weight" in weights,
+        own_embeddings="embed_tokens.weight" in weights,
+        **norms,
+    )
+    return made, weights
+
+
+def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
+    """As SafeAILab and SpecForge have it, which SGLang and vLLM load beside a target.
+
+    Raises:
+        CheckpointError: layers that this layout has no name for.
+    """
+    config, layers = predictor.config, written_layers(predictor.config, target)
+    if layers["model_type"] != "llama":
+        raise CheckpointError(f"this layout has Llama's layers, and not {layers['model_type']}'s: use --to speculators")
+    require_head(predictor)
+    rope = layers.pop("rope_parameters", None) or {"rope_theta": 10000.0}
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    scaled = scaling.get("rope_type", "default") != "default"
+    written = {
+        **layers,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": scaling if scaled else None,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": config.draft_size,
+        "eagle_config": {"use_aux_hidden_state": True, _LAYER_IDS: config.feature_layers},
+        **{name: getattr(config, name) for name in _NORMS},
+    }
+    weights = put_vocabulary(predictor.state_dict(), config.vocab_size or 0)
+    return Checkpoint(written, {name.replace(_OURS, _ORIGINAL, 1): weight for name, weight in weights.items()})
+
+
+def write_speculators(predictor: Predictor, target: TargetFacts) -> Checkpoint:
+    """What is the algorithm's own in a configuration of speculators."""
+    config = predictor.config
+    require_head(predictor)
+    written = {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": written_layers(config, target),
+        "draft_vocab_size": config.draft_size,
+        _LAYER_IDS: config.feature_layers,
+        **{name: getattr(config, name) for name in _NORMS},
+    }
+    return Checkpoint(written, put_vocabulary(predictor.state_dict(), config.vocab_size or 0))

@@ -1,0 +1,77 @@
+"""A checkpoint as its files hold it: a configuration and named weights, whoever wrote them."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from shape.errors import CheckpointError
+from shape.files import reading, written_whole
+from shape.target.loading import HUB_OPTIONS, only
+
+Weights = dict[str, Tensor]
+# What hub repositories are read for; the first kind that is there has the weights.
+_WEIGHTS = ("model*.safetensors", "medusa_lm_head.safetensors", "pytorch_model*.bin", "medusa_lm_head.pt")
+_MASK = "mask_embedding.pt"
+
+
+class Checkpoint(NamedTuple):
+    """What `config.json` says, and the weights by name."""
+
+    config: dict[str, Any]
+    weights: Weights
+
+
+def read_config(source: str | Path, **hub: Any) -> dict[str, Any]:
+    """What `config.json` of a folder or hub repository says; no code of it is run."""
+    return PretrainedConfig.get_config_dict(str(source), **hub)[0]
+
+
+def architectures(config: dict[str, Any]) -> set[str]:
+    """Names of the classes that a configuration is for."""
+    given = config.get("architectures")
+    return {str(name) for name in given} if isinstance(given, list) else set()
+
+
+def read_checkpoint(source: str | Path, **hub: Any) -> Checkpoint:
+    """Configuration and weights of a folder or hub repository.
+
+    Pickled files are read with torch's restricted unpickler, which makes tensors and nothing else.
+
+    Raises:
+        CheckpointError: nothing that can be read there.
+    """
+    with reading(f"checkpoint {source}", CheckpointError, "give a folder or hub id with config.json and safetensors"):
+        folder = Path(source)
+        if not folder.is_dir():
+            options = only(HUB_OPTIONS - {"proxies"}, hub)
+            patterns = ["*.json", _MASK, *_WEIGHTS]
+            folder = Path(snapshot_download(str(source), allow_patterns=patterns, **options))
+        if (folder / _MASK).exists():
+            raise CheckpointError(
+                f"checkpoint {source} has a mask embedding of its own ({_MASK}), which is not a token's: give one "
+                "whose mask is a token"
+            )
+        files = next((found for pattern in _WEIGHTS if (found := sorted(folder.glob(pattern)))), [])
+        if not files:
+            raise CheckpointError(f"checkpoint {source} has no weights; it needs one of {', '.join(_WEIGHTS)}")
+        weights: Weights = {}
+        for file in files:
+            pickled = file.suffix != ".safetensors"
+            weights |= torch.load(file, map_location="cpu", weights_only=True) if pickled else load_file(file)
+        return Checkpoint(read_config(folder), weights)
+
+
+def write_checkpoint(folder: str | Path, checkpoint: Checkpoint) -> None:
+    """Write `config.json` and `model.safetensors`, each whole or not at all."""
+    folder = Path(folder)
+    with written_whole(folder / "model.safetensors") as path:
+        weights = {name: weight.detach().cpu().contiguous() for name, weight in checkpoint.weights.items()}
+        save_file(weights, path, metadata={"format": "pt"})
+    with written_whole(folder / "config.json") as path:
+        path.write_text(json.dumps(checkpoint.config, indent=2, sort_keys=True) + "\n")

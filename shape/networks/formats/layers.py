@@ -1,0 +1,112 @@
+"""What the formats of networks with decoder layers share: the layers' configuration, and the draft vocabulary."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from shape.errors import CheckpointError
+from shape.networks.base import Predictor
+from shape.networks.config import LAYER_TYPES, ShapeConfig
+from shape.networks.formats.files import Weights
+from shape.networks.formats.targets import TargetFacts
+
+# What of a configuration says how decoder layers compute; the rest is a language model's, or how it was trained.
+_KEPT = (
+    "attention_bias",
+    "head_dim",
+    "hidden_act",
+    "hidden_size",
+    "initializer_range",
+    "intermediate_size",
+    "layer_types",
+    "max_position_embeddings",
+    "mlp_bias",
+    "model_type",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "rms_norm_eps",
+    "rope_parameters",
+    "sliding_window",
+    "use_sliding_window",
+)
+_ROPE = ("rope_theta", "rope_scaling")  # of earlier releases of transformers
+# Weights that only training reads: copies of the target's, and constants.
+_TRAINING_ONLY = ("verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
+
+
+def layers_of(config: dict[str, Any]) -> dict[str, Any]:
+    """`transformer_layer_config` of a configuration that may leave defaults out, or be of an earlier release.
+
+    Raises:
+        CheckpointError: layers that are not built here.
+    """
+    kind = config.get("model_type", "llama")
+    if kind not in LAYER_TYPES:
+        raise CheckpointError(f"its layers are of model_type {kind!r}; {' and '.join(LAYER_TYPES)} are known")
+    given = {name: value for name, value in config.items() if name in (*_KEPT, *_ROPE) and name != "model_type"}
+    filled = AutoConfig.for_model(kind, **given).to_dict()
+    return {name: filled[name] for name in _KEPT if name in filled}
+
+
+def written_layers(config: ShapeConfig, target: TargetFacts) -> dict[str, Any]:
+    """The layers' configuration as engines read it, which take the draft model's positions for its longest text."""
+    layers = dict(config.transformer_layer_config or {})
+    positions = max(layers.get("max_position_embeddings") or 0, target.max_position_embeddings or 0)
+    if positions:
+        layers["max_position_embeddings"] = positions
+    return {**layers, "vocab_size": config.vocab_size, "tie_word_embeddings": False}
+
+
+def require_width(config: dict[str, Any], size: int) -> None:
+    """Raises CheckpointError for a drafter that is narrower or wider than its target."""
+    if (given := config.get("target_hidden_size")) not in (None, size):
+        raise CheckpointError(f"it is {size} wide and its target {given}; a drafter has the target's width here")
+
+
+def take_vocabulary(weights: Weights, vocab_size: int) -> Weights:
+    """The weights with `draft_vocabulary` in place of `d2t` (differences to the tokens' own numbers) and `t2d`.
+
+    Raises:
+        CheckpointError: the two contradict each other, or name tokens that the target has not.
+    """
+    weights = {name: weight for name, weight in weights.items() if not name.endswith(_TRAINING_ONLY)}
+    deltas, drafted = weights.pop("d2t", None), weights.pop("t2d", None)
+    if deltas is None:
+        return weights
+    tokens = torch.arange(len(deltas)) + deltas.long()
+    absolute = drafted is not None and not drafted.nonzero()[:, 0].equal(tokens.sort().values)
+    if absolute or int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size or len(tokens.unique()) < len(tokens):
+        raise CheckpointError(
+            "its d2t, added to the draft tokens' numbers, does not give the tokens that t2d marks; d2t has to hold "
+            "differences, and not the tokens themselves"
+        )
+    return weights if len(tokens) == vocab_size and not deltas.any() else {**weights, "draft_vocabulary": tokens}
+
+
+def put_vocabulary(weights: Weights, vocab_size: int) -> Weights:
+    """The way back."""
+    weights = dict(weights)
+    tokens = weights.pop("draft_vocabulary", None)
+    if tokens is None:
+        return weights
+    marked = torch.zeros(vocab_size, dtype=torch.bool)
+    marked[tokens.cpu()] = True
+    return {**weights, "d2t": tokens.cpu() - torch.arange(len(tokens)), "t2d": marked}
+
+
+def drafted(weights: Weights) -> int | None:
+    """`ShapeConfig.draft_vocab_size`."""
+    tokens: Tensor | None = weights.get("draft_vocabulary")
+    return None if tokens is None else len(tokens)
+
+
+def require_head(predictor: Predictor) -> None:
+    """Raises CheckpointError where a draft vocabulary has no output embedding of its own, which engines need."""
+    if predictor.draft_vocabulary is not None and predictor.lm_head is None:
+        raise CheckpointError(
+            "it drafts from a part of the vocabulary with the target's own output embedding, of which engines need "
+            "those rows: give --target, from which they are copied"
+        )

@@ -1,0 +1,51 @@
+"""Training that goes on from a trained predictor, ours or another package's: `shape train --init CHECKPOINT`."""
+
+from dataclasses import fields, replace
+
+from shape.errors import ConfigError, TargetMismatch
+from shape.generation.loading import load_predictor
+from shape.networks.base import Predictor
+from shape.target.model import Target
+from shape.training.options import PredictorOptions, TrainOptions
+
+
+def as_checkpoint(options: TrainOptions, defaults: PredictorOptions | None = None) -> TrainOptions:
+    """The options with the checkpoint's network; as they are without one.
+
+    Args:
+        defaults: what options of the network are where nothing was given.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read.
+        ConfigError: an option of the network that was given and is another in the checkpoint.
+    """
+    if options.init is None:
+        return options
+    config, defaults = load_predictor(options.init, options.target).config, defaults or PredictorOptions()
+    own = {field.name: getattr(config, field.name) for field in fields(PredictorOptions)}
+    for name, value in own.items():
+        given = getattr(options.predictor, name)
+        if given not in (value, getattr(defaults, name)):
+            raise ConfigError(
+                f"predictor.{name} is {given}, and checkpoint {options.init} has {value}; leave it out: with --init "
+                "the network is the checkpoint's"
+            )
+    return replace(options, predictor=PredictorOptions(**own))
+
+
+def start_from(predictor: Predictor, checkpoint: str, target: Target) -> None:
+    """Give a network the weights and the draft vocabulary of a checkpoint, in its own dtype.
+
+    Raises:
+        TargetMismatch: the checkpoint is for states or a vocabulary of another size.
+    """
+    found = load_predictor(checkpoint, target)
+    for name, wanted in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+        if (given := getattr(found.config, name)) not in (None, wanted):
+            raise TargetMismatch(
+                f"checkpoint {checkpoint} is for targets with {name} {given}, and {target.name} has {wanted}; give one "
+                "that was trained for this target, or for what it was fine-tuned from"
+            )
+    predictor.draft_vocabulary = found.draft_vocabulary
+    predictor.load_state_dict(found.state_dict())
+    predictor.complete(target)

@@ -1,0 +1,198 @@
+"""Checkpoints of other packages: they are read and written, whole or not at all."""
+
+import json
+
+import pytest
+import torch
+from helpers import ROOT, predictor
+from safetensors.torch import load_file, save_file
+
+from shape.errors import CheckpointError, ConfigError
+from shape.networks.formats.files import read_checkpoint
+from shape.networks.formats.table import FORMATS, format_of, load, save
+from shape.networks.formats.targets import TargetFacts
+
+FIXTURES = ROOT / "tests/fixtures"
+TARGET = TargetFacts("org/target", num_layers=8, vocab_size=64, max_position_embeddings=256)
+EAGLE = {"kind": "eagle", "own_heads": True, "draft_vocab_size": 20, "feature_layers": [2, 4, 5]}
+BLOCK = {"kind": "block", "mask_token_id": 63, "feature_layers": [1, 3], "num_layers": 2, "markov_rank": 0}
+DSPARK = {**BLOCK, "markov_rank": 4, "confidence": True, "sample_from_anchor": True}
+OURS = {
+    "eagle": ({**EAGLE}, ["speculators", "eagle3"]),
+    "eagle 3.1 of all tokens": (
+        {**EAGLE, "draft_vocab_size": None, "fc_norm": True, "norm_output": True, "own_embeddings": True},
+        ["speculators", "eagle3"],
+    ),
+    "eagle with the target's head": (
+        {**EAGLE, "own_heads": False, "draft_vocab_size": None},
+        ["speculators", "eagle3"],
+    ),
+    "eagle with norms": ({**EAGLE, "norm_before_fc": True, "norm_before_residual": True}, ["speculators", "eagle3"]),
+    "dflash": ({**BLOCK}, ["speculators", "dspark"]),
+    "dspark": ({**DSPARK}, ["speculators", "dspark"]),
+    "dspark of some tokens": (
+        {**DSPARK, "own_heads": True, "own_embeddings": True, "draft_vocab_size": 20, "sample_from_anchor": False},
+        ["speculators", "dspark"],
+    ),
+    "medusa": ({"kind": "medusa", "own_heads": True, "residual_bias": True, "num_layers": 2}, ["medusa"]),
+    "medusa of some tokens": (
+        {"kind": "medusa", "own_heads": True, "shared_head": True, "draft_vocab_size": 20},
+        ["medusa"],
+    ),
+}
+PAIRS = [(name, form) for name, (_, forms) in OURS.items() for form in forms]
+
+
+def made(options: dict):
+    network = predictor(torch.float32, loud=True, **options)
+    if network.draft_vocabulary is not None:
+        network.draft_vocabulary = torch.randperm(64)[:20].sort().values
+    return network
+
+
+@pytest.mark.parametrize(("name", "form"), PAIRS)
+def test_there_and_back(name, form, tmp_path):
+    options, _ = OURS[name]
+    network = made(options)
+    save(network, tmp_path, form, TARGET)
+    assert format_of(read_checkpoint(tmp_path).config) == form
+    again = load(tmp_path)
+    before, after = network.state_dict(), again.state_dict()
+    assert before.keys() == after.keys()
+    for weight in before.keys() - {"mask_embedding"}:  # the target's, which no other format keeps
+        assert torch.equal(before[weight], after[weight]), weight
+    for option in {*options, "hidden_size", "vocab_size"}:
+        assert getattr(network.config, option) == getattr(again.config, option), option
+    if network.config.has_decoder_layers:
+        layers, others = again.config.transformer_layer_config, network.config.layer_config().to_dict()
+        assert {**others, **layers, "max_position_embeddings": 0} == {**others, "max_position_embeddings": 0}
+
+
+@pytest.mark.parametrize(("name", "form"), PAIRS)
+def test_a_missing_or_unknown_weight_is_an_error(name, form, tmp_path):
+    save(made(OURS[name][0]), tmp_path, form, TARGET)
+    whole = load_file(tmp_path / "model.safetensors")
+    chosen = next(weight for weight in whole if weight.startswith(("fc.", "blocks.0.layers.0.weight")))
+    changes = {
+        "has unknown weights: stranger": {**whole, "stranger": torch.zeros(1)},
+        "lacks weights": {weight: value for weight, value in whole.items() if weight != chosen},
+        "has another shape": {**whole, chosen: whole[chosen][:-1].contiguous()},
+    }
+    for said, weights in changes.items():
+        save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match=said):
+            load(tmp_path)
+
+
+def test_what_engines_read_of_a_configuration(tmp_path):
+    network = made(OURS["dspark of some tokens"][0])
+    save(network, tmp_path / "speculators", "speculators", TARGET)
+    config = json.loads((tmp_path / "speculators/config.json").read_text())
+    assert config["aux_hidden_state_layer_ids"] == [1, 3] and config["sample_from_anchor"] is False
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "org/target"
+    assert config["transformer_layer_config"]["max_position_embeddings"] >= 256
+    save(network, tmp_path / "dspark", "dspark", TARGET)
+    config = json.loads((tmp_path / "dspark/config.json").read_text())
+    assert config["target_layer_ids"] == [0, 2] and config["architectures"] == ["Qwen3DSparkModel"]
+    weights = load_file(tmp_path / "dspark/model.safetensors")
+    tokens = network.draft_vocabulary
+    assert torch.equal(weights["d2t"] + torch.arange(20), tokens) and torch.equal(
+        weights["t2d"].nonzero()[:, 0], tokens
+    )
+
+
+def test_specforge_nests_its_options_and_pickles_are_read(tmp_path):
+    save(made(OURS["dspark"][0]), tmp_path, "dspark", TARGET)
+    config = json.loads((tmp_path / "config.json").read_text())
+    names = ("markov_rank", "markov_head_type", "mask_token_id", "target_layer_ids", "confidence_head_with_markov")
+    config["dflash_config"] = {name: config.pop(name) for name in names}
+    config["architectures"], _ = ["DSparkDraftModel"], config.pop("sample_from_anchor")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = load_file(tmp_path / "model.safetensors")
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    again = load(tmp_path)
+    assert again.config.sample_from_anchor and again.config.markov_rank == 4 and again.config.feature_layers == [1, 3]
+
+
+def test_fasterdecoding_counts_its_layers(tmp_path):
+    save(made(OURS["medusa"][0]), tmp_path, "medusa", TARGET)
+    wanted = load(tmp_path).state_dict()
+    renamed = {}
+    for name, weight in load_file(tmp_path / "model.safetensors").items():
+        parts = name.split(".")
+        layer = f"{parts[3]}.linear" if parts[0] == "blocks" else "2"
+        renamed[f"{parts[1]}.{layer}.{parts[-1]}"] = weight
+    torch.save(renamed, tmp_path / "medusa_lm_head.pt")
+    (tmp_path / "model.safetensors").unlink()
+    config = {"medusa_num_heads": 4, "medusa_num_layers": 2, "base_model_name_or_path": "org/vicuna"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    again = load(tmp_path)
+    assert all(torch.equal(weight, wanted[name]) for name, weight in again.state_dict().items())
+    assert again.config.target_identity["name"] == "org/vicuna" and len(wanted) == len(again.state_dict())
+
+
+def test_default_layers_depend_on_the_target(tmp_path, tiny_model):
+    save(made(OURS["eagle"][0]), tmp_path, "eagle3", TARGET)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "eagle_config": None}))
+    with pytest.raises(CheckpointError, match=r"cannot be read as eagle3: .* give --target"):
+        load(tmp_path)
+    target = tiny_model().config.__class__(num_hidden_layers=8)
+    assert load(tmp_path, target).config.feature_layers == [2, 4, 5]
+
+
+def test_tokens_in_place_of_differences_are_refused(tmp_path):
+    network = made(OURS["eagle"][0])
+    save(network, tmp_path, "eagle3", TARGET)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({**weights, "d2t": network.draft_vocabulary}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="d2t has to hold differences"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "form", "said"),
+    [
+        ({**EAGLE, "own_heads": False}, "eagle3", "give --target, from which they are copied"),
+        ({**EAGLE}, "medusa", "kind eagle, and the format medusa is for medusa"),
+        ({**EAGLE, "transformer_layer_config": {"model_type": "qwen3"}}, "eagle3", "use --to speculators"),
+        ({**BLOCK, "sample_from_anchor": True}, "dspark", "with a markov_rank alone"),
+        ({**BLOCK, "feature_layers": [1, -1]}, "speculators", "engines know those from 1 on"),
+        ({"kind": "medusa", "own_heads": True, "draft_vocab_size": 20}, "medusa", "shared_head true"),
+    ],
+)
+def test_what_a_format_has_no_place_for(options, form, said, tmp_path):
+    with pytest.raises(CheckpointError, match=said):
+        save(made(options), tmp_path, form, TARGET)
+    assert not (tmp_path / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"speculators_model_type": "mtp"}, "its algorithm is mtp"),
+        ({"markov_head_type": "rnn"}, "markov_head_type is rnn"),
+        ({"mask_token_id": None}, "has no mask_token_id"),
+        ({"aux_hidden_state_layer_ids": None}, "has no aux_hidden_state_layer_ids"),
+        ({"target_hidden_size": 48}, "a drafter has the target's width"),
+        ({"transformer_layer_config": {"model_type": "gpt2"}}, "of model_type 'gpt2'"),
+    ],
+)
+def test_networks_that_are_not_known_are_named(changed, said, tmp_path):
+    save(made(OURS["dspark"][0]), tmp_path, "speculators", TARGET)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changed}))
+    with pytest.raises((CheckpointError, ConfigError), match=said):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", [folder.name for folder in FIXTURES.iterdir() if (folder / "config.json").exists()])
+def test_reference_checkpoints_come_back_as_they_were(name, tmp_path):
+    network = load(FIXTURES / name)
+    form = format_of(read_checkpoint(FIXTURES / name).config)
+    assert form in FORMATS
+    save(network, tmp_path, form, TARGET)
+    before, after = load_file(FIXTURES / name / "model.safetensors"), load_file(tmp_path / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[weight].to(after[weight].dtype), after[weight]) for weight in before)

@@ -1,0 +1,91 @@
+"""`--init`: training goes on from a predictor, ours or another package's."""
+
+import json
+
+import pytest
+import torch
+from helpers import predictor
+from safetensors.torch import load_file
+
+from shape.errors import ConfigError, TargetMismatch
+from shape.generation.loading import load_predictor
+from shape.networks.base import Predictor
+from shape.networks.export import export
+from shape.networks.formats.table import save
+from shape.networks.formats.targets import TargetFacts
+from shape.training.options import PredictorOptions, TrainOptions
+from shape.training.run import train
+from shape.training.warm_start import as_checkpoint, start_from
+
+KINDS = {
+    "shape": {"num_steps": 2},
+    "eagle": {"kind": "eagle", "own_heads": True, "draft_vocab_size": 40, "feature_layers": [1, 2], "num_steps": 2},
+    "medusa": {"kind": "medusa", "own_heads": True, "num_steps": 2},
+    "block": {"kind": "block", "mask_token_id": 9, "feature_layers": [1, 2], "num_steps": 3, "markov_rank": 0},
+}
+FORMATS = {"eagle": "eagle3", "medusa": "medusa", "block": "speculators"}
+
+
+def checkpoint_of(kind: str, target, folder, form: str | None = None):
+    network = predictor(torch.float32, **{"vocab_size": target.vocab_size, **KINDS[kind]})
+    if network.draft_vocabulary is not None:
+        network.draft_vocabulary = torch.arange(40) * 3
+    network.adopt(target)
+    if form is None:
+        export(network, folder, target.identity, {})
+    else:
+        save(network, folder, form, TargetFacts("", 2, target.vocab_size, 256))
+    return network
+
+
+@pytest.mark.parametrize(("kind", "form"), [*[(kind, None) for kind in KINDS], *FORMATS.items()])
+def test_network_weights_and_vocabulary_are_the_checkpoints(kind, form, tiny_target, tmp_path):
+    network = checkpoint_of(kind, tiny_target, tmp_path, form)
+    options = as_checkpoint(TrainOptions(init=str(tmp_path)))
+    assert options.predictor.kind == kind and options == as_checkpoint(options)
+    assert options.predictor.num_steps == (7 if form == "eagle3" else KINDS[kind]["num_steps"])
+    fresh = type(network)(load_predictor(tmp_path).config)
+    start_from(fresh, str(tmp_path), tiny_target)
+    before, after = network.state_dict(), fresh.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_training_goes_on_from_what_was_learned(tiny_target_folder, tmp_path):
+    lines = [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"yes {n}, yes {n}!"}]}
+        for n in range(24)
+    ]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def run(name: str, steps: int, init: str | None = None) -> Predictor:
+        options = TrainOptions(
+            target=str(tiny_target_folder), data=str(tmp_path / "data.jsonl"), output=str(tmp_path / name), init=init
+        )
+        if init is None:
+            options.predictor = PredictorOptions(kind="medusa", own_heads=True, num_steps=2, markov_rank=0)
+        options.training.steps, options.training.batch_size = steps, 64
+        options.validation.prompts, options.validation.max_new_tokens = 2, 8
+        options.measurement.limit, options.logger, options.max_length = 0, "none", 96
+        options.trainer.accelerator, options.trainer.enable_progress_bar = "cpu", False
+        train(options)
+        return load_predictor(tmp_path / name)
+
+    first = run("first", 30)
+    second = run("second", 30, init=str(tmp_path / "first"))
+    history = second.config.training["validation"]
+    assert first.config.num_steps == second.config.num_steps == 2
+    assert torch.equal(first.draft_vocabulary, second.draft_vocabulary)
+    assert history["value"] >= first.config.training["validation"]["value"] - 1e-6
+    started = load_file(tmp_path / "second/checkpoints/best.safetensors")
+    assert started.keys() == load_file(tmp_path / "first/checkpoints/best.safetensors").keys()
+
+
+def test_what_contradicts_the_checkpoint_is_refused(tiny_target, tmp_path, tiny_predictor_folder):
+    checkpoint_of("medusa", tiny_target, tmp_path)
+    given = PredictorOptions(num_steps=5)
+    with pytest.raises(ConfigError, match=r"^predictor.num_steps is 5, and checkpoint .* has 2; leave it out"):
+        as_checkpoint(TrainOptions(init=str(tmp_path), predictor=given))
+    smaller = predictor(torch.float32, kind="medusa", own_heads=True)
+    save(smaller, tmp_path / "smaller", "medusa", TargetFacts("", 2, 64, 256))
+    with pytest.raises(TargetMismatch, match="is for targets with vocab_size 64, and tiny has 259"):
+        start_from(smaller, str(tmp_path / "smaller"), tiny_target)
