@@ -1,4 +1,4 @@
-"""Checkpoints of other packages draft as ours do: any tree, hybrid, rule, sampling, batch; and the text is the target's."""
+"""Checkpoints of other packages draft as ours do: any tree, hybrid, rule and batch, and the text is the target's."""
 
 import json
 
@@ -9,9 +9,9 @@ from helpers import predictor, prompts
 from shape.drafters import TreeShape
 from shape.errors import CheckpointError, TargetMismatch
 from shape.generation.decoder import ShapeDecoder
+from shape.generation.rules import RULES
 from shape.networks.formats.table import save
 from shape.networks.formats.targets import TargetFacts
-from shape.generation.rules import RULES
 
 BLOCK = {"kind": "block", "mask_token_id": 9, "feature_layers": [1, 2], "markov_rank": 0}
 DSPARK = {**BLOCK, "markov_rank": 4, "confidence": True, "sample_from_anchor": True}
