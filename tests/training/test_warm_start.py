@@ -1,5 +1,6 @@
 """`--init`: training goes on from a predictor, ours or another package's."""
 
+import csv
 import json
 
 import pytest
@@ -40,6 +41,11 @@ def checkpoint_of(kind: str, target, folder, form: str | None = None):
     return network
 
 
+def losses(output) -> list[float]:
+    with open(output / "logs/version_0/metrics.csv") as file:
+        return [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
+
+
 @pytest.mark.parametrize(("kind", "form"), [*[(kind, None) for kind in KINDS], *FORMATS.items()])
 def test_network_weights_and_vocabulary_are_the_checkpoints(kind, form, tiny_target, tmp_path):
     network = checkpoint_of(kind, tiny_target, tmp_path, form)
@@ -64,13 +70,13 @@ def test_training_goes_on_from_what_was_learned(tiny_target_folder, tmp_path):
             target=str(tiny_target_folder), data=str(tmp_path / "data.jsonl"), output=str(tmp_path / name), init=init
         )
         if init is None:
-            options.predictor = PredictorOptions(
-                kind="medusa", own_heads=True, num_steps=2, markov_rank=0, draft_vocab_size=40
-            )
+            options.predictor = PredictorOptions(kind="medusa", own_heads=True, num_steps=2, markov_rank=0)
+            options.predictor.draft_vocab_size = 40
         options.training.steps, options.training.batch_size, options.training.learning_rate = 30, 64, learning_rate
         options.validation.prompts, options.validation.max_new_tokens = 2, 8
-        options.measurement.limit, options.logger, options.max_length = 0, "none", 96
+        options.measurement.limit, options.logger, options.max_length = 0, "csv", 96
         options.trainer.accelerator, options.trainer.enable_progress_bar = "cpu", False
+        options.trainer.log_every_n_steps = 5
         train(options)
         return load_predictor(tmp_path / name)
 
@@ -81,7 +87,9 @@ def test_training_goes_on_from_what_was_learned(tiny_target_folder, tmp_path):
     second = run("second", str(tmp_path / "first"))
     assert first.config.num_steps == second.config.num_steps == 2
     assert torch.equal(first.draft_vocabulary, second.draft_vocabulary)
-    assert second.config.training["validation"]["value"] >= learned["value"] > 1
+    assert second.config.training["validation"]["value"] >= learned["value"]
+    before, after = losses(tmp_path / "first"), losses(tmp_path / "second")
+    assert after[0] < before[0] and after[-1] < before[-1]
 
 
 def test_what_contradicts_the_checkpoint_is_refused(tiny_target, tmp_path, tiny_predictor_folder):
