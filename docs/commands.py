@@ -34,7 +34,8 @@ def modules() -> list[str]:
 
 def has_options(module: str) -> bool:
     """Whether a command has a parser of jsonargparse; lm-evaluation-harness has its own."""
-    return (module in modules() and module != "shape.harness") or "jsonargparse" in _source(module)
+    parsers = ("jsonargparse", "commands.run(")
+    return (module in modules() and module != "shape.harness") or any(each in _source(module) for each in parsers)
 
 
 def can_be_run(module: str) -> bool:

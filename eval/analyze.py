@@ -50,13 +50,13 @@ from shape.networks.teacher_forcing import Reader
 from shape.target.chat import prompt_ids
 from shape.target.loading import SOURCE, of_pair, of_predictor, of_target, only, recorded
 from shape.target.model import Target, announce
-from shape.target.options import PairOptions
+from shape.target.options import AnsweringOptions
 
 _OWN_ANSWERS = "quickstart-target"  # whose answers ship
 
 
 @dataclass
-class AnalyzeOptions(PairOptions):
+class AnalyzeOptions(AnsweringOptions):
     """What to analyse.
 
     Args:
@@ -66,7 +66,6 @@ class AnalyzeOptions(PairOptions):
         refined: a predictor whose refinement is "sinkhorn", for the section on it; default: the predictor itself.
         data: conversations with the target's own answers; default: those that ship, for the shipped target.
         prompts: instead of data, a JSON-lines file of prompts that the target answers first, greedily.
-        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
         limit: conversations or prompts, evenly chosen.
         max_length: tokens kept of each conversation.
         max_new_tokens: longest answer to a prompt.
@@ -87,7 +86,6 @@ class AnalyzeOptions(PairOptions):
     refined: str | None = None
     data: str | None = None
     prompts: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     limit: int = 120
     max_length: int = 512
     max_new_tokens: int = 96

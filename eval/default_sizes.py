@@ -20,7 +20,6 @@ from eval import commands
 from eval.llamas import Widths, random_llama
 from shape.drafters import PREDICTORS, TrainedDrafter
 from shape.evaluation.environment import Environment
-from shape.evaluation.files import write_results
 from shape.evaluation.markdown import markdown
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.timing import draft_cost
@@ -139,7 +138,7 @@ def run(options: SizesOptions) -> None:
     record = {"repeats": options.repeats, "environment": asdict(environment), "rows": [asdict(one) for one in found]}
     table = markdown(head, [one.cells() for one in found])
     parts = ["### What a draft of the default predictor costs", table, note, environment.line()]
-    print(write_results(Path(options.output), "sizes", record, *parts))
+    print(commands.write_results(Path(options.output), "sizes", record, *parts))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -26,7 +26,6 @@ from shape import bundled
 from shape.data.reading import load_conversations
 from shape.drafters import PREDICTORS
 from shape.evaluation.environment import Environment
-from shape.evaluation.files import write_results
 from shape.evaluation.markdown import markdown
 from shape.features.extraction import extract
 from shape.features.store import FeatureStore
@@ -192,7 +191,7 @@ def run(given: ThroughputOptions) -> None:
     environment = Environment.capture(torch.device("cpu"))
     record = {**found, "environment": asdict(environment)}
     parts = ["# Reading features", table(found), environment.line()]
-    print(write_results(Path(given.output), "throughput", record, *parts))
+    print(commands.write_results(Path(given.output), "throughput", record, *parts))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

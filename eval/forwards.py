@@ -21,7 +21,6 @@ from eval import commands
 from eval.llamas import Widths, random_llama
 from shape.evaluation.efficiency import bare_seconds
 from shape.evaluation.environment import Environment
-from shape.evaluation.files import write_results
 from shape.evaluation.markdown import markdown, show
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.stats import Step
@@ -107,7 +106,7 @@ def run(options: ForwardsOptions) -> None:
     record = {"rounds": options.rounds, "environment": asdict(environment), "rows": [asdict(one) for one in found]}
     table = markdown(["target", "dtype", "way", *found[0].ms, "13 against 1"], cells)
     parts = ["### Forwards over a few tokens", table, note, environment.line()]
-    print(write_results(Path(options.output), "forwards", record, *parts))
+    print(commands.write_results(Path(options.output), "forwards", record, *parts))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from eval.text_quality.results import QualityResults
 from shape.errors import DataError
 from shape.evaluation.files import loads
-from shape.evaluation.quality_results import QualityResults
 from shape.evaluation.results import SpeedResults
 from shape.files import reading
 

@@ -20,7 +20,6 @@ from tqdm import tqdm
 from eval import commands
 from shape.errors import ConfigError
 from shape.evaluation.environment import Environment
-from shape.evaluation.files import write_results
 from shape.evaluation.journal import JOURNAL, Journal
 from shape.evaluation.markdown import Table, markdown, show
 from shape.evaluation.results import AUTOREGRESSIVE
@@ -162,7 +161,7 @@ def run(options: LatencyOptions) -> list[Latency]:
     }
     title = options.label or "Latency of autoregressive decoding"
     parts = [f"### {title}", markdown(*table(found)), note(record["options"]), environment.line()]
-    write_results(folder, "latency", record, *parts)
+    commands.write_results(folder, "latency", record, *parts)
     assert journal.path is not None
     journal.path.unlink()
     return found

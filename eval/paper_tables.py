@@ -12,12 +12,12 @@ from typing import Any
 
 from eval import latency
 from eval.found import Found
+from eval.text_quality.results import AHEAD_NOTE, QualityResults
 from shape.drafters import PREDICTORS, LookaheadDrafter, NgramDrafter
 from shape.evaluation import efficiency
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import Estimate
 from shape.evaluation.markdown import DASH, markdown, show
-from shape.evaluation.quality_results import AHEAD_NOTE, QualityResults
 from shape.evaluation.results import SpeedResults, Summary
 
 LOOKAHEAD = "lookahead "  # what methods of Table 11 are called, before the number
@@ -213,7 +213,7 @@ def written(found: Found) -> Table:
         "programs": "accuracy of code: no prompts with tests (HumanEval) were given",
     }
     absent += [
-        f"{what} (`python -m shape.quality --prompts`)."
+        f"{what} (`python -m eval.quality --prompts`)."
         for name, what in needed.items()
         if not any(results.asked(name) for results in found.quality.values())
     ]

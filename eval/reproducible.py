@@ -20,7 +20,6 @@ from shape.data.conversations import Prompt, evenly
 from shape.data.reading import load_prompts
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import Estimate, Sums, over_prompts, ratio
-from shape.evaluation.files import write_results
 from shape.evaluation.markdown import DASH, markdown
 from shape.evaluation.runner import by_decoder, sampling
 from shape.generation.decoder import ShapeDecoder
@@ -120,7 +119,7 @@ def run(options: ReproducibleOptions) -> None:
     )
     record = {"environment": asdict(environment), "rows": [asdict(one) for one in cases]}
     parts = ["### Reproducible calls", markdown(head, cells), note, environment.line()]
-    print(write_results(Path(options.output), "reproducible", record, *parts))
+    print(commands.write_results(Path(options.output), "reproducible", record, *parts))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -20,22 +20,22 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from eval import ablate, analyze, commands, latency
+from eval import ablate, analyze, commands, latency, quality
 from eval.found import Found
 from eval.paper_tables import LOOKAHEAD, NUMBERS, Table, is_missing, made, render
 from shape import bundled
 from shape.data.conversations import evenly
 from shape.data.reading import load_prompts
 from shape.errors import ConfigError, ShapeError
-from shape.evaluation import efficiency, quality
+from shape.evaluation import efficiency
 from shape.evaluation.bench import bench, named_predictors
 from shape.evaluation.environment import Environment
-from shape.evaluation.options import BenchOptions, EfficiencyOptions, QualityOptions
+from shape.evaluation.options import BenchOptions, EfficiencyOptions
 from shape.evaluation.speed import measure_in
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.loading import load_predictor
 from shape.target.loading import of_pair, of_predictor, of_target
-from shape.target.options import PairOptions, PlacedOptions, TargetOptions
+from shape.target.options import AnsweringOptions, PairOptions, PlacedOptions, TargetOptions
 
 SCHEMA_VERSION = 1
 BATCHES = (1, 2, 4, 8, 16, 24)
@@ -43,7 +43,7 @@ LOOKAHEADS = (1, 2, 3)
 
 
 @dataclass
-class TablesOptions(PairOptions):
+class TablesOptions(AnsweringOptions):
     """Which tables, from what.
 
     Args:
@@ -58,10 +58,8 @@ class TablesOptions(PairOptions):
         data: conversations with the target's own answers, for tables 1, 6, 7 and 9; default: those that ship.
         targets: of Table 8, of several sizes; default: the target.
         encoder: compares texts, in tables 4 and 12.
-        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
         limit: prompts of each measurement, evenly chosen.
         max_new_tokens: longest answer.
-        dtype: of the target while measuring.
     """
 
     tables: list[str | int] | None = None
@@ -74,10 +72,8 @@ class TablesOptions(PairOptions):
     data: str | None = None
     targets: list[str] | None = None
     encoder: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     limit: int = 24
     max_new_tokens: int = 96
-    dtype: str | None = None
 
 
 Run = Callable[[TablesOptions, Path], object]
@@ -148,7 +144,7 @@ def _batches(options: TablesOptions, folder: Path) -> object:
 
 def _quality(options: TablesOptions, folder: Path, **more: Any) -> object:
     return quality.run(
-        QualityOptions(
+        quality.QualityOptions(
             output=str(folder),
             predictor=_first(options),
             encoder=options.encoder,

@@ -88,9 +88,10 @@ BASELINES: dict[str, dict] = {
             "model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
         },
     },
-    "block": {"kind": "block", "num_layers": 2},
+    "block": {"kind": "block", "num_layers": 2, "mask_token_id": 5},
     "block with Markov bias and confidence": {
-        "kind": "block", "feature_layers": [0, -1], "markov_rank": 4, "confidence": True
+        "kind": "block", "feature_layers": [0, 1], "markov_rank": 4, "confidence": True, "mask_token_id": 5,
+        "sample_from_anchor": True,
     },
 }  # fmt: skip
 

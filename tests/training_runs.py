@@ -92,6 +92,7 @@ def trainable(target, **changes) -> Predictor:
         torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(0))
     if predictor.draft_vocabulary is not None:
         predictor.draft_vocabulary = torch.arange(len(predictor.draft_vocabulary))
+    predictor.complete(target)
     return predictor
 
 

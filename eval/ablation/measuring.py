@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any, cast, get_args
@@ -155,17 +155,17 @@ def measure_all(
     found: dict[str, dict[float, Figures]] = {label: {} for label in lines}
     for temperature, result in results.items():
         groups = {**{name: [name] for name in others}, **{label: list(own.values()) for label, own in names.items()}}
-        pooled = result.pooled(groups)
+        together = pooled(result, groups)
         for label, own in names.items():
             anatomies = [
                 examine(target, drafters[name], contexts, temperature, chosen.max_new_tokens, chosen.seed)
                 for name in own.values()
             ]
             found[label][temperature] = Figures(
-                pooled.summary[label],
+                together.summary[label],
                 {seed: result.summary[name].acceptance_length.value for seed, name in own.items()},
                 {seed: result.summary[name].speed_up.value for seed, name in own.items()},
-                _step_ms(pooled.total[label]),
+                _step_ms(together.total[label]),
                 _joined(anatomies),
             )
     return Ablation(
@@ -226,3 +226,27 @@ def _label(variant: str, tree: str | None, variants: Mapping[str, Any]) -> str:
 def _step_ms(total: Tally) -> dict[str, float | None]:
     parts = {"draft": total.draft_seconds, "verify": total.verify_seconds, "commit": total.commit_seconds}
     return {name: 1e3 * seconds / total.forwards if total.forwards else None for name, seconds in parts.items()}
+
+
+def pooled(results: SpeedResults, groups: Mapping[str, Sequence[str]]) -> SpeedResults:
+    """The same answers with methods taken together, for instance one predictor trained with several seeds.
+
+    Without details. The counts of a group are summed prompt by prompt, so that every figure stays a ratio of sums and
+    every interval is still over prompts.
+
+    Args:
+        groups: name in the new results -> methods, all of one kind, of these.
+    """
+    records = tuple(
+        replace(
+            record,
+            tallies={group: Tally.total([record.tallies[name] for name in names]) for group, names in groups.items()},
+            details={},
+        )
+        for record in results.records
+    )
+    methods = {
+        group: "; ".join(dict.fromkeys(results.methods[one] for one in names)) for group, names in groups.items()
+    }
+    cost = {group: results.projected_cost[names[0]] for group, names in groups.items()}
+    return replace(results, settings={**results.settings, "methods": methods}, projected_cost=cost, records=records)

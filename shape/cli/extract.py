@@ -2,6 +2,7 @@
 
     shape extract --target T --data D --output DIR
     shape train --target T --data D --features DIR --output checkpoints/mine
+    shape extract --endpoint http://host:8000/v1 --model NAME --target T --data D --output DIR   # by vLLM
     shape extract --dry-run --target T       # what it would take, by T's configuration alone
     shape extract --dry-run --parameters 70e9 --hidden_size 8192 --conversations 100000
 
@@ -20,6 +21,8 @@ COMMON = (
     "target",
     "data",
     "output",
+    "endpoint",
+    "model",
     "limit",
     "max_length",
     "layers",

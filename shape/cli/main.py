@@ -11,9 +11,11 @@ from shape.parsing import did_you_mean, summary
 GROUPS = {
     "Decode": ("generate", "check", "bench"),
     "Train": ("train", "joint", "preview", "regenerate", "extract", "recipes", "convert"),
-    "Evaluate": ("efficiency", "quality", "harness", "report"),
+    "Evaluate": ("efficiency", "harness", "report"),
 }
 COMMANDS = tuple(name for names in GROUPS.values() for name in names)
+# Until 0.4: commands that are gone, and what to use now.
+MOVED = {"quality": "use shape harness, or `python -m eval.quality` in a checkout for the paper's own measures"}
 
 
 def line(name: str) -> str:
@@ -39,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"shape {import_module('shape').__version__}")
     elif name in COMMANDS:
         import_module(f"shape.cli.{name}").main(rest)
+    elif name in MOVED:
+        print(f"error: shape {name} has moved; {MOVED[name]}", file=sys.stderr)
+        sys.exit(2)
     else:
         print(f"error: unknown command {name}{did_you_mean(name, COMMANDS)}; see shape --help", file=sys.stderr)
         sys.exit(2)

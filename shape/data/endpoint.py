@@ -1,17 +1,18 @@
 """Answers by a server that speaks OpenAI's protocol (vLLM, SGLang, llama.cpp, ...)."""
 
 import json
+import os
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPException
-from typing import Any
+from typing import Any, Self
 
 from shape.data.backends import Answer, Request
 from shape.data.rows import parse_row
-from shape.errors import DataError, ShapeError
+from shape.errors import ConfigError, DataError, ShapeError
 from shape.target.chat import Message
 
 _TOKEN_IDS = "return_token_ids"  # asks vLLM for the ids of prompt and answer; most servers ignore it
@@ -22,14 +23,12 @@ class EndpointError(ShapeError):
 
 
 @dataclass(frozen=True)
-class EndpointBackend:
+class Endpoint:
     """A server.
 
     Attributes:
         url: its base, for example http://localhost:8000/v1.
         model: the name under which it serves the target.
-        max_new_tokens: longest answer, in tokens.
-        temperature: of the sampled answers; greedy ones ask for 0.
         api_key: sent as a bearer token.
         timeout: seconds to wait for one answer.
         retries: further attempts after a lost connection or a status of 429 or 5xx.
@@ -39,13 +38,73 @@ class EndpointBackend:
 
     url: str
     model: str
+    api_key: str | None = field(default=None, repr=False, kw_only=True)
+    timeout: float = field(default=600.0, kw_only=True)
+    retries: int = field(default=4, kw_only=True)
+    pause: float = field(default=1.0, kw_only=True)
+    concurrency: int = field(default=64, kw_only=True)
+
+    @classmethod
+    def of(cls, url: str, model: str | None, concurrency: int = 1, **more: Any) -> Self:
+        """As commands are given it; the key is read from OPENAI_API_KEY.
+
+        Raises:
+            ConfigError: no URL, no model, or no request at a time.
+        """
+        if model is None:
+            raise ConfigError(f"endpoint {url} may serve several models; name one with model")
+        if concurrency < 1:
+            raise ConfigError(f"concurrency is {concurrency}; give the requests that the endpoint takes at a time")
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"endpoint {url} is no URL; it looks like http://localhost:8000/v1")
+        return cls(url, model, concurrency=concurrency, api_key=os.environ.get("OPENAI_API_KEY"), **more)
+
+    def post(self, path: str, body: Mapping[str, Any]) -> bytes:
+        """The reply to `body`, to which the model is added.
+
+        Raises:
+            DataError: the prompt is too long.
+            EndpointError: no server there, or it refuses.
+        """
+        # The standard library's client: the hub's own has another name in each major version (requests, httpx, httpx2)
+        # and refuses to work under HF_HUB_OFFLINE.
+        headers = {"Content-Type": "application/json"}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        whole = json.dumps({"model": self.model, **body}).encode()
+        request = urllib.request.Request(f"{self.url.rstrip('/')}/{path}", whole, headers)
+        for attempt in range(self.retries + 1):
+            if attempt:
+                time.sleep(self.pause * 2 ** (attempt - 1))
+            try:
+                with urllib.request.urlopen(request, timeout=self.timeout) as reply:
+                    return reply.read()
+            except urllib.error.HTTPError as error:
+                said = " ".join(error.read(500).decode(errors="replace").split())
+                if error.code in (400, 413, 422) and "context" in said.lower():
+                    raise DataError(f"the endpoint finds the prompt too long ({said})") from None
+                reason = f"status {error.code}: {said}"
+                if error.code != 429 and error.code < 500:
+                    break
+            except (OSError, HTTPException) as error:  # URLError and timeouts are OSErrors
+                reason = str(error) or type(error).__name__
+        raise EndpointError(
+            f"endpoint {self.url} does not serve model {self.model} ({reason}); check the address, the name, "
+            "the key, and that the server runs, then give the same command again to continue"
+        )
+
+
+@dataclass(frozen=True)
+class EndpointBackend(Endpoint):
+    """A server that writes answers.
+
+    Attributes:
+        max_new_tokens: longest answer, in tokens.
+        temperature: of the sampled answers; greedy ones ask for 0.
+    """
+
     max_new_tokens: int = 512
     temperature: float = 1.0
-    api_key: str | None = field(default=None, repr=False)
-    timeout: float = 600.0
-    retries: int = 4
-    pause: float = 1.0
-    concurrency: int = 64
 
     def describe(self) -> dict[str, Any]:
         return {"model": self.model, "max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
@@ -78,7 +137,6 @@ class EndpointBackend:
 
     def _body(self, request: Request) -> dict[str, Any]:
         body: dict[str, Any] = {
-            "model": self.model,
             "max_tokens": self.max_new_tokens,
             "temperature": self.temperature if request.sampled else 0.0,
             "top_p": 1.0,
@@ -93,40 +151,12 @@ class EndpointBackend:
         return body | {name: value for name, value in more.items() if value}
 
     def _reply(self, path: str, body: Mapping[str, Any]) -> bytes:
-        url = f"{self.url.rstrip('/')}/{path}"
         try:
-            return self._post(url, {**body, _TOKEN_IDS: True})
+            return self.post(path, {**body, _TOKEN_IDS: True})
         except EndpointError as error:
             if _TOKEN_IDS not in str(error):
                 raise
-            return self._post(url, body)  # to a server that refuses what it does not know
-
-    def _post(self, url: str, body: Mapping[str, Any]) -> bytes:
-        # The standard library's client: the hub's own has another name in each major version (requests, httpx, httpx2)
-        # and refuses to work under HF_HUB_OFFLINE.
-        headers = {"Content-Type": "application/json"}
-        if self.api_key:
-            headers["Authorization"] = f"Bearer {self.api_key}"
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-        for attempt in range(self.retries + 1):
-            if attempt:
-                time.sleep(self.pause * 2 ** (attempt - 1))
-            try:
-                with urllib.request.urlopen(request, timeout=self.timeout) as reply:
-                    return reply.read()
-            except urllib.error.HTTPError as error:
-                said = " ".join(error.read(500).decode(errors="replace").split())
-                if error.code in (400, 413, 422) and "context" in said.lower():
-                    raise DataError(f"the endpoint finds the prompt too long ({said})") from None
-                reason = f"status {error.code}: {said}"
-                if error.code != 429 and error.code < 500:
-                    break
-            except (OSError, HTTPException) as error:  # URLError and timeouts are OSErrors
-                reason = str(error) or type(error).__name__
-        raise EndpointError(
-            f"endpoint {self.url} does not serve model {self.model} ({reason}); check the address, the name, "
-            "the key, and that the server runs, then give the same command again to continue"
-        )
+            return self.post(path, body)  # to a server that refuses what it does not know
 
 
 def _openai_message(message: Message) -> dict[str, Any]:

@@ -217,6 +217,12 @@ def _finish(journal: AnswerJournal, output: Path) -> Summary:
         )
     if not rows:
         raise DataError(f"none of the {len(entries)} conversations has a user message that could be answered")
+    if unknown := sum("input_ids" not in row for row in rows):
+        warnings.warn(
+            f"{unknown} of {len(rows)} conversations hold text alone, for the endpoint gives no token ids: where "
+            "tokenising the text gives others than the target wrote, a drafter learns these; vLLM gives its ids",
+            stacklevel=3,
+        )
     data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
     with written_whole(output) as temporary:
         temporary.write_bytes(gzip.compress(data, mtime=0) if output.suffix == ".gz" else data)

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 from warnings import warn
 
 import torch
@@ -129,7 +129,8 @@ class Drafter(ABC):
         Args:
             committed: prompts and the first token of each sequence.
             hidden: (B, T, F) states of the prompts, those of ``layers`` side by side, padded on the right;
-                ``lengths[b] - 1`` of sequence b.
+                ``lengths[b] - 1`` of sequence b, or its last T where that is less: engines do not compute a cached
+                prefix again.
         """
 
     @abstractmethod
@@ -167,6 +168,11 @@ class Drafter(ABC):
 
     def select(self, rows: Tensor) -> None:
         """Keep only these sequences, (B',) int64."""
+
+    def join(self, other: Self) -> None:
+        """Take in the sequences of another copy of this drafter, behind its own: in engines requests come and go. To be
+        overridden, as ``select``, where something is kept for each sequence.
+        """
 
 
 class Wrapped(Drafter):

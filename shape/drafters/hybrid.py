@@ -5,6 +5,7 @@ from copy import copy
 from dataclasses import replace
 from math import exp
 from time import perf_counter
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -97,6 +98,11 @@ class HybridDrafter(Drafter):
         self._pending = [self._pending[row] for row in rows.tolist()]
         for drafter in self.drafters:
             drafter.select(rows)
+
+    def join(self, other: Self) -> None:
+        self._pending += other._pending
+        for drafter, its in zip(self.drafters, other.drafters, strict=True):
+            drafter.join(its)
 
     def run_forwards(self, rows: int, passes: int) -> None:
         """The passes are the sources', in the proportion that they have had them so far."""

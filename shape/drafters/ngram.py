@@ -1,5 +1,7 @@
 """Prompt lookup: propose what followed the latest earlier occurrence of the text's last n tokens."""
 
+from typing import Self
+
 from torch import Tensor
 
 from shape.drafters.base import Committed, Drafter
@@ -37,6 +39,9 @@ class NgramDrafter(Drafter):
 
     def select(self, rows: Tensor) -> None:
         self._indices = [self._indices[row] for row in rows.tolist()]
+
+    def join(self, other: Self) -> None:
+        self._indices += other._indices
 
 
 class _SuffixIndex:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from heapq import merge
 from itertools import islice
 from math import log
+from typing import Self
 
 from torch import Tensor
 
@@ -70,6 +71,9 @@ class SuffixDrafter(Drafter):
 
     def select(self, rows: Tensor) -> None:
         self._sequences = [self._sequences[sequence] for sequence in rows.tolist()]
+
+    def join(self, other: Self) -> None:
+        self._sequences += other._sequences
 
     def _grow(self, sequence: "_Sequence") -> Drafted:
         def follow(places: tuple[Place, Place], token: int) -> tuple[Place, Place]:

@@ -5,6 +5,7 @@ from copy import copy
 from dataclasses import replace
 from hashlib import sha256
 from math import log
+from typing import Self
 
 import numpy as np
 import torch
@@ -178,16 +179,17 @@ class TrainedDrafter(Drafter):
 
     def start(self, committed: Committed, hidden: Tensor) -> None:
         hidden = self._read(hidden)
-        ends = committed.lengths[:, None].to(self._device) - 1
+        rows, longest = hidden.shape[:2]
+        # What lies before the known states is forgotten: positions are read relative to each other.
+        texts = [text[-longest - 1 :] for text in committed.texts]
+        known = [len(text) - 1 for text in texts]
         config, shapes = self.predictor.config, self.predictor.memory_shapes
-        self.window = windows(hidden, ends, config.window)[:, 0]
+        self.window = windows(hidden, of_lists(known, self._device)[:, None], config.window)[:, 0]
         if shapes:
-            rows, longest = hidden.shape[:2]
             self.cache = KVCache(self.memory_layers, rows, longest + _SLOTS, self.predictor.dtype, self._device)
-            ids = [text + [0] * (longest + 1 - len(text)) for text in committed.texts]
-            tokens = torch.tensor(ids, device=self._device)
+            tokens = of_lists([text + [0] * (longest + 1 - len(text)) for text in texts], self._device)
             self._remember(tokens, F.pad(hidden, (0, 0, 1, 0)))
-            self.cache.set_lengths([len(text) - 1 for text in committed.texts])
+            self.cache.set_lengths(known)
 
     def update(self, tokens: list[list[int]], hidden: Tensor, counts: Tensor) -> None:
         counts = counts.to(self._device)
@@ -225,6 +227,11 @@ class TrainedDrafter(Drafter):
         self.window = self.window[rows]
         if self.cache is not None:
             self.cache.select(rows)
+
+    def join(self, other: Self) -> None:
+        self.window = torch.cat([self.window, other.window])
+        if self.cache is not None and other.cache is not None:
+            self.cache.join(other.cache)
 
     @torch.no_grad()
     def _remember(self, tokens: Tensor, features: Tensor) -> None:

@@ -18,6 +18,7 @@ from shape.drafters.cost import Costs, break_even, expected_length, throughput
 from shape.drafters.recipes.drafter import RecipeDrafter
 from shape.drafters.recipes.pack import Pack
 from shape.errors import ConfigError, DataError
+from shape.evaluation.doctor import diagnose
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import Estimate
 from shape.evaluation.markdown import show
@@ -41,6 +42,7 @@ from shape.target.size import size_of
 
 _RATES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _SHOWN_PLANS = 6
+_EXAMINED = 4  # prompts on which the doctor tries its suspicions
 
 
 def check(options: CheckOptions) -> dict[str, Any]:
@@ -114,6 +116,9 @@ def check(options: CheckOptions) -> dict[str, Any]:
         report["acceptance"] = acceptance(answers)
         report["plans"] = [asdict(one) for one in plans]
         report["own"] = next(asdict(one) for one in plans if one.shape == own)
+    if isinstance(decoder.drafter, TrainedDrafter) and options.predictor is not None:
+        found = diagnose(target, decoder.drafter.predictor, fitting[:_EXAMINED], options.max_new_tokens)
+        report["doctor"] = asdict(found)
     report["measured"] = _measured(options, target, methods, fitting) if len(methods) > 1 else []
     return report
 
@@ -249,6 +254,8 @@ def show_report(report: dict[str, Any], console: Console) -> None:
             table.add_row(str(level), *(f"{rate:.2f}" for rate in rates))
         console.print("how often the text goes on with a node's child of each rank, where it came as far as the node:")
         console.print(table)
+    if "doctor" in report:
+        _show_diagnosis(report["doctor"], console)
     console.print(_plans(report))
     if report["measured"]:
         table = Table("measured on these prompts", "tokens/s", "tokens/step", "speed-up (95 %)", box=None)
@@ -258,6 +265,18 @@ def show_report(report: dict[str, Any], console: Console) -> None:
             table.add_row(one["drafter"], speed, show(one["acceptance_length"]), gain)
         console.print(table)
         console.print(f"for such prompts: --drafter {report['measured'][0]['drafter']}")
+
+
+def _show_diagnosis(found: dict[str, Any], console: Console) -> None:
+    said = f"by teacher forcing, and {found['decoded']:.2f} decoded, in chains on the target's own answers"
+    console.print(f"acceptance length {found['forced']:.2f} {said}")
+    if found["cause"] is None:
+        return
+    table = Table("if it is", "acceptance length would be", box=None)
+    for cause, length in sorted(found["tried"].items(), key=lambda tried: -tried[1])[:_SHOWN_PLANS]:
+        table.add_row(cause, show(length))
+    console.print(table)
+    console.print(f"[bold red]Far below what it should accept.[/] Fits best: {found['cause']}. {found['remedy']}.")
 
 
 def _plans(report: dict[str, Any]) -> Table:

@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, fields, replace
-from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
 from shape.errors import DataError
@@ -33,15 +32,6 @@ def json_by_line(head: dict[str, Any], name: str, records: Iterable[dict[str, An
     """A JSON object, indented, whose last entry is a list of records, each on a line: they hold many numbers."""
     lines = ",\n".join(map(json.dumps, records))
     return f'{json.dumps(head, indent=1)[:-2]},\n "{name}": [\n{lines}\n]}}\n'
-
-
-def write_results(folder: Path, name: str, record: dict[str, Any], *parts: str) -> str:
-    """Write `NAME.json` and, of some paragraphs, `NAME.md`, whose text is returned."""
-    folder.mkdir(parents=True, exist_ok=True)
-    text = "\n\n".join(parts) + "\n"
-    (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
-    (folder / f"{name}.md").write_text(text)
-    return text
 
 
 class Results:

@@ -1,12 +1,10 @@
-"""What the commands that measure can be asked for: bench, check, efficiency and quality. Nothing heavy is imported."""
+"""What the commands that measure can be asked for: bench, check and efficiency. Nothing heavy is imported."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from shape.evaluation.sandbox import Limits
-from shape.generation.options import TrsParameters, TypicalParameters
-from shape.target.options import PairOptions
-from shape.verification.tree_shape import TreeShape
+from shape.generation.options import DraftOptions
+from shape.target.options import AnsweringOptions, PairOptions
 
 
 def several(given: Any) -> list[Any]:
@@ -15,7 +13,7 @@ def several(given: Any) -> list[Any]:
 
 
 @dataclass
-class BenchOptions(PairOptions):
+class BenchOptions(DraftOptions):
     """What to measure.
 
     Args:
@@ -31,9 +29,6 @@ class BenchOptions(PairOptions):
             drafter), shape (every predictor), names of other drafters, and several joined by + for a hybrid; default:
             transformers, autoregressive, ngram and shape, or suffix where there is no predictor; behind a name
             @rejection, @traversal, @typical-lossy or @trs-lossy is the acceptance rule, otherwise match.
-        typical_lossy: parameters of the rule typical-lossy.
-        trs_lossy: parameters of the rule trs-lossy.
-        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
         limit: measure the first so many prompts of each file only.
         max_new_tokens: longest answer.
         temperature: 0 decodes greedily; above, every method samples with the same seed per prompt. One, or several.
@@ -43,13 +38,8 @@ class BenchOptions(PairOptions):
         repeats: timed runs per answer, of which the median counts.
         warmup: prompts answered once by every method before the measurement.
         seed: of the sampling.
-        dtype: of the target, for example float32 or bfloat16; default: its checkpoint's.
         prepacked: weights in the layout of the CPU's matrix kernels, for all methods (see `shape.target.prepack`);
             default: where there is room.
-        draft_device: where the predictors draft, for example cuda:1 or cpu; default: beside the target.
-        tree: shape of the predictors' token trees; default: each predictor's own.
-        num_draft_tokens: drafted tokens per step at most; of smaller models that draft adaptive (the default) or cost
-            too.
         pack: recipes that the method recipes looks up.
         label: heading of the table.
         fall_back: decode without drafts for a while where drafting does not pay; false always drafts, a number is the
@@ -61,9 +51,6 @@ class BenchOptions(PairOptions):
     target: str | None = None
     prompts: list[str] | str | None = None
     methods: list[str] | None = None
-    typical_lossy: TypicalParameters = field(default_factory=TypicalParameters)
-    trs_lossy: TrsParameters = field(default_factory=TrsParameters)
-    chat_template_kwargs: dict[str, Any] | None = None
     limit: int | None = None
     max_new_tokens: int = 128
     temperature: float | list[float] = 0.0
@@ -72,18 +59,14 @@ class BenchOptions(PairOptions):
     repeats: int = 1
     warmup: int = 2
     seed: int = 0
-    dtype: str | None = None
     prepacked: bool | None = None
-    draft_device: str | None = None
-    tree: TreeShape | None = None
-    num_draft_tokens: int | Literal["adaptive", "cost"] | None = None
     pack: str | None = None
     label: str = ""
     fall_back: bool | float = True
 
 
 @dataclass
-class CheckOptions(PairOptions):
+class CheckOptions(AnsweringOptions):
     """What to look at.
 
     Args:
@@ -94,13 +77,11 @@ class CheckOptions(PairOptions):
         drafter: measured on the prompts, interleaved: names as in `shape.bench`; default: those without training, the
             predictor, the recipes, and hybrids of these; [] measures none.
         prompts: JSON-lines file, of the task in question; default: the bundled validation prompts.
-        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
         limit: prompts, evenly chosen, on which acceptance is estimated and drafters are measured.
         max_new_tokens: of each answer.
         batch_size: prompts decoded together.
         temperature: 0 decodes greedily.
         seed: of the sampling.
-        dtype: of the target; default: its checkpoint's.
         output: a JSON file for the report.
     """
 
@@ -109,13 +90,11 @@ class CheckOptions(PairOptions):
     pack: str | None = None
     drafter: list[str] | None = None
     prompts: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     limit: int = 12
     max_new_tokens: int = 64
     batch_size: int = 1
     temperature: float = 0.0
     seed: int = 0
-    dtype: str | None = None
     output: str | None = None
 
 
@@ -154,55 +133,4 @@ class EfficiencyOptions(PairOptions):
     batch_size: list[int] | int = 1
     drafter: list[str] = field(default_factory=lambda: ["ngram"])
     prepacked: bool | None = None
-    label: str = ""
-
-
-@dataclass
-class QualityOptions(PairOptions):
-    """What to measure.
-
-    Args:
-        output: folder for quality.json, quality.md and answers.jsonl.
-        predictor: folder, hub id or bundled name of a trained predictor.
-        target: path or hub id; default: the predictor's own.
-        prompts: JSON lines of prompts, one file or several; default: the bundled bench split.
-        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
-        limit: prompts of each file, evenly chosen; default: all.
-        max_new_tokens: longest answer.
-        methods: ways of decoding, of autoregressive, shape, typical-lossy, trs-lossy, rejection, traversal,
-            drafter-alone, beam.
-        temperature: every method writes at each; 0 is greedy, and the only one of beam. One, or several.
-        typical_lossy: parameters of the rule typical-lossy.
-        trs_lossy: parameters of the rule trs-lossy.
-        beams: of beam search.
-        encoder: folder or hub id of a Hugging Face encoder (or decoder) that compares texts; without one nothing does.
-        run_code: run the programs that answer prompts with tests, which is UNTRUSTED CODE, written by a model: with
-            limits, and cut off as far as this machine allows (see shape/evaluation/sandbox.py).
-        limits: of each program.
-        timed: also report speed; only means something on a machine that does nothing else.
-        seed: of the sampling, for the first prompt; the others count up.
-        dtype: of the target.
-        label: heading of the table.
-    """
-
-    output: str = "quality-results"
-    predictor: str = "quickstart-shape"
-    target: str | None = None
-    prompts: list[str] | str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    limit: int | None = None
-    max_new_tokens: int = 128
-    methods: list[str] = field(
-        default_factory=lambda: ["autoregressive", "shape", "typical-lossy", "trs-lossy", "drafter-alone"]
-    )
-    temperature: list[float] | float = field(default_factory=lambda: [0.0, 1.0])
-    typical_lossy: TypicalParameters = field(default_factory=TypicalParameters)
-    trs_lossy: TrsParameters = field(default_factory=TrsParameters)
-    beams: int = 4
-    encoder: str | None = None
-    run_code: bool = False
-    limits: Limits = field(default_factory=Limits)
-    timed: bool = False
-    seed: int = 0
-    dtype: str | None = None
     label: str = ""

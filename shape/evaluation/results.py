@@ -4,8 +4,8 @@ Every figure is a ratio of sums over prompts, so that any subset and any bootstr
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from statistics import fmean, median
 from typing import Any
@@ -229,35 +229,6 @@ class SpeedResults(Results):
             equal_transformers=int(total.equal_transformers) if compares_greedily else None,
             projected_speed_up_8b=None if cost is None or not ours else number(total.acceptance_length / (1 + cost)),
         )
-
-    def pooled(self, groups: Mapping[str, Sequence[str]]) -> "SpeedResults":
-        """The same answers with methods taken together, for instance one predictor trained with several seeds.
-
-        The counts of a group are summed prompt by prompt, so that every figure stays a ratio of sums and every interval
-        is still over prompts.
-
-        Args:
-            groups: name in the new results -> methods, all of one kind, of these.
-        """
-        records = tuple(
-            replace(
-                record,
-                tallies={
-                    group: Tally.total([record.tallies[name] for name in names]) for group, names in groups.items()
-                },
-                details={
-                    group: Detail.total(record.details[name] for name in names)
-                    for group, names in groups.items()
-                    if record.details
-                },
-            )
-            for record in self.records
-        )
-        methods = {
-            group: "; ".join(dict.fromkeys(self.methods[one] for one in names)) for group, names in groups.items()
-        }
-        cost = {group: self.projected_cost[names[0]] for group, names in groups.items()}
-        return replace(self, settings={**self.settings, "methods": methods}, projected_cost=cost, records=records)
 
     @property
     def warnings(self) -> list[str]:

@@ -7,8 +7,10 @@ and ends in the bytes of an undisturbed one.
 import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -21,8 +23,10 @@ from torch.utils.data import DataLoader
 
 from shape.data.conversations import Conversation, fingerprint
 from shape.data.encoding import Encoded, encode_row, unfolded
+from shape.data.endpoint import Endpoint
 from shape.data.reading import load_conversations
 from shape.errors import ConfigError, DataError, DiskSpaceError, FeatureStoreError
+from shape.features.engine import EngineStates
 from shape.features.manifest import MANIFEST, Manifest
 from shape.features.options import ExtractOptions, FeatureOptions, longest
 from shape.features.positions import eligible, kept
@@ -35,9 +39,15 @@ from shape.target.model import Target, announce
 
 _ESTIMATE_SAMPLE = 256
 
+States = Callable[[Sequence[Encoded], Sequence[int]], Iterable[Tensor]]
+"""Of texts and layers: for each text at least (T, layers * H)."""
+
 
 def extract_from(options: ExtractOptions) -> FeatureStore:
     """Load target and data, and extract, or complete what an earlier run left."""
+    endpoint = None if options.endpoint is None else Endpoint.of(options.endpoint, options.model)
+    if endpoint is not None:  # one process asks, and leaves the accelerators to the engine
+        options = replace(options, trainer=replace(options.trainer, accelerator="cpu", devices=1, num_nodes=1))
     trainer = options.trainer.for_extraction()
     device = options.device_map or trainer.strategy.root_device
     target = Target.load(options.target, dtype=options.dtype, device_map=device, **of_target(options))
@@ -49,7 +59,9 @@ def extract_from(options: ExtractOptions) -> FeatureStore:
         chat_template_kwargs=options.chat_template_kwargs,
     )
     rank_zero_only(announce)(target)
-    return extract(target, list(chain.from_iterable(rows_of(target, conversations))), options.output, options, trainer)
+    texts = list(chain.from_iterable(rows_of(target, conversations)))
+    states = None if endpoint is None else EngineStates(endpoint, target)
+    return extract(target, texts, options.output, options, trainer, states)
 
 
 def extract(
@@ -58,6 +70,7 @@ def extract(
     address: str | Path | Storage,
     options: FeatureOptions,
     trainer: pl.Trainer,
+    states: States | None = None,
 ) -> FeatureStore:
     """Compute the features of conversations into a store, or what is missing of them.
 
@@ -68,6 +81,7 @@ def extract(
     Args:
         conversations: each of one text, as `rows_of` makes them.
         address: a folder, or what fsspec reaches.
+        states: what computes them instead of the target.
 
     Raises:
         ConfigError, DataError: options or conversations that cannot be used.
@@ -92,7 +106,7 @@ def extract(
             before=options.before,
         ),
     )
-    work = _Extraction(target, conversations, storage, manifest, options)
+    work = _Extraction(target, conversations, storage, manifest, options, states or partial(compute_features, target))
     # Processes of one command share the shards; another command would compute all of them again.
     alone = trainer.world_size == 1 and storage.folder is not None
     with FileLock(Path(storage.address) / ".lock") if alone else nullcontext():
@@ -153,9 +167,10 @@ class _Extraction(pl.LightningModule):
         storage: Storage,
         manifest: Manifest,
         options: FeatureOptions,
+        states: States,
     ) -> None:
         super().__init__()
-        self.target, self.conversations = target, conversations
+        self.target, self.conversations, self.states = target, conversations, states
         self.storage, self.manifest, self.options = storage, manifest, options
 
     def check_space(self, missing: list[int]) -> None:
@@ -224,10 +239,10 @@ class _Extraction(pl.LightningModule):
         order = sorted((index for index, length in enumerate(lengths) if length), key=lengths.__getitem__)
         for start in range(0, len(order), self.options.batch_size):
             chosen = order[start : start + self.options.batch_size]
-            batch = compute_features(self.target, [texts[index] for index in chosen], manifest.layers).cpu()
+            batch = self.states([texts[index] for index in chosen], manifest.layers)
             for index, states in zip(chosen, batch, strict=True):
                 span = slice(int(offsets[index]), int(offsets[index + 1]))
-                own = states[: lengths[index]][stored[span]].to(manifest.read_dtype)
+                own = states[: lengths[index]].cpu()[stored[span]].to(manifest.read_dtype)
                 self._require_finite(own, numbers[index])
                 at = slice(int(number[span.start]), int(number[span.start]) + len(own))
                 if manifest.dtype == "int8":

@@ -96,6 +96,9 @@ class ExtractOptions(FeatureOptions, TargetOptions):
         target: folder or hub id of the target, or quickstart-target.
         data: file, folder or hub dataset with conversations.
         output: folder of the features, or an address that fsspec knows (s3://...).
+        endpoint: base URL of a vLLM that computes the states instead, started with `extract_hidden_states`, for example
+            http://localhost:8000/v1; batch_size conversations are requested at a time.
+        model: the name under which the endpoint serves the target.
         chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
         limit: at most so many conversations.
         dtype: dtype to run the target in; null is its checkpoint's own.
@@ -106,6 +109,8 @@ class ExtractOptions(FeatureOptions, TargetOptions):
     target: str
     data: str
     output: str
+    endpoint: str | None = None
+    model: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     limit: int | None = None
     dtype: str | None = None

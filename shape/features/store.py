@@ -22,7 +22,7 @@ from shape.target.model import Target
 _ROOM = 50 * 10**9
 # Relative error of a state recomputed in another batch shape, or rounded; a wrong target or a shifted position gives
 # about 1.
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2, torch.int8: 0.15}
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2, torch.int8: 0.15}
 
 
 class Stored(NamedTuple):
@@ -239,18 +239,23 @@ class FeatureStore(Sequence[Stored]):
         candidates = self.offsets.diff().nonzero().squeeze(-1)
         generator = torch.Generator().manual_seed(seed)
         chosen = candidates[torch.randperm(len(candidates), generator=generator)[:samples]]
-        tolerance = max(_TOLERANCE[target.dtype], _TOLERANCE[self.manifest.stored_dtype])
+        tolerance = max(TOLERANCE[target.dtype], TOLERANCE[self.manifest.stored_dtype])
         for index in chosen.tolist():
             stored, (shard, span) = self[index], self._span(index)
             there = self._kept[shard][span] if self._kept else slice(None)
             ids = stored.input_ids[None].to(target.device)
-            fresh = target.features(ids, layers=self.layers)[0].float().cpu()[there]
-            error = float((fresh - stored.hidden[there].float()).norm() / fresh.norm())
+            fresh = target.features(ids, layers=self.layers)[0].cpu()[there]
+            error = relative_error(fresh, stored.hidden[there])
             if not error <= tolerance:
                 raise FeatureStoreError(
                     f"features in {self.storage} are not what target {target.name} computes now (conversation "
                     f"{index} differs by {error:.1%}, at most {tolerance:.1%} is rounding); extract again"
                 )
+
+
+def relative_error(wanted: Tensor, found: Tensor) -> float:
+    """Of states, over all of them; to be compared with `TOLERANCE`."""
+    return float((wanted.float() - found.float()).norm() / wanted.float().norm())
 
 
 def _names(shards: list[int]) -> str:

@@ -1,6 +1,5 @@
 """Answers of a target on this machine, or of a server, for regeneration."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -118,19 +117,12 @@ def make_backend(options: RegenerationOptions) -> Backend:
         )
         announce(decoder.target)
         return LocalBackend(decoder, options.max_new_tokens, options.temperature)
-    if options.model is None:
-        raise ConfigError(f"endpoint {options.endpoint} may serve several models; name one with model")
-    if options.concurrency < 1:
-        raise ConfigError(f"concurrency is {options.concurrency}; give the requests that the endpoint takes at a time")
-    if not options.endpoint.startswith(("http://", "https://")):
-        raise ConfigError(f"endpoint {options.endpoint} is no URL; it looks like http://localhost:8000/v1")
-    return EndpointBackend(
+    return EndpointBackend.of(
         options.endpoint,
         options.model,
-        options.max_new_tokens,
-        options.temperature,
-        os.environ.get("OPENAI_API_KEY"),
-        concurrency=options.concurrency,
+        options.concurrency,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from shape.data.options import AnswerOptions
 from shape.errors import ConfigError
 from shape.features.trainer import TrainerOptions
-from shape.target.options import PairOptions, PlacedOptions
+from shape.target.options import AnsweringOptions, PlacedOptions
 from shape.verification.tree_shape import TreeShape
 
 
@@ -52,8 +52,37 @@ class TrsParameters:
             )
 
 
+@dataclass(kw_only=True)
+class RuleOptions(AnsweringOptions):
+    """Parameters of the acceptance rules that have some.
+
+    Attributes:
+        typical_lossy: parameters of the rule typical-lossy.
+        trs_lossy: parameters of the rule trs-lossy.
+    """
+
+    typical_lossy: TypicalParameters = field(default_factory=TypicalParameters)
+    trs_lossy: TrsParameters = field(default_factory=TrsParameters)
+
+
+@dataclass(kw_only=True)
+class DraftOptions(RuleOptions):
+    """What is drafted, and where.
+
+    Attributes:
+        draft_device: where predictors draft, for example cuda:1 or cpu; default: beside the target.
+        tree: shape of the predictors' token trees; default: each predictor's own.
+        num_draft_tokens: drafted tokens per step at most; of smaller models that draft adaptive (the default) or cost
+            too.
+    """
+
+    draft_device: str | None = None
+    tree: TreeShape | None = None
+    num_draft_tokens: int | Literal["adaptive", "cost"] | None = None
+
+
 @dataclass
-class GenerateOptions(PairOptions):
+class GenerateOptions(DraftOptions):
     """What to answer, and how.
 
     Args:
@@ -64,21 +93,13 @@ class GenerateOptions(PairOptions):
         drafter: another drafter (for example suffix), several in one (suffix+shape), or none for autoregressive
             decoding.
         system: a system message before the first one.
-        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
         max_new_tokens: longest answer.
         temperature: 0 decodes greedily.
         top_k: sample from the k likeliest tokens; 0 means all.
         top_p: sample from the likeliest tokens that hold this probability.
         seed: of the sampling; the same seed gives the same answer with every drafter.
         acceptance: match; rejection or traversal, lossless too; Medusa's typical-lossy or the paper's trs-lossy.
-        typical_lossy: parameters of the rule typical-lossy.
-        trs_lossy: parameters of the rule trs-lossy.
         eos_aware: let no answer end within its first four tokens.
-        dtype: of the target, for example float32 or bfloat16; default: its checkpoint's.
-        draft_device: where the predictor drafts, for example cuda:1 or cpu; default: beside the target.
-        tree: shape of the predictor's token tree; default: the predictor's own.
-        num_draft_tokens: drafted tokens per step at most; of a smaller model that drafts adaptive (the default) or cost
-            too.
         pack: recipes to look up, by themselves (--drafter recipes) or before the predictor.
         trace: write what became of every drafted and emitted token to this file, as JSON lines (of a chat: the last
             answer's).
@@ -91,20 +112,13 @@ class GenerateOptions(PairOptions):
     target: str | None = None
     drafter: str | None = None
     system: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     max_new_tokens: int = 256
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
     acceptance: str = "match"
-    typical_lossy: TypicalParameters = field(default_factory=TypicalParameters)
-    trs_lossy: TrsParameters = field(default_factory=TrsParameters)
     eos_aware: bool = False
-    dtype: str | None = None
-    draft_device: str | None = None
-    tree: TreeShape | None = None
-    num_draft_tokens: int | Literal["adaptive", "cost"] | None = None
     pack: str | None = None
     trace: str | None = None
     show_draft: bool = False

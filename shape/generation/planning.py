@@ -16,7 +16,6 @@ from shape.drafters import Drafter, TreeShape
 from shape.drafters.base import Committed, Wrapped
 from shape.drafters.cost import Costs
 from shape.generation.decoder import ShapeDecoder
-from shape.generation.timing import measure_costs
 from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree, root_only
 
@@ -204,15 +203,3 @@ def plan(costs: Costs, answers: Sequence[Sequence[Sketch]], shapes: Sequence[Tre
             means = (tokens / steps, nodes / steps, passes / steps, seconds / steps)
             plans.append(Plan(shape, *means, rate, rate * costs.autoregressive))
     return sorted(plans, key=lambda one: -one.rate)
-
-
-def tune(decoder: ShapeDecoder, contexts: Sequence[list[int]], **options) -> Plan:
-    """Give a decoder the shape of draft that is expected to be fastest on these prompts; the plan.
-
-    Where none pays, the drafter is left as it is: the decoder falls back by itself.
-    """
-    costs = measure_costs(decoder, context=max(map(len, contexts)) + 64)
-    best = plan(costs, sketch(decoder, contexts, **options))[0]
-    if best.shape is not None and decoder.drafter is not None:
-        decoder.drafter = decoder.drafter.with_tree(best.shape) or decoder.drafter
-    return best

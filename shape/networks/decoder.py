@@ -32,7 +32,7 @@ _SCALINGS = ("default", "linear", "llama3", "yarn")
 
 
 def layers_like(target: PreTrainedConfig) -> dict[str, Any]:
-    """`ShapeConfig.transformer_layer_config` with the geometry of a target: heads, their size and grouping, width of the
+    """`ShapeConfig.transformer_layer_config` with a target's geometry: heads, their size and grouping, width of the
     feed-forward part, epsilon, and rotary parameters as far as they do not change with the text. The model type is the
     kind's: published drafters, and the engines that load them, have its layers whatever the target is.
     """

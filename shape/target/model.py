@@ -283,6 +283,18 @@ class Target:
             states[rows, : some.shape[1]] = some
         return states
 
+    @torch.no_grad()
+    def normed(self, states: Tensor) -> Tensor:
+        """h of what the last block gives, (..., H) -> (..., H).
+
+        Raises:
+            UnsupportedTarget: its final norm has another name than `norm`.
+        """
+        norm = getattr(self._body, "norm", None)
+        if norm is None:
+            raise UnsupportedTarget(f"the final norm of target {self.name} is not known; compute its states here")
+        return norm(states)
+
     def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """The target's own logit function, (..., H) -> (..., V), with its scaling and soft-capping.
 

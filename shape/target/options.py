@@ -51,3 +51,16 @@ class PairOptions(PlacedOptions):
     """
 
     predictor_revision: str | None = None
+
+
+@dataclass(kw_only=True)
+class AnsweringOptions(PairOptions):
+    """The same, of commands that let the target answer.
+
+    Attributes:
+        dtype: of the target, for example float32 or bfloat16; default: its checkpoint's.
+        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
+    """
+
+    dtype: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None

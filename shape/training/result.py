@@ -10,6 +10,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from shape.data.conversations import Prompt, evenly
+from shape.evaluation.doctor import acceptance, in_chains
 from shape.evaluation.environment import Environment, matrix_product_peak, peak_memory
 from shape.evaluation.results import SpeedResults
 from shape.evaluation.speed import measure
@@ -21,7 +22,7 @@ from shape.target.model import Target
 from shape.training.callbacks import CountFlops
 from shape.training.module import DrafterModule
 from shape.training.options import TrainOptions
-from shape.training.validation import DecodingValidation, forced_and_decoded, load_weights
+from shape.training.validation import DecodingValidation, load_weights
 
 _COMPARED = 8  # validation prompts on which decoding is compared with training
 _LEAST_OF_TRAINED = 0.9  # rounding moves single tokens, a mismatch most of them
@@ -122,7 +123,8 @@ def throughput(options: TrainOptions, module: DrafterModule, seconds: float, cou
 def warn_of_mismatch(target: Target, predictor: Predictor, validation: DecodingValidation, console: Console) -> None:
     """Warn where decoding accepts less than teacher forcing on the same texts says it should."""
     prompts = evenly(validation.prompts, _COMPARED)
-    forced, decoded = forced_and_decoded(target, predictor, prompts, validation.max_new_tokens)
+    answers, decoded = in_chains(target, predictor, prompts, validation.max_new_tokens)
+    forced = acceptance(target, predictor, answers)
     if decoded < _LEAST_OF_TRAINED * forced:
         console.print(
             f"[bold red]WARNING: chains decode with acceptance length {decoded:.2f} where the same texts, read as in "

@@ -15,16 +15,13 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from shape.drafters import Drafter, TrainedDrafter, TreeShape
+from shape.drafters import Drafter
 from shape.errors import CheckpointError
 from shape.evaluation.estimates import estimate, ratio
 from shape.evaluation.runner import side_by_side
-from shape.features.store import Stored
 from shape.files import written_whole
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
-from shape.networks.base import Predictor
-from shape.networks.teacher_forcing import teacher_forced
 from shape.target.inference import evaluating
 from shape.target.model import Target
 from shape.training.module import DrafterModule, TrainingModule
@@ -154,31 +151,6 @@ def decode_counts(
         emitted += output.stats.sequence_emitted
         forwards += output.stats.sequence_forwards
     return emitted, forwards
-
-
-def forced_and_decoded(
-    target: Target, predictor: Predictor, prompts: Sequence[Tensor], max_new_tokens: int
-) -> tuple[float, float]:
-    """Acceptance lengths of chains on the target's own answers: by teacher forcing, and decoded.
-
-    The two are computed from the same texts on the two ways that a network is fed, so that they differ by rounding
-    alone unless these ways differ.
-    """
-    config, texts, emitted, forwards = predictor.config, [], 0, 0
-    decoder = ShapeDecoder(target, TrainedDrafter(predictor, TreeShape(config.num_steps, width=1)), fall_back=False)
-    with evaluating([predictor]):
-        for prompt in prompts:
-            ids = prompt[None].to(target.device)
-            options: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
-            out = decoder.generate(ids, torch.ones_like(ids), return_dict_in_generate=True, **options)
-            assert isinstance(out, ShapeOutput)
-            text = out.sequences
-            mask = torch.arange(text.shape[1]) >= ids.shape[1]
-            features = target.features(text, config.target_layers)[0]
-            texts.append(Stored(text[0].cpu(), mask, features.cpu()))
-            emitted, forwards = emitted + out.stats.emitted, forwards + out.stats.forwards
-        tokens, steps = teacher_forced(predictor, target, texts)
-    return tokens / max(steps, 1), emitted / max(forwards, 1)
 
 
 def full_parameters(trainer: pl.Trainer) -> AbstractContextManager[None]:

@@ -167,12 +167,15 @@ class KVCache(Cache):
         """Make room for ``new`` slots behind the longest sequence."""
         if self.longest + new <= self.capacity:
             return
-        extra = max(self.longest + new - self.capacity, self.capacity // 2)
+        self._allocate(max(self.longest + new - self.capacity, self.capacity // 2))
+        self.layers = list(self._views())
+
+    def _allocate(self, extra: int) -> None:
+        """So many slots more per sequence."""
         self._storage = {
             key: torch.nn.functional.pad(storage, (0, 0, 0, 0, 0, extra)) for key, storage in self._storage.items()
         }
         self.slots.capacity += extra
-        self.layers = list(self._views())
 
     def set_lengths(self, lengths: list[int]) -> None:
         """Say how many slots of each sequence are committed."""
@@ -204,3 +207,12 @@ class KVCache(Cache):
         self._storage = {key: storage[:, rows.to(storage.device)] for key, storage in self._storage.items()}
         self.layers = list(self._views())
         self.set_lengths([self.host_lengths[row] for row in rows.tolist()])
+
+    def join(self, other: "KVCache") -> None:
+        """Take in the sequences of another cache of such layers, behind its own. The other one may grow."""
+        capacity = max(self.capacity, other.capacity)
+        for each in (self, other):
+            each._allocate(capacity - each.capacity)
+        self._storage = {key: torch.cat([held, other._storage[key]], dim=1) for key, held in self._storage.items()}
+        self.layers = list(self._views())
+        self.set_lengths([*self.host_lengths, *other.host_lengths])

@@ -110,6 +110,7 @@ def test_help_shows_the_defaults_that_apply(output):
 def test_mistakes_get_a_suggestion(output):
     assert "unknown command generat; did you mean generate?" in output("generat", status=2)
     assert "did you mean" not in output("xyz", status=2)
+    assert output("quality", "--limit", "4", status=2).startswith("error: shape quality has moved; use shape harness")
     said = output("generate", "--promt", "x", status=2)
     assert said.startswith("error: unknown option --promt; did you mean --prompt?") and said.count("\n") == 1
     assert "did you mean --training.steps?" in output("train", "--steps", "5", status=2)

@@ -9,15 +9,19 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from helpers import ROOT
 from regenerated import asking, written
+from transformers import AutoTokenizer
 
+from shape import bundled
 from shape.data.backends import Answer, Request
 from shape.data.conversations import Conversation
+from shape.data.encoding import encode_all
 from shape.data.endpoint import EndpointBackend, EndpointError
 from shape.data.reading import load_conversations
 from shape.data.regeneration import regenerate
 from shape.errors import DataError
-from shape.target.chat import Message
+from shape.target.chat import Message, prompt_ids
 
 
 class Server(ThreadingHTTPServer):
@@ -126,6 +130,28 @@ def test_rows_of_an_endpoint_hold_its_token_ids_or_its_reasoning(server, tmp_pat
     regenerate([asking("a", "one", "two")], backend, tmp_path / "words.jsonl", progress=False)
     (found,) = load_conversations(tmp_path / "words.jsonl")
     assert found.texts == () and [m.reasoning for m in found.messages] == ["", "so", "", "so"]
+
+
+@pytest.mark.parametrize("name", ["greedy", "sampled"])
+def test_rows_hold_what_vllm_wrote_token_for_token(server, tmp_path, name):
+    """With replies of vLLM itself; the sampled one is written in other tokens than its text is read in."""
+    recorded = json.loads((ROOT / "tests" / "fixtures" / "engine" / "replies.json").read_text())[name]
+    server.reply = recorded["reply"]
+    question = recorded["body"]["messages"][0]["content"]
+    regenerate([asking("a", question)], EndpointBackend(server.url, "m"), tmp_path / "out.jsonl", progress=False)
+    (found,) = load_conversations(tmp_path / "out.jsonl")
+    tokenizer = AutoTokenizer.from_pretrained(bundled.resolve("quickstart-target"))
+    prompt, ids = prompt_ids([Message("user", question)], tokenizer), recorded["reply"]["choices"][0]["token_ids"]
+    (encoded,) = encode_all([found], tokenizer, None).examples
+    assert encoded.input_ids.tolist() == [*prompt, *ids]
+    assert encoded.loss_mask.tolist() == [False] * len(prompt) + [True] * len(ids)
+    (text,) = encode_all([replace(found, texts=())], tokenizer, None).examples
+    assert (text.input_ids[text.loss_mask].tolist() == ids) == (name == "greedy")
+
+
+def test_answers_without_token_ids_are_reported(server, tmp_path):
+    with pytest.warns(UserWarning, match="1 of 1 conversations hold text alone, for the endpoint gives no token ids"):
+        regenerate([asking("a", "q")], EndpointBackend(server.url, "m"), tmp_path / "out.jsonl", progress=False)
 
 
 def test_endpoint_that_refuses_to_be_asked_for_token_ids(server):

@@ -56,7 +56,9 @@ def test_of_a_predictor(capsys, questions, tiny_target, tiny_target_folder, tmp_
     made = ["--predictor", str(tmp_path / "made"), "--target", str(tiny_target_folder), "--temperature", "1"]
     out = run(capsys, questions, *made, "--output", str(file))
     assert "rank 2" in out and "(its own)" in out
+    assert "Far below what it should accept. Fits best: " in out  # it is untrained
     report = json.loads(file.read_text())
+    assert report["doctor"]["cause"] in out and report["doctor"]["forced"] == report["doctor"]["decoded"]
     rates = [one["rate"] for one in report["plans"]]
     assert rates == sorted(rates, reverse=True) and report["own"] in report["plans"]
     assert all(sum(ranks) <= 1.0 + 1e-9 for ranks in report["acceptance"])

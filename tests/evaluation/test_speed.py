@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eval.ablation.measuring import pooled
 from shape.data.conversations import Prompt
 from shape.drafters import AdversaryDrafter, HybridDrafter, NgramDrafter, TrainedDrafter, TreeShape
 from shape.errors import ConfigError, DataError
@@ -249,11 +250,11 @@ def test_pooled_methods_are_summed_prompt_by_prompt():
     results = replace(
         base, settings=settings, records=records, projected_cost={"autoregressive": None, "one": 0.25, "two": 0.25}
     )
-    pooled = results.pooled({"autoregressive": ["autoregressive"], "both": ["one", "two"]})
-    line = pooled.summary["both"]
+    both = pooled(results, {"autoregressive": ["autoregressive"], "both": ["one", "two"]})
+    line = both.summary["both"]
     assert line.acceptance_length.value == pytest.approx(40 / 15) and line.speed_up.value == pytest.approx(2.0)
     assert line.projected_speed_up_8b == pytest.approx(40 / 15 / 1.25) and line.answers == 4
-    assert pooled.methods["both"] == "shape 1; shape 2" and pooled.baseline == "autoregressive"
+    assert both.methods["both"] == "shape 1; shape 2" and both.baseline == "autoregressive"
 
 
 def test_a_speed_up_above_the_acceptance_length_is_flagged():

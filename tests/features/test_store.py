@@ -93,7 +93,7 @@ def test_copies_keep_within_their_room(whole, tmp_path):
     size = max(path.stat().st_size for path in whole.storage.folder.glob("shard-*"))
     store = FeatureStore(f"file://{whole.storage.folder}", cache=tmp_path, room=2 * size + 100)
     store.prefetch(whole.offsets[:-1])
-    for _ in range(2):
+    for fetched_ahead in (True, False):
         for index in range(len(store)):
             assert torch.equal(store[index].hidden, whole[index].hidden)
             copies, held = list(tmp_path.rglob("shard-*")), 0
@@ -101,7 +101,8 @@ def test_copies_keep_within_their_room(whole, tmp_path):
                 with suppress(FileNotFoundError):  # dropped meanwhile, for one that is fetched ahead
                     held += copy.stat().st_size
             assert held <= 2 * size + 100
-            assert f"shard-{index // 2:05d}.safetensors" in {copy.name for copy in copies}
+            # One that is fetched ahead may have taken its place already.
+            assert fetched_ahead or f"shard-{index // 2:05d}.safetensors" in {copy.name for copy in copies}
     with pytest.raises(ConfigError, match="raise cache_gigabytes"):
         store.require_room(5)
 

@@ -1,4 +1,4 @@
-"""Checkpoints of other packages draft as ours do: any tree, hybrid, rule and batch, and the text is the target's."""
+"""Checkpoints of other packages draft as ours do, with any tree, hybrid, rule and batch; the text is the target's."""
 
 import json
 

@@ -6,7 +6,6 @@ from helpers import predictor, prompts
 
 from shape.drafters import OracleDrafter, TrainedDrafter, TreeShape
 from shape.drafters.cost import Costs
-from shape.generation import planning
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.planning import (
     Sketch,
@@ -14,7 +13,6 @@ from shape.generation.planning import (
     cut,
     plan,
     sketch,
-    tune,
 )
 
 
@@ -73,19 +71,19 @@ def test_good_drafts_are_planned_and_bad_ones_are_not(tiny_model):
     assert plan(costs, bad, shapes)[0].shape is None
 
 
-def test_tuning_sets_the_shape(tiny_model, monkeypatch):
+def test_a_planned_shape_keeps_the_tokens_and_accepts_more(tiny_model):
     """Where drafts and larger verifications are free, the shape with the most accepted tokens, unlike the drafter's."""
     own = TreeShape(depth=2, width=1)
     free, dear = Costs(1, 128, {1: 1.0, 100: 1.0}, {1: 0.0}), Costs(1, 128, {1: 1.0, 100: 1.0}, {1: 9.0})
     options = {"max_new_tokens": 40, "eos_token_id": []}
     decoder = ShapeDecoder(tiny_model("llama"), TrainedDrafter(predictor(), own), fall_back=False)
     ids = torch.tensor([[5, 6, 7]])
-    monkeypatch.setattr(planning, "measure_costs", lambda *_, **__: dear)
-    assert tune(decoder, ids.tolist(), **options).shape is None and decoder.drafter.tree == own
+    sketches = sketch(decoder, ids.tolist(), **options)
+    assert plan(dear, sketches)[0].shape is None and decoder.drafter.tree == own
     before = decoder.generate(ids, **options, return_dict_in_generate=True)
-    monkeypatch.setattr(planning, "measure_costs", lambda *_, **__: free)
-    best = tune(decoder, ids.tolist(), **options)
-    assert best.shape is not None and decoder.drafter.tree == best.shape != own and best.speed_up > 1
+    best = plan(free, sketches)[0]
+    assert best.shape is not None and best.shape != own and best.speed_up > 1
+    decoder.drafter = decoder.drafter.with_tree(best.shape)
     after = decoder.generate(ids, **options, return_dict_in_generate=True)
     assert torch.equal(before.sequences, after.sequences)
     assert after.stats.acceptance_length > before.stats.acceptance_length

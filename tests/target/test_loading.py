@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from eval import ablate, latency, tables
-from shape.cli import bench, check, efficiency, extract, generate, quality, recipes, terminal, train
+from eval import ablate, latency, quality, tables
+from shape.cli import bench, check, efficiency, extract, generate, recipes, terminal, train
 from shape.cli import regenerate as regeneration
 from shape.drafters import ModelDrafter, TrainedDrafter
 from shape.errors import CheckpointError, ConfigError, UnsupportedTarget

@@ -411,7 +411,8 @@ def test_checkpoint_of_another_run(trained, tiny_target_folder, data, tmp_path, 
 
 @pytest.mark.parametrize(("decoded", "warned"), [(2.9, False), (2.6, True)])
 def test_decoding_far_below_training_is_said_loudly(monkeypatch, capsys, decoded, warned):
-    monkeypatch.setattr("shape.training.result.forced_and_decoded", lambda *_: (3.0, decoded))
+    monkeypatch.setattr("shape.training.result.in_chains", lambda *_: ([], decoded))
+    monkeypatch.setattr("shape.training.result.acceptance", lambda *_: 3.0)
     validation = DecodingValidation([torch.tensor([1, 2])], 1, 4, Path("best"))
     warn_of_mismatch(None, None, validation, Console())
     said = capsys.readouterr().out

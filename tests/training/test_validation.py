@@ -13,12 +13,12 @@ from training_runs import (
 )
 
 from shape.drafters import TrainedDrafter
+from shape.evaluation.doctor import acceptance, in_chains
 from shape.training.options import Losses, TrainingOptions
 from shape.training.validation import (
     DecodingValidation,
     acceptance_length,
     decode_counts,
-    forced_and_decoded,
     load_weights,
 )
 
@@ -69,7 +69,8 @@ def test_a_network_fed_otherwise_than_in_training_shows(store, tiny_target, monk
     """What `shape.train` warns of: decoding that cuts its windows one position off."""
     predictor = fit(tiny_target, store, losses=Losses(smooth_l1=0.0), options=replace(OPTIONS, steps=60)).predictor
     texts = [stored.input_ids[:20] for stored in list(store)[:4]]
-    forced, decoded = forced_and_decoded(tiny_target, predictor, texts, 40)
+    answers, decoded = in_chains(tiny_target, predictor, texts, 40)
+    forced = acceptance(tiny_target, predictor, answers)
     assert forced == decoded > 1.0
     begin = TrainedDrafter.start
 
@@ -79,5 +80,5 @@ def test_a_network_fed_otherwise_than_in_training_shows(store, tiny_target, monk
     update = TrainedDrafter.update
     monkeypatch.setattr(TrainedDrafter, "start", start)
     monkeypatch.setattr(TrainedDrafter, "update", lambda self, s, hidden, n: update(self, s, 0 * hidden, n))
-    again, decoded = forced_and_decoded(tiny_target, predictor, texts, 40)
-    assert decoded < again == forced
+    answers, decoded = in_chains(tiny_target, predictor, texts, 40)
+    assert decoded < acceptance(tiny_target, predictor, answers) == forced

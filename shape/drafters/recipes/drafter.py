@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from math import log
 from pathlib import Path
+from typing import Self
 
 from torch import Tensor
 
@@ -55,6 +56,9 @@ class RecipeDrafter(Drafter):
 
     def select(self, rows: Tensor) -> None:
         self._missed = [self._missed[row] for row in rows.tolist()]
+
+    def join(self, other: Self) -> None:
+        self._missed += other._missed
 
     def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
         if self.misses is not None:

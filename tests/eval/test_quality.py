@@ -7,14 +7,12 @@ import pytest
 import torch
 from helpers import tiny_bert
 
-from shape.cli.quality import main
+from eval.quality import QualityOptions, main, run
+from eval.text_quality.results import Ahead, QualityResults
 from shape.data.reading import load_prompts
 from shape.drafters import TrainedDrafter
 from shape.errors import ConfigError, DataError
 from shape.evaluation.journal import Journal
-from shape.evaluation.options import QualityOptions
-from shape.evaluation.quality import run
-from shape.evaluation.quality_results import Ahead, QualityResults
 from shape.features.store import Stored
 from shape.generation.decoder import ShapeDecoder
 from shape.networks.teacher_forcing import Reader, forced_drafts

@@ -4,8 +4,8 @@ import pytest
 import torch
 from helpers import tiny_bert
 
+from eval.text_quality.similarity import Encoder, f1, likeness
 from shape.errors import ConfigError
-from shape.evaluation.similarity import Encoder, f1, likeness
 
 
 @pytest.fixture(scope="module")

@@ -1,32 +1,54 @@
-"""How good the text of a decoder is, lossy ways of decoding above all, beside the target's own (`shape quality`)."""
+"""How good the text of a decoder is, for lossy ways of decoding above all, beside the target's own.
+
+    python -m eval.quality --output quality-results                     # the quickstart pair
+    python -m eval.quality --target T --predictor P --prompts gsm8k.jsonl --encoder E --output DIR
+    python -m eval.quality --predictor P --prompts humaneval.jsonl --run_code true --output DIR
+
+Modes: `autoregressive`, the target's own text; `shape`, the predictor's drafts under the lossless rule "match"; the
+name of another acceptance rule (`typical-lossy`, `trs-lossy`, `rejection`, ...); `drafter-alone`, where every drafted
+token is accepted unjudged (the target only computes the states that the predictor reads next: `trs-lossy` of a single
+path, which never refuses one); `beam`, transformers' beam search. All answer the same prompts with the same seeds, and
+the autoregressive answer is the context of the next turn for all.
+
+Measured: perplexity under the target, equality, likeness to the target's own text by an encoder that the user names,
+exact match on prompts whose `reference` is a number (GSM8K), pass@1 on prompts with `test` and `entry_point`
+(HumanEval), and how often the drafter is right by how far it looks ahead (the paper's Tables 4, 5, 10, 12, 13). Writes
+`quality.json` (sums prompt by prompt, and all figures), `quality.md` and `answers.jsonl` (the texts) to the output
+folder. Until then finished prompts are kept there in `records.jsonl`, by which the same command goes on.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.markdown import Markdown
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from eval import commands
+from eval.text_quality import sandbox
+from eval.text_quality.correctness import final_number, known_number, program
+from eval.text_quality.results import Ahead, QualityRecord, QualityResults, Written
+from eval.text_quality.sandbox import Limits
+from eval.text_quality.similarity import Encoder, Likeness
 from shape import bundled
 from shape.data.conversations import Prompt, evenly
 from shape.data.reading import load_prompts
 from shape.errors import ConfigError, DataError
-from shape.evaluation import sandbox
-from shape.evaluation.correctness import final_number, known_number, program
 from shape.evaluation.environment import Environment
 from shape.evaluation.journal import JOURNAL, Journal
 from shape.evaluation.methods import describe, prompts_hash, target_settings
-from shape.evaluation.options import QualityOptions, several
-from shape.evaluation.quality_results import Ahead, QualityRecord, QualityResults, Written
+from shape.evaluation.options import several
 from shape.evaluation.results import AUTOREGRESSIVE
 from shape.evaluation.runner import Run, Runner, by_decoder, by_transformers, rotated, sampling
-from shape.evaluation.similarity import Encoder, Likeness
 from shape.features.store import Stored
 from shape.generation.decoder import ShapeDecoder
+from shape.generation.options import RuleOptions
 from shape.generation.rules import RULES, Match, Rule, TrsLossy, make_rule
 from shape.networks.teacher_forcing import Reader, forced_drafts
 from shape.target.loading import of_pair, recorded
@@ -35,6 +57,49 @@ from shape.target.model import announce
 SHAPE, ALONE, BEAM = "shape", "drafter-alone", "beam"
 TOO_LONG = "a prompt and its answer exceed the target's positions"
 MODES = (AUTOREGRESSIVE, SHAPE, *(name for name in RULES if name != Match.name), ALONE, BEAM)
+
+
+@dataclass
+class QualityOptions(RuleOptions):
+    """What to measure.
+
+    Args:
+        output: folder for quality.json, quality.md and answers.jsonl.
+        predictor: folder, hub id or bundled name of a trained predictor.
+        target: path or hub id; default: the predictor's own.
+        prompts: JSON lines of prompts, one file or several; default: the bundled bench split.
+        limit: prompts of each file, evenly chosen; default: all.
+        max_new_tokens: longest answer.
+        methods: ways of decoding, of autoregressive, shape, typical-lossy, trs-lossy, rejection, traversal,
+            drafter-alone, beam.
+        temperature: every method writes at each; 0 is greedy, and the only one of beam. One, or several.
+        beams: of beam search.
+        encoder: folder or hub id of a Hugging Face encoder (or decoder) that compares texts; without one nothing does.
+        run_code: run the programs that answer prompts with tests, which is UNTRUSTED CODE, written by a model: with
+            limits, and cut off as far as this machine allows (see eval/text_quality/sandbox.py).
+        limits: of each program.
+        timed: also report speed; only means something on a machine that does nothing else.
+        seed: of the sampling, for the first prompt; the others count up.
+        label: heading of the table.
+    """
+
+    output: str = "quality-results"
+    predictor: str = "quickstart-shape"
+    target: str | None = None
+    prompts: list[str] | str | None = None
+    limit: int | None = None
+    max_new_tokens: int = 128
+    methods: list[str] = field(
+        default_factory=lambda: ["autoregressive", "shape", "typical-lossy", "trs-lossy", "drafter-alone"]
+    )
+    temperature: list[float] | float = field(default_factory=lambda: [0.0, 1.0])
+    beams: int = 4
+    encoder: str | None = None
+    run_code: bool = False
+    limits: Limits = field(default_factory=Limits)
+    timed: bool = False
+    seed: int = 0
+    label: str = ""
 
 
 class _Writer:
@@ -280,3 +345,15 @@ def _check(options: QualityOptions) -> None:
         raise ConfigError(f"temperature is {options.temperature}; give one or more, none below 0")
     if BEAM in options.methods and 0 not in temperatures:
         raise ConfigError(f"{BEAM} search is greedy; add temperature 0, or leave the mode out")
+
+
+def _show(options: QualityOptions) -> None:
+    Console().print(Markdown(run(options).to_markdown()))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    commands.run(_show, QualityOptions, arguments)
+
+
+if __name__ == "__main__":
+    main()

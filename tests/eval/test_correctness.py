@@ -4,9 +4,9 @@ from decimal import Decimal
 
 import pytest
 
+from eval.text_quality import sandbox
+from eval.text_quality.correctness import final_number, known_number, program
 from shape.data.conversations import Checks, Prompt
-from shape.evaluation import sandbox
-from shape.evaluation.correctness import final_number, known_number, program
 
 ASKED = 'from math import floor\n\ndef halved(n: int) -> int:\n    """Half of n, rounded down."""\n'
 CHECKS = Checks("def check(candidate):\n    assert candidate(7) == 3\n    assert candidate(8) == 4\n", "halved")

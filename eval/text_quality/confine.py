@@ -1,4 +1,4 @@
-"""What runs untrusted code, in a process of its own: see `shape.evaluation.sandbox`, which hands this file's text over.
+"""What runs untrusted code, in a process of its own: see `eval.text_quality.sandbox`, which hands this text over.
 
 Standard library alone, since nothing else is there. It reads a JSON object from standard input (`program`, `seconds`,
 `memory`, `readable`, `proof`), gives up what it can, runs the program, and prints the proof where that came to its end.

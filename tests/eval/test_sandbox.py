@@ -2,9 +2,9 @@
 
 import pytest
 
+from eval.text_quality import sandbox
+from eval.text_quality.sandbox import Isolation, Limits
 from shape.errors import ConfigError
-from shape.evaluation import sandbox
-from shape.evaluation.sandbox import Isolation, Limits
 
 BARE = Isolation(network=False, files=False)
 

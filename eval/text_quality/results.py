@@ -1,4 +1,4 @@
-"""What a measurement of quality found (`shape.evaluation.quality`), and the figures derived from it.
+"""What a measurement of quality found (`eval.quality`), and the figures derived from it.
 
 Every figure is a ratio of sums over prompts, with an interval by bootstrap over prompts, as in `results`.
 """
@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from eval.text_quality.similarity import f1
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import Estimate, Sums, number, over_prompts, ratio
 from shape.evaluation.files import Results
 from shape.evaluation.markdown import DASH, Table, markdown, share, show
-from shape.evaluation.similarity import f1
 from shape.files import typed
 
 

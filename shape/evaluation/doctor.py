@@ -1,0 +1,260 @@
+"""Why a trained drafter accepts little: what may be wrong in how it was loaded or is fed, each tried in turn.
+
+A drafter fed otherwise than in training fails silently: it drafts, and nothing is accepted. Here a suspicion is a
+drafter or a prompt with one thing changed, and its evidence is the acceptance length by teacher forcing on the target's
+own answers: where one change makes the drafter much better, that was the cause.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shape.data.conversations import Prompt
+from shape.drafters import PREDICTORS, TrainedDrafter, TreeShape
+from shape.features.store import Stored
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.engine import ShapeOutput
+from shape.networks.base import Predictor
+from shape.networks.teacher_forcing import teacher_forced
+from shape.target.inference import evaluating
+from shape.target.model import Target
+
+_CLEARLY = 0.25  # more tokens a forward than as loaded: neighbouring layers, for example, are all of some use
+_LITTLE = 1.6  # an acceptance length below which a trained drafter's is not what it was trained to
+_LOST_IN_DECODING = 0.9  # of the acceptance length by teacher forcing, which decoding has but for rounding
+
+
+class Suspicion(NamedTuple):
+    """A cause, what to do about it, and the drafter or the prompts without it; None where they are as given."""
+
+    cause: str
+    remedy: str
+    predictor: Predictor | None = None
+    prompts: Sequence[Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found.
+
+    Attributes:
+        decoded, forced: acceptance lengths of chains on the target's own answers, decoded and by teacher forcing.
+        tried: by cause, the acceptance length by teacher forcing without it.
+        cause, remedy: what fits, and what to do; None where nothing is wrong.
+    """
+
+    decoded: float
+    forced: float
+    tried: Mapping[str, float]
+    cause: str | None = None
+    remedy: str | None = None
+
+
+def diagnose(target: Target, predictor: Predictor, prompts: Sequence[Prompt], max_new_tokens: int) -> Diagnosis:
+    """Compares a drafter as it was loaded with itself under every suspicion that applies to it.
+
+    Args:
+        prompts: of the kind it was trained for; a handful suffices.
+    """
+    answers, decoded = in_chains(
+        target, predictor, [_ids(target, one, one.template) for one in prompts], max_new_tokens
+    )
+    forced = acceptance(target, predictor, answers)
+    tried: dict[str, float] = {}
+    remedies: dict[str, str] = {}
+    for suspicion in suspicions(target, predictor, prompts):
+        asked = suspicion.prompts
+        under = answers if asked is None else [_answered(target, ids, max_new_tokens) for ids in asked]
+        tried[suspicion.cause] = acceptance(target, suspicion.predictor or predictor, under)
+        remedies[suspicion.cause] = suspicion.remedy
+    found = Diagnosis(decoded, forced, tried)
+    best = max(tried, key=lambda cause: tried[cause], default=None)
+    if best is not None and tried[best] > forced + _CLEARLY:
+        return _named(found, best, remedies[best])
+    if decoded < _LOST_IN_DECODING * forced:
+        return _named(
+            found,
+            "decoding feeds it otherwise than training",
+            "report it, with this command and the target's architecture",
+        )
+    if forced < _LITTLE:
+        return _named(
+            found,
+            "a target that was fine-tuned since, or prompts unlike its training data: loaded right, it agrees seldom",
+            "adapt it to this target's own answers: shape train --init CHECKPOINT --target TARGET --data FILE",
+        )
+    return found
+
+
+def _named(found: Diagnosis, cause: str, remedy: str) -> Diagnosis:
+    return Diagnosis(found.decoded, found.forced, found.tried, cause, remedy)
+
+
+# ---------------------------------------------------------------------------------------------------- what may be wrong
+
+
+def suspicions(target: Target, predictor: Predictor, prompts: Sequence[Prompt]) -> Iterator[Suspicion]:
+    """Every suspicion that applies to a drafter."""
+    for each in (_layers, _vocabulary, _rope, _mask_token, _anchor, _dtype):
+        yield from each(target, predictor)
+    yield from _templates(target, prompts)
+
+
+def _layers(target: Target, predictor: Predictor) -> Iterator[Suspicion]:
+    """Numbers of layers count the embedding as 0 here, and do not in other formats (vLLM 40727)."""
+    layers, last = predictor.config.feature_layers, target.config.num_hidden_layers
+    for offset, said in ((1, "low"), (-1, "high")):
+        other = [layer if layer < 0 else layer + offset for layer in layers]
+        if other != layers and all(-1 <= layer <= last for layer in other):
+            yield Suspicion(
+                f"layer ids one too {said}",
+                f"write the layers {other} into its configuration, now {layers}",
+                changed(predictor, feature_layers=other),
+            )
+
+
+def _vocabulary(target: Target, predictor: Predictor) -> Iterator[Suspicion]:
+    """`d2t` holds target ids less their own index in EAGLE-3, and target ids in other files."""
+    vocabulary = predictor.draft_vocabulary
+    if vocabulary is None:
+        return
+    own = torch.arange(len(vocabulary), device=vocabulary.device)
+    for ids, said in ((vocabulary + own, "d2t holds differences"), (vocabulary - own, "d2t holds token ids")):
+        if len(ids.unique()) == len(ids) and int(ids.min()) >= 0 and int(ids.max()) < target.vocab_size:
+            other = changed(predictor)
+            other.draft_vocabulary = ids
+            yield Suspicion(
+                f"{said}, and was read as if not", "convert it anew after rewriting d2t in the other form", other
+            )
+
+
+def _rope(target: Target, predictor: Predictor) -> Iterator[Suspicion]:
+    """A drafter's rotary positions are those of its target, unless its files say otherwise, or nothing."""
+    layer = predictor.config.transformer_layer_config
+    if layer is None:
+        return
+    own = layer.get("rope_parameters")
+    theirs = target.config.to_dict().get("rope_parameters")
+    for rope, said in ((theirs, "the target's"), ({"rope_type": "default", "rope_theta": 10000.0}, "Llama's first")):
+        if rope is not None and rope != own:
+            yield Suspicion(
+                f"rope parameters other than in training: {said} fit better",
+                f"write rope_parameters {rope} into its configuration, now {own}",
+                changed(predictor, transformer_layer_config={**layer, "rope_parameters": rope}),
+            )
+
+
+def _mask_token(target: Target, predictor: Predictor) -> Iterator[Suspicion]:
+    own = predictor.config.mask_token_id
+    if own is None:
+        return
+    added = {} if target.tokenizer is None else target.tokenizer.added_tokens_decoder
+    for number, token in {target.vocab_size - 1: "the last", 0: "the first", **added}.items():
+        if number != own:
+            other = changed(predictor, mask_token_id=number)
+            if isinstance(other.mask_embedding, Tensor):
+                other.mask_embedding.fill_(torch.nan)
+                other.complete(target)
+            yield Suspicion(
+                f"the mask token is {number} ({token})",
+                f"write mask_token_id {number} into its configuration, now {own}",
+                other,
+            )
+
+
+def _anchor(target: Target, predictor: Predictor) -> Iterator[Suspicion]:
+    """Whether a block's places draft their own token or the next: defaults differ between speculators and vLLM."""
+    if predictor.kind == "block":
+        other, size = not predictor.config.sample_from_anchor, predictor.config.block_size
+        yield Suspicion(
+            f"sample_from_anchor is {str(other).lower()}",
+            f"write sample_from_anchor {str(other).lower()} into its configuration",
+            changed(predictor, sample_from_anchor=other, num_steps=size if other else size - 1),
+        )
+
+
+def _dtype(target: Target, predictor: Predictor) -> Iterator[Suspicion]:
+    if predictor.dtype != torch.float32:
+        yield Suspicion(
+            f"{str(predictor.dtype).removeprefix('torch.')} is too coarse for it",
+            "load it in float32, or in bfloat16 where it is float16",
+            changed(predictor).float(),
+        )
+
+
+def _templates(target: Target, prompts: Sequence[Prompt]) -> Iterator[Suspicion]:
+    """Prompts in the forms that a drafter may have been trained on instead."""
+    given = [_ids(target, prompt, prompt.template) for prompt in prompts]
+    forms = {"no chat template in training": [target.encode(prompt.turns[0])[0] for prompt in prompts]}
+    for on, said in ((True, "on"), (False, "off")):
+        others = [_ids(target, prompt, {**prompt.template, "enable_thinking": on}) for prompt in prompts]
+        forms[f"thinking mode {said} in training"] = others
+    for cause, others in forms.items():
+        if not all(torch.equal(*pair) for pair in zip(given, others, strict=True)):
+            yield Suspicion(
+                cause, "give prompts as in training (--chat_template_kwargs), or train it on yours", None, others
+            )
+
+
+def _ids(target: Target, prompt: Prompt, template: Mapping[str, Any]) -> Tensor:
+    return target.encode(prompt.opening, template)[0]
+
+
+def changed(predictor: Predictor, **options: Any) -> Predictor:
+    """The same weights under a configuration that differs in these options."""
+    config = type(predictor.config).from_dict({**predictor.config.to_dict(), **options})
+    other = PREDICTORS[config.kind](config)
+    other.load_state_dict(predictor.state_dict())
+    return other.to(predictor.device, predictor.dtype).eval().requires_grad_(False)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------------- the evidence
+
+
+class Answered(NamedTuple):
+    """Token ids of a prompt and its greedy answer, (T,) int64, and where the answer begins."""
+
+    ids: Tensor
+    start: int
+
+
+def acceptance(target: Target, predictor: Predictor, answers: Sequence[Answered]) -> float:
+    """Acceptance length of chains as deep as the drafter's steps, by teacher forcing on the target's answers."""
+    texts = []
+    for ids, start in answers:
+        features = target.features(ids[None], predictor.config.target_layers)[0]
+        texts.append(Stored(ids.cpu(), torch.arange(len(ids)) >= start, features.cpu()))
+    with evaluating([predictor]):
+        tokens, steps = teacher_forced(predictor, target, texts)
+    return tokens / max(steps, 1)
+
+
+def _answered(target: Target, ids: Tensor, max_new_tokens: int) -> Answered:
+    out = ShapeDecoder(target).generate(ids[None].to(target.device), do_sample=False, max_new_tokens=max_new_tokens)
+    assert isinstance(out, Tensor)
+    return Answered(out[0], len(ids))
+
+
+def in_chains(
+    target: Target, predictor: Predictor, prompts: Sequence[Tensor], max_new_tokens: int
+) -> tuple[list[Answered], float]:
+    """Greedy answers to prompts, (T,) int64 each, and the acceptance length of the chains that they were decoded with.
+
+    By teacher forcing on the same answers (`acceptance`) it differs by rounding alone, unless the two ways on which a
+    network is fed do.
+    """
+    chain = TreeShape(predictor.config.num_steps, width=1)
+    decoder, answers = ShapeDecoder(target, TrainedDrafter(predictor, chain), fall_back=False), []
+    emitted = forwards = 0
+    with evaluating([predictor]):
+        for prompt in prompts:
+            ids = prompt[None].to(target.device)
+            options: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
+            out = decoder.generate(ids, torch.ones_like(ids), return_dict_in_generate=True, **options)
+            assert isinstance(out, ShapeOutput)
+            answers.append(Answered(out.sequences[0], len(prompt)))
+            emitted, forwards = emitted + out.stats.emitted, forwards + out.stats.forwards
+    return answers, emitted / max(forwards, 1)

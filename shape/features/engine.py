@@ -1,0 +1,118 @@
+"""Hidden states from a running vLLM, by its `extract_hidden_states`, for targets that an engine runs better.
+
+vLLM writes the states of a prompt, which is a whole conversation here, into a file that this process reads and deletes;
+so both see one folder. Its layers are numbered as ours, in ascending order, but for the last block's, which it gives
+before the final norm; the target's own norm makes h of it.
+"""
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from shape.data.encoding import Encoded
+from shape.data.endpoint import Endpoint, EndpointError
+from shape.errors import FeatureStoreError
+from shape.features.store import TOLERANCE, relative_error
+from shape.target.model import Target
+
+
+class EngineStates:
+    """What `compute_features` computes, asked of an engine.
+
+    Args:
+        target: as the engine serves it. Its norm is applied here, and one conversation is compared with its states.
+    """
+
+    def __init__(self, endpoint: Endpoint, target: Target) -> None:
+        self.endpoint, self.target = endpoint, target
+        self._checked = False
+
+    def __call__(self, texts: Sequence[Encoded], layers: Sequence[int]) -> list[Tensor]:
+        """States of each text, (T, layers * H) in the target's dtype, on its device.
+
+        Raises:
+            EndpointError: the engine gives none, or such as were not asked for.
+            FeatureStoreError: they are not the target's.
+        """
+        with ThreadPoolExecutor(len(texts)) as threads:
+            states = list(threads.map(partial(self._states, layers=layers), texts))
+        if not self._checked:
+            self._check(texts[-1], states[-1], layers)
+            self._checked = True
+        return states
+
+    def _numbers(self, layers: Sequence[int]) -> list[int]:
+        """The layers as the engine numbers them."""
+        return [self.target.config.num_hidden_layers if layer == -1 else layer for layer in layers]
+
+    def _states(self, text: Encoded, layers: Sequence[int]) -> Tensor:
+        numbers, depth = self._numbers(layers), self.target.config.num_hidden_layers
+        there = sorted(set(numbers))
+        ids = text.input_ids.tolist()
+        reply = json.loads(self.endpoint.post("completions", {"prompt": ids, "max_tokens": 1}))
+        path = (reply.get("kv_transfer_params") or {}).get("hidden_states_path")
+        if path is None:
+            raise EndpointError(f"endpoint {self.endpoint.url} gives no hidden states; serve with {serve_flags(there)}")
+        written = _taken(Path(path))
+        states = written["hidden_states"].to(self.target.device, self.target.dtype)
+        wanted = (len(ids), len(there), self.target.hidden_size)
+        if states.shape != wanted or written["token_ids"].tolist() != ids:
+            raise EndpointError(
+                f"endpoint {self.endpoint.url} gives states {tuple(states.shape)}, and {wanted} (tokens, layers, "
+                f"width) are asked for; serve target {self.target.name} with {serve_flags(there)}"
+            )
+        found = dict(zip(there, states.unbind(1), strict=True))
+        if depth in found:
+            found[depth] = self.target.normed(found[depth])
+        return torch.cat([found[number] for number in numbers], dim=-1)
+
+    def _check(self, text: Encoded, states: Tensor, layers: Sequence[int]) -> None:
+        """Compare with the target here, so that wrong layers or weights show at once."""
+        own = self.target.features(text.input_ids[None].to(self.target.device), layers)[0]
+        error, tolerance = relative_error(own, states), TOLERANCE[torch.bfloat16]
+        if not error <= tolerance:
+            raise FeatureStoreError(
+                f"the states that endpoint {self.endpoint.url} gives are not those of target {self.target.name} "
+                f"(conversation {text.id} differs by {error:.1%}, at most {tolerance:.1%} is rounding); serve these "
+                f"weights, with {serve_flags(sorted(set(self._numbers(layers))))}"
+            )
+
+
+def serve_flags(layers: Sequence[int]) -> str:
+    """Options of `vllm serve` that let it give states of these layers, numbered as vLLM does."""
+    speculative = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}},
+    }
+    transfer = {
+        "kv_connector": "ExampleHiddenStatesConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": "/dev/shm/states"},
+    }
+    return f"--speculative-config '{json.dumps(speculative)}' --kv-transfer-config '{json.dumps(transfer)}'"
+
+
+def _taken(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file that the engine has written, or is about to; the file is deleted."""
+    import fcntl  # not on Windows, where vLLM is not either
+
+    lock = Path(f"{path}.lock")
+    try:
+        with lock.open() as waiting:
+            fcntl.flock(waiting, fcntl.LOCK_SH)  # until the engine has written all of it
+            tensors = load_file(path)
+    except OSError as error:
+        raise EndpointError(
+            f"the engine wrote hidden states to {path}, which cannot be read here ({error}); run both on one machine, "
+            "or give the engine a shared_storage_path that both see"
+        ) from error
+    path.unlink()
+    lock.unlink()
+    return tensors

@@ -1,0 +1,1 @@
+"""Drafters of SHAPE inside engines that exist."""

@@ -1,0 +1,192 @@
+"""The proposer as vLLM calls it, with what it reads of vLLM in its place; and in vLLM where that is installed."""
+
+import sys
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from shape.drafters import Committed, TrainedDrafter, TreeShape
+from shape.errors import ConfigError, UnsupportedTarget
+from shape.generation.loading import load_predictor
+from shape.networks.config import ShapeConfig
+from shape.networks.export import export
+from shape.networks.shape import ShapePredictor
+from shape.serving.batch import likeliest_chains
+from shape.serving.vllm import TRIED, ServingOptions, ShapeProposer
+from shape.target.model import Target
+from shape.verification.sampling import Sampler
+
+
+@pytest.fixture
+def context(monkeypatch) -> SimpleNamespace:
+    """A forward's context in vLLM, of which only the metadata are read."""
+    found = SimpleNamespace(attn_metadata=None)
+    engine, forward = ModuleType("vllm"), ModuleType("vllm.forward_context")
+    engine.__version__, forward.get_forward_context = TRIED[0], lambda: found
+    monkeypatch.setitem(sys.modules, "vllm", engine)
+    monkeypatch.setitem(sys.modules, "vllm.forward_context", forward)
+    return found
+
+
+class Model(nn.Module):
+    """vLLM's model: the states of all scheduled tokens, and those of layers that are asked for beside them."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        self.body, self.target, self.inner = target.model, target, ()
+
+    def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
+        self.inner = layers
+
+    def forward(self, texts: list[list[int]]):
+        layers = [*self.inner, -1]
+        found = [self.target.features(torch.tensor([text]), layers)[0] for text in texts]
+        *inner, last = torch.cat(found).chunk(len(layers), dim=-1)
+        return (last, inner) if inner else last
+
+
+def config(folder, most: int = 2, graphs: bool = False, **options) -> SimpleNamespace:
+    mode = SimpleNamespace(has_full_cudagraphs=lambda: graphs)
+    model = {"model": str(folder), "dtype": torch.float32, "revision": None, "trust_remote_code": False}
+    return SimpleNamespace(
+        additional_config={"shape": options},
+        speculative_config=SimpleNamespace(num_speculative_tokens=most),
+        model_config=SimpleNamespace(**model),
+        compilation_config=SimpleNamespace(cudagraph_mode=mode),
+    )
+
+
+def propose(proposer: ShapeProposer, model: Model, context: SimpleNamespace, texts: list[list[int]]) -> list[list[int]]:
+    """One step over whole texts, each with the token that it has sampled."""
+    lengths = [len(text) - 1 for text in texts]
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    context.attn_metadata = {"layer": SimpleNamespace(query_start_loc=bounds, seq_lens=torch.tensor(lengths))}
+    states = model([text[:-1] for text in texts])
+    assert isinstance(states, torch.Tensor)  # which is what the runner expects
+    ids = np.zeros((len(texts) + 2, 64), np.int32)  # rows of requests that may come
+    for row, text in enumerate(texts):
+        ids[row, : len(text)] = text
+    counts = np.array([*map(len, texts), 0, 0])
+    return proposer.propose([[text[-1]] for text in texts], counts, ids, slot_mappings=None)
+
+
+TEXTS = [[5, 6, 7, 5, 6], [9, 8, 7, 6, 5, 4, 9, 8]]
+
+
+def alone(folder, target: Target, text: list[int], most: int) -> list[int]:
+    """The predictor's draft for one text, with the whole target at hand."""
+    drafter = TrainedDrafter(load_predictor(str(folder)), TreeShape(depth=most, width=1))
+    drafter.bind(target)
+    committed = Committed([text], torch.tensor([len(text)]), torch.tensor([text[-1]]))
+    drafter.start(committed, target.features(torch.tensor([text[:-1]]), drafter.layers))
+    return likeliest_chains(drafter.draft(committed, Sampler(committed.lengths)))[0]
+
+
+def test_a_predictor_drafts_from_the_states_of_the_forward(
+    context, tiny_target, tiny_target_folder, tiny_predictor_folder
+):
+    proposer = ShapeProposer(config(tiny_target_folder, predictor=str(tiny_predictor_folder)))
+    model = Model(tiny_target)
+    proposer.load_model(model)
+    model([[1, 2, 3]])  # a trial run: there are no metadata
+    drafts = propose(proposer, model, context, TEXTS)
+    assert drafts == [alone(tiny_predictor_folder, tiny_target, text, 2) for text in TEXTS]
+
+
+def several_layers(target: Target, folder, layers: list[int]):
+    torch.manual_seed(0)
+    options = {"step_mode": "recursive", "token_conditioning": "path", "attention": True, "feature_layers": layers}
+    size = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": target.vocab_size}
+    network = ShapePredictor(ShapeConfig(**size, **options))
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    export(network, folder, target.identity, {"command": "none"})
+    return folder
+
+
+def test_layers_beside_the_last(context, tiny_target, tiny_target_folder, tmp_path):
+    folder = several_layers(tiny_target, tmp_path, [0, 1, 2, -1])  # of two: 2 is what the head reads
+    proposer, model = ShapeProposer(config(tiny_target_folder, predictor=str(folder))), Model(tiny_target)
+    proposer.load_model(model)
+    assert model.inner == (0, 1)
+    assert propose(proposer, model, context, TEXTS) == [alone(folder, tiny_target, text, 2) for text in TEXTS]
+
+
+def test_layers_that_vllm_does_not_give(context, tiny_target, tiny_target_folder, tmp_path):
+    folder = several_layers(tiny_target, tmp_path, [1, -1])
+    with pytest.raises(UnsupportedTarget, match=r"reads layers \[1\]"):
+        ShapeProposer(config(tiny_target_folder, predictor=str(folder))).load_model(tiny_target.model)
+
+
+def test_a_target_whose_configuration_names_its_layers(context, tiny_model, tmp_path):
+    model = tiny_model("qwen3", torch.float32)
+    model.save_pretrained(tmp_path)
+    ends = ShapeProposer(config(tmp_path))._load_target(torch.device("cpu"))
+    assert len(ends.model.model.layers) == 0 and ends.config.num_hidden_layers == 2
+    assert torch.equal(ends.head.weight, model.lm_head.weight)
+    assert torch.equal(ends.embed(torch.arange(64)), model.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("drafter", ["suffix", "ngram", "onedecode", "suffix+ngram"])
+def test_token_drafters_read_no_states(context, tiny_target, tiny_target_folder, drafter):
+    proposer = ShapeProposer(config(tiny_target_folder, drafter=drafter))
+    model = Model(tiny_target)
+    proposer.load_model(model)
+    assert not model._forward_hooks
+    drafts = propose(proposer, model, context, TEXTS)
+    if drafter != "onedecode":
+        assert drafts == [[7, 5], [7, 6]]
+
+
+def test_a_hybrid_copies_where_it_can(context, tiny_target, tiny_target_folder, tiny_predictor_folder):
+    options = {"predictor": str(tiny_predictor_folder), "drafter": "suffix+shape"}
+    proposer = ShapeProposer(config(tiny_target_folder, **options))
+    model = Model(tiny_target)
+    proposer.load_model(model)
+    drafts = propose(proposer, model, context, [*TEXTS, [1, 2, 3]])
+    assert all(drafts) and all(len(draft) <= 2 for draft in drafts)
+
+
+@pytest.mark.parametrize("given", [{"prediktor": "x"}, "suffix", {"drafter": "lookahead"}, {"drafter": "suffix+model"}])
+def test_options_that_cannot_be_served(given):
+    with pytest.raises(ConfigError, match=r"additional_config|does not give"):
+        ServingOptions.of(given)
+
+
+def test_a_predictor_needs_hooks(context, tiny_target, tiny_target_folder, tiny_predictor_folder):
+    proposer = ShapeProposer(config(tiny_target_folder, graphs=True, predictor=str(tiny_predictor_folder)))
+    with pytest.raises(ConfigError, match="PIECEWISE"):
+        proposer.load_model(Model(tiny_target))
+    ShapeProposer(config(tiny_target_folder, graphs=True)).load_model(Model(tiny_target))
+
+
+def test_other_versions_get_one_warning(context, tiny_target_folder):
+    sys.modules["vllm"].__version__ = "9.9"
+    with pytest.warns(UserWarning, match=r"this is 9\.9"):
+        ShapeProposer(config(tiny_target_folder))
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+def test_without_vllm(tiny_target_folder):
+    with pytest.raises(ConfigError, match="pip install vllm"):
+        ShapeProposer(config(tiny_target_folder))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_in_vllm(tiny_target_folder, tiny_predictor_folder):
+    from vllm import LLM, SamplingParams
+
+    prompts = [{"prompt_token_ids": [5, 6, 7, 5, 6] * (1 + number)} for number in range(4)]
+    answers = []
+    for own in ({}, {"predictor": str(tiny_predictor_folder), "drafter": "suffix+shape"}):
+        speculative = {"model": "shape.serving.vllm.ShapeProposer", "num_speculative_tokens": 2}
+        options = {"speculative_config": speculative, "additional_config": {"shape": own}} if own else {}
+        llm = LLM(str(tiny_target_folder), dtype="float32", max_model_len=128, enforce_eager=True, **options)
+        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=32), use_tqdm=False)
+        answers.append([list(output.outputs[0].token_ids) for output in outputs])
+    assert answers[0] == answers[1]
