@@ -218,6 +218,8 @@ def run_job(job: Job, folder: Path) -> dict[str, Any]:
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", **os.environ}
     if job.kind != "server":  # an engine in this process starts sooner
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if job.kind == "tensor-parallel":  # a core for each process
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     command = [sys.executable, "-m", "eval.serve_vllm", "--job", json.dumps(asdict(job)), "--output", str(file)]
     subprocess.run(command, check=True, env=environment)
     return json.loads(file.read_text())
