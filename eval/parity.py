@@ -62,7 +62,7 @@ class Served:
 METHODS = {
     "shape": Served(4),
     "eagle": Served(4, "eagle.yaml", "eagle3", "eagle3"),
-    "medusa": Served(4, "medusa.yaml", "medusa", "medusa", ("--predictor.shared_head", "true")),
+    "medusa": Served(4, "medusa.yaml", "medusa", "medusa", ("--predictor.draft_vocab_size", "null")),
     "dflash": Served(6, "dflash.yaml", "speculators", "dflash"),
 }
 
