@@ -39,8 +39,8 @@ class ServingOptions:
 
     Attributes:
         predictor: folder or hub id of a trained one.
-        drafter: "shape" for the predictor (or its own name, eagle3 for example), suffix, ngram, recipes, onedecode, or several joined by "+"; None takes the
-            predictor, or suffix without one.
+        drafter: "shape" for the predictor (or its network's name, eagle3 for example), suffix, ngram, recipes,
+            onedecode, or several joined by "+"; None takes the predictor, or suffix without one.
         pack: of recipes, a file of `shape recipes compile`.
     """
 

@@ -1,6 +1,7 @@
 """Medusa's checkpoints: those that vLLM serves, and those of FasterDecoding (`0.0.linear.weight`, `0.1.weight`)."""
 
 import re
+import warnings
 
 from torch import Tensor
 
@@ -68,6 +69,11 @@ def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
                 "vLLM reads a draft vocabulary of Medusa with one output embedding for all steps alone; train with "
                 "--predictor.shared_head true, or --predictor.draft_vocab_size null"
             )
+        warnings.warn(
+            "vLLM 0.32 does not load the token_map that Medusa's draft vocabulary becomes; for it train with "
+            "--predictor.draft_vocab_size null",
+            stacklevel=2,
+        )
         weights["token_map"] = drafted
     written = {
         "architectures": ["MedusaModel"],
