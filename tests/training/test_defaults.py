@@ -1,5 +1,7 @@
 """What follows from target and data: the rules by themselves, and what they come to for models that people have."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import LLAMA_8B, QWEN_06B
@@ -8,9 +10,9 @@ from transformers import LlamaConfig, Qwen3Config
 from shape.data.statistics import Text
 from shape.target.size import Size, size_of
 from shape.training import defaults
-from shape.training.defaults import resolve
+from shape.training.defaults import mask_token, network_config, resolve
 from shape.training.forecast import Forecast, network_size
-from shape.training.options import TrainOptions
+from shape.training.options import PredictorOptions, TrainOptions
 from shape.training.parsing import parse
 
 SHAREGPT = Text(conversations=50_000, tokens=1000.0, answers=0.6, turns=2.0, covering=11_800)
@@ -64,3 +66,24 @@ def test_steps_follow_from_positions(positions, steps, passes):
     found = defaults.steps(positions, 1024)
     assert found == steps and found * 1024 / positions == pytest.approx(passes, rel=0.01)
     assert defaults.steps(positions, 512) * 512 == pytest.approx(found * 1024, rel=0.01) or found in (200, 40_000)
+
+
+def test_a_blocks_layers_and_mask_are_the_targets(tiny_target):
+    options = TrainOptions(predictor=PredictorOptions(kind="block", markov_rank=0, draft_vocab_size=None))
+    config = network_config(options, tiny_target)
+    layer, own = config.transformer_layer_config, tiny_target.config
+    assert layer["model_type"] == "qwen3" and layer["num_key_value_heads"] == own.num_key_value_heads
+    assert config.mask_token_id == mask_token(tiny_target)
+
+
+@pytest.mark.parametrize(
+    ("mask", "length", "pad", "chosen"), [(7, 50, 0, 7), (None, 50, 0, 50), (None, 64, 0, 0), (None, 64, None, 2)]
+)
+def test_the_mask_is_the_tokenizers_or_an_unused_row_or_padding(mask, length, pad, chosen):
+    class Tokenizer:
+        mask_token_id, pad_token_id, eos_token_id, unk_token_id = mask, pad, 2, 3
+
+        def __len__(self):
+            return length
+
+    assert mask_token(SimpleNamespace(tokenizer=Tokenizer(), vocab_size=64, name="T")) == chosen

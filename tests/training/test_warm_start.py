@@ -1,18 +1,20 @@
 """`--init`: training goes on from a predictor, ours or another package's."""
 
+import csv
 import json
 
 import pytest
 import torch
 from helpers import predictor
-from safetensors.torch import load_file
 
 from shape.errors import ConfigError, TargetMismatch
 from shape.generation.loading import load_predictor
 from shape.networks.base import Predictor
+from shape.networks.config import ShapeConfig
 from shape.networks.export import export
 from shape.networks.formats.table import save
 from shape.networks.formats.targets import TargetFacts
+from shape.networks.registry import PREDICTORS
 from shape.training.options import PredictorOptions, TrainOptions
 from shape.training.run import train
 from shape.training.warm_start import as_checkpoint, start_from
@@ -27,7 +29,8 @@ FORMATS = {"eagle": "eagle3", "medusa": "medusa", "block": "speculators"}
 
 
 def checkpoint_of(kind: str, target, folder, form: str | None = None):
-    network = predictor(torch.float32, **{"vocab_size": target.vocab_size, **KINDS[kind]})
+    config = ShapeConfig(hidden_size=32, vocab_size=target.vocab_size, **KINDS[kind])
+    network = PREDICTORS[config.kind](config)
     if network.draft_vocabulary is not None:
         network.draft_vocabulary = torch.arange(40) * 3
     network.adopt(target)
@@ -36,6 +39,11 @@ def checkpoint_of(kind: str, target, folder, form: str | None = None):
     else:
         save(network, folder, form, TargetFacts("", 2, target.vocab_size, 256))
     return network
+
+
+def losses(output) -> list[float]:
+    with open(output / "logs/version_0/metrics.csv") as file:
+        return [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
 
 
 @pytest.mark.parametrize(("kind", "form"), [*[(kind, None) for kind in KINDS], *FORMATS.items()])
@@ -57,27 +65,31 @@ def test_training_goes_on_from_what_was_learned(tiny_target_folder, tmp_path):
     ]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-    def run(name: str, steps: int, init: str | None = None) -> Predictor:
+    def run(name: str, init: str | None = None, learning_rate: float = 2e-3) -> Predictor:
         options = TrainOptions(
             target=str(tiny_target_folder), data=str(tmp_path / "data.jsonl"), output=str(tmp_path / name), init=init
         )
         if init is None:
             options.predictor = PredictorOptions(kind="medusa", own_heads=True, num_steps=2, markov_rank=0)
-        options.training.steps, options.training.batch_size = steps, 64
+            options.predictor.draft_vocab_size = 40
+        options.training.steps, options.training.batch_size, options.training.learning_rate = 30, 64, learning_rate
         options.validation.prompts, options.validation.max_new_tokens = 2, 8
-        options.measurement.limit, options.logger, options.max_length = 0, "none", 96
+        options.measurement.limit, options.logger, options.max_length = 0, "csv", 96
         options.trainer.accelerator, options.trainer.enable_progress_bar = "cpu", False
+        options.trainer.log_every_n_steps = 5
         train(options)
         return load_predictor(tmp_path / name)
 
-    first = run("first", 30)
-    second = run("second", 30, init=str(tmp_path / "first"))
-    history = second.config.training["validation"]
+    first = run("first")
+    learned = first.config.training["validation"]
+    same = run("same", str(tmp_path / "first"), learning_rate=1e-12)
+    assert {**learned, "step": 0} == same.config.training["validation"]  # measured before the first step
+    second = run("second", str(tmp_path / "first"))
     assert first.config.num_steps == second.config.num_steps == 2
     assert torch.equal(first.draft_vocabulary, second.draft_vocabulary)
-    assert history["value"] >= first.config.training["validation"]["value"] - 1e-6
-    started = load_file(tmp_path / "second/checkpoints/best.safetensors")
-    assert started.keys() == load_file(tmp_path / "first/checkpoints/best.safetensors").keys()
+    assert second.config.training["validation"]["value"] >= learned["value"]
+    before, after = losses(tmp_path / "first"), losses(tmp_path / "second")
+    assert after[0] < before[0] and after[-1] < before[-1]
 
 
 def test_what_contradicts_the_checkpoint_is_refused(tiny_target, tmp_path, tiny_predictor_folder):

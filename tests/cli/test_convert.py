@@ -1,0 +1,64 @@
+"""`shape convert`: from ours to what engines load, and back."""
+
+import json
+
+import pytest
+import torch
+
+from shape.cli.convert import main
+from shape.generation.decoder import ShapeDecoder
+from shape.generation.loading import load_predictor
+from shape.networks.config import ShapeConfig
+from shape.networks.eagle import EaglePredictor
+from shape.networks.export import export
+
+
+@pytest.fixture
+def eagle(tiny_target, tmp_path):
+    """A predictor of ours that reads with the target's head."""
+    size = tiny_target.vocab_size
+    config = ShapeConfig(kind="eagle", hidden_size=32, vocab_size=size, draft_vocab_size=40, feature_layers=[1, 2])
+    network = EaglePredictor(config)
+    network.draft_vocabulary = torch.arange(40) * 5
+    export(network, tmp_path / "ours", tiny_target.identity, {})
+    return tmp_path / "ours"
+
+
+def test_there_and_back(eagle, tiny_target_folder, tmp_path, capsys):
+    there, back = tmp_path / "there", tmp_path / "back"
+    target = ["--target", str(tiny_target_folder)]
+    main([str(eagle), "--to", "speculators", "--output", str(there), *target])
+    config = json.loads((there / "config.json").read_text())
+    assert config["speculators_config"]["verifier"]["name_or_path"] == str(tiny_target_folder)
+    decoder = ShapeDecoder.from_pretrained(there)  # which names its target
+    ids = torch.tensor([[5, 6, 7]])
+    options = {"max_new_tokens": 6, "eos_token_id": []}
+    assert torch.equal(decoder.generate(ids, **options), ShapeDecoder(decoder.target).generate(ids, **options))
+    main([str(there), "--from", "speculators", "--to", "shape", "--output", str(back), *target])
+    assert f"{back}: shape, " in capsys.readouterr().out
+    before, after = load_predictor(eagle).state_dict(), load_predictor(back).state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert after.keys() - before.keys() == {"lm_head.weight"}  # the target's rows, which engines want
+    assert torch.equal(after["lm_head.weight"], decoder.target.output_rows(after["draft_vocabulary"]))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--to", "speculators"], "give --target, from which they are copied"),
+        (["--to", "medusa"], "is of kind eagle, and the format medusa"),
+        (["--to", "gguf"], "format gguf is unknown; choose one of shape, speculators"),
+    ],
+)
+def test_errors_are_one_sentence(eagle, tmp_path, capsys, more, said):
+    with pytest.raises(SystemExit) as caught:
+        main([str(eagle), "--output", str(tmp_path / "out"), *more])
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and said in error.splitlines()[-1] and "Traceback" not in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_overwritten(eagle, capsys):
+    with pytest.raises(SystemExit):
+        main([str(eagle), "--to", "shape", "--output", str(eagle)])
+    assert "has a checkpoint already" in capsys.readouterr().err
