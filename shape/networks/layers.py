@@ -1,4 +1,4 @@
-"""Layers that several predictors share: attention to known positions, feed-forward, fusion of features, biases."""
+"""Layers that several predictors share: attention to known positions, biases by the token before."""
 
 import torch
 import torch.nn.functional as F
@@ -180,42 +180,6 @@ def rotate(states: Tensor, rotary: Tensor) -> Tensor:
     cos, sin = rotary.to(states.dtype).unsqueeze(1).unbind(-2)
     first, second = states.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-class RMSNorm(nn.RMSNorm):
-    """In the dtype of its weights: what autocast has made smaller has no fused kernel with these."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype))
-
-
-class GatedMLP(nn.Module):
-    """down(silu(gate x) * up x), the feed-forward part of Llama's decoder layers."""
-
-    def __init__(self, size: int, inner: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(size, inner, bias=False)
-        self.up = nn.Linear(size, inner, bias=False)
-        self.down = nn.Linear(inner, size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class Fusion(nn.Module):
-    """One state out of several layers' (EAGLE-3, DFlash): each normalised, side by side, through one matrix.
-
-    In units of the last layer's size, so that a prediction can be added to it.
-    """
-
-    def __init__(self, config: ShapeConfig) -> None:
-        super().__init__()
-        self.size = config.hidden_size
-        self.mix = nn.Linear(config.feature_size, config.hidden_size, bias=False)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """(..., F) -> (..., H)."""
-        return self.mix(normalise(features.unflatten(-1, (-1, self.size))).flatten(-2))
 
 
 def normalise(x: Tensor) -> Tensor:
