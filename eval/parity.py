@@ -4,7 +4,7 @@
 
 Drafters are trained by their configurations here, for a few minutes, and exported as vLLM loads them; the shipped one
 is served by `shape.serving.vllm`. Both sides draft chains of one depth for the same prompts, greedily, in float32, one
-prompt at a time; what was measured before stays measured. Writes `results.json` and `results.md`,
+prompt at a time; what was measured before stays measured. Writes `parity.json` and `parity.md`,
 where methods that are not measured anew stay.
 """
 
@@ -73,7 +73,7 @@ class ParityOptions:
 
     Args:
         vllm: Python of the environment that has vLLM (and shape, for the predictor that ships).
-        output: folder of results.json and results.md.
+        output: folder of parity.json and parity.md.
         work: folder of trained and exported drafters, which are made once, and of logs.
         methods: of shape, eagle, medusa and dflash.
         prompts: JSON lines of prompts; default: the bundled benchmark.
@@ -244,11 +244,11 @@ def note(options: dict[str, Any]) -> str:
 
 
 def run(options: ParityOptions) -> dict[str, Any]:
-    """Measures the methods, and writes them beside those in results.json."""
+    """Measures the methods, and writes them beside those in parity.json."""
     if unknown := [name for name in options.methods if name not in METHODS]:
         raise ConfigError(f"{unknown[0]} is no method here; choose from {', '.join(METHODS)}")
     folder = Path(options.output)
-    known = folder / "results.json"
+    known = folder / "parity.json"
     methods = json.loads(known.read_text())["methods"] if known.exists() else {}
     parity = Parity(options)
     plain = parity.vllm("plain", {})
@@ -258,7 +258,7 @@ def run(options: ParityOptions) -> dict[str, Any]:
         record = {"options": asdict(options), "environment": asdict(environment), "methods": methods}
         given = "\n".join(command for found in methods.values() for command in found["commands"])
         parts = ["### Parity with vLLM", *(markdown(*table) for table in tables(methods)), note(record["options"])]
-        write_results(folder, "results", record, *parts, f"```\n{given}\n```", environment.line())
+        write_results(folder, "parity", record, *parts, f"```\n{given}\n```", environment.line())
     return methods
 
 

@@ -19,6 +19,11 @@ from helpers import ROOT, program
 from jsonargparse import ArgumentParser
 from transformers import dynamic_module_utils
 
+from shape import bundled
+from shape.networks.config import ShapeConfig
+from shape.networks.formats.table import save
+from shape.networks.formats.targets import TargetFacts
+from shape.networks.registry import PREDICTORS
 from shape.training.options import TrainOptions
 
 with program("commands", "docs") as commands:
@@ -31,6 +36,7 @@ SNIPPET = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
 SPAN = re.compile(r"(?<!`)`[^`]+`(?!`)")  # code within a sentence, which may be broken into lines
 MODULE, SCRIPT = r" -m ((?:shape|eval)\.[\w.]*[a-z])", r"(?:^|&& )[ $]*(?:[.\w]+/)*(shape [a-z]+)\b"
 COMMAND = re.compile(rf"(?:{MODULE}|{SCRIPT})([^\n`|>&#]*)", re.MULTILINE)
+HUB_TARGET = "Qwen/Qwen3-0.6B"
 RECORDED = re.compile(r"<!-- results:begin[^>]*-->.*?<!-- results:end -->", re.DOTALL)  # what was run, not what to run
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
@@ -50,6 +56,16 @@ def blocks(page: Path) -> Iterator[tuple[str, bool]]:
         yield code, found["reason"] is None
 
 
+def eagle3(folder: Path) -> Path:
+    """A checkpoint for the target that ships, as SafeAILab and SpecForge have it; it has learned nothing."""
+    target = TargetFacts.of(str(bundled.resolve("quickstart-target")))
+    config = ShapeConfig(
+        kind="eagle", hidden_size=384, vocab_size=target.vocab_size, feature_layers=[1, 3, 5], own_heads=True
+    )
+    save(PREDICTORS["eagle"](config), folder / "eagle3", "eagle3", target)
+    return folder / "eagle3"
+
+
 @no_old_names
 @pytest.mark.parametrize("page", [page for page in PAGES if any(blocks(page))], ids=named)
 def test_python_runs(page, monkeypatch, tmp_path):
@@ -58,6 +74,8 @@ def test_python_runs(page, monkeypatch, tmp_path):
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
     namespace: dict[str, Any] = {"__name__": page.stem}
     for number, (code, runs) in enumerate(blocks(page), 1):
+        if "path/of/an/eagle3" in code:
+            code = code.replace("path/of/an/eagle3", str(eagle3(tmp_path))).replace(HUB_TARGET, "quickstart-target")
         compiled = compile(code, f"{page.name}, block {number}", "exec")
         if runs:
             exec(compiled, namespace)
@@ -70,8 +88,8 @@ def test_python_of_the_readme_runs(capsys):
     assert found
     namespace: dict[str, Any] = {"__name__": "readme"}
     for code, _ in found:
-        assert "Qwen/Qwen3-0.6B" in code
-        exec(compile(code.replace("Qwen/Qwen3-0.6B", "quickstart-target"), "README.md", "exec"), namespace)
+        assert HUB_TARGET in code
+        exec(compile(code.replace(HUB_TARGET, "quickstart-target"), "README.md", "exec"), namespace)
     assert "tokens per forward pass" in capsys.readouterr().out
 
 

@@ -61,7 +61,10 @@ class PredictorOptions:
         mask_token_id: token of the target that fills block's places; null chooses one (`shape.training.defaults`).
         sample_from_anchor: block's first place drafts too (DSpark), or only those behind it (DFlash).
         confidence_head_with_markov: block's confidence reads the Markov table too.
-        norm_before_residual, norm_before_fc, fc_norm, norm_output: EAGLE-3's and 3.1's variants.
+        norm_before_residual: eagle's layer adds to the normalised state.
+        norm_before_fc: eagle normalises its features together before they are fused.
+        fc_norm: eagle normalises each layer's features before they are fused (EAGLE-3.1).
+        norm_output: eagle's next step reads the normalised output (EAGLE-3.1).
     """
 
     kind: Literal["shape", "medusa", "eagle", "block", "model"] = "shape"

@@ -63,8 +63,8 @@ def test_the_table_says_where_sides_differ(decoder, tmp_path, monkeypatch):
     mine, theirs = (found[side][0]["value"] for side in ("ours", "vllm"))
     assert mine - theirs == pytest.approx(1 / found["drafts"][0])
     assert found["speed_up"]["value"] == pytest.approx(2.0)
-    text = (tmp_path / "out" / "results.md").read_text()
+    text = (tmp_path / "out" / "parity.md").read_text()
     assert "| shape | 2 / 3 | 2 / 3 |" in text and "shape.serving.vllm.ShapeProposer" in text
-    assert json.loads((tmp_path / "out" / "results.json").read_text())["methods"]["shape"] == found
+    assert json.loads((tmp_path / "out" / "parity.json").read_text())["methods"]["shape"] == found
     with pytest.raises(ConfigError, match="hydra is no method here; choose from shape, eagle, medusa, dflash"):
         parity.run(replace(options, methods=["hydra"]))

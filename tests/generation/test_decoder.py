@@ -877,8 +877,8 @@ def test_from_pretrained_mistakes(tiny_target, tiny_target_folder, tiny_model, t
         ShapeDecoder.from_pretrained(None, target=tiny_target, drafter="shape")
     with pytest.raises(ConfigError, match="option drafer is unknown, or says how a target is loaded"):
         ShapeDecoder.from_pretrained(None, target=tiny_target, drafer="ngram")
-    with pytest.raises(ConfigError, match="drafter 'medusa' is unknown"):
-        ShapeDecoder.from_pretrained(None, target=tiny_target, drafter="medusa")
+    with pytest.raises(ConfigError, match="drafter 'sufix' is unknown"):
+        ShapeDecoder.from_pretrained(None, target=tiny_target, drafter="sufix")
     with pytest.raises(CheckpointError, match="cannot be read"):
         ShapeDecoder.from_pretrained(tmp_path, target=tiny_target)
     broken = predictor(torch.float32)
