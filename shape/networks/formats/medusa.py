@@ -66,8 +66,8 @@ def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
     if drafted is not None:
         if predictor.lm_head is None:
             raise CheckpointError(
-                "vLLM reads a draft vocabulary of Medusa with one output embedding for all steps alone; train with "
-                "--predictor.shared_head true, or --predictor.draft_vocab_size null"
+                "vLLM reads no draft vocabulary of Medusa with an output embedding for each step; train with "
+                "--predictor.draft_vocab_size null"
             )
         warnings.warn(
             "vLLM 0.32 does not load the token_map that Medusa's draft vocabulary becomes; for it train with "

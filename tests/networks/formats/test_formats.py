@@ -159,7 +159,7 @@ def test_tokens_in_place_of_differences_are_refused(tmp_path):
         ({**EAGLE, "transformer_layer_config": {"model_type": "qwen3"}}, "eagle3", "use --to speculators"),
         ({**BLOCK, "sample_from_anchor": True}, "dspark", "with a markov_rank alone"),
         ({**BLOCK, "feature_layers": [1, -1]}, "speculators", "engines know those from 1 on"),
-        ({"kind": "medusa", "own_heads": True, "draft_vocab_size": 20}, "medusa", "shared_head true"),
+        ({"kind": "medusa", "own_heads": True, "draft_vocab_size": 20}, "medusa", "draft_vocab_size null"),
     ],
 )
 def test_what_a_format_has_no_place_for(options, form, said, tmp_path):
