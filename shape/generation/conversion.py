@@ -43,8 +43,9 @@ def convert(
     if to == OURS:
         export(predictor, output, _identity(predictor, source, target), {"converted from": str(source)})
         return predictor
-    if target is not None and not predictor.heads and predictor.config.kind != OURS and _needs_head(predictor):
-        predictor = with_head(predictor, Target.load(target).output_rows(predictor.draft_vocabulary))
+    named = target or (predictor.config.target_identity or {}).get("name")
+    if named and not predictor.heads and predictor.config.kind != OURS and _needs_head(predictor):
+        predictor = with_head(predictor, Target.load(named).output_rows(predictor.draft_vocabulary))
     try:
         save(predictor, output, to, _facts(predictor, target))
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""A checkpoint as its files hold it: a configuration and named weights, whoever wrote them."""
+"""A checkpoint as its files hold it: a configuration and named weights, of whatever package."""
 
 import json
 from pathlib import Path
