@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from shape import bundled
-from shape.errors import CheckpointError, ConfigError
+from shape.errors import CheckpointError, ConfigError, UnsupportedTarget
 from shape.generation.loading import load_predictor
 from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
@@ -43,14 +43,26 @@ def convert(
     if to == OURS:
         export(predictor, output, _identity(predictor, source, target), {"converted from": str(source)})
         return predictor
-    named = target or (predictor.config.target_identity or {}).get("name")
-    if named and not predictor.heads and predictor.config.kind != OURS and _needs_head(predictor):
-        predictor = with_head(predictor, Target.load(named).output_rows(predictor.draft_vocabulary))
+    if not predictor.heads and predictor.config.kind in FORMATS[to].kinds and _needs_head(predictor):
+        predictor = _with_head(predictor, target)
     try:
         save(predictor, output, to, _facts(predictor, target))
     except CheckpointError as error:
         raise CheckpointError(f"predictor {source} cannot be written as {to}: {error}") from error
     return predictor
+
+
+def _with_head(predictor: Predictor, target: str | None) -> Predictor:
+    """With the rows of the target's output embedding; as it is where the target that it names is out of reach."""
+    named = target or (predictor.config.target_identity or {}).get("name")
+    if not named:
+        return predictor
+    try:
+        return with_head(predictor, Target.load(named).output_rows(predictor.draft_vocabulary))
+    except UnsupportedTarget:
+        if target is not None:
+            raise
+        return predictor  # writing it says that a target is missing
 
 
 def _needs_head(predictor: Predictor) -> bool:
