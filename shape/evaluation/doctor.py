@@ -6,7 +6,7 @@ own answers: where one change makes the drafter much better, that was the cause.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from shape.features.store import Stored
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
 from shape.networks.base import Predictor
+from shape.networks.decoder import layers_like
 from shape.networks.teacher_forcing import teacher_forced
 from shape.target.inference import evaluating
 from shape.target.model import Target
@@ -73,24 +74,21 @@ def diagnose(target: Target, predictor: Predictor, prompts: Sequence[Prompt], ma
     found = Diagnosis(decoded, forced, tried)
     best = max(tried, key=lambda cause: tried[cause], default=None)
     if best is not None and tried[best] > forced + _CLEARLY:
-        return _named(found, best, remedies[best])
+        return replace(found, cause=best, remedy=remedies[best])
     if decoded < _LOST_IN_DECODING * forced:
-        return _named(
+        return replace(
             found,
-            "decoding feeds it otherwise than training",
-            "report it, with this command and the target's architecture",
+            cause="decoding feeds it otherwise than training",
+            remedy="report it, with this command and the target's architecture",
         )
     if forced < _LITTLE:
-        return _named(
+        return replace(
             found,
-            "a target that was fine-tuned since, or prompts unlike its training data: loaded right, it agrees seldom",
-            "adapt it to this target's own answers: shape train --init CHECKPOINT --target TARGET --data FILE",
+            cause="a target that was fine-tuned since, or prompts unlike its training data: loaded right, it agrees "
+            "seldom",
+            remedy="adapt it to this target's own answers: shape train --init CHECKPOINT --target TARGET --data FILE",
         )
     return found
-
-
-def _named(found: Diagnosis, cause: str, remedy: str) -> Diagnosis:
-    return Diagnosis(found.decoded, found.forced, found.tried, cause, remedy)
 
 
 # ---------------------------------------------------------------------------------------------------- what may be wrong
@@ -137,7 +135,7 @@ def _rope(target: Target, predictor: Predictor) -> Iterator[Suspicion]:
     if layer is None:
         return
     own = layer.get("rope_parameters")
-    theirs = target.config.to_dict().get("rope_parameters")
+    theirs = layers_like(target.config).get("rope_parameters")
     for rope, said in ((theirs, "the target's"), ({"rope_type": "default", "rope_theta": 10000.0}, "Llama's first")):
         if rope is not None and rope != own:
             yield Suspicion(

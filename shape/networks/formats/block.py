@@ -13,11 +13,11 @@ from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
 from shape.networks.formats.files import Checkpoint, Weights, architectures
 from shape.networks.formats.layers import (
-    drafted,
     layers_of,
     put_vocabulary,
     require_head,
     require_width,
+    shared_options,
     take_vocabulary,
     written_layers,
 )
@@ -60,26 +60,19 @@ def _read(checkpoint: Checkpoint, language_model: dict[str, Any], chosen: list[i
             raise CheckpointError(f"its configuration has no {name}")
     vocab_size, anchored = language_model["vocab_size"], config["sample_from_anchor"]
     weights = take_vocabulary(checkpoint.weights, vocab_size)
-    own_embeddings = "embed_tokens.weight" in weights
-    if not own_embeddings:  # of the target, when there is one
+    if "embed_tokens.weight" not in weights:  # of the target, when there is one
         dtype = next(weight.dtype for weight in weights.values() if weight.is_floating_point())
         weights[_MASK] = torch.full((layers["hidden_size"],), torch.nan, dtype=dtype)
     made = ShapeConfig(
         kind="block",
-        hidden_size=layers["hidden_size"],
-        vocab_size=vocab_size,
-        draft_vocab_size=drafted(weights),
         feature_layers=chosen,
-        transformer_layer_config=layers,
-        num_layers=layers["num_hidden_layers"],
         num_steps=config["block_size"] if anchored else config["block_size"] - 1,
         mask_token_id=config["mask_token_id"],
         sample_from_anchor=anchored,
         markov_rank=config.get("markov_rank") or 0,
         confidence="confidence_head.proj.weight" in weights,
         confidence_head_with_markov=bool(config.get("confidence_head_with_markov", False)),
-        own_heads="lm_head.weight" in weights,
-        own_embeddings=own_embeddings,
+        **shared_options(layers, vocab_size, weights),
     )
     return made, weights
 

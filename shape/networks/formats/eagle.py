@@ -7,11 +7,11 @@ from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
 from shape.networks.formats.files import Checkpoint, Weights, architectures
 from shape.networks.formats.layers import (
-    drafted,
     layers_of,
     put_vocabulary,
     require_head,
     require_width,
+    shared_options,
     take_vocabulary,
     written_layers,
 )
@@ -58,15 +58,9 @@ def _read(
     norms: dict[str, Any] = {name: bool(config.get(name, nested.get(name, False))) for name in _NORMS}
     made = ShapeConfig(
         kind="eagle",
-        hidden_size=layers["hidden_size"],
-        vocab_size=vocab_size,
-        draft_vocab_size=drafted(weights),
         feature_layers=chosen,
-        transformer_layer_config=layers,
-        num_layers=layers["num_hidden_layers"],
         num_steps=steps,
-        own_heads="lm_head.weight" in weights,
-        own_embeddings="embed_tokens.weight" in weights,
+        **shared_options(layers, vocab_size, weights),
         **norms,
     )
     return made, weights

@@ -103,6 +103,19 @@ def drafted(weights: Weights) -> int | None:
     return None if tokens is None else len(tokens)
 
 
+def shared_options(layers: dict[str, Any], vocab_size: int, weights: Weights) -> dict[str, Any]:
+    """What of `ShapeConfig` follows from the layers and from which weights are there."""
+    return {
+        "hidden_size": layers["hidden_size"],
+        "vocab_size": vocab_size,
+        "draft_vocab_size": drafted(weights),
+        "transformer_layer_config": layers,
+        "num_layers": layers["num_hidden_layers"],
+        "own_heads": "lm_head.weight" in weights,
+        "own_embeddings": "embed_tokens.weight" in weights,
+    }
+
+
 def require_head(predictor: Predictor) -> None:
     """Raises CheckpointError where a draft vocabulary has no output embedding of its own, which engines need."""
     if predictor.draft_vocabulary is not None and predictor.lm_head is None:
