@@ -187,6 +187,12 @@ class Predictor(PreTrainedModel):
         return [*[cast(nn.Parameter, head.weight) for head in self.heads], *bias]
 
     @property
+    def matrices_over_tokens(self) -> list[Tensor]:
+        """Those with a row for each token that can be drafted: of own heads, and of a Markov bias."""
+        bias = [] if self.token_bias is None else [self.token_bias.expansion.weight]
+        return [*[head.weight for head in self.heads], *bias]
+
+    @property
     def heads(self) -> list[nn.Linear]:
         """Output embeddings of its own: none, one for all steps, or one for each."""
         several = self.lm_heads or ([] if self.lm_head is None else [self.lm_head])

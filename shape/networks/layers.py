@@ -23,6 +23,10 @@ class MarkovBias(nn.Module):
         self.reduce = nn.Linear(size, rank, bias=False)
         self.expand = nn.Linear(rank, vocabulary, bias=False)
 
+    @property
+    def expansion(self) -> nn.Linear:
+        return self.expand
+
     def forward(self, reduced: Tensor) -> Tensor:
         return self.expand(reduced)
 
@@ -67,6 +71,10 @@ class MarkovTable(nn.Module):
         super().__init__()
         self.markov_w1 = nn.Embedding(vocabulary, rank)
         self.markov_w2 = nn.Linear(rank, drafted, bias=False)
+
+    @property
+    def expansion(self) -> nn.Linear:
+        return self.markov_w2
 
     def forward(self, reduced: Tensor) -> Tensor:
         return self.markov_w2(reduced)
