@@ -63,6 +63,8 @@ class DistillModule(DrafterModule):
 
     def __init__(self, predictor: PreTrainedModel, *arguments: Any, **options: Any) -> None:
         super().__init__(predictor, *arguments, **options)
+        if self.options.gradient_checkpointing:
+            predictor.gradient_checkpointing_enable()
         if self.losses.on_states:
             given = ", ".join(self.losses.on_states)
             raise ConfigError(

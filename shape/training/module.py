@@ -246,6 +246,7 @@ class ShapeModule(DrafterModule):
         for parameter in () if losses.on_logits else predictor.reading:
             parameter.requires_grad_(False)  # no loss reaches it, and processes would wait for its gradient
         super().__init__(predictor, target, losses, *arguments, **options)
+        predictor.gradient_checkpointing = self.options.gradient_checkpointing
         self.agreement = nn.ModuleList(MeanMetric() for _ in range(predictor.config.num_steps))
         self.acceptance_length = MeanMetric()
 

@@ -26,6 +26,7 @@ from training_runs import (
 
 from shape.features.extraction import compute_features
 from shape.features.store import FeatureStore
+from shape.networks import layers
 from shape.training import chunks
 from shape.training.batches import Split
 from shape.training.distillation import DistillModule, draft_model
@@ -140,6 +141,23 @@ def test_losses_in_chunks_are_those_of_all_roots_at_once(unequal, tiny_target, k
 
     for whole, parts in zip(taught(2**30), taught(20_000), strict=True):
         torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "block", "shape with attention"])
+def test_checkpointing_and_attention_in_parts_change_no_gradient(unequal, tiny_target, kind, monkeypatch):
+    def gradients(checkpointing: bool) -> dict[str, torch.Tensor | None]:
+        options = replace(OPTIONS, batch_size=300, gradient_checkpointing=checkpointing)
+        predictor = trainable(tiny_target, **NETWORKS[kind])
+        module = ShapeModule(predictor, tiny_target, Losses(mse=0.5), options, log_every=1000)
+        module.log = lambda *_, **__: None  # type: ignore[method-assign,assignment]
+        store = FeatureStore(unequal.storage, layers=module.layers)
+        module.training_step(data_of(store, tiny_target, options, window=None).batches(Split())[0], 0).backward()
+        return {name: weight.grad for name, weight in predictor.named_parameters()}
+
+    whole = gradients(False)
+    torch.testing.assert_close(gradients(True), whole)
+    monkeypatch.setattr(layers, "SCORES_BYTES", 20_000)
+    torch.testing.assert_close(gradients(True), whole, rtol=1e-4, atol=1e-6)
 
 
 def test_accumulated_parts_are_the_whole_batch(unequal, tiny_target):
