@@ -6,7 +6,7 @@ output embedding, which keeps 8 bits. Activations are rounded too, each token's 
 bfloat16, which has 8 bits itself, to 8 bits; in float32 to 16 bits, so that what is lost is lost by the weights.
 
 It is another model than the unquantised one, and plain and drafted decoding run the same: what a layer gives for a
-token does not depend on what else is in a forward (``shape.target.products``).
+token does not depend on what else is in a forward (``shape.target.integers``).
 """
 
 from typing import Any, Literal, get_args
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from shape.errors import ConfigError
+from shape.target.integers import GROUP, TILE, product, serves
 from shape.target.prepack import is_plain
-from shape.target.products import GROUP, TILE, product, serves
 
 Quantization = Literal["int8", "int4"]
 _ROWS = 4096  # of a weight that are quantised at a time, so that copies in float32 stay small
@@ -76,7 +76,7 @@ class QuantizedLinear(nn.Module):
 
 
 def pack(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """A weight (out, in) in the layout of ``shape.target.products``, filled up with zeros: integers, and scales."""
+    """A weight (out, in) in the layout of ``shape.target.integers``, filled up with zeros: integers, and scales."""
     outputs, inputs = weight.shape
     weight = F.pad(weight.float(), (0, -inputs % GROUP, 0, -outputs % TILE))
     tiles, width = weight.shape[0] // TILE, weight.shape[1]
