@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from hashlib import sha256
+from itertools import takewhile
 from math import log
 from typing import Self
 
@@ -296,7 +297,7 @@ class TrainedDrafter(Drafter):
         bias = None if network.token_bias is None else network.token_bias(network.token_bias.reduced(root, embedding))
         token = root
         # Of every depth: what was expanded, its best children, and their joint log-probabilities.
-        numbers, children, scores = [], [], []
+        numbers, children, scores, best = [], [], [], []
         drawn: list[Tensor] = []
         for n in range(depth):
             if by_path:
@@ -325,8 +326,10 @@ class TrainedDrafter(Drafter):
             if n + 1 == depth:
                 break
             joint, chosen = log_probs.topk(min(width, log_probs.shape[1]), dim=1)
-            if self.tree.threshold > 0 and float(joint.max()) < log(self.tree.threshold):
-                break
+            if self.tree.threshold > 0:
+                best.append(joint.max())
+                if by_path and float(best[-1]) < log(self.tree.threshold):  # else the next depth costs next to nothing
+                    break
             number = nodes + chosen
             nodes += candidates.shape[1]
             drafted = candidates.gather(1, chosen)
@@ -337,6 +340,11 @@ class TrainedDrafter(Drafter):
             if by_path and width > 1:  # a child inherits what its parent carries
                 parents = chosen // branching
                 carried = tuple(part[rows, parents] for part in carried)
+        if best and not by_path:
+            # A wait for all depths, so that no more is verified than is likely.
+            kept = 1 + sum(takewhile(bool, [one >= log(self.tree.threshold) for one in torch.stack(best).tolist()]))
+            numbers, children, scores, drawn = (of_depth[:kept] for of_depth in (numbers, children, scores, drawn))
+            self.passes = kept
         return self._tree(root, numbers, children, scores, branching, drawn)
 
     def _grown_on_host(self, root: Tensor, embedding: Tensor, logits: Tensor, sampler: Sampler) -> TokenTree:
@@ -388,6 +396,7 @@ class TrainedDrafter(Drafter):
             torch.cat([torch.full_like(root, -1), parents], dim=1),
             _rows_of(expanded, drawn, joint.shape[1]),
             joint,
+            deepest=len(children),
         )
         if self.tree.nodes is None or self.tree.nodes + 1 >= tree.size:
             return tree

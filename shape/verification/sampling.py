@@ -227,7 +227,7 @@ class Sampler:
         """(B, N) int64: argmax(log p + g) at every node, of its ``tree_scores``."""
         if self.greedy:
             return best(scores)
-        deepest = self.static_depth if self.static_depth is not None else int(tree.depth.max())
+        deepest = self.static_depth if self.static_depth is not None else tree.most_depth
         hashes = all_hashes(scores.shape[-1], scores.device) if self.static_hashes is None else self.static_hashes
         noise = self._noise_at(range(deepest + 1 if tree.size > 1 else 1), hashes)
         depths = torch.arange(tree.tokens.shape[0], device=scores.device)[:, None] * noise.shape[1] + tree.depth
