@@ -23,7 +23,7 @@ from shape.target.identity import TargetIdentity
 from shape.target.model import Target
 from shape.target.support import LayerShape
 from shape.verification.cache import KVCache
-from shape.verification.noise import token_hashes
+from shape.verification.noise import all_hashes, token_hashes
 from shape.verification.sampling import Sampler, perturbed
 from shape.verification.tree import TokenTree, keep_best, of_lists, root_only
 from shape.verification.tree_shape import TreeShape
@@ -131,7 +131,9 @@ class TrainedDrafter(Drafter):
         self.on_host = self._device.type == "cpu"
         vocabulary, dtype = self.predictor.draft_vocabulary, self.predictor.dtype
         tokens = torch.arange(target.vocab_size, device=self._device) if vocabulary is None else vocabulary
-        self._vocabulary, self._words = vocabulary, token_hashes(tokens)
+        self._vocabulary = vocabulary
+        # Of all tokens verification's own, so that it finds the noise that drafting made.
+        self._words = all_hashes(target.vocab_size, self._device) if vocabulary is None else token_hashes(tokens)
         if self.on_host:
             self._ids = tokens.numpy()
             self._numbers = np.full(target.vocab_size, -1)

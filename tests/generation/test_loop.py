@@ -5,7 +5,8 @@ from helpers import FAMILIES, predictor, prompts
 from shape.drafters import NgramDrafter, TrainedDrafter, TreeShape
 from shape.errors import UnsupportedGeneration
 from shape.generation.decoder import ShapeDecoder
-from shape.generation.loop import unfinished
+from shape.generation.eager import EagerSteps
+from shape.generation.loop import Outcome, unfinished
 from shape.generation.sequence import SequenceState
 from shape.verification import forward
 
@@ -108,3 +109,30 @@ def test_sequences_that_stop_early_change_nothing_for_the_others(tiny_model, kin
         alone = decoder.generate(ids[mask][None], seed=[[4, 8, 15, 16, 23][row]], **options)[0, mask.sum() :]
         assert torch.equal(out.sequences[row, width : width + len(alone)], alone)
         assert (out.sequences[row, width + len(alone) :] == 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "shape", "ngram"])
+def test_a_step_on_a_gpu_waits_for_nothing_but_its_answer(tiny_model, kind, sample, monkeypatch):
+    """That is an event; whatever else would wait raises. Without stops, for which caches shrink."""
+    step, steps = EagerSteps.step, 0
+
+    def strictly(self: EagerSteps, live: list[SequenceState]) -> Outcome:
+        nonlocal steps
+        steps += 1
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return step(self, live)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    made = drafter(tiny_model, kind)
+    for network in () if made is None else made.networks:
+        network.cuda()
+    decoder = ShapeDecoder(tiny_model("llama").cuda(), made, fall_back=False)
+    batch = {name: tensor.cuda() for name, tensor in prompts().items()}
+    options = {"max_new_tokens": 12, "eos_token_id": [], "do_sample": sample, "top_k": 0, "seed": 3}
+    expected = decoder.generate(**batch, **options)
+    monkeypatch.setattr(EagerSteps, "step", strictly)
+    assert torch.equal(decoder.generate(**batch, **options), expected) and steps
