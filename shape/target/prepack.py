@@ -6,7 +6,7 @@ spends most of its time on bringing the weight into blocks (bfloat16), or goes t
 With weights in blocks it takes little longer, and that is what speculation lives on. It costs a second copy of the
 weights in memory. ``python eval/forwards.py`` measures both on a machine.
 
-A single row times a small weight is the exception: a compiled loop is through before such a kernel begins
+A single row times a small weight in bfloat16 is the exception: a compiled loop is through before such a kernel begins
 (``shape.target.products``).
 """
 
@@ -42,7 +42,8 @@ class PrepackedForward:
         layer: nn.Linear, or transformers' Conv1D, which has its weight transposed.
 
     Attributes:
-        rows: the weight as it is, (outputs, inputs), where it is small: single rows go through a loop over it.
+        rows: the weight as it is, (outputs, inputs), where it is small and in bfloat16: single rows go through a loop
+            over it, which in float32 saves nothing.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -82,7 +83,7 @@ class PrepackedForward:
         if multiplies(weight.dtype):  # it may have changed
             rows = self._kept.T.contiguous() if isinstance(self._layer, Conv1D) else self._kept
             self._blocks = _BLOCKS(rows, _EXPECTED_TOKENS)
-            if rows.numel() <= _SMALL and rows.is_contiguous() and rows.dtype in (torch.float32, torch.bfloat16):
+            if rows.numel() <= _SMALL and rows.is_contiguous() and rows.dtype == torch.bfloat16:
                 self.rows = numbers(rows)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PrepackedForward":
