@@ -276,7 +276,8 @@ class StagedSteps(Steps):
             self._launch(live)
         flight, sequences = self._flights.popleft()
         results, seconds = flight.wait()
-        own = [result for one, result in zip(sequences, results, strict=False) if not one.finished]
+        by_sequence = {one.index: result for one, result in zip(sequences, results, strict=False)}
+        own = [by_sequence[one.index] for one in live]
         # Without the root, which this step has put into the cache.
         lengths = [one.length - 1 for one in live]
         step = Step([one.index for one in live], lengths, flight.nodes, flight.passes, 0.0, seconds, 0.0)
