@@ -286,10 +286,9 @@ def decoding(options: GpuOptions, record: Record, device: torch.device) -> None:
 
     def equal(mode: str) -> Found:
         if options.tiny:
-            given = random_llama(TINY, torch.float32, device), None, random_prompts(TINY.vocab_size), tokens
-        else:
-            given = *loaded(options, "float32", device), real_prompts()[:8], 64
-        return {"equal": equality(*given, mode)}
+            target, prompts = random_llama(TINY, torch.float32, device), random_prompts(TINY.vocab_size)
+            return {"equal": equality(target, None, prompts, tokens, mode)}
+        return {"equal": equality(*loaded(options, "float32", device), real_prompts()[:8], 64, mode)}
 
     def shaped(label: str, widths: Widths, weight: float) -> tuple[str, Loader, Prompts, float]:
         return f"random, {label}", partial(random, widths), partial(random_prompts, widths.vocab_size), weight
