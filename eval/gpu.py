@@ -42,6 +42,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -163,7 +164,7 @@ class Record:
         except Exception as error:  # one part that fails must not cost the others
             self.left_out.append(f"{name}: {type(error).__name__}: {first_line(error)}")
             print(f"       {self.left_out[-1]}", flush=True)
-        if torch.cuda.is_available():  # what it held goes with what it raised
+        with suppress(RuntimeError):  # of a device that one part has broken, which the next call finds whole
             gc.collect()
             torch.cuda.empty_cache()
         self.write()
