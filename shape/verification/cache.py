@@ -52,9 +52,9 @@ class Slots:
         self.lengths = of_lists(lengths, self.device)
         self._next: dict[tuple[int, torch.device], Tensor] = {}
 
-    def see_all(self, new: int) -> None:
-        """Let attention see every slot, whatever ``lengths`` says, when ``new`` tokens per sequence come."""
-        self.longest, self.uniform = self.capacity - new, False
+    def see(self, slots: int, new: int) -> None:
+        """Let attention see so many, whatever ``lengths`` says, when ``new`` tokens per sequence come."""
+        self.longest, self.uniform = slots - new, False
         self._next = {}
 
     def next(self, new: int, device: torch.device) -> Tensor:
