@@ -130,13 +130,16 @@ class ContextAttention(nn.Module):
         return states.unflatten(-1, (self.heads, self.head_size)).transpose(1, 2)
 
 
-def attend(asked: Tensor, memory: Memory, visible: Tensor | None, own: Memory | None = None) -> Tensor:
+def attend(
+    asked: Tensor, memory: Memory, visible: Tensor | None, own: Memory | None = None, among: Tensor | None = None
+) -> Tensor:
     """Attention of queries (B, G R, M, D) to the memory and to what is their own -> (B, G R, M, D).
 
     Args:
         memory: keys and values (B, G, T, D); R query heads share one of them.
         visible: (B, M, T) or (B, 1, T) bool; None where all of the memory is.
         own: keys and values (B, G, P, N, D) that only a node itself sees, or the M / P nodes of a block.
+        among: (M / P, N) bool, which of its own each node of a block sees; None where all do.
     """
     keys, values = memory
     # Finite, so that a root without anything to see (padding) gives numbers and no NaN.
@@ -160,11 +163,31 @@ def attend(asked: Tensor, memory: Memory, visible: Tensor | None, own: Memory | 
     scores = (asked.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, (shared, -1))
     if hidden is not None:
         scores = scores + hidden[:, None, None]
-    scores = torch.cat([scores, in_order(by_block(asked) @ own[0].transpose(-1, -2))], dim=-1)
+    beside = in_order(by_block(asked) @ own[0].transpose(-1, -2))
+    if among is not None:
+        beside = beside.masked_fill(~among.repeat(blocks, 1), lowest)
+    scores = torch.cat([scores, beside], dim=-1)
     weights = (scores.float() * asked.shape[-1] ** -0.5).softmax(-1).to(values.dtype)
     count = keys.shape[-2]
     found = (weights[..., :count].flatten(2, 3) @ values).unflatten(2, (shared, -1))
     return (found + in_order(by_block(weights[..., count:]) @ own[1])).flatten(1, 2)
+
+
+def attend_in_order(asked: Tensor, new: Memory, past: Memory | None, lengths: Tensor) -> Tensor:
+    """Attention of new positions to past ones and, each to itself and those before it, to the new -> (B, G R, N, D).
+
+    Args:
+        asked: (B, G R, N, D). new: keys and values (B, G, N, D) of the same positions.
+        past: keys and values (B, G, T, D), of which each row sees the first `lengths`, (B,) int64; None is none.
+    """
+    if past is None or not past[0].shape[2]:
+        grouped = asked.shape[1] != new[0].shape[1]
+        return F.scaled_dot_product_attention(asked, *new, is_causal=True, enable_gqa=grouped)
+    rows, count = asked.shape[0], asked.shape[2]
+    order = torch.ones(count, count, dtype=torch.bool, device=asked.device).tril().expand(rows, -1, -1)
+    before = torch.arange(past[0].shape[2], device=asked.device) < lengths[:, None, None]
+    keys, values = (torch.cat(pair, dim=2) for pair in zip(past, new, strict=True))
+    return attend(asked, (keys, values), torch.cat([before.expand(-1, count, -1), order], dim=-1))
 
 
 def rotary_table(positions: Tensor, head_size: int, dtype: torch.dtype) -> Tensor:

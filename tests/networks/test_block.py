@@ -156,10 +156,11 @@ def test_own_embeddings_have_the_mask(tiny_target):
     [
         ({"markov_rank": 4}, "give vocab_size"),
         ({"markov_rank": 4, "vocab_size": 9, "coupling": 2}, "coupling is 2"),
-        ({"kind": "medusa", "mask_token_id": 3}, "are for kind block"),
+        ({"kind": "medusa", "mask_token_id": 3}, "is for kinds block and peagle"),
+        ({"kind": "peagle", "sample_from_anchor": True}, "is for kind block"),
         (
             {"transformer_layer_config": {"model_type": "qwen3", "layer_types": ["sliding_attention"]}},
-            "full attention only",
+            "have full attention only",
         ),
     ],
 )

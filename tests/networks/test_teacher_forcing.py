@@ -71,6 +71,8 @@ def test_windows_are_those_of_the_decoder(store):
         {"kind": "medusa", "own_heads": True, "draft_vocab_size": 200},
         {"kind": "eagle", "feature_layers": [1, 2, -1]},
         {"kind": "eagle", "own_heads": True, "draft_vocab_size": 200},
+        {"kind": "eagle", "num_layers": 2, "feature_layers": [1, -1]},
+        {"kind": "peagle", "num_layers": 2, "own_heads": True, "own_embeddings": True, "mask_token_id": 7},
         {"kind": "block", "num_layers": 2, "feature_layers": [1, 2], "mask_token_id": 7},
         {"kind": "block", "feature_layers": [0, -1], "markov_rank": 8, "confidence": True, "mask_token_id": 7},
         {"kind": "block", "markov_rank": 8, "draft_vocab_size": 200, "sample_from_anchor": True, "mask_token_id": 7},

@@ -6,25 +6,23 @@ which transformers' `hidden_states` and speculators' `aux_hidden_state_layer_ids
 
 from typing import Any
 
-import torch
-
 from shape.errors import CheckpointError
 from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
 from shape.networks.formats.files import Checkpoint, Weights, architectures
 from shape.networks.formats.layers import (
     layers_of,
-    put_vocabulary,
+    own_weights,
     require_head,
     require_width,
     shared_options,
     take_vocabulary,
+    with_mask,
     written_layers,
 )
 from shape.networks.formats.targets import TargetFacts
 
 _DSPARK = {"Qwen3DSparkModel", "DSparkDraftModel"}
-_MASK = "mask_embedding"  # ours alone: the target's embedding of a token
 
 
 def recognise(config: dict[str, Any]) -> bool:
@@ -59,10 +57,7 @@ def _read(checkpoint: Checkpoint, language_model: dict[str, Any], chosen: list[i
         if config.get(name) is None:
             raise CheckpointError(f"its configuration has no {name}")
     vocab_size, anchored = language_model["vocab_size"], config["sample_from_anchor"]
-    weights = take_vocabulary(checkpoint.weights, vocab_size)
-    if "embed_tokens.weight" not in weights:  # of the target, when there is one
-        dtype = next(weight.dtype for weight in weights.values() if weight.is_floating_point())
-        weights[_MASK] = torch.full((layers["hidden_size"],), torch.nan, dtype=dtype)
+    weights = with_mask(take_vocabulary(checkpoint.weights, vocab_size), layers["hidden_size"])
     made = ShapeConfig(
         kind="block",
         feature_layers=chosen,
@@ -87,7 +82,7 @@ def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
     else:
         names = ("mask_token_id", "target_layer_ids", "sample_from_anchor")
         written |= {"architectures": ["DFlashDraftModel"], "dflash_config": {name: written[name] for name in names}}
-    return Checkpoint(written, _weights(predictor))
+    return Checkpoint(written, own_weights(predictor))
 
 
 def write_speculators(predictor: Predictor, target: TargetFacts) -> Checkpoint:
@@ -101,7 +96,7 @@ def write_speculators(predictor: Predictor, target: TargetFacts) -> Checkpoint:
         "transformer_layer_config": written_layers(config, target),
         "aux_hidden_state_layer_ids": config.feature_layers,
     }
-    return Checkpoint(written, _weights(predictor))
+    return Checkpoint(written, own_weights(predictor))
 
 
 def _written(predictor: Predictor) -> dict[str, Any]:
@@ -133,9 +128,3 @@ def _written(predictor: Predictor) -> dict[str, Any]:
         "enable_confidence_head": config.confidence,
         "confidence_head_with_markov": config.confidence_head_with_markov,
     }
-
-
-def _weights(predictor: Predictor) -> Weights:
-    weights = put_vocabulary(predictor.state_dict(), predictor.config.vocab_size or 0)
-    weights.pop(_MASK, None)
-    return weights

@@ -16,6 +16,7 @@ FIXTURES = ROOT / "tests/fixtures"
 TARGET = TargetFacts("org/target", num_layers=8, vocab_size=64, max_position_embeddings=256)
 EAGLE = {"kind": "eagle", "own_heads": True, "draft_vocab_size": 20, "feature_layers": [2, 4, 5]}
 BLOCK = {"kind": "block", "mask_token_id": 63, "feature_layers": [1, 3], "num_layers": 2, "markov_rank": 0}
+PEAGLE = {"kind": "peagle", "mask_token_id": 63, "feature_layers": [2, 4, 5], "num_layers": 2}
 DSPARK = {**BLOCK, "markov_rank": 4, "confidence": True, "sample_from_anchor": True}
 OURS = {
     "eagle": ({**EAGLE}, ["speculators", "eagle3"]),
@@ -28,6 +29,12 @@ OURS = {
         ["speculators", "eagle3"],
     ),
     "eagle with norms": ({**EAGLE, "norm_before_fc": True, "norm_before_residual": True}, ["speculators", "eagle3"]),
+    "eagle of layers": ({**EAGLE, "num_layers": 3}, ["speculators"]),
+    "peagle": ({**PEAGLE}, ["speculators"]),
+    "peagle of some tokens": (
+        {**PEAGLE, "own_heads": True, "own_embeddings": True, "draft_vocab_size": 20, "norm_before_fc": True},
+        ["speculators"],
+    ),
     "dflash": ({**BLOCK}, ["speculators", "dspark"]),
     "dspark": ({**DSPARK}, ["speculators", "dspark"]),
     "dspark of some tokens": (
@@ -157,6 +164,9 @@ def test_tokens_in_place_of_differences_are_refused(tmp_path):
         ({**EAGLE, "own_heads": False}, "eagle3", "give --target, from which they are copied"),
         ({**EAGLE}, "medusa", "kind eagle, and the format medusa is for medusa"),
         ({**EAGLE, "transformer_layer_config": {"model_type": "qwen3"}}, "eagle3", "use --to speculators"),
+        ({**EAGLE, "num_layers": 2}, "eagle3", "one layer, and it has 2: use --to speculators"),
+        ({**PEAGLE, "fc_norm": True}, "speculators", "fc_norm, which engines know of EAGLE-3 alone"),
+        ({**PEAGLE}, "eagle3", "kind peagle, and the format eagle3 is for eagle"),
         ({**BLOCK, "sample_from_anchor": True}, "dspark", "with a markov_rank alone"),
         ({**BLOCK, "feature_layers": [1, -1]}, "speculators", "engines know those from 1 on"),
         ({"kind": "medusa", "own_heads": True, "draft_vocab_size": 20}, "medusa", "draft_vocab_size null"),
