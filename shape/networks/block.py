@@ -9,7 +9,7 @@ from transformers import initialization as init
 from shape.networks.base import Carried, Known, Remembered
 from shape.networks.config import ShapeConfig
 from shape.networks.decoder import DraftLayer, Rotary, norm_of
-from shape.networks.layers import ConfidenceHead, MarkovTable
+from shape.networks.layers import ConfidenceHead, MarkovTable, recent
 from shape.networks.masked import MaskedPredictor
 
 
@@ -21,6 +21,9 @@ class BlockPredictor(MaskedPredictor):
     both directions, each other; embedding and head are the target's, frozen, and the mask is one of its tokens. With
     `sample_from_anchor` place n drafts x_{t+n+1}, so that blocks have S places; without, place n > 0 drafts the token
     at its own position, x_{t+n}, so that they have S + 1.
+
+    Layers of the type "sliding_attention" see the last `sliding_window` known positions, counted from x_t, and of the
+    block, unless `sliding_window_non_causal`, the places before and their own.
 
     As DSpark: `markov_rank` adds a bias by the token before, which parallel states lack, out of a learned table, and
     `confidence` estimates the probability 1 - TV that a draft is accepted.
@@ -39,6 +42,7 @@ class BlockPredictor(MaskedPredictor):
         self.hidden_norm = norm_of(layer, size)
         self.layers = nn.ModuleList(DraftLayer(layer) for _ in range(config.num_layers))
         self.norm = norm_of(layer, size)
+        self.windows = config.windows
         self._rotary = Rotary(layer)
         self._add_read_out(heads=1 if config.own_heads else 0)
 
@@ -74,8 +78,14 @@ class BlockPredictor(MaskedPredictor):
         assert root is not None and known.rotary is not None
         size, first = self.config.block_size, root.to(self.fc.weight.dtype).unsqueeze(-2)
         x = torch.cat([first, self._mask().to(first).expand(*root.shape[:-1], size - 1, -1)], dim=-2)
-        for layer, memory in zip(self._layers(), known.memory, strict=True):
-            x = layer.over_blocks(x, known.rotary[:, :, 1 : size + 1], memory, known.visible)
+        rotary, order = known.rotary[:, :, 1 : size + 1], None
+        if not self.config.sliding_window_non_causal:
+            order = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()
+        for layer, memory, window in zip(self._layers(), known.memory, self.windows, strict=True):
+            if window is None:
+                x = layer.over_blocks(x, rotary, memory, known.visible)
+            else:
+                x = layer.over_blocks(x, rotary, memory, recent(known.visible, memory, window), order)
         return (self.norm(x[..., size - self.config.num_steps :, :]),)
 
     def estimate(self, states: Tensor, tokens: Tensor, embeddings: Tensor) -> Tensor:

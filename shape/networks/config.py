@@ -35,6 +35,7 @@ _COUNTS = (
     "coupling",
 )
 _MEDUSA = ("shared_head", "residual_bias")
+_BLOCK = ("sample_from_anchor", "sliding_window_non_causal")
 _EAGLE = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 DECODER_LAYERS = ("eagle", "peagle", "block")  # kinds built of them
 MASKED = ("peagle", "block")  # kinds that draft in places of mask tokens
@@ -125,6 +126,8 @@ class ShapeConfig(PreTrainedConfig):
         mask_token_id: "block" and "peagle": token of the target that fills the places behind x_t; training chooses one.
         sample_from_anchor: "block": place n of a block drafts the token behind its position (DSpark), so that a block
             has num_steps places; else the token at its position (DFlash), and it has one more.
+        sliding_window_non_causal: "block": layers with a sliding window see all places of the block, and not only those
+            before.
         confidence_head_with_markov: "block": the confidence reads the Markov table too, where there is one.
         norm_before_residual: "eagle": the layer's residual is the normalised state.
         norm_before_fc: "eagle": one norm over all feature layers before they are fused.
@@ -172,6 +175,7 @@ class ShapeConfig(PreTrainedConfig):
     own_embeddings: bool = False
     mask_token_id: int | None = None
     sample_from_anchor: bool = False
+    sliding_window_non_causal: bool = False
     confidence_head_with_markov: bool = True
     norm_before_residual: bool = False
     norm_before_fc: bool = False
@@ -228,6 +232,13 @@ class ShapeConfig(PreTrainedConfig):
         layer["intermediate_size"] = self.intermediate_size or layer.get("intermediate_size") or 2 * self.hidden_size
         self.intermediate_size, self.num_heads = layer["intermediate_size"], layer["num_attention_heads"]
         return layer
+
+    @property
+    def windows(self) -> list[int | None]:
+        """Of each decoder layer, how many known positions it sees; None is all."""
+        layer = self.transformer_layer_config or {}
+        kinds = layer.get("layer_types") or ["full_attention"] * self.num_layers
+        return [layer["sliding_window"] if kind == "sliding_attention" else None for kind in kinds]
 
     def layer_config(self) -> PreTrainedConfig:
         """Of the decoder layers, as transformers has it."""
@@ -322,17 +333,29 @@ class ShapeConfig(PreTrainedConfig):
                     f"num_key_value_heads is {layer['num_key_value_heads']}: it has to divide the {self.num_heads} "
                     "attention heads"
                 )
-            kinds = layer.get("layer_types") or []
-            if any(kind != "full_attention" for kind in kinds):
-                raise ConfigError(
-                    f"transformer_layer_config has layer_types {sorted(set(kinds))}: draft layers have full attention "
-                    "only"
-                )
+            self._check_layer_types()
         attends = self.attention or self.has_decoder_layers
         size = (self.transformer_layer_config or {}).get("head_dim", self.hidden_size // self.num_heads)
         if attends and (self.hidden_size % self.num_heads or size % 2):
             raise ConfigError(
                 f"num_heads is {self.num_heads}: heads divide the hidden size, {self.hidden_size}, into even parts"
+            )
+
+    def _check_layer_types(self) -> None:
+        layer = self.transformer_layer_config or {}
+        kinds = set(layer.get("layer_types") or ["full_attention"])
+        known = {"full_attention", *(["sliding_attention"] if self.kind == "block" else [])}
+        if kinds - known:
+            raise ConfigError(
+                f"transformer_layer_config has layer_types {sorted(kinds)}: layers of kind {self.kind!r} can be "
+                f"{' or '.join(sorted(known))}"
+            )
+        if "sliding_attention" in kinds and not (_is_int(layer.get("sliding_window")) and layer["sliding_window"] > 0):
+            raise ConfigError("transformer_layer_config has layers of sliding_attention: give their sliding_window")
+        if "layer_types" in layer and layer["layer_types"] and len(layer["layer_types"]) != self.num_layers:
+            raise ConfigError(
+                f"transformer_layer_config has {len(layer['layer_types'])} layer_types, and the predictor "
+                f"{self.num_layers} layers: give as many"
             )
 
     def _check_medusa(self) -> None:
@@ -346,8 +369,8 @@ class ShapeConfig(PreTrainedConfig):
         if self.mask_token_id is not None and self.kind not in MASKED:
             raise ConfigError(f"mask_token_id is for kinds block and peagle: leave it out with kind {self.kind!r}")
         if self.kind != "block":
-            if self.sample_from_anchor:
-                raise ConfigError(f"sample_from_anchor is for kind block: leave it out with kind {self.kind!r}")
+            if given := [name for name in _BLOCK if getattr(self, name)]:
+                raise ConfigError(f"{', '.join(given)} is for kind block: leave it out with kind {self.kind!r}")
             return
         if self.coupling:
             raise ConfigError(f"coupling is {self.coupling}: kind block learns its Markov table without; use 0")

@@ -165,7 +165,7 @@ def attend(
         scores = scores + hidden[:, None, None]
     beside = in_order(by_block(asked) @ own[0].transpose(-1, -2))
     if among is not None:
-        beside = beside.masked_fill(~among.repeat(blocks, 1), lowest)
+        beside = beside.masked_fill(~among.repeat(blocks, 1), torch.finfo(beside.dtype).min)
     scores = torch.cat([scores, beside], dim=-1)
     weights = (scores.float() * asked.shape[-1] ** -0.5).softmax(-1).to(values.dtype)
     count = keys.shape[-2]
@@ -188,6 +188,15 @@ def attend_in_order(asked: Tensor, new: Memory, past: Memory | None, lengths: Te
     before = torch.arange(past[0].shape[2], device=asked.device) < lengths[:, None, None]
     keys, values = (torch.cat(pair, dim=2) for pair in zip(past, new, strict=True))
     return attend(asked, (keys, values), torch.cat([before.expand(-1, count, -1), order], dim=-1))
+
+
+def recent(visible: Tensor | None, memory: Memory, window: int) -> Tensor | None:
+    """The last `window` of the visible positions, which are the first ones: as `visible`, (B, P, T), or None."""
+    rows, count = len(memory[0]), memory[0].shape[2]
+    slots = torch.arange(count, device=memory[0].device)
+    if visible is not None:
+        return visible & (slots >= visible.sum(-1, keepdim=True) - window)
+    return None if count <= window else (slots >= count - window).expand(rows, 1, -1)
 
 
 def rotary_table(positions: Tensor, head_size: int, dtype: torch.dtype) -> Tensor:

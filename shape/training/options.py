@@ -64,6 +64,7 @@ class PredictorOptions:
         mask_token_id: token of the target that fills block's and peagle's places; null chooses one
             (`shape.training.defaults`).
         sample_from_anchor: block's first place drafts too (DSpark), or only those behind it (DFlash).
+        sliding_window_non_causal: block's layers with a sliding window see all places, and not those before alone.
         confidence_head_with_markov: block's confidence reads the Markov table too.
         norm_before_residual: eagle's layer adds to the normalised state.
         norm_before_fc: eagle normalises its features together before they are fused.
@@ -101,6 +102,7 @@ class PredictorOptions:
     own_embeddings: bool = False
     mask_token_id: int | None = None
     sample_from_anchor: bool = False
+    sliding_window_non_causal: bool = False
     confidence_head_with_markov: bool = True
     norm_before_residual: bool = False
     norm_before_fc: bool = False

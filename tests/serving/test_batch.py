@@ -23,6 +23,7 @@ TRAINED = [
     "eagle of three layers",
     "peagle",
     "block",
+    "block with windows",
 ]
 
 

@@ -22,6 +22,7 @@ from shape.networks.formats.layers import (
 )
 from shape.networks.formats.targets import TargetFacts
 
+_SLIDING = "sliding_attention"
 _DSPARK = {"Qwen3DSparkModel", "DSparkDraftModel"}
 
 
@@ -36,7 +37,27 @@ def read(checkpoint: Checkpoint, target: TargetFacts) -> tuple[ShapeConfig, Weig
         raise CheckpointError("its configuration has no target_layer_ids, the layers that it reads")
     dspark = bool(architectures(config) & _DSPARK) or bool(config.get("markov_rank"))
     config.setdefault("sample_from_anchor", dspark)
+    config |= _windows(config)
     return _read(Checkpoint(config, checkpoint.weights), config, [layer + 1 for layer in chosen])
+
+
+def _windows(config: dict[str, Any]) -> dict[str, Any]:
+    """The layers' windows as speculators has them, of the originals' options.
+
+    Raises:
+        CheckpointError: full attention that is causal within a block.
+    """
+    kinds, count = config.get("layer_types") or [], config.get("num_hidden_layers", 0)
+    causal = config.get("is_causal", config.get("causal"))
+    if config.get("use_swa") and _SLIDING not in kinds:  # in every layer, which a block then sees as a whole
+        causal, kinds = bool(causal), [_SLIDING] * count
+    if causal and any(kind != _SLIDING for kind in kinds or [""]):
+        raise CheckpointError("its places see only those before them in every layer; with full attention they see all")
+    if _SLIDING not in kinds:
+        return {}
+    window = config.get("swa_window_size") or config.get("sliding_window")
+    found = {"layer_types": kinds, "sliding_window": window, "use_sliding_window": True}
+    return {**found, "sliding_window_non_causal": causal is not None and not causal}
 
 
 def read_speculators(checkpoint: Checkpoint, steps: int, target: TargetFacts) -> tuple[ShapeConfig, Weights]:
@@ -64,6 +85,7 @@ def _read(checkpoint: Checkpoint, language_model: dict[str, Any], chosen: list[i
         num_steps=config["block_size"] if anchored else config["block_size"] - 1,
         mask_token_id=config["mask_token_id"],
         sample_from_anchor=anchored,
+        sliding_window_non_causal=bool(config.get("sliding_window_non_causal", False)),
         markov_rank=config.get("markov_rank") or 0,
         confidence="confidence_head.proj.weight" in weights,
         confidence_head_with_markov=bool(config.get("confidence_head_with_markov", False)),
@@ -82,6 +104,8 @@ def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
     else:
         names = ("mask_token_id", "target_layer_ids", "sample_from_anchor")
         written |= {"architectures": ["DFlashDraftModel"], "dflash_config": {name: written[name] for name in names}}
+    if config.sliding_window_non_causal:
+        written["is_causal"] = False
     return Checkpoint(written, own_weights(predictor))
 
 
@@ -95,6 +119,7 @@ def write_speculators(predictor: Predictor, target: TargetFacts) -> Checkpoint:
         "speculators_model_type": algorithm,
         "transformer_layer_config": written_layers(config, target),
         "aux_hidden_state_layer_ids": config.feature_layers,
+        "sliding_window_non_causal": config.sliding_window_non_causal,
     }
     return Checkpoint(written, own_weights(predictor))
 
