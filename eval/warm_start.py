@@ -122,7 +122,7 @@ def run(options: WarmStartOptions) -> None:
     warm = learn(options, tuned, "warm", f"--init={bundled.resolve(_PREDICTOR)}")
     fresh = learn(options, tuned, "fresh")
     before = compared(Target.load(base), {"as it is": drafter(_PREDICTOR)}, options.prompts)
-    names = {"as it is": _PREDICTOR, "--init": warm, "from nothing": fresh}
+    names: dict[str, str | Path] = {"as it is": _PREDICTOR, "--init": warm, "from nothing": fresh}
     after = compared(Target.load(tuned), {name: drafter(source) for name, source in names.items()}, options.prompts)
     columns = ["target", "predictor", *SHORT]
     lines = [["the shipped one", *before.lines(SHORT)[-1]], *(["fine-tuned", *line] for line in after.lines(SHORT)[1:])]

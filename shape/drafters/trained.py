@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from shape.drafters.base import Committed, Drafter
 from shape.drafters.growing import Biases, grow_by_depth
 from shape.errors import TargetMismatch
-from shape.networks.base import Head, Known, Predictor, Remembered
+from shape.networks.base import Carried, Head, Known, Predictor, Remembered
 from shape.networks.layers import MarkovBias, MarkovTable
 from shape.networks.shape import windows
+from shape.networks.single import SingleRoot
 from shape.target.identity import TargetIdentity
 from shape.target.model import Target
 from shape.target.support import LayerShape
@@ -128,6 +129,7 @@ class TrainedDrafter(Drafter):
         self.predictor.complete(target)
         self._target, self._device = target, self.predictor.device
         self.on_host = self._device.type == "cpu"
+        self._single = SingleRoot.of(self.predictor)
         vocabulary, dtype = self.predictor.draft_vocabulary, self.predictor.dtype
         tokens = torch.arange(target.vocab_size, device=self._device) if vocabulary is None else vocabulary
         self._vocabulary, self._words = vocabulary, token_hashes(tokens)
@@ -285,7 +287,7 @@ class TrainedDrafter(Drafter):
 
         root = committed.root[:, None]
         embedding, known = self._embed_roots(root), self._known(depth)
-        carried = network.begin(known, embedding)
+        carried = self._begin(known, embedding)
         if not by_path:
             all_states, found = self._logits_of_all_depths(known, carried, embedding, depth)
             all_logits = sampler.draft_logits(found, None, self._vocabulary)
@@ -421,7 +423,7 @@ class TrainedDrafter(Drafter):
         ahead = network.rotary_ahead(roots, network.dtype, max(passes, config.num_steps)) if memory else None
         known = Known(zeros(rows, 1, config.window, config.feature_size), memory, None, ahead)
         embedding = zeros(rows, 1, config.hidden_size)
-        carried = network.begin(known, embedding)
+        carried = self._begin(known, embedding)
         if network.token_bias is not None and not (self.on_host and self._biases is not None):
             network.token_bias(network.token_bias.reduced(torch.zeros_like(roots), embedding))
         if not network.by_path:
@@ -438,6 +440,12 @@ class TrainedDrafter(Drafter):
                 wide = torch.zeros(self.tree.width, dtype=torch.long, device=self._device)
                 carried = tuple(part[:, wide] for part in carried)
                 embedding = embedding[:, wide]
+
+    def _begin(self, known: Known, root: Tensor) -> Carried:
+        """``Predictor.begin`` behind the roots with embeddings (B, 1, H)."""
+        if self._single is None or not self.on_host or len(root) > 1:
+            return self.predictor.begin(known, root)
+        return (self._single(known.window[0, 0], root[0, 0])[None, None],)
 
     def _logits_of_all_depths(
         self, known: Known, carried: tuple[Tensor, ...], root: Tensor, depth: int

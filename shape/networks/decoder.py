@@ -172,8 +172,6 @@ class DraftLayer(nn.Module):
         """
         steps, (seen, residual) = x.shape[2], self.inputs(x)
         seen, rotary = seen.flatten(1, 2), rotary.flatten(1, 2)
-        if visible is not None:
-            visible = visible.repeat_interleave(steps, dim=1)
         keys, values = self.self_attn.remember(seen, rotary)
         own = keys.unflatten(2, (-1, steps)), values.unflatten(2, (-1, steps))
         found = self.self_attn(seen, rotary, memory, visible, own, among)

@@ -136,7 +136,7 @@ class ParallelEaglePredictor(MaskedPredictor, EaglePredictor):
         among = torch.ones(steps, steps, dtype=torch.bool, device=x.device).tril()
         among[:, 0] = False  # position t - 1 is remembered
         for layer, memory in zip(self._layers(), known.memory, strict=True):
-            x = layer.over_blocks(x, known.rotary[:, :, :steps], memory, known.visible, among)
+            x = self.run(layer.over_blocks, x, known.rotary[:, :, :steps], memory, known.visible, among)
         return (self.norm(x),)
 
     advance = Predictor.advance

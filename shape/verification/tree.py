@@ -13,6 +13,7 @@ from torch import Tensor
 from shape.verification.compiled import compiled, serves
 
 Drafted = list[tuple[int, int, float]]
+ALIGNED = 8  # numbers: what a GPU's kernels want rows of a mask to be a multiple of
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,8 @@ def placed(
 
     Returns:
         (B, N) int64, ``lengths`` and the depth; (B, 1, N, K) in ``dtype``: 0 where a node may look, the most negative
-        number elsewhere.
+        number elsewhere. Its rows begin at multiples of 8 numbers, but for the host's: a GPU's kernels would copy it at
+        every layer.
     """
     if serves(lengths):
         window = -1 if sliding_window is None else sliding_window
@@ -253,8 +255,8 @@ def placed(
     if sliding_window is not None:
         key_positions = slots.repeat(batch, 1).scatter_(1, written, positions)
         allowed &= positions[:, :, None] - key_positions[:, None, :] < sliding_window
-    mask = torch.zeros(batch, 1, nodes, key_length, dtype=dtype, device=lengths.device)
-    return positions, mask.masked_fill_(~allowed[:, None], torch.finfo(dtype).min)
+    mask = torch.zeros(batch, 1, nodes, -(-key_length // ALIGNED) * ALIGNED, dtype=dtype, device=lengths.device)
+    return positions, mask[..., :key_length].masked_fill_(~allowed[:, None], torch.finfo(dtype).min)
 
 
 @cache
