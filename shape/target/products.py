@@ -59,3 +59,17 @@ def narrow(x: np.ndarray, y: np.ndarray) -> None:
                 y[row, k] = np.uint16(bits >> np.uint32(16))
             else:
                 y[row, k] = x[row, k]
+
+
+@compiled
+def product(weight: np.ndarray, bias: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
+    """y = x W^T + b of a single row, all of them ``numbers``: weight (N, K), bias (N,) or (0,), x (1, K), y (1, N)."""
+    read, added, found = (
+        np.empty(x.shape, np.float32),
+        np.empty((1, len(bias)), np.float32),
+        np.empty(y.shape, np.float32),
+    )
+    widen(x, read)
+    widen(bias.reshape(1, -1), added)
+    multiply(weight, added[0], read, found)
+    narrow(found, y)
