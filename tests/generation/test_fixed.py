@@ -49,6 +49,10 @@ def drafters(batch: dict[str, torch.Tensor], answers: torch.Tensor) -> dict[str,
         "shape parallel": TrainedDrafter(parallel, TreeShape(depth=3, width=2)),
         "attending tree": TrainedDrafter(predictor(attention=True, loud=True), TreeShape(depth=4, width=2, nodes=6)),
         "eagle chain": TrainedDrafter(predictor(kind="eagle", loud=True), TreeShape(depth=3, width=1)),
+        "deep eagle tree": TrainedDrafter(
+            predictor(kind="eagle", num_layers=2, loud=True), TreeShape(depth=3, width=2)
+        ),
+        "peagle tree": TrainedDrafter(predictor(kind="peagle", num_layers=2, loud=True), TreeShape(depth=3, width=2)),
         "block tree": TrainedDrafter(predictor(kind="block", markov_rank=4, loud=True), TreeShape(depth=3, width=2)),
     }
 
