@@ -104,6 +104,8 @@ class Target:
                 where memory allows it, for models that are loaded here.
             quantize: on a CPU, "int8" or "int4": weights of linear layers in so many bits, activations rounded too (see
                 ``shape.target.quantize``). Plain and drafted decoding are of the same quantised model.
+            backend: what computes: torch, or "openvino" (see ``shape.target.openvino.OpenVinoTarget.load``), which has
+                devices of its own, and quantises weights alone.
             options: any other of transformers' ``from_pretrained``: revision, token, trust_remote_code,
                 attn_implementation, quantization_config, ... The tokenizer is of the same revision.
 
