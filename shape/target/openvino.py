@@ -41,7 +41,7 @@ from shape.target.support import Support
 
 DEVICES = ("CPU", "GPU", "NPU")
 QUANTIZED = ("int8", "int4")
-_VERSION = 2  # of what a conversion writes
+_VERSION = 1  # of what a conversion writes
 _HINTS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 _CODE = frozenset({"trust_remote_code", "code_revision"})
 _HIDDEN = torch.finfo(torch.float32).min
