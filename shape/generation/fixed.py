@@ -50,6 +50,7 @@ from shape.generation.stage import AHEAD, Content, Flight, Plan, Stage
 from shape.generation.static_drafters import StaticDrafter, static_drafter
 from shape.generation.stats import Step
 from shape.target.loading import first_line
+from shape.target.openvino import OpenVinoTarget
 
 # These compute on the scores' device alone; others may ask the host.
 _WARPERS = (
@@ -220,6 +221,8 @@ def why_not(batch: Batch) -> str | None:
     if target.switch is not None and target.switch.crosses(longest, new_tokens):
         return f"the call crosses {target.switch.positions} tokens, where the rotary table changes"
     devices = set((getattr(target.model, "hf_device_map", None) or {}).values())
+    if isinstance(target, OpenVinoTarget):
+        return f"target {target.name} is computed by OpenVINO, whose cache is its own"
     if support.mode != "tree" or any(layer.device is not None for layer in support.layers) or len(devices) > 1:
         return f"target {target.name} verifies chains only, or is spread over devices"
     if not isinstance(batch.rule, Match):
