@@ -4,21 +4,27 @@
     python -m eval.gpu --tiny true --output /some/folder        # seconds, on a CPU, to see that it runs
 
 Call it again until it says that it is finished: each call goes on where the last one ended. Run it in the repository,
-or with that on PYTHONPATH. First, how near decoding comes to what the device can do:
+or with that on PYTHONPATH. What is cheap comes first, so that a first call says most:
 
 - *read bandwidth*: a sum over, and a copy of, far more bytes than any cache holds; the better of the two;
-- autoregressive decoding against its bound, weight bytes read per token / read bandwidth, for a randomly initialised
-  bfloat16 model in the shape of Llama-3.1-8B and for a small target that exists (default: the bundled one);
-- t(n), a bare captured forward over n tokens per row with its logits, and what a step adds to it, for several batches;
-- *efficiency*: (t(n) + the drafter's bare forwards) / time of a step by the wall clock; without drafts t(1) / step;
-- speed-up over our own autoregressive decoding of the same batch, for an oracle that drafts the truth with every fifth
-  token corrupted at no cost (*simulated*: a randomly initialised target has no drafter), and for the trained predictor;
-- transformers' generate at batch 1, with its dynamic cache, and with a static one and compilation;
-- whether compiled steps, captured steps and the loop that asks the host give the same tokens (float32, small target).
+- whether torch.compile works here at all; without it compiled steps are left out, and everything else is measured;
+- whether captured, and compiled and captured, steps give the tokens of the loop that asks the host (float32, small
+  target);
+- autoregressive decoding against its bound, weight bytes read per token / read bandwidth, for a small target that
+  exists (default: the bundled one) and for randomly initialised bfloat16 models in the shapes of Llama-3.2-1B and
+  Llama-3.1-8B; the goal is 1.25 of the bound for the largest;
+- t(n), a bare captured forward over n tokens per row with its logits, and what a step adds to it, for batches of 1 to
+  32, in eager, captured (*graphs*) and compiled steps;
+- *efficiency*: (t(n) + the drafter's bare forwards) / time of a step by the wall clock; without drafts t(1) / step; the
+  goal is 0.9;
+- speed-up over our own autoregressive decoding of the same batch in the same kind of steps, for an oracle that drafts
+  the truth with every fifth token corrupted at no cost (*simulated*: a randomly initialised target has no drafter), and
+  for the trained predictor;
+- transformers' generate at batch 1, with its dynamic cache, and with a static one and compilation.
 
-At batch 1 steps and bare target forwards go through torch.compile before they are captured; elsewhere not, since each
-shape would cost most of a minute. The drafter's bare forwards are captured only, so that the efficiency of a compiled
-step with the predictor is an upper estimate. Parts that fail are named, and tried again by the next call.
+Compiled steps go with compiled bare forwards. The drafter's bare forwards are captured only, so that the efficiency of
+a compiled step with the predictor is an upper estimate. Parts that fail are named with their reason, and tried again by
+the next call.
 
 Then, with `--work`, SHAPE and its baselines for a target of 60M parameters, which is trained first: on the given
 dialogues and on those of our own generator (on the latter alone without `--data`). It answers 16,000 prompts, all
@@ -27,6 +33,7 @@ neither has seen. The table lies in `baselines` of the output folder. Each step 
 (Written, and tried with tiny sizes on a CPU; not yet run on a GPU.)
 """
 
+import gc
 import importlib.util
 import json
 import os
@@ -44,7 +51,17 @@ from typing import Any
 import torch
 
 from eval import commands
-from eval.gpu_steps import equality, measure, read_bandwidth, transformers_ms, weight_bytes
+from eval.gpu_steps import (
+    COMPILED,
+    EAGER,
+    GRAPHS,
+    compiler,
+    equality,
+    measure,
+    read_bandwidth,
+    transformers_ms,
+    weight_bytes,
+)
 from eval.llamas import Widths, random_llama
 from shape import bundled
 from shape.data.conversations import evenly
@@ -57,9 +74,11 @@ from shape.evaluation.markdown import markdown, show
 from shape.evaluation.results import AUTOREGRESSIVE
 from shape.generation.decoder import ShapeDecoder
 from shape.target.chat import prompt_ids
+from shape.target.loading import first_line
 from shape.target.model import Target
 
-BATCHES = (1, 2, 4, 8, 16, 24)
+BATCHES = (1, 2, 4, 8, 16, 24, 32)
+LLAMA_1B = Widths(2048, 8192, 32, 8, 16, vocab_size=128256, max_position_embeddings=8192, tie_word_embeddings=True)
 LLAMA_8B = Widths(4096, 14336, 32, 8, 32, vocab_size=128256, max_position_embeddings=8192)
 TINY = Widths(32, 48, 4, 2, 2, vocab_size=97, max_position_embeddings=8192)
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -91,7 +110,7 @@ class GpuOptions:
         predictor: its trained predictor; default: the shipped one of the bundled target.
         minutes: a call ends after so many.
         tokens: new ones per answer.
-        compile: whether steps go through torch.compile at batch 1.
+        compile: whether steps go through torch.compile too, which takes minutes.
         tiny: a tiny random model, two batches, few tokens, on any device.
     """
 
@@ -108,6 +127,9 @@ class GpuOptions:
 
 
 Found = dict[str, list[Any]]  # kind of figures -> lines
+Loader = Callable[[], tuple[Target, TrainedDrafter | None]]
+Prompts = Callable[[], list[list[int]]]
+NEEDED = ("pytorch_lightning", "datasets", "torchmetrics", "tensorboard")  # by the baselines' trainings
 
 
 class Record:
@@ -139,8 +161,11 @@ class Record:
             self.found[name] = measure()
             self.journal.append({"part": name, "found": self.found[name]})
         except Exception as error:  # one part that fails must not cost the others
-            self.left_out.append(f"{name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            self.left_out.append(f"{name}: {type(error).__name__}: {first_line(error)}")
             print(f"       {self.left_out[-1]}", flush=True)
+        if torch.cuda.is_available():  # what it held goes with what it raised
+            gc.collect()
+            torch.cuda.empty_cache()
         self.write()
 
     def lines(self, kind: str) -> list[Any]:
@@ -153,18 +178,18 @@ class Record:
 
     def write(self) -> str:
         """gpu.json and gpu.md, whose text is returned."""
-        kinds = ("bandwidth", "bounds", "cases", "baselines", "equal")
+        kinds = ("bandwidth", "compiler", "bounds", "cases", "baselines", "equal")
         values = {"environment": asdict(self.environment), **{kind: self.lines(kind) for kind in kinds}}
         return commands.write_results(self.folder, "gpu", values | {"left_out": self.left_out}, *self._paragraphs())
 
     def _paragraphs(self) -> list[str]:
         bounds = [
-            [one["target"], show(one["weight_gb"]), show(one["bound_ms"], ".3f"), show(one["plain_ms"], ".3f"),
-             show(one["plain_ms"] / one["bound_ms"], unit="x")]
+            [one["target"], one["steps"], show(one["weight_gb"]), show(one["bound_ms"], ".3f"),
+             show(one["plain_ms"], ".3f"), show(one["plain_ms"] / one["bound_ms"], unit="x")]
             for one in self.lines("bounds")
         ]  # fmt: skip
         cases = [
-            [one["target"], str(one["batch"]), one["method"], "yes" if one["compiled"] else "no", str(one["nodes"]),
+            [one["target"], str(one["batch"]), one["method"], one["steps"], str(one["nodes"]),
              show(one["forward_ms"], ".3f"), show(one["draft_ms"], ".3f"), show(one["step_ms"], ".3f"),
              show(one["step_ms"] - one["forward_ms"] - one["draft_ms"], ".3f"), show(one["device_ms"], ".3f"),
              show(one["efficiency"]), show(one["acceptance_length"]), show(one["tokens_per_second"], ".0f"),
@@ -174,13 +199,13 @@ class Record:
         others = [[one["target"], one["method"], show(one["token_ms"], ".3f")] for one in self.lines("baselines")]
         same = [[one["method"], f"{one['equal']} / {one['answers']}"] for one in self.lines("equal")]
         return [
-            "### Decoding on a GPU: steps of fixed shapes",
+            "### Decoding on a GPU",
             f"Read bandwidth, measured: {self.bandwidth / 1e9:.0f} GB/s.",
-            "Autoregressive decoding, batch 1, against the bound of reading all weights once:",
-            markdown(["target", "weights, GB", "bound, ms", "ms per token", "over the bound"], bounds),
-            "Steps; `oracle (simulated)` drafts the truth with every fifth token corrupted, at no cost:",
+            "Autoregressive decoding, batch 1, against the bound of reading all weights once (goal: 1.25 of it):",
+            markdown(["target", "steps", "weights, GB", "bound, ms", "ms per token", "over the bound"], bounds),
+            "Steps (goal: efficiency 0.9); `oracle (simulated)` drafts the truth, a fifth of it corrupted, at no cost:",
             markdown(
-                ["target", "batch", "method", "compiled", "n", "t(n) ms", "drafter ms", "step ms", "overhead ms",
+                ["target", "batch", "method", "steps", "n", "t(n) ms", "drafter ms", "step ms", "overhead ms",
                  "step on device ms", "efficiency", "acceptance length", "tokens/s", "speed-up"],
                 cases,
             ),
@@ -217,68 +242,94 @@ def run(options: GpuOptions) -> None:
     decoding(options, record, device)
     print(record.write())
     finished = not any(reason.endswith(": no time left") for reason in record.left_out)
-    if finished and options.work is not None:
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if options.work is not None and missing:
+        print(f"the baselines are left out: {', '.join(missing)} not installed; pip install 'shape-decoding[train]'")
+    elif finished and options.work is not None:
         finished = baselines(options, record.deadline)
     print("finished" if finished else "the time is over, and it is not finished: call it again", flush=True)
 
 
 def decoding(options: GpuOptions, record: Record, device: torch.device) -> None:
-    """The parts about decoding, each unless it is known. Targets are loaded when a part needs them."""
+    """The parts about decoding that are not known yet, cheap ones first. Targets are loaded when a part needs them."""
     batches, tokens = ((1, 2), 12) if options.tiny else (BATCHES, options.tokens)
-    compiles = options.compile and not options.tiny
 
     @cache
-    def large() -> tuple[Target, TrainedDrafter | None]:
-        return random_llama(TINY if options.tiny else LLAMA_8B, torch.bfloat16, device), None
+    def random(widths: Widths) -> tuple[Target, TrainedDrafter | None]:
+        return random_llama(widths, torch.bfloat16, device), None
 
     @cache
     def small() -> tuple[Target, TrainedDrafter | None]:
         return loaded(options, "bfloat16", device)
 
-    def random_prompts() -> list[list[int]]:
+    def random_prompts(vocab_size: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(0)
-        return torch.randint(3, large()[0].vocab_size, (max(batches), 64), generator=generator).tolist()
+        return torch.randint(3, vocab_size, (max(batches), 64), generator=generator).tolist()
 
     def real_prompts() -> list[list[int]]:
         target = small()[0]
         chosen = evenly(load_prompts(bundled.path("data", "bench.jsonl")), max(batches))
         return [prompt_ids(prompt.messages, target.tokenizer, prompt.template) for prompt in chosen]
 
-    def cases(label: str, load: Callable, prompts: Callable[[], list[list[int]]], batch: int, compiled: bool) -> Found:
+    def cases(label: str, load: Loader, prompts: Prompts, batch: int, mode: str) -> Found:
         target, predictor = load()
-        found = list(measure(target, predictor, prompts()[:batch], tokens, compiled))
+        found = list(measure(target, predictor, prompts()[:batch], tokens, mode))
         (baseline,) = (one for one in found if one.method == AUTOREGRESSIVE)
         size = weight_bytes(target)
-        bound = {"target": label, "weight_gb": size / 1e9, "bound_ms": 1e3 * size / record.bandwidth}
+        bound = {"target": label, "steps": mode, "weight_gb": size / 1e9, "bound_ms": 1e3 * size / record.bandwidth}
         bounds = [{**bound, "plain_ms": baseline.step_ms}] if batch == 1 else []
         return {"cases": [one.to_dict() | {"target": label} for one in found], "bounds": bounds}
 
-    def outside(label: str, load: Callable, prompts: Callable[[], list[list[int]]], how: str, **more: Any) -> Found:
+    def outside(label: str, load: Loader, prompts: Prompts, how: str, **more: Any) -> Found:
         token_ms = transformers_ms(load()[0], prompts()[0], tokens, **more)
         return {"baselines": [{"target": label, "method": how, "token_ms": token_ms}]}
 
-    def equal() -> Found:
+    def equal(mode: str) -> Found:
         if options.tiny:
-            return {"equal": equality(random_llama(TINY, torch.float32, device), None, random_prompts(), tokens, False)}
-        return {"equal": equality(*loaded(options, "float32", device), real_prompts()[:8], 64, compiles)}
+            given = random_llama(TINY, torch.float32, device), None, random_prompts(TINY.vocab_size), tokens
+        else:
+            given = *loaded(options, "float32", device), real_prompts()[:8], 64
+        return {"equal": equality(*given, mode)}
 
-    size = 2**24 if options.tiny else 2**32
-    record.part("read bandwidth", 0, lambda: {"bandwidth": [read_bandwidth(device, size)]})
-    # The large one first: it is what the bound is about.
-    label = "random, tiny" if options.tiny else "random, Llama-3.1-8B-shaped"
-    name = Path(options.target or "quickstart-target").name
-    measured = [(label, large, random_prompts, 0.1 if options.tiny else 1.0)]
-    measured += [] if options.tiny else [(name, small, real_prompts, 0.4)]
-    for what, load, prompts, weight in measured:
-        for batch in batches:
-            compiled = compiles and batch == 1
-            seconds = weight * (180 if compiled else 20)
-            record.part(f"{what}, batch {batch}", seconds, partial(cases, what, load, prompts, batch, compiled))
-        record.part(f"{what}, transformers", weight * 20, partial(outside, what, load, prompts, "dynamic cache"))
-    record.part("equality with eager steps", 0 if options.tiny else 60, equal)
+    def shaped(label: str, widths: Widths, weight: float) -> tuple[str, Loader, Prompts, float]:
+        return f"random, {label}", partial(random, widths), partial(random_prompts, widths.vocab_size), weight
+
+    # With the share of the largest one's time that each takes.
+    measured: list[tuple[str, Loader, Prompts, float]] = [shaped("tiny", TINY, 0.1)]
+    if not options.tiny:
+        measured = [(Path(options.target or "quickstart-target").name, small, real_prompts, 0.4)]
+        measured += [shaped("Llama-3.2-1B-shaped", LLAMA_1B, 0.5), shaped("Llama-3.1-8B-shaped", LLAMA_8B, 1.0)]
+    taking = {EAGER: 30, GRAPHS: 30, COMPILED: 200}
+
+    record.part("read bandwidth", 0, lambda: {"bandwidth": [read_bandwidth(device, 2**24 if options.tiny else 2**32)]})
+    if not record.bandwidth:
+        return  # nothing runs here, or there is no time
+    compiles = options.compile and not options.tiny
     if compiles:
-        static = partial(outside, label, large, random_prompts, "static cache, compiled", cache_implementation="static")
+        record.part("torch.compile", 60, lambda: {"compiler": [compiler(device)]})
+        compiles = bool(record.lines("compiler"))
+
+    def sweep(some: Sequence[int], mode: str) -> None:
+        for batch in some:
+            for label, load, prompts, weight in measured:
+                part = partial(cases, label, load, prompts, batch, mode)
+                record.part(f"{label}, batch {batch}, {mode}", weight * taking[mode], part)
+
+    record.part(f"equality, {GRAPHS}", 0 if options.tiny else 60, partial(equal, GRAPHS))
+    sweep(batches[:1], GRAPHS)
+    sweep(batches[:1], EAGER)
+    for label, load, prompts, weight in measured:
+        record.part(f"{label}, transformers", weight * 20, partial(outside, label, load, prompts, "dynamic cache"))
+    sweep(batches[1:], GRAPHS)
+    if compiles:
+        record.part(f"equality, {COMPILED}", 200, partial(equal, COMPILED))
+        sweep(batches[:1], COMPILED)
+    sweep(batches[1:], EAGER)
+    if compiles:
+        label, load, prompts, _ = measured[-1]
+        static = partial(outside, label, load, prompts, "static cache, compiled", cache_implementation="static")
         record.part(f"{label}, transformers, static cache", 90, static)
+        sweep(batches[1:], COMPILED)
 
 
 def launch(deadline: float, work: Path, *command: str | Path) -> bool:

@@ -1,5 +1,7 @@
-"""What `eval.gpu` measures of decoding: bandwidth, bare forwards, steps of fixed shapes, equality of tokens."""
+"""What `eval.gpu` measures of decoding: bandwidth, bare forwards, steps of every kind, equality of tokens."""
 
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from statistics import mean, median
@@ -10,17 +12,21 @@ import torch
 from torch import Tensor
 
 from shape.drafters import Drafter, OracleDrafter, TrainedDrafter
+from shape.errors import ConfigError
 from shape.evaluation.results import AUTOREGRESSIVE
 from shape.evaluation.runner import by_transformers, side_by_side
+from shape.generation.capture import captured
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
 from shape.generation.fixed import FixedSteps
-from shape.generation.stage import captured
 from shape.generation.static_drafters import StaticCache, StaticTree
+from shape.target.loading import first_line
 from shape.target.model import Target
 from shape.verification.forward import attending, tree_inputs
 from shape.verification.tree import chain
 
+# How steps run: by the loop that asks the host, captured, or compiled and captured.
+EAGER, GRAPHS, COMPILED = MODES = ("eager", "graphs", "compiled")
 ERROR_RATE, DEPTH = 0.2, 6  # of the oracle
 REPEATS = 30  # of bare forwards, whose median counts
 
@@ -30,13 +36,14 @@ class Case:
     """One method at one batch; milliseconds per step, of bare forwards per call.
 
     Attributes:
-        device_ms: on the device, between the events around a step; off CUDA the time of the call.
+        steps: one of MODES.
+        device_ms: on the device, between the events around a step; of eager steps, and off CUDA, by the clock.
     """
 
     target: str
     batch: int
     method: str
-    compiled: bool
+    steps: str
     nodes: int
     acceptance_length: float
     tokens_per_second: float
@@ -79,6 +86,22 @@ def seconds(run: Callable[[], Any], device: torch.device, repeats: int = REPEATS
     return median(times)
 
 
+def compiler(device: torch.device) -> dict[str, Any]:
+    """What compiles a function of tensors here, tried on a small one.
+
+    Raises:
+        ConfigError: it does not; on a GPU Triton needs a C compiler too, to launch what it has made.
+    """
+    found = next((name for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name and shutil.which(name)), None)
+    numbers = torch.arange(4096, dtype=torch.float32, device=device)
+    try:
+        doubled = torch.compile(lambda given: given.sin() * 2, fullgraph=True, dynamic=False)(numbers)
+    except Exception as error:  # each compiler fails in a way of its own
+        raise ConfigError(f"torch.compile fails here, with C compiler {found} ({first_line(error)})") from error
+    assert torch.allclose(doubled, numbers.sin() * 2, atol=1e-5)
+    return {"c_compiler": found}
+
+
 def read_bandwidth(device: torch.device, size: int) -> float:
     """Bytes per second that the device reads, of the better of a sum and a copy."""
     numbers = torch.ones(size // 4, dtype=torch.float32, device=device)
@@ -110,7 +133,7 @@ def bare(decoder: ShapeDecoder, rows: int, nodes: int, context: int, slots: int,
         hidden = target.hidden(tokens, attention_mask=masks, position_ids=positions, cache=cache)
         return target.logits(hidden)
 
-    function = torch.compile(forward, fullgraph=True) if compiled else forward
+    function = torch.compile(forward, fullgraph=True, dynamic=False) if compiled else forward
 
     def run() -> None:
         with attending(target, support):
@@ -127,26 +150,42 @@ def bare_draft(drafter: Drafter | None, target: Target, rows: int, passes: int) 
     return seconds(captured(lambda: drafter.run_forwards(rows, passes), target), target.device)
 
 
-def decoded(decoder: ShapeDecoder, ids: Tensor, mask: Tensor, tokens: int) -> ShapeOutput:
-    """The second of two calls: the first captures."""
-    options: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": []}
+def decoded(decoder: ShapeDecoder, ids: Tensor, mask: Tensor, tokens: int, eos: bool = False) -> ShapeOutput:
+    """The second of two calls: the first captures.
+
+    Args:
+        eos: whether the target's end tokens end answers.
+
+    Raises:
+        ConfigError: it was not decoded as the decoder was asked to.
+    """
+    options: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False} | ({} if eos else {"eos_token_id": []})
+    compiled = decoder.graphs is not None and decoder.graphs.compiled
     for _ in range(2):
         out = decoder.generate(ids, mask, return_dict_in_generate=True, **options)
-    assert out.stats.graphs
+    if out.stats.graphs != (decoder.graphs is not None):
+        raise ConfigError("steps could not be captured, as a warning above says")
+    if decoder.graphs is not None and compiled != decoder.graphs.compiled:
+        raise ConfigError("steps could not be compiled, as a warning above says")
     return out
 
 
 def measure(
-    target: Target, predictor: TrainedDrafter | None, prompts: list[list[int]], tokens: int, compiled: bool
+    target: Target, predictor: TrainedDrafter | None, prompts: list[list[int]], tokens: int, mode: str
 ) -> Iterator[Case]:
-    """Autoregressive decoding, the oracle, and the predictor where there is one, for one batch of prompts."""
+    """Autoregressive decoding, the oracle, and the predictor where there is one, for one batch of prompts.
+
+    Args:
+        mode: of MODES. Bare forwards are compiled where steps are, and always captured.
+    """
     ids, mask = side_by_side(prompts, target.device)
-    slots = 1 << (ids.shape[1] + tokens + 64).bit_length()  # one bucket from beginning to end
-    rows, steps, context = len(prompts), FixedSteps(compiled, slots), ids.shape[1] + tokens // 2
+    slots = 1 << (ids.shape[1] + tokens + 64).bit_length()  # one width from beginning to end
+    rows, context, compiled = len(prompts), ids.shape[1] + tokens // 2, mode == COMPILED
+    steps = FixedSteps(compiled, slots)
     baseline_rate = 0.0
 
     def case(method: str, drafter: Drafter | None) -> tuple[Case, Tensor]:
-        decoder = ShapeDecoder(target, drafter, fall_back=False, graphs=steps)
+        decoder = ShapeDecoder(target, drafter, fall_back=False, graphs=False if mode == EAGER else steps)
         out = decoded(decoder, ids, mask, tokens)
         stats, first = out.stats, out.stats.steps[0]
         rate = stats.emitted / stats.decode_seconds
@@ -154,7 +193,7 @@ def measure(
             target=target.name,
             batch=rows,
             method=method,
-            compiled=compiled,
+            steps=mode,
             nodes=first.nodes,
             acceptance_length=stats.acceptance_length,
             tokens_per_second=rate,
@@ -166,14 +205,17 @@ def measure(
         )
         return found, out.sequences
 
-    baseline, answers = case(AUTOREGRESSIVE, None)
-    yield baseline
-    baseline_rate = baseline.tokens_per_second
-    new = answers[:, ids.shape[1] :].tolist()
-    texts = [prompt + more for prompt, more in zip(prompts, new, strict=True)]
-    yield case("oracle (simulated)", OracleDrafter(texts, ERROR_RATE, DEPTH))[0]
-    if predictor is not None:
-        yield case("predictor", predictor)[0]
+    try:
+        baseline, answers = case(AUTOREGRESSIVE, None)
+        yield baseline
+        baseline_rate = baseline.tokens_per_second
+        new = answers[:, ids.shape[1] :].tolist()
+        texts = [prompt + more for prompt, more in zip(prompts, new, strict=True)]
+        yield case("oracle (simulated)", OracleDrafter(texts, ERROR_RATE, DEPTH))[0]
+        if predictor is not None:
+            yield case("predictor", predictor)[0]
+    finally:
+        steps.close()
 
 
 def transformers_ms(target: Target, prompt: list[int], tokens: int, **options: Any) -> float:
@@ -185,24 +227,18 @@ def transformers_ms(target: Target, prompt: list[int], tokens: int, **options: A
 
 
 def equality(
-    target: Target, predictor: TrainedDrafter | None, prompts: list[list[int]], tokens: int, compiled: bool
+    target: Target, predictor: TrainedDrafter | None, prompts: list[list[int]], tokens: int, mode: str
 ) -> list[dict[str, Any]]:
-    """How many answers of captured, and of compiled, steps are those of the loop that asks the host."""
+    """How many answers of captured, or of compiled and captured, steps are those of the loop that asks the host."""
     found = []
-    for drafter, name in ((None, AUTOREGRESSIVE), (predictor, "predictor")):
-        if drafter is None and name != AUTOREGRESSIVE:
-            continue
+    for method, drafter in ((AUTOREGRESSIVE, None), *([("predictor", predictor)] if predictor is not None else [])):
         eager = ShapeDecoder(target, drafter, fall_back=False)
-        for kind in (False, True) if compiled else (False,):
-            fixed = ShapeDecoder(target, drafter, fall_back=False, graphs=FixedSteps(kind))
-            pairs = []
-            for prompt in prompts:
-                ids = torch.tensor([prompt], device=target.device)
-                mask = torch.ones_like(ids)
-                pairs.append(
-                    [one.generate(ids, mask, max_new_tokens=tokens, do_sample=False) for one in (eager, fixed)]
-                )
-            equal = sum(torch.equal(*pair) for pair in pairs)
-            method = f"{name}, {'compiled and captured' if kind else 'captured'}"
-            found.append({"method": method, "equal": equal, "answers": len(pairs)})
+        fixed = ShapeDecoder(target, drafter, fall_back=False, graphs=FixedSteps(mode == COMPILED))
+        equal = 0
+        for prompt in prompts:
+            ids = torch.tensor([prompt], device=target.device)
+            expected = eager.generate(ids, torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
+            out = decoded(fixed, ids, torch.ones_like(ids), tokens, eos=True)
+            equal += torch.equal(out.sequences, expected)
+        found.append({"method": f"{method}, {mode}", "equal": equal, "answers": len(prompts)})
     return found

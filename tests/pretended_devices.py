@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, PreTrainedModel
 
-from shape.drafters import AdversaryDrafter, Drafter, OracleDrafter, TrainedDrafter, TreeShape
+from shape.drafters import AdversaryDrafter, Drafter, OracleDrafter, SuffixDrafter, TrainedDrafter, TreeShape
 from shape.generation.decoder import ShapeDecoder
+from shape.generation.eager import EagerSteps
 from shape.generation.fixed import FixedSteps
 from shape.generation.stage import Stage
 from shape.networks.config import ShapeConfig
@@ -54,6 +55,7 @@ class Pretended(torch.Tensor):
 
     def tolist(self) -> Any:
         assert not silent, "the host is asked"
+        asked.append("tolist")
         return self.actual.tolist()
 
     @classmethod
@@ -63,6 +65,7 @@ class Pretended(torch.Tensor):
 
 silent = False  # whether the host must not be asked
 narrow = False  # whether there is no float64
+asked: list[str] = []  # what the host has waited for
 
 
 class Devices(TorchDispatchMode):
@@ -87,13 +90,14 @@ def carry_out(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     devices = {tensor.device for tensor in tensors if tensor.dim() > 0} or {tensor.device for tensor in tensors}
     others = {device for device in devices if device.type == KIND} if operation in INDEXING else devices
-    if silent:
-        kinds = {tensor.device.type for tensor in tensors} | {torch.device(kwargs.get("device") or KIND).type}
-        asks = operation in WAITING[2:] or (operation in WAITING and len(kinds) > 1)
-        if asks or (
-            operation in INDEXING and any(one.dtype == torch.bool for one in tree_leaves(args[1]) if one is not None)
-        ):
-            raise RuntimeError(f"{operation} waits for the host")
+    kinds = {tensor.device.type for tensor in tensors} | {torch.device(kwargs.get("device") or KIND).type}
+    asks = operation in WAITING[2:] and KIND in {tensor.device.type for tensor in tensors}
+    asks |= operation in INDEXING and any(one.dtype == torch.bool for one in tree_leaves(args[1]) if one is not None)
+    if silent and (asks or (operation in WAITING and len(kinds) > 1)):
+        raise RuntimeError(f"{operation} waits for the host")
+    # Uploads do not ask: see ``of_lists``.
+    if asks or (operation in COPIES and KIND in kinds and torch.device(kwargs.get("device") or KIND).type == "cpu"):
+        asked.append(str(operation))
     if operation not in COPIES and len(others) > 1:
         raise RuntimeError(f"{operation} is given tensors on {sorted(map(str, devices))}")
     home = tensors[0].device if operation in COPIES else next(iter(others or devices), torch.device("cpu"))
@@ -265,6 +269,45 @@ def check_that_fixed_steps_are_silent(config: PretrainedConfig) -> None:
     assert steps > 50 and not expected
 
 
+def check_that_other_steps_ask_once(config: PretrainedConfig) -> None:
+    """Whatever is accepted, and however deep trees are; but for steps behind a stop, where the batch shrinks."""
+    ids = torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(0))
+    options = {"max_new_tokens": 14, "pad_token_id": 0, "eos_token_id": [], "min_new_tokens": 3}
+    sampled = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 3}
+    step, questions = EagerSteps.step, list[list[str]]()
+
+    def listened(steps: EagerSteps, live: list[Any]) -> Any:
+        before, same = len(asked), len(live) == len(steps._live)
+        outcome = step(steps, live)
+        if same:
+            questions.append(asked[before:])
+        return outcome
+
+    def drafters(target: Target) -> Iterator[Drafter | None]:
+        yield from (None, SuffixDrafter(shortest=1, threshold=0.0))
+        shapes = (TreeShape(depth=4, width=3, nodes=7), TreeShape(depth=3, width=1), TreeShape(depth=3, width=2))
+        for more in (
+            {"step_mode": "recursive", "token_conditioning": "path"},
+            {"step_mode": "parallel", "token_conditioning": "root", "markov_rank": 4, "draft_vocab_size": 24},
+            {"step_mode": "parallel", "token_conditioning": "none", "attention": True},
+        ):
+            network = predictor_of(target, **more)
+            if KIND in str(target.device):
+                put(network, target.device)
+            yield from (TrainedDrafter(network, shape) for shape in shapes)
+
+    model = model_of(config)
+    expected = [ShapeDecoder(model).generate(ids, **options, **more) for more in ({}, sampled)]
+    with Devices(), patch.object(EagerSteps, "step", listened):
+        device = torch.device(KIND, 0)
+        put(model, device)
+        for drafter in drafters(Target(model)):
+            decoder = ShapeDecoder(model, drafter, fall_back=False)
+            for more, wanted in zip(({}, sampled), expected, strict=True):
+                assert torch.equal(decoder.generate(ids.to(device), **options, **more).cpu(), wanted)
+    assert len(questions) > 50 and all(len(one) == 1 for one in questions), max(questions, key=len)
+
+
 def check_the_default_device(config: PretrainedConfig) -> None:
     """What is loaded goes to the accelerator that is there, by default, and decodes there; a drafter goes beside it.
     The accelerator has no float64, as Apple's do not.
@@ -322,6 +365,7 @@ def main() -> None:
     check_sharded_target(MistralConfig(**tiny, sliding_window=6))
     check_that_fixed_steps_are_silent(LlamaConfig(**tiny))
     check_that_fixed_steps_are_silent(MistralConfig(**tiny, sliding_window=6))
+    check_that_other_steps_ask_once(LlamaConfig(**tiny))
     check_the_default_device(LlamaConfig(**tiny))
     first, second = f"{KIND}:0", f"{KIND}:1"
     check_drafter_elsewhere(LlamaConfig(**tiny), [(first, second)])

@@ -71,9 +71,9 @@ PEERS = {
 
 def available(name: str) -> list[str]:
     """Precisions that can run: of ours those that this version has an option for."""
-    from shape.generation.decoder import ShapeDecoder
+    from shape.target.model import Target
 
-    peer, options = PEERS[name], signature(ShapeDecoder.from_pretrained).parameters
+    peer, options = PEERS[name], signature(Target.load).parameters
     if not peer.is_ours:
         return list(peer.precisions)
     if peer.backend is not None and "backend" not in options:

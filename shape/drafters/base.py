@@ -40,7 +40,7 @@ class Committed:
         self.root = of_lists([text[-1] for text in self.texts], self.root.device)
 
     def select(self, rows: list[int]) -> "Committed":
-        index = torch.tensor(rows, device=self.root.device)
+        index = of_lists(rows, self.root.device)
         return Committed([self.texts[row] for row in rows], self.lengths[index], self.root[index])
 
     def to(self, device: torch.device) -> "Committed":

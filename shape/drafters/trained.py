@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from hashlib import sha256
+from itertools import takewhile
 from math import log
 from typing import Self
 
@@ -15,14 +16,15 @@ from torch import Tensor, nn
 from shape.drafters.base import Committed, Drafter
 from shape.drafters.growing import Biases, grow_by_depth
 from shape.errors import TargetMismatch
-from shape.networks.base import Head, Known, Predictor, Remembered
+from shape.networks.base import Carried, Head, Known, Predictor, Remembered
 from shape.networks.layers import MarkovBias, MarkovTable
 from shape.networks.shape import windows
+from shape.networks.single import SingleRoot
 from shape.target.identity import TargetIdentity
 from shape.target.model import Target
 from shape.target.support import LayerShape
 from shape.verification.cache import KVCache
-from shape.verification.noise import token_hashes
+from shape.verification.noise import all_hashes, token_hashes
 from shape.verification.sampling import Sampler, perturbed
 from shape.verification.tree import TokenTree, keep_best, of_lists, root_only
 from shape.verification.tree_shape import TreeShape
@@ -128,9 +130,12 @@ class TrainedDrafter(Drafter):
         self.predictor.complete(target)
         self._target, self._device = target, self.predictor.device
         self.on_host = self._device.type == "cpu"
+        self._single = SingleRoot.of(self.predictor)
         vocabulary, dtype = self.predictor.draft_vocabulary, self.predictor.dtype
         tokens = torch.arange(target.vocab_size, device=self._device) if vocabulary is None else vocabulary
-        self._vocabulary, self._words = vocabulary, token_hashes(tokens)
+        self._vocabulary = vocabulary
+        # Of all tokens verification's own, so that it finds the noise that drafting made.
+        self._words = all_hashes(target.vocab_size, self._device) if vocabulary is None else token_hashes(tokens)
         if self.on_host:
             self._ids = tokens.numpy()
             self._numbers = np.full(target.vocab_size, -1)
@@ -282,7 +287,7 @@ class TrainedDrafter(Drafter):
 
         root = committed.root[:, None]
         embedding, known = self._embed_roots(root), self._known(depth)
-        carried = network.begin(known, embedding)
+        carried = self._begin(known, embedding)
         if not by_path:
             all_states, found = self._logits_of_all_depths(known, carried, embedding, depth)
             all_logits = sampler.draft_logits(found, None, self._vocabulary)
@@ -296,7 +301,7 @@ class TrainedDrafter(Drafter):
         bias = None if network.token_bias is None else network.token_bias(network.token_bias.reduced(root, embedding))
         token = root
         # Of every depth: what was expanded, its best children, and their joint log-probabilities.
-        numbers, children, scores = [], [], []
+        numbers, children, scores, best = [], [], [], []
         drawn: list[Tensor] = []
         for n in range(depth):
             if by_path:
@@ -325,8 +330,10 @@ class TrainedDrafter(Drafter):
             if n + 1 == depth:
                 break
             joint, chosen = log_probs.topk(min(width, log_probs.shape[1]), dim=1)
-            if self.tree.threshold > 0 and float(joint.max()) < log(self.tree.threshold):
-                break
+            if self.tree.threshold > 0:
+                best.append(joint.max())
+                if by_path and float(best[-1]) < log(self.tree.threshold):  # else the next depth costs next to nothing
+                    break
             number = nodes + chosen
             nodes += candidates.shape[1]
             drafted = candidates.gather(1, chosen)
@@ -337,6 +344,11 @@ class TrainedDrafter(Drafter):
             if by_path and width > 1:  # a child inherits what its parent carries
                 parents = chosen // branching
                 carried = tuple(part[rows, parents] for part in carried)
+        if best and not by_path:
+            # A wait for all depths, so that no more is verified than is likely.
+            kept = 1 + sum(takewhile(bool, [one >= log(self.tree.threshold) for one in torch.stack(best).tolist()]))
+            numbers, children, scores, drawn = (of_depth[:kept] for of_depth in (numbers, children, scores, drawn))
+            self.passes = kept
         return self._tree(root, numbers, children, scores, branching, drawn)
 
     def _grown_on_host(self, root: Tensor, embedding: Tensor, logits: Tensor, sampler: Sampler) -> TokenTree:
@@ -388,6 +400,7 @@ class TrainedDrafter(Drafter):
             torch.cat([torch.full_like(root, -1), parents], dim=1),
             _rows_of(expanded, drawn, joint.shape[1]),
             joint,
+            deepest=len(children),
         )
         if self.tree.nodes is None or self.tree.nodes + 1 >= tree.size:
             return tree
@@ -418,7 +431,7 @@ class TrainedDrafter(Drafter):
         ahead = network.rotary_ahead(roots, network.dtype, max(passes, config.num_steps)) if memory else None
         known = Known(zeros(rows, 1, config.window, config.feature_size), memory, None, ahead)
         embedding = zeros(rows, 1, config.hidden_size)
-        carried = network.begin(known, embedding)
+        carried = self._begin(known, embedding)
         if network.token_bias is not None and not (self.on_host and self._biases is not None):
             network.token_bias(network.token_bias.reduced(torch.zeros_like(roots), embedding))
         if not network.by_path:
@@ -435,6 +448,12 @@ class TrainedDrafter(Drafter):
                 wide = torch.zeros(self.tree.width, dtype=torch.long, device=self._device)
                 carried = tuple(part[:, wide] for part in carried)
                 embedding = embedding[:, wide]
+
+    def _begin(self, known: Known, root: Tensor) -> Carried:
+        """``Predictor.begin`` behind the roots with embeddings (B, 1, H)."""
+        if self._single is None or not self.on_host or len(root) > 1:
+            return self.predictor.begin(known, root)
+        return (self._single(known.window[0, 0], root[0, 0])[None, None],)
 
     def _logits_of_all_depths(
         self, known: Known, carried: tuple[Tensor, ...], root: Tensor, depth: int

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, overload
@@ -24,7 +25,7 @@ from shape.drafters.lengths import DraftLength
 from shape.errors import ConfigError, UnsupportedGeneration
 from shape.generation import streams
 from shape.generation.engine import Engine, Pieces, ShapeOutput, finish
-from shape.generation.fixed import FixedSteps
+from shape.generation.fixed import FixedSteps, buckets
 from shape.generation.loading import DrafterOptions, TargetSource, draft_length, load_pair
 from shape.generation.pipeline import DraftingPipeline
 from shape.generation.prefill import Memory
@@ -164,10 +165,13 @@ class ShapeDecoder(Engine):
         """Take from the model what was attached to it (prepacked layers), and forget captured steps.
 
         The model stays as usable as it was; the decoder is at its end. A Target that was handed over may serve other
-        decoders, and has a ``close`` of its own. A decoder is closed at the end of a ``with`` block too.
+        decoders, and has a ``close`` of its own; so has a FixedSteps. A decoder is closed at the end of a ``with``
+        block too.
         """
         if self._made_target:
             self.target.close()
+        if self.graphs is not None and self._made_graphs:
+            self.graphs.close()
         self.graphs, self._closed = None, True
 
     def __enter__(self) -> "ShapeDecoder":
@@ -188,18 +192,26 @@ class ShapeDecoder(Engine):
     def tokenizer(self) -> Any:
         return self.target.tokenizer
 
-    def warm_up(self, **options: Any) -> None:
-        """Generate a few tokens that nobody reads, so that no answer's time contains what is paid once: on a machine
-        the compilation of the host's loops (some seconds), in a process that of steps of fixed shapes, and first
-        touches of memory.
+    def warm_up(self, *, batch_size: int = 1, prompt_length: int = 1, **options: Any) -> None:
+        """Begin an answer that nobody reads, so that no answer's time contains what is paid once: on a machine the
+        compilation of the host's loops (some seconds), in a process that of steps of fixed shapes, their capture for
+        every batch size up to the given one, and first touches of memory.
 
         Args:
-            options: as answers will have them: those of ``generate``.
+            batch_size, prompt_length: the largest that answers will have.
+            options: as answers will have them: those of ``generate``. For steps of fixed shapes max_new_tokens is one
+                of them, for they are made for texts of so many tokens.
         """
-        given = torch.zeros(1, 1, dtype=torch.int64, device=self.target.device)
         # Reproducible, so that later calls learn nothing from the times of these steps.
-        options |= {"max_new_tokens": _WARM_UP_TOKENS, "eos_token_id": [], "seed": 0, "reproducible": True}
-        self.generate(given, torch.ones_like(given), **options)
+        options = {"max_new_tokens": _WARM_UP_TOKENS, **options, "seed": 0, "reproducible": True}
+        if not options.keys() & {"min_new_tokens", "min_length", "eos_aware"}:  # with these there are steps as well
+            options["eos_token_id"] = []
+        for rows in [batch_size] if self.graphs is None else buckets(batch_size):
+            given = torch.zeros(rows, prompt_length, dtype=torch.int64, device=self.target.device)
+            pieces = self._start(given, torch.ones_like(given), **options)
+            for _ in islice(pieces, rows * _WARM_UP_TOKENS):
+                pass
+            pieces.close()
 
     @overload
     def generate(self, *inputs: Any, return_dict_in_generate: Literal[False] = False, **options: Any) -> Tensor: ...

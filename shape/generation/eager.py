@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shape.generation.clock import Moment
 from shape.generation.loop import Batch, Outcome, Steps, Verified
 from shape.generation.prefill import Memory, commit_prompts
 from shape.generation.sequence import SequenceState
 from shape.generation.stats import Step
 from shape.verification.acceptance import Accepted
 from shape.verification.forward import recompute, tree_forward
-from shape.verification.tree import TokenTree, first_path, root_only, shallow
+from shape.verification.tree import TokenTree, first_path, of_lists, root_only, shallow, to_lists
 
 
 class EagerSteps(Steps):
@@ -36,7 +37,7 @@ class EagerSteps(Steps):
         room = self._live[0].max_new_tokens
         self._cache, self._committed, self._hidden = commit_prompts(self.batch, room, self._memory, self._layers)
         self._remember(self._hidden)
-        return self._committed.root.tolist()
+        return [text[-1] for text in self._committed.texts]
 
     def start(self) -> None:
         hidden, self._hidden = self._hidden, None  # of long prompts a large part of the memory
@@ -48,28 +49,30 @@ class EagerSteps(Steps):
         self._drop_finished(live)
         self._recompute_behind_switch()
         batch, cache, committed, sampler = self.batch, self._cache, self._committed, self._sampler
-        drafting = perf_counter()
+        drafting = Moment.now(batch.target.device)
         sampler.commit(committed.lengths, committed.texts)
         drafts = batch.control is None or batch.control.draft_next(cache.longest)
         drafter = batch.drafter if drafts else None
         tree = self._fit(root_only(committed.root) if drafter is None else drafter.draft(committed, sampler))
-        verifying = perf_counter()
+        verifying = Moment.now(batch.target.device)
         cache.reserve(tree.size)
         states = tree_forward(batch.target, batch.support, cache, tree, self._layers)
         logits = batch.target.logits(states if len(self._layers) == 1 else states[..., -batch.target.hidden_size :])
         accepted = batch.rule(tree, logits, sampler)
         # The step's one wait for the device.
-        counts, drafted = accepted.counts.tolist(), accepted.drafted.tolist()
-        tokens = [row[:count] for row, count in zip(accepted.tokens.tolist(), counts, strict=True)]
-        paths = [row[:count] for row, count in zip(accepted.path.tolist(), counts, strict=True)]
+        counts, drafted, *rest = to_lists(
+            accepted.counts, accepted.drafted, accepted.tokens, accepted.path, tree.parent
+        )
+        tokens, paths = ([row[:count] for row, count in zip(part, counts, strict=True)] for part in rest[:2])
         committing = perf_counter()
-        proposed = [sum(above >= 0 for above in parents) for parents in tree.parent.tolist()]
+        proposed = [sum(above >= 0 for above in parents) for parents in rest[2]]
         lengths = cache.host_lengths
         cache.commit(paths)
         if drafter is not None:
             drafter.inspect(tree, logits)
         self._update(tokens, states, accepted, max(counts))
-        times = verifying - drafting, committing - verifying, perf_counter() - committing
+        draft = drafting.until(verifying)
+        times = draft, committing - drafting.host - draft, perf_counter() - committing
         numbers, passes = [sequence.index for sequence in live], 0 if drafter is None else drafter.passes
         self._last = tokens, accepted.counts
         verified = Verified(tree, logits, sampler, paths)
@@ -90,8 +93,8 @@ class EagerSteps(Steps):
     def _drop_finished(self, live: list[SequenceState]) -> None:
         if len(live) == len(self._live):
             return
-        kept = [at for at, sequence in enumerate(self._live) if not sequence.finished]
-        index = torch.tensor(kept, device=self._committed.root.device)
+        kept = [self._live.index(sequence) for sequence in live]
+        index = of_lists(kept, self._committed.root.device)
         self._live, self._committed = live, self._committed.select(kept)
         self._sampler = self._sampler.select(index)
         self._cache.select(index)

@@ -13,7 +13,7 @@ from shape.drafters import Drafter, make_drafter
 from shape.errors import UnsupportedGeneration
 from shape.generation.control import FIXED_BREAK_EVEN, SpeculationControl, StepCosts
 from shape.generation.eager import EagerSteps
-from shape.generation.fixed import FixedSteps, StagedSteps, why_not
+from shape.generation.fixed import FixedSteps, why_not
 from shape.generation.loop import Batch, decode
 from shape.generation.prefill import Memory
 from shape.generation.request import Request, Seed
@@ -66,7 +66,7 @@ class Engine:
         self.fall_back = fall_back
         self.graphs = (FixedSteps() if graphs else None) if isinstance(graphs, bool) else graphs
         self._step_costs: dict[tuple[int, bool], StepCosts] = {}  # by batch size, and whether by fixed steps
-        self._made_target = not isinstance(target, Target)
+        self._made_target, self._made_graphs = not isinstance(target, Target), isinstance(graphs, bool)
         self._closed = False
 
     @property
@@ -110,14 +110,15 @@ class Engine:
             for group in groups:
                 sequences, sampler = request.sequences(group), request.sampler(group, keys, rule.coupled)
                 batch = Batch(self.target, self.support, drafter, sequences, sampler, rule, stats)
-                stages = self.graphs if memory is None and record is None else None
-                if stages is not None and why_not(batch) is not None:
-                    stages = None
-                stats.graphs = stages is not None
-                batch.control = self._control(drafter, (len(group), stats.graphs), reproducible)
-                if stages is not None:
-                    yield from torch.no_grad()(decode)(StagedSteps(batch, stages))
+                fixed = None
+                if self.graphs is not None and memory is None and record is None and why_not(batch) is None:
+                    batch.control = self._control(drafter, (len(group), True), reproducible)
+                    fixed = self.graphs.begin(batch)
+                stats.graphs = fixed is not None
+                if fixed is not None:
+                    yield from torch.no_grad()(decode)(fixed)
                 else:
+                    batch.control = self._control(drafter, (len(group), False), reproducible)
                     yield from self.gradientless()(decode)(EagerSteps(batch, memory), record)
                 new |= {one.index: one.new for one in sequences}
             whole = request.assemble(input_ids, [new[index] for index in sorted(new)])

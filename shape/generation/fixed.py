@@ -3,9 +3,13 @@
 ``eager`` asks the host at every step: how much was accepted, how long sequences are, what moves in the cache. Between
 the answers the device idles, and each of a step's thousand kernels is launched by Python. Here draft, mask, forward,
 choice, acceptance and commit are one function of static tensors (``Stage.step``): lengths, roots, noise keys and the
-drafter's state stay on the device, attention sees a whole bucket of slots under a mask made from the lengths, and
-commits always move. On CUDA the function is captured once per bucket as a CUDA graph, if asked for after torch.compile;
-elsewhere it runs as it is, which is how tests compare it.
+drafter's state stay on the device, attention sees a fixed number of slots under a mask made from the lengths, and
+commits always move. On CUDA the function is captured as a CUDA graph once per batch size and width, if asked for after
+torch.compile; elsewhere it runs as it is, which is how tests compare it.
+
+All that a call will need is captured before its prefill, so that no answer waits in the middle and what cannot be
+captured is decoded by ``eager``, with one warning. A batch that shrinks moves to steps of a smaller one where these are
+at hand already, from ``warm_up`` or an earlier call.
 
 Steps are pipelined: one is enqueued before the tokens of the step before it are read, which come back by one
 asynchronous copy. So the host learns of a stop one step late; what sequences compute behind their end is dropped.
@@ -15,10 +19,16 @@ lies on one device, for autoregressive decoding, TrainedDrafter (its threshold i
 a wait) and OracleDrafter. Everything else is for ``eager``. Tokens are the same.
 """
 
-from collections import OrderedDict, deque
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
+from threading import Lock
 from typing import Any
+from warnings import warn
+from weakref import WeakSet
 
+import psutil
 import torch
 from transformers import (
     EpsilonLogitsWarper,
@@ -30,13 +40,16 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from shape.drafters.base import Committed
+from shape.errors import UnsupportedTarget
 from shape.generation.loop import Batch, Outcome, Steps
 from shape.generation.prefill import commit_prompts
 from shape.generation.rules import Match
 from shape.generation.sequence import SequenceState
 from shape.generation.stage import AHEAD, Content, Flight, Plan, Stage
-from shape.generation.static_drafters import static_drafter
+from shape.generation.static_drafters import StaticDrafter, static_drafter
 from shape.generation.stats import Step
+from shape.target.loading import first_line
 
 # These compute on the scores' device alone; others may ask the host.
 _WARPERS = (
@@ -54,40 +67,143 @@ _BATCHES = (1, 2, 4, 8, 16, 24, 32)  # batch sizes that steps are made for; beyo
 class FixedSteps:
     """The stages of one decoder, kept from call to call, so that captures and compilation are not repeated.
 
-    A captured step reads weights where they lay: after moving target or predictor make a new decoder.
+    A captured step reads weights where they lay: after moving target or predictor make a new decoder. Calls may come
+    from several threads; each has a stage of its own.
 
     Args:
-        compiled: torch.compile before capturing: fewer kernels, for up to a minute of compilation.
-        slots: least slots per sequence; more come by doubling.
-        kept: stages kept between calls, each with a cache of its own.
+        compiled: torch.compile before capturing: fewer kernels, for up to a minute of compilation per width.
+        slots: of each sequence that attention sees at least; longer texts double them.
+        memory: bytes that stages may hold, in use and kept; up to 1, a share of what is free at the first call. Those
+            not used for longest go first.
     """
 
-    def __init__(self, compiled: bool = False, slots: int = 512, kept: int = 8) -> None:
-        self.compiled, self.slots, self.kept = compiled, slots, kept
-        self._stages: OrderedDict[tuple[Any, ...], Stage] = OrderedDict()
-        self._pool: Any = None
+    def __init__(self, compiled: bool = False, slots: int = 512, memory: float = 0.5) -> None:
+        self.compiled, self.slots, self.memory = compiled, slots, memory
+        self._limit: float | None = None if memory <= 1 else memory
+        self._kept: list[Stage] = []  # that used last comes last
+        self._taken: WeakSet[Stage] = WeakSet()
+        self._failed: dict[tuple[Any, ...], str] = {}  # plans that cannot be captured, and why
+        self._warned: set[str] = set()
+        self._lock = Lock()
 
-    def take(self, plan: Plan, batch: int, needed: int) -> Stage:
-        """A stage of at least this batch size and these slots, for the caller alone until it is given back."""
-        batch, capacity = bucket(batch), self.slots
-        while capacity < needed:
-            capacity *= 2
-        stage = self._stages.pop((*plan.key, batch, capacity), None)
-        if stage is None:
-            if plan.target.device.type == "cuda" and self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
-            stage = Stage(plan, batch, capacity, self.compiled, self._pool)
+    def begin(self, batch: Batch) -> "StagedSteps | None":
+        """Steps for a batch, with all that it will need captured; None, with a warning, where that fails."""
+        try:
+            return StagedSteps(batch, self)
+        except (UnsupportedTarget, torch.OutOfMemoryError) as error:
+            reason = first_line(error)
+        with self._lock:
+            if new := reason not in self._warned:
+                self._warned.add(reason)
+        if new:
+            warn(f"decoding goes on without steps of fixed shapes, with the same tokens: {reason}", stacklevel=2)
+        return None
+
+    def take(self, plan: Plan, batch: int, widths: list[int], drafts: Iterable[bool]) -> Stage:
+        """A stage of this batch size with steps of these widths, for the caller alone until it is given back.
+
+        Raises:
+            UnsupportedTarget: its steps cannot be captured, or there is no memory for it.
+            torch.OutOfMemoryError: as much as was allowed was not there.
+        """
+        key = plan.key_at(bucket(batch))
+        with self._lock:
+            if key in self._failed:
+                raise UnsupportedTarget(self._failed[key])
+            stage = self._pick(key, widths[-1])
+            if stage is None:
+                self._make_room(plan, bucket(batch) * widths[-1] * plan.slot_bytes())
+                with torch.inference_mode(False):  # later calls write to its tensors, and may be out of that mode
+                    stage = Stage(plan, bucket(batch), widths[-1], self.compiled)
+            self._taken.add(stage)
+        try:
+            for drafting, width in product(drafts, widths):
+                stage.prepare(drafting, width)
+        except UnsupportedTarget as error:
+            self._failed[key] = str(error)
+            raise
+        self.compiled &= stage.compiled
         return stage
 
-    def give_back(self, plan: Plan, stage: Stage) -> None:
-        self._stages[(*plan.key, stage.batch, stage.capacity)] = stage
-        while len(self._stages) > self.kept:
-            self._stages.popitem(last=False)
+    def at_hand(self, plan: Plan, batch: int, widths: list[int], drafts: Iterable[bool]) -> Stage | None:
+        """``take`` where nothing is left to make and to capture."""
+        with self._lock:
+            stage = self._pick(plan.key_at(bucket(batch)), widths[-1], list(product(drafts, widths)))
+            if stage is not None:
+                self._taken.add(stage)
+            return stage
+
+    def give_back(self, stages: Iterable[Stage]) -> None:
+        with self._lock:
+            for stage in stages:
+                self._taken.discard(stage)
+                self._kept.append(stage)
+            while self._kept and self._limit is not None and self.bytes > self._limit:
+                del self._kept[0]
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all stages, in use and kept."""
+        return sum(stage.bytes for stage in (*self._kept, *self._taken))
+
+    def close(self) -> None:
+        """Free what is kept; what is in use is freed with its call."""
+        with self._lock:
+            on_cuda = any(stage.target.device.type == "cuda" for stage in self._kept)
+            self._kept.clear()
+        if on_cuda:
+            torch.cuda.empty_cache()
+
+    def _pick(self, key: tuple[Any, ...], width: int, steps: Iterable[tuple[bool, int]] = ()) -> Stage | None:
+        """The smallest that is kept and serves, for the caller alone."""
+        served = [stage for stage in self._kept if stage.key == key and stage.capacity >= width]
+        served = [stage for stage in served if all(stage.prepared(*step) for step in steps)]
+        chosen = min(served, key=lambda stage: stage.capacity, default=None)
+        if chosen is not None:
+            self._kept.remove(chosen)
+        return chosen
+
+    def _make_room(self, plan: Plan, needed: int) -> None:
+        if self._limit is None:
+            self._limit = self.memory * free_bytes(plan.target.device)
+        if sum(stage.bytes for stage in self._taken) + needed > self._limit:
+            raise UnsupportedTarget(
+                f"steps of fixed shapes for target {plan.target.name} need {needed / 1e6:.0f} MB for the cache of this "
+                f"call, and may hold {self._limit / 1e6:.0f} MB; lower max_new_tokens or the batch, or give "
+                "FixedSteps more memory"
+            )
+        while self.bytes + needed > self._limit:
+            del self._kept[0]
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that tensors could still take."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def plan_of(batch: Batch, drafter: StaticDrafter) -> Plan:
+    """What is to be computed for a batch, before anything is known of its prompts."""
+    target, support = batch.target, batch.support
+    if target.switch is not None and not target.switched(max(len(one.prompt) for one in batch.sequences)):
+        # Sequences that have ended go on, but not across it.
+        support = replace(support, positions=target.switch.positions)
+    root = torch.zeros(1, dtype=torch.long, device=target.device)
+    hidden = torch.zeros(1, 1, target.hidden_size, dtype=target.dtype, device=target.device)
+    state = drafter.start(Committed([[0, 0]], root + 2, root), hidden)
+    return Plan(target, support, drafter, batch.sampler, state)
 
 
 def bucket(batch: int) -> int:
     """The batch size that steps are made for."""
     return next((size for size in _BATCHES if size >= batch), -(-batch // _BATCHES[-1]) * _BATCHES[-1])
+
+
+def buckets(batch: int) -> list[int]:
+    """Those of every batch up to this one: what a batch goes through as its sequences end."""
+    return sorted({bucket(rows) for rows in range(1, batch + 1)})
 
 
 def why_not(batch: Batch) -> str | None:
@@ -111,12 +227,26 @@ class StagedSteps(Steps):
 
     A step's time in the stats is that on the device, all of it under ``verify``. Whether to draft is decided a step
     earlier than in ``eager``.
+
+    Raises:
+        UnsupportedTarget, torch.OutOfMemoryError: see ``FixedSteps.take``.
     """
 
+    @torch.no_grad()
     def __init__(self, batch: Batch, stages: FixedSteps) -> None:
         self.batch, self._stages = batch, stages
         self._drafter = static_drafter(batch.drafter)
-        self._used: list[Stage] = []  # to the end: what one has under way has not been read
+        self._plan = plan_of(batch, self._drafter)
+        drafts = self._drafter.depth > 0
+        self._kinds = [False] if not drafts else [True] if batch.control is None else [True, False]
+        longest = max(len(one.prompt) for one in batch.sequences)
+        self._widths = [stages.slots]
+        while self._widths[-1] < self._needed(longest, 0):
+            self._widths[-1] *= 2
+        while self._widths[-1] < self._needed(longest + batch.sequences[0].max_new_tokens - 2, AHEAD - 1):
+            self._widths.append(2 * self._widths[-1])
+        self._stage = stages.take(self._plan, len(batch.sequences), self._widths, self._kinds)
+        self._used = [self._stage]  # all to the end: what one has under way has not been read
         self._flights: deque[tuple[Flight, list[SequenceState]]] = deque()
         self._staged: list[SequenceState] = batch.sequences  # whose steps the present stage computes
 
@@ -125,17 +255,11 @@ class StagedSteps(Steps):
         return self._prompts[1].root.tolist()
 
     def start(self) -> None:
-        target, support, sampler = self.batch.target, self.batch.support, self.batch.sampler
-        cache, committed, hidden = self._prompts
+        sampler, (cache, committed, hidden) = self.batch.sampler, self._prompts
         del self._prompts
-        if target.switch is not None and not target.switched(max(len(one.prompt) for one in self._staged)):
-            # Sequences that have ended go on, but not across it.
-            support = replace(support, positions=target.switch.positions)
-        state = self._drafter.start(committed, hidden)
-        self._plan = Plan(target, support, self._drafter, sampler, state)
-        self._content = Content(
-            cache, self._drafter.memory, committed.root, state, sampler.keys, sampler.prompt_lengths
-        )
+        state, root = self._drafter.start(committed, hidden), committed.root
+        content = Content(cache, self._drafter.memory, root, state, sampler.keys, sampler.prompt_lengths)
+        self._stage.fill(content, torch.arange(len(self._staged), device=self.batch.target.device))
 
     def step(self, live: list[SequenceState]) -> Outcome:
         # Steps that nobody needs are not enqueued: each commits a token at least. Other stops cannot be foreseen.
@@ -145,31 +269,40 @@ class StagedSteps(Steps):
             self._launch(live)
         flight, sequences = self._flights.popleft()
         results, seconds = flight.wait()
-        own = [result for one, result in zip(sequences, results, strict=False) if not one.finished]
+        by_sequence = {one.index: result for one, result in zip(sequences, results, strict=False)}
+        own = [by_sequence[one.index] for one in live]
         # Without the root, which this step has put into the cache.
         lengths = [one.length - 1 for one in live]
         step = Step([one.index for one in live], lengths, flight.nodes, flight.passes, 0.0, seconds, 0.0)
         tokens = [new[:count] for count, _, *new in own]
         return Outcome(step, tokens, [one[1] for one in own], [one[0] - 1 for one in own], flight.drafts)
 
+    def _needed(self, longest: int, under_way: int) -> int:
+        """Slots for what may be committed behind a step, and room for one more: see the end of ``Stage.step``."""
+        return longest + (under_way + 1) * (self._drafter.depth + 1) + self._drafter.nodes
+
     def _launch(self, live: list[SequenceState]) -> None:
-        control, drafter = self.batch.control, self._drafter
-        # What may be committed behind this step, and room for one more: see the end of ``Stage.step``.
-        longest = max(one.length for one in live) - 1
-        needed = longest + (len(self._flights) + 1) * (drafter.depth + 1) + drafter.nodes
-        stage = self._used[-1] if self._used else None
-        if stage is None or needed > stage.capacity or 2 * bucket(len(live)) <= stage.batch:
+        control, longest = self.batch.control, max(one.length for one in live) - 1
+        needed = self._needed(longest, len(self._flights))
+        # None is gone back to: sequences that have ended may be longer than those that go on.
+        self._widths = [width for width in self._widths if width >= needed]
+        if 2 * bucket(len(live)) <= self._stage.batch:
+            self._shrink(live)
+        drafts = self._drafter.depth > 0 and (control is None or control.draft_next(longest))
+        self._flights.append((self._stage.launch(drafts, self._widths[0]), self._staged))
+
+    def _shrink(self, live: list[SequenceState]) -> None:
+        """Go on in steps of a smaller batch, where these are at hand."""
+        stage = self._stages.at_hand(self._plan, len(live), self._widths, self._kinds)
+        if stage is not None:
             index = torch.tensor([self._staged.index(one) for one in live], device=self.batch.target.device)
-            stage = self._stages.take(self._plan, len(live), needed)
+            stage.fill(self._stage.content, index)
             self._used.append(stage)
-            stage.prepare(drafts=drafter.depth > 0)
-            if control is not None:
-                stage.prepare(drafts=False)
-            stage.fill(self._content, index)
-            self._content, self._staged = stage.content, live
-        drafts = drafter.depth > 0 and (control is None or control.draft_next(longest))
-        self._flights.append((stage.launch(drafts), self._staged))
+            self._stage, self._staged = stage, live
 
     def __exit__(self, *raised: Any) -> None:
-        for stage in self._used:
-            self._stages.give_back(self._plan, stage)
+        if raised[0] not in (None, GeneratorExit):
+            return  # nobody knows what stages are worth that an error has left
+        for flight, _ in self._flights:  # others, whose streams may be others, write to the same memory
+            flight.wait()
+        self._stages.give_back(self._used)

@@ -64,7 +64,7 @@ class Verified:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one step came to, with an entry per unfinished sequence.
+    """What one step came to, with an entry per unfinished sequence, in the order in which they were given.
 
     Attributes:
         step: its sizes and times.
@@ -97,7 +97,7 @@ class Steps(AbstractContextManager["Steps"], ABC):
 
     @abstractmethod
     def step(self, live: list[SequenceState]) -> Outcome:
-        """Draft, verify, accept and commit for the sequences that have not stopped."""
+        """Draft, verify, accept and commit for the sequences that have not stopped (``unfinished``)."""
 
     def __exit__(self, *raised: Any) -> None: ...
 
@@ -124,7 +124,8 @@ def decode(steps: Steps, trace: Trace | None = None) -> Generator[tuple[int, lis
         if trace is not None:
             numbers, lengths = [one.index for one in sequences], [len(one.prompt) for one in sequences]
             trace.prefill(numbers, lengths, first, prefilled - started)
-        while live := [sequence for sequence in sequences if not sequence.finished]:
+        live = unfinished(sequences)
+        while live:
             done = steps.step(live)
             emitted = [sequence.extend(tokens) for sequence, tokens in zip(live, done.tokens, strict=True)]
             _count(stats, live, done, emitted)
@@ -139,9 +140,19 @@ def decode(steps: Steps, trace: Trace | None = None) -> Generator[tuple[int, lis
             # Behind the step's times, which decide whether drafting pays: the caller may be slow.
             for sequence, tokens, count in zip(live, done.tokens, emitted, strict=True):
                 yield sequence.index, tokens[:count]
+            live = unfinished(live)
         stats.decode_seconds += perf_counter() - prefilled
         if control is not None:
             stats.pauses += control.pauses
+
+
+def unfinished(sequences: list[SequenceState]) -> list[SequenceState]:
+    """Those that have not stopped, in their order, but that the last ones take the places of those that have: whatever
+    else moves would be copied, caches too.
+    """
+    count = sum(not one.finished for one in sequences)
+    behind = [one for one in sequences[count:] if not one.finished]
+    return [behind.pop() if one.finished else one for one in sequences[:count]]
 
 
 def _count(stats: DecodeStats, live: list[SequenceState], done: Outcome, emitted: list[int]) -> None:

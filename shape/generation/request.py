@@ -4,9 +4,11 @@ transformers prepares each call: precedence of options, logits processors, stopp
 us stop behind that preparation and take what it made, so that options mean here what they mean there.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -128,31 +130,22 @@ class Request:
         """
         options = dict(options)
         positions = options.pop("position_ids", None)
-        given = merged(target, generation_config, options)
-        refuse(target, given)
-        if given.get("eos_token_id") == [] and given.get("pad_token_id") is None:
-            options = {**options, "pad_token_id": 0}  # transformers would look for an end token to pad with
-        generation_config, options = with_stop_strings(target, generation_config, options)
-        width = width_of(input_ids)
-
-        def prepare(ids: list[int], mask: list[bool] | None = None, **more: Any) -> Prepared:
-            return _prepare(target, ids, mask, generation_config, {**options, **more})
-
-        # A prompt as wide as the batch: lengths count from there, padding included, as in transformers.
-        first = prepare([0] * width)
-        mask = mask_of(input_ids, attention_mask, given.get("pad_token_id"), _end_tokens(first.config))
+        call = _understood(target, generation_config, options, input_ids)
+        first = call.prepared
+        mask = mask_of(input_ids, attention_mask, call.pad_token_id, _end_tokens(first.config))
         prompts = prompts_of(target, input_ids, mask, positions)
-        new = _new_tokens(target, first.config, width, max(map(len, prompts)))
+        new = _new_tokens(target, first.config, call.width, max(map(len, prompts)))
         samples = first.config.num_return_sequences or 1
         each, seen = [first], prompts
         if first.looks_back:
             seen = seen_prompts(target, input_ids, prompts)
             there = mask.tolist() if len(seen) == 1 else [None] * len(seen)
+            more = {"max_new_tokens": new}
             each = [
-                prepare(text, here, max_new_tokens=new, **_for_row(options, row))
+                _prepare(target, text, here, call.config, {**call.options, **more, **_for_row(call.options, row)})
                 for row, (text, here) in enumerate(zip(seen, there, strict=True))
             ]
-        return cls._of(target, prompts, samples, width, new, first, each, seen)
+        return cls._of(target, prompts, samples, call.width, new, first, each, seen)
 
     @classmethod
     def of_prepared(cls, target: Target, input_ids: Tensor, inputs: Mapping[str, Any], prepared: Prepared) -> "Request":
@@ -277,6 +270,63 @@ class Request:
         padded = [tokens + [self.pad_token_id] * (longest - len(tokens)) for tokens in new]
         prompts = input_ids.repeat_interleave(self.samples, dim=0)
         return torch.cat([prompts, torch.tensor(padded, device=input_ids.device)], dim=1)
+
+
+class _Understood(NamedTuple):
+    """A call's options as transformers understands them.
+
+    Attributes:
+        config, options: as given, but for what transformers cannot be given.
+        prepared: for a prompt of ``width`` tokens.
+    """
+
+    config: GenerationConfig | None
+    options: dict[str, Any]
+    pad_token_id: Any
+    prepared: Prepared
+    width: int
+
+
+# Of each target what calls without a look at the text came to, by their options: preparing takes transformers a
+# millisecond.
+_known: WeakKeyDictionary[Target, dict[str, _Understood]] = WeakKeyDictionary()
+_MOST_KNOWN = 64
+
+
+def _understood(
+    target: Target, config: GenerationConfig | None, options: dict[str, Any], input_ids: Tensor
+) -> _Understood:
+    """From an earlier call with the same options, where the prompts have no part in what they mean."""
+    known, key = _known.setdefault(target, {}), _key(target, config, options)
+    if key in known:
+        width_of(input_ids)
+        return known[key]
+    given = merged(target, config, options)
+    refuse(target, given)
+    if given.get("eos_token_id") == [] and given.get("pad_token_id") is None:
+        options = {**options, "pad_token_id": 0}  # transformers would look for an end token to pad with
+    config, options = with_stop_strings(target, config, options)
+    width = width_of(input_ids)
+    # A prompt as wide as the batch: lengths count from there, padding included, as in transformers.
+    prepared = _prepare(target, [0] * width, None, config, options)
+    found = _Understood(config, options, given.get("pad_token_id"), prepared, width)
+    counts_new_tokens = given.get("max_new_tokens") is not None and not given.get("min_length")
+    if key is not None and counts_new_tokens and not prepared.looks_back:
+        if len(known) >= _MOST_KNOWN:
+            known.clear()
+        known[key] = found
+    return found
+
+
+def _key(target: Target, config: GenerationConfig | None, options: dict[str, Any]) -> str | None:
+    """The same for calls whose options mean the same; None where options are more than plain values."""
+    model = target.model
+    configs = [None if one is None else given_of(vars(one)) for one in (model.generation_config, config)]
+    try:
+        # transformers refuses options that were set on the model's configuration: one more entry there.
+        return json.dumps([configs, options, len(vars(model.config)), str(target.device)])
+    except TypeError:
+        return None
 
 
 def _prepare(

@@ -1,18 +1,19 @@
 """A step as one function of static tensors: captured as a CUDA graph on a GPU, run as it is elsewhere."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from threading import Lock
 from time import perf_counter
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import Tensor
 
-from shape.errors import UnsupportedTarget
-from shape.generation.static_drafters import StaticCache, StaticDrafter, StaticTree
+from shape.generation.capture import captured, current, pool_bytes, refuse_waiting
+from shape.generation.static_drafters import StaticCache, StaticDrafter, StaticTree, slot_bytes
+from shape.target.loading import first_line
 from shape.target.model import Target
 from shape.target.support import Support
 from shape.verification.cache import KVCache
@@ -23,7 +24,7 @@ from shape.verification.tree import TokenTree, root_only
 
 AHEAD = 2  # steps enqueued before the first of them is read
 _RECOMPILES = 256
-_WARM_UPS = 3  # runs before a capture, as torch asks for: libraries allocate at their first
+_PREPARING = Lock()  # of all that is compiled and captured in a process, one at a time
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,19 @@ class Plan:
     sampler: Sampler
     state: Tensor
 
-    @property
-    def key(self) -> tuple[Any, ...]:
+    def key_at(self, batch: int) -> tuple[Any, ...]:
         sampler = self.sampler
         warpers = [(type(one).__name__, sorted(vars(one).items())) for one in sampler.warpers]
-        options = (sampler.temperature, repr(warpers), sampler.min_new_tokens, sampler.eos_token_ids)
-        return (*self.drafter.key, self.state.shape[1:], self.state.dtype, self.support.positions, *options)
+        minimum = (sampler.min_new_tokens, sampler.eos_token_ids) if sampler.min_new_tokens > 0 else ()
+        options = (sampler.temperature, repr(warpers), minimum)
+        network = (id(self.target.model), self.target.device, *self.drafter.key)
+        return (batch, *network, self.state.shape[1:], self.state.dtype, self.support.positions, *options)
+
+    def slot_bytes(self) -> int:
+        """Memory that one slot of one sequence takes, target and drafter together."""
+        layers = slot_bytes(self.support.layers, self.target.dtype)
+        memory = self.drafter.memory
+        return layers if memory is None else layers + slot_bytes(memory.shapes, memory.dtype)
 
 
 @dataclass(frozen=True)
@@ -85,23 +93,26 @@ class Flight:
 
 
 class Stage:
-    """Static tensors for some batch size and number of slots, and the steps over them.
+    """Static tensors for some batch size and number of slots, and the steps over them, of which one is run at a time.
+
+    A step is made for a *width*, the slots of each sequence that attention sees: a short text does not pay for all.
 
     Args:
         capacity: slots per sequence.
-        compiled: steps go through torch.compile.
-        pool: of the memory that CUDA graphs share, which never run side by side.
+        compiled: steps go through torch.compile, where that succeeds.
 
     Attributes:
+        key: equal keys mean that one can serve for the other, as far as slots reach.
+        compiled: False too once compiling has failed.
         out: (B, 2 + depth + 1) int64: per sequence the number of emitted tokens, of proposed ones, and the emitted
             tokens.
     """
 
-    def __init__(self, plan: Plan, batch: int, capacity: int, compiled: bool = False, pool: Any = None) -> None:
+    def __init__(self, plan: Plan, batch: int, capacity: int, compiled: bool = False) -> None:
         target, sampler, device = plan.target, plan.sampler, plan.target.device
-        self.target, self.support, self.drafter = target, plan.support, copy(plan.drafter)
-        self.drafter.memory = None  # that of one call's prefill
-        self.batch, self.capacity, self.compiled, self._pool = batch, capacity, compiled, pool
+        self.key = plan.key_at(batch)
+        self.target, self.support, self.drafter = target, plan.support, plan.drafter.alone()
+        self.batch, self.capacity, self.compiled = batch, capacity, compiled
         self.cache = StaticCache(plan.support.layers, batch, capacity, target.dtype, device)
         self.memory = None
         if (memory := plan.drafter.memory) is not None:
@@ -124,27 +135,73 @@ class Stage:
         # Where results arrive, one after the other: no more steps are under way.
         self._arrivals = [torch.zeros(self.out.shape, dtype=torch.long, pin_memory=pinned) for _ in range(AHEAD)]
         self._next_arrival = 0
-        self._steps: dict[bool, Callable[[Stage, bool], None]] = {}
-        self._replays: dict[bool, Callable[[], None]] = {}
+        # Functions of the stage, which does not hold itself: its cache is free as soon as nobody has it.
+        self._steps: dict[tuple[bool, int], Callable[[Stage, bool], None]] = {}
+        self._replays: dict[tuple[bool, int], Callable[[], None]] = {}
+        # Of these graphs alone: such as share one must not run side by side, and other threads have other stages.
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
-    def prepare(self, drafts: bool) -> None:
-        """Compile and capture the step, before there is any content: the runs that warm up leave nothing of meaning.
+    @property
+    def bytes(self) -> int:
+        """Memory on the device that goes with the stage, that of its graphs included."""
+        caches = [one for one in (self.cache, self.memory) if one is not None]
+        tensors = [self.root, self.state, self.out, self.sampler.prompt_lengths, self.sampler.keys]
+        own = sum(cache.nbytes for cache in caches) + sum(one.nbytes for one in tensors if one is not None)
+        return own + (pool_bytes(self._pool) if self._replays else 0)
+
+    def prepared(self, drafts: bool, width: int | None = None) -> bool:
+        return (drafts, width or self.capacity) in self._steps
+
+    def prepare(self, drafts: bool, width: int | None = None) -> None:
+        """Try, compile and capture a step, before there is any content: the runs that warm up leave nothing of meaning.
+
+        Args:
+            width: None stands for all slots.
 
         Raises:
             UnsupportedTarget: it cannot be captured.
+            torch.OutOfMemoryError: there is no memory for it.
         """
-        if drafts in self._steps:
+        if self.prepared(drafts, width):
             return
-        # Functions of the stage, which does not hold itself: its cache is free as soon as nobody has it.
-        self._steps[drafts] = torch.compile(Stage.step, fullgraph=True) if self.compiled else Stage.step
-        if self.target.device.type == "cuda":
-            self._replays[drafts] = captured(partial(self._run, drafts), self.target, self._pool)
+        at, run = (drafts, width or self.capacity), partial(self._run, drafts, width)
+        with _PREPARING, torch.no_grad(), current(self.target.device):
+            self._steps[at] = Stage.step
+            try:
+                if all(kind != drafts for kind, other in self._steps if other != at[1]):  # operations are the same
+                    refuse_waiting(run, self.target)
+                if self.compiled:
+                    self._compile(drafts, width)
+                if self.target.device.type == "cuda":
+                    self._replays[at] = captured(run, self.target, self._pool)
+            except BaseException:
+                del self._steps[at]
+                raise
 
-    def _run(self, drafts: bool) -> None:
-        # Each stage is an object of its own to the compiler, which would give up on the ninth.
-        many = torch._dynamo.config.patch(recompile_limit=_RECOMPILES) if self.compiled else nullcontext()
-        with attending(self.target, self.support), many:  # around it all: a compiled step cannot change configurations
-            self._steps[drafts](self, drafts)
+    def _compile(self, drafts: bool, width: int | None) -> None:
+        """What goes wrong in a compiler costs speed alone, and each compiler fails in a way of its own."""
+        at = drafts, width or self.capacity
+        self._steps[at] = torch.compile(Stage.step, fullgraph=True, dynamic=False)
+        try:
+            # Each stage and width is another program to the compiler, which would give up on the ninth.
+            with torch._dynamo.config.patch(recompile_limit=_RECOMPILES):
+                self._run(drafts, width)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self.compiled, self._steps[at] = False, Stage.step
+            warn(
+                f"steps of target {self.target.name} are not compiled, since that failed ({first_line(error)}); "
+                "decoding goes on without, with the same tokens",
+                stacklevel=2,
+            )
+
+    def _run(self, drafts: bool, width: int | None) -> None:
+        for cache in (self.cache, self.memory):
+            if cache is not None:
+                cache.width = width or self.capacity
+        with attending(self.target, self.support):  # around it all: a compiled step cannot change configurations
+            self._steps[drafts, width or self.capacity](self, drafts)
 
     def step(self, drafts: bool) -> None:
         """Draft, mask, forward, choose, match, commit: static tensors in, static tensors out."""
@@ -163,15 +220,15 @@ class Stage:
         self.state.copy_(drafter.update(self.state, self.memory, committed, hidden, counts))
         if drafts and not drafter.contiguous:
             cache.move(path)
-        # Sequences that have ended may go on for nothing, but not past the last slot.
-        cache.lengths.copy_((cache.lengths + counts).clamp(max=self.capacity - drafter.nodes))
+        # Sequences that have ended may go on for nothing, but not past the last slot that is seen.
+        cache.lengths.copy_((cache.lengths + counts).clamp(max=cache.width - drafter.nodes))
         if self.memory is not None:  # it holds the positions that the target's cache holds
             self.memory.lengths.copy_(cache.lengths)
         self.root.copy_(tokens.gather(1, counts[:, None] - 1)[:, 0])
         self.out[:, : 2 + deepest] = torch.cat([counts[:, None], proposed[:, None], tokens], dim=1)
 
     def forward(self, tree: TokenTree) -> Tensor:
-        """``tree_forward`` over the whole bucket, under an explicit mask."""
+        """``tree_forward`` over the whole width, under an explicit mask."""
         self.cache.expect(tree.size)
         positions, masks = tree_inputs(self.target, self.support, self.cache, tree)
         return self.target.hidden(tree.tokens, attention_mask=masks, position_ids=positions, cache=self.cache)
@@ -193,49 +250,28 @@ class Stage:
     def content(self) -> Content:
         return Content(self.cache, self.memory, self.root, self.state, self.sampler.keys, self.sampler.prompt_lengths)
 
-    def launch(self, drafts: bool) -> Flight:
-        """Enqueue a step, and the copy of what it emits. No more than ``AHEAD`` may be under way."""
+    def launch(self, drafts: bool, width: int | None = None) -> Flight:
+        """Enqueue a step, and the copy of what it emits. No more than ``AHEAD`` may be under way.
+
+        Args:
+            width: at least as long as sequences can be behind the step, and no less than at the step before; None
+                stands for all slots.
+        """
         arrival = self._arrivals[self._next_arrival]
         self._next_arrival = (self._next_arrival + 1) % AHEAD
         on_cuda = self.target.device.type == "cuda"
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_cuda else []
         started = perf_counter()
-        if events:
-            events[0].record()
-        if drafts in self._replays:
-            self._replays[drafts]()
-        else:
-            self._run(drafts)
-        arrival.copy_(self.out, non_blocking=True)
-        if events:
-            events[1].record()
+        with current(self.target.device):
+            if events:
+                events[0].record()
+            replay = self._replays.get((drafts, width or self.capacity))
+            if replay is None:
+                self._run(drafts, width)
+            else:
+                replay()
+            arrival.copy_(self.out, non_blocking=True)
+            if events:
+                events[1].record()
         nodes, passes = (self.drafter.nodes, self.drafter.passes) if drafts else (1, 0)
         return Flight(nodes, passes, drafts, arrival, events, perf_counter() - started)
-
-
-@torch.no_grad()
-def captured(run: Callable[[], None], target: Target, pool: Any = None) -> Callable[[], None]:
-    """A CUDA graph of the kernels that `run` launches, as a function; off CUDA `run` itself.
-
-    Raises:
-        UnsupportedTarget: something in it waits for the host.
-    """
-    if target.device.type != "cuda":
-        return run
-    with torch.cuda.device(target.device):
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(_WARM_UPS):
-                run()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, pool=pool):
-                run()
-        except RuntimeError as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UnsupportedTarget(
-                f"target {target.name} cannot be captured as a CUDA graph ({reason}); leave graphs off"
-            ) from error
-    return graph.replay

@@ -3,26 +3,48 @@
 from abc import ABC, abstractmethod
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import chain as chain_of
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from shape.drafters import Drafter, OracleDrafter, TrainedDrafter
 from shape.drafters.base import Committed
-from shape.verification.cache import KVCache
+from shape.target.support import LayerShape
+from shape.verification.cache import KVCache, grouped
 from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree, ancestors, chain, root_only
 
 _TABLE = 256  # positions of an oracle's table come in multiples of this
 
 
+def slot_bytes(shapes: list[LayerShape], dtype: torch.dtype) -> int:
+    """Memory that one slot of one sequence takes in a ``KVCache``."""
+    groups = chain_of(*grouped(shapes, dtype, torch.device("cpu")))
+    return sum(group.heads * group.size * group.dtype.itemsize for group in groups)
+
+
 class StaticCache(KVCache):
-    """A cache of which attention always sees every slot; its ``lengths`` change in place and the host does not ask."""
+    """A cache of which attention always sees as many slots; its ``lengths`` change in place and the host does not ask.
+
+    Attributes:
+        width: slots of each sequence that are seen, all of them at first.
+    """
+
+    def __init__(
+        self, shapes: list[LayerShape], batch: int, capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(shapes, batch, capacity, dtype, device)
+        self.width = capacity
+
+    @property
+    def nbytes(self) -> int:
+        return self.lengths.nbytes + sum(storage.nbytes for storage in self._storage.values())
 
     def expect(self, nodes: int) -> None:
         """The next forward is over this many nodes per sequence."""
-        self.slots.see_all(nodes)
+        self.slots.see(self.width, nodes)
 
     def move(self, path: Tensor) -> None:
         """Move the states of nodes ``path``, (B, D) int64, increasing, to the first slots behind the committed ones."""
@@ -74,6 +96,12 @@ class StaticDrafter(ABC):
         """Equal keys draft alike from equal states."""
         return (type(self).__name__,)
 
+    def alone(self) -> Self:
+        """A copy that shares nothing that steps change, and holds nothing of a call."""
+        made = copy(self)
+        made.memory = None
+        return made
+
     @abstractmethod
     def start(self, committed: Committed, hidden: Tensor) -> Tensor:
         """The state behind a prefill (see ``Drafter.start``)."""
@@ -124,6 +152,12 @@ class StaticPredictor(StaticDrafter):
     @property
     def key(self) -> tuple[Any, ...]:
         return ("shape", id(self._drafter.predictor), self._drafter.tree)
+
+    def alone(self) -> Self:
+        made = super().alone()
+        made._drafter = copy(self._drafter)
+        made._drafter.cache = None
+        return made
 
     def start(self, committed: Committed, hidden: Tensor) -> Tensor:
         self._drafter.start(committed, hidden)

@@ -10,11 +10,12 @@ S steps, K draft vocabulary, G heads, D head size.
 """
 
 from collections.abc import Callable
-from typing import ClassVar, Literal, NamedTuple, cast
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
@@ -58,6 +59,8 @@ class Predictor(PreTrainedModel):
         lm_head, lm_heads: output embeddings of its own, (H) -> (K), one for all steps or one for each; where both are
             None, states are read with the target's frozen head.
         embed_tokens: input embeddings of its own, of all of the target's tokens; None uses the target's.
+        gradient_checkpointing: whether training computes steps, or layers of a block, a second time in the backward
+            pass and keeps their inputs alone until then.
     """
 
     kind: ClassVar[str]
@@ -73,6 +76,7 @@ class Predictor(PreTrainedModel):
     lm_head: nn.Linear | None
     lm_heads: nn.ModuleList | None
     embed_tokens: nn.Embedding | None
+    gradient_checkpointing = False
     markov: MarkovBias | None
     confidence: nn.Linear | None
 
@@ -166,9 +170,15 @@ class Predictor(PreTrainedModel):
         at = [*given, *[None] * (steps - len(given))][:steps]  # the root's alone, where no other is read
         carried, states = self.begin(known, at[0]), []
         for n, embedding in enumerate(at):
-            state, carried = self.advance(known, carried, embedding, n)
+            state, carried = self.run(self.advance, known, carried, embedding, n)
             states.append(state)
         return torch.stack(states, dim=-2)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """A function of which, with `gradient_checkpointing`, inputs alone are kept for the backward pass."""
+        if not (self.gradient_checkpointing and torch.is_grad_enabled()):
+            return function(*arguments)
+        return checkpoint(function, *arguments, use_reentrant=False)
 
     @property
     def reads_tokens(self) -> bool:
@@ -185,6 +195,12 @@ class Predictor(PreTrainedModel):
         """What makes logits of states, and has no part in the states themselves."""
         bias = [] if self.token_bias is None else [*self.token_bias.parameters()]
         return [*[cast(nn.Parameter, head.weight) for head in self.heads], *bias]
+
+    @property
+    def matrices_over_tokens(self) -> list[Tensor]:
+        """Those with a row for each token that can be drafted: of own heads, and of a Markov bias."""
+        bias = [] if self.token_bias is None else [self.token_bias.expansion.weight]
+        return [*[head.weight for head in self.heads], *bias]
 
     @property
     def heads(self) -> list[nn.Linear]:

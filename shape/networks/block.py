@@ -80,7 +80,7 @@ class BlockPredictor(Predictor):
         size, first = self.config.block_size, root.to(self.fc.weight.dtype).unsqueeze(-2)
         x = torch.cat([first, self._mask().to(first).expand(*root.shape[:-1], size - 1, -1)], dim=-2)
         for layer, memory in zip(self._layers(), known.memory, strict=True):
-            x = layer(x, known.rotary[:, :, 1 : size + 1], memory, known.visible)
+            x = self.run(layer, x, known.rotary[:, :, 1 : size + 1], memory, known.visible)
         return (self.norm(x[..., size - self.config.num_steps :, :]),)
 
     def estimate(self, states: Tensor, tokens: Tensor, embeddings: Tensor) -> Tensor:
@@ -136,8 +136,6 @@ class BlockLayer(DraftLayer):
         """(B, P, S, H), rotary (B, P, S, 2, D / 2), known keys and values (B, G, T, D), (B, P, T) -> (B, P, S, H)."""
         steps = x.shape[2]
         seen, rotary = self.input_layernorm(x).flatten(1, 2), rotary.flatten(1, 2)
-        if visible is not None:
-            visible = visible.repeat_interleave(steps, dim=1)
         keys, values = self.self_attn.remember(seen, rotary)
         own = keys.unflatten(2, (-1, steps)), values.unflatten(2, (-1, steps))
         found = self.self_attn(seen, rotary, memory, visible, own)

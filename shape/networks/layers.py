@@ -3,9 +3,11 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shape.networks.config import ShapeConfig
 
+SCORES_BYTES = 2**27  # of one float32 tensor of attention scores in training, of which some four are held at a time
 _ROTARY_BASE = 10000.0
 
 Memory = tuple[Tensor, Tensor]
@@ -22,6 +24,10 @@ class MarkovBias(nn.Module):
         super().__init__()
         self.reduce = nn.Linear(size, rank, bias=False)
         self.expand = nn.Linear(rank, vocabulary, bias=False)
+
+    @property
+    def expansion(self) -> nn.Linear:
+        return self.expand
 
     def forward(self, reduced: Tensor) -> Tensor:
         return self.expand(reduced)
@@ -67,6 +73,10 @@ class MarkovTable(nn.Module):
         super().__init__()
         self.markov_w1 = nn.Embedding(vocabulary, rank)
         self.markov_w2 = nn.Linear(rank, drafted, bias=False)
+
+    @property
+    def expansion(self) -> nn.Linear:
+        return self.markov_w2
 
     def forward(self, reduced: Tensor) -> Tensor:
         return self.markov_w2(reduced)
@@ -133,12 +143,46 @@ class ContextAttention(nn.Module):
 def attend(asked: Tensor, memory: Memory, visible: Tensor | None, own: Memory | None = None) -> Tensor:
     """Attention of queries (B, G R, M, D) to the memory and to what is their own -> (B, G R, M, D).
 
+    In training, where scores of long texts would take more than all else, queries are gone through in parts, each to
+    as much of the memory as any of its queries sees; the backward pass computes a part's scores again.
+
     Args:
         memory: keys and values (B, G, T, D); R query heads share one of them.
-        visible: (B, M, T) or (B, 1, T) bool; None where all of the memory is.
+        visible: (B, M, T), (B, 1, T) or, for blocks of queries that see alike, (B, P, T) bool; None where all of the
+            memory is.
         own: keys and values (B, G, P, N, D) that only a node itself sees, or the M / P nodes of a block.
     """
+    if not torch.is_grad_enabled():
+        return _attend(asked, memory, visible, own)
+    blocks = asked.shape[2] if own is None else own[0].shape[2]
+    # Without keys of their own a kernel is used that keeps no scores, only their mask.
+    held = asked.shape[0] * (1 if own is None else asked.shape[1]) * asked.shape[2] * memory[0].shape[2] * 4
+    size = -(-blocks // -(-held // SCORES_BYTES)) if held else blocks
+    if size >= blocks:
+        return _attend(asked, memory, visible, own)
+    each = asked.shape[2] // blocks
+    found = []
+    for first in range(0, blocks, size):
+        rows = slice(first, first + size)
+        seen = visible if visible is None or visible.shape[1] == 1 else visible[:, rows]
+        known = memory if seen is None else tuple(kept[:, :, : _reach(seen)] for kept in memory)
+        seen = None if seen is None else seen[..., : known[0].shape[2]]
+        mine = None if own is None else tuple(kept[:, :, rows] for kept in own)
+        some = asked[:, :, first * each : (first + size) * each]
+        found.append(checkpoint(_attend, some, known, seen, mine, use_reentrant=False))
+    return torch.cat(found, dim=2)
+
+
+def _reach(visible: Tensor) -> int:
+    """How many of the first known positions hold all that are visible to any, at least one."""
+    seen = visible.flatten(0, 1).any(0).nonzero()
+    return int(seen[-1]) + 1 if len(seen) else 1
+
+
+def _attend(asked: Tensor, memory: Memory, visible: Tensor | None, own: Memory | None) -> Tensor:
     keys, values = memory
+    if visible is not None and visible.shape[1] not in (1, asked.shape[2]):
+        visible = visible.repeat_interleave(asked.shape[2] // visible.shape[1], dim=1)
     # Finite, so that a root without anything to see (padding) gives numbers and no NaN.
     lowest = torch.finfo(asked.dtype).min
     hidden = None if visible is None else torch.zeros_like(visible, dtype=asked.dtype).masked_fill_(~visible, lowest)

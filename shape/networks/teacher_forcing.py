@@ -113,26 +113,35 @@ class Reader:
 
     def __call__(self, states: Tensor, tokens: Tensor, embeddings: Tensor | None) -> Tensor:
         """The predictor's logits, (B, P, S, H) -> (B, P, S, K), along tokens (B, P, S) and their embeddings."""
-        own = self.predictor.heads
-        logits = self.target.logits(states, self.predictor.own_head) if own else self.frozen(states)
-        if self.predictor.config.coupling:
-            logits = self.predictor.couple(logits, self.predictor.reduced(*self._draftable))
+        logits = self.predictor.couple(self._read(states), self.reduced_vocabulary())
         return self.predictor.bias(logits, self.predictor.reduced(tokens, embeddings))
 
-    def at(self, chosen: tuple[Tensor, ...], states: Tensor, tokens: Tensor, embeddings: Tensor | None) -> Tensor:
-        """The same of some steps alone, (N, K), chosen out of (B, P, S) step by step.
+    def at(
+        self, chosen: tuple[Tensor, ...], states: Tensor, reduced: Tensor | None, vocabulary: Tensor | None = None
+    ) -> Tensor:
+        """The same of some steps alone, (N, K), chosen out of (..., S) step by step.
 
         See `shape.training.losses.supervised`.
+
+        Args:
+            reduced: (..., S, rank), `Predictor.reduced` of the tokens. vocabulary: `reduced_vocabulary`.
         """
         predictor = self.predictor
         if predictor.config.coupling:  # which needs a step's neighbour
-            return self(states, tokens, embeddings)[chosen]
-        if not predictor.heads:
-            logits = self.frozen(states[chosen])
-        else:
+            logits = predictor.couple(self._read(states), vocabulary)[chosen]
+        elif predictor.heads:
             logits = self.target.logits(states[chosen], partial(predictor.own_head_at, steps=chosen[-1]))
-        along = None if embeddings is None else embeddings[chosen]
-        return predictor.bias(logits, predictor.reduced(tokens[chosen], along))
+        else:
+            logits = self.frozen(states[chosen])
+        return predictor.bias(logits, None if reduced is None else reduced[chosen])
+
+    def _read(self, states: Tensor) -> Tensor:
+        """(B, P, S, H) -> (B, P, S, K)."""
+        return self.target.logits(states, self.predictor.own_head) if self.predictor.heads else self.frozen(states)
+
+    def reduced_vocabulary(self) -> Tensor | None:
+        """(K, rank), what a Markov bias reads of the tokens that can be drafted, which a coupling needs."""
+        return self.predictor.reduced(*self._draftable) if self.predictor.config.coupling else None
 
     @cached_property
     def _draftable(self) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,13 @@ from shape.target.options import PairOptions, PlacedOptions, TargetOptions
 # target's and the predictor's.
 SOURCE = frozenset({"token", "cache_dir", "local_files_only", "force_download", "proxies"})
 HUB_OPTIONS = SOURCE | {"revision"}
-_OURS = {"dtype", "device_map", "tokenizer", "prepacked"}  # in Target.load, and options of commands by themselves
+_OURS = {
+    "dtype",
+    "device_map",
+    "tokenizer",
+    "prepacked",
+    "quantize",
+}  # in Target.load, and options of commands by themselves
 # What says which files are read: all that a tokenizer takes, of which any other would become a setting.
 FILE_OPTIONS = HUB_OPTIONS | {"trust_remote_code", "code_revision", "subfolder", "gguf_file"}
 
@@ -31,6 +37,7 @@ def of_target(options: TargetOptions) -> dict[str, Any]:
         "trust_remote_code": options.trust_remote_code or None,
         "attn_implementation": options.attn_implementation,
         "quantization_config": options.quantization_config,
+        "quantize": options.quantize,
     }
     if isinstance(options, PlacedOptions):
         if options.device is not None and options.device_map is not None:

@@ -27,6 +27,7 @@ from shape.target.identity import TargetIdentity, float_weight
 from shape.target.inference import evaluating
 from shape.target.loading import FILE_OPTIONS, commit_of, default_device, first_line, only, resolve_dtype
 from shape.target.prepack import PrepackedForward, is_prepacked, linear, prepack, unpack
+from shape.target.quantize import Quantization, QuantizedLinear, check, quantize_model, quantized
 from shape.target.rotary import Switch, find_switch
 from shape.target.support import Support
 
@@ -85,6 +86,7 @@ class Target:
         dtype: str | torch.dtype | None = None,
         device_map: Any = None,
         prepacked: bool | None = None,
+        quantize: Quantization | None = None,
         **options: Any,
     ) -> "Target":
         """The target from a path, a hub id, the name of a bundled checkpoint, or a model at hand.
@@ -99,6 +101,8 @@ class Target:
             prepacked: on a CPU, use copies of the weights in the layout of its matrix kernels, which takes memory and
                 makes forwards over a few tokens up to three times as fast (see ``shape.target.prepack``); None does so
                 where memory allows it, for models that are loaded here.
+            quantize: on a CPU, "int8" or "int4": weights of linear layers in so many bits, activations rounded too (see
+                ``shape.target.quantize``). Plain and drafted decoding are of the same quantised model.
             options: any other of transformers' ``from_pretrained``: revision, token, trust_remote_code,
                 attn_implementation, quantization_config, ... The tokenizer is of the same revision.
 
@@ -109,6 +113,8 @@ class Target:
         """
         if isinstance(target, Target | PreTrainedModel):
             given = target if isinstance(target, Target) else cls(target, tokenizer)
+            if quantize is not None:
+                options["quantize"] = quantize
             if options:
                 raise ConfigError(
                     f"option {min(options)} is unknown, or says how a target is loaded, while {given.name} is at hand; "
@@ -126,6 +132,8 @@ class Target:
             raise UnsupportedTarget(f"target {target} is an encoder-decoder model; give a decoder-only causal LM")
         if device_map is None and (place := default_device()).type != "cpu":
             device_map = str(place)
+        if quantize is not None:
+            check(quantize, device_map, resolve_dtype(dtype or config.dtype), config, options)
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 where, dtype=resolve_dtype(dtype) or "auto", device_map=device_map, **options
@@ -142,6 +150,8 @@ class Target:
             ) from error
         except Exception as error:  # a quantiser that is not installed, damaged files: each has errors of its own
             raise UnsupportedTarget(f"target {target} cannot be loaded ({first_line(error)})") from error
+        if quantize is not None:
+            quantize_model(model, quantize)
         if tokenizer is None:
             try:
                 tokenizer = AutoTokenizer.from_pretrained(where, **only(FILE_OPTIONS, options))
@@ -217,8 +227,10 @@ class Target:
 
     @property
     def precision(self) -> str:
-        """For reports: the dtype of states, and who quantised the weights where the model says so; or prepacked."""
+        """For reports: the dtype of states, and how or by whom the weights are quantised, if known; or prepacked."""
         dtype = str(self.dtype).removeprefix("torch.")
+        if (kind := quantized(self.model)) is not None:
+            return f"{dtype}, {kind} weights"
         how = getattr(self.model.config, "quantization_config", None)
         method = how.get("quant_method") if isinstance(how, dict) else getattr(how, "quant_method", None)
         if method is None:
@@ -330,7 +342,9 @@ class Target:
         weight, bias = self._head_rows(tokens.to(self.device))
         bias = None if bias is None else bias.to(tokens.device, dtype)
         weight = weight.to(tokens.device, dtype)
-        return PrepackedForward(linear(weight, bias)) if self.prepacked else partial(F.linear, weight=weight, bias=bias)
+        if self.prepacked or quantized(self.model):
+            return PrepackedForward(linear(weight, bias))
+        return partial(F.linear, weight=weight, bias=bias)
 
     @torch.no_grad()
     def output_rows(self, tokens: Tensor | None = None) -> Tensor:
@@ -349,6 +363,8 @@ class Target:
                 bias = getattr(self.head, "bias", None)
                 tokens = tokens.to(weight.device)
                 return weight[tokens], None if bias is None else bias[tokens]
+        if isinstance(self.head, QuantizedLinear):
+            return self.head.rows(tokens, self.dtype), None if self.head.bias is None else self.head.bias[tokens]
         # Of a quantised head only its results are known: zeros give the bias, unit vectors the columns.
         bias = self.head(torch.zeros(1, self.hidden_size, dtype=self.dtype, device=self.device))[0]
         units = torch.eye(self.hidden_size, dtype=self.dtype, device=self.device).split(_HEAD_CHUNK)
@@ -428,7 +444,9 @@ def read_config(target: str | Path, **options: Any) -> PretrainedConfig:
     Raises:
         UnsupportedTarget: nothing that can be read there.
     """
-    known = {name: value for name, value in options.items() if name != "quantization_config"}  # it is not merged here
+    known = {
+        name: value for name, value in options.items() if name not in ("quantization_config", "quantize")
+    }  # not merged here
     try:
         config, _ = AutoConfig.from_pretrained(bundled.resolve(str(target)), return_unused_kwargs=True, **known)
         return config

@@ -4,7 +4,7 @@ They have no methods: jsonargparse would take public ones for commands.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(kw_only=True)
@@ -18,6 +18,8 @@ class TargetOptions:
         attn_implementation: the target's attention, for example sdpa, eager or flash_attention_2.
         quantization_config: how the target's weights are quantised when it is loaded, for example
             '{quant_method: bitsandbytes, load_in_4bit: true}'.
+        quantize: int8 or int4, on a CPU: the weights of the target in so many bits, for a few tokens' kernels; another
+            model than the unquantised one, the same for plain and drafted decoding.
         target_options: whatever else transformers takes, for example '{variant: fp16, subfolder: model}'.
     """
 
@@ -26,6 +28,7 @@ class TargetOptions:
     trust_remote_code: bool = False
     attn_implementation: str | None = None
     quantization_config: dict[str, Any] | None = None
+    quantize: Literal["int8", "int4"] | None = None
     target_options: dict[str, Any] = field(default_factory=dict)
 
 

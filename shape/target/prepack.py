@@ -5,22 +5,30 @@ spends most of its time on bringing the weight into blocks (bfloat16), or goes t
 (float32): a forward over the dozen nodes of a tree then takes up to three times as long as one over a single token.
 With weights in blocks it takes little longer, and that is what speculation lives on. It costs a second copy of the
 weights in memory. ``python eval/forwards.py`` measures both on a machine.
+
+A single row times a small weight is the exception: a compiled loop is through before such a kernel begins
+(``shape.target.products``).
 """
 
 from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from shape.target.products import numbers, product
+
 _EXPECTED_TOKENS = 16  # for which the layout is chosen; measured to be as good for one and for hundreds
+_SMALL = 2**19  # weights of a matrix that a loop reads as fast as the kernel's threads; measured on two cores
 _SHARE = 0.5  # of the free memory that copies may take where nobody asked for them
 
 if torch.backends.mkldnn.is_available():
     _BLOCKS, _PRODUCT = torch.ops.mkldnn._reorder_linear_weight.default, torch.ops.mkldnn._linear_pointwise.default
+_NO_BIAS = torch.empty(0)
 
 
 class PrepackedForward:
@@ -39,6 +47,7 @@ class PrepackedForward:
         self._made_of: tuple[int, int] | None = None
         self._kept: Tensor | None = None  # the weight as it was, so that no other can come to lie where it lay
         self._blocks: Tensor | None = None
+        self._rows: np.ndarray | None = None  # the weight as it is, if it is small
 
     def __call__(self, x: Tensor) -> Tensor:
         parameters = self._layer._parameters  # without a module's search for names, which every call would pay for
@@ -50,22 +59,34 @@ class PrepackedForward:
             self._make(weight)
         if self._blocks is None:
             return self._stock(x)
+        if self._rows is not None and x.numel() == x.shape[-1]:
+            return self._single(x, parameters["bias"])
         return _PRODUCT(x, self._blocks, parameters["bias"], "none", (), "")
+
+    def _single(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        assert self._rows is not None
+        y = x.new_empty(*x.shape[:-1], len(self._rows))
+        given = _NO_BIAS if bias is None else bias
+        product(self._rows, numbers(given), numbers(x).reshape(1, -1), numbers(y).reshape(1, -1))
+        return y
 
     def _stock(self, x: Tensor) -> Tensor:
         return type(self._layer).forward(self._layer, x)
 
     def _make(self, weight: Tensor) -> None:
-        self._kept, self._blocks = weight.detach(), None
+        self._kept, self._blocks, self._rows = weight.detach(), None, None
         self._made_of = weight.data_ptr(), weight._version
         if multiplies(weight.dtype):  # it may have changed
             rows = self._kept.T.contiguous() if isinstance(self._layer, Conv1D) else self._kept
             self._blocks = _BLOCKS(rows, _EXPECTED_TOKENS)
+            if rows.numel() <= _SMALL and rows.is_contiguous() and rows.dtype in (torch.float32, torch.bfloat16):
+                self._rows = numbers(rows)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PrepackedForward":
         copied = PrepackedForward(deepcopy(self._layer, memo))
         # These serve where the weight is shared.
         copied._made_of, copied._kept, copied._blocks = self._made_of, self._kept, self._blocks
+        copied._rows = self._rows
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:

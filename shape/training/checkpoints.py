@@ -15,7 +15,15 @@ from shape.files import written_whole
 
 # May change between a run and its resumption, the last two to go on where it diverged; all else would make it another
 # run.
-_FREE_TO_CHANGE = {"steps", "max_minutes", "checkpoint_every", "workers", "learning_rate", "gradient_clip_val"}
+_FREE_TO_CHANGE = {
+    "gradient_checkpointing",
+    "steps",
+    "max_minutes",
+    "checkpoint_every",
+    "workers",
+    "learning_rate",
+    "gradient_clip_val",
+}
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

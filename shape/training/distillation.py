@@ -11,6 +11,7 @@ from shape.errors import ConfigError
 from shape.networks.teacher_forcing import examples
 from shape.target.model import Target
 from shape.training.batches import Batch
+from shape.training.chunks import chunked_sum, rows_in_chunk
 from shape.training.losses import supervised, weighted_loss
 from shape.training.module import DrafterModule
 
@@ -62,6 +63,8 @@ class DistillModule(DrafterModule):
 
     def __init__(self, predictor: PreTrainedModel, *arguments: Any, **options: Any) -> None:
         super().__init__(predictor, *arguments, **options)
+        if self.options.gradient_checkpointing:
+            predictor.gradient_checkpointing_enable()
         if self.losses.on_states:
             given = ", ".join(self.losses.on_states)
             raise ConfigError(
@@ -79,12 +82,21 @@ class DistillModule(DrafterModule):
         states = self.predictor.base_model(input_ids=texts.input_ids).last_hidden_state
         batch_numbers = torch.arange(len(states), device=states.device)[:, None]
         own = states[batch_numbers, texts.roots].unsqueeze(-2)[kept]
-        head = self.predictor.get_output_embeddings()
-        with torch.no_grad():
-            wanted = self.target.logits(cut.states[kept].to(self.target.dtype))
-        logits = head(own)
-        output = self.target.output_rows() if self.losses.sinkhorn > 0 else None
-        loss, parts = weighted_loss(self.losses, own, own, logits, wanted, kept[-1], output, batch.whole(1))
-        agreement = (logits.argmax(-1) == wanted.argmax(-1)).float().mean()
-        self.log("train/agreement", agreement, prog_bar=True, batch_size=len(cut.mask))
-        return self._share(batch, loss, parts)
+        head, target = self.predictor.get_output_embeddings(), self.target
+        true, steps, whole = cut.states[kept], kept[-1], batch.whole(1)
+        output = target.output_rows() if self.losses.sinkhorn > 0 else None
+        sums: dict[str, Tensor] = {}
+
+        def loss_of(chunk: slice, own: Tensor) -> Tensor:
+            with torch.no_grad():
+                wanted = target.logits(true[chunk].to(target.dtype))
+            logits = head(own)
+            loss, parts = weighted_loss(self.losses, own, own, logits, wanted, steps[chunk], output, whole)
+            agreement = (logits.argmax(-1) == wanted.argmax(-1)).float().sum() / max(len(true), 1)
+            for name, part in {**parts, "agreement": agreement}.items():
+                sums[name] = sums.get(name, 0.0) + part.detach()
+            return loss
+
+        loss = chunked_sum(loss_of, [own], [head.weight], rows_in_chunk(4 * target.vocab_size), len(whole))
+        self.log("train/agreement", sums.pop("agreement"), prog_bar=True, batch_size=len(cut.mask))
+        return self._share(batch, loss, sums)

@@ -30,13 +30,13 @@ from shape.networks.teacher_forcing import Examples, Reader, Texts, examples, kn
 from shape.target.model import Target
 from shape.training.batches import Batch
 from shape.training.checkpoints import require_same_run
+from shape.training.chunks import chunked_sum, in_chunks, rows_in_chunk
 from shape.training.losses import acceptance_loss, agreement_loss, supervised, weighted_loss
 from shape.training.optimization import learning_rate_factor, parameter_groups
 from shape.training.options import Losses, TrainingOptions
 from shape.training.order import derive_seed
 from shape.verification.noise import mix
 
-_POSITIONS = 64  # of which all tokens' logits are held at once, for each text
 _ADAM_BETAS = (0.9, 0.95)
 
 
@@ -246,6 +246,7 @@ class ShapeModule(DrafterModule):
         for parameter in () if losses.on_logits else predictor.reading:
             parameter.requires_grad_(False)  # no loss reaches it, and processes would wait for its gradient
         super().__init__(predictor, target, losses, *arguments, **options)
+        predictor.gradient_checkpointing = self.options.gradient_checkpointing
         self.agreement = nn.ModuleList(MeanMetric() for _ in range(predictor.config.num_steps))
         self.acceptance_length = MeanMetric()
 
@@ -275,32 +276,78 @@ class ShapeModule(DrafterModule):
         learned = cut.mask
         if predictor.learns_draftable_alone and predictor.draft_vocabulary is not None:
             learned = learned & draftable(self.target, predictor.draft_vocabulary, texts, config.num_steps)
-        kept = supervised(learned)
-        states, true = predicted[kept], cut.states[kept]
-        predicted_logits = target_logits = None
         measuring = (self.global_step + 1) % self.log_every == 0
-        if self.losses.on_logits or predictor.config.confidence or measuring:
-            predicted_logits = self._reader.at(kept, predicted, cut.tokens, embeddings)
-            with torch.no_grad():
-                target_logits = self._reader.frozen(true)
-        output = self.target.output_rows(predictor.draft_vocabulary) if self.losses.sinkhorn > 0 else None
-        whole = batch.whole(predictor.config.num_steps)
-        loss, parts = weighted_loss(self.losses, states, true, predicted_logits, target_logits, kept[-1], output, whole)
-        if predictor.config.confidence and embeddings is not None:
-            assert predicted_logits is not None and target_logits is not None
-            along, logits = (cut.tokens[kept], embeddings[kept]), (predicted_logits, target_logits)
-            if predictor.confidence_learns == "acceptance":
-                estimate = predictor.estimate(states, *along)
-                parts["confidence"] = acceptance_loss(self.losses, estimate, *logits, kept[-1], whole)
-            else:
-                estimate = predictor.estimate(states.detach(), *along)
-                parts["confidence"] = agreement_loss(estimate, *logits, len(whole))
-            loss = loss + parts["confidence"]
-        if measuring and predicted_logits is not None:
-            drafts = torch.full_like(cut.tokens, -1)
-            drafts[kept] = predicted_logits.argmax(-1)
+        loss, parts, drafts = self._compared(batch, texts, cut, learned, predicted, embeddings, measuring)
+        if measuring:
             self._log_agreement(drafts, cut)
         return self._share(batch, loss, parts)
+
+    def _compared(
+        self,
+        batch: Batch,
+        texts: Texts,
+        cut: Examples,
+        learned: Tensor,
+        predicted: Tensor,
+        embeddings: Tensor | None,
+        measuring: bool,
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """The loss of predicted states (B, P, S, H), its parts, and the best drafts (B, P, S) where they are measured;
+        of some roots at a time, whose logits alone are held.
+
+        Args:
+            learned: (B, P, S) bool, steps that count.
+        """
+        predictor, reader, losses = self.predictor, self._reader, self.losses
+        steps, whole = predictor.config.num_steps, batch.whole(predictor.config.num_steps)
+        reading = bool(losses.on_logits) or predictor.config.confidence or measuring
+        reduced = predictor.reduced(cut.tokens, embeddings) if reading else None
+        vocabulary = reader.reduced_vocabulary() if reading else None
+        estimate = None
+        if predictor.config.confidence and embeddings is not None:
+            accepted = predictor.confidence_learns == "acceptance"
+            estimate = predictor.estimate(predicted if accepted else predicted.detach(), cut.tokens, embeddings)
+        output = self.target.output_rows(predictor.draft_vocabulary) if losses.sinkhorn > 0 else None
+        true, mask = cut.states.flatten(0, 1), learned.flatten(0, 1)
+        positions = positions_ahead(texts, steps)
+        drafts = torch.full_like(cut.tokens.flatten(0, 1), -1)
+        sums: dict[str, Tensor] = {}
+
+        def loss_of(chunk: slice, states: Tensor, reduced: Tensor | None, estimate: Tensor | None) -> Tensor:
+            kept = supervised(mask[chunk])
+            predicted_logits = target_logits = None
+            if reading:
+                predicted_logits = reader.at(kept, states, reduced, vocabulary)
+                target_logits = self._true_logits(texts, positions[chunk][kept])
+            logits, step = (predicted_logits, target_logits), kept[-1]
+            loss, parts = weighted_loss(losses, states[kept], true[chunk][kept], *logits, step, output, whole)
+            if estimate is not None and predicted_logits is not None and target_logits is not None:
+                along = estimate[kept], predicted_logits, target_logits
+                accepted = predictor.confidence_learns == "acceptance"
+                parts["confidence"] = (
+                    acceptance_loss(losses, *along, step, whole) if accepted else agreement_loss(*along, len(whole))
+                )
+                loss = loss + parts["confidence"]
+            for name, part in parts.items():
+                sums[name] = sums.get(name, 0.0) + part.detach()
+            if measuring and predicted_logits is not None:
+                drafts[chunk].index_put_(kept, predicted_logits.argmax(-1))
+            return loss
+
+        rows = [each if each is None else each.flatten(0, 1) for each in (predicted, reduced, estimate)]
+        shared = [] if not reading else predictor.matrices_over_tokens
+        shared = shared if vocabulary is None else [*shared, vocabulary]
+        size = rows_in_chunk(4 * steps * predictor.config.draft_size) if reading else len(mask)
+        return chunked_sum(loss_of, rows, shared, size, len(whole)), sums, drafts.view_as(cut.tokens)
+
+    @torch.no_grad()
+    def _true_logits(self, texts: Texts, positions: Tensor) -> Tensor:
+        """What can be drafted by the target's true states at some positions of all texts, (N,) int64 -> (N, K)."""
+        states = texts.hidden[..., -self.target.hidden_size :].flatten(0, 1)
+        if texts.roots.shape[1] == 1:
+            return self._reader.frozen(states[positions])
+        distinct, which = positions.unique(return_inverse=True)  # steps of neighbouring roots meet
+        return self._reader.frozen(states[distinct])[which]
 
     @torch.no_grad()
     def _log_agreement(self, drafts: Tensor, cut: Examples) -> None:
@@ -308,7 +355,7 @@ class ShapeModule(DrafterModule):
         if self.predictor.draft_vocabulary is not None:
             drafts = self.predictor.draft_vocabulary[drafts]
         log = partial(self.log, on_step=True, on_epoch=False, batch_size=len(cut.mask))
-        agree = drafts == self.target.logits(cut.states.to(self.target.dtype)).argmax(-1)
+        agree = drafts == likeliest_tokens(self.target, cut.states)
         for n, metric in enumerate(self.agreement):
             assert isinstance(metric, MeanMetric)
             metric(agree[..., n][cut.mask[..., n]].float())
@@ -319,15 +366,31 @@ class ShapeModule(DrafterModule):
 
 
 @torch.no_grad()
+def likeliest_tokens(target: Target, states: Tensor) -> Tensor:
+    """By the target's states, (..., H) -> (...) int64."""
+
+    def best(some: Tensor) -> Tensor:
+        return target.logits(some.to(target.dtype)).argmax(-1)
+
+    rows = states.reshape(-1, states.shape[-1])
+    return in_chunks(best, rows, rows_in_chunk(4 * target.vocab_size)).view(states.shape[:-1])
+
+
+def positions_ahead(texts: Texts, steps: int) -> Tensor:
+    """Where h_t..h_{t+S-1} of roots t lie among the states of all texts: (B P, S) int64, within their text."""
+    length = texts.hidden.shape[1]
+    ahead = texts.roots[..., None] + torch.arange(steps, device=texts.roots.device)
+    first = torch.arange(len(ahead), device=ahead.device)[:, None, None] * length
+    return (first + ahead.clamp(max=length - 1)).flatten(0, 1)
+
+
+@torch.no_grad()
 def draftable(target: Target, vocabulary: Tensor, texts: Texts, steps: int) -> Tensor:
     """Where the target's likeliest token is one of a draft vocabulary, (K,): of h_t..h_{t+S-1}, (B, P, S) bool."""
-    states = texts.hidden[..., -target.hidden_size :].to(target.dtype)
-    best = torch.cat([target.logits(some).argmax(-1) for some in states.split(_POSITIONS, dim=1)], dim=1)
+    best = likeliest_tokens(target, texts.hidden[..., -target.hidden_size :])
     drafted = torch.zeros(target.vocab_size, dtype=torch.bool, device=best.device)
     drafted[vocabulary.to(best.device)] = True
-    ahead = texts.roots[..., None] + torch.arange(steps, device=texts.roots.device)
-    rows = torch.arange(len(best), device=best.device)[:, None, None]
-    return drafted[best][rows, ahead.clamp(max=best.shape[1] - 1)]
+    return drafted[best].flatten()[positions_ahead(texts, steps)].unflatten(0, texts.roots.shape)
 
 
 def computed_texts(target: Target, batch: Batch, layers: Sequence[int], device: torch.device) -> Texts:

@@ -7,13 +7,17 @@ instead lie side by side in the dimension of tokens, each group under the same m
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import local
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from shape.verification.tree import ALIGNED
 
 _NAME = "shape_grouped_sdpa"
 _STOCK = "sdpa"
@@ -45,11 +49,40 @@ def grouped_sdpa(
         query.reshape(batch, key.shape[1], groups * nodes, -1),
         key,
         value,
-        attn_mask=None if attention_mask is None else attention_mask.repeat(1, 1, groups, 1),
+        attn_mask=None if attention_mask is None else _for_groups(attention_mask, groups),
         dropout_p=options.get("dropout", 0.0),
         scale=options.get("scaling"),
     )
     return found.reshape(batch, heads, nodes, -1).transpose(1, 2).contiguous(), None
+
+
+def repeated(mask: Tensor, groups: int) -> Tensor:
+    """(B, 1, N, K) -> (B, 1, groups * N, K), with rows as far apart as they were (see ``tree.placed``)."""
+    keys = mask.shape[-1]
+    padding = mask.stride(2) - keys
+    if not 0 < padding < ALIGNED:
+        return mask.repeat(1, 1, groups, 1)
+    return F.pad(mask, (0, padding)).repeat(1, 1, groups, 1)[..., :keys]
+
+
+class _Step(local):
+    """What the layers of a forward have in common: its masks, each repeated once. Each thread has its own."""
+
+    masks: dict[tuple[int, int], tuple[Tensor, Tensor]] | None = (
+        None  # by identity, which they keep while they are here
+    )
+
+
+_step = _Step()
+
+
+def _for_groups(mask: Tensor, groups: int) -> Tensor:
+    masks, key = _step.masks, (id(mask), groups)
+    if masks is None or torch.compiler.is_compiling():  # which sees by itself what is computed twice
+        return repeated(mask, groups)
+    if key not in masks:
+        masks[key] = mask, repeated(mask, groups)
+    return masks[key][1]
 
 
 AttentionInterface.register(_NAME, grouped_sdpa)
@@ -68,10 +101,12 @@ def grouped_queries(config: PretrainedConfig) -> Iterator[None]:
         yield
         return
     _choose(config, _NAME)
+    _step.masks = {}
     try:
         yield
     finally:
         _choose(config, _STOCK)
+        _step.masks = None
 
 
 def _choose(config: PretrainedConfig, name: str) -> None:

@@ -52,9 +52,9 @@ class Slots:
         self.lengths = of_lists(lengths, self.device)
         self._next: dict[tuple[int, torch.device], Tensor] = {}
 
-    def see_all(self, new: int) -> None:
-        """Let attention see every slot, whatever ``lengths`` says, when ``new`` tokens per sequence come."""
-        self.longest, self.uniform = self.capacity - new, False
+    def see(self, slots: int, new: int) -> None:
+        """Let attention see so many, whatever ``lengths`` says, when ``new`` tokens per sequence come."""
+        self.longest, self.uniform = slots - new, False
         self._next = {}
 
     def next(self, new: int, device: torch.device) -> Tensor:
@@ -203,10 +203,21 @@ class KVCache(Cache):
         self.set_lengths([length + len(path) for length, path in zip(self.host_lengths, paths, strict=True)])
 
     def select(self, rows: Tensor) -> None:
-        """Keep only these sequences, (B',) int64."""
-        self._storage = {key: storage[:, rows.to(storage.device)] for key, storage in self._storage.items()}
+        """Keep only these sequences, (B',) int64. If they are not more than before, what is committed of those that
+        change their place is all that moves.
+        """
+        kept, before = rows.tolist(), self.host_lengths
+        moves = [(at, row) for at, row in enumerate(kept) if at != row]
+        if len(kept) > len(before):
+            self._storage = {key: storage[:, rows.to(storage.device)] for key, storage in self._storage.items()}
+        elif moves:
+            new, old = (of_lists(places, self.device) for places in zip(*moves, strict=True))
+            for storage in self._storage.values():
+                used, device = storage[:, :, : max(before[row] for _, row in moves)], storage.device
+                used.index_copy_(1, new.to(device), used.index_select(1, old.to(device)))
+        self._storage = {key: storage[:, : len(kept)] for key, storage in self._storage.items()}
         self.layers = list(self._views())
-        self.set_lengths([self.host_lengths[row] for row in rows.tolist()])
+        self.set_lengths([before[row] for row in kept])
 
     def join(self, other: "KVCache") -> None:
         """Take in the sequences of another cache of such layers, behind its own. The other one may grow."""

@@ -92,6 +92,7 @@ class Sampler:
         # A CPU need not wait for itself, as other devices would at every depth.
         self.node_by_node = self.processors is not None or self.draws or (on_cpu and sorts)
         self.on_host = on_cpu and not self.node_by_node
+        self._drafted_with: tuple[Tensor, Tensor] | None = None  # hashes, and noise for them from offset 0 on
         self._divisor = prod(one.temperature for one in self.warpers if isinstance(one, TemperatureLogitsWarper))
 
     @property
@@ -109,7 +110,7 @@ class Sampler:
         """Say what is committed: its length, (B,) int64, and the tokens, which only processors look at. The token
         chosen at the root will be number ``lengths``.
         """
-        self._lengths, self._texts = lengths, texts
+        self._lengths, self._texts, self._drafted_with = lengths, texts, None
 
     def select(self, rows: Tensor) -> "Sampler":
         """The sampler of the remaining sequences."""
@@ -144,13 +145,21 @@ class Sampler:
 
     def noise(self, offset: int, vocab_size: int) -> Tensor:
         """(B, V) Gumbel noise of the token at ``offset``, the target's own."""
-        return self._noise_at([offset], all_hashes(vocab_size, self._lengths.device))[:, 0]
+        return self._noise_at(range(offset, offset + 1), all_hashes(vocab_size, self._lengths.device))[:, 0]
 
-    def _noise_at(self, offsets: Sequence[int], hashes: Tensor) -> Tensor:
-        """(B, len(offsets), K) at consecutive offsets. At once: many small tensors cost more than a large one."""
+    def _noise_at(self, offsets: range, hashes: Tensor) -> Tensor:
+        """(B, len(offsets), K). At once: many small tensors cost more than a large one."""
         assert self.keys is not None
-        positions = self._lengths[:, None] + torch.arange(offsets[0], offsets[-1] + 1, device=hashes.device)
+        positions = self._lengths[:, None] + torch.arange(offsets.start, offsets.stop, device=hashes.device)
         return gumbel(self.keys[:, None].expand_as(positions), positions, hashes)
+
+    def _verified_with(self, offsets: range, hashes: Tensor) -> Tensor:
+        """``_noise_at`` offsets from 0 on, of which drafting has made the first where it drafts from all tokens."""
+        (drafted, made), self._drafted_with = self._drafted_with or (None, None), None
+        if made is None or drafted is not hashes:
+            return self._noise_at(offsets, hashes)
+        rest = offsets[made.shape[1] :]
+        return torch.cat([made, self._noise_at(rest, hashes)], dim=1) if rest else made[:, : len(offsets)]
 
     def draft_noise(self, depth: int, hashes: Tensor, nodes: int = 1) -> Sequence[Tensor | None]:
         """What ``perturbed`` adds at offsets 0 to ``depth`` - 1: noise for some tokens each.
@@ -164,7 +173,10 @@ class Sampler:
         if self.greedy:
             return [None] * depth
         if self.coupled:
-            return self._noise_at(range(depth), hashes).split(1, dim=1)
+            noise = self._noise_at(range(depth), hashes)
+            # A compiler makes it anew where it is used, and writes none of it.
+            self._drafted_with = None if torch.compiler.is_compiling() else (hashes, noise)
+            return noise.split(1, dim=1)
         counters = torch.arange(depth * nodes, device=hashes.device)
         return gumbel(self._step_hashes(_DRAFTS)[:, None], counters, hashes).split(nodes, dim=1)
 
@@ -227,9 +239,9 @@ class Sampler:
         """(B, N) int64: argmax(log p + g) at every node, of its ``tree_scores``."""
         if self.greedy:
             return best(scores)
-        deepest = self.static_depth if self.static_depth is not None else int(tree.depth.max())
+        deepest = self.static_depth if self.static_depth is not None else tree.most_depth
         hashes = all_hashes(scores.shape[-1], scores.device) if self.static_hashes is None else self.static_hashes
-        noise = self._noise_at(range(deepest + 1 if tree.size > 1 else 1), hashes)
+        noise = self._verified_with(range(deepest + 1 if tree.size > 1 else 1), hashes)
         depths = torch.arange(tree.tokens.shape[0], device=scores.device)[:, None] * noise.shape[1] + tree.depth
         return best(scores + F.embedding(depths, noise.flatten(0, 1)))
 

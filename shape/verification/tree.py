@@ -13,6 +13,7 @@ from torch import Tensor
 from shape.verification.compiled import compiled, serves
 
 Drafted = list[tuple[int, int, float]]
+ALIGNED = 8  # numbers: what a GPU's kernels want rows of a mask to be a multiple of
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class TokenTree:
         joint: (B, N) log of the drafter's estimate that the target will choose the whole path to a node; None where the
             drafter makes none. Verification does not look at it.
         source: per sequence and node who proposed it, where there are several; None for root and padding.
+        deepest: no node is deeper, as far as the host knows; None where it does not.
     """
 
     tokens: Tensor
@@ -36,6 +38,7 @@ class TokenTree:
     log_q: Tensor | None = None
     joint: Tensor | None = None
     source: list[list[str | None]] | None = None
+    deepest: int | None = None
 
     @cached_property
     def ancestors(self) -> Tensor:
@@ -56,6 +59,13 @@ class TokenTree:
         return torch.from_numpy(found), torch.from_numpy(depths)
 
     @property
+    def most_depth(self) -> int:
+        """No node is deeper. A device is not asked: what it would answer is waited for."""
+        if self.deepest is not None:
+            return self.deepest
+        return int(self.depth.max()) if serves(self.parent) else self.size - 1
+
+    @property
     def size(self) -> int:
         return self.tokens.shape[1]
 
@@ -64,12 +74,29 @@ class TokenTree:
             return self
         log_q = None if self.log_q is None else self.log_q.to(device)
         joint = None if self.joint is None else self.joint.to(device)
-        return TokenTree(self.tokens.to(device), self.parent.to(device), log_q, joint, self.source)
+        return TokenTree(self.tokens.to(device), self.parent.to(device), log_q, joint, self.source, self.deepest)
 
 
 def of_lists(numbers: Sequence[Any], device: torch.device, kind: type = np.int64) -> Tensor:
-    """``torch.tensor``, by way of numpy, which reads lists in half of the time."""
-    return torch.from_numpy(np.array(numbers, dtype=kind)).to(device)
+    """``torch.tensor``, by way of numpy, which reads lists in half of the time. Nobody waits for it to reach a GPU."""
+    held = torch.from_numpy(np.array(numbers, dtype=kind))
+    return held.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else held.to(device)
+
+
+def to_lists(*parts: Tensor) -> list[list[Any]]:
+    """``tolist`` of tensors with a row per sequence, (B,) or (B, N) int64: one copy, and one wait, for all of them."""
+    if parts[0].device.type == "cpu":
+        return [part.tolist() for part in parts]
+    whole = torch.cat([part.reshape(len(part), -1) for part in parts], dim=1)
+    if whole.is_cuda:
+        whole, copied = whole.to("cpu", non_blocking=True), torch.cuda.Event()  # into pinned memory
+        copied.record(torch.cuda.current_stream(parts[0].device))
+        copied.synchronize()
+    rows, end, found = whole.tolist(), 0, []
+    for part in parts:
+        start, end = end, end + part[:1].numel()
+        found.append([row[start] if part.dim() == 1 else row[start:end] for row in rows])
+    return found
 
 
 def ancestors(parent: Tensor) -> Tensor:
@@ -114,7 +141,7 @@ def chain(root: Tensor, drafts: Tensor) -> TokenTree:
     """The tree without branches: root (B,) followed by drafts (B, N - 1)."""
     tokens = torch.cat([root[:, None], drafts], dim=1)
     parent = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device).expand_as(tokens)
-    return TokenTree(tokens, parent)
+    return TokenTree(tokens, parent, deepest=drafts.shape[1])
 
 
 def ragged_chain(root: Tensor, drafts: list[list[int]]) -> TokenTree:
@@ -124,7 +151,7 @@ def ragged_chain(root: Tensor, drafts: list[list[int]]) -> TokenTree:
     parent = [[*range(-1, len(row)), *[-1] * (most - len(row))] for row in drafts]
     both = of_lists([tokens, parent], root.device)
     both[0, :, 0] = root
-    return TokenTree(both[0], both[1])
+    return TokenTree(both[0], both[1], deepest=most)
 
 
 def ragged_tree(root: Tensor, drafts: Sequence[Drafted]) -> TokenTree:
@@ -140,7 +167,15 @@ def ragged_tree(root: Tensor, drafts: Sequence[Drafted]) -> TokenTree:
     tokens, parent, joint = ([[node[part] for node in row] for row in padded] for part in range(3))
     both = of_lists([tokens, parent], root.device)
     both[0, :, 0] = root
-    return TokenTree(both[0], both[1], joint=of_lists(joint, root.device, np.float32))
+    deepest = None if serves(root) else max(map(_deepest, drafts), default=0)
+    return TokenTree(both[0], both[1], joint=of_lists(joint, root.device, np.float32), deepest=deepest)
+
+
+def _deepest(drafted: Drafted) -> int:
+    depths = [0]
+    for _, above, _ in drafted:
+        depths.append(depths[above] + 1)
+    return max(depths)
 
 
 def of_arrays(tokens: np.ndarray, parents: np.ndarray, joint: np.ndarray) -> TokenTree:
@@ -150,7 +185,7 @@ def of_arrays(tokens: np.ndarray, parents: np.ndarray, joint: np.ndarray) -> Tok
 
 def root_only(root: Tensor) -> TokenTree:
     """No proposal: verification of it is one step of autoregressive decoding."""
-    return TokenTree(root[:, None], torch.full_like(root[:, None], -1))
+    return TokenTree(root[:, None], torch.full_like(root[:, None], -1), deepest=0)
 
 
 def first_path(tree: TokenTree) -> TokenTree:
@@ -191,7 +226,7 @@ def keep_best_on_device(tree: TokenTree, nodes: int) -> TokenTree:
     )
     old_parent = tree.parent.gather(1, kept)
     new_parent = new_index.gather(1, old_parent.clamp(min=0)).masked_fill(old_parent < 0, -1)
-    return TokenTree(tree.tokens.gather(1, kept), new_parent, joint=tree.joint.gather(1, kept))
+    return TokenTree(tree.tokens.gather(1, kept), new_parent, joint=tree.joint.gather(1, kept), deepest=tree.deepest)
 
 
 @compiled
@@ -237,7 +272,8 @@ def placed(
 
     Returns:
         (B, N) int64, ``lengths`` and the depth; (B, 1, N, K) in ``dtype``: 0 where a node may look, the most negative
-        number elsewhere.
+        number elsewhere. Its rows begin at multiples of 8 numbers, but for the host's: a GPU's kernels would copy it at
+        every layer.
     """
     if serves(lengths):
         window = -1 if sliding_window is None else sliding_window
@@ -253,8 +289,8 @@ def placed(
     if sliding_window is not None:
         key_positions = slots.repeat(batch, 1).scatter_(1, written, positions)
         allowed &= positions[:, :, None] - key_positions[:, None, :] < sliding_window
-    mask = torch.zeros(batch, 1, nodes, key_length, dtype=dtype, device=lengths.device)
-    return positions, mask.masked_fill_(~allowed[:, None], torch.finfo(dtype).min)
+    mask = torch.zeros(batch, 1, nodes, -(-key_length // ALIGNED) * ALIGNED, dtype=dtype, device=lengths.device)
+    return positions, mask[..., :key_length].masked_fill_(~allowed[:, None], torch.finfo(dtype).min)
 
 
 @cache

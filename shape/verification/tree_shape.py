@@ -13,7 +13,7 @@ class TreeShape:
         branching: children considered per expanded node; None means ``width``.
         nodes: drafted nodes kept of all candidates, the best by joint probability; None keeps all.
         threshold: stop growing once no path's joint probability reaches this, as the drafter estimates it; 0 never
-            stops. Looking costs a wait for the device at every depth.
+            stops. Looking costs a wait for the device: at every depth where each takes a pass of the network, else one.
     """
 
     depth: int = 4

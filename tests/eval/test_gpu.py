@@ -40,14 +40,19 @@ def test_tiny(tmp_path, monkeypatch, capsys):
     program.main(["--tiny", "true", "--output", str(tmp_path)])
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert found["left_out"] == [] and found["bandwidth"][0] > 0
-    assert [(one["batch"], one["method"]) for one in found["cases"]] == [
-        (batch, method) for batch in (1, 2) for method in ("autoregressive", "oracle (simulated)")
+    assert [(one["batch"], one["steps"], one["method"]) for one in found["cases"]] == [
+        (*part, method)
+        for part in ((1, "graphs"), (1, "eager"), (2, "graphs"), (2, "eager"))
+        for method in ("autoregressive", "oracle (simulated)")
     ]
     plain, oracle = found["cases"][:2]
     assert plain["speed_up"] == plain["acceptance_length"] == 1 and plain["nodes"] == 1
     assert oracle["nodes"] == gpu_steps.DEPTH + 1 and oracle["acceptance_length"] > 1
     assert all(one["efficiency"] > 0 for one in found["cases"])
-    assert found["bounds"][0]["plain_ms"] == plain["step_ms"]
+    assert found["bounds"][0]["plain_ms"] == plain["step_ms"] and [one["steps"] for one in found["bounds"]] == [
+        "graphs",
+        "eager",
+    ]
     assert [one["equal"] == one["answers"] for one in found["equal"]] == [True]
     assert found["environment"]["versions"]["torch"]
     text, said = (tmp_path / "gpu.md").read_text(), capsys.readouterr().out
@@ -61,7 +66,7 @@ def test_a_call_goes_on_where_the_last_one_ended(tmp_path, monkeypatch, capsys):
     assert before["bandwidth"] and not before["cases"] and capsys.readouterr().out.endswith("call it again\n")
     program.main(given)
     after = json.loads((tmp_path / "gpu.json").read_text())
-    assert after["bandwidth"] == before["bandwidth"] and len(after["cases"]) == 4 and not after["left_out"]
+    assert after["bandwidth"] == before["bandwidth"] and len(after["cases"]) == 8 and not after["left_out"]
     monkeypatch.setattr(program, "measure", None)  # nothing is measured twice
     program.main(given)
     assert json.loads((tmp_path / "gpu.json").read_text())["cases"] == after["cases"]

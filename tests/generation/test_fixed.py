@@ -2,17 +2,27 @@
 host is shown by ``pretended_devices.py``.
 """
 
+import warnings
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from helpers import predictor, prompts
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from shape.drafters import Drafter, NgramDrafter, OracleDrafter, TrainedDrafter, TreeShape
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
-from shape.generation.fixed import FixedSteps, bucket
+from shape.generation.fixed import FixedSteps, bucket, buckets
+from shape.generation.stage import Stage
 
 SHAPES = {
     "shape tree": TreeShape(depth=4, width=3, nodes=7),
@@ -79,16 +89,17 @@ def padded(steps, fixed: ShapeOutput):
 
 def test_buckets_of_rows():
     assert [bucket(rows) for rows in (1, 2, 3, 5, 8, 9, 17, 25, 33, 64)] == [1, 2, 4, 8, 8, 16, 24, 32, 64, 64]
+    assert buckets(1) == [1] and buckets(5) == [1, 2, 4, 8] and buckets(40)[-3:] == [24, 32, 64]
 
 
 def test_stages_serve_later_calls_and_not_two_at_once(tiny_model):
-    model, steps = tiny_model("llama"), FixedSteps(slots=64, kept=2)
+    model, steps = tiny_model("llama"), FixedSteps(slots=64)
     decoder = ShapeDecoder(model, TrainedDrafter(predictor(), SHAPES["shape tree"]), graphs=steps)
     one, two = (prompts([length])["input_ids"] for length in (9, 4))
     options = {"max_new_tokens": 20, "eos_token_id": [], **SAMPLED}
     expected = [ShapeDecoder(model).generate(ids, **options)[0, ids.shape[1] :].tolist() for ids in (one, two)]
     decoder.generate(one, **options)
-    stage = next(iter(steps._stages.values()))
+    (stage,) = steps._kept
     streams = [decoder.stream(ids, **options) for ids in (one, two)]  # side by side, each with a stage
     found: list[list[int]] = [[], []]
     while streams_left := [at for at in (0, 1) if len(found[at]) < 20]:
@@ -96,16 +107,131 @@ def test_stages_serve_later_calls_and_not_two_at_once(tiny_model):
             found[at] += next(streams[at])
     assert found == expected
     assert all(next(stream, None) is None for stream in streams)
-    assert len(steps._stages) == 1 and stage not in steps._stages.values()  # of equal ones the last is kept
+    assert len(steps._kept) == 2 and stage in steps._kept and not steps._taken
     broken = decoder.stream(one, **options)
     next(broken), next(broken)
-    assert not steps._stages
+    assert len(steps._kept) == len(steps._taken) == 1
     broken.close()
-    assert len(steps._stages) == 1
+    assert len(steps._kept) == 2 and not steps._taken
     assert decoder.generate(two, **options)[0, 4:].tolist() == expected[1]
-    for rows in (2, 4, 8):
-        decoder.generate(**prompts([5] * rows), max_new_tokens=3)
-    assert len(steps._stages) == 2
+
+
+def test_threads_have_stages_of_their_own(tiny_model):
+    model, ids = tiny_model("llama"), [prompts([length])["input_ids"] for length in (9, 4, 12, 7)]
+    options = {"max_new_tokens": 24, "eos_token_id": [], **SAMPLED}
+    expected = [ShapeDecoder(model).generate(one, **options) for one in ids]
+    drafter = TrainedDrafter(predictor(attention=True, loud=True), TreeShape(depth=3, width=2))
+    decoder = ShapeDecoder(model, drafter, fall_back=False, graphs=FixedSteps(slots=FEW))
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(2):
+            found = list(threads.map(lambda one: decoder.generate(one, **options), ids))
+            assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert 1 <= len(decoder.graphs._kept) <= 4 and not decoder.graphs._taken
+
+
+def test_memory_is_counted_and_bounded(tiny_model):
+    model = tiny_model("llama")
+    drafter = TrainedDrafter(predictor(attention=True, loud=True), TreeShape(depth=3, width=2))
+    steps = FixedSteps(slots=64)
+    decoder = ShapeDecoder(model, drafter, graphs=steps)
+    decoder.generate(**prompts([5, 3]), max_new_tokens=3, **SAMPLED)
+    (stage,) = steps._kept
+    # Keys and values of 2 key heads of 8 in two layers, and of the predictor's own; roots, lengths and the like, twice.
+    (memory,) = drafter.predictor.memory_shapes
+    floats = 2 * 64 * (2 * 2 * 2 * 8 + 2 * memory[0] * memory[1])
+    window = stage.state.numel()
+    assert stage.bytes == 8 * (floats + window + 2 * (5 + 3 + drafter.tree.depth)) == steps.bytes
+    limit = int(2.5 * stage.bytes)
+    decoder = ShapeDecoder(model, drafter, graphs=FixedSteps(slots=64, memory=limit))
+    for rows in (1, 2, 4, 1, 2):
+        batch = prompts([5] * rows)
+        out = decoder.generate(**batch, max_new_tokens=3, eos_token_id=[], return_dict_in_generate=True)
+        assert out.stats.graphs and 0 < decoder.graphs.bytes <= limit
+    assert [one.batch for one in decoder.graphs._kept] == [1, 2]  # what was used last
+    with pytest.warns(UserWarning, match="may hold .* lower max_new_tokens or the batch"):
+        big = decoder.generate(**prompts([5] * 8), max_new_tokens=3, return_dict_in_generate=True)
+    assert not big.stats.graphs
+    kept = decoder.graphs
+    decoder.close()
+    assert kept.bytes > 0  # it was handed over
+    kept.close()
+    assert kept.bytes == 0
+
+
+def test_nothing_is_made_in_the_middle_of_an_answer(tiny_model, monkeypatch):
+    """Neither a width nor a batch size: a smaller one is gone on in only where it is at hand."""
+    model, batch, prepared = tiny_model("llama"), prompts([3, 17, 9, 1, 12]), []
+    original = Stage.prepare
+
+    def prepare(stage: Stage, drafts: bool, width: int) -> None:
+        if not stage.prepared(drafts, width):
+            prepared.append((stage.batch, drafts, width))
+        original(stage, drafts, width)
+
+    monkeypatch.setattr(Stage, "prepare", prepare)
+    drafter = TrainedDrafter(predictor(), SHAPES["shape tree"])
+    options = {"max_new_tokens": 50, "stopping_criteria": StoppingCriteriaList([After()]), "eos_token_id": []}
+    expected = ShapeDecoder(model).generate(**batch, **options)
+    cold, warm = (ShapeDecoder(model, drafter, graphs=FixedSteps(slots=FEW)) for _ in range(2))
+    for piece, _ in enumerate(cold._start(**batch, **options)):
+        if piece == 0:
+            known = list(prepared)
+    assert prepared == known == [(8, kind, width) for kind in (True, False) for width in (32, 64, 128)]
+    prepared.clear()
+    warm.warm_up(batch_size=5, prompt_length=17, max_new_tokens=50)
+    assert {rows for rows, _, _ in prepared} == {1, 2, 4, 8} and len(prepared) == 4 * 6
+    used: list[int] = []
+    launch = Stage.launch
+    monkeypatch.setattr(Stage, "launch", lambda stage, *how: (used.append(stage.batch), launch(stage, *how))[1])
+    assert torch.equal(warm.generate(**batch, **options), expected)
+    assert len(prepared) == 4 * 6 and len(set(used)) > 1 and used == sorted(used, reverse=True)
+
+
+BASE = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.3, "bos_token_id": None,
+    "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def asking() -> dict[str, tuple[PretrainedConfig, str, bool]]:
+    """Targets that may ask the host: configuration, implementation of experts, whether they do."""
+    experts = MixtralConfig(**BASE, num_local_experts=4)
+    dynamic = LlamaConfig(**BASE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    return {
+        "experts one by one": (experts, "eager", True),
+        "experts at once": (experts, "batched_mm", False),
+        "dynamic rope": (dynamic, "eager", True),
+    }
+
+
+@pytest.mark.parametrize("kind", list(asking()))
+def test_targets_that_ask_the_host_are_decoded_by_the_loop(kind):
+    """With one warning that says where, and nothing kept."""
+    config, experts, asks = asking()[kind]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, experts_implementation=experts).double().eval()
+    batch = prompts([3, 9])
+    decoder = ShapeDecoder(model, graphs=FixedSteps(slots=FEW))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = [decoder.generate(**batch, max_new_tokens=12, return_dict_in_generate=True) for _ in range(2)]
+    expected = ShapeDecoder(model).generate(**batch, max_new_tokens=12)
+    assert all(one.stats.graphs is not asks and torch.equal(one.sequences, expected) for one in found)
+    told = [str(one.message) for one in said if "without steps of fixed shapes" in str(one.message)]
+    assert len(told) == asks and bool(decoder.graphs._kept) is not asks
+    assert all("waits for the host (aten::" in one and "modeling_" in one for one in told)
+
+
+def test_calls_in_and_out_of_inference_mode_share_stages(tiny_model):
+    model, batch = tiny_model("llama"), prompts([3, 9])
+    decoder = ShapeDecoder(model, graphs=FixedSteps(slots=FEW))
+    expected = ShapeDecoder(model).generate(**batch, max_new_tokens=12)
+    for mode in (torch.inference_mode, torch.enable_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(decoder.generate(**batch, max_new_tokens=12), expected)
+    assert len(decoder.graphs._kept) == 1
 
 
 class After(StoppingCriteria):

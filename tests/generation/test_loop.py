@@ -5,6 +5,9 @@ from helpers import FAMILIES, predictor, prompts
 from shape.drafters import NgramDrafter, TrainedDrafter, TreeShape
 from shape.errors import UnsupportedGeneration
 from shape.generation.decoder import ShapeDecoder
+from shape.generation.eager import EagerSteps
+from shape.generation.loop import Outcome, unfinished
+from shape.generation.sequence import SequenceState
 from shape.verification import forward
 
 
@@ -83,3 +86,53 @@ def test_samples_of_one_prompt_share_its_prefill(tiny_model):
     assert out.stats.prompt_tokens == 11
     again = decoder.generate(**prompts([7, 4]), num_return_sequences=3, **options | {"max_new_tokens": 3})
     assert torch.equal(out.sequences[:, :10], again.sequences)
+
+
+@pytest.mark.parametrize("stopped", [[], [0], [4], [1, 2], [0, 3, 4], [0, 1, 2, 3], [0, 1, 2, 3, 4]])
+def test_of_the_unfinished_only_the_last_change_their_place(stopped):
+    sequences = [SequenceState(index, [1], 3, (), finished=index in stopped) for index in range(5)]
+    found = [one.index for one in unfinished(sequences)]
+    assert sorted(found) == [index for index in range(5) if index not in stopped]
+    assert all(place == index or place in stopped for place, index in enumerate(found))
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "shape", "ngram"])
+def test_sequences_that_stop_early_change_nothing_for_the_others(tiny_model, kind, sample):
+    """Each has the tokens that it has alone, whoever stops before it."""
+    decoder, batch = ShapeDecoder(tiny_model("llama"), drafter(tiny_model, kind)), prompts([7, 4, 9, 5, 6])
+    options = {"max_new_tokens": 24, "eos_token_id": [2, 9, 11, 30, 41], "pad_token_id": 0, "do_sample": sample}
+    out = decoder.generate(**batch, seed=[4, 8, 15, 16, 23], return_dict_in_generate=True, **options)
+    assert len({len(step.sequences) for step in out.stats.steps}) > 2
+    width = batch["input_ids"].shape[1]
+    for row, (ids, mask) in enumerate(zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)):
+        alone = decoder.generate(ids[mask][None], seed=[[4, 8, 15, 16, 23][row]], **options)[0, mask.sum() :]
+        assert torch.equal(out.sequences[row, width : width + len(alone)], alone)
+        assert (out.sequences[row, width + len(alone) :] == 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "shape", "ngram"])
+def test_a_step_on_a_gpu_waits_for_nothing_but_its_answer(tiny_model, kind, sample, monkeypatch):
+    """That is an event; whatever else would wait raises. Without stops, for which caches shrink."""
+    step, steps = EagerSteps.step, 0
+
+    def strictly(self: EagerSteps, live: list[SequenceState]) -> Outcome:
+        nonlocal steps
+        steps += 1
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return step(self, live)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    made = drafter(tiny_model, kind)
+    for network in () if made is None else made.networks:
+        network.cuda()
+    decoder = ShapeDecoder(tiny_model("llama").cuda(), made, fall_back=False)
+    batch = {name: tensor.cuda() for name, tensor in prompts().items()}
+    options = {"max_new_tokens": 12, "eos_token_id": [], "do_sample": sample, "top_k": 0, "seed": 3}
+    expected = decoder.generate(**batch, **options)
+    monkeypatch.setattr(EagerSteps, "step", strictly)
+    assert torch.equal(decoder.generate(**batch, **options), expected) and steps

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shape.networks import layers
 from shape.networks.config import ShapeConfig
-from shape.networks.layers import ContextAttention, MarkovBias, rotary_table, rotate
+from shape.networks.layers import ContextAttention, MarkovBias, attend, rotary_table, rotate
 
 
 def attention(**options) -> ContextAttention:
@@ -40,6 +41,33 @@ def test_attention_is_softmax_over_what_a_node_sees(ends, own):
                 weights = (keys @ asked[row, head, node] / 2.0).softmax(-1)
                 heads.append(weights @ values)
             torch.testing.assert_close(found[row, node], module.out(torch.cat(heads)))
+
+
+@pytest.mark.parametrize("blocks", [None, 7, 21])
+@pytest.mark.parametrize("budget", [1, 2000, 5000])
+def test_attention_in_parts_is_attention_at_once(blocks, budget, monkeypatch):
+    """Values and gradients, of grouped heads, with keys of their own for each query or for blocks of three."""
+    rows, groups, heads, queries, known, size = 2, 2, 4, 21, 30, 8
+    generator = torch.Generator().manual_seed(0)
+
+    def states(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, size, generator=generator, dtype=torch.float64).requires_grad_()
+
+    memory = states(rows, groups, known), states(rows, groups, known)
+    own = () if blocks is None else (states(rows, groups, blocks, 3), states(rows, groups, blocks, 3))
+    ends = torch.randint(1, known, (rows, blocks or queries), generator=generator).sort(-1).values
+    inputs = (states(rows, heads, queries), *memory, *own)
+
+    def found() -> tuple[torch.Tensor, ...]:
+        result = attend(inputs[0], memory, torch.arange(known) < ends[..., None], own or None)
+        return result, *torch.autograd.grad(result.square().sum(), inputs)
+
+    whole = found()
+    counted = []
+    monkeypatch.setattr(layers, "_attend", lambda *given, once=layers._attend: counted.append(1) or once(*given))
+    monkeypatch.setattr(layers, "SCORES_BYTES", budget)
+    torch.testing.assert_close(found(), whole, rtol=1e-4, atol=1e-5)  # softmax is of float32
+    assert len(counted) > 2
 
 
 @given(st.integers(0, 500), st.integers(0, 500), st.integers(0, 50))

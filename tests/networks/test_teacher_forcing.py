@@ -119,4 +119,5 @@ def test_logits_of_supervised_steps_are_those_of_all_steps(tiny_target, axes):
     reader = Reader(predictor, tiny_target)
     tokens = torch.randint(tiny_target.vocab_size, (2, 5, STEPS), generator=generator)
     along = tokens, embeddings
-    torch.testing.assert_close(reader.at(kept, states, *along), reader(states, *along)[kept])
+    found = reader.at(kept, states, predictor.reduced(*along), reader.reduced_vocabulary())
+    torch.testing.assert_close(found, reader(states, *along)[kept])

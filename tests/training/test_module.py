@@ -26,6 +26,8 @@ from training_runs import (
 
 from shape.features.extraction import compute_features
 from shape.features.store import FeatureStore
+from shape.networks import layers
+from shape.training import chunks
 from shape.training.batches import Split
 from shape.training.distillation import DistillModule, draft_model
 from shape.training.module import DrafterModule, ShapeModule, add_noise, draftable
@@ -112,6 +114,50 @@ def test_one_position_has_one_weight(unequal, tiny_target, kind):
             other, summed = taught(step, split)
             assert other == pytest.approx(loss, rel=1e-5), split
             assert (summed - gradient).norm() < 1e-5 * gradient.norm(), split
+
+
+CHUNKED = {
+    **NETWORKS,
+    "coupled": {"step_mode": "parallel", "token_conditioning": "root", "markov_rank": 8, "coupling": 4},
+    "unsure": {"confidence": True, "draft_vocab_size": 200},
+}
+
+
+@pytest.mark.parametrize("kind", CHUNKED)
+def test_losses_in_chunks_are_those_of_all_roots_at_once(unequal, tiny_target, kind, monkeypatch):
+    losses = Losses(mse=0.5, total_variation=0.5, negative_log_acceptance=0.1, sinkhorn=0.2, sinkhorn_support=8)
+
+    def taught(size: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor | None]]:
+        """What is logged, the drafts among it, and gradients."""
+        monkeypatch.setattr(chunks, "CHUNK_BYTES", size)
+        module = ShapeModule(trainable(tiny_target, **CHUNKED[kind]), tiny_target, losses, OPTIONS, log_every=1)
+        logged: dict[str, torch.Tensor] = {}
+        module.log = lambda name, value, **_: logged.update({name: value})  # type: ignore[method-assign,assignment]
+        module._log_agreement = lambda drafts, _: logged.update(drafts=drafts)  # type: ignore[method-assign]
+        window = None if module.predictor.memory_shapes else WINDOW
+        data = data_of(FeatureStore(unequal.storage, layers=module.layers), tiny_target, window=window, max_length=160)
+        module.training_step(data.batches(Split())[0], 0).backward()
+        return logged, {name: weight.grad for name, weight in module.predictor.named_parameters()}
+
+    for whole, parts in zip(taught(2**30), taught(20_000), strict=True):
+        torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "block", "shape with attention"])
+def test_checkpointing_and_attention_in_parts_change_no_gradient(unequal, tiny_target, kind, monkeypatch):
+    def gradients(checkpointing: bool) -> dict[str, torch.Tensor | None]:
+        options = replace(OPTIONS, batch_size=300, gradient_checkpointing=checkpointing)
+        predictor = trainable(tiny_target, **NETWORKS[kind])
+        module = ShapeModule(predictor, tiny_target, Losses(mse=0.5), options, log_every=1000)
+        module.log = lambda *_, **__: None  # type: ignore[method-assign,assignment]
+        store = FeatureStore(unequal.storage, layers=module.layers)
+        module.training_step(data_of(store, tiny_target, options, window=None).batches(Split())[0], 0).backward()
+        return {name: weight.grad for name, weight in predictor.named_parameters()}
+
+    whole = gradients(False)
+    torch.testing.assert_close(gradients(True), whole)
+    monkeypatch.setattr(layers, "SCORES_BYTES", 20_000)
+    torch.testing.assert_close(gradients(True), whole, rtol=1e-4, atol=1e-6)
 
 
 def test_accumulated_parts_are_the_whole_batch(unequal, tiny_target):

@@ -101,6 +101,28 @@ def test_keys_are_not_repeated_and_tokens_are_those_of_the_target(family, drafte
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral, sliding", "gemma3"])
+def test_a_mask_is_repeated_once_for_all_layers(family, monkeypatch):
+    made, real = [], attention.repeated
+    monkeypatch.setattr(attention, "repeated", lambda mask, groups: made.append(mask) or real(mask, groups))
+    decoder = ShapeDecoder(build(family), AdversaryDrafter(nodes=6))
+    made.clear()
+    ids = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(0))
+    out = decoder.generate(ids, torch.ones_like(ids), max_new_tokens=8, return_dict_in_generate=True)
+    kinds = 1 + decoder.support.mask_by_layer_type
+    assert len(made) == kinds * len(out.stats.steps) and decoder.target.config.num_hidden_layers > 1
+    assert attention._step.masks is None  # nothing is held between steps
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_rows_of_a_repeated_mask_stay_aligned(nodes):
+    aligned = torch.randn(2, 1, nodes, 16)[..., :13]
+    for mask in (aligned, aligned.contiguous(), torch.randn(2, 1, 4, 90)[:, :, :nodes, :13]):
+        found = attention.repeated(mask, 3)
+        assert torch.equal(found, torch.cat([mask] * 3, dim=2))
+        assert found.stride(2) == (16 if mask is aligned else 13)
+
+
 def test_the_configuration_is_put_back(tiny_model):
     config = tiny_model("llama").config
     with pytest.raises(KeyError), grouped_queries(config):

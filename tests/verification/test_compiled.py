@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from shape.verification import compiled
 from shape.verification.compiled import first_largest, log, log_complement, sum_of_exp
 
 RELATIVE = 4e-7  # of three roundings
@@ -47,14 +46,3 @@ def test_the_largest_is_the_first_of_equal_ones(dtype):
     assert first_largest(np.array([-1.0, -0.0, 0.0, -2.0], dtype)) == 1
     assert first_largest(np.array([-3.0, -1.5, -np.inf, -1.0, np.inf, 7.0], dtype)) == 4
     assert 0 <= first_largest(np.full(100, np.nan, dtype)) < 100  # some token, not a place behind the last
-
-
-def test_without_a_place_to_keep_it_a_loop_is_compiled_all_the_same(monkeypatch):
-    def njit(cache: bool = False, **options):
-        if cache:
-            raise RuntimeError("cannot cache function: no locator available")
-        return real(**options)
-
-    real = compiled.njit
-    monkeypatch.setattr(compiled, "njit", njit)
-    assert compiled.compiled(lambda x: x + 1)(2) == 3

@@ -238,3 +238,30 @@ def test_greedy_choices_leave_out_what_warpers_do():
     tree = root_only(torch.zeros(1, dtype=torch.long))
     assert chooser.choose(logits, tree).item() == 2 == chooser.pick(chooser.tree_scores(logits, tree), tree).item()
     assert chooser.choose_roots(logits, tree).item() == 2
+
+
+@pytest.mark.parametrize("deepest", [1, 3, 4])
+def test_noise_that_drafting_made_is_not_made_again(monkeypatch, deepest):
+    made = []
+
+    def watched(keys: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        made.append(positions.shape[1])
+        return gumbel(keys, positions, tokens)
+
+    monkeypatch.setattr(sampling, "gumbel", watched)
+    sampler = Sampler(torch.tensor([5, 2]), 1.0, keys=sequence_keys(0, 2))
+    tree = chain(torch.tensor([3, 4]), torch.ones(2, deepest, dtype=torch.long))
+    scores = torch.randn(2, tree.size, 32, generator=torch.Generator().manual_seed(0))
+    sampler.commit(torch.tensor([7, 4]))
+    expected = sampler.pick(scores, tree)
+    for hashes in (all_hashes(32, torch.device("cpu")), token_hashes(torch.arange(32))):  # the second is not verification's
+        made.clear()
+        sampler.draft_noise(3, hashes)
+        assert torch.equal(sampler.pick(scores, tree), expected)
+        again = [max(0, deepest + 1 - 3)] if hashes is all_hashes(32, hashes.device) else [deepest + 1]
+        assert made == [3, *filter(None, again)]
+    sampler.draft_noise(3, all_hashes(32, torch.device("cpu")))
+    sampler.commit(torch.tensor([9, 5]))  # other positions, other noise
+    moved = Sampler(torch.tensor([5, 2]), 1.0, keys=sequence_keys(0, 2))
+    moved.commit(torch.tensor([9, 5]))
+    assert torch.equal(sampler.pick(scores, tree), moved.pick(scores, tree))

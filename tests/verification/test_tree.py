@@ -106,6 +106,7 @@ def test_the_hosts_positions_and_mask_are_those_of_a_device(monkeypatch, window,
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     others, other = placed(replace(tree), *given)
     assert torch.equal(positions, others) and torch.equal(mask, other) and mask.dtype == other.dtype == dtype
+    assert other.stride()[:3] == (6 * 16, 6 * 16, 16)  # of 15 slots: no kernel needs a copy
 
 
 @given(parents(), st.integers(0, 5), st.integers(0, 4), st.one_of(st.none(), st.integers(1, 6)))

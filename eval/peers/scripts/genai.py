@@ -15,9 +15,11 @@ _WEIGHTS = {"float32": "fp32", "bfloat16": "fp16", "int8": "int8", "int4": "int4
 
 def convert(source: str, destination: str, precision: str) -> None:
     program = Path(sys.executable).with_name("optimum-cli")
+    # Some widths are no multiple of its 128.
+    options = ("--group-size-fallback", "adjust") if precision == "int4" else ()
     command: Sequence[Any] = (
         program, "export", "openvino", "-m", source, "--task", "text-generation-with-past",
-        "--weight-format", _WEIGHTS[precision], destination,
+        "--weight-format", _WEIGHTS[precision], *options, destination,
     )  # fmt: skip
     subprocess.run(command, check=True)
 

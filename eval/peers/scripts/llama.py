@@ -122,7 +122,8 @@ def serve(model: str, precision: str, threads: int) -> tuple[protocol.Answer, di
     greedy = llama_cpp.llama_sampler_init_greedy()
 
     def after(tokens: list[int]) -> int:
-        batch = llama_cpp.llama_batch_get_one((llama_cpp.llama_token * len(tokens))(*tokens), len(tokens))
+        given = (llama_cpp.llama_token * len(tokens))(*tokens)  # which the batch points to
+        batch = llama_cpp.llama_batch_get_one(given, len(tokens))
         if llama_cpp.llama_decode(context, batch):
             raise SystemExit("llama.cpp cannot decode; its messages are above")
         return llama_cpp.llama_sampler_sample(greedy, context, -1)

@@ -1,0 +1,62 @@
+"""The compiled loop for a single root against the network itself."""
+
+import pytest
+import torch
+
+from shape.networks.base import Known
+from shape.networks.config import ShapeConfig
+from shape.networks.shape import ShapePredictor
+from shape.networks.single import SingleRoot
+
+SIZE, WINDOW, STEPS = 12, 3, 4
+
+
+def predictor(dtype: torch.dtype = torch.float32, **options) -> ShapePredictor:
+    """Small, with all weights away from their first values."""
+    defaults = {"hidden_size": SIZE, "intermediate_size": 16, "window": WINDOW, "num_steps": STEPS}
+    config = ShapeConfig(**{**defaults, "step_mode": "parallel", "refinement": "none", **options})
+    torch.manual_seed(0)
+    network = ShapePredictor(config).eval().requires_grad_(False)
+    for weight in network.parameters():
+        weight.add_(0.2 * torch.randn_like(weight))
+    return network.to(dtype)
+
+
+@pytest.mark.parametrize("conditioning", ["none", "root"])
+@pytest.mark.parametrize("blocks", [0, 1, 2])
+@pytest.mark.parametrize("layers", [[-1], [2, -1]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_are_those_of_the_network(conditioning, blocks, layers, dtype) -> None:
+    network = predictor(dtype, token_conditioning=conditioning, num_layers=blocks, feature_layers=layers)
+    window, embedding = 5 * torch.randn(WINDOW, len(layers) * SIZE), torch.randn(SIZE)  # the target's are in float32
+    single = SingleRoot.of(network)
+    assert single is not None
+    found = single(window, embedding)
+    # Rounding to bfloat16 comes at the end alone: the weights' own values are what both begin with.
+    exact = network.float().begin(
+        Known(window.to(dtype).float()[None, None], [], None, None), embedding.to(dtype)[None, None].float()
+    )
+    assert found.shape == (STEPS, SIZE) and found.dtype == dtype
+    precision = 1e-5 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(found.float(), exact[0][0, 0], rtol=precision, atol=1e-5)
+
+
+def test_weights_are_read_where_they_lie() -> None:
+    """A drafter of a predictor in training sees its next weights."""
+    network = predictor()
+    window, embedding = torch.randn(WINDOW, SIZE), torch.randn(SIZE)
+    single = SingleRoot.of(network)
+    assert single is not None
+    before = single(window, embedding)
+    network.window_projection.weight.mul_(2)
+    assert not torch.equal(single(window, embedding), before)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"step_mode": "recursive"}, {"attention": True, "num_heads": 2}, {"refinement": "affine"}],
+    ids=lambda options: next(iter(options)),
+)
+def test_other_networks_are_left_to_themselves(options) -> None:
+    assert SingleRoot.of(predictor(**options)) is None
+    assert SingleRoot.of(predictor(torch.float64)) is None

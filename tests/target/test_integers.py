@@ -1,0 +1,97 @@
+"""Products with packed weights: those of the numbers that were packed, for every token by itself."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shape.target import integers
+from shape.target.integers import GROUP, product
+from shape.target.quantize import pack, unpack
+
+KINDS = [(bits, dtype) for bits in (8, 4) for dtype in (torch.float32, torch.bfloat16)]
+
+
+def packed(bits: int, outputs: int, inputs: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights and scales in the kernels' layout, and the numbers that they stand for, (outputs, inputs) float64."""
+    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed))
+    weights, scales = pack(weight, bits)
+    scales = scales.view(torch.uint8)
+    return weights, scales, unpack(weights, scales, torch.arange(outputs), bits).double()
+
+
+def tokens(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Activations, of which some are large, as in real models."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    x[..., ::37] *= 50
+    return x.to(dtype)
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Activations as the kernels round them, (..., K) float64."""
+    groups = x.double().unflatten(-1, (-1, GROUP))
+    step = groups.abs().amax(-1, keepdim=True) / (127 if x.dtype == torch.bfloat16 else 127 * 256)
+    return ((groups / step).round() * step).nan_to_num(0.0).flatten(-2)
+
+
+@settings(max_examples=12)
+@given(st.sampled_from(KINDS), st.lists(st.integers(1, 3), max_size=2), st.integers(1, 5), st.integers(1, 40))
+def test_products_are_those_of_the_rounded_numbers(kind, batch, groups, outputs):
+    bits, dtype = kind
+    weights, scales, meant = packed(bits, outputs, groups * GROUP)
+    x = tokens(dtype, *batch, 2, groups * GROUP)
+    found = product(x, weights, scales, bits, outputs)
+    expected = rounded(x) @ meant.T
+    assert found.dtype == dtype and found.shape == expected.shape
+    # A number that lies between two steps may be rounded to either in float32.
+    error = (found.double() - expected).norm() / expected.norm()
+    assert error < (4e-3 if dtype == torch.bfloat16 else 4e-5)
+
+
+@pytest.mark.parametrize(("bits", "dtype"), KINDS)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_token_does_not_depend_on_the_others(bits, dtype, threads):
+    """Bit for bit, in chunks of every size, by one thread and by two, beside tokens of any size."""
+    weights, scales, _ = packed(bits, 1040, 256)  # enough for threads to be woken
+    x = tokens(dtype, 14, 256)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        alone = torch.stack([product(one, weights, scales, bits, 1040) for one in x])
+        for count in (2, 5, 13, 14):
+            assert torch.equal(product(x[:count], weights, scales, bits, 1040), alone[:count])
+    finally:
+        torch.set_num_threads(before)
+    x[0] *= 1e4
+    x[2] = torch.nan
+    beside = product(x[:5], weights, scales, bits, 1040)
+    assert torch.equal(beside[[1, 3, 4]], alone[[1, 3, 4]])
+
+
+@pytest.mark.parametrize(("bits", "dtype"), KINDS)
+def test_ordinary_instructions_give_the_same(bits, dtype, monkeypatch):
+    """On a CPU without VNNI, and where torch computes with the threads of another library."""
+    weights, scales, _ = packed(bits, 40, 96)
+    x = tokens(dtype, 3, 96)
+    expected = product(x, weights, scales, bits, 40)
+    integers._kernel.cache_clear()
+    monkeypatch.setattr(integers, "_has", lambda feature: False)
+    monkeypatch.setattr(integers, "_openmp", lambda: None)
+    try:
+        assert torch.equal(product(x, weights, scales, bits, 40), expected)
+    finally:
+        integers._kernel.cache_clear()
+
+
+@pytest.mark.parametrize(("bits", "dtype"), KINDS)
+def test_extremes(bits, dtype):
+    weights, scales, _ = packed(bits, 16, 64)
+    x = torch.zeros(5, 64, dtype=dtype)
+    x[1, 3], x[2, 40] = torch.nan, torch.inf
+    x[3], x[4] = 1e-38, 1e30
+    found = product(x, weights, scales, bits, 16)
+    assert torch.equal(found[0], torch.zeros_like(found[0]))
+    assert found[1].isnan().all() and not found[2].isfinite().any()
+    assert found[3].abs().max() < 1e-30 and found[4].isfinite().all()
+    assert product(x[:0], weights, scales, bits, 16).shape == (0, 16)
