@@ -248,7 +248,7 @@ class TrainedDrafter(Drafter):
         assert self.cache is not None
         size = tokens.shape[1] - 1
         positions = self.cache.lengths[:, None] + torch.arange(size, device=self._device)
-        found = self.predictor.remember(features, self._embedded(tokens), positions)
+        found = self.predictor.remember(features, self._embedded(tokens), positions, self._memory())
         self.cache.reserve(size)
         for layer, (keys, values) in zip(self.cache.views, found, strict=True):
             layer.update(keys, values)
@@ -257,20 +257,23 @@ class TrainedDrafter(Drafter):
     def memory_layers(self) -> list[LayerShape]:
         return [LayerShape(shape, shape) for shape in self.predictor.memory_shapes]
 
+    def _memory(self) -> Remembered:
+        """Keys and values of the slots in use."""
+        assert self.cache is not None
+        used = slice(self.cache.longest)
+        return [(layer.keys[:, :, used], layer.values[:, :, used]) for layer in self.cache.views]
+
     def _known(self, steps: int) -> Known:
         """What the network knows at the roots, (B, 1), for so many steps."""
         cache = self.cache
         if cache is None:
             return Known(self.window[:, None], [], None, None)
-        memory: Remembered = [
-            (layer.keys[:, :, : cache.longest], layer.values[:, :, : cache.longest]) for layer in cache.views
-        ]
         slots, visible = torch.arange(cache.longest, device=self._device), None
         if not cache.uniform:
             visible = slots < cache.lengths[:, None, None]
         network, most = self.predictor, max(steps, self.predictor.config.num_steps)
         ahead = network.rotary_ahead(cache.lengths[:, None], network.dtype, most)
-        return Known(self.window[:, None], memory, visible, ahead)
+        return Known(self.window[:, None], self._memory(), visible, ahead)
 
     def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
         return self._draft(committed.to(self._device), sampler.to(self._device)).to(committed.root.device)
