@@ -4,8 +4,8 @@
     python -m eval.openvino --target T --predictor DIR --name NAME
 
 Every prompt is answered by every backend, precision and method in turn, in rotating order, after a discarded warm-up.
-Times are of decoding, without the prefill. It also counts the answers whose tokens are those of the same backend's plain
-decoding in the same precision: all of them in float32, others but for near-ties.
+Times are of decoding, without the prefill. It also counts the answers whose tokens are those of the same backend's
+plain decoding in the same precision: all of them in float32, others but for near-ties.
 """
 
 import argparse
