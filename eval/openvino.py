@@ -4,8 +4,8 @@
     python -m eval.openvino --target T --predictor DIR --name NAME
 
 Every prompt is answered by every backend, precision and method in turn, in rotating order, after a discarded warm-up.
-Times are of decoding, without the prefill. It also counts the answers whose tokens are those of the same backend's plain
-decoding in the same precision: all of them in float32, others but for near-ties.
+Times are of decoding, without the prefill. It also counts the answers whose tokens are those of the same backend's
+plain decoding in the same precision: all of them in float32, others but for near-ties.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import json
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -53,7 +54,7 @@ def decoders(target: str, predictor: str) -> dict[Case, ShapeDecoder]:
     """Plain and drafted in every precision; both of one loaded target."""
     found: dict[Case, ShapeDecoder] = {}
     for backend, dtype, weights in PRECISIONS:
-        given = {} if backend == "torch" else {"backend": backend, "quantize": weights}
+        given: dict[str, Any] = {} if backend == "torch" else {"backend": backend, "quantize": weights}
         drafted = ShapeDecoder.from_pretrained(target, predictor=predictor, dtype=dtype, **given)
         found[backend, dtype, weights, "plain"] = ShapeDecoder(drafted.target)
         found[backend, dtype, weights, "drafted"] = drafted
