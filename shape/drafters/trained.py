@@ -54,6 +54,7 @@ class TrainedDrafter(Drafter):
         window: (B, W, F), the last known states of each sequence.
         cache: keys and values of known positions (`Predictor.remember`), for networks that attend to them.
         on_host: whether trees may be grown by the host's compiled loops: where the predictor is on the CPU.
+        single: its forward for one sequence as a compiled loop; None where it has none.
     """
 
     predictor: Predictor
@@ -61,6 +62,7 @@ class TrainedDrafter(Drafter):
     window: Tensor
     cache: KVCache | None = None
     on_host: bool = False
+    single: SingleRoot | None = None
 
     def __init__(self, predictor: Predictor, tree: TreeShape | None = None) -> None:
         self.predictor = predictor
@@ -130,7 +132,7 @@ class TrainedDrafter(Drafter):
         self.predictor.complete(target)
         self._target, self._device = target, self.predictor.device
         self.on_host = self._device.type == "cpu"
-        self._single = SingleRoot.of(self.predictor)
+        self.single = SingleRoot.of(self.predictor)
         vocabulary, dtype = self.predictor.draft_vocabulary, self.predictor.dtype
         tokens = torch.arange(target.vocab_size, device=self._device) if vocabulary is None else vocabulary
         self._vocabulary = vocabulary
@@ -454,9 +456,9 @@ class TrainedDrafter(Drafter):
 
     def _begin(self, known: Known, root: Tensor) -> Carried:
         """``Predictor.begin`` behind the roots with embeddings (B, 1, H)."""
-        if self._single is None or not self.on_host or len(root) > 1:
+        if self.single is None or not self.on_host or len(root) > 1:
             return self.predictor.begin(known, root)
-        return (self._single(known.window[0, 0], root[0, 0])[None, None],)
+        return (self.single(known.window[0, 0], root[0, 0])[None, None],)
 
     def _logits_of_all_depths(
         self, known: Known, carried: tuple[Tensor, ...], root: Tensor, depth: int

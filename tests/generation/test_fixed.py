@@ -291,6 +291,18 @@ def test_compiled_steps_give_the_same_tokens(tiny_model, kind):
             assert compiled.stats.graphs and torch.equal(compiled.sequences, expected.sequences)
 
 
+@pytest.mark.slow
+def test_without_a_compiler_steps_run_as_they_are(tiny_model, monkeypatch):
+    model, batch = tiny_model("llama"), prompts([9, 4])
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("there-is-no-such-compiler",))
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    decoder = ShapeDecoder(model, graphs=FixedSteps(compiled=True, slots=FEW))
+    with pytest.warns(UserWarning, match="are not compiled, since that failed") as said:
+        out = decoder.generate(**batch, max_new_tokens=30, return_dict_in_generate=True)
+    assert out.stats.graphs and torch.equal(out.sequences, ShapeDecoder(model).generate(**batch, max_new_tokens=30))
+    assert sum("are not compiled" in str(one.message) for one in said) == 1 and not decoder.graphs.compiled
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
 def test_graphs_on_a_gpu(tiny_model, compiled):
