@@ -134,6 +134,24 @@ def test_specforge_nests_its_options_and_pickles_are_read(tmp_path):
     assert again.config.sample_from_anchor and again.config.markov_rank == 4 and again.config.feature_layers == [1, 3]
 
 
+def test_parallel_drafting_in_the_layout_of_eagle3(tmp_path):
+    """A Llama's configuration, whose mask token vLLM finds by several names."""
+    network = made(OURS["peagle"][0])
+    save(network, tmp_path, "speculators", TARGET)
+    theirs = json.loads((tmp_path / "config.json").read_text())
+    config = {
+        **theirs["transformer_layer_config"], "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 64,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}, "ptd_token_id": "63",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    again = load(tmp_path)
+    assert again.kind == "peagle" and again.config.mask_token_id == 63 and again.config.num_layers == 2
+    assert torch.equal(again.mask_hidden, network.mask_hidden)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "ptd_token_id": None}))
+    with pytest.raises(CheckpointError, match="has no mask_token_id"):
+        load(tmp_path)
+
+
 def test_windows_by_other_names(tmp_path):
     """XiaomiMiMo's: every layer has a window, and sees its block as a whole; is_causal says that of any."""
     save(made(OURS["dflash"][0]), tmp_path, "dspark", TARGET)
