@@ -1,0 +1,5 @@
+"""`python -m eval.peers`."""
+
+from eval.peers.run import main
+
+main()

@@ -1,0 +1,87 @@
+"""The models: the shipped target, and random Llamas with the shapes of models that people have.
+
+Random weights decode at the cost of trained ones. Their embeddings are made large beside what the layers add, so that
+the next token is clear in every precision (it is the last one again): otherwise rounding would decide between a hundred
+thousand near-equal tokens, every system would write another text, and simulated acceptance would not be what it says.
+"""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from eval.llamas import Widths, random_llama
+from shape import bundled
+from shape.target.chat import Message, prompt_ids
+
+_SHIPPED = "quickstart-target"
+_LARGE = 100.0  # times the usual embedding
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+
+
+@dataclass(frozen=True)
+class Size:
+    """A column of the tables.
+
+    Attributes:
+        widths: of a random Llama; None is the shipped target.
+        prompts: how many; of a random one of `length` random tokens each.
+        new_tokens: of each answer, at most.
+    """
+
+    widths: Widths | None
+    prompts: int
+    new_tokens: int
+    length: int = 100
+
+    @property
+    def shipped(self) -> bool:
+        return self.widths is None
+
+
+SIZES = {
+    "shipped": Size(None, 24, 96),
+    # SmolLM-135M; Qwen2.5-0.5B with Llama's layers; Llama-3.2-1B
+    "135M": Size(Widths(576, 1536, 9, 3, 30, 49_152, tie_word_embeddings=True), 4, 64),
+    "0.5B": Size(Widths(896, 4864, 14, 2, 24, 151_936, tie_word_embeddings=True), 2, 48),
+    "1.2B": Size(Widths(2048, 8192, 32, 8, 16, 128_256, tie_word_embeddings=True), 1, 48),
+}
+
+
+def saved(name: str, work: Path) -> Path:
+    """Folder of the model in the format of transformers, in bfloat16; made at the first call."""
+    widths, shipped = SIZES[name].widths, Path(bundled.resolve(_SHIPPED))
+    if widths is None:
+        return shipped
+    folder = work / "models" / name
+    if not (folder / "config.json").is_file():  # which is written last
+        model = random_llama(widths, torch.bfloat16).model
+        with torch.no_grad():
+            model.get_input_embeddings().weight.mul_(_LARGE)
+        part = folder.with_name(f"{name}.part")
+        model.save_pretrained(part, max_shard_size="100GB")
+        for file in _TOKENIZER:  # no text is made with it, but exporters want one
+            shutil.copy(shipped / file, part)
+        part.rename(folder)
+    return folder
+
+
+def prompts(name: str) -> list[list[int]]:
+    """Token ids: first turns of the bench split, or random ones."""
+    size = SIZES[name]
+    if size.widths is not None:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(size.widths.vocab_size, (size.prompts, size.length), generator=generator).tolist()
+    tokenizer = AutoTokenizer.from_pretrained(bundled.resolve(_SHIPPED))
+    lines = bundled.path("data", "bench.jsonl").read_text().splitlines()[: size.prompts]
+    first = [[Message("user", json.loads(line)["turns"][0])] for line in lines]
+    return [prompt_ids(messages, tokenizer) for messages in first]
+
+
+def end_tokens(model: Path) -> list[int]:
+    """What ends an answer, for those that do not read it from the model."""
+    known = json.loads((model / "config.json").read_text()).get("eos_token_id")
+    return known if isinstance(known, list) else [] if known is None else [known]
