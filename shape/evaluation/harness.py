@@ -3,7 +3,7 @@
 The command is `shape.cli.harness`.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,8 +34,8 @@ class ShapeLM(HFLM):
             `ShapeDecoder.from_pretrained`.
         acceptance: a rule's name; the lossy ones change results, which is what they can be compared by.
         device: where the target is put, unless device_map says so.
-        revision, token, trust_remote_code, attn_implementation, quantization_config, target_options: how the target is
-            read (see `shape.target.loading.TargetOptions`).
+        revision, token, trust_remote_code, attn_implementation, quantization_config, quantize, target_options: how the
+            target is read (see `shape.target.loading.TargetOptions`).
         options: those of `lm_eval.models.huggingface.HFLM`: batch_size, max_length, add_bos_token, ...
 
     Raises:
@@ -58,6 +58,7 @@ class ShapeLM(HFLM):
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
         quantization_config: dict[str, Any] | None = None,
+        quantize: Literal["int8", "int4"] | None = None,
         target_options: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
@@ -71,6 +72,7 @@ class ShapeLM(HFLM):
             trust_remote_code=trust_remote_code,
             attn_implementation=attn_implementation,
             quantization_config=quantization_config,
+            quantize=quantize,
             target_options=target_options or {},
         )
         self.decoder = ShapeDecoder.from_pretrained(

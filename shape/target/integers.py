@@ -89,7 +89,7 @@ def product(x: Tensor, weights: Tensor, scales: Tensor, bits: int, outputs: int)
     if not tokens:
         return x.new_empty(*x.shape[:-1], outputs)
     rows = -(-tokens // chunks)  # of each; the last one's may be more than there are, of which nothing is read
-    kernel = _kernel(Kind(bits, x.dtype, rows))
+    kernel = _kernel(bits, x.dtype, rows)
     out = x.new_empty(chunks * rows, tiles * TILE)
     # What a group needs lies together: rows that are a power of two apart would drive each other out of the cache.
     numbers = torch.empty(chunks, groups, digits, rows, GROUP, dtype=torch.int8)
@@ -132,8 +132,9 @@ def _has(feature: str) -> bool:
 
 
 @cache
-def _kernel(kind: Kind) -> Kernel:
-    """Compiled at the first call, in a tenth of a second."""
+def _kernel(bits: int, dtype: torch.dtype, rows: int) -> Kernel:
+    """Of a ``Kind``; compiled at the first call, in a tenth of a second or two."""
+    kind = Kind(bits, dtype, rows)
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     module = ir.Module()

@@ -62,8 +62,9 @@ class QuantizedLinear(nn.Module):
             )
         x = F.pad(x, (0, self._padding)) if self._padding else x
         multiply = _traced if torch.compiler.is_compiling() else product
-        found = multiply(x, self.packed, self.scales, self.bits, self.out_features)
-        return found if self.bias is None else found + self.bias
+        own: Any = self._buffers  # without a module's search for names, which every call would pay for
+        found = multiply(x, own["packed"], own["scales"], self.bits, self.out_features)
+        return found if own["bias"] is None else found + own["bias"]
 
     def rows(self, outputs: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weights that the integers stand for, (K, in), of some outputs, (K,) int64, or of all."""
