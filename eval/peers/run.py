@@ -121,8 +121,8 @@ def notes(options: PeersOptions, environment: Environment, records: Sequence[dic
     measured = {record["size"] for record in records}
     shown = [f"{name}: {_shape_text(name, options)}" for name in SIZES if name in measured]
     return [
-        f"Greedy, batch size 1, {environment.threads} threads for every system, which take turns "
-        f"in {rounds} rounds; the same token ids for all. In brackets 95 % bootstrap intervals over prompts and rounds. "
+        f"Greedy, batch size 1, {environment.threads} threads for every system, which take turns in {rounds} rounds, "
+        "with the same token ids. In brackets 95 % bootstrap intervals over prompts and rounds. "
         + "; ".join(shown)
         + ". OpenVINO and llama.cpp run with their defaults, but for the threads and in float32 the KV cache, and in "
         "formats made by optimum-intel and by llama.cpp. Int8 and int4 quantise weights, each in its own way: their "
