@@ -4,8 +4,8 @@
 
 Greedy, float32, the shipped target and predictor, prompts of the bench split. An engine at a time, each in a process of
 its own: one by one, 16 at once, a prompt of several chunks, a shared prefix, a request that is cancelled, preemption by
-a small KV cache, two processes with tensor parallelism, and `vllm serve` with a client that streams. Writes `vllm.json`
-and `vllm.md`.
+a small KV cache, two processes with tensor parallelism, and `vllm serve` with a client that streams; `ngram`,
+`onedecode` and `recipes` (a pack compiled from other prompts) without the last four. Writes `vllm.json` and `vllm.md`.
 """
 
 import json
@@ -28,6 +28,8 @@ from shape.evaluation.markdown import markdown
 
 _PLAIN = "plain"
 _DRAFTERS = (_PLAIN, "shape", "suffix+shape", "suffix")
+_BATCHES_ALONE = ("ngram", "onedecode", "recipes")  # nothing in the other kinds of engine is theirs
+_PACK_PROMPTS = 48
 _POSITIONS, _AT_ONCE, _TOKENS = 8, 16, 96
 _COUNTERS = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens_per_pos", "vllm:num_preemptions"
 _PORT = 8765
@@ -56,11 +58,13 @@ class Job:
 
     Attributes:
         kind: "batches", "preemption", "tensor-parallel" or "server".
+        pack: of the drafter recipes.
     """
 
     kind: str
     drafter: str
     compiled: bool
+    pack: str | None = None
 
     def engine(self) -> dict[str, Any]:
         """Options of vLLM's."""
@@ -76,6 +80,8 @@ class Job:
             own = {"drafter": self.drafter}
             if "shape" in self.drafter:
                 own["predictor"] = bundled.resolve("quickstart-shape")
+            if self.pack is not None:
+                own["pack"] = self.pack
             options["speculative_config"] = {
                 "model": "shape.serving.vllm.ShapeProposer", "num_speculative_tokens": _POSITIONS
             }  # fmt: skip
@@ -236,12 +242,33 @@ def run(options: ServingOptions) -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[str, Any]] = {}
     options.engines.mkdir(parents=True, exist_ok=True)
+    pack = compiled_pack(options.engines)
+    jobs += [Job("batches", name, options.compiled, pack if name == "recipes" else None) for name in _BATCHES_ALONE]
     for job in jobs:
         print(f"{job.kind}, {job.drafter}", flush=True)
         found.setdefault(job.kind, {})[job.drafter] = run_job(job, options.engines)
         (options.output / "vllm.json").write_text(json.dumps(_figures(found), indent=1) + "\n")
         (options.output / "vllm.md").write_text(render(found, options.compiled))
     print(render(found, options.compiled))
+
+
+def compiled_pack(folder: Path) -> str:
+    """A pack of the target's answers to prompts that it is not measured on."""
+    pack = folder / "recipes.pack"
+    if not pack.is_file():
+        command = [
+            sys.executable,
+            "-m",
+            "shape.recipes",
+            "compile",
+            "--target",
+            "quickstart-target",
+            "--output",
+            str(pack),
+        ]
+        prompts = bundled.path("data", "validation.jsonl.gz")
+        subprocess.run([*command, "--prompts", str(prompts), "--limit", str(_PACK_PROMPTS)], check=True)
+    return str(pack)
 
 
 def _figures(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -267,11 +294,11 @@ def render(found: dict[str, dict[str, Any]], compiled: bool) -> str:
         cells = [f"{own:.0f} ({own / base:.2f}x)" for own, base in zip(speeds[name], speeds[_PLAIN], strict=True)]
         positions = " ".join(f"{share:.2f}" for share in shares) or "–"
         gains.append([name, *cells, f"{1 + sum(shares):.2f}" if shares else "–", positions])
-    checks = []
+    checks, checked = [], (*_DRAFTERS[1:], *_BATCHES_ALONE)
     for kind, by_drafter in found.items():
         of = "texts" if kind == "server" else "tokens"
         for name, answers in batches[_PLAIN][of].items():
-            own = [by_drafter.get(drafter, {}).get(of, {}).get(name) for drafter in _DRAFTERS[1:]]
+            own = [by_drafter.get(drafter, {}).get(of, {}).get(name) for drafter in checked]
             if name != "warm" and any(own):
                 checks.append([f"{_LABELS.get(kind, '')}{name}", *(_equal(some, answers) for some in own)])
     preempted = [f"{name} {one['preemptions']:.0f}" for name, one in found.get("preemption", {}).items()]
@@ -290,7 +317,7 @@ def render(found: dict[str, dict[str, Any]], compiled: bool) -> str:
             "",
             "Answers equal to those of vLLM without drafts, on one process and with room for all:",
             "",
-            markdown(["", *_DRAFTERS[1:]], checks),
+            markdown(["", *checked], checks),
             "",
             f"The prompt of several chunks has {batches[_PLAIN]['length']} tokens, a chunk 256 at most. Preemptions of "
             f"the small KV cache: {', '.join(preempted)}.",

@@ -15,6 +15,7 @@ _EXTRAS = {
     "plots": {"matplotlib"},
     "eval": {"lm_eval"},
     "quant": {"torchao", "optimum", "bitsandbytes"},
+    "openvino": {"openvino", "nncf"},
 }
 
 

@@ -88,7 +88,15 @@ BASELINES: dict[str, dict] = {
             "model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
         },
     },
+    "eagle of three layers": {"kind": "eagle", "num_layers": 3, "feature_layers": [1, 2], "norm_before_residual": True},
+    "peagle": {"kind": "peagle", "num_layers": 2, "feature_layers": [1, 2, -1], "own_heads": True, "mask_token_id": 5},
     "block": {"kind": "block", "num_layers": 2, "mask_token_id": 5},
+    "block with windows": {
+        "kind": "block", "num_layers": 2, "mask_token_id": 5,
+        "transformer_layer_config": {
+            "model_type": "qwen3", "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4,
+        },
+    },
     "block with Markov bias and confidence": {
         "kind": "block", "feature_layers": [0, 1], "markov_rank": 4, "confidence": True, "mask_token_id": 5,
         "sample_from_anchor": True,

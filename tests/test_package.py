@@ -63,6 +63,7 @@ EXTRAS = {
     "plots": ("matplotlib",),
     "eval": ("lm_eval",),
     "quant": ("torchao", "optimum", "bitsandbytes"),
+    "openvino": ("openvino", "nncf"),
     "test": ("ot", "hypothesis"),
 }
 # Makes the modules of all extras look as if they were not installed.
@@ -82,7 +83,8 @@ def without_extras(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def test_extras_are_those_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {"train", "plots", "eval", "quant", "all", "test", "docs"} == project["optional-dependencies"].keys()
+    extras = {"train", "plots", "eval", "quant", "openvino", "all", "test", "docs"}
+    assert extras == project["optional-dependencies"].keys()
     assert project["version"] == "0.2.0" and project["scripts"] == {"shape": "shape.cli.main:main"}
 
 

@@ -41,8 +41,18 @@ SIZES: dict[str, Any] = {
 }
 
 
-def config_of(kind: type, algorithm: str, tokens: int, **options: Any) -> Any:
-    layers = Qwen3Config(**SIZES)
+# Two of three layers see three known positions.
+SLIDING: dict[str, Any] = {
+    **SIZES,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 3,
+    "use_sliding_window": True,
+}
+
+
+def config_of(kind: type, algorithm: str, tokens: int, sizes: dict[str, Any] = SIZES, **options: Any) -> Any:
+    layers = Qwen3Config(**sizes)
     layers._attn_implementation = "eager"
     method = SpeculatorsConfig(
         algorithm=algorithm,
@@ -136,6 +146,16 @@ def main(out: Path) -> None:
         DSparkSpeculatorConfig, "dspark", 3, draft_vocab_size=VOCABULARY, markov_rank=6, sample_from_anchor=False
     )
     record(DSparkDraftModel(after), dspark, out / "dspark-masks")
+    for name, non_causal in (("dflash-sliding", False), ("dflash-sliding-whole", True)):
+        sliding = config_of(
+            DFlashSpeculatorConfig,
+            "dflash",
+            3,
+            SLIDING,
+            draft_vocab_size=VOCABULARY,
+            sliding_window_non_causal=non_causal,
+        )
+        record(DFlashDraftModel(sliding), dflash, out / name)
 
 
 if __name__ == "__main__":

@@ -46,23 +46,17 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 PLAIN = {"rope_type": "default", "rope_theta": 500000.0}
 
 
-def model_of(layers: PretrainedConfig, drafted: int, **options: Any) -> Eagle3DraftModel:
-    """With weights at which all parts matter: norms away from one, biases away from zero."""
-    layers._attn_implementation = "eager"
-    method = SpeculatorsConfig(
-        algorithm="eagle3",
+def method(algorithm: str) -> SpeculatorsConfig:
+    return SpeculatorsConfig(
+        algorithm=algorithm,
         proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=STEPS)],
         default_proposal_method="greedy",
         verifier=VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
     )
-    config = Eagle3SpeculatorConfig(
-        transformer_layer_config=layers,
-        draft_vocab_size=drafted,
-        eagle_aux_hidden_state_layer_ids=LAYERS,
-        speculators_config=method,
-        **options,
-    )
-    model = Eagle3DraftModel(config).eval()
+
+
+def randomise(model: Any, drafted: int) -> Any:
+    """The model with weights at which all parts matter: norms away from one, biases away from zero."""
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(1 + 0.3 * torch.randn_like(weight) if weight.ndim == 1 else torch.randn_like(weight))
@@ -74,6 +68,18 @@ def model_of(layers: PretrainedConfig, drafted: int, **options: Any) -> Eagle3Dr
             model.t2d[chosen] = True
             model.d2t.copy_(chosen - torch.arange(drafted))  # a delta
     return model
+
+
+def model_of(layers: PretrainedConfig, drafted: int, **options: Any) -> Eagle3DraftModel:
+    layers._attn_implementation = "eager"
+    config = Eagle3SpeculatorConfig(
+        transformer_layer_config=layers,
+        draft_vocab_size=drafted,
+        eagle_aux_hidden_state_layer_ids=LAYERS,
+        speculators_config=method("eagle3"),
+        **options,
+    )
+    return randomise(Eagle3DraftModel(config).eval(), drafted)
 
 
 @torch.no_grad()
@@ -99,6 +105,8 @@ def main(out: Path) -> None:
     record(model_of(qwen, DRAFTED, norm_before_residual=True, norm_before_fc=True), out / "eagle3-qwen3")
     yarn = LlamaConfig(**SIZES, rope_parameters=YARN)
     record(model_of(yarn, VOCABULARY, fc_norm=True, norm_output=True), out / "eagle31-llama")
+    deep = LlamaConfig(**{**SIZES, "num_hidden_layers": 3}, rope_parameters=PLAIN)
+    record(model_of(deep, DRAFTED), out / "eagle3-deep")
 
 
 if __name__ == "__main__":

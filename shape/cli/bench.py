@@ -21,7 +21,7 @@ from shape.parsing import CommandParser, command_parser, options_of
 
 COMMON = (
     *("output", "predictor", "target", "prompts", "methods", "limit", "max_new_tokens", "temperature", "batch_size"),
-    *("dtype", "device", "seed"),
+    *("dtype", "backend", "device", "seed"),
 )
 
 

@@ -22,6 +22,7 @@ COMMON = (
     "temperature",
     "seed",
     "dtype",
+    "backend",
     "output",
 )
 

@@ -14,7 +14,7 @@ from shape.parsing import CommandParser, command_parser, options_of
 
 COMMON = (
     *("prompt", "predictor", "target", "drafter", "system", "max_new_tokens", "temperature", "seed", "acceptance"),
-    *("dtype", "device", "show_draft"),
+    *("dtype", "backend", "device", "show_draft"),
 )
 
 

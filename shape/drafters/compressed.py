@@ -18,6 +18,7 @@ from shape.drafters.lengths import DraftLength, make_length
 from shape.drafters.model import ModelDrafter
 from shape.errors import ConfigError
 from shape.target.model import Target
+from shape.target.openvino import OpenVinoTarget
 from shape.target.prepack import is_plain, linear
 from shape.target.support import LayerShape
 from shape.verification.cache import KVCache, KVCacheLayer, Slots
@@ -95,6 +96,8 @@ class CompressedDrafter(ModelDrafter):
         return f"{self.compression}{texts}, {self.length}"
 
     def bind(self, target: Target) -> None:
+        if isinstance(target, OpenVinoTarget):
+            raise ConfigError(f"drafter {self.name} copies a target in torch, and the backend is openvino; use another")
         support_of(target)
         texts = self.texts or (own_texts(target) if self.compression.needs_texts else [])
         small, self.energy = compress(target, self.compression, texts)

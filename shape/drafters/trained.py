@@ -54,6 +54,7 @@ class TrainedDrafter(Drafter):
         window: (B, W, F), the last known states of each sequence.
         cache: keys and values of known positions (`Predictor.remember`), for networks that attend to them.
         on_host: whether trees may be grown by the host's compiled loops: where the predictor is on the CPU.
+        single: its forward for one sequence as a compiled loop; None where it has none.
     """
 
     predictor: Predictor
@@ -61,6 +62,7 @@ class TrainedDrafter(Drafter):
     window: Tensor
     cache: KVCache | None = None
     on_host: bool = False
+    single: SingleRoot | None = None
 
     def __init__(self, predictor: Predictor, tree: TreeShape | None = None) -> None:
         self.predictor = predictor
@@ -130,7 +132,7 @@ class TrainedDrafter(Drafter):
         self.predictor.complete(target)
         self._target, self._device = target, self.predictor.device
         self.on_host = self._device.type == "cpu"
-        self._single = SingleRoot.of(self.predictor)
+        self.single = SingleRoot.of(self.predictor)
         vocabulary, dtype = self.predictor.draft_vocabulary, self.predictor.dtype
         tokens = torch.arange(target.vocab_size, device=self._device) if vocabulary is None else vocabulary
         self._vocabulary = vocabulary
@@ -246,7 +248,7 @@ class TrainedDrafter(Drafter):
         assert self.cache is not None
         size = tokens.shape[1] - 1
         positions = self.cache.lengths[:, None] + torch.arange(size, device=self._device)
-        found = self.predictor.remember(features, self._embedded(tokens), positions)
+        found = self.predictor.remember(features, self._embedded(tokens), positions, self._memory())
         self.cache.reserve(size)
         for layer, (keys, values) in zip(self.cache.views, found, strict=True):
             layer.update(keys, values)
@@ -255,20 +257,23 @@ class TrainedDrafter(Drafter):
     def memory_layers(self) -> list[LayerShape]:
         return [LayerShape(shape, shape) for shape in self.predictor.memory_shapes]
 
+    def _memory(self) -> Remembered:
+        """Keys and values of the slots in use."""
+        assert self.cache is not None
+        used = slice(self.cache.longest)
+        return [(layer.keys[:, :, used], layer.values[:, :, used]) for layer in self.cache.views]
+
     def _known(self, steps: int) -> Known:
         """What the network knows at the roots, (B, 1), for so many steps."""
         cache = self.cache
         if cache is None:
             return Known(self.window[:, None], [], None, None)
-        memory: Remembered = [
-            (layer.keys[:, :, : cache.longest], layer.values[:, :, : cache.longest]) for layer in cache.views
-        ]
         slots, visible = torch.arange(cache.longest, device=self._device), None
         if not cache.uniform:
             visible = slots < cache.lengths[:, None, None]
         network, most = self.predictor, max(steps, self.predictor.config.num_steps)
         ahead = network.rotary_ahead(cache.lengths[:, None], network.dtype, most)
-        return Known(self.window[:, None], memory, visible, ahead)
+        return Known(self.window[:, None], self._memory(), visible, ahead)
 
     def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
         return self._draft(committed.to(self._device), sampler.to(self._device)).to(committed.root.device)
@@ -451,9 +456,9 @@ class TrainedDrafter(Drafter):
 
     def _begin(self, known: Known, root: Tensor) -> Carried:
         """``Predictor.begin`` behind the roots with embeddings (B, 1, H)."""
-        if self._single is None or not self.on_host or len(root) > 1:
+        if self.single is None or not self.on_host or len(root) > 1:
             return self.predictor.begin(known, root)
-        return (self._single(known.window[0, 0], root[0, 0])[None, None],)
+        return (self.single(known.window[0, 0], root[0, 0])[None, None],)
 
     def _logits_of_all_depths(
         self, known: Known, carried: tuple[Tensor, ...], root: Tensor, depth: int

@@ -20,6 +20,7 @@ from shape.generation.loading import is_language_model
 from shape.generation.rules import Match, make_rule
 from shape.target.loading import SOURCE, of_pair, of_predictor, of_target, only
 from shape.target.model import Target, announce
+from shape.target.openvino import OpenVinoTarget
 
 _ASSISTED = "transformers-assisted"
 SUITES = ("bench", "kinds")
@@ -92,6 +93,10 @@ def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
         pair = of_pair(options)
         target = ShapeDecoder.from_pretrained(predictor=first, drafter="none", **how, **pair).target
     announce(target)
+    if isinstance(target, OpenVinoTarget):
+        if asked := sorted({*get_args(Outside), _ASSISTED}.intersection(options.methods or ())):
+            raise ConfigError(f"method {asked[0]} decodes in torch, and the backend is openvino; leave one of them out")
+        names = [name for name in names if name != "transformers"]
     methods: dict[str, Method] = {}
     for entry in map(_today, names):
         name, _, acceptance = entry.partition("@")

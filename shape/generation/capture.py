@@ -77,16 +77,31 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def pool_bytes(pool: Any) -> int:
-    """Memory that a pool of graphs holds."""
-    return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(pool))
+class Pool:
+    """Where graphs are captured that never run side by side: they share memory, and what libraries keep for a stream.
+
+    Args:
+        device: of CUDA, which need not be the current one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        with current(device):
+            self.handle, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+
+    @property
+    def bytes(self) -> int:
+        """Memory that is taken for the graphs' own tensors."""
+        return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(self.handle))
 
 
 @torch.no_grad()
-def captured(run: Callable[[], None], target: Target, pool: Any = None) -> Callable[[], None]:
+def captured(run: Callable[[], None], target: Target, pool: Pool | None = None) -> Callable[[], None]:
     """A CUDA graph of the kernels that `run` launches, as a function; off CUDA `run` itself.
 
     Other threads may use the device meanwhile, but not capture.
+
+    Args:
+        pool: None is one for this graph alone.
 
     Raises:
         UnsupportedTarget: something in it cannot be captured.
@@ -94,18 +109,18 @@ def captured(run: Callable[[], None], target: Target, pool: Any = None) -> Calla
     """
     if target.device.type != "cuda":
         return run
+    pool = pool or Pool(target.device)
     with current(target.device):
-        # One stream for all runs, of this device: what libraries keep for a stream is there when it is captured.
-        stream, outside = torch.cuda.Stream(), torch.cuda.current_stream()
-        stream.wait_stream(outside)
+        outside = torch.cuda.current_stream()
+        pool.stream.wait_stream(outside)
         try:
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(pool.stream):
                 for _ in range(_WARM_UPS):
                     run()
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
                 graph = torch.cuda.CUDAGraph()
-                with _recording(graph, pool or torch.cuda.graph_pool_handle()):
+                with _recording(graph, pool.handle):
                     run()
         except torch.OutOfMemoryError:
             raise
@@ -113,30 +128,30 @@ def captured(run: Callable[[], None], target: Target, pool: Any = None) -> Calla
             raise UnsupportedTarget(
                 f"target {target.name} cannot be captured as a CUDA graph ({first_line(error)}); leave graphs off"
             ) from error
-        outside.wait_stream(stream)
+        outside.wait_stream(pool.stream)
     return graph.replay
 
 
 @contextmanager
-def _recording(graph: "torch.cuda.CUDAGraph", pool: Any) -> Iterator[None]:
-    """``torch.cuda.graph``, which leaves the allocator in its state of capturing where that fails."""
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+def _recording(graph: "torch.cuda.CUDAGraph", handle: Any) -> Iterator[None]:
+    """``torch.cuda.graph``, which leaves stream and allocator as they are while capturing where that fails."""
+    graph.capture_begin(pool=handle, capture_error_mode="thread_local")
     try:
         yield
     except BaseException:
         # What went wrong comes before what the end of the capture says about it.
         with suppress(RuntimeError):
-            _end(graph, pool)
+            _end(graph, handle)
         raise
-    _end(graph, pool)
+    _end(graph, handle)
 
 
-def _end(graph: "torch.cuda.CUDAGraph", pool: Any) -> None:
+def _end(graph: "torch.cuda.CUDAGraph", handle: Any) -> None:
     try:
         graph.capture_end()
     except RuntimeError:
         device = torch.cuda.current_device()
         with suppress(RuntimeError, AttributeError):  # by names of torch's own, which may change
-            torch._C._cuda_endAllocateToPool(device, pool)
-            torch._C._cuda_releasePool(device, pool)
+            torch._C._cuda_endAllocateToPool(device, handle)
+            torch._C._cuda_releasePool(device, handle)
         raise

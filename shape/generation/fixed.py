@@ -50,6 +50,7 @@ from shape.generation.stage import AHEAD, Content, Flight, Plan, Stage
 from shape.generation.static_drafters import StaticDrafter, static_drafter
 from shape.generation.stats import Step
 from shape.target.loading import first_line
+from shape.target.openvino import OpenVinoTarget
 
 # These compute on the scores' device alone; others may ask the host.
 _WARPERS = (
@@ -62,6 +63,10 @@ _WARPERS = (
     LogitNormalization,
 )
 _BATCHES = (1, 2, 4, 8, 16, 24, 32)  # batch sizes that steps are made for; beyond, multiples of the last
+
+
+class NoRoom(UnsupportedTarget):
+    """What a call needs is more than steps of fixed shapes may hold."""
 
 
 class FixedSteps:
@@ -90,11 +95,14 @@ class FixedSteps:
         """Steps for a batch, with all that it will need captured; None, with a warning, where that fails."""
         try:
             return StagedSteps(batch, self)
-        except (UnsupportedTarget, torch.OutOfMemoryError) as error:
-            reason = first_line(error)
+        except UnsupportedTarget as error:
+            kind, reason = (NoRoom.__name__ if isinstance(error, NoRoom) else str(error)), str(error)
+        except torch.OutOfMemoryError as error:
+            kind = reason = f"there is no memory for them ({first_line(error).partition('.')[0]})"
+        if batch.target.device.type == "cuda":
+            torch.cuda.empty_cache()  # what was made in vain
         with self._lock:
-            if new := reason not in self._warned:
-                self._warned.add(reason)
+            new, self._warned = kind not in self._warned, {*self._warned, kind}
         if new:
             warn(f"decoding goes on without steps of fixed shapes, with the same tokens: {reason}", stacklevel=2)
         return None
@@ -167,7 +175,7 @@ class FixedSteps:
         if self._limit is None:
             self._limit = self.memory * free_bytes(plan.target.device)
         if sum(stage.bytes for stage in self._taken) + needed > self._limit:
-            raise UnsupportedTarget(
+            raise NoRoom(
                 f"steps of fixed shapes for target {plan.target.name} need {needed / 1e6:.0f} MB for the cache of this "
                 f"call, and may hold {self._limit / 1e6:.0f} MB; lower max_new_tokens or the batch, or give "
                 "FixedSteps more memory"
@@ -213,6 +221,8 @@ def why_not(batch: Batch) -> str | None:
     if target.switch is not None and target.switch.crosses(longest, new_tokens):
         return f"the call crosses {target.switch.positions} tokens, where the rotary table changes"
     devices = set((getattr(target.model, "hf_device_map", None) or {}).values())
+    if isinstance(target, OpenVinoTarget):
+        return f"target {target.name} is computed by OpenVINO, whose cache is its own"
     if support.mode != "tree" or any(layer.device is not None for layer in support.layers) or len(devices) > 1:
         return f"target {target.name} verifies chains only, or is spread over devices"
     if not isinstance(batch.rule, Match):

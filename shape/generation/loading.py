@@ -33,6 +33,7 @@ PREDICTOR_KINDS = {
     "medusa": "medusa",
     "eagle": "eagle",
     "eagle3": "eagle",
+    "peagle": "peagle",
     "block": "block",
     "dflash": "block",
     "dspark": "block",

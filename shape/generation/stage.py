@@ -11,7 +11,7 @@ from warnings import warn
 import torch
 from torch import Tensor
 
-from shape.generation.capture import captured, current, pool_bytes, refuse_waiting
+from shape.generation.capture import Pool, captured, current, refuse_waiting
 from shape.generation.static_drafters import StaticCache, StaticDrafter, StaticTree, slot_bytes
 from shape.target.loading import first_line
 from shape.target.model import Target
@@ -138,8 +138,9 @@ class Stage:
         # Functions of the stage, which does not hold itself: its cache is free as soon as nobody has it.
         self._steps: dict[tuple[bool, int], Callable[[Stage, bool], None]] = {}
         self._replays: dict[tuple[bool, int], Callable[[], None]] = {}
-        # Of these graphs alone: such as share one must not run side by side, and other threads have other stages.
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        # Of these graphs alone: other threads have other stages.
+        self._pool = Pool(device) if device.type == "cuda" else None
+        self._graph_bytes = 0
 
     @property
     def bytes(self) -> int:
@@ -147,7 +148,7 @@ class Stage:
         caches = [one for one in (self.cache, self.memory) if one is not None]
         tensors = [self.root, self.state, self.out, self.sampler.prompt_lengths, self.sampler.keys]
         own = sum(cache.nbytes for cache in caches) + sum(one.nbytes for one in tensors if one is not None)
-        return own + (pool_bytes(self._pool) if self._replays else 0)
+        return own + self._graph_bytes
 
     def prepared(self, drafts: bool, width: int | None = None) -> bool:
         return (drafts, width or self.capacity) in self._steps
@@ -172,8 +173,9 @@ class Stage:
                     refuse_waiting(run, self.target)
                 if self.compiled:
                     self._compile(drafts, width)
-                if self.target.device.type == "cuda":
+                if self._pool is not None:
                     self._replays[at] = captured(run, self.target, self._pool)
+                    self._graph_bytes = self._pool.bytes
             except BaseException:
                 del self._steps[at]
                 raise

@@ -122,13 +122,17 @@ class Predictor(PreTrainedModel):
         """(G, D) of each attention layer; empty where nothing but the window is read."""
         return []
 
-    def remember(self, features: Tensor, embeddings: Tensor, positions: Tensor) -> Remembered:
+    def remember(
+        self, features: Tensor, embeddings: Tensor, positions: Tensor, past: Remembered | None = None
+    ) -> Remembered:
         """What known positions leave for later roots.
 
         Args:
             features: (B, T + 1, F), of the position before (zeros before the text) and then of each h_i.
             embeddings: (B, T + 1, H) of each x_i and, last, of the token behind them.
-            positions: (B, T) int64, i.
+            positions: (B, T) int64, i, one behind the other.
+            past: what the positions before these have left, of which a row's first i are its own; read where what a
+                position leaves depends on those before it. None before the text.
         """
         return []
 

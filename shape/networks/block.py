@@ -6,15 +6,14 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from shape.errors import ConfigError
-from shape.networks.base import Carried, Known, Predictor, Remembered
+from shape.networks.base import Carried, Known, Remembered
 from shape.networks.config import ShapeConfig
 from shape.networks.decoder import DraftLayer, Rotary, norm_of
-from shape.networks.layers import ConfidenceHead, MarkovTable, Memory
-from shape.target.model import Target
+from shape.networks.layers import ConfidenceHead, MarkovTable, recent
+from shape.networks.masked import MaskedPredictor
 
 
-class BlockPredictor(Predictor):
+class BlockPredictor(MaskedPredictor):
     """A block [x_t, mask, mask, ...] at positions t, t + 1, ... goes through the decoder layers at once.
 
     As DFlash (arXiv 2602.06036): raw features of several layers of the target are fused by one matrix, normalised, and
@@ -23,30 +22,28 @@ class BlockPredictor(Predictor):
     `sample_from_anchor` place n drafts x_{t+n+1}, so that blocks have S places; without, place n > 0 drafts the token
     at its own position, x_{t+n}, so that they have S + 1.
 
+    Layers of the type "sliding_attention" see the last `sliding_window` known positions, counted from x_t, and of the
+    block, unless `sliding_window_non_causal`, the places before and their own.
+
     As DSpark: `markov_rank` adds a bias by the token before, which parallel states lack, out of a learned table, and
     `confidence` estimates the probability 1 - TV that a draft is accepted.
 
     Weights, their names and what is computed are those of speculators 0.9 (compared in tests/networks/test_block.py)
     and, positions and places among them, of vLLM 0.32.
-
-    Attributes:
-        mask_embedding: (H,), the target's embedding of the mask token, which is no parameter; NaN until `complete`, so
-            that forgetting it is loud. None with embeddings of its own, which have it.
     """
 
     kind = "block"
     confidence_learns = "acceptance"
-    mask_embedding: Tensor | None
 
     def __init__(self, config: ShapeConfig) -> None:
         super().__init__(config)
         layer, size = config.layer_config(), config.hidden_size
         self.fc = nn.Linear(config.feature_size, size, bias=False)
         self.hidden_norm = norm_of(layer, size)
-        self.layers = nn.ModuleList(BlockLayer(layer) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(DraftLayer(layer) for _ in range(config.num_layers))
         self.norm = norm_of(layer, size)
+        self.windows = config.windows
         self._rotary = Rotary(layer)
-        self.register_buffer("mask_embedding", None if config.own_embeddings else torch.full((size,), torch.nan))
         self._add_read_out(heads=1 if config.own_heads else 0)
 
     def _add_token_heads(self) -> None:
@@ -70,7 +67,9 @@ class BlockPredictor(Predictor):
     def rotary_ahead(self, roots: Tensor, dtype: torch.dtype, steps: int | None = None) -> Tensor:
         return super().rotary_ahead(roots, dtype, max(steps or 0, self.config.block_size))
 
-    def remember(self, features: Tensor, embeddings: Tensor, positions: Tensor) -> Remembered:
+    def remember(
+        self, features: Tensor, embeddings: Tensor, positions: Tensor, past: Remembered | None = None
+    ) -> Remembered:
         seen = self.hidden_norm(self.fc(features[:, 1:].to(self.fc.weight.dtype)))
         rotary = self.rotary(positions, seen.dtype)
         return [layer.self_attn.remember(seen, rotary) for layer in self._layers()]
@@ -79,8 +78,14 @@ class BlockPredictor(Predictor):
         assert root is not None and known.rotary is not None
         size, first = self.config.block_size, root.to(self.fc.weight.dtype).unsqueeze(-2)
         x = torch.cat([first, self._mask().to(first).expand(*root.shape[:-1], size - 1, -1)], dim=-2)
-        for layer, memory in zip(self._layers(), known.memory, strict=True):
-            x = self.run(layer, x, known.rotary[:, :, 1 : size + 1], memory, known.visible)
+        rotary, order = known.rotary[:, :, 1 : size + 1], None
+        if not self.config.sliding_window_non_causal:
+            order = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()
+        for layer, memory, window in zip(self._layers(), known.memory, self.windows, strict=True):
+            seen, among = known.visible, None
+            if window is not None:
+                seen, among = recent(known.visible, memory, window), order
+            x = self.run(layer.over_blocks, x, rotary, memory, seen, among)
         return (self.norm(x[..., size - self.config.num_steps :, :]),)
 
     def estimate(self, states: Tensor, tokens: Tensor, embeddings: Tensor) -> Tensor:
@@ -90,36 +95,12 @@ class BlockPredictor(Predictor):
         before = self.markov_head.reduced(tokens, embeddings)
         return self.confidence_head(torch.cat([states.expand(*tokens.shape, -1).to(before), before], dim=-1))
 
-    def adopt(self, target: Target) -> None:
-        super().adopt(target)
-        self.complete(target)
-
-    @torch.no_grad()
-    def complete(self, target: Target) -> None:
-        if self.mask_embedding is None or self.mask_embedding.isfinite().all():
-            return
-        if self.config.mask_token_id is None:
-            raise ConfigError(
-                "the predictor's mask_token_id is not set: give the token of the target that its mask places read"
-            )
-        token = torch.tensor(self.config.mask_token_id, device=target.device)
-        self.mask_embedding.copy_(target.embed(token))
-
-    def _mask(self) -> Tensor:
-        """(H,)."""
-        if self.mask_embedding is not None:
-            return self.mask_embedding
-        assert self.embed_tokens is not None
-        return self.embed_tokens.weight[self.config.mask_token_id]
-
-    def _layers(self) -> list["BlockLayer"]:
+    def _layers(self) -> list[DraftLayer]:
         return list(self.layers)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if module is self and self.mask_embedding is not None:
-            init.constant_(self.mask_embedding, torch.nan)
         if isinstance(module, MarkovTable):
             init.normal_(module.markov_w1.weight, std=0.01)
 
@@ -127,17 +108,3 @@ class BlockPredictor(Predictor):
         if self.confidence_head is not None and module is self.confidence_head.proj:
             return 0.0  # at first no opinion
         return super()._std(module)
-
-
-class BlockLayer(DraftLayer):
-    """A decoder layer over blocks: attention to known positions and within the block, then a feed-forward part."""
-
-    def forward(self, x: Tensor, rotary: Tensor, memory: Memory, visible: Tensor | None) -> Tensor:
-        """(B, P, S, H), rotary (B, P, S, 2, D / 2), known keys and values (B, G, T, D), (B, P, T) -> (B, P, S, H)."""
-        steps = x.shape[2]
-        seen, rotary = self.input_layernorm(x).flatten(1, 2), rotary.flatten(1, 2)
-        keys, values = self.self_attn.remember(seen, rotary)
-        own = keys.unflatten(2, (-1, steps)), values.unflatten(2, (-1, steps))
-        found = self.self_attn(seen, rotary, memory, visible, own)
-        x = x + found.unflatten(1, (-1, steps))
-        return x + self.mlp(self.post_attention_layernorm(x))

@@ -16,7 +16,7 @@ from shape.errors import ConfigError
 from shape.features.options import with_state
 from shape.networks.transport import LastUpdate
 
-Kind = Literal["shape", "medusa", "eagle", "block"]
+Kind = Literal["shape", "medusa", "eagle", "peagle", "block"]
 StepMode = Literal["parallel", "recursive"]
 TokenConditioning = Literal["none", "root", "path"]
 Refinement = Literal["none", "affine", "sinkhorn"]
@@ -35,7 +35,10 @@ _COUNTS = (
     "coupling",
 )
 _MEDUSA = ("shared_head", "residual_bias")
+_BLOCK = ("sample_from_anchor", "sliding_window_non_causal")
 _EAGLE = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+DECODER_LAYERS = ("eagle", "peagle", "block")  # kinds built of them
+MASKED = ("peagle", "block")  # kinds that draft in places of mask tokens
 _MAY_BE_ZERO = {"num_layers", "markov_rank", "coupling"}
 
 # Whose decoder layers networks can be built of (`shape.networks.decoder`).
@@ -46,6 +49,7 @@ _FIXED: dict[str, dict[str, Any]] = {
     "shape": {},
     "medusa": {"window": 1, "attention": False, "step_mode": "parallel", "token_conditioning": "none"},
     "eagle": {"window": 1, "attention": False, "step_mode": "recursive", "token_conditioning": "path"},
+    "peagle": {"window": 1, "attention": False, "step_mode": "parallel", "token_conditioning": "root"},
     "block": {"window": 1, "attention": False, "step_mode": "parallel", "token_conditioning": "root"},
 }
 
@@ -68,19 +72,19 @@ class ShapeConfig(PreTrainedConfig):
     """Configuration of a predictor of any kind; what "shape" alone reads is named as such or fixed for the others.
 
     Args:
-        kind: the network: "shape" (`shape.networks.shape`), or a baseline: "medusa", "eagle", "block" (DFlash, DSpark),
-            which sets step_mode, token_conditioning, window and attention itself.
+        kind: the network: "shape" (`shape.networks.shape`), or a baseline: "medusa", "eagle", "peagle" (P-EAGLE),
+            "block" (DFlash, DSpark), which sets step_mode, token_conditioning, window and attention itself.
         hidden_size: width H of the target's hidden states and embeddings.
         window: number W of known states the predictor reads (the current one and W - 1 before it).
         feature_layers: layers of the target whose states make up one feature vector, concatenated in this
             order, each of width H: indices into transformers' `hidden_states`, except -1, which is the vector
             that enters the output embedding. With "shape" it has to come last: predictions are residuals on it.
-        transformer_layer_config: "eagle" and "block": transformers' configuration of the decoder layers, with its
-            `model_type` (llama, qwen3); the name is that of `speculators`. None makes
-            Llama's (Qwen3's with "block") of the options below.
+        transformer_layer_config: "eagle", "peagle" and "block": transformers' configuration of the decoder layers, with
+            its `model_type` (llama, qwen3); the name is that of `speculators`. None makes Llama's (Qwen3's with
+            "block") of the options below.
         intermediate_size: width M of the predictor; None is the decoder layers', or 2 H.
         num_layers: residual MLP blocks at width M shared by all steps; residual layers of each of Medusa's heads;
-            decoder layers of "block" (EAGLE has one).
+            decoder layers of the others (published EAGLE-3 has one).
         attention: SHAPE's steps also attend to all known positions, not to the window alone.
         num_heads: attention heads, of width H / num_heads; None is the decoder layers', or makes them 64 wide.
         num_steps: number S of future states that training unrolls. Parallel predictors cannot go further,
@@ -119,9 +123,11 @@ class ShapeConfig(PreTrainedConfig):
         residual_bias: "medusa": its residual layers have biases, as FasterDecoding's.
         own_embeddings: an input embedding of its own, (vocab_size, H), that starts as a copy of the target's, where
             tokens are read; without, the target's frozen one is used.
-        mask_token_id: "block": token of the target that fills the places behind x_t; training chooses one.
+        mask_token_id: "block" and "peagle": token of the target that fills the places behind x_t; training chooses one.
         sample_from_anchor: "block": place n of a block drafts the token behind its position (DSpark), so that a block
             has num_steps places; else the token at its position (DFlash), and it has one more.
+        sliding_window_non_causal: "block": layers with a sliding window see all places of the block, and not only those
+            before.
         confidence_head_with_markov: "block": the confidence reads the Markov table too, where there is one.
         norm_before_residual: "eagle": the layer's residual is the normalised state.
         norm_before_fc: "eagle": one norm over all feature layers before they are fused.
@@ -169,6 +175,7 @@ class ShapeConfig(PreTrainedConfig):
     own_embeddings: bool = False
     mask_token_id: int | None = None
     sample_from_anchor: bool = False
+    sliding_window_non_causal: bool = False
     confidence_head_with_markov: bool = True
     norm_before_residual: bool = False
     norm_before_fc: bool = False
@@ -202,11 +209,11 @@ class ShapeConfig(PreTrainedConfig):
 
     @property
     def has_decoder_layers(self) -> bool:
-        return self.kind in ("eagle", "block")
+        return self.kind in DECODER_LAYERS
 
     def _layers_filled_in(self) -> dict[str, Any]:
         """`transformer_layer_config` with what it leaves open; intermediate_size and num_heads, given, replace its."""
-        layer = {"model_type": "llama" if self.kind == "eagle" else "qwen3", **(self.transformer_layer_config or {})}
+        layer = {"model_type": "qwen3" if self.kind == "block" else "llama", **(self.transformer_layer_config or {})}
         if layer["model_type"] not in LAYER_TYPES:
             raise ConfigError(
                 f"transformer_layer_config is of model_type {layer['model_type']!r}: decoder layers can be those of "
@@ -225,6 +232,13 @@ class ShapeConfig(PreTrainedConfig):
         layer["intermediate_size"] = self.intermediate_size or layer.get("intermediate_size") or 2 * self.hidden_size
         self.intermediate_size, self.num_heads = layer["intermediate_size"], layer["num_attention_heads"]
         return layer
+
+    @property
+    def windows(self) -> list[int | None]:
+        """Of each decoder layer, how many known positions it sees; None is all."""
+        layer = self.transformer_layer_config or {}
+        kinds = layer.get("layer_types") or ["full_attention"] * self.num_layers
+        return [layer["sliding_window"] if kind == "sliding_attention" else None for kind in kinds]
 
     def layer_config(self) -> PreTrainedConfig:
         """Of the decoder layers, as transformers has it."""
@@ -279,8 +293,8 @@ class ShapeConfig(PreTrainedConfig):
             raise ConfigError("own_embeddings makes weights for each token of the target: give vocab_size")
         self._check_medusa()
         self._check_eagle()
-        if self.kind in ("block", "eagle") and (self.num_layers < 1 or (self.kind == "eagle" and self.num_layers > 1)):
-            raise ConfigError(f"num_layers is {self.num_layers}: eagle has 1 decoder layer, block at least 1")
+        if self.has_decoder_layers and self.num_layers < 1:
+            raise ConfigError(f"num_layers is {self.num_layers}: kind {self.kind!r} has at least 1 decoder layer")
         self._check_block()
         if self.coupling and not self.markov_rank:
             raise ConfigError(f"coupling is {self.coupling}: it corrects a Markov bias, so give a markov_rank")
@@ -319,11 +333,29 @@ class ShapeConfig(PreTrainedConfig):
                     f"num_key_value_heads is {layer['num_key_value_heads']}: it has to divide the {self.num_heads} "
                     "attention heads"
                 )
+            self._check_layer_types()
         attends = self.attention or self.has_decoder_layers
         size = (self.transformer_layer_config or {}).get("head_dim", self.hidden_size // self.num_heads)
         if attends and (self.hidden_size % self.num_heads or size % 2):
             raise ConfigError(
                 f"num_heads is {self.num_heads}: heads divide the hidden size, {self.hidden_size}, into even parts"
+            )
+
+    def _check_layer_types(self) -> None:
+        layer = self.transformer_layer_config or {}
+        kinds = set(layer.get("layer_types") or ["full_attention"])
+        known = {"full_attention", *(["sliding_attention"] if self.kind == "block" else [])}
+        if kinds - known:
+            raise ConfigError(
+                f"transformer_layer_config has layer_types {sorted(kinds)}: layers of kind {self.kind!r} can be "
+                f"{' or '.join(sorted(known))}"
+            )
+        if "sliding_attention" in kinds and not (_is_int(layer.get("sliding_window")) and layer["sliding_window"] > 0):
+            raise ConfigError("transformer_layer_config has layers of sliding_attention: give their sliding_window")
+        if "layer_types" in layer and layer["layer_types"] and len(layer["layer_types"]) != self.num_layers:
+            raise ConfigError(
+                f"transformer_layer_config has {len(layer['layer_types'])} layer_types, and the predictor "
+                f"{self.num_layers} layers: give as many"
             )
 
     def _check_medusa(self) -> None:
@@ -334,26 +366,23 @@ class ShapeConfig(PreTrainedConfig):
             raise ConfigError("shared_head is for own_heads: give both, or neither to use the target's head")
 
     def _check_block(self) -> None:
+        if self.mask_token_id is not None and self.kind not in MASKED:
+            raise ConfigError(f"mask_token_id is for kinds block and peagle: leave it out with kind {self.kind!r}")
         if self.kind != "block":
-            if self.mask_token_id is not None or self.sample_from_anchor:
-                raise ConfigError(
-                    f"mask_token_id and sample_from_anchor are for kind block: leave them out with kind {self.kind!r}"
-                )
+            if given := [name for name in _BLOCK if getattr(self, name)]:
+                raise ConfigError(f"{', '.join(given)} is for kind block: leave it out with kind {self.kind!r}")
             return
         if self.coupling:
             raise ConfigError(f"coupling is {self.coupling}: kind block learns its Markov table without; use 0")
         if self.markov_rank and self.vocab_size is None:
             raise ConfigError("markov_rank makes a table of each token of the target: give vocab_size")
-        kinds = (self.transformer_layer_config or {}).get("layer_types") or []
-        if any(kind != "full_attention" for kind in kinds):
-            raise ConfigError(
-                f"transformer_layer_config has layer_types {sorted(set(kinds))}: kind block has full attention only"
-            )
 
     def _check_eagle(self) -> None:
         given = [name for name in _EAGLE if getattr(self, name)]
-        if given and self.kind != "eagle":
+        if given and self.kind not in ("eagle", "peagle"):
             raise ConfigError(f"{', '.join(given)} is for kind eagle: leave it out with kind {self.kind!r}")
+        if self.norm_output and self.kind == "peagle":
+            raise ConfigError("norm_output is for kind eagle: no step of peagle reads the output of the one before")
         if self.norm_before_fc and self.fc_norm:
             raise ConfigError("norm_before_fc and fc_norm are both given: features are normalised together or each")
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from shape.networks.layers import Memory, attend, rotate
+from shape.networks.layers import Memory, attend, attend_in_order, rotate
 
 
 class _Classes(NamedTuple):
@@ -111,12 +111,27 @@ class DraftAttention(nn.Module):
         return rotate(keys.transpose(1, 2), rotary), self._split(self.v_proj(states)).transpose(1, 2)
 
     def forward(
-        self, states: Tensor, rotary: Tensor, memory: Memory, visible: Tensor | None, own: Memory | None = None
+        self,
+        states: Tensor,
+        rotary: Tensor,
+        memory: Memory,
+        visible: Tensor | None,
+        own: Memory | None = None,
+        among: Tensor | None = None,
     ) -> Tensor:
         """(B, M, in_size) -> (B, M, H); the other arguments as of `shape.networks.layers.attend`."""
+        return self._out(attend(self._asked(states, rotary), memory, visible, own, among))
+
+    def in_order(self, states: Tensor, rotary: Tensor, new: Memory, past: Memory | None, lengths: Tensor) -> Tensor:
+        """(B, N, in_size) -> (B, N, H); the other arguments as of `shape.networks.layers.attend_in_order`."""
+        return self._out(attend_in_order(self._asked(states, rotary), new, past, lengths))
+
+    def _asked(self, states: Tensor, rotary: Tensor) -> Tensor:
         asked = self._split(self.q_proj(states))
         asked = asked if self.q_norm is None else self.q_norm(asked)
-        found = attend(rotate(asked.transpose(1, 2), rotary), memory, visible, own)
+        return rotate(asked.transpose(1, 2), rotary)
+
+    def _out(self, found: Tensor) -> Tensor:
         return self.o_proj(found.transpose(1, 2).flatten(-2))
 
     def _split(self, states: Tensor) -> Tensor:
@@ -137,3 +152,27 @@ class DraftLayer(nn.Module):
         self.mlp: nn.Module = stock.mlp  # type: ignore[assignment]
         self.input_layernorm: nn.Module = stock.input_layernorm  # type: ignore[assignment]
         self.post_attention_layernorm: nn.Module = stock.post_attention_layernorm  # type: ignore[assignment]
+
+    def inputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(..., in_size) -> what attention reads, of that width, and the residual, (..., H)."""
+        return self.input_layernorm(x), x
+
+    def behind(self, residual: Tensor, found: Tensor) -> Tensor:
+        """The layer's output, (..., H), of its residual and of what attention found."""
+        x = residual + found
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+    def over_blocks(
+        self, x: Tensor, rotary: Tensor, memory: Memory, visible: Tensor | None, among: Tensor | None = None
+    ) -> Tensor:
+        """Attention to known positions and, in a block of S places, to the places that `among`, (S, S) bool, lets each
+        see: all without.
+
+        (B, P, S, in_size), rotary (B, P, S, 2, D / 2), known keys and values (B, G, T, D), (B, P, T) -> (B, P, S, H).
+        """
+        steps, (seen, residual) = x.shape[2], self.inputs(x)
+        seen, rotary = seen.flatten(1, 2), rotary.flatten(1, 2)
+        keys, values = self.self_attn.remember(seen, rotary)
+        own = keys.unflatten(2, (-1, steps)), values.unflatten(2, (-1, steps))
+        found = self.self_attn(seen, rotary, memory, visible, own, among)
+        return self.behind(residual, found.unflatten(1, (-1, steps)))

@@ -1,12 +1,16 @@
-"""EAGLE: one decoder layer that continues the target's features (Li et al., arXiv 2401.15077, 2503.01840)."""
+"""EAGLE: decoder layers that continue the target's features (Li et al., arXiv 2401.15077, 2503.01840), step by step or,
+as P-EAGLE, all steps at once.
+"""
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers import initialization as init
 
 from shape.networks.base import Carried, Known, Predictor, Remembered
 from shape.networks.config import ShapeConfig
 from shape.networks.decoder import DraftLayer, Rotary, norm_of
+from shape.networks.masked import MaskedPredictor
 
 
 class EaglePredictor(Predictor):
@@ -20,6 +24,10 @@ class EaglePredictor(Predictor):
     positions and its own outputs behind them. `own_heads` gives it a trained output embedding, as published ones have.
     Training leaves out positions whose likeliest token is outside the draft vocabulary, as SafeAILab's and SpecForge's.
     With `feature_layers` [-1] and a loss on states it is EAGLE-1 with this layer.
+
+    There is one layer unless `num_layers` says more, as in speculators and vLLM: only the first reads tokens. What a
+    known position leaves in the later ones depends on all positions before it, so that training runs them over the
+    text, in order, and decoding over what is new.
 
     The layer's position is that of h_i, as in vLLM; speculators counts from one, which rotary positions, relative as
     they are, do not see.
@@ -35,45 +43,60 @@ class EaglePredictor(Predictor):
         norms = [norm_of(layer, size) for _ in config.feature_layers]
         self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
         self.fc = nn.Linear(config.feature_size, size, bias=False)
-        self.layers = nn.ModuleList([EagleLayer(layer, config.norm_before_residual)])
+        first = EagleLayer(layer, config.norm_before_residual)
+        self.layers = nn.ModuleList([first, *(DraftLayer(layer) for _ in range(config.num_layers - 1))])
         self.norm = norm_of(layer, size)
         self._rotary = Rotary(layer)
         self._add_read_out(heads=1 if config.own_heads else 0)
 
     @property
     def memory_shapes(self) -> list[tuple[int, int]]:
-        return [(self._layer.self_attn.key_heads, self._layer.self_attn.head_size)]
+        return [(layer.self_attn.key_heads, layer.self_attn.head_size) for layer in self._layers()]
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         return self._rotary(positions, dtype)
 
-    def remember(self, features: Tensor, embeddings: Tensor, positions: Tensor) -> Remembered:
-        seen, _ = self._layer.inputs(self._fused(features[:, 1:]), embeddings[:, 1:])
-        return [self._layer.self_attn.remember(seen, self.rotary(positions, seen.dtype))]
+    def remember(
+        self, features: Tensor, embeddings: Tensor, positions: Tensor, past: Remembered | None = None
+    ) -> Remembered:
+        x, layers = self._joined(self._fused(features[:, 1:]), embeddings[:, 1:]), self._layers()
+        rotary, left = self.rotary(positions, x.dtype), []
+        for number, layer in enumerate(layers):
+            seen, residual = layer.inputs(x)
+            new = layer.self_attn.remember(seen, rotary)
+            left.append(new)
+            if number + 1 < len(layers):  # nothing reads the last one's output
+                before = None if past is None else past[number]
+                x = layer.behind(residual, layer.self_attn.in_order(seen, rotary, new, before, positions[:, 0]))
+        return left
 
     def begin(self, known: Known, root: Tensor | None) -> Carried:
-        feature, (groups, size) = self._fused(known.window[..., -1, :]), self.memory_shapes[0]
-        nothing = feature.new_zeros(*feature.shape[:2], 0, groups, size)
-        return feature, nothing, nothing
+        feature = self._fused(known.window[..., -1, :])
+        nothing = [feature.new_zeros(*feature.shape[:2], 0, groups, size) for groups, size in self.memory_shapes]
+        return feature, *nothing, *nothing
 
     def advance(self, known: Known, carried: Carried, embedding: Tensor | None, n: int) -> tuple[Tensor, Carried]:
         assert embedding is not None and known.rotary is not None
-        feature, keys, values = carried
-        seen, x = self._layer.inputs(feature, embedding)
-        rotary, own, attention = known.rotary[:, :, n], None, self._layer.self_attn
-        if n > 0:  # at the first step the node is position t - 1 itself, which is remembered
-            key, value = attention.remember(seen, rotary)
-            keys = torch.cat([keys, key.transpose(1, 2).unsqueeze(2)], dim=2)
-            values = torch.cat([values, value.transpose(1, 2).unsqueeze(2)], dim=2)
-            own = keys.permute(0, 3, 1, 2, 4), values.permute(0, 3, 1, 2, 4)
-        x = x + attention(seen, rotary, known.memory[0], known.visible, own)
-        x = x + self._layer.mlp(self._layer.post_attention_layernorm(x))
+        feature, *left = carried
+        x, rotary, count = self._joined(feature, embedding), known.rotary[:, :, n], len(known.memory)
+        keys, values = left[:count], left[count:]  # of the path, in each layer
+        for number, (layer, memory) in enumerate(zip(self._layers(), known.memory, strict=True)):
+            (seen, residual), own = layer.inputs(x), None
+            if n > 0:  # at the first step the node is position t - 1 itself, which is remembered
+                key, value = layer.self_attn.remember(seen, rotary)
+                keys[number] = torch.cat([keys[number], key.transpose(1, 2).unsqueeze(2)], dim=2)
+                values[number] = torch.cat([values[number], value.transpose(1, 2).unsqueeze(2)], dim=2)
+                own = keys[number].permute(0, 3, 1, 2, 4), values[number].permute(0, 3, 1, 2, 4)
+            x = layer.behind(residual, layer.self_attn(seen, rotary, memory, known.visible, own))
         state = self.norm(x)
-        return state, (state if self.config.norm_output else x, keys, values)
+        return state, (state if self.config.norm_output else x, *keys, *values)
 
-    @property
-    def _layer(self) -> "EagleLayer":
-        return self.layers[0]  # type: ignore[return-value]
+    def _layers(self) -> list[DraftLayer]:
+        return list(self.layers)  # type: ignore[arg-type]
+
+    def _joined(self, feature: Tensor, embedding: Tensor) -> Tensor:
+        """What the first layer reads: (..., H) twice -> (..., 2 H)."""
+        return torch.cat([embedding.to(feature.dtype), feature], dim=-1)
 
     def _fused(self, features: Tensor) -> Tensor:
         """(..., F) -> (..., H)."""
@@ -86,6 +109,45 @@ class EaglePredictor(Predictor):
         return self.fc(features)
 
 
+class ParallelEaglePredictor(MaskedPredictor, EaglePredictor):
+    """P-EAGLE (arXiv 2602.01469): EAGLE whose steps behind the first read a learned feature and a mask token.
+
+    So they need no draft and no output of the step before: [g_{t-1} beside x_t, mask, mask, ...] at positions t - 1, t,
+    ... goes through the layers at once, each place seeing the known positions and the places before it. Weights, names
+    and what is computed are those of speculators 0.9 (compared in tests/networks/test_eagle.py), which trains its
+    depths on samples of the places that ours trains on (conditional drop token).
+
+    Attributes:
+        mask_hidden: (1, 1, F), what places behind the first read for a feature.
+    """
+
+    kind = "peagle"
+
+    def _add_read_out(self, heads: int = 0) -> None:
+        self.mask_hidden = nn.Parameter(torch.empty(1, 1, self.config.feature_size))
+        super()._add_read_out(heads)
+
+    def begin(self, known: Known, root: Tensor | None) -> Carried:
+        assert root is not None and known.rotary is not None
+        feature, steps = self._fused(known.window[..., -1, :]), self.config.num_steps
+        masked = self._joined(self._fused(self.mask_hidden[0, 0]), self._mask())
+        x = self._joined(feature, root).unsqueeze(-2)
+        x = torch.cat([x, masked.to(x).expand(*root.shape[:-1], steps - 1, -1)], dim=-2)
+        among = torch.ones(steps, steps, dtype=torch.bool, device=x.device).tril()
+        among[:, 0] = False  # position t - 1 is remembered
+        for layer, memory in zip(self._layers(), known.memory, strict=True):
+            x = self.run(layer.over_blocks, x, known.rotary[:, :, :steps], memory, known.visible, among)
+        return (self.norm(x),)
+
+    advance = Predictor.advance
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self:
+            init.normal_(self.mask_hidden)
+
+
 class EagleLayer(DraftLayer):
     """A decoder layer that attends from states beside tokens, each normalised by itself."""
 
@@ -94,8 +156,8 @@ class EagleLayer(DraftLayer):
         self.hidden_norm = norm_of(config, config.hidden_size)
         self.norm_before_residual = norm_before_residual
 
-    def inputs(self, feature: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
-        """(..., H) twice -> what attention reads, (..., 2 H), and the residual, (..., H)."""
+    def inputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        embedding, feature = x.chunk(2, dim=-1)
         normed = self.hidden_norm(feature)
-        seen = torch.cat([self.input_layernorm(embedding.to(feature.dtype)), normed], dim=-1)
+        seen = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
         return seen, normed if self.norm_before_residual else feature

@@ -80,7 +80,9 @@ def model_card(predictor: Predictor, identity: TargetIdentity, training: Mapping
     config = predictor.config
     millions = sum(parameter.numel() for parameter in predictor.parameters()) / 1e6
     revision = f" (revision {identity.revision})" if identity.revision else ""
-    title = {"shape": "SHAPE", "medusa": "Medusa", "eagle": "EAGLE", "block": "Block-parallel"}[config.kind]
+    title = {"shape": "SHAPE", "eagle": "EAGLE", "peagle": "P-EAGLE", "block": "Block-parallel"}.get(
+        config.kind, config.kind.capitalize()
+    )
     return f"""---
 library_name: shape
 base_model: {identity.name}

@@ -140,7 +140,9 @@ class ContextAttention(nn.Module):
         return states.unflatten(-1, (self.heads, self.head_size)).transpose(1, 2)
 
 
-def attend(asked: Tensor, memory: Memory, visible: Tensor | None, own: Memory | None = None) -> Tensor:
+def attend(
+    asked: Tensor, memory: Memory, visible: Tensor | None, own: Memory | None = None, among: Tensor | None = None
+) -> Tensor:
     """Attention of queries (B, G R, M, D) to the memory and to what is their own -> (B, G R, M, D).
 
     In training, where scores of long texts would take more than all else, queries are gone through in parts, each to
@@ -151,15 +153,16 @@ def attend(asked: Tensor, memory: Memory, visible: Tensor | None, own: Memory | 
         visible: (B, M, T), (B, 1, T) or, for blocks of queries that see alike, (B, P, T) bool; None where all of the
             memory is.
         own: keys and values (B, G, P, N, D) that only a node itself sees, or the M / P nodes of a block.
+        among: (M / P, N) bool, which of its own each node of a block sees; None where all do.
     """
     if not torch.is_grad_enabled():
-        return _attend(asked, memory, visible, own)
+        return _attend(asked, memory, visible, own, among)
     blocks = asked.shape[2] if own is None else own[0].shape[2]
     # Without keys of their own a kernel is used that keeps no scores, only their mask.
     held = asked.shape[0] * (1 if own is None else asked.shape[1]) * asked.shape[2] * memory[0].shape[2] * 4
     size = -(-blocks // -(-held // SCORES_BYTES)) if held else blocks
     if size >= blocks:
-        return _attend(asked, memory, visible, own)
+        return _attend(asked, memory, visible, own, among)
     each = asked.shape[2] // blocks
     found = []
     for first in range(0, blocks, size):
@@ -169,7 +172,7 @@ def attend(asked: Tensor, memory: Memory, visible: Tensor | None, own: Memory | 
         seen = None if seen is None else seen[..., : known[0].shape[2]]
         mine = None if own is None else tuple(kept[:, :, rows] for kept in own)
         some = asked[:, :, first * each : (first + size) * each]
-        found.append(checkpoint(_attend, some, known, seen, mine, use_reentrant=False))
+        found.append(checkpoint(_attend, some, known, seen, mine, among, use_reentrant=False))
     return torch.cat(found, dim=2)
 
 
@@ -179,7 +182,7 @@ def _reach(visible: Tensor) -> int:
     return int(seen[-1]) + 1 if len(seen) else 1
 
 
-def _attend(asked: Tensor, memory: Memory, visible: Tensor | None, own: Memory | None) -> Tensor:
+def _attend(asked: Tensor, memory: Memory, visible: Tensor | None, own: Memory | None, among: Tensor | None) -> Tensor:
     keys, values = memory
     if visible is not None and visible.shape[1] not in (1, asked.shape[2]):
         visible = visible.repeat_interleave(asked.shape[2] // visible.shape[1], dim=1)
@@ -204,11 +207,40 @@ def _attend(asked: Tensor, memory: Memory, visible: Tensor | None, own: Memory |
     scores = (asked.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, (shared, -1))
     if hidden is not None:
         scores = scores + hidden[:, None, None]
-    scores = torch.cat([scores, in_order(by_block(asked) @ own[0].transpose(-1, -2))], dim=-1)
+    beside = in_order(by_block(asked) @ own[0].transpose(-1, -2))
+    if among is not None:
+        beside = beside.masked_fill(~among.repeat(blocks, 1), torch.finfo(beside.dtype).min)
+    scores = torch.cat([scores, beside], dim=-1)
     weights = (scores.float() * asked.shape[-1] ** -0.5).softmax(-1).to(values.dtype)
     count = keys.shape[-2]
     found = (weights[..., :count].flatten(2, 3) @ values).unflatten(2, (shared, -1))
     return (found + in_order(by_block(weights[..., count:]) @ own[1])).flatten(1, 2)
+
+
+def attend_in_order(asked: Tensor, new: Memory, past: Memory | None, lengths: Tensor) -> Tensor:
+    """Attention of new positions to past ones and, each to itself and those before it, to the new -> (B, G R, N, D).
+
+    Args:
+        asked: (B, G R, N, D). new: keys and values (B, G, N, D) of the same positions.
+        past: keys and values (B, G, T, D), of which each row sees the first `lengths`, (B,) int64; None is none.
+    """
+    if past is None or not past[0].shape[2]:
+        grouped = asked.shape[1] != new[0].shape[1]
+        return F.scaled_dot_product_attention(asked, *new, is_causal=True, enable_gqa=grouped)
+    rows, count = asked.shape[0], asked.shape[2]
+    order = torch.ones(count, count, dtype=torch.bool, device=asked.device).tril().expand(rows, -1, -1)
+    before = torch.arange(past[0].shape[2], device=asked.device) < lengths[:, None, None]
+    keys, values = (torch.cat(pair, dim=2) for pair in zip(past, new, strict=True))
+    return attend(asked, (keys, values), torch.cat([before.expand(-1, count, -1), order], dim=-1))
+
+
+def recent(visible: Tensor | None, memory: Memory, window: int) -> Tensor | None:
+    """The last `window` of the visible positions, which are the first ones: as `visible`, (B, P, T), or None."""
+    rows, count = len(memory[0]), memory[0].shape[2]
+    slots = torch.arange(count, device=memory[0].device)
+    if visible is not None:
+        return visible & (slots >= visible.sum(-1, keepdim=True) - window)
+    return None if count <= window else (slots >= count - window).expand(rows, 1, -1)
 
 
 def rotary_table(positions: Tensor, head_size: int, dtype: torch.dtype) -> Tensor:

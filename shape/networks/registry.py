@@ -2,10 +2,11 @@
 
 from shape.networks.base import Predictor
 from shape.networks.block import BlockPredictor
-from shape.networks.eagle import EaglePredictor
+from shape.networks.eagle import EaglePredictor, ParallelEaglePredictor
 from shape.networks.medusa import MedusaPredictor
 from shape.networks.shape import ShapePredictor
 
 PREDICTORS: dict[str, type[Predictor]] = {
-    network.kind: network for network in (ShapePredictor, MedusaPredictor, EaglePredictor, BlockPredictor)
+    network.kind: network
+    for network in (ShapePredictor, MedusaPredictor, EaglePredictor, ParallelEaglePredictor, BlockPredictor)
 }

@@ -123,7 +123,9 @@ class ShapePredictor(Predictor):
     def memory_shapes(self) -> list[tuple[int, int]]:
         return [] if self.attention is None else [(self.attention.heads, self.attention.head_size)]
 
-    def remember(self, features: Tensor, embeddings: Tensor, positions: Tensor) -> Remembered:
+    def remember(
+        self, features: Tensor, embeddings: Tensor, positions: Tensor, past: Remembered | None = None
+    ) -> Remembered:
         """Keys are of h_{i-1} and x_i, which is what a step knows of its own position; values of what followed, h_i and
         x_{i+1}. So one layer can find similar positions and how the text went on there.
         """

@@ -91,9 +91,10 @@ def product(x: Tensor, weights: Tensor, scales: Tensor, bits: int, outputs: int)
     rows = -(-tokens // chunks)  # of each; the last one's may be more than there are, of which nothing is read
     kernel = _kernel(Kind(bits, x.dtype, rows))
     out = x.new_empty(chunks * rows, tiles * TILE)
-    numbers = torch.empty(chunks, digits, rows, inputs, dtype=torch.int8)
-    offsets = torch.empty(chunks, digits, rows, groups, dtype=torch.int32)
-    steps = torch.empty(chunks, rows, groups, dtype=torch.float32)
+    # What a group needs lies together: rows that are a power of two apart would drive each other out of the cache.
+    numbers = torch.empty(chunks, groups, digits, rows, GROUP, dtype=torch.int8)
+    offsets = torch.empty(chunks, groups, digits, rows, dtype=torch.int32)
+    steps = torch.empty(chunks, groups, rows, dtype=torch.float32)
     given = (weights, scales, x, numbers, offsets, steps, out)
     arguments = (ctypes.c_int64 * len(_ARGUMENTS))(*(one.data_ptr() for one in given), chunks, groups, tiles)
     kernel.quantise(arguments, tokens)
@@ -249,7 +250,6 @@ def _quantiser(module: ir.Module, kind: Kind) -> None:
     """
     function, code, given = _begin(module, "quantise", (_I64,))
     groups = given["groups"]
-    inputs = code.times(groups, GROUP)
     token, code, done = code.counted(function.args[1], "tokens")
     chunk, row = code.udiv(token, _I64(kind.rows)), code.urem(token, _I64(kind.rows))
     group, inner, after = code.counted(groups, "groups")
@@ -265,8 +265,9 @@ def _quantiser(module: ir.Module, kind: Kind) -> None:
     most = ir.Constant(_F32, _LARGEST[kind.digits])
     small = inner.fcmp_ordered("<", largest, ir.Constant(_F32, 2.0**-100))  # of which the inverse may not exist
     inverse = inner.spread(inner.select(small, ir.Constant(_F32, 0.0), inner.fdiv(most, largest)))
-    place = inner.at(inner.times(inner.at(inner.times(chunk, kind.rows), row), groups), group)
-    inner.write(inner.fdiv(largest, most), inner.at(given["steps"], inner.times(place, 4)))
+    place = inner.at(inner.times(chunk, groups), group)
+    step = inner.at(inner.times(place, kind.rows), row)
+    inner.write(inner.fdiv(largest, most), inner.at(given["steps"], inner.times(step, 4)))
     numbers = [inner.fptosi(inner.intrinsic("llvm.rint.v16f32", _FLOATS, inner.fmul(one, inverse)), _INTS) for one in x]
     digits = [numbers]
     if kind.digits == 2:
@@ -274,13 +275,12 @@ def _quantiser(module: ir.Module, kind: Kind) -> None:
         digits = [high, [inner.sub(one, inner.shl(h, _all(8))) for one, h in zip(numbers, high, strict=True)]]
     offset = 1 << (kind.bits - 1)
     for number, digit in enumerate(digits):
-        plane = inner.at(inner.times(inner.at(inner.times(chunk, kind.digits), number), kind.rows), row)
+        line = inner.at(inner.times(inner.at(inner.times(place, kind.digits), number), kind.rows), row)
         for half, values in enumerate(digit):
-            at = inner.at(given["digits"], inner.times(plane, inputs), inner.times(group, GROUP), half * TILE)
+            at = inner.at(given["digits"], inner.times(line, GROUP), half * TILE)
             inner.write(inner.trunc(values, ir.VectorType(_I8, TILE)), at)
         total = inner.intrinsic("llvm.vector.reduce.add.v16i32", _I32, inner.add(*digit))
-        at = inner.at(given["offsets"], inner.times(inner.at(inner.times(plane, groups), group), 4))
-        inner.write(inner.mul(total, _I32(-offset)), at)
+        inner.write(inner.mul(total, _I32(-offset)), inner.at(given["offsets"], inner.times(line, 4)))
     code = inner.again(group, after)
     code.again(token, done).ret_void()
 
@@ -303,21 +303,21 @@ def _multiplier(module: ir.Module, kind: Kind, vnni: bool, parallel: bool) -> No
     tile = code.at(number, begin)
     chunk, code, after = code.counted(given["chunks"], "chunks")
     first = code.times(chunk, kind.rows)  # its first token
-    weights = code.at(given["weights"], code.times(tile, groups, GROUP * TILE * kind.bits // 8))
+    weights = code.at(given["weights"], code.times(tile, groups, _bytes(kind)))
     scales = code.at(given["scales"], code.times(tile, groups, 2 * TILE) if kind.bits == 4 else code.times(tile, 64))
-    planes = [code.at(code.times(chunk, kind.digits * kind.rows), digit * kind.rows) for digit in range(kind.digits)]
     group, inner, behind = code.counted(groups, "groups")
     totals = [inner.phi(_FLOATS) for _ in range(kind.rows)]
     for total in totals:
         total.add_incoming(_all(0.0, _FLOATS), code.block)
-    sums = _group_sums(inner, kind, given, weights, planes, group, vnni)
+    place = inner.at(inner.times(chunk, groups), group)
+    sums = _group_sums(inner, kind, given, inner.at(weights, inner.times(group, _bytes(kind))), place, vnni)
+    steps = inner.at(given["steps"], inner.times(place, 4 * kind.rows))
     scale = (
         inner.widened(inner.read(_HALVES, inner.at(scales, inner.times(group, 2 * TILE)))) if kind.bits == 4 else None
     )
     found = []
     for row, total in enumerate(totals):
-        at = inner.times(inner.at(inner.times(inner.at(first, row), groups), group), 4)
-        step = inner.spread(inner.read(_F32, inner.at(given["steps"], at)))
+        step = inner.spread(inner.read(_F32, inner.at(steps, 4 * row)))
         step = step if scale is None else inner.fmul(step, scale)
         found.append(inner.intrinsic("llvm.fma.v16f32", _FLOATS, inner.sitofp(sums[row], _FLOATS), step, total))
         total.add_incoming(found[-1], inner.block)
@@ -331,36 +331,36 @@ def _multiplier(module: ir.Module, kind: Kind, vnni: bool, parallel: bool) -> No
     code.again(number, done).ret_void()
 
 
-def _group_sums(
-    code: _Code, kind: Kind, given: dict[str, Any], weights: Any, planes: list[Any], group: Any, vnni: bool
-) -> list[Any]:
-    """Of a group and a tile, for each token of a chunk (16) int32: the sums of products, in units of their steps."""
-    groups = given["groups"]
-    tokens = [[code.at(plane, row) for row in range(kind.rows)] for plane in planes]
-    starts = [
-        [code.at(given["digits"], code.times(code.at(code.times(one, groups), group), GROUP)) for one in plane]
-        for plane in tokens
-    ]
-    sums = [
-        [code.spread(code.read(_I32, code.at(given["offsets"], code.times(code.at(code.times(one, groups), group), 4))))
-         for one in plane]
-        for plane in tokens
-    ]  # fmt: skip
-    size = GROUP * TILE * kind.bits // 8
-    at = code.at(weights, code.times(group, size))
+def _bytes(kind: Kind) -> int:
+    """Of a tile's weights in a group."""
+    return GROUP * TILE * kind.bits // 8
+
+
+def _group_sums(code: _Code, kind: Kind, given: dict[str, Any], weights: Any, place: Any, vnni: bool) -> list[Any]:
+    """Of a tile and a group, for each token of a chunk (16) int32: the sums of products, in units of their steps.
+
+    Args:
+        weights: their address.
+        place: of the group among those of all chunks.
+    """
+    lines = kind.digits * kind.rows
+    numbers = code.at(given["digits"], code.times(place, lines * GROUP))
+    offsets = code.at(given["offsets"], code.times(place, lines * 4))
+    sums = [code.spread(code.read(_I32, code.at(offsets, 4 * line))) for line in range(lines)]
     fours = []
-    for piece in range(0, size, 64):
-        some = code.read(_INTS, code.at(at, piece))
+    for piece in range(0, _bytes(kind), 64):
+        some = code.read(_INTS, code.at(weights, piece))
         if kind.rows > 3:
-            ahead = code.inttoptr(code.at(at, piece + _AHEAD), _I8.as_pointer())
+            ahead = code.inttoptr(code.at(weights, piece + _AHEAD), _I8.as_pointer())
             code.intrinsic("llvm.prefetch.p0", ir.VoidType(), ahead, _I32(0), _I32(3), _I32(1))
         low = _all(0x0F0F0F0F)
         fours += [some] if kind.bits == 8 else [code.and_(some, low), code.and_(code.lshr(some, _all(4)), low)]
     for number, four in enumerate(fours):
-        for digit, plane in enumerate(starts):
-            for row, start in enumerate(plane):
-                numbers = code.spread(code.read(_I32, code.at(start, 4 * number)))
-                sums[digit][row] = code.dot(sums[digit][row], four, numbers, vnni)
+        for line in range(lines):
+            some = code.spread(code.read(_I32, code.at(numbers, GROUP * line + 4 * number)))
+            sums[line] = code.dot(sums[line], four, some, vnni)
     if kind.digits == 1:
-        return sums[0]
-    return [code.add(code.shl(high, _all(8)), low) for high, low in zip(*sums, strict=True)]
+        return sums
+    return [
+        code.add(code.shl(high, _all(8)), low) for high, low in zip(sums[: kind.rows], sums[kind.rows :], strict=True)
+    ]

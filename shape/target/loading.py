@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping, Set
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 from transformers.utils import cached_file, extract_commit_hash
 
-from shape.errors import ConfigError
-from shape.target.options import PairOptions, PlacedOptions, TargetOptions
+from shape.errors import ConfigError, UnsupportedTarget
+from shape.target.options import AnsweringOptions, PairOptions, PlacedOptions, TargetOptions
 
 # Where hub repositories are read from, in transformers' words. A revision is one repository's own; the rest serves the
 # target's and the predictor's.
@@ -42,7 +44,11 @@ def of_target(options: TargetOptions) -> dict[str, Any]:
     if isinstance(options, PlacedOptions):
         if options.device is not None and options.device_map is not None:
             raise ConfigError("device and device_map both say where the target is put; give one of them")
-        given["device_map"] = options.device_map if options.device is None else resolve_device(options.device)
+        other = isinstance(options, AnsweringOptions) and options.backend != "torch"
+        if isinstance(options, AnsweringOptions) and other:
+            given["backend"] = options.backend
+        device = options.device if options.device is None or other else resolve_device(options.device)
+        given["device_map"] = options.device_map if device is None else device
     given = {name: value for name, value in given.items() if value is not None}
     if ours := sorted(_OURS & options.target_options.keys()):
         raise ConfigError(f"{ours[0]} is given in target_options, which are transformers' own; leave it out there")
@@ -113,6 +119,22 @@ def commit_of(where: str, options: dict[str, Any]) -> str:
         return extract_commit_hash(found, None) or ""
     except (OSError, ValueError):
         return ""
+
+
+def read_tokenizer(where: str, target: Any, options: Mapping[str, Any]) -> Any:
+    """A target's tokenizer; None where it has none: ids in, ids out, and rendering text then raises with the reason.
+
+    Raises:
+        UnsupportedTarget: its files are damaged.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(where, **only(FILE_OPTIONS, options))
+    except Exception as error:
+        if (Path(where) / "tokenizer.json").is_file():
+            raise UnsupportedTarget(
+                f"the tokenizer of target {target} cannot be read; restore its files ({first_line(error)})"
+            ) from error
+        return None
 
 
 def only(names: Set[str], options: Mapping[str, Any]) -> dict[str, Any]:

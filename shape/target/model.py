@@ -17,7 +17,7 @@ from accelerate.utils import align_module_device
 from torch import Tensor
 from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from shape import bundled
@@ -25,7 +25,7 @@ from shape.errors import ConfigError, DataError, UnsupportedTarget
 from shape.target.chat import answer_message, prompt_ids, render
 from shape.target.identity import TargetIdentity, float_weight
 from shape.target.inference import evaluating
-from shape.target.loading import FILE_OPTIONS, commit_of, default_device, first_line, only, resolve_dtype
+from shape.target.loading import commit_of, default_device, first_line, read_tokenizer, resolve_dtype
 from shape.target.prepack import PrepackedForward, is_prepacked, linear, prepack, unpack
 from shape.target.quantize import Quantization, QuantizedLinear, check, quantize_model, quantized
 from shape.target.rotary import Switch, find_switch
@@ -87,6 +87,7 @@ class Target:
         device_map: Any = None,
         prepacked: bool | None = None,
         quantize: Quantization | None = None,
+        backend: str = "torch",
         **options: Any,
     ) -> "Target":
         """The target from a path, a hub id, the name of a bundled checkpoint, or a model at hand.
@@ -103,6 +104,8 @@ class Target:
                 where memory allows it, for models that are loaded here.
             quantize: on a CPU, "int8" or "int4": weights of linear layers in so many bits, activations rounded too (see
                 ``shape.target.quantize``). Plain and drafted decoding are of the same quantised model.
+            backend: what computes: torch, or "openvino" (see ``shape.target.openvino.OpenVinoTarget.load``), which has
+                devices of its own, and quantises weights alone.
             options: any other of transformers' ``from_pretrained``: revision, token, trust_remote_code,
                 attn_implementation, quantization_config, ... The tokenizer is of the same revision.
 
@@ -111,8 +114,15 @@ class Target:
                 model at hand.
             UnsupportedTarget: when nothing can be loaded from there.
         """
+        if backend not in ("torch", "openvino"):
+            raise ConfigError(f"backend {backend} is unknown; give torch or openvino")
         if isinstance(target, Target | PreTrainedModel):
             given = target if isinstance(target, Target) else cls(target, tokenizer)
+            if backend != "torch" and not isinstance(target, Target):
+                raise ConfigError(
+                    f"backend {backend} loads a target by itself, while the model {given.name} is at hand; give its "
+                    "folder or hub id"
+                )
             if quantize is not None:
                 options["quantize"] = quantize
             if options:
@@ -123,6 +133,11 @@ class Target:
             if prepacked:  # otherwise it stays as its owner has it
                 given._prepack(True)
             return given
+        if backend == "openvino":
+            from shape.target.openvino import OpenVinoTarget  # which is an extra, and a Target
+
+            options |= {"device_map": device_map, "quantize": quantize}
+            return OpenVinoTarget.load(target, tokenizer=tokenizer, dtype=dtype, **options)
         where, options = bundled.resolve(str(target)), {"trust_remote_code": False, **options}
         revision = commit_of(where, options)
         if revision:  # all parts are of one, even while somebody uploads
@@ -153,14 +168,7 @@ class Target:
         if quantize is not None:
             quantize_model(model, quantize)
         if tokenizer is None:
-            try:
-                tokenizer = AutoTokenizer.from_pretrained(where, **only(FILE_OPTIONS, options))
-            except Exception as error:
-                # Without one: ids in, ids out; rendering text then raises with the reason.
-                if (Path(where) / "tokenizer.json").is_file():
-                    raise UnsupportedTarget(
-                        f"the tokenizer of target {target} cannot be read; restore its files ({first_line(error)})"
-                    ) from error
+            tokenizer = read_tokenizer(where, target, options)
         loaded = cls(model.requires_grad_(False), tokenizer, name=str(target), revision=revision)
         loaded._prepack(prepacked)
         return loaded

@@ -61,9 +61,11 @@ class AnsweringOptions(PairOptions):
     """The same, of commands that let the target answer.
 
     Attributes:
+        backend: what computes the target: torch, or openvino on its device CPU, GPU or NPU.
         dtype: of the target, for example float32 or bfloat16; default: its checkpoint's.
         chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
     """
 
+    backend: Literal["torch", "openvino"] = "torch"
     dtype: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -6,7 +6,7 @@ spends most of its time on bringing the weight into blocks (bfloat16), or goes t
 With weights in blocks it takes little longer, and that is what speculation lives on. It costs a second copy of the
 weights in memory. ``python eval/forwards.py`` measures both on a machine.
 
-A single row times a small weight is the exception: a compiled loop is through before such a kernel begins
+A single row times a small weight in bfloat16 is the exception: a compiled loop is through before such a kernel begins
 (``shape.target.products``).
 """
 
@@ -40,6 +40,10 @@ class PrepackedForward:
 
     Args:
         layer: nn.Linear, or transformers' Conv1D, which has its weight transposed.
+
+    Attributes:
+        rows: the weight as it is, (outputs, inputs), where it is small and in bfloat16: single rows go through a loop
+            over it, which in float32 saves nothing.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -47,7 +51,7 @@ class PrepackedForward:
         self._made_of: tuple[int, int] | None = None
         self._kept: Tensor | None = None  # the weight as it was, so that no other can come to lie where it lay
         self._blocks: Tensor | None = None
-        self._rows: np.ndarray | None = None  # the weight as it is, if it is small
+        self.rows: np.ndarray | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         parameters = self._layer._parameters  # without a module's search for names, which every call would pay for
@@ -59,34 +63,34 @@ class PrepackedForward:
             self._make(weight)
         if self._blocks is None:
             return self._stock(x)
-        if self._rows is not None and x.numel() == x.shape[-1]:
+        if self.rows is not None and x.numel() == x.shape[-1]:
             return self._single(x, parameters["bias"])
         return _PRODUCT(x, self._blocks, parameters["bias"], "none", (), "")
 
     def _single(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        assert self._rows is not None
-        y = x.new_empty(*x.shape[:-1], len(self._rows))
+        assert self.rows is not None
+        y = x.new_empty(*x.shape[:-1], len(self.rows))
         given = _NO_BIAS if bias is None else bias
-        product(self._rows, numbers(given), numbers(x).reshape(1, -1), numbers(y).reshape(1, -1))
+        product(self.rows, numbers(given), numbers(x).reshape(1, -1), numbers(y).reshape(1, -1))
         return y
 
     def _stock(self, x: Tensor) -> Tensor:
         return type(self._layer).forward(self._layer, x)
 
     def _make(self, weight: Tensor) -> None:
-        self._kept, self._blocks, self._rows = weight.detach(), None, None
+        self._kept, self._blocks, self.rows = weight.detach(), None, None
         self._made_of = weight.data_ptr(), weight._version
         if multiplies(weight.dtype):  # it may have changed
             rows = self._kept.T.contiguous() if isinstance(self._layer, Conv1D) else self._kept
             self._blocks = _BLOCKS(rows, _EXPECTED_TOKENS)
-            if rows.numel() <= _SMALL and rows.is_contiguous() and rows.dtype in (torch.float32, torch.bfloat16):
-                self._rows = numbers(rows)
+            if rows.numel() <= _SMALL and rows.is_contiguous() and rows.dtype == torch.bfloat16:
+                self.rows = numbers(rows)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PrepackedForward":
         copied = PrepackedForward(deepcopy(self._layer, memo))
         # These serve where the weight is shared.
         copied._made_of, copied._kept, copied._blocks = self._made_of, self._kept, self._blocks
-        copied._rows = self._rows
+        copied.rows = self.rows
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from shape.data.statistics import Text
 from shape.errors import ConfigError
 from shape.features.options import longest
 from shape.networks import sizing
-from shape.networks.config import ShapeConfig
+from shape.networks.config import DECODER_LAYERS, MASKED, ShapeConfig
 from shape.networks.decoder import layers_like
 from shape.target.model import Target
 from shape.target.size import Size
@@ -97,13 +97,13 @@ def network_config(options: TrainOptions, target: Target | Size) -> ShapeConfig 
             f"predictor.draft_vocab_size is {given['draft_vocab_size']}, and the target has {target.vocab_size} "
             "tokens; give fewer, or null"
         )
-    if options.predictor.kind in ("eagle", "block") and target.config is not None:
+    if options.predictor.kind in DECODER_LAYERS and target.config is not None:
         given["transformer_layer_config"] = {
             **layers_like(target.config),
             "num_hidden_layers": options.predictor.num_layers,
             **(given["transformer_layer_config"] or {}),
         }
-    if options.predictor.kind == "block" and given["mask_token_id"] is None and isinstance(target, Target):
+    if options.predictor.kind in MASKED and given["mask_token_id"] is None and isinstance(target, Target):
         given["mask_token_id"] = mask_token(target)
     return ShapeConfig(
         hidden_size=target.hidden_size,

@@ -24,13 +24,15 @@ class PredictorOptions:
     """The network; see `shape.networks.config.ShapeConfig`, whose fields of the same names these become.
 
     Attributes:
-        kind: shape, or a baseline: medusa, eagle, block (DFlash, DSpark), which have a window of one state and fix
-            step_mode and token_conditioning. Or model, a small language model of the target's tokens, which reads no
-            states and of these options num_layers, num_heads and intermediate_size alone: the width of its states.
+        kind: shape, or a baseline: medusa, eagle, peagle (P-EAGLE), block (DFlash, DSpark), which have a window of one
+            state and fix step_mode and token_conditioning. Or model, a small language model of the target's tokens,
+            which reads no states and of these options num_layers, num_heads and intermediate_size alone: the width of
+            its states.
         window: known states that the predictor reads.
         intermediate_size: its width; null follows from the target (`shape.networks.sizing`), and is twice its hidden
             size for baselines.
-        num_layers: residual blocks at that width; residual layers of each of medusa's heads; decoder layers of block.
+        num_layers: residual blocks at that width; residual layers of each of medusa's heads; decoder layers of the
+            others.
         attention: SHAPE's steps also attend to all known positions.
         num_heads: attention heads; null makes them 64 wide.
         num_steps: steps that training unrolls.
@@ -47,7 +49,8 @@ class PredictorOptions:
         dropout: probability.
         feature_layers: layers of the target that are read, shape's with -1 in the end; auto is a low, a middle and a
             high one, as published for EAGLE-3 (`shape.networks.sizing`).
-        transformer_layer_config: of eagle's and block's decoder layers, what differs from the target's geometry.
+        transformer_layer_config: of eagle's, peagle's and block's decoder layers, what differs from the target's
+            geometry.
         draft_vocab_size: draft from so many of the most frequent tokens only; null drafts from all, auto from as many
             as target and data suggest (`shape.networks.sizing`).
         markov_rank: rank of a bias by the token before, for steps that do not read it; 0 is none.
@@ -58,8 +61,10 @@ class PredictorOptions:
         residual_bias: biases in medusa's residual layers.
         own_heads: output embeddings of its own, started from the target's.
         own_embeddings: input embeddings of its own, started from the target's.
-        mask_token_id: token of the target that fills block's places; null chooses one (`shape.training.defaults`).
+        mask_token_id: token of the target that fills block's and peagle's places; null chooses one
+            (`shape.training.defaults`).
         sample_from_anchor: block's first place drafts too (DSpark), or only those behind it (DFlash).
+        sliding_window_non_causal: block's layers with a sliding window see all places, and not those before alone.
         confidence_head_with_markov: block's confidence reads the Markov table too.
         norm_before_residual: eagle's layer adds to the normalised state.
         norm_before_fc: eagle normalises its features together before they are fused.
@@ -67,7 +72,7 @@ class PredictorOptions:
         norm_output: eagle's next step reads the normalised output (EAGLE-3.1).
     """
 
-    kind: Literal["shape", "medusa", "eagle", "block", "model"] = "shape"
+    kind: Literal["shape", "medusa", "eagle", "peagle", "block", "model"] = "shape"
     window: int = 8
     intermediate_size: int | None = None
     num_layers: int = 1
@@ -97,6 +102,7 @@ class PredictorOptions:
     own_embeddings: bool = False
     mask_token_id: int | None = None
     sample_from_anchor: bool = False
+    sliding_window_non_causal: bool = False
     confidence_head_with_markov: bool = True
     norm_before_residual: bool = False
     norm_before_fc: bool = False

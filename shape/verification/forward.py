@@ -8,13 +8,17 @@ import torch
 from torch import Tensor
 
 from shape.target.model import Target
+from shape.target.openvino import OpenVinoTarget
 from shape.target.support import Support
 from shape.verification.attention import grouped_queries
 from shape.verification.cache import KVCache
+from shape.verification.openvino import OpenVinoCache
 from shape.verification.tree import TokenTree, placed
 
 
 def new_cache(target: Target, support: Support, batch: int, capacity: int) -> KVCache:
+    if isinstance(target, OpenVinoTarget) and target.converted is not None:
+        return OpenVinoCache(target, support, batch)
     return KVCache(support.layers, batch, capacity, target.dtype, target.device)
 
 

@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from shape.errors import UnsupportedTarget
 from shape.target.inference import evaluating
 from shape.target.model import Target
+from shape.target.openvino import OpenVinoTarget
 from shape.target.support import LayerShape, Support
 from shape.verification.forward import new_cache, prefill, tree_forward
 from shape.verification.tree import TokenTree, chain, root_only
@@ -49,9 +50,39 @@ def probe(target: Target) -> Support:
     Raises:
         UnsupportedTarget: with the reason, when not even a chain is exact.
     """
+    return _probe_converted(target) if isinstance(target, OpenVinoTarget) else _probe(target)
+
+
+def _probe_converted(target: OpenVinoTarget) -> Support:
+    """Of another backend: what torch finds, and whether the converted target computes the same, and trees as texts."""
+    prompt, drafts = _examples(target)
+    allowed, reason = _TOLERANCE[target.computed_in], None
+    if target.converted is None:
+        support = replace(_probe(target), grouped_queries=False)
+        if support.mode != "tree" or target.switch is not None:
+            why = support.reason or "its rotary table changes with the length of the text"
+            raise UnsupportedTarget(f"target {target.name} cannot be converted to OpenVINO ({why}); use backend torch")
+        expected = target.hidden(prompt)
+        target.convert(support)
+        if target.quantized is None and not _distance(target.hidden(prompt), expected) <= allowed:
+            reason = "its states are not those of torch"
+    assert target.converted is not None
+    reason = reason or _near_failure(target, target.converted, prompt, drafts, allowed)
+    if reason is not None:
+        target.discard()
+        raise UnsupportedTarget(f"target {target.name} cannot be verified in OpenVINO: {reason}; use backend torch")
+    return target.converted
+
+
+def _examples(target: Target) -> tuple[Tensor, Tensor]:
+    """Two prompts, (2, 11), and as many drafts, (2, 6)."""
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(target.vocab_size, (2, 11), generator=generator).to(target.device)
-    drafts = torch.randint(target.vocab_size, (2, 6), generator=generator).to(target.device)
+    return prompt, torch.randint(target.vocab_size, (2, 6), generator=generator).to(target.device)
+
+
+def _probe(target: Target) -> Support:
+    prompt, drafts = _examples(target)
     try:
         layers, cached_noise = _cache_shapes(target, prompt)
         _check_logits(target, prompt)
@@ -224,10 +255,20 @@ def _check_logits(target: Target, prompt: Tensor) -> None:
 
 
 def _tree_failure(target: Target, support: Support, prompt: Tensor, drafts: Tensor, allowed: float) -> str | None:
+    if (reason := _near_failure(target, support, prompt, drafts, allowed)) is not None:
+        return reason
+    return _far_failure(target, support, TokenTree(drafts[:1], _parents(drafts[:1])), allowed)
+
+
+def _parents(drafts: Tensor) -> Tensor:
+    """Of a tree that branches, for drafts of six tokens."""
+    return torch.tensor([-1, 0, 0, 1, 1, 3], device=drafts.device).expand_as(drafts)
+
+
+def _near_failure(target: Target, support: Support, prompt: Tensor, drafts: Tensor, allowed: float) -> str | None:
     """Two sequences of unequal length with a branching tree, and a single token, against forwards of their texts."""
     lengths = [prompt.shape[1], prompt.shape[1] - 3]
-    parent = torch.tensor([-1, 0, 0, 1, 1, 3], device=prompt.device).expand_as(drafts)
-    tree = TokenTree(drafts, parent)
+    tree = TokenTree(drafts, _parents(drafts))
     try:
         cache = new_cache(target, support, 2, max(lengths) + tree.size)
         prefill(target, cache, prompt, lengths)
@@ -243,9 +284,7 @@ def _tree_failure(target: Target, support: Support, prompt: Tensor, drafts: Tens
             text = torch.cat([prompt[row, :length], tree.tokens[row, path]])
             expected[row, node] = target.hidden(text[None])[0, -1]
     distances = _distance(states, expected), _distance(single[0, 0], expected[0, 0])
-    if not all(one <= allowed for one in distances):
-        return f"states are off by {max(distances):.2g}"
-    return _far_failure(target, support, TokenTree(tree.tokens[:1], tree.parent[:1]), allowed)
+    return None if all(one <= allowed for one in distances) else f"states are off by {max(distances):.2g}"
 
 
 def _far_failure(target: Target, support: Support, tree: TokenTree, allowed: float) -> str | None:

@@ -62,6 +62,10 @@ def drafters() -> dict:
             predictor(step_mode="parallel", token_conditioning="none"), TreeShape(depth=3, width=2)
         ),
         "eagle tree": lambda: TrainedDrafter(predictor(**BASELINES["eagle"], loud=True), TreeShape(depth=4, width=3)),
+        "deep eagle tree": lambda: TrainedDrafter(
+            predictor(**BASELINES["eagle of three layers"], loud=True), TreeShape(depth=3, width=2)
+        ),
+        "peagle tree": lambda: TrainedDrafter(predictor(**BASELINES["peagle"], loud=True), TreeShape(depth=3, width=2)),
         "block chain": lambda: TrainedDrafter(
             predictor(**BASELINES["block with Markov bias and confidence"], loud=True), TreeShape(depth=4, width=1)
         ),

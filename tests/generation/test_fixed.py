@@ -49,6 +49,10 @@ def drafters(batch: dict[str, torch.Tensor], answers: torch.Tensor) -> dict[str,
         "shape parallel": TrainedDrafter(parallel, TreeShape(depth=3, width=2)),
         "attending tree": TrainedDrafter(predictor(attention=True, loud=True), TreeShape(depth=4, width=2, nodes=6)),
         "eagle chain": TrainedDrafter(predictor(kind="eagle", loud=True), TreeShape(depth=3, width=1)),
+        "deep eagle tree": TrainedDrafter(
+            predictor(kind="eagle", num_layers=2, loud=True), TreeShape(depth=3, width=2)
+        ),
+        "peagle tree": TrainedDrafter(predictor(kind="peagle", num_layers=2, loud=True), TreeShape(depth=3, width=2)),
         "block tree": TrainedDrafter(predictor(kind="block", markov_rank=4, loud=True), TreeShape(depth=3, width=2)),
     }
 
@@ -285,6 +289,18 @@ def test_compiled_steps_give_the_same_tokens(tiny_model, kind):
             drafter = drafters(batch, expected.sequences)[kind]
             compiled = decode(model, drafter, batch, FixedSteps(compiled=True), max_new_tokens=30, **more)
             assert compiled.stats.graphs and torch.equal(compiled.sequences, expected.sequences)
+
+
+@pytest.mark.slow
+def test_without_a_compiler_steps_run_as_they_are(tiny_model, monkeypatch):
+    model, batch = tiny_model("llama"), prompts([9, 4])
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("there-is-no-such-compiler",))
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    decoder = ShapeDecoder(model, graphs=FixedSteps(compiled=True, slots=FEW))
+    with pytest.warns(UserWarning, match="are not compiled, since that failed") as said:
+        out = decoder.generate(**batch, max_new_tokens=30, return_dict_in_generate=True)
+    assert out.stats.graphs and torch.equal(out.sequences, ShapeDecoder(model).generate(**batch, max_new_tokens=30))
+    assert sum("are not compiled" in str(one.message) for one in said) == 1 and not decoder.graphs.compiled
 
 
 @pytest.mark.gpu

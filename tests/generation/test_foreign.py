@@ -16,10 +16,13 @@ from shape.networks.formats.targets import TargetFacts
 BLOCK = {"kind": "block", "mask_token_id": 9, "feature_layers": [1, 2], "markov_rank": 0}
 DSPARK = {**BLOCK, "markov_rank": 4, "confidence": True, "sample_from_anchor": True}
 EAGLE = {"kind": "eagle", "feature_layers": [0, 1, 2], "own_heads": True, "draft_vocab_size": 40}
+PEAGLE = {"kind": "peagle", "mask_token_id": 9, "feature_layers": [0, 1, 2], "num_layers": 2, "own_heads": True}
 MEDUSA = {"kind": "medusa", "own_heads": True}
 FOREIGN = {
     "speculators' EAGLE-3": ("speculators", EAGLE),
     "SafeAILab's EAGLE-3": ("eagle3", EAGLE),
+    "speculators' EAGLE-3 of two layers": ("speculators", {**EAGLE, "num_layers": 2}),
+    "speculators' P-EAGLE": ("speculators", PEAGLE),
     "speculators' DFlash": ("speculators", BLOCK),
     "z-lab's DFlash": ("dspark", BLOCK),
     "speculators' DSpark": ("speculators", DSPARK),
@@ -69,7 +72,7 @@ def test_every_rule_goes_with_it(model, foreign, rule):
 
 def test_a_drafter_is_called_by_its_own_name(model, foreign):
     kind = ShapeDecoder.from_pretrained(foreign, target=model).drafter.name
-    name = {"eagle": "suffix+eagle3", "block": "suffix+dflash", "medusa": "suffix+medusa"}[kind]
+    name = f"suffix+{dict(eagle='eagle3', block='dflash').get(kind, kind)}"
     assert ShapeDecoder.from_pretrained(foreign, target=model, drafter=name).drafter.name == f"suffix+{kind}"
     other = "medusa" if kind != "medusa" else "eagle3"
     with pytest.raises(ConfigError, match=f"drafter '{other}' is asked for, and predictor .* is of kind {kind}"):

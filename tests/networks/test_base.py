@@ -62,8 +62,13 @@ def test_untrained_heads_draft_what_the_target_says():
     ("options", "message"),
     [
         ({"kind": "lookahead"}, "kind is 'lookahead'"),
-        ({"kind": "eagle", "num_layers": 2}, "eagle has 1 decoder layer"),
-        ({"kind": "block", "num_layers": 0}, "block at least 1"),
+        ({"kind": "eagle", "num_layers": 0}, "kind 'eagle' has at least 1 decoder layer"),
+        (
+            {"kind": "eagle", "transformer_layer_config": {"layer_types": ["sliding_attention"]}},
+            "layers of kind 'eagle' can be full_attention",
+        ),
+        ({"kind": "block", "transformer_layer_config": {"layer_types": ["full_attention"] * 2}}, "has 2 layer_types"),
+        ({"kind": "peagle", "norm_output": True}, "norm_output is for kind eagle"),
         ({"kind": "medusa", "refinement": "affine"}, "refinement is 'affine', which is SHAPE's"),
         ({"own_heads": True, "vocab_size": 9}, "own_heads and own_embeddings are for the other kinds"),
         ({"kind": "eagle", "fc_norm": True, "norm_before_fc": True}, "both given"),

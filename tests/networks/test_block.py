@@ -19,7 +19,7 @@ from shape.networks.shape import windows
 from shape.training.losses import acceptance_loss, weighted_loss
 from shape.training.options import Losses
 
-FIXTURES = ("dflash", "dspark", "dspark-masks")
+FIXTURES = ("dflash", "dflash-sliding", "dflash-sliding-whole", "dspark", "dspark-masks")
 
 
 class Reference(NamedTuple):
@@ -48,6 +48,7 @@ def reference(request) -> Reference:
         num_steps=given["block_size"] - (0 if given["sample_from_anchor"] else 1),
         sample_from_anchor=given["sample_from_anchor"],
         mask_token_id=given["mask_token_id"],
+        sliding_window_non_causal=given.get("sliding_window_non_causal", False),
         markov_rank=given.get("markov_rank", 0),
         confidence=given.get("enable_confidence_head", False),
     )
@@ -156,10 +157,11 @@ def test_own_embeddings_have_the_mask(tiny_target):
     [
         ({"markov_rank": 4}, "give vocab_size"),
         ({"markov_rank": 4, "vocab_size": 9, "coupling": 2}, "coupling is 2"),
-        ({"kind": "medusa", "mask_token_id": 3}, "are for kind block"),
+        ({"kind": "medusa", "mask_token_id": 3}, "is for kinds block and peagle"),
+        ({"kind": "peagle", "sample_from_anchor": True}, "is for kind block"),
         (
             {"transformer_layer_config": {"model_type": "qwen3", "layer_types": ["sliding_attention"]}},
-            "full attention only",
+            "give their sliding_window",
         ),
     ],
 )

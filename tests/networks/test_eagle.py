@@ -1,61 +1,97 @@
-"""EAGLE-3 against the package `speculators`: the same weights and inputs give the same logits (eval/reference)."""
+"""EAGLE-3 and P-EAGLE against the package `speculators`: the same weights and inputs give the same logits
+(eval/reference).
+"""
 
-import json
-from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import LLAMA_8B
+import torch.nn.functional as F
+from helpers import LLAMA_8B, ROOT
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
-from shape.networks.base import known_at
+from shape.networks.base import Known, known_at
 from shape.networks.config import ShapeConfig
 from shape.networks.decoder import layers_like
-from shape.networks.eagle import EaglePredictor
+from shape.networks.eagle import EaglePredictor, ParallelEaglePredictor
+from shape.networks.formats.table import load
 from shape.networks.shape import windows
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
-VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-THEIRS_ALONE = {"d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight"}
+FIXTURES = ROOT / "tests/fixtures"
+NAMES = ("eagle3-llama", "eagle3-qwen3", "eagle31-llama", "eagle3-deep", "peagle-llama", "peagle-qwen3")
 
 
-def reference(name: str) -> tuple[EaglePredictor, dict[str, torch.Tensor]]:
-    """Our network with the weights of a checkpoint, by their own names, and what the package made of it."""
-    folder = FIXTURES / name
-    theirs = json.loads((folder / "config.json").read_text())
-    recorded = load_file(folder / "reference.safetensors")
-    layers = theirs["transformer_layer_config"]
-    config = ShapeConfig(
-        kind="eagle", hidden_size=layers["hidden_size"], vocab_size=layers["vocab_size"], own_heads=True,
-        own_embeddings=True, draft_vocab_size=theirs["draft_vocab_size"], num_steps=recorded["logits"].shape[1],
-        feature_layers=theirs["eagle_aux_hidden_state_layer_ids"], transformer_layer_config=layers,
-        **{variant: theirs[variant] for variant in VARIANTS},
-    )  # fmt: skip
-    network = EaglePredictor(config)
-    weights = load_file(folder / "model.safetensors")
-    wrong = network.load_state_dict(
-        {name: part for name, part in weights.items() if name not in THEIRS_ALONE}, strict=False
-    )
-    assert not wrong.unexpected_keys and wrong.missing_keys == ["draft_vocabulary"]
-    return network.eval(), recorded
+class Reference(NamedTuple):
+    """Our network with the weights of a checkpoint, and what the package made of it.
+
+    Position i of theirs, which reads g_i and x_{i+1}, is our root t = i + 1.
+
+    Attributes:
+        features: (1, T, F). tokens: (1, T + 1), x_0..x_T, of which x_0 is not read.
+        roots: (1, P), those of which all S steps are known. logits: (1, P, S, K), theirs.
+    """
+
+    network: EaglePredictor
+    features: Tensor
+    tokens: Tensor
+    roots: Tensor
+    logits: Tensor
+
+    @property
+    def along(self) -> Tensor:
+        """Embeddings of x_t..x_{t+S-1}, (1, P, S, H)."""
+        ahead = self.roots[0, :, None] + torch.arange(self.logits.shape[2])
+        return self.network.embed_tokens(self.tokens[:, ahead.clamp(max=self.tokens.shape[1] - 1)])
 
 
-@pytest.mark.parametrize("name", ["eagle3-llama", "eagle3-qwen3", "eagle31-llama"])
-@torch.no_grad()
-def test_logits_of_all_steps_are_those_of_speculators(name):
-    """Position i of theirs, which reads h_i and x_{i+1}, is our root t = i + 1."""
-    network, recorded = reference(name)
-    steps, length = recorded["logits"].shape[1:3]
-    tokens = torch.cat([torch.zeros(1, 1, dtype=torch.long), recorded["tokens"]], dim=1)
+@pytest.fixture(params=NAMES)
+def reference(request) -> Reference:
+    found, network = load_file(FIXTURES / request.param / "reference.safetensors"), load(FIXTURES / request.param)
+    features, tokens = found["features"], F.pad(found["tokens"], (1, 0))
+    if isinstance(network, ParallelEaglePredictor):  # which is trained at a sample of all places
+        places = zip(found["anchors"].tolist(), found["depth"].tolist(), strict=True)
+        logits, steps = dict(zip(places, found["logits"], strict=True)), range(network.config.num_steps)
+        anchors = [i for i in range(features.shape[1]) if all((i, n) in logits for n in steps)]
+        assert len(anchors) > 5
+        expected = torch.stack([torch.stack([logits[i, n] for n in steps]) for i in anchors])[None]
+        return Reference(network, features, tokens, torch.tensor([anchors]) + 1, expected)
+    steps, length = found["logits"].shape[1:3]
     roots = torch.arange(1, length + 2 - steps)[None]
-    window = windows(recorded["features"], roots, 1)
-    known = known_at(network, recorded["features"], network.embed_tokens(tokens), roots, window)
-    along = network.embed_tokens(tokens[0, roots[..., None] + torch.arange(steps)])
-    logits = network.own_head(network.unroll(known, along))
-    expected = recorded["logits"][:, :, : roots.shape[1]].transpose(1, 2)
+    return Reference(network, features, tokens, roots, found["logits"][:, :, : roots.shape[1]].transpose(1, 2))
+
+
+@torch.no_grad()
+def test_what_training_unrolls_is_the_reference(reference):
+    network, features, tokens, roots, expected = reference
+    known = known_at(network, features, network.embed_tokens(tokens), roots, windows(features, roots, 1))
+    logits = network.own_head(network.unroll(known, reference.along, expected.shape[2]))
     assert expected.std() > 0.5
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_what_decoding_computes_is_the_reference(reference):
+    """Known positions are remembered part by part, behind slots that hold something else, as in a batch."""
+    network, features, tokens, roots, expected = reference
+    embeddings, before = network.embed_tokens(tokens), F.pad(features, (0, 0, 1, 0))
+    for number, root in enumerate(roots[0].tolist()):
+        memory = [(torch.randn(1, heads, 3, size),) * 2 for heads, size in network.memory_shapes]
+        for start, end in ((0, root // 2), (root // 2, root)):
+            if start == end:
+                continue
+            positions, part = torch.arange(start, end)[None], slice(start, end + 1)
+            new = network.remember(before[:, part], embeddings[:, part], positions, memory)
+            memory = [
+                tuple(torch.cat([a[:, :, :start], b, a[:, :, :3]], dim=2) for a, b in zip(held, fresh, strict=True))
+                for held, fresh in zip(memory, new, strict=True)
+            ]
+        visible = torch.arange(memory[0][0].shape[2])[None, None] < root
+        ahead = network.rotary_ahead(torch.tensor([[root]]), torch.float32, expected.shape[2])
+        known = Known(features[:, None, root - 1 : root], memory, visible, ahead)
+        logits = network.own_head(network.unroll(known, reference.along[:, number : number + 1], expected.shape[2]))
+        torch.testing.assert_close(logits[0, 0], expected[0, number], rtol=1e-5, atol=1e-5)
 
 
 def test_layers_have_the_geometry_of_the_target():

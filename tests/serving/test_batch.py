@@ -14,7 +14,17 @@ from shape.verification.sampling import Sampler
 from shape.verification.tree import ragged_chain, ragged_tree
 
 MOST = 3
-TRAINED = ["shape with attention", "shape with Markov bias", "shape of three layers", "medusa", "eagle", "block"]
+TRAINED = [
+    "shape with attention",
+    "shape with Markov bias",
+    "shape of three layers",
+    "medusa",
+    "eagle",
+    "eagle of three layers",
+    "peagle",
+    "block",
+    "block with windows",
+]
 
 
 class Engine:

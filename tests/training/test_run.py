@@ -214,7 +214,7 @@ def test_paper_configuration_is_the_papers_model(tiny_target):
     assert options.training.noise > 0 and config.dropout > 0 and config.markov_rank == 0
 
 
-@pytest.mark.parametrize("name", ["medusa", "eagle", "dflash", "dspark"])
+@pytest.mark.parametrize("name", ["medusa", "eagle", "peagle", "dflash", "dspark"])
 def test_baselines_have_configurations_that_change_the_quickstarts_predictor_alone(tiny_target, name):
     options = parse([f"--config={bundled.path('configs', f'{name}.yaml')}"])
     assert options.predictor.draft_vocab_size == parse([]).predictor.draft_vocab_size

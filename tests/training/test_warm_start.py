@@ -23,9 +23,10 @@ KINDS = {
     "shape": {"num_steps": 2},
     "eagle": {"kind": "eagle", "own_heads": True, "draft_vocab_size": 40, "feature_layers": [1, 2], "num_steps": 2},
     "medusa": {"kind": "medusa", "own_heads": True, "num_steps": 2},
+    "peagle": {"kind": "peagle", "mask_token_id": 9, "feature_layers": [1, 2], "num_layers": 2, "num_steps": 3},
     "block": {"kind": "block", "mask_token_id": 9, "feature_layers": [1, 2], "num_steps": 3, "markov_rank": 0},
 }
-FORMATS = {"eagle": "eagle3", "medusa": "medusa", "block": "speculators"}
+FORMATS = {"eagle": "eagle3", "medusa": "medusa", "peagle": "speculators", "block": "speculators"}
 
 
 def checkpoint_of(kind: str, target, folder, form: str | None = None):

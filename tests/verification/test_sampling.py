@@ -18,10 +18,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from shape.verification import sampling
 from shape.verification.acceptance import Accepted, follow, match
-from shape.verification.noise import sequence_keys, token_hashes
+from shape.verification.noise import all_hashes, gumbel, sequence_keys, token_hashes
 from shape.verification.sampling import Sampler, best
-from shape.verification.tree import TokenTree, root_only
+from shape.verification.tree import TokenTree, chain, root_only
 
 # Every statistical check below rejects a correct implementation with a probability of about 1e-6 (|z| < 4.9);
 # seeds are fixed, so that the outcome does not change from run to run.
@@ -254,12 +255,14 @@ def test_noise_that_drafting_made_is_not_made_again(monkeypatch, deepest):
     scores = torch.randn(2, tree.size, 32, generator=torch.Generator().manual_seed(0))
     sampler.commit(torch.tensor([7, 4]))
     expected = sampler.pick(scores, tree)
-    for hashes in (all_hashes(32, torch.device("cpu")), token_hashes(torch.arange(32))):  # the second is not verification's
+    for hashes, again in (
+        (all_hashes(32, torch.device("cpu")), max(0, deepest + 1 - 3)),
+        (token_hashes(torch.arange(32)), deepest + 1),  # not those of verification
+    ):
         made.clear()
         sampler.draft_noise(3, hashes)
         assert torch.equal(sampler.pick(scores, tree), expected)
-        again = [max(0, deepest + 1 - 3)] if hashes is all_hashes(32, hashes.device) else [deepest + 1]
-        assert made == [3, *filter(None, again)]
+        assert made == [3, *([again] if again else [])]
     sampler.draft_noise(3, all_hashes(32, torch.device("cpu")))
     sampler.commit(torch.tensor([9, 5]))  # other positions, other noise
     moved = Sampler(torch.tensor([5, 2]), 1.0, keys=sequence_keys(0, 2))

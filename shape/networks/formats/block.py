@@ -6,25 +6,24 @@ which transformers' `hidden_states` and speculators' `aux_hidden_state_layer_ids
 
 from typing import Any
 
-import torch
-
 from shape.errors import CheckpointError
 from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
 from shape.networks.formats.files import Checkpoint, Weights, architectures
 from shape.networks.formats.layers import (
     layers_of,
-    put_vocabulary,
+    own_weights,
     require_head,
     require_width,
     shared_options,
     take_vocabulary,
+    with_mask,
     written_layers,
 )
 from shape.networks.formats.targets import TargetFacts
 
+_SLIDING = "sliding_attention"
 _DSPARK = {"Qwen3DSparkModel", "DSparkDraftModel"}
-_MASK = "mask_embedding"  # ours alone: the target's embedding of a token
 
 
 def recognise(config: dict[str, Any]) -> bool:
@@ -38,7 +37,27 @@ def read(checkpoint: Checkpoint, target: TargetFacts) -> tuple[ShapeConfig, Weig
         raise CheckpointError("its configuration has no target_layer_ids, the layers that it reads")
     dspark = bool(architectures(config) & _DSPARK) or bool(config.get("markov_rank"))
     config.setdefault("sample_from_anchor", dspark)
+    config |= _windows(config)
     return _read(Checkpoint(config, checkpoint.weights), config, [layer + 1 for layer in chosen])
+
+
+def _windows(config: dict[str, Any]) -> dict[str, Any]:
+    """The layers' windows as speculators has them, of the originals' options.
+
+    Raises:
+        CheckpointError: full attention that is causal within a block.
+    """
+    kinds, count = config.get("layer_types") or [], config.get("num_hidden_layers", 0)
+    causal = config.get("is_causal", config.get("causal"))
+    if config.get("use_swa") and _SLIDING not in kinds:  # in every layer, which a block then sees as a whole
+        causal, kinds = bool(causal), [_SLIDING] * count
+    if causal and any(kind != _SLIDING for kind in kinds or [""]):
+        raise CheckpointError("its places see only those before them in every layer; with full attention they see all")
+    if _SLIDING not in kinds:
+        return {}
+    window = config.get("swa_window_size") or config.get("sliding_window")
+    found = {"layer_types": kinds, "sliding_window": window, "use_sliding_window": True}
+    return {**found, "sliding_window_non_causal": causal is not None and not causal}
 
 
 def read_speculators(checkpoint: Checkpoint, steps: int, target: TargetFacts) -> tuple[ShapeConfig, Weights]:
@@ -59,16 +78,14 @@ def _read(checkpoint: Checkpoint, language_model: dict[str, Any], chosen: list[i
         if config.get(name) is None:
             raise CheckpointError(f"its configuration has no {name}")
     vocab_size, anchored = language_model["vocab_size"], config["sample_from_anchor"]
-    weights = take_vocabulary(checkpoint.weights, vocab_size)
-    if "embed_tokens.weight" not in weights:  # of the target, when there is one
-        dtype = next(weight.dtype for weight in weights.values() if weight.is_floating_point())
-        weights[_MASK] = torch.full((layers["hidden_size"],), torch.nan, dtype=dtype)
+    weights = with_mask(take_vocabulary(checkpoint.weights, vocab_size), layers["hidden_size"])
     made = ShapeConfig(
         kind="block",
         feature_layers=chosen,
         num_steps=config["block_size"] if anchored else config["block_size"] - 1,
         mask_token_id=config["mask_token_id"],
         sample_from_anchor=anchored,
+        sliding_window_non_causal=bool(config.get("sliding_window_non_causal", False)),
         markov_rank=config.get("markov_rank") or 0,
         confidence="confidence_head.proj.weight" in weights,
         confidence_head_with_markov=bool(config.get("confidence_head_with_markov", False)),
@@ -87,7 +104,9 @@ def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
     else:
         names = ("mask_token_id", "target_layer_ids", "sample_from_anchor")
         written |= {"architectures": ["DFlashDraftModel"], "dflash_config": {name: written[name] for name in names}}
-    return Checkpoint(written, _weights(predictor))
+    if config.sliding_window_non_causal:
+        written["is_causal"] = False
+    return Checkpoint(written, own_weights(predictor))
 
 
 def write_speculators(predictor: Predictor, target: TargetFacts) -> Checkpoint:
@@ -100,8 +119,9 @@ def write_speculators(predictor: Predictor, target: TargetFacts) -> Checkpoint:
         "speculators_model_type": algorithm,
         "transformer_layer_config": written_layers(config, target),
         "aux_hidden_state_layer_ids": config.feature_layers,
+        "sliding_window_non_causal": config.sliding_window_non_causal,
     }
-    return Checkpoint(written, _weights(predictor))
+    return Checkpoint(written, own_weights(predictor))
 
 
 def _written(predictor: Predictor) -> dict[str, Any]:
@@ -133,9 +153,3 @@ def _written(predictor: Predictor) -> dict[str, Any]:
         "enable_confidence_head": config.confidence,
         "confidence_head_with_markov": config.confidence_head_with_markov,
     }
-
-
-def _weights(predictor: Predictor) -> Weights:
-    weights = put_vocabulary(predictor.state_dict(), predictor.config.vocab_size or 0)
-    weights.pop(_MASK, None)
-    return weights

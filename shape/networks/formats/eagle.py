@@ -1,4 +1,6 @@
-"""EAGLE-3's checkpoints: those of SafeAILab and SpecForge (`midlayer`), and of speculators (`layers.0`)."""
+"""EAGLE-3's checkpoints, and P-EAGLE's: those of SafeAILab and SpecForge (`midlayer`), and of speculators
+(`layers.0`).
+"""
 
 from typing import Any
 
@@ -8,11 +10,12 @@ from shape.networks.config import ShapeConfig
 from shape.networks.formats.files import Checkpoint, Weights, architectures
 from shape.networks.formats.layers import (
     layers_of,
-    put_vocabulary,
+    own_weights,
     require_head,
     require_width,
     shared_options,
     take_vocabulary,
+    with_mask,
     written_layers,
 )
 from shape.networks.formats.targets import TargetFacts
@@ -21,6 +24,8 @@ _NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _STEPS = 7  # that the originals unroll in training, where a checkpoint says nothing
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _ORIGINAL, _OURS = "midlayer.", "layers.0."
+_PARALLEL = "mask_hidden"  # P-EAGLE has it
+_MASK_IDS = ("mask_token_id", "pard_token", "ptd_token_id")  # what the mask token is called
 
 
 def recognise(config: dict[str, Any]) -> bool:
@@ -55,15 +60,27 @@ def _read(
         raise CheckpointError("its configuration has no vocab_size; give --target")
     weights = {name.replace(_ORIGINAL, _OURS, 1): weight for name, weight in checkpoint.weights.items()}
     weights = take_vocabulary(weights, vocab_size)
-    norms: dict[str, Any] = {name: bool(config.get(name, nested.get(name, False))) for name in _NORMS}
+    parallel = _PARALLEL in weights
+    options: dict[str, Any] = {name: bool(config.get(name, nested.get(name, False))) for name in _NORMS}
+    if parallel:
+        weights[_PARALLEL] = weights[_PARALLEL].reshape(1, 1, -1)
+        weights = with_mask(weights, layers["hidden_size"])
+        options |= {"norm_output": False, "mask_token_id": _mask_token(config)}  # nothing reads that output
     made = ShapeConfig(
-        kind="eagle",
+        kind="peagle" if parallel else "eagle",
         feature_layers=chosen,
         num_steps=steps,
         **shared_options(layers, vocab_size, weights),
-        **norms,
+        **options,
     )
     return made, weights
+
+
+def _mask_token(config: dict[str, Any]) -> int:
+    given = next((config[name] for name in _MASK_IDS if config.get(name) is not None), None)
+    if given is None:
+        raise CheckpointError(f"its configuration has no {_MASK_IDS[0]}")
+    return int(given)
 
 
 def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
@@ -75,6 +92,8 @@ def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
     config, layers = predictor.config, written_layers(predictor.config, target)
     if layers["model_type"] != "llama":
         raise CheckpointError(f"this layout has Llama's layers, and not {layers['model_type']}'s: use --to speculators")
+    if config.num_layers > 1:
+        raise CheckpointError(f"this layout has one layer, and it has {config.num_layers}: use --to speculators")
     require_head(predictor)
     rope = layers.pop("rope_parameters", None) or {"rope_theta": 10000.0}
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
@@ -86,9 +105,9 @@ def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": config.draft_size,
         "eagle_config": {"use_aux_hidden_state": True, _LAYER_IDS: config.feature_layers},
-        **{name: getattr(config, name) for name in _NORMS},
+        **_written(predictor),
     }
-    weights = put_vocabulary(predictor.state_dict(), config.vocab_size or 0)
+    weights = own_weights(predictor)
     return Checkpoint(written, {name.replace(_OURS, _ORIGINAL, 1): weight for name, weight in weights.items()})
 
 
@@ -96,12 +115,28 @@ def write_speculators(predictor: Predictor, target: TargetFacts) -> Checkpoint:
     """What is the algorithm's own in a configuration of speculators."""
     config = predictor.config
     require_head(predictor)
+    parallel = config.kind == "peagle"
     written = {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
+        "architectures": ["PEagleDraftModel" if parallel else "Eagle3DraftModel"],
+        "speculators_model_type": "peagle" if parallel else "eagle3",
         "transformer_layer_config": written_layers(config, target),
         "draft_vocab_size": config.draft_size,
         _LAYER_IDS: config.feature_layers,
-        **{name: getattr(config, name) for name in _NORMS},
+        **_written(predictor),
     }
-    return Checkpoint(written, put_vocabulary(predictor.state_dict(), config.vocab_size or 0))
+    return Checkpoint(written, own_weights(predictor))
+
+
+def _written(predictor: Predictor) -> dict[str, Any]:
+    """What both layouts say of a network.
+
+    Raises:
+        CheckpointError: what engines would not compute as it is.
+    """
+    config = predictor.config
+    norms = {name: getattr(config, name) for name in _NORMS}
+    if config.kind != "peagle":
+        return norms
+    if config.fc_norm:
+        raise CheckpointError("it has fc_norm, which engines know of EAGLE-3 alone and not of P-EAGLE")
+    return {**norms, "mask_token_id": config.mask_token_id, "embed_requires_grad": config.own_embeddings}

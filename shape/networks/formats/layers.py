@@ -33,6 +33,7 @@ _KEPT = (
     "use_sliding_window",
 )
 _ROPE = ("rope_theta", "rope_scaling")  # of earlier releases of transformers
+_MASK = "mask_embedding"  # ours alone: the target's embedding of a token
 # Weights that only training reads: copies of the target's, and constants.
 _TRAINING_ONLY = ("verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
 
@@ -86,9 +87,18 @@ def take_vocabulary(weights: Weights, vocab_size: int) -> Weights:
     return weights if len(tokens) == vocab_size and not deltas.any() else {**weights, "draft_vocabulary": tokens}
 
 
-def put_vocabulary(weights: Weights, vocab_size: int) -> Weights:
-    """The way back."""
-    weights = dict(weights)
+def with_mask(weights: Weights, size: int) -> Weights:
+    """The weights with a place for the target's embedding of the mask token, (size,), unless they have embeddings."""
+    if "embed_tokens.weight" in weights:
+        return weights
+    dtype = next(weight.dtype for weight in weights.values() if weight.is_floating_point())
+    return {**weights, _MASK: torch.full((size,), torch.nan, dtype=dtype)}
+
+
+def own_weights(predictor: Predictor) -> Weights:
+    """The way back: a network's weights as other packages have them."""
+    weights, vocab_size = dict(predictor.state_dict()), predictor.config.vocab_size or 0
+    weights.pop(_MASK, None)
     tokens = weights.pop("draft_vocabulary", None)
     if tokens is None:
         return weights

@@ -10,8 +10,17 @@ from shape.networks.formats.files import Checkpoint, Weights
 from shape.networks.formats.targets import TargetFacts
 
 _VERSION = "0.9.0"  # of the package whose files these are
-_READ = {"eagle3": eagle.read_speculators, "dflash": block.read_speculators, "dspark": block.read_speculators}
-_WRITE = {"eagle": eagle.write_speculators, "block": block.write_speculators}
+_READ = {
+    "eagle3": eagle.read_speculators,
+    "peagle": eagle.read_speculators,
+    "dflash": block.read_speculators,
+    "dspark": block.read_speculators,
+}
+_WRITE = {
+    "eagle": eagle.write_speculators,
+    "peagle": eagle.write_speculators,
+    "block": block.write_speculators,
+}
 
 
 def recognise(config: dict[str, Any]) -> bool:

@@ -37,7 +37,7 @@ class Format(NamedTuple):
 
 # The first that recognises a configuration reads it.
 FORMATS = {
-    "speculators": Format(("eagle", "block"), speculators.recognise, speculators.read, speculators.write),
+    "speculators": Format(("eagle", "peagle", "block"), speculators.recognise, speculators.read, speculators.write),
     "medusa": Format(("medusa",), medusa.recognise, medusa.read, medusa.write),
     "dspark": Format(("block",), block.recognise, block.read, block.write),
     "eagle3": Format(("eagle",), eagle.recognise, eagle.read, eagle.write),

@@ -16,6 +16,14 @@ FIXTURES = ROOT / "tests/fixtures"
 TARGET = TargetFacts("org/target", num_layers=8, vocab_size=64, max_position_embeddings=256)
 EAGLE = {"kind": "eagle", "own_heads": True, "draft_vocab_size": 20, "feature_layers": [2, 4, 5]}
 BLOCK = {"kind": "block", "mask_token_id": 63, "feature_layers": [1, 3], "num_layers": 2, "markov_rank": 0}
+PEAGLE = {"kind": "peagle", "mask_token_id": 63, "feature_layers": [2, 4, 5], "num_layers": 2}
+SLIDING = {
+    **BLOCK,
+    "transformer_layer_config": {
+        "model_type": "qwen3", "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4,
+        "use_sliding_window": True, "num_attention_heads": 2,
+    },
+}  # fmt: skip
 DSPARK = {**BLOCK, "markov_rank": 4, "confidence": True, "sample_from_anchor": True}
 OURS = {
     "eagle": ({**EAGLE}, ["speculators", "eagle3"]),
@@ -28,7 +36,18 @@ OURS = {
         ["speculators", "eagle3"],
     ),
     "eagle with norms": ({**EAGLE, "norm_before_fc": True, "norm_before_residual": True}, ["speculators", "eagle3"]),
+    "eagle of layers": ({**EAGLE, "num_layers": 3}, ["speculators"]),
+    "peagle": ({**PEAGLE}, ["speculators"]),
+    "peagle of some tokens": (
+        {**PEAGLE, "own_heads": True, "own_embeddings": True, "draft_vocab_size": 20, "norm_before_fc": True},
+        ["speculators"],
+    ),
     "dflash": ({**BLOCK}, ["speculators", "dspark"]),
+    "dflash with windows": ({**SLIDING}, ["speculators", "dspark"]),
+    "dflash with windows that see whole blocks": (
+        {**SLIDING, "sliding_window_non_causal": True},
+        ["speculators", "dspark"],
+    ),
     "dspark": ({**DSPARK}, ["speculators", "dspark"]),
     "dspark of some tokens": (
         {**DSPARK, "own_heads": True, "own_embeddings": True, "draft_vocab_size": 20, "sample_from_anchor": False},
@@ -61,7 +80,7 @@ def test_there_and_back(name, form, tmp_path):
     assert before.keys() == after.keys()
     for weight in before.keys() - {"mask_embedding"}:  # the target's, which no other format keeps
         assert torch.equal(before[weight], after[weight]), weight
-    for option in {*options, "hidden_size", "vocab_size"}:
+    for option in {*options, "hidden_size", "vocab_size"} - {"transformer_layer_config"}:
         assert getattr(network.config, option) == getattr(again.config, option), option
     if network.config.has_decoder_layers:
         layers, others = again.config.transformer_layer_config, network.config.layer_config().to_dict()
@@ -115,6 +134,20 @@ def test_specforge_nests_its_options_and_pickles_are_read(tmp_path):
     assert again.config.sample_from_anchor and again.config.markov_rank == 4 and again.config.feature_layers == [1, 3]
 
 
+def test_windows_by_other_names(tmp_path):
+    """XiaomiMiMo's: every layer has a window, and sees its block as a whole; is_causal says that of any."""
+    save(made(OURS["dflash"][0]), tmp_path, "dspark", TARGET)
+    config = json.loads((tmp_path / "config.json").read_text())
+    swa = {**config, "layer_types": None, "dflash_config": {**config["dflash_config"], "use_swa": True}}
+    swa["dflash_config"]["swa_window_size"] = 6
+    (tmp_path / "config.json").write_text(json.dumps(swa))
+    again = load(tmp_path).config
+    assert again.windows == [6, 6] and again.sliding_window_non_causal
+    (tmp_path / "config.json").write_text(json.dumps({**config, "is_causal": True}))
+    with pytest.raises(CheckpointError, match="see only those before them in every layer"):
+        load(tmp_path)
+
+
 def test_fasterdecoding_counts_its_layers(tmp_path):
     save(made(OURS["medusa"][0]), tmp_path, "medusa", TARGET)
     wanted = load(tmp_path).state_dict()
@@ -157,6 +190,9 @@ def test_tokens_in_place_of_differences_are_refused(tmp_path):
         ({**EAGLE, "own_heads": False}, "eagle3", "give --target, from which they are copied"),
         ({**EAGLE}, "medusa", "kind eagle, and the format medusa is for medusa"),
         ({**EAGLE, "transformer_layer_config": {"model_type": "qwen3"}}, "eagle3", "use --to speculators"),
+        ({**EAGLE, "num_layers": 2}, "eagle3", "one layer, and it has 2: use --to speculators"),
+        ({**PEAGLE, "fc_norm": True}, "speculators", "fc_norm, which engines know of EAGLE-3 alone"),
+        ({**PEAGLE}, "eagle3", "kind peagle, and the format eagle3 is for eagle"),
         ({**BLOCK, "sample_from_anchor": True}, "dspark", "with a markov_rank alone"),
         ({**BLOCK, "feature_layers": [1, -1]}, "speculators", "engines know those from 1 on"),
         ({"kind": "medusa", "own_heads": True, "draft_vocab_size": 20}, "medusa", "draft_vocab_size null"),
