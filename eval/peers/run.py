@@ -118,10 +118,11 @@ def notes(options: PeersOptions, environment: Environment, records: Sequence[dic
     versions = {name: number for record in records for name, number in record["versions"].items()}
     rounds = max(record["round"] for record in records) + 1
     commits = sorted({str(record["commit"]) for record in records})
-    shown = [f"{name}: {_shape_text(name, options)}" for name in SIZES]
+    measured = {record["size"] for record in records}
+    shown = [f"{name}: {_shape_text(name, options)}" for name in SIZES if name in measured]
     return [
-        f"Greedy, batch size 1, {environment.threads} threads for every system, which take turns: {rounds} rounds at "
-        "most, the same token ids for all. In brackets 95 % bootstrap intervals over prompts and rounds. "
+        f"Greedy, batch size 1, {environment.threads} threads for every system, which take turns in {rounds} rounds, "
+        "with the same token ids. In brackets 95 % bootstrap intervals over prompts and rounds. "
         + "; ".join(shown)
         + ". OpenVINO and llama.cpp run with their defaults, but for the threads and in float32 the KV cache, and in "
         "formats made by optimum-intel and by llama.cpp. Int8 and int4 quantise weights, each in its own way: their "
@@ -136,7 +137,7 @@ def _shape_text(name: str, options: PeersOptions) -> str:
     tokens, count = options.new_tokens or size.new_tokens, min(size.prompts, options.limit or size.prompts)
     if size.shipped:
         return f"the shipped target (12.6M) answers {count} first turns of the bench split with {tokens} tokens at most"
-    return f"a random Llama, {count} prompts of {size.length} random tokens, {tokens} new ones"
+    return f"a random Llama, prompts ({count}) of {size.length} random tokens, {tokens} new ones"
 
 
 def run(options: PeersOptions) -> None:

@@ -236,8 +236,17 @@ def checks_table(lines: Lines) -> Table:
 def report(lines: Lines, notes: Sequence[str]) -> list[str]:
     """The page, by paragraphs."""
     depths = ", ".join(f"{draft_depth(length)} for {length}" for length in LENGTHS)
-    drafted = drafted_table(lines)
-    parts = [
+    header, rows = drafted_table(lines)
+    drafted = [
+        "## Drafted decoding",
+        "Tokens per second from the second token on, and the ratio to the best peer's plain decoding in any precision. "
+        "Simulated acceptance: an oracle drafts a chain in which exactly so many tokens are right that each step emits "
+        f"the acceptance length; the chain is longer than that ({depths}). *At no cost* the oracle knows; *with a "
+        "predictor's cost* a predictor of the default size for this target, untrained, drafts a chain as long in every "
+        "step, and the oracle's is verified.",
+        markdown(header, rows),
+    ]
+    return [
         "# Beside other engines",
         *notes,
         "## Goals",
@@ -245,17 +254,10 @@ def report(lines: Lines, notes: Sequence[str]) -> list[str]:
         "## Plain decoding",
         "Tokens per second from the second token on, and the ratio to the best peer of the same precision.",
         markdown(*plain_table(lines, decoding)),
-        "## Drafted decoding",
-        "Tokens per second from the second token on, and the ratio to the best peer's plain decoding in any precision. "
-        "Simulated acceptance: an oracle drafts a chain in which exactly so many tokens are right that each step emits "
-        f"the acceptance length; the chain is longer than that ({depths}). *At no cost* the oracle knows; *with a "
-        "predictor's cost* a predictor of the default size for this target, untrained, drafts a chain as long in every "
-        "step, and the oracle's is verified.",
-        markdown(*drafted),
+        *(drafted if rows else []),
         "## The prompt included",
         "Tokens per second of whole answers, plain.",
         markdown(*plain_table(lines, whole)),
         "## Checks",
         markdown(*checks_table(lines)),
     ]
-    return parts if drafted[1] else [part for part in parts if not part.startswith("## Drafted")]

@@ -95,7 +95,8 @@ def matrix_product_peak(device: torch.device, dtype: torch.dtype, size: int = 10
 
 def _command() -> str:
     module = getattr(sys.modules["__main__"], "__spec__", None)
-    program = ["python", "-m", module.name] if module else [Path(sys.argv[0]).name or "python"]
+    name = module.name.removesuffix(".__main__") if module else ""
+    program = ["python", "-m", name] if module else [Path(sys.argv[0]).name or "python"]
     command = shlex.join(program + sys.argv[1:])
     return re.sub(r"(--token[= ])\S+", r"\1...", command)  # a secret
 

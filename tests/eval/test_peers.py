@@ -73,6 +73,8 @@ def test_cells_hold_rates_and_ratios(records):
     _, rows = checks_table(lines)
     assert ["shipped", "ours, float32", "plain", "1.00", "2 / 2", "transformers, float32"] in rows
     page = "\n".join(report(lines, ["A note."]))
+    without = report({"1.2B": [line for line in lines["1.2B"] if line.method == PLAIN]}, [])
+    assert "## Drafted decoding" in page and "## Drafted decoding" not in without
     assert "## Goals" in page and "A note." in page and ", 0.95x" in page
 
 
