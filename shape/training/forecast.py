@@ -15,14 +15,17 @@ from shape.features.costs import costs
 from shape.features.manifest import state_bytes
 from shape.features.options import CostOptions
 from shape.files import human_bytes
+from shape.networks.config import ShapeConfig
+from shape.networks.layers import SCORES_BYTES
 from shape.networks.sizing import parameters
 from shape.target.size import Size
+from shape.training.chunks import CHUNK_BYTES
 from shape.training.defaults import network_config
 from shape.training.options import TrainOptions
 
 _BYTES_LEARNED = 16  # of a parameter in training: float32 weight, gradient, and AdamW's two means
 _BYTES_KEPT = 12  # of a parameter in a checkpoint, of which there are two: weight and means
-_LOGITS = 6  # tensors of as many numbers in a step: measured so on a CPU, a seventh less with mixed precision
+_LOGITS = 6  # tensors of as many numbers as a chunk's logits: measured so on a CPU, a seventh less in mixed precision
 
 
 class Draft(NamedTuple):
@@ -65,7 +68,7 @@ class Forecast:
         self.memory = {
             "weights, gradients, optimiser": (_BYTES_LEARNED + 4 * (options.training.ema is not None)) * self.learned,
             "target": size.parameters * dtype.itemsize,
-            "a portion of a step": _portion(options, size),
+            "a portion of a step": _portion(options, size, text),
         }
         self.disk: dict[str, float] = {"checkpoints": 2 * _BYTES_KEPT * self.learned + 8 * self.learned}
         if not options.online:
@@ -128,15 +131,44 @@ def weights_read(options: TrainOptions, size: Size, learned: int) -> float:
     return passes * read + depth * config.draft_size * config.markov_rank
 
 
-def _portion(options: TrainOptions, size: Size) -> float:
-    """Bytes of what a portion's forward keeps for its backward pass."""
+def portion_bytes(config: ShapeConfig, roots: float, known: float, precision: str, checkpointing: bool) -> float:
+    """Bytes of what a portion's forward keeps for its backward pass, and of the chunks within both.
+
+    Compared with counted tensors in tests/eval/test_training_memory.py.
+
+    Args:
+        roots: in the portion. known: positions of the texts that they are in.
+        precision: of the Trainer. checkpointing: `training.gradient_checkpointing`.
+    """
+    size, steps = config.hidden_size, config.num_steps
+    half = 2 if "16-mixed" in precision else 4  # bytes of what autocast makes smaller
+    rows = roots * steps
+    logits = _LOGITS * min(4 * rows * config.draft_size, CHUNK_BYTES)
+    states = rows * size * (3 * 4 + half)  # predicted, stacked, their gradient, and the true ones
+    if config.kind not in ("eagle", "block"):
+        width, reads = cast(int, config.intermediate_size), config.window * config.feature_size
+        passes = steps if config.step_mode == "recursive" else 1
+        inner = passes * roots * 2 * 4 * reads + rows * 4 * (3 * width + 6 * size)
+        return logits + states + (inner / passes if checkpointing and config.step_mode == "recursive" else inner)
+    layer = config.layer_config()
+    heads, inner_size = layer.num_attention_heads, layer.intermediate_size
+    passes, places = (steps, 1) if config.kind == "eagle" else (config.num_layers, config.block_size)
+    inputs = 4 * roots * places * size  # of a step, or of a layer
+    each = roots * places * (size * (40 + 8 * half) + 4 * half * inner_size)
+    read = known * (4 + half) * (config.feature_size + 2 * size)
+    scores = 4 * min(4 * roots * places * heads * (known + steps), SCORES_BYTES)
+    return logits + states + read + scores + (passes * inputs + each if checkpointing else passes * each)
+
+
+def _portion(options: TrainOptions, size: Size, text: Text) -> float:
+    """Bytes of a portion of a step beside weights."""
     config = network_config(options, size)
     roots = options.training.batch_size / options.trainer.accumulate_grad_batches
     if config is None:
-        return 4 * _LOGITS * roots * size.vocab_size
-    width = cast(int, config.intermediate_size)
-    inner = config.window * config.feature_size + config.num_steps * (3 * width + 6 * size.hidden_size)
-    return 4 * roots * (_LOGITS * config.num_steps * config.draft_size + inner)
+        return _LOGITS * min(4 * roots * size.vocab_size, CHUNK_BYTES)
+    known = roots * text.conversations * text.tokens / max(text.positions, 1)
+    checkpointing = options.training.gradient_checkpointing
+    return portion_bytes(config, roots, known, options.trainer.chosen_precision(), checkpointing)
 
 
 def assumed(options: TrainOptions, size: Size, text: Text, learned: int) -> Hours:

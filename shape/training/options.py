@@ -192,8 +192,7 @@ class TrainingOptions:
         conversations: learn from so many of the conversations alone, evenly chosen; null is all. For learning curves,
             which say whether more data would help.
         gradient_checkpointing: compute unrolled steps (of block its layers) a second time in the backward pass, instead
-            of keeping what they computed: about a third more time for several times less memory; the result is the
-            same.
+            of keeping what they computed: more time for less memory, and the same result.
         checkpoint_every: steps between resumable checkpoints.
         workers: processes that read features ahead; 0 reads in the training process.
     """

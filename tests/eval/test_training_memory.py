@@ -1,0 +1,33 @@
+"""Memory of a training step: the bounds bind, the count without storage is the real one, and so is the forecast."""
+
+import pytest
+
+from eval.training_memory import NETWORKS, WAYS, Sizes, config_of, learned, peak
+from shape.training import forecast
+from shape.training.forecast import portion_bytes
+
+SIZES = Sizes(width=256, tokens=320, vocab_size=8192, feed_forward=896)
+SCALE = 16
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if number == 0 else pytest.param(name, marks=pytest.mark.slow) for number, name in enumerate(NETWORKS)],
+)
+def test_bounds_hold_and_the_forecast_is_near(name, monkeypatch):
+    network = NETWORKS[name]
+    measured = {way: peak(network, SIZES, fake=False, scale=SCALE, **how) for way, how in WAYS.items()}
+    assert measured["in parts"] < 0.8 * measured["at once"]
+    assert measured["checkpointed"] <= measured["in parts"]
+    found = peak(network, SIZES, fake=True, scale=SCALE, **WAYS["in parts"])
+    assert 0.9 < found / measured["in parts"] < 1.25  # it takes what depends on numbers as large as can be
+    for module, bound in ((forecast, "CHUNK_BYTES"), (forecast, "SCORES_BYTES")):
+        monkeypatch.setattr(module, bound, getattr(module, bound) // SCALE**2)
+    config, roots = config_of(network, SIZES), SIZES.tokens - 1
+    for way in ("in parts", "checkpointed"):
+        said = portion_bytes(config, roots, SIZES.tokens, "bf16-mixed", way == "checkpointed")
+        assert 0.7 < said / measured[way] < 1.4, (way, said, measured[way])
+
+
+def test_parameters_are_counted_without_storage():
+    assert learned(NETWORKS["EAGLE-3, 7 steps"], Sizes(4096, 8192)) > 3e8
