@@ -95,7 +95,8 @@ def test_python_of_the_readme_runs(capsys):
 
 def written_commands() -> Iterator[tuple[str, str, str]]:
     """(where it stands, module, arguments) of every command that someone may copy."""
-    texts = {named(path): path.read_text() for path in [*PAGES, *READMES, *sorted((ROOT / "configs").rglob("*.yaml"))]}
+    recipes = [*sorted((ROOT / "configs").rglob("*.yaml")), *sorted((ROOT / "train").glob("*.yaml"))]
+    texts = {named(path): path.read_text() for path in [*PAGES, *READMES, *recipes]}
     for module in commands.modules():
         path = ROOT / "shape" / "cli" / f"{module.removeprefix('shape.')}.py"
         texts[named(path)] = ast.get_docstring(ast.parse(path.read_text())) or ""

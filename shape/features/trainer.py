@@ -70,6 +70,18 @@ class TrainerOptions:
                 f"{' or '.join(known)}?"
             )
 
+    @property
+    def processes(self) -> int:
+        """Over all machines; auto and -1 are every GPU that is here, or one process."""
+        import torch
+
+        given = str(self.devices) if not isinstance(self.devices, list) else ",".join(map(str, self.devices))
+        if given in ("auto", "-1"):
+            each = 1 if self.accelerator == "cpu" else max(torch.cuda.device_count(), 1)
+        else:
+            each = int(given) if isinstance(self.devices, int) or given.isdigit() else len(given.split(","))
+        return each * self.num_nodes
+
     def for_training(self, steps: int, **others: Any) -> "pl.Trainer":
         """A Trainer for so many steps of batches that are dealt to processes already."""
         import pytorch_lightning as pl

@@ -43,7 +43,7 @@ class Hours(NamedTuple):
 
 
 class Forecast:
-    """Of one training, on one device: what is counted, and what was measured where it was.
+    """Of one training: what is counted, of memory that of one device, and what was measured where it was.
 
     Args:
         options: resolved.
@@ -67,7 +67,7 @@ class Forecast:
         self.learned = network_size(options, size)
         self.memory = {
             "weights, gradients, optimiser": (_BYTES_LEARNED + 4 * (options.training.ema is not None)) * self.learned,
-            "target": size.parameters * dtype.itemsize,
+            "target": dtype.itemsize * _weights_held(options, size),
             "a portion of a step": _portion(options, size, text),
         }
         self.disk: dict[str, float] = {"checkpoints": 2 * _BYTES_KEPT * self.learned + 8 * self.learned}
@@ -107,6 +107,14 @@ class Forecast:
             f"hours: about {sum(self.hours.parts.values()):.2g} ({hours}), {self.hours.how}; without validation and "
             "the measurement at the end",
         ]
+
+
+def _weights_held(options: TrainOptions, size: Size) -> float:
+    """Of the target, by one process: all, or embedding, output layer and its part of the blocks."""
+    if not options.shard_target:
+        return size.parameters
+    whole = min(2.0 * size.vocab_size * size.hidden_size, size.parameters)
+    return whole + (size.parameters - whole) / options.trainer.processes
 
 
 def network_size(options: TrainOptions, size: Size) -> int:
@@ -163,7 +171,7 @@ def portion_bytes(config: ShapeConfig, roots: float, known: float, precision: st
 def _portion(options: TrainOptions, size: Size, text: Text) -> float:
     """Bytes of a portion of a step beside weights."""
     config = network_config(options, size)
-    roots = options.training.batch_size / options.trainer.accumulate_grad_batches
+    roots = options.training.batch_size / (options.trainer.accumulate_grad_batches * options.trainer.processes)
     if config is None:
         return _LOGITS * min(4 * roots * size.vocab_size, CHUNK_BYTES)
     known = roots * text.conversations * text.tokens / max(text.positions, 1)
@@ -172,13 +180,17 @@ def _portion(options: TrainOptions, size: Size, text: Text) -> float:
 
 
 def assumed(options: TrainOptions, size: Size, text: Text, learned: int) -> Hours:
-    """Hours of one accelerator, by operations and bytes."""
-    machine = CostOptions()
+    """Hours of as many accelerators as processes, which share the work without loss, by operations and bytes."""
+    machine, processes = CostOptions(answered_together=options.regeneration.batch_size), options.trainer.processes
     found = costs(size, text, machine, math.inf)
     config = network_config(options, size)
-    steps, drafted = (1, size.vocab_size) if config is None else (config.num_steps, config.draft_size)
-    # Six per weight learned; frozen output embeddings are gone through twice forwards and once backwards.
-    each = 6 * learned + 6 * steps * drafted * size.hidden_size
+    steps, drafted, passes, own = (1, size.vocab_size, 1, 0)
+    if config is not None:
+        steps, drafted = config.num_steps, config.draft_size
+        passes = steps if config.step_mode == "recursive" else 1
+        own = drafted * size.hidden_size if config.own_heads and config.kind != "medusa" else 0
+    # Six per weight and pass, and per output embedding and step, whether it is learned or frozen.
+    each = 6 * passes * (learned - own) + 6 * steps * drafted * size.hidden_size
     done = cast(int, options.training.steps) * options.training.batch_size
     parts = {
         "answers": found.answers if options.regenerate else 0.0,
@@ -186,8 +198,9 @@ def assumed(options: TrainOptions, size: Size, text: Text, learned: int) -> Hour
         "training": done * each / (machine.flops * machine.utilisation) / 3600,
     }
     return Hours(
-        {name: hours for name, hours in parts.items() if hours},
-        f"not measured: an accelerator of {machine.flops / 1e12:,.0f} TFLOP/s at {machine.utilisation:.0%} is assumed",
+        {name: hours / processes for name, hours in parts.items() if hours},
+        f"not measured: {'an accelerator' if processes == 1 else f'{processes} accelerators'} of "
+        f"{machine.flops / 1e12:,.0f} TFLOP/s at {machine.utilisation:.0%} {'is' if processes == 1 else 'are'} assumed",
     )
 
 
