@@ -84,8 +84,9 @@ def page(module: str) -> str:
 
 def _source(module: str) -> str:
     package, *rest = module.split(".")
-    places = (ROOT.joinpath(package, *rest), ROOT.joinpath(package, "cli", *rest))
-    return next((path.read_text() for path in (each.with_suffix(".py") for each in places) if path.exists()), "")
+    whole = ROOT.joinpath(package, *rest)
+    places = (whole.with_suffix(".py"), ROOT.joinpath(package, "cli", *rest).with_suffix(".py"), whole / "__main__.py")
+    return next((path.read_text() for path in places if path.exists()), "")
 
 
 def _docstring(module: str) -> str:

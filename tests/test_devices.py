@@ -75,6 +75,7 @@ def test_a_drafter_on_a_device_that_is_not_there(device):
         ShapeDecoder.from_pretrained("quickstart-shape", draft_device=device)
 
 
+@pytest.mark.slow  # every device and drafter in turn
 def test_several_devices():
     """See the program: sharded targets, and drafters elsewhere, on devices that refuse to be mixed."""
     backends = pytest.importorskip("torch.utils.backend_registration")

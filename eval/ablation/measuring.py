@@ -17,7 +17,7 @@ from eval.ablation.results import Ablation, Anatomy, Figures, Line, Trained
 from shape import bundled
 from shape.data.conversations import Prompt, evenly
 from shape.data.reading import load_prompts
-from shape.drafters import Drafter, TreeShape, make_drafter
+from shape.drafters import Drafter, TrainedDrafter, TreeShape, make_drafter
 from shape.drafters.base import Committed, Wrapped
 from shape.errors import ConfigError
 from shape.evaluation.environment import Environment
@@ -44,6 +44,8 @@ class _Counting(Wrapped):
         self.flops = []  # type: ignore[var-annotated]
 
     def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
+        if isinstance(self.inner, TrainedDrafter):
+            self.inner.single = None  # what its compiled loop computes is not seen
         with FlopCounterMode(display=False) as counter:
             tree = self.inner.draft(committed, sampler)
         self.flops.append(counter.get_total_flops())

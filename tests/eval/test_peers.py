@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from eval.llamas import Widths
-from eval.peers import run as peers_run
+from eval.peers import __main__ as program
 from eval.peers import sizes
-from eval.peers.run import PeersOptions, run, systems
+from eval.peers.__main__ import PeersOptions, run, systems
 from eval.peers.scripts import ours
 from eval.peers.systems import CHARGED, LENGTHS, ORACLE, PEERS, PLAIN, PREDICTOR, System, draft_depth
 from eval.peers.table import best, checks_table, drafted_table, goals, lines_of, plain_table, report, whole
@@ -88,14 +88,14 @@ def test_intervals_are_over_prompts_and_rounds():
 
 def test_the_command_runs_with_our_own_rows(tmp_path, monkeypatch):
     monkeypatch.setitem(sizes.SIZES, "tiny", TINY)
-    monkeypatch.setattr(peers_run, "available", lambda peer: ["bfloat16"])
+    monkeypatch.setattr(program, "available", lambda peer: ["bfloat16"])
     asked = {"output": tmp_path / "out", "work": tmp_path / "work", "sizes": ["tiny"], "peers": ["ours"], "limit": 1}
     run(PeersOptions(rounds=1, **asked))
     page = (tmp_path / "out" / "peers.md").read_text()
     assert "| bfloat16 | ours, bfloat16 |" in page and "simulated, acceptance length 3" in page
     (turn,) = json.loads((tmp_path / "out" / "peers.json").read_text())["turns"]
     assert [one["tokens"] for answers in turn["answers"].values() for one in answers] == [TINY.new_tokens] * 9
-    monkeypatch.setattr(peers_run, "Program", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(program, "Program", lambda *_: pytest.fail("measured again"))
     run(PeersOptions(rounds=1, **asked))
     again = (tmp_path / "out" / "peers.md").read_text()
     assert again.partition("## Goals")[2] == page.partition("## Goals")[2]  # above is the time

@@ -17,7 +17,7 @@ from shape.drafters import (
     model,
 )
 from shape.drafters.lengths import Adaptive, ByCost
-from shape.generation import eager, loop, stage
+from shape.generation import clock, eager, loop, stage
 from shape.generation.control import SpeculationControl, StepCosts
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
@@ -167,16 +167,16 @@ CALLS: dict[str, dict] = {
 }
 
 
-def forwards(decoder: ShapeDecoder, monkeypatch, clock: int, **options) -> list[tuple[int, list[int]]]:
+def forwards(decoder: ShapeDecoder, monkeypatch, ticks: int, **options) -> list[tuple[int, list[int]]]:
     """Sizes of all forwards behind the prefill, with a clock that says what it likes."""
-    times = Random(clock)
+    times = Random(ticks)
 
     def now() -> float:
         now.seconds += times.choice([1e-4, 1.0])
         return now.seconds
 
     now.seconds = 0.0
-    for module in (loop, eager, stage, hybrid, model):
+    for module in (clock, loop, eager, stage, hybrid, model):
         monkeypatch.setattr(module, "perf_counter", now)
     stats = decoder.generate(
         **prompts([5]), max_new_tokens=40, eos_token_id=[], return_dict_in_generate=True, **options
@@ -200,5 +200,5 @@ def test_a_seed_leaves_nothing_to_the_clock_or_to_earlier_calls(tiny_model, monk
 @pytest.mark.parametrize("name", ["shape", "model by cost", "hybrid"])
 def test_without_a_seed_the_clock_decides(tiny_model, monkeypatch, name):
     """The test above could not fail if times were not looked at."""
-    found = [forwards(ShapeDecoder(tiny_model("llama"), DRAFTERS[name]()), monkeypatch, clock) for clock in range(4)]
+    found = [forwards(ShapeDecoder(tiny_model("llama"), DRAFTERS[name]()), monkeypatch, ticks) for ticks in range(4)]
     assert any(one != found[0] for one in found)
