@@ -6,8 +6,8 @@ multiplies 64 at once, they nearly do. Activations have a scale per token and gr
 whole forward, or for a whole token, loses much more where few activations are large.
 
 Sums of integers are exact, and the sums of groups are added in one order: a token's result is the same, bit for bit,
-whatever goes through beside it. The kernels run on the threads that torch itself computes with. On a CPU without VNNI
-the same sums are taken by ordinary instructions, slowly.
+whatever goes through beside it, and on whatever CPU. With AVX2 alone products are taken in 16 bits, which costs as
+much as in float32; without, by ordinary instructions, slowly.
 
 Layout: outputs in tiles of 16, and of a tile, four inputs after four, 16 x 4 bytes; in 4 bits each byte holds four
 inputs' weights in its low half and the next four's in its high half. Weights are stored unsigned, by an offset.
@@ -18,22 +18,33 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import llvmlite.binding as llvm
-import psutil
 import torch
 from llvmlite import ir
 from torch import Tensor
 
-TILE = 16  # outputs of a tile, one vector of 32-bit sums
+from shape.target import kernels
+from shape.target.kernels import (
+    F32,
+    FLOATS,
+    HALVES,
+    I8,
+    I16,
+    I32,
+    I64,
+    INTS,
+    TILE,
+    Code,
+    begin,
+    every,
+    in_parallel,
+    share,
+)
+
 GROUP = 32  # inputs that share a scale
-_MOST_ROWS = {1: 13, 2: 8}  # tokens whose sums fit into the registers, by digits of activations
 _AHEAD = 2048  # bytes from memory asked for early, where several tokens keep the core from asking by itself
-_PARALLEL = 1 << 18  # multiplications that are worth waking threads for
 _DIGITS = {torch.bfloat16: 1, torch.float32: 2}  # an activation's, of 8 bits each
 _LARGEST = {1: 127.0, 2: 127.0 * 256}
-
-_I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-_INTS, _FLOATS, _HALVES = (ir.VectorType(kind, TILE) for kind in (_I32, _F32, _I16))
+_PAIRS, _BYTES = ir.VectorType(I16, 2 * TILE), ir.VectorType(I8, 4 * TILE)
 _ARGUMENTS = ("weights", "scales", "x", "digits", "offsets", "steps", "out", "chunks", "groups", "tiles")
 
 
@@ -85,7 +96,7 @@ def product(x: Tensor, weights: Tensor, scales: Tensor, bits: int, outputs: int)
     inputs, tiles = x.shape[-1], weights.shape[0]
     tokens, groups = x.numel() // inputs, inputs // GROUP
     digits = _DIGITS[x.dtype]
-    chunks = -(-tokens // _MOST_ROWS[digits])
+    chunks = -(-tokens // _most_rows(digits))
     if not tokens:
         return x.new_empty(*x.shape[:-1], outputs)
     rows = -(-tokens // chunks)  # of each; the last one's may be more than there are, of which nothing is read
@@ -98,150 +109,24 @@ def product(x: Tensor, weights: Tensor, scales: Tensor, bits: int, outputs: int)
     given = (weights, scales, x, numbers, offsets, steps, out)
     arguments = (ctypes.c_int64 * len(_ARGUMENTS))(*(one.data_ptr() for one in given), chunks, groups, tiles)
     kernel.quantise(arguments, tokens)
-    _in_parallel(kernel.multiply, arguments, tokens * weights.numel())
+    in_parallel(kernel.multiply, arguments, tokens * weights.numel())
     return out[:tokens, :outputs].reshape(*x.shape[:-1], outputs)
 
 
-@cache
-def _openmp() -> Any:
-    """The library whose threads torch computes with, where it is GNU's; None elsewhere."""
-    if not hasattr(psutil.Process, "memory_maps") or "USE_OPENMP=ON" not in torch.__config__.show():
-        return None
-    torch.zeros(1)
-    found = [one.path for one in psutil.Process().memory_maps() if "libgomp" in one.path]
-    first = [path for path in found if "torch" in path] + found
-    if not first:
-        return None
-    library = ctypes.CDLL(first[0])
-    library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    library.GOMP_parallel.restype = None
-    return library
-
-
-def _in_parallel(function: int, arguments: Any, work: int) -> None:
-    library, threads = _openmp(), torch.get_num_threads() if work >= _PARALLEL else 1
-    if library is None:
-        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(ctypes.addressof(arguments))
-    else:
-        library.GOMP_parallel(function, ctypes.addressof(arguments), threads, 0)
-
-
-def _has(feature: str) -> bool:
-    """Whether this CPU has a feature, by LLVM's name for it."""
-    return bool(llvm.get_host_cpu_features().get(feature))
+def _most_rows(digits: int) -> int:
+    """Tokens whose sums fit into the registers."""
+    return (13 if digits == 1 else 8) if kernels.has("avx512f") else (4 if digits == 1 else 2)
 
 
 @cache
 def _kernel(bits: int, dtype: torch.dtype, rows: int) -> Kernel:
-    """Of a ``Kind``; compiled at the first call, in a tenth of a second or two."""
-    kind = Kind(bits, dtype, rows)
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    module = ir.Module()
+    """Of a ``Kind``."""
+    kind, module = Kind(bits, dtype, rows), ir.Module()
     _quantiser(module, kind)
-    _multiplier(module, kind, _has("avx512vnni"), parallel=_openmp() is not None)
-    if (library := _openmp()) is not None:
-        for name in ("omp_get_thread_num", "omp_get_num_threads"):
-            llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
-    machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(),
-        features=llvm.get_host_cpu_features().flatten() + (",-prefer-256-bit" if _has("avx512f") else ""),
-        opt=2,
-    )
-    parsed = llvm.parse_assembly(str(module))
-    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=2))
-    passes.getModulePassManager().run(parsed, passes)
-    engine = llvm.create_mcjit_compiler(parsed, machine)
-    engine.finalize_object()
+    _multiplier(module, kind)
+    engine = kernels.compiled(module)
     quantise = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(engine.get_function_address("quantise"))
     return Kernel(quantise, engine.get_function_address("multiply"), engine)
-
-
-class _Code(ir.IRBuilder):
-    """LLVM's builder, with the few things that the kernels are made of. Addresses are integers."""
-
-    def at(self, address: Any, *offsets: Any) -> Any:
-        for offset in offsets:
-            address = self.add(address, offset if isinstance(offset, ir.Value) else _I64(offset))
-        return address
-
-    def times(self, *factors: Any) -> Any:
-        product: Any = _I64(1)
-        for factor in factors:
-            product = self.mul(product, factor if isinstance(factor, ir.Value) else _I64(factor))
-        return product
-
-    def read(self, kind: Any, address: Any) -> Any:
-        found = self.load(self.inttoptr(address, kind.as_pointer()))
-        found.align = 1
-        return found
-
-    def write(self, value: Any, address: Any) -> None:
-        self.store(value, self.inttoptr(address, value.type.as_pointer())).align = 1
-
-    def spread(self, value: Any) -> Any:
-        """A number, as a vector of it."""
-        kind = ir.VectorType(value.type, TILE)
-        one = self.insert_element(ir.Constant(kind, ir.Undefined), value, _I32(0))
-        return self.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(_INTS, [0] * TILE))
-
-    def intrinsic(self, name: str, result: Any, *values: Any) -> Any:
-        function = self.module.globals.get(name) or ir.Function(
-            self.module, ir.FunctionType(result, [value.type for value in values]), name
-        )
-        return self.call(function, values)
-
-    def widened(self, halves: Any) -> Any:
-        """bfloat16 as float32."""
-        return self.bitcast(self.shl(self.zext(halves, _INTS), _all(16)), _FLOATS)
-
-    def narrowed(self, floats: Any) -> Any:
-        """float32 as bfloat16, to the nearest, ties to even."""
-        bits = self.bitcast(floats, _INTS)
-        odd = self.and_(self.lshr(bits, _all(16)), _all(1))
-        return self.trunc(self.lshr(self.add(self.add(bits, _all(0x7FFF)), odd), _all(16)), _HALVES)
-
-    def dot(self, sums: Any, unsigned: Any, signed: Any, vnni: bool) -> Any:
-        """Sums (16) int32, plus products of four bytes each."""
-        if vnni:
-            return self.intrinsic("llvm.x86.avx512.vpdpbusd.512", _INTS, sums, unsigned, signed)
-        for byte in range(4):
-            weight = self.and_(self.lshr(unsigned, _all(8 * byte)), _all(255))
-            number = self.ashr(self.shl(signed, _all(24 - 8 * byte)), _all(24))
-            sums = self.add(sums, self.mul(weight, number))
-        return sums
-
-    def counted(self, count: Any, name: str) -> tuple[Any, "_Code", Any]:
-        """A loop: its number, the code inside of it, and the block behind it, which ``again`` leads to."""
-        before, inside = self.block, self.append_basic_block(name)
-        behind = self.append_basic_block(f"{name}_done")
-        self.branch(inside)
-        code = _Code(inside)
-        number = code.phi(_I64)
-        number.add_incoming(_I64(0), before)
-        number.limit = count
-        return number, code, behind
-
-    def again(self, number: Any, behind: Any) -> "_Code":
-        """The end of a loop's inside; returns the code behind it."""
-        following = self.add(number, _I64(1))
-        number.add_incoming(following, self.block)
-        self.cbranch(self.icmp_unsigned("<", following, number.limit), number.parent, behind)
-        return _Code(behind)
-
-
-def _all(value: float, kind: Any = _INTS) -> Any:
-    return ir.Constant(kind, [value] * TILE)
-
-
-def _begin(module: ir.Module, name: str, more: tuple[Any, ...] = ()) -> tuple[Any, _Code, dict[str, Any]]:
-    """A function of ``_ARGUMENTS`` and more."""
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [_I64.as_pointer(), *more]), name)
-    code = _Code(function.append_basic_block())
-    given = {
-        name: code.load(code.gep(function.args[0], [_I64(number)])) for number, name in enumerate(_ARGUMENTS)
-    }  # fmt: skip
-    return function, code, given
 
 
 def _quantiser(module: ir.Module, kind: Kind) -> None:
@@ -249,82 +134,73 @@ def _quantiser(module: ir.Module, kind: Kind) -> None:
 
     NaN and infinity become a step of NaN or infinity, and so do the results.
     """
-    function, code, given = _begin(module, "quantise", (_I64,))
+    function, code, given = begin(module, "quantise", _ARGUMENTS, (I64,))
     groups = given["groups"]
     token, code, done = code.counted(function.args[1], "tokens")
-    chunk, row = code.udiv(token, _I64(kind.rows)), code.urem(token, _I64(kind.rows))
+    chunk, row = code.udiv(token, I64(kind.rows)), code.urem(token, I64(kind.rows))
     group, inner, after = code.counted(groups, "groups")
     where = inner.at(inner.times(inner.at(inner.times(token, groups), group), GROUP * kind.dtype.itemsize), given["x"])
     halves = GROUP // TILE
     if kind.dtype == torch.bfloat16:
-        x = [inner.widened(inner.read(_HALVES, inner.at(where, 2 * TILE * half))) for half in range(halves)]
+        x = [inner.widened(inner.read(HALVES, inner.at(where, 2 * TILE * half))) for half in range(halves)]
     else:
-        x = [inner.read(_FLOATS, inner.at(where, 4 * TILE * half)) for half in range(halves)]
-    sizes = [inner.and_(inner.bitcast(one, _INTS), _all(0x7FFFFFFF)) for one in x]  # ordered as floats are, NaN above
-    size = inner.intrinsic("llvm.umax.v16i32", _INTS, *sizes)
-    largest = inner.bitcast(inner.intrinsic("llvm.vector.reduce.umax.v16i32", _I32, size), _F32)
-    most = ir.Constant(_F32, _LARGEST[kind.digits])
-    small = inner.fcmp_ordered("<", largest, ir.Constant(_F32, 2.0**-100))  # of which the inverse may not exist
-    inverse = inner.spread(inner.select(small, ir.Constant(_F32, 0.0), inner.fdiv(most, largest)))
+        x = [inner.read(FLOATS, inner.at(where, 4 * TILE * half)) for half in range(halves)]
+    sizes = [inner.and_(inner.bitcast(one, INTS), every(0x7FFFFFFF)) for one in x]  # ordered as floats are, NaN above
+    size = inner.intrinsic("llvm.umax.v16i32", INTS, *sizes)
+    largest = inner.bitcast(inner.intrinsic("llvm.vector.reduce.umax.v16i32", I32, size), F32)
+    most = ir.Constant(F32, _LARGEST[kind.digits])
+    small = inner.fcmp_ordered("<", largest, ir.Constant(F32, 2.0**-100))  # of which the inverse may not exist
+    inverse = inner.spread(inner.select(small, ir.Constant(F32, 0.0), inner.fdiv(most, largest)))
     place = inner.at(inner.times(chunk, groups), group)
     step = inner.at(inner.times(place, kind.rows), row)
     inner.write(inner.fdiv(largest, most), inner.at(given["steps"], inner.times(step, 4)))
-    numbers = [inner.fptosi(inner.intrinsic("llvm.rint.v16f32", _FLOATS, inner.fmul(one, inverse)), _INTS) for one in x]
+    numbers = [inner.fptosi(inner.intrinsic("llvm.rint.v16f32", FLOATS, inner.fmul(one, inverse)), INTS) for one in x]
     digits = [numbers]
     if kind.digits == 2:
-        high = [inner.ashr(inner.add(one, _all(128)), _all(8)) for one in numbers]
-        digits = [high, [inner.sub(one, inner.shl(h, _all(8))) for one, h in zip(numbers, high, strict=True)]]
+        high = [inner.ashr(inner.add(one, every(128)), every(8)) for one in numbers]
+        digits = [high, [inner.sub(one, inner.shl(h, every(8))) for one, h in zip(numbers, high, strict=True)]]
     offset = 1 << (kind.bits - 1)
     for number, digit in enumerate(digits):
         line = inner.at(inner.times(inner.at(inner.times(place, kind.digits), number), kind.rows), row)
         for half, values in enumerate(digit):
             at = inner.at(given["digits"], inner.times(line, GROUP), half * TILE)
-            inner.write(inner.trunc(values, ir.VectorType(_I8, TILE)), at)
-        total = inner.intrinsic("llvm.vector.reduce.add.v16i32", _I32, inner.add(*digit))
-        inner.write(inner.mul(total, _I32(-offset)), inner.at(given["offsets"], inner.times(line, 4)))
+            inner.write(inner.trunc(values, ir.VectorType(I8, TILE)), at)
+        total = inner.intrinsic("llvm.vector.reduce.add.v16i32", I32, inner.add(*digit))
+        inner.write(inner.mul(total, I32(-offset)), inner.at(given["offsets"], inner.times(line, 4)))
     code = inner.again(group, after)
     code.again(token, done).ret_void()
 
 
-def _multiplier(module: ir.Module, kind: Kind, vnni: bool, parallel: bool) -> None:
+def _multiplier(module: ir.Module, kind: Kind) -> None:
     """This thread's share of the tiles, each times all chunks of tokens."""
-    _, code, given = _begin(module, "multiply")
+    _, code, given = begin(module, "multiply", _ARGUMENTS)
     tiles, groups = given["tiles"], given["groups"]
-    if parallel:
-        thread = code.zext(code.intrinsic("omp_get_thread_num", _I32), _I64)
-        threads = code.zext(code.intrinsic("omp_get_num_threads", _I32), _I64)
-    else:
-        thread, threads = _I64(0), _I64(1)
-    begin = code.udiv(code.mul(tiles, thread), threads)
-    count = code.sub(code.udiv(code.mul(tiles, code.at(thread, 1)), threads), begin)
-    nothing, work = code.append_basic_block("nothing"), code.append_basic_block("work")
-    code.cbranch(code.icmp_unsigned("==", count, _I64(0)), nothing, work)
-    _Code(nothing).ret_void()
-    number, code, done = _Code(work).counted(count, "tiles")
-    tile = code.at(number, begin)
+    start, count, code = share(code, tiles)
+    number, code, done = code.counted(count, "tiles")
+    tile = code.at(number, start)
     chunk, code, after = code.counted(given["chunks"], "chunks")
     first = code.times(chunk, kind.rows)  # its first token
     weights = code.at(given["weights"], code.times(tile, groups, _bytes(kind)))
     scales = code.at(given["scales"], code.times(tile, groups, 2 * TILE) if kind.bits == 4 else code.times(tile, 64))
     group, inner, behind = code.counted(groups, "groups")
-    totals = [inner.phi(_FLOATS) for _ in range(kind.rows)]
+    totals = [inner.phi(FLOATS) for _ in range(kind.rows)]
     for total in totals:
-        total.add_incoming(_all(0.0, _FLOATS), code.block)
+        total.add_incoming(every(0.0, FLOATS), code.block)
     place = inner.at(inner.times(chunk, groups), group)
-    sums = _group_sums(inner, kind, given, inner.at(weights, inner.times(group, _bytes(kind))), place, vnni)
+    sums = _group_sums(inner, kind, given, inner.at(weights, inner.times(group, _bytes(kind))), place)
     steps = inner.at(given["steps"], inner.times(place, 4 * kind.rows))
     scale = (
-        inner.widened(inner.read(_HALVES, inner.at(scales, inner.times(group, 2 * TILE)))) if kind.bits == 4 else None
+        inner.widened(inner.read(HALVES, inner.at(scales, inner.times(group, 2 * TILE)))) if kind.bits == 4 else None
     )
     found = []
     for row, total in enumerate(totals):
-        step = inner.spread(inner.read(_F32, inner.at(steps, 4 * row)))
+        step = inner.spread(inner.read(F32, inner.at(steps, 4 * row)))
         step = step if scale is None else inner.fmul(step, scale)
-        found.append(inner.intrinsic("llvm.fma.v16f32", _FLOATS, inner.sitofp(sums[row], _FLOATS), step, total))
+        found.append(inner.intrinsic("llvm.fma.v16f32", FLOATS, inner.sitofp(sums[row], FLOATS), step, total))
         total.add_incoming(found[-1], inner.block)
     code = inner.again(group, behind)
     for row, value in enumerate(found):
-        value = value if kind.bits == 4 else code.fmul(value, code.read(_FLOATS, scales))
+        value = value if kind.bits == 4 else code.fmul(value, code.read(FLOATS, scales))
         value = code.narrowed(value) if kind.dtype == torch.bfloat16 else value
         at = code.times(code.at(code.times(code.at(first, row), tiles), tile), TILE * kind.dtype.itemsize)
         code.write(value, code.at(given["out"], at))
@@ -337,7 +213,7 @@ def _bytes(kind: Kind) -> int:
     return GROUP * TILE * kind.bits // 8
 
 
-def _group_sums(code: _Code, kind: Kind, given: dict[str, Any], weights: Any, place: Any, vnni: bool) -> list[Any]:
+def _group_sums(code: Code, kind: Kind, given: dict[str, Any], weights: Any, place: Any) -> list[Any]:
     """Of a tile and a group, for each token of a chunk (16) int32: the sums of products, in units of their steps.
 
     Args:
@@ -347,21 +223,69 @@ def _group_sums(code: _Code, kind: Kind, given: dict[str, Any], weights: Any, pl
     lines = kind.digits * kind.rows
     numbers = code.at(given["digits"], code.times(place, lines * GROUP))
     offsets = code.at(given["offsets"], code.times(place, lines * 4))
-    sums = [code.spread(code.read(_I32, code.at(offsets, 4 * line))) for line in range(lines)]
+    sums = [code.spread(code.read(I32, code.at(offsets, 4 * line))) for line in range(lines)]
     fours = []
     for piece in range(0, _bytes(kind), 64):
-        some = code.read(_INTS, code.at(weights, piece))
+        some = code.read(INTS, code.at(weights, piece))
         if kind.rows > 3:
-            ahead = code.inttoptr(code.at(weights, piece + _AHEAD), _I8.as_pointer())
-            code.intrinsic("llvm.prefetch.p0", ir.VoidType(), ahead, _I32(0), _I32(3), _I32(1))
-        low = _all(0x0F0F0F0F)
-        fours += [some] if kind.bits == 8 else [code.and_(some, low), code.and_(code.lshr(some, _all(4)), low)]
-    for number, four in enumerate(fours):
-        for line in range(lines):
-            some = code.spread(code.read(_I32, code.at(numbers, GROUP * line + 4 * number)))
-            sums[line] = code.dot(sums[line], four, some, vnni)
+            ahead = code.inttoptr(code.at(weights, piece + _AHEAD), I8.as_pointer())
+            code.intrinsic("llvm.prefetch.p0", ir.VoidType(), ahead, I32(0), I32(3), I32(1))
+        low = every(0x0F0F0F0F)
+        fours += [some] if kind.bits == 8 else [code.and_(some, low), code.and_(code.lshr(some, every(4)), low)]
+    digits = [
+        [code.spread(code.read(I32, code.at(numbers, GROUP * line + 4 * four))) for line in range(lines)]
+        for four in range(len(fours))
+    ]
+    if kernels.has("avx2") and not (kernels.has("avx512vnni") or kernels.has("avxvnni")):
+        sums = _avx2_sums(code, kind, fours, digits, sums)
+    else:
+        for four, some in zip(fours, digits, strict=True):
+            sums = [_dot(code, *each) for each in zip(sums, [four] * lines, some, strict=True)]
     if kind.digits == 1:
         return sums
     return [
-        code.add(code.shl(high, _all(8)), low) for high, low in zip(sums[: kind.rows], sums[kind.rows :], strict=True)
+        code.add(code.shl(high, every(8)), low) for high, low in zip(sums[: kind.rows], sums[kind.rows :], strict=True)
     ]
+
+
+def _dot(code: Code, sums: Any, unsigned: Any, signed: Any) -> Any:
+    """Sums (16) int32, plus products of four bytes each, exactly."""
+    if kernels.has("avx512vnni"):
+        return code.intrinsic("llvm.x86.avx512.vpdpbusd.512", INTS, sums, unsigned, signed)
+    if kernels.has("avxvnni"):
+        return _by_halves(code, "llvm.x86.avx512.vpdpbusd.256", sums, unsigned, signed)
+    for byte in range(4):
+        weight = code.and_(code.lshr(unsigned, every(8 * byte)), every(255))
+        number = code.ashr(code.shl(signed, every(24 - 8 * byte)), every(24))
+        sums = code.add(sums, code.mul(weight, number))
+    return sums
+
+
+def _avx2_sums(code: Code, kind: Kind, fours: list[Any], digits: list[list[Any]], sums: list[Any]) -> list[Any]:
+    """What ``_dot`` adds up, for a whole group."""
+    if kind.bits == 4:  # pairs of products fit into 16 bits, and so do eight of them: 8 * 2 * 15 * 128
+        pairs = [every(0, _PAIRS)] * len(sums)
+        for four, some in zip(fours, digits, strict=True):
+            given = [(code.bitcast(four, _BYTES), code.bitcast(one, _BYTES)) for one in some]
+            found = [_by_halves(code, "llvm.x86.avx2.pmadd.ub.sw", *each) for each in given]
+            pairs = [code.add(*each) for each in zip(pairs, found, strict=True)]
+        found = [_by_halves(code, "llvm.x86.avx2.pmadd.wd", each, every(1, _PAIRS)) for each in pairs]
+        return [code.add(*each) for each in zip(sums, found, strict=True)]
+    eight = every(8, _PAIRS)
+    for four, some in zip(fours, digits, strict=True):
+        # Of each pair of bytes the lower one, and the upper one, as 16 bits.
+        weights = [code.bitcast(code.and_(code.lshr(four, every(by)), every(0x00FF00FF)), _PAIRS) for by in (0, 8)]
+        for line, one in enumerate(some):
+            pair = code.bitcast(one, _PAIRS)
+            numbers = [code.ashr(code.shl(pair, eight), eight), code.ashr(pair, eight)]
+            for each in zip(weights, numbers, strict=True):
+                sums[line] = code.add(sums[line], _by_halves(code, "llvm.x86.avx2.pmadd.wd", *each))
+    return sums
+
+
+def _by_halves(code: Code, name: str, *values: Any) -> Any:
+    """An instruction of 256 bits, for 512."""
+    number = I16 if name.endswith("sw") else I32
+    kind = ir.VectorType(number, 256 // number.width)
+    halves = [code.intrinsic(name, kind, *(code.half(value, upper) for value in values)) for upper in (False, True)]
+    return code.shuffle_vector(*halves, ir.Constant(ir.VectorType(I32, 2 * kind.count), list(range(2 * kind.count))))

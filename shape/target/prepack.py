@@ -4,7 +4,8 @@ oneDNN multiplies by matrices in blocks. Where a weight lies in rows, as in ever
 spends most of its time on bringing the weight into blocks (bfloat16), or goes to kernels made for many tokens
 (float32): a forward over the dozen nodes of a tree then takes up to three times as long as one over a single token.
 With weights in blocks it takes little longer, and that is what speculation lives on. It costs a second copy of the
-weights in memory. ``python eval/forwards.py`` measures both on a machine.
+weights in memory. ``python eval/forwards.py`` measures both on a machine. Where oneDNN does not multiply in bfloat16,
+kernels of our own do (``shape.target.bfloat16``).
 
 A single row times a small weight in bfloat16 is the exception: a compiled loop is through before such a kernel begins
 (``shape.target.products``).
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from shape.target import bfloat16
 from shape.target.products import numbers, product
 
 _EXPECTED_TOKENS = 16  # for which the layout is chosen; measured to be as good for one and for hundreds
@@ -48,9 +50,11 @@ class PrepackedForward:
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
-        self._made_of: tuple[int, int] | None = None
-        self._kept: Tensor | None = None  # the weight as it was, so that no other can come to lie where it lay
+        self._outputs = 0
+        self._made_of: tuple[int, ...] | None = None
+        self._kept: tuple[Tensor | None, ...] = ()  # as they were, so that no others can come to lie where they lay
         self._blocks: Tensor | None = None
+        self._tiles: tuple[Tensor, Tensor] | None = None  # of weight and bias, where the kernels are our own
         self.rows: np.ndarray | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -59,13 +63,20 @@ class PrepackedForward:
         elsewhere = torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu")
         if elsewhere or not x.is_cpu or weight is None or x.dtype != weight.dtype:
             return self._stock(x)
-        if self._made_of != (weight.data_ptr(), weight._version):
-            self._make(weight)
+        bias = parameters["bias"]
+        made_of = (weight.data_ptr(), weight._version)
+        if bias is not None:
+            made_of += (bias.data_ptr(), bias._version)
+        if self._made_of != made_of:
+            self._made_of = made_of
+            self._make(weight, bias)
+        if self._tiles is not None:
+            return bfloat16.product(x, *self._tiles, self._outputs)
         if self._blocks is None:
             return self._stock(x)
         if self.rows is not None and x.numel() == x.shape[-1]:
-            return self._single(x, parameters["bias"])
-        return _PRODUCT(x, self._blocks, parameters["bias"], "none", (), "")
+            return self._single(x, bias)
+        return _PRODUCT(x, self._blocks, bias, "none", (), "")
 
     def _single(self, x: Tensor, bias: Tensor | None) -> Tensor:
         assert self.rows is not None
@@ -77,11 +88,15 @@ class PrepackedForward:
     def _stock(self, x: Tensor) -> Tensor:
         return type(self._layer).forward(self._layer, x)
 
-    def _make(self, weight: Tensor) -> None:
-        self._kept, self._blocks, self.rows = weight.detach(), None, None
-        self._made_of = weight.data_ptr(), weight._version
-        if multiplies(weight.dtype):  # it may have changed
-            rows = self._kept.T.contiguous() if isinstance(self._layer, Conv1D) else self._kept
+    def _make(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._kept, self._blocks, self._tiles, self.rows = (weight.detach(), bias), None, None, None
+        rows = weight.detach()
+        rows = rows.T.contiguous() if isinstance(self._layer, Conv1D) else rows
+        self._outputs = len(rows)
+        if _ours(weight.dtype):
+            tiles = bfloat16.pack(rows)
+            self._tiles = tiles, bfloat16.pack_bias(bias, tiles)
+        elif _onednns(weight.dtype):  # it may have changed
             self._blocks = _BLOCKS(rows, _EXPECTED_TOKENS)
             if rows.numel() <= _SMALL and rows.is_contiguous() and rows.dtype == torch.bfloat16:
                 self.rows = numbers(rows)
@@ -90,7 +105,7 @@ class PrepackedForward:
         copied = PrepackedForward(deepcopy(self._layer, memo))
         # These serve where the weight is shared.
         copied._made_of, copied._kept, copied._blocks = self._made_of, self._kept, self._blocks
-        copied.rows = self.rows
+        copied._tiles, copied._outputs, copied.rows = self._tiles, self._outputs, self.rows
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -143,7 +158,11 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def multiplies(dtype: torch.dtype) -> bool:
-    """Whether oneDNN is there and multiplies matrices of this dtype on this machine."""
+    """Whether there are kernels on this machine that multiply by matrices of this dtype in a layout of their own."""
+    return _onednns(dtype) or _ours(dtype)
+
+
+def _onednns(dtype: torch.dtype) -> bool:
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:
@@ -151,6 +170,10 @@ def multiplies(dtype: torch.dtype) -> bool:
     if dtype == torch.float16:
         return torch.ops.mkldnn._is_mkldnn_fp16_supported()
     return dtype == torch.float32
+
+
+def _ours(dtype: torch.dtype) -> bool:
+    return dtype == torch.bfloat16 and not _onednns(dtype) and bfloat16.serves()
 
 
 def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shape.target import integers
+from shape.target import integers, kernels
 from shape.target.integers import GROUP, product
 from shape.target.quantize import pack, unpack
 
@@ -76,8 +76,8 @@ def test_ordinary_instructions_give_the_same(bits, dtype, monkeypatch):
     x = tokens(dtype, 3, 96)
     expected = product(x, weights, scales, bits, 40)
     integers._kernel.cache_clear()
-    monkeypatch.setattr(integers, "_has", lambda feature: False)
-    monkeypatch.setattr(integers, "_openmp", lambda: None)
+    monkeypatch.setattr(kernels, "has", lambda feature: False)
+    monkeypatch.setattr(kernels, "openmp", lambda: None)
     try:
         assert torch.equal(product(x, weights, scales, bits, 40), expected)
     finally:
