@@ -25,7 +25,7 @@ from shape.target.kernels import F32, FLOATS, HALVES, I64, TILE, begin, in_paral
 
 _TILES = 4  # weights are filled up to so many, as kernels of few tokens take several at a time
 _MOST_TOKENS = 6  # whose sums fit into the 16 registers of AVX2
-_AT_A_TIME = {1: 4, 2: 2, 3: 2}  # tiles, by tokens: enough sums that the next product need not wait for the last
+_AT_A_TIME = {1: 4, 2: 2}  # tiles, by tokens: enough sums that the next product need not wait for the last
 _ARGUMENTS = ("weights", "bias", "x", "out", "inputs", "tiles", "tokens", "chunks")
 
 
