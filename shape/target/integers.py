@@ -41,7 +41,7 @@ from shape.target.kernels import (
 )
 
 GROUP = 32  # inputs that share a scale
-# Tokens whose sums fit into the registers, by digits of activations; more than those of AVX2 take, where it was as good.
+# Tokens whose sums fit into the registers, by digits of activations; more than AVX2 has, where it was as good.
 _MOST_ROWS = {1: 13, 2: 8}
 _AHEAD = 2048  # bytes from memory asked for early, where several tokens keep the core from asking by itself
 _DIGITS = {torch.bfloat16: 1, torch.float32: 2}  # an activation's, of 8 bits each
