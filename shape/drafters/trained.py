@@ -327,10 +327,10 @@ class TrainedDrafter(Drafter):
                 embedding = self._embed(drafted)
                 token = drafted if self._vocabulary is None else self._vocabulary[drafted]
             read = None if bias is None else bias.behind(drafted)
-            parents = chosen // branching
-            if by_path and width > 1:  # a child inherits what its parent carries
-                carried = tuple(part[rows, parents] for part in carried)
-            beside = None if beside is None else beside[rows, parents]
+            if width > 1 and (by_path or beside is not None):  # a child inherits what its parent carries
+                parents = chosen // branching
+                carried = tuple(part[rows, parents] for part in carried) if by_path else carried
+                beside = None if beside is None else beside[rows, parents]
         if best and not by_path:
             # A wait for all depths, so that no more is verified than is likely.
             kept = 1 + sum(takewhile(bool, [one >= log(self.tree.threshold) for one in torch.stack(best).tolist()]))
