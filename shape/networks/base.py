@@ -240,8 +240,9 @@ class Predictor(PreTrainedModel):
         if self.token_bias is None:
             return None
         found = self.token_bias.reduced(tokens, embeddings)
-        reads_states = isinstance(self.token_bias, StateMarkov) and states is not None
-        return self.token_bias.along(found, states) if reads_states else found
+        if states is not None and isinstance(self.token_bias, StateMarkov):
+            return self.token_bias.along(found, states)
+        return found
 
     def couple(self, logits: Tensor, reduced: Tensor | None) -> Tensor:
         """Logits (..., S, K) that keep their marginals under the bias, where the configuration asks for that.

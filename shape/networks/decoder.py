@@ -45,7 +45,7 @@ def layers_like(target: PreTrainedConfig, size: int | None = None) -> dict[str, 
     rope = {name: value for name, value in rope.items() if name not in ("partial_rotary_factor", "mrope_section")}
     if rope.get("rope_type", "default") not in _SCALINGS:
         rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
-    found = {
+    found: dict[str, Any] = {
         "hidden_act": "silu",
         "rope_parameters": rope if "rope_theta" in rope else None,
     }
