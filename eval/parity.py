@@ -36,6 +36,7 @@ from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
 
 _LAYERS = "[1, 3, 5]"  # that any of them reads
+_NARROW = ("--predictor.hidden_size", "256", "--predictor.own_embeddings", "true")  # the target has 384
 _SHIPPED = "quickstart-shape"
 _ANSWERS = Path(__file__).parent / "reference" / "answers.py"
 
@@ -64,6 +65,7 @@ METHODS = {
     "eagle": Served(4, "eagle.yaml", "eagle3", "eagle3"),
     "medusa": Served(4, "medusa.yaml", "medusa", "medusa", ("--predictor.draft_vocab_size", "null")),
     "dflash": Served(6, "dflash.yaml", "speculators", "dflash"),
+    "narrow": Served(4, "eagle.yaml", "speculators", "eagle3", _NARROW),
 }
 
 
@@ -75,7 +77,7 @@ class ParityOptions:
         vllm: Python of the environment that has vLLM (and shape, for the predictor that ships).
         output: folder of parity.json and parity.md.
         work: folder of trained and exported drafters, which are made once, and of logs.
-        methods: of shape, eagle, medusa and dflash.
+        methods: of shape, eagle, medusa, dflash and narrow, an EAGLE-3 narrower than its target.
         prompts: JSON lines of prompts; default: the bundled benchmark.
         limit: prompts, evenly chosen.
         max_new_tokens: longest answer.

@@ -39,7 +39,7 @@ def predictor(dtype=torch.float64, **options) -> Predictor:
     torch.manual_seed(0)
     loud = options.pop("loud", False)
     options = {"step_mode": "recursive", "token_conditioning": "path", **options}
-    config = ShapeConfig(hidden_size=32, intermediate_size=48, vocab_size=64, **options)
+    config = ShapeConfig(**{"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, **options})
     network = PREDICTORS[config.kind](config).to(dtype).eval()
     if getattr(network, "mask_embedding", None) is not None:  # as of a target
         torch.nn.init.normal_(network.mask_embedding)
@@ -101,7 +101,23 @@ BASELINES: dict[str, dict] = {
         "kind": "block", "feature_layers": [0, 1], "markov_rank": 4, "confidence": True, "mask_token_id": 5,
         "sample_from_anchor": True,
     },
+    "block with gated Markov bias": {
+        "kind": "block", "markov_rank": 4, "markov_head_type": "gated", "mask_token_id": 5,
+    },
+    "block with recurrent Markov bias": {
+        "kind": "block", "markov_rank": 4, "markov_head_type": "rnn", "confidence": True, "mask_token_id": 5,
+        "sample_from_anchor": True,
+    },
 }  # fmt: skip
+# The same whose target, of the width 32, is wider or narrower.
+WIDTHS: dict[str, dict] = {
+    "eagle narrower than its target": {"kind": "eagle", "hidden_size": 16, "fc_norm": True},
+    "peagle narrower than its target": {"kind": "peagle", "hidden_size": 16, "norm_before_fc": True},
+    "block wider than its target": {"kind": "block", "hidden_size": 48, "markov_rank": 4},
+}
+for _options in WIDTHS.values():
+    _options |= {"target_hidden_size": 32, "own_heads": True, "own_embeddings": True, "feature_layers": [1, 2]}
+    _options |= {} if _options["kind"] == "eagle" else {"mask_token_id": 5}
 
 
 def tiny_bert(folder: Path) -> Path:

@@ -79,7 +79,7 @@ def portions(data: ShapeDataModule, step: int, world: int, accumulate: int) -> l
 def network(target, seed: int = 0, **changes) -> Predictor:
     values = {"step_mode": "recursive", "token_conditioning": "path", **changes}
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-    config = ShapeConfig(window=WINDOW, num_steps=STEPS, **sizes, **values)
+    config = ShapeConfig(window=WINDOW, num_steps=STEPS, **{**sizes, **values})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return PREDICTORS[config.kind](config)

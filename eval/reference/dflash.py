@@ -51,6 +51,20 @@ SLIDING: dict[str, Any] = {
 }
 
 
+def widened(model: Any, target: int) -> Any:
+    """The model for a target of another width. Its forward is the same; its constructor, of 0.9, leaves the option
+    target_hidden_size out, which its configuration has, and which vLLM builds so: with embeddings in the checkpoint.
+    """
+    if target == model.hidden_size:
+        return model
+    model.fc = torch.nn.Linear(len(LAYERS) * target, model.hidden_size, bias=False)
+    model.verifier_norm = type(model.norm)(target, eps=SIZES["rms_norm_eps"])
+    model.verifier_lm_head = torch.nn.Linear(target, model.draft_vocab_size, bias=False)
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        model._keys_to_ignore_on_save.remove(name)
+    return model
+
+
 def config_of(kind: type, algorithm: str, tokens: int, sizes: dict[str, Any] = SIZES, **options: Any) -> Any:
     layers = Qwen3Config(**sizes)
     layers._attn_implementation = "eager"
@@ -74,7 +88,7 @@ def randomise(model: Any) -> torch.Tensor:
     """Weights at which all parts matter: norms away from one, biases and tables away from zero. Returns the target's
     output embedding, (V, H).
     """
-    head = torch.randn(VOCABULARY, SIZES["hidden_size"]) / 4
+    head = torch.randn(VOCABULARY, model.verifier_lm_head.in_features) / 4
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(1 + 0.3 * torch.randn_like(weight) if weight.ndim == 1 else torch.randn_like(weight))
@@ -86,7 +100,8 @@ def randomise(model: Any) -> torch.Tensor:
             model.t2d[drafted] = True
             model.d2t.copy_(drafted - torch.arange(DRAFTED))  # a delta
         rows = head[model.t2d] if model.use_draft_vocab else head
-        model.lm_head.weight.copy_(rows)
+        if model.lm_head.weight.shape == rows.shape:
+            model.lm_head.weight.copy_(rows)
         model.verifier_lm_head.weight.copy_(rows)
         model.verifier_norm.weight.fill_(1.0)
     return head
@@ -95,8 +110,8 @@ def randomise(model: Any) -> torch.Tensor:
 @torch.no_grad()
 def record(model: Any, module: Any, folder: Path) -> None:
     """Save the checkpoint, and what the package's own forward computes on the way to its loss."""
-    head = randomise(model)
-    hidden = SIZES["hidden_size"]
+    hidden = model.config.target_hidden_size or SIZES["hidden_size"]
+    head = randomise(widened(model, hidden))
     features = torch.randn(1, LENGTH, hidden * len(LAYERS))
     last = torch.randn(1, LENGTH, hidden)
     tokens = torch.randint(VOCABULARY - 1, (1, LENGTH))
@@ -156,6 +171,16 @@ def main(out: Path) -> None:
             sliding_window_non_causal=non_causal,
         )
         record(DFlashDraftModel(sliding), dflash, out / name)
+    gated = config_of(
+        DSparkSpeculatorConfig, "dspark", 4, draft_vocab_size=DRAFTED, markov_rank=6, markov_head_type="gated"
+    )
+    record(DSparkDraftModel(gated), dspark, out / "dspark-gated")
+    recurrent = config_of(
+        DSparkSpeculatorConfig, "dspark", 4, draft_vocab_size=VOCABULARY, markov_rank=6, markov_head_type="rnn"
+    )
+    record(DSparkDraftModel(recurrent), dspark, out / "dspark-rnn")
+    narrow = config_of(DFlashSpeculatorConfig, "dflash", 3, draft_vocab_size=VOCABULARY, target_hidden_size=24)
+    record(DFlashDraftModel(narrow), dflash, out / "dflash-narrow")
 
 
 if __name__ == "__main__":

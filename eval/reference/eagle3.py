@@ -70,6 +70,22 @@ def randomise(model: Any, drafted: int) -> Any:
     return model
 
 
+def widened(model: Any, target: int) -> Any:
+    """The model for a target of another width. Its forward is the same; its constructor, of 0.9, leaves the option
+    target_hidden_size out, which its configuration has, and which the package's converter and vLLM build so.
+    """
+    if target == model.hidden_size:
+        return model
+    count = len(LAYERS)
+    model.fc = torch.nn.Linear(count * target, model.hidden_size, bias=False)
+    norm, eps = type(model.norm), SIZES["rms_norm_eps"]
+    if model.input_norm is not None:
+        model.input_norm = norm(count * target, eps=eps)
+    if model.fc_norm is not None:
+        model.fc_norm = torch.nn.ModuleList(norm(target, eps=eps) for _ in range(count))
+    return model
+
+
 def model_of(layers: PretrainedConfig, drafted: int, **options: Any) -> Eagle3DraftModel:
     layers._attn_implementation = "eager"
     config = Eagle3SpeculatorConfig(
@@ -79,13 +95,14 @@ def model_of(layers: PretrainedConfig, drafted: int, **options: Any) -> Eagle3Dr
         speculators_config=method("eagle3"),
         **options,
     )
-    return randomise(Eagle3DraftModel(config).eval(), drafted)
+    model = Eagle3DraftModel(config).eval()
+    return randomise(widened(model, config.target_hidden_size or SIZES["hidden_size"]), drafted)
 
 
 @torch.no_grad()
 def record(model: Eagle3DraftModel, folder: Path) -> None:
     """Save the checkpoint, and the logits of every step of the package's own forward."""
-    features = 3 * torch.randn(1, LENGTH, len(LAYERS) * SIZES["hidden_size"])
+    features = 3 * torch.randn(1, LENGTH, model.fc.in_features)
     tokens = torch.randint(VOCABULARY, (1, LENGTH))
     logits: list[torch.Tensor] = []
     handle = model.lm_head.register_forward_hook(lambda module, given, found: logits.append(found))
@@ -107,6 +124,10 @@ def main(out: Path) -> None:
     record(model_of(yarn, VOCABULARY, fc_norm=True, norm_output=True), out / "eagle31-llama")
     deep = LlamaConfig(**{**SIZES, "num_hidden_layers": 3}, rope_parameters=PLAIN)
     record(model_of(deep, DRAFTED), out / "eagle3-deep")
+    narrow = model_of(
+        LlamaConfig(**SIZES, rope_parameters=PLAIN), DRAFTED, target_hidden_size=24, fc_norm=True, norm_output=True
+    )
+    record(narrow, out / "eagle3-narrow")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from eagle3 import DRAFTED, LAYERS, LENGTH, LLAMA3, PLAIN, SIZES, VOCABULARY, method, randomise
+from eagle3 import DRAFTED, LAYERS, LENGTH, LLAMA3, PLAIN, SIZES, VOCABULARY, method, randomise, widened
 from safetensors.torch import save_file
 from speculators.losses import resolve_loss_config
 from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
@@ -34,14 +34,20 @@ def model_of(layers: PretrainedConfig, drafted: int, **options: Any) -> PEagleDr
         speculators_config=method("peagle"),
         **options,
     )
-    return randomise(PEagleDraftModel(config).eval(), drafted)
+    model, target = PEagleDraftModel(config).eval(), config.target_hidden_size
+    if target is not None:
+        model = widened(model, target)
+        model.mask_hidden = torch.nn.Parameter(torch.empty(1, 1, model.fc.in_features))
+        model.verifier_norm = type(model.norm)(target, eps=SIZES["rms_norm_eps"])
+        model.verifier_lm_head = torch.nn.Linear(target, drafted, bias=False)
+    return randomise(model, drafted)
 
 
 @torch.no_grad()
 def record(model: PEagleDraftModel, folder: Path) -> None:
     """Save the checkpoint, and the logits of every sampled place of the package's own forward."""
-    hidden = SIZES["hidden_size"]
-    features, last = 3 * torch.randn(1, LENGTH, len(LAYERS) * hidden), torch.randn(1, LENGTH, hidden)
+    features = 3 * torch.randn(1, LENGTH, model.fc.in_features)
+    last = torch.randn(1, LENGTH, model.fc.in_features // len(LAYERS))
     tokens = torch.randint(VOCABULARY, (1, LENGTH))
     found: dict[str, torch.Tensor] = {}
     choose = peagle.generate_cod_sample_indices
@@ -75,6 +81,8 @@ def main(out: Path) -> None:
     record(model_of(llama, DRAFTED), out / "peagle-llama")
     qwen = Qwen3Config(**{**SIZES, "num_hidden_layers": 3}, rope_parameters=PLAIN)
     record(model_of(qwen, VOCABULARY, norm_before_residual=True, norm_before_fc=True), out / "peagle-qwen3")
+    wide = {"target_hidden_size": 12, "norm_before_fc": True}
+    record(model_of(LlamaConfig(**SIZES, rope_parameters=PLAIN), DRAFTED, **wide), out / "peagle-wide")
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shape.drafters.base import Committed, Drafter
+from shape.drafters.biases import PathBias
 from shape.drafters.growing import Biases, grow_by_depth
 from shape.errors import TargetMismatch
 from shape.networks.base import Carried, Head, Known, Predictor, Remembered
-from shape.networks.layers import MarkovBias, MarkovTable
 from shape.networks.shape import windows
 from shape.networks.single import SingleRoot
 from shape.target.identity import TargetIdentity
@@ -31,8 +31,7 @@ from shape.verification.tree_shape import TreeShape
 
 _SLOTS = 256  # of the memory, at first
 _MEASURED_LENGTH = 256  # known positions that ``run_forwards`` attends to
-_EMBEDDED = 4096  # tokens whose embeddings are held at once
-_TABLED = 2**24  # biases of tokens by tokens before them that are kept as a table
+_NO_BIAS = Biases(np.empty((0, 0), np.float32), True)
 
 
 class TrainedDrafter(Drafter):
@@ -108,8 +107,9 @@ class TrainedDrafter(Drafter):
         tables += [weight for weight in bias if len(weight) >= config.draft_size]
         tables += [] if network.embed_tokens is None else [network.embed_tokens.weight]
         learned = network.num_parameters() - sum(table.numel() for table in tables)
-        own = learned * (hidden_size / target.hidden_size) ** 2
-        read = own + drafted * hidden_size * max(1, len(network.heads))
+        share = hidden_size / target.hidden_size
+        own = learned * share**2
+        read = own + drafted * share * config.hidden_size * max(1, len(network.heads))
         passes = self.tree.depth if config.step_mode == "recursive" else 1
         return passes * read + self.tree.depth * config.markov_rank * drafted
 
@@ -142,21 +142,18 @@ class TrainedDrafter(Drafter):
             self._ids = tokens.numpy()
             self._numbers = np.full(target.vocab_size, -1)
             self._numbers[self._ids] = np.arange(len(tokens))
-            self._table = Biases(np.empty((0, 0), np.float32), True)
         apart = vocabulary is not None or self._device != target.device
         self._head: Head | None = target.head_of(tokens, dtype) if apart else None
         if self.predictor.heads:
             self._head = self.predictor.own_head
         self._embeddings = None if vocabulary is None else self._embedded(vocabulary).to(dtype)
-        self._reduced: Tensor | None = None
-        self._biases: Tensor | None = None
-        if self.predictor.token_bias is not None:
-            self._tabulate(self.predictor.token_bias, tokens)
+        markov = self.predictor.token_bias
+        self._bias = None if markov is None else PathBias(markov, tokens, self._embedded)
 
     def _require_sizes(self, target: Target) -> None:
         """Raises TargetMismatch for what can be seen of a predictor that does not say its target."""
         config = self.predictor.config
-        sizes = [("hidden size", config.hidden_size, target.hidden_size)]
+        sizes = [("hidden size", config.state_size, target.hidden_size)]
         if config.kind != "shape":  # which has no weights of tokens but those of its draft vocabulary
             sizes.append(("vocabulary size", config.vocab_size or target.vocab_size, target.vocab_size))
         for name, expected, found in sizes:
@@ -165,24 +162,6 @@ class TrainedDrafter(Drafter):
                     f"the predictor expects {name} {expected}, and target {target.name} has {found}; train a predictor "
                     "for this target"
                 )
-
-    @torch.no_grad()
-    def _tabulate(self, bias: MarkovBias | MarkovTable, tokens: Tensor) -> None:
-        """What the bias reads of every token, (K, rank), and where there are few tokens the biases, (K, K)."""
-        parts = [bias.reduced(some, self._embedded(some)) for some in tokens.split(_EMBEDDED)]
-        self._reduced = torch.cat(parts)
-        self._biases = bias(self._reduced) if len(tokens) ** 2 <= _TABLED else None
-        if self._biases is not None and self.on_host:  # numpy has no smaller floats
-            self._biases = self._biases.float()
-            self._table = Biases(self._biases.numpy(), True)
-
-    def _bias_after(self, candidates: Tensor) -> Tensor | None:
-        """(B, M) numbers in the draft vocabulary -> (B, M, K); None without a Markov bias."""
-        if self._reduced is None or self.predictor.token_bias is None:
-            return None
-        if self._biases is not None:
-            return F.embedding(candidates, self._biases)
-        return self.predictor.token_bias(F.embedding(candidates, self._reduced))
 
     def start(self, committed: Committed, hidden: Tensor) -> None:
         hidden = self._read(hidden)
@@ -296,15 +275,16 @@ class TrainedDrafter(Drafter):
         if not by_path:
             all_states, found = self._logits_of_all_depths(known, carried, embedding, depth)
             all_logits = sampler.draft_logits(found, None, self._vocabulary)
-            if self.on_host and not config.confidence and not sampler.draws:
+            on_host = self.on_host and not config.confidence and not sampler.draws
+            if on_host and not (self._bias and self._bias.reads_states):
                 return self._grown_on_host(root, embedding, all_logits, sampler)
         rows = torch.arange(root.shape[0], device=root.device)[:, None]
         noise = sampler.draft_noise(depth, self._words, width)
         # The frontier: nodes expanded next, with numbers, joint log-probabilities, embeddings and what they carry.
         number, nodes = torch.zeros_like(root), 1
         joint = torch.zeros(root.shape, device=root.device)
-        bias = None if network.token_bias is None else network.token_bias(network.token_bias.reduced(root, embedding))
-        token = root
+        bias, token, beside = self._bias, root, None
+        read = None if bias is None else bias.behind_roots(root, embedding)
         # Of every depth: what was expanded, its best children, and their joint log-probabilities.
         numbers, children, scores, best = [], [], [], []
         drawn: list[Tensor] = []
@@ -314,8 +294,9 @@ class TrainedDrafter(Drafter):
                 logits = sampler.draft_logits(self._logits(states), n, self._vocabulary)
             else:  # one for all nodes of a depth, but for the bias
                 states, logits = all_states[:, n : n + 1], all_logits[:, n : n + 1]
-            if bias is not None:
-                logits = logits + sampler.temper(bias)
+            if bias is not None and read is not None:
+                added, beside = bias(read, states, beside)
+                logits = logits + sampler.temper(added)
             logits = logits.expand(-1, number.shape[1], -1)
             self.passes = n + 1
             # When sampling, scores contain the noise, and their softmax is the estimate given the noise. None is above
@@ -345,10 +326,11 @@ class TrainedDrafter(Drafter):
             if by_path or config.confidence:
                 embedding = self._embed(drafted)
                 token = drafted if self._vocabulary is None else self._vocabulary[drafted]
-            bias = self._bias_after(drafted)
-            if by_path and width > 1:  # a child inherits what its parent carries
+            read = None if bias is None else bias.behind(drafted)
+            if width > 1 and (by_path or beside is not None):  # a child inherits what its parent carries
                 parents = chosen // branching
-                carried = tuple(part[rows, parents] for part in carried)
+                carried = tuple(part[rows, parents] for part in carried) if by_path else carried
+                beside = None if beside is None else beside[rows, parents]
         if best and not by_path:
             # A wait for all depths, so that no more is verified than is likely.
             kept = 1 + sum(takewhile(bool, [one >= log(self.tree.threshold) for one in torch.stack(best).tolist()]))
@@ -362,22 +344,9 @@ class TrainedDrafter(Drafter):
         Args:
             root: (B, 1) int64. embedding: (B, 1, H), its.
         """
-
-        def biases(found: Tensor | None) -> Biases:
-            assert found is not None
-            return Biases(found.float().flatten(0, 1).numpy(), False)
-
-        def behind(expanded: np.ndarray) -> Biases:
-            return biases(self._bias_after(torch.from_numpy(expanded)))
-
-        numbers, biased = self._numbers[root[:, 0].numpy()], self._reduced is not None
-        tabled = not biased or self._biases is not None
-        first = self._table
-        if biased and (not tabled or min(numbers.tolist()) < 0):  # a root is not in the draft vocabulary
-            markov = self.predictor.token_bias
-            assert markov is not None
-            first = biases(markov(markov.reduced(root, embedding)))
-        later = self._table if tabled else behind
+        numbers, bias = self._numbers[root[:, 0].numpy()], self._bias
+        first = _NO_BIAS if bias is None else bias.first_on_host(numbers, root, embedding)
+        later = _NO_BIAS if bias is None else bias.later_on_host()
         self.passes = logits.shape[1]
         noise = None if sampler.greedy else (*sampler.counters, self._words)
         temperature = sampler.temperature or 1.0
@@ -437,14 +406,16 @@ class TrainedDrafter(Drafter):
         known = Known(zeros(rows, 1, config.window, config.feature_size), memory, None, ahead)
         embedding = zeros(rows, 1, config.hidden_size)
         carried = self._begin(known, embedding)
-        if network.token_bias is not None and not (self.on_host and self._biases is not None):
-            network.token_bias(network.token_bias.reduced(torch.zeros_like(roots), embedding))
+        bias = self._bias if self._bias and not (self.on_host and self._bias.table is not None) else None
+        state, beside = zeros(rows, 1, config.hidden_size), None
+        if bias is not None:
+            _, beside = bias(bias.behind_roots(torch.zeros_like(roots), embedding), state, None)
         if not network.by_path:
             self._logits_of_all_depths(known, carried, embedding, passes)
         frontier = torch.zeros(rows, self.tree.width, dtype=torch.long, device=self._device)
         for n in range(passes):
-            if n > 0 and self._biases is None:
-                self._bias_after(frontier)
+            if n > 0 and bias is not None:
+                bias(bias.behind(frontier), state, beside)
             if not network.by_path:
                 continue
             states, carried = network.advance(known, carried, embedding, n)
@@ -473,7 +444,7 @@ class TrainedDrafter(Drafter):
                 states.append(state)
             found = torch.cat(states, dim=1)
         logits = self._logits(found)
-        return found, self.predictor.couple(logits, self._reduced)
+        return found, self.predictor.couple(logits, None if self._bias is None else self._bias.reduced)
 
     def _logits(self, states: Tensor) -> Tensor:
         """(..., H) -> (..., K), over the draft vocabulary."""

@@ -9,7 +9,7 @@ Shapes: B batch, T positions, P roots, M nodes (in training one per root), W win
 S steps, K draft vocabulary, G heads, D head size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
@@ -21,7 +21,7 @@ from transformers import initialization as init
 
 from shape.errors import ConfigError
 from shape.networks.config import ShapeConfig
-from shape.networks.layers import MarkovBias, MarkovTable, Memory, normalise, rotary_table
+from shape.networks.layers import MarkovBias, MarkovTable, Memory, StateMarkov, normalise, rotary_table
 from shape.target.model import Target
 
 Remembered = list[Memory]
@@ -231,9 +231,18 @@ class Predictor(PreTrainedModel):
         parts = zip(states.to(self.heads[0].weight.dtype).split(counts), self.heads, strict=True)
         return torch.cat([head(part) for part, head in parts])
 
-    def reduced(self, tokens: Tensor, embeddings: Tensor | None) -> Tensor | None:
-        """What a Markov bias reads of tokens (...) with embeddings (..., H): (..., rank); None without one."""
-        return None if self.token_bias is None else self.token_bias.reduced(tokens, embeddings)
+    def reduced(self, tokens: Tensor, embeddings: Tensor | None, states: Tensor | None = None) -> Tensor | None:
+        """What a Markov bias reads of tokens (...) with embeddings (..., H): (..., rank); None without one.
+
+        Args:
+            states: of all steps from the first, which some biases read: (..., S, H) for tokens (..., S).
+        """
+        if self.token_bias is None:
+            return None
+        found = self.token_bias.reduced(tokens, embeddings)
+        if states is not None and isinstance(self.token_bias, StateMarkov):
+            return self.token_bias.along(found, states)
+        return found
 
     def couple(self, logits: Tensor, reduced: Tensor | None) -> Tensor:
         """Logits (..., S, K) that keep their marginals under the bias, where the configuration asks for that.
@@ -261,12 +270,28 @@ class Predictor(PreTrainedModel):
 
     @torch.no_grad()
     def adopt(self, target: Target) -> None:
-        """Start own heads and embeddings as copies of the target's, as Medusa does."""
-        for head in self.heads:
-            head.weight.copy_(target.output_rows(self.draft_vocabulary))
+        """Start own heads and embeddings as copies of the target's, as Medusa does, or projections of these."""
+        if self.heads:
+            rows = target.output_rows(self.draft_vocabulary)
+            fitted = self._fitted(lambda: rows.split(_EMBEDDED))
+            for head in self.heads:
+                head.weight.copy_(torch.cat([fitted(some) for some in rows.split(_EMBEDDED)]))
         if self.embed_tokens is not None:
-            for some in torch.arange(target.vocab_size).split(_EMBEDDED):
-                self.embed_tokens.weight[some] = target.embed(some.to(target.device)).to(self.embed_tokens.weight)
+            tokens = torch.arange(target.vocab_size).split(_EMBEDDED)
+            fitted = self._fitted(lambda: (target.embed(some.to(target.device)) for some in tokens))
+            for some in tokens:
+                self.embed_tokens.weight[some] = fitted(target.embed(some.to(target.device)))
+
+    def _fitted(self, parts: Callable[[], Iterable[Tensor]]) -> Callable[[Tensor], Tensor]:
+        """What makes rows of the target's width, which come in parts, of the network's: in another one, coordinates in
+        the directions that keep most of them.
+        """
+        size, given = self.config.hidden_size, self.config.target_hidden_size
+        if given is None:
+            return lambda some: some
+        moments = sum((some.float().T @ some.float() for some in parts()), torch.zeros(()))
+        kept = torch.linalg.eigh(moments).eigenvectors.flip(-1)[:, :size]
+        return lambda some: F.pad(some.float() @ kept, (0, max(size - given, 0)))
 
     def complete(self, target: Target) -> None:
         """Fill in what a checkpoint leaves to the target."""

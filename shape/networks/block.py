@@ -9,7 +9,7 @@ from transformers import initialization as init
 from shape.networks.base import Carried, Known, Remembered
 from shape.networks.config import ShapeConfig
 from shape.networks.decoder import DraftLayer, Rotary, norm_of
-from shape.networks.layers import ConfidenceHead, MarkovTable, recent
+from shape.networks.layers import ConfidenceHead, GatedMarkov, MarkovTable, RecurrentMarkov, recent
 from shape.networks.masked import MaskedPredictor
 
 
@@ -25,8 +25,8 @@ class BlockPredictor(MaskedPredictor):
     Layers of the type "sliding_attention" see the last `sliding_window` known positions, counted from x_t, and of the
     block, unless `sliding_window_non_causal`, the places before and their own.
 
-    As DSpark: `markov_rank` adds a bias by the token before, which parallel states lack, out of a learned table, and
-    `confidence` estimates the probability 1 - TV that a draft is accepted.
+    As DSpark: `markov_rank` adds a bias by the token before, which parallel states lack, out of a learned table, alone
+    or with the states (`markov_head_type`), and `confidence` estimates the probability 1 - TV that a draft is accepted.
 
     Weights, their names and what is computed are those of speculators 0.9 (compared in tests/networks/test_block.py)
     and, positions and places among them, of vLLM 0.32.
@@ -49,9 +49,16 @@ class BlockPredictor(MaskedPredictor):
     def _add_token_heads(self) -> None:
         config, rank = self.config, self.config.markov_rank
         self.markov = self.confidence = None  # the base's
-        self.markov_head = MarkovTable(cast(int, config.vocab_size), rank, config.draft_size) if rank else None
+        self.markov_head = self._markov_head() if rank else None
         seen = config.hidden_size + (rank if config.confidence_head_with_markov else 0)
         self.confidence_head = ConfidenceHead(seen) if config.confidence else None
+
+    def _markov_head(self) -> MarkovTable:
+        config = self.config
+        sizes = cast(int, config.vocab_size), config.markov_rank, config.draft_size
+        if config.markov_head_type == "gated":
+            return GatedMarkov(*sizes, config.hidden_size)
+        return RecurrentMarkov(*sizes, config.hidden_size) if config.markov_head_type == "rnn" else MarkovTable(*sizes)
 
     @property
     def memory_shapes(self) -> list[tuple[int, int]]:

@@ -21,6 +21,7 @@ StepMode = Literal["parallel", "recursive"]
 TokenConditioning = Literal["none", "root", "path"]
 Refinement = Literal["none", "affine", "sinkhorn"]
 ReadOut = Literal["marginal", "barycentric"]
+MarkovHead = Literal["vanilla", "gated", "rnn"]
 
 _COUNTS = (
     "hidden_size",
@@ -74,11 +75,13 @@ class ShapeConfig(PreTrainedConfig):
     Args:
         kind: the network: "shape" (`shape.networks.shape`), or a baseline: "medusa", "eagle", "peagle" (P-EAGLE),
             "block" (DFlash, DSpark), which sets step_mode, token_conditioning, window and attention itself.
-        hidden_size: width H of the target's hidden states and embeddings.
+        hidden_size: width H of the target's hidden states and embeddings, and of the predictor's.
+        target_hidden_size: "eagle", "peagle" and "block" that are narrower or wider than their target: its width; then
+            hidden_size is the predictor's alone, and heads and embeddings have to be its own. None is the same.
         window: number W of known states the predictor reads (the current one and W - 1 before it).
         feature_layers: layers of the target whose states make up one feature vector, concatenated in this
-            order, each of width H: indices into transformers' `hidden_states`, except -1, which is the vector
-            that enters the output embedding. With "shape" it has to come last: predictions are residuals on it.
+            order, each of the target's width: indices into transformers' `hidden_states`, except -1, which is the
+            vector that enters the output embedding. With "shape" it has to come last: predictions are residuals on it.
         transformer_layer_config: "eagle", "peagle" and "block": transformers' configuration of the decoder layers, with
             its `model_type` (llama, qwen3); the name is that of `speculators`. None makes Llama's (Qwen3's with
             "block") of the options below.
@@ -114,6 +117,8 @@ class ShapeConfig(PreTrainedConfig):
         vocab_size: of the target; needed only where logits have weights of their own and draft_vocab_size is None.
         markov_rank: rank of a bias on the logits by the token before (DSpark's Markov head), for steps that do not read
             it themselves; 0 is none.
+        markov_head_type: "block": whether the bias is of the token before alone ("vanilla"), gated by the state
+            ("gated"), or of a state of its own that goes along the block ("rnn").
         coupling: correct the bias so that the marginals of the steps stay: an entropic coupling of neighbouring steps
             over so many of their likeliest candidates, whose cost is the bias; 0 leaves the bias as it is.
         confidence: estimate for each node whether the target will agree with its best draft; dynamic trees grow by it.
@@ -145,6 +150,7 @@ class ShapeConfig(PreTrainedConfig):
 
     kind: Kind = "shape"
     hidden_size: int = 4096
+    target_hidden_size: int | None = None
     window: int = 4
     feature_layers: list[int] = field(default_factory=lambda: [-1])
     transformer_layer_config: dict[str, Any] | None = None
@@ -167,6 +173,7 @@ class ShapeConfig(PreTrainedConfig):
     draft_vocab_size: int | None = None
     vocab_size: int | None = None
     markov_rank: int = 0
+    markov_head_type: MarkovHead = "vanilla"
     coupling: int = 0
     confidence: bool = False
     own_heads: bool = False
@@ -199,7 +206,9 @@ class ShapeConfig(PreTrainedConfig):
         for name, value in _FIXED.get(self.kind, {}).items():
             setattr(self, name, value)
         if not self.markov_rank:
-            self.confidence_head_with_markov = False
+            self.confidence_head_with_markov, self.markov_head_type = False, "vanilla"
+        if self.target_hidden_size == self.hidden_size:
+            self.target_hidden_size = None
         self.check()
 
     @property
@@ -251,9 +260,14 @@ class ShapeConfig(PreTrainedConfig):
         return with_state(self.feature_layers)
 
     @property
+    def state_size(self) -> int:
+        """Width of the target's states."""
+        return self.target_hidden_size or self.hidden_size
+
+    @property
     def feature_size(self) -> int:
         """Width F of one window entry: all feature layers beside each other."""
-        return len(self.feature_layers) * self.hidden_size
+        return len(self.feature_layers) * self.state_size
 
     @property
     def draft_size(self) -> int:
@@ -280,7 +294,9 @@ class ShapeConfig(PreTrainedConfig):
         _require_number("refinement_epsilon", self.refinement_epsilon, lambda x: x > 0, "greater than 0")
         _require_number("refinement_alpha", self.refinement_alpha, lambda x: 0 <= x <= 1, "from 0 to 1")
         _require_number("dropout", self.dropout, lambda x: 0 <= x < 1, "at least 0 and less than 1")
+        _require_choice("markov_head_type", self.markov_head_type, MarkovHead)
         self._check_feature_layers()
+        self._check_width()
         self._check_attention()
         if self.kind != "shape" and self.refinement != "none":
             raise ConfigError(f"refinement is {self.refinement!r}, which is SHAPE's: use none with kind {self.kind!r}")
@@ -318,6 +334,21 @@ class ShapeConfig(PreTrainedConfig):
                 "the state that predictions are added to"
             )
 
+    def _check_width(self) -> None:
+        if self.target_hidden_size is None:
+            return
+        _require_int("target_hidden_size", self.target_hidden_size, 1)
+        if not self.has_decoder_layers:
+            raise ConfigError(
+                f"hidden_size is {self.hidden_size} and the target's {self.target_hidden_size}: kind {self.kind!r} has "
+                f"the target's width; {', '.join(DECODER_LAYERS)} can have another"
+            )
+        if not (self.own_heads and self.own_embeddings):
+            raise ConfigError(
+                f"hidden_size is {self.hidden_size} and the target's {self.target_hidden_size}: a drafter of another "
+                "width cannot read the target's embeddings; give own_heads and own_embeddings"
+            )
+
     def _check_attention(self) -> None:
         assert self.num_heads is not None
         if self.has_decoder_layers:
@@ -334,9 +365,9 @@ class ShapeConfig(PreTrainedConfig):
                     "attention heads"
                 )
             self._check_layer_types()
-        attends = self.attention or self.has_decoder_layers
-        size = (self.transformer_layer_config or {}).get("head_dim", self.hidden_size // self.num_heads)
-        if attends and (self.hidden_size % self.num_heads or size % 2):
+        attends, even = self.attention or self.has_decoder_layers, self.hidden_size // self.num_heads
+        size = (self.transformer_layer_config or {}).get("head_dim", even)
+        if attends and ((size == even and self.hidden_size % self.num_heads) or size % 2):
             raise ConfigError(
                 f"num_heads is {self.num_heads}: heads divide the hidden size, {self.hidden_size}, into even parts"
             )
@@ -369,13 +400,19 @@ class ShapeConfig(PreTrainedConfig):
         if self.mask_token_id is not None and self.kind not in MASKED:
             raise ConfigError(f"mask_token_id is for kinds block and peagle: leave it out with kind {self.kind!r}")
         if self.kind != "block":
-            if given := [name for name in _BLOCK if getattr(self, name)]:
+            given = [name for name in _BLOCK if getattr(self, name)]
+            if given := [*given, *(["markov_head_type"] if self.markov_head_type != "vanilla" else [])]:
                 raise ConfigError(f"{', '.join(given)} is for kind block: leave it out with kind {self.kind!r}")
             return
         if self.coupling:
             raise ConfigError(f"coupling is {self.coupling}: kind block learns its Markov table without; use 0")
         if self.markov_rank and self.vocab_size is None:
             raise ConfigError("markov_rank makes a table of each token of the target: give vocab_size")
+        if self.markov_head_type == "rnn" and not self.sample_from_anchor:
+            raise ConfigError(
+                "markov_head_type is rnn, whose state would begin at the place that drafts nothing: give "
+                "sample_from_anchor with it"
+            )
 
     def _check_eagle(self) -> None:
         given = [name for name in _EAGLE if getattr(self, name)]

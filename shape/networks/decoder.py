@@ -5,6 +5,7 @@ weights, which are those of published drafters. Only the attention itself is our
 training, see what is remembered of known positions and what their own path or block has left.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -31,17 +32,20 @@ _CLASSES = {
 _SCALINGS = ("default", "linear", "llama3", "yarn")
 
 
-def layers_like(target: PreTrainedConfig) -> dict[str, Any]:
+def layers_like(target: PreTrainedConfig, size: int | None = None) -> dict[str, Any]:
     """`ShapeConfig.transformer_layer_config` with a target's geometry: heads, their size and grouping, width of the
     feed-forward part, epsilon, and rotary parameters as far as they do not change with the text. The model type is the
     kind's: published drafters, and the engines that load them, have its layers whatever the target is.
+
+    Args:
+        size: width of the layers; another one than the target's has as many heads, of the same size, as fit in it.
     """
     ropes = getattr(target, "rope_parameters", None) or {}
     rope = ropes.get("full_attention") or ropes  # of targets with several kinds of layers
     rope = {name: value for name, value in rope.items() if name not in ("partial_rotary_factor", "mrope_section")}
     if rope.get("rope_type", "default") not in _SCALINGS:
         rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
-    found = {
+    found: dict[str, Any] = {
         "hidden_act": "silu",
         "rope_parameters": rope if "rope_theta" in rope else None,
     }
@@ -56,6 +60,12 @@ def layers_like(target: PreTrainedConfig) -> dict[str, Any]:
         "max_position_embeddings",
     )
     found |= {name: getattr(target, name, None) for name in names}
+    if size is not None and size != target.hidden_size:
+        each = found["head_dim"] or target.hidden_size // target.num_attention_heads
+        heads = max(size // each, 1)
+        groups = math.gcd(heads, found["num_key_value_heads"] or heads)
+        found |= {"hidden_size": size, "head_dim": each, "num_attention_heads": heads, "num_key_value_heads": groups}
+        found["intermediate_size"] = round(found["intermediate_size"] * size / target.hidden_size)
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -40,7 +40,7 @@ class EaglePredictor(Predictor):
         super().__init__(config)
         layer, size = config.layer_config(), config.hidden_size
         self.input_norm = norm_of(layer, config.feature_size) if config.norm_before_fc else None
-        norms = [norm_of(layer, size) for _ in config.feature_layers]
+        norms = [norm_of(layer, config.state_size) for _ in config.feature_layers]
         self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
         self.fc = nn.Linear(config.feature_size, size, bias=False)
         first = EagleLayer(layer, config.norm_before_residual)

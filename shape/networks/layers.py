@@ -61,7 +61,7 @@ class MarkovBias(nn.Module):
 
 
 class MarkovTable(nn.Module):
-    """DSpark's Markov head, of its "vanilla" type: the bias W_2 W_1[x] by the token x before, W_1 a learned table.
+    """DSpark's Markov head, of the type "vanilla": the bias W_2 W_1[x] by the token x before, W_1 a learned table.
 
     Args:
         vocabulary: of the target, any of whose tokens may come before.
@@ -84,6 +84,53 @@ class MarkovTable(nn.Module):
     def reduced(self, tokens: Tensor, embeddings: Tensor | None) -> Tensor:
         """W_1[x], (...) int64 -> (..., rank)."""
         return self.markov_w1(tokens)
+
+
+class StateMarkov(MarkovTable):
+    """DSpark's Markov heads whose bias depends on the network's states as well: W_2 of what is made of W_1[x] and them.
+
+    Args:
+        size: width of states.
+    """
+
+    def step(self, reduced: Tensor, state: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What W_2 reads at a step, (..., rank), of W_1[x], the state (..., H) and what the step before carried on."""
+        raise NotImplementedError
+
+    def along(self, reduced: Tensor, states: Tensor) -> Tensor:
+        """The same of all steps from the first: (..., S, rank), (..., S, H) -> (..., S, rank)."""
+        found, carried = [], None
+        for each, state in zip(reduced.unbind(-2), states.unbind(-2), strict=True):
+            read, carried = self.step(each, state, carried)
+            found.append(read)
+        return torch.stack(found, dim=-2)
+
+
+class GatedMarkov(StateMarkov):
+    """Of the type "gated": the state and W_1[x] weight each part of W_1[x]."""
+
+    def __init__(self, vocabulary: int, rank: int, drafted: int, size: int) -> None:
+        super().__init__(vocabulary, rank, drafted)
+        self.gate_proj = nn.Linear(size + rank, rank)
+
+    def step(self, reduced: Tensor, state: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        seen = torch.cat([state.to(reduced).expand(*reduced.shape[:-1], -1), reduced], dim=-1)
+        return self.gate_proj(seen).sigmoid() * reduced, None
+
+
+class RecurrentMarkov(StateMarkov):
+    """Of the type "rnn": a state of its own, which starts as zeros, is carried along the path."""
+
+    def __init__(self, vocabulary: int, rank: int, drafted: int, size: int) -> None:
+        super().__init__(vocabulary, rank, drafted)
+        self.joint_proj = nn.Linear(2 * rank + size, 3 * rank)
+
+    def step(self, reduced: Tensor, state: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        carried = torch.zeros_like(reduced) if carried is None else carried
+        seen = torch.cat([carried, reduced, state.to(reduced).expand(*reduced.shape[:-1], -1)], dim=-1)
+        gate, candidate, read = self.joint_proj(seen).chunk(3, dim=-1)
+        gate = gate.sigmoid()
+        return read.tanh(), gate * carried + (1 - gate) * candidate.tanh()
 
 
 class ConfidenceHead(nn.Module):

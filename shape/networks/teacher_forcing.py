@@ -114,7 +114,7 @@ class Reader:
     def __call__(self, states: Tensor, tokens: Tensor, embeddings: Tensor | None) -> Tensor:
         """The predictor's logits, (B, P, S, H) -> (B, P, S, K), along tokens (B, P, S) and their embeddings."""
         logits = self.predictor.couple(self._read(states), self.reduced_vocabulary())
-        return self.predictor.bias(logits, self.predictor.reduced(tokens, embeddings))
+        return self.predictor.bias(logits, self.predictor.reduced(tokens, embeddings, states))
 
     def at(
         self, chosen: tuple[Tensor, ...], states: Tensor, reduced: Tensor | None, vocabulary: Tensor | None = None
@@ -124,7 +124,7 @@ class Reader:
         See `shape.training.losses.supervised`.
 
         Args:
-            reduced: (..., S, rank), `Predictor.reduced` of the tokens. vocabulary: `reduced_vocabulary`.
+            reduced: (..., S, rank), `Predictor.reduced` of the tokens and states. vocabulary: `reduced_vocabulary`.
         """
         predictor = self.predictor
         if predictor.config.coupling:  # which needs a step's neighbour

@@ -97,16 +97,23 @@ def network_config(options: TrainOptions, target: Target | Size) -> ShapeConfig 
             f"predictor.draft_vocab_size is {given['draft_vocab_size']}, and the target has {target.vocab_size} "
             "tokens; give fewer, or null"
         )
+    given["hidden_size"] = given["hidden_size"] or target.hidden_size
+    if given["hidden_size"] != target.hidden_size:
+        given["target_hidden_size"] = target.hidden_size
+        if options.losses.on_states:
+            raise ConfigError(
+                f"predictor.hidden_size is {given['hidden_size']}, the target's {target.hidden_size}, and losses are "
+                f"on states ({', '.join(options.losses.on_states)}); give losses on distributions, such as losses.kl"
+            )
     if options.predictor.kind in DECODER_LAYERS and target.config is not None:
         given["transformer_layer_config"] = {
-            **layers_like(target.config),
+            **layers_like(target.config, given["hidden_size"]),
             "num_hidden_layers": options.predictor.num_layers,
             **(given["transformer_layer_config"] or {}),
         }
     if options.predictor.kind in MASKED and given["mask_token_id"] is None and isinstance(target, Target):
         given["mask_token_id"] = mask_token(target)
     return ShapeConfig(
-        hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         target_identity=target.identity.to_dict() if isinstance(target, Target) else None,
         draft=asdict(options.tree),

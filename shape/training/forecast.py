@@ -132,9 +132,10 @@ def weights_read(options: TrainOptions, size: Size, learned: int) -> float:
     if config is None:
         return depth * learned
     heads = config.num_steps if config.kind == "medusa" else 1
-    tables = config.draft_size * (config.markov_rank + (heads * size.hidden_size if config.own_heads else 0))
+    tables = config.draft_size * (config.markov_rank + (heads * config.hidden_size if config.own_heads else 0))
     tables += size.vocab_size * config.markov_rank if config.kind == "block" else 0  # looked up, not multiplied
-    read = learned - tables + config.draft_size * size.hidden_size * (heads if config.own_heads else 1)
+    tables += size.vocab_size * config.hidden_size if config.own_embeddings else 0  # this, too
+    read = learned - tables + config.draft_size * config.hidden_size * (heads if config.own_heads else 1)
     passes = depth if config.step_mode == "recursive" else 1
     return passes * read + depth * config.draft_size * config.markov_rank
 

@@ -264,7 +264,7 @@ class ShapeModule(DrafterModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         predictor, texts = self.predictor, self._texts(batch)
         config = predictor.config
-        cut = examples(texts, config.window, config.num_steps, config.hidden_size, config.feature_size)
+        cut = examples(texts, config.window, config.num_steps, config.state_size, config.feature_size)
         known, window = texts, cut.window
         if self.options.noise:
             keys = mix(batch.samples + derive_seed(self.seed, batch.step, "noise"))
@@ -301,7 +301,7 @@ class ShapeModule(DrafterModule):
         predictor, reader, losses = self.predictor, self._reader, self.losses
         steps, whole = predictor.config.num_steps, batch.whole(predictor.config.num_steps)
         reading = bool(losses.on_logits) or predictor.config.confidence or measuring
-        reduced = predictor.reduced(cut.tokens, embeddings) if reading else None
+        reduced = predictor.reduced(cut.tokens, embeddings, predicted) if reading else None
         vocabulary = reader.reduced_vocabulary() if reading else None
         estimate = None
         if predictor.config.confidence and embeddings is not None:

@@ -29,6 +29,8 @@ class PredictorOptions:
             which reads no states and of these options num_layers, num_heads and intermediate_size alone: the width of
             its states.
         window: known states that the predictor reads.
+        hidden_size: of eagle, peagle and block, a width other than the target's, with own_heads and own_embeddings;
+            null is the target's.
         intermediate_size: its width; null follows from the target (`shape.networks.sizing`), and is twice its hidden
             size for baselines.
         num_layers: residual blocks at that width; residual layers of each of medusa's heads; decoder layers of the
@@ -54,6 +56,8 @@ class PredictorOptions:
         draft_vocab_size: draft from so many of the most frequent tokens only; null drafts from all, auto from as many
             as target and data suggest (`shape.networks.sizing`).
         markov_rank: rank of a bias by the token before, for steps that do not read it; 0 is none.
+        markov_head_type: of block, whether the bias is of the token alone, gated by the state, or has a state of its
+            own.
         coupling: keep the steps' marginals under the bias, by a coupling over so many candidates; 0 does not.
         confidence: estimate where the target will agree, for dynamic trees.
         own_heads: output embeddings of medusa's and eagle's own, started from the target's.
@@ -74,6 +78,7 @@ class PredictorOptions:
 
     kind: Literal["shape", "medusa", "eagle", "peagle", "block", "model"] = "shape"
     window: int = 8
+    hidden_size: int | None = None
     intermediate_size: int | None = None
     num_layers: int = 1
     attention: bool = False
@@ -94,6 +99,7 @@ class PredictorOptions:
     transformer_layer_config: dict[str, Any] | None = None
     draft_vocab_size: int | Literal["auto"] | None = "auto"
     markov_rank: int = 64
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
     coupling: int = 0
     confidence: bool = False
     own_heads: bool = False

@@ -23,6 +23,7 @@ def as_checkpoint(options: TrainOptions, defaults: PredictorOptions | None = Non
         return options
     config, defaults = load_predictor(options.init, options.target).config, defaults or PredictorOptions()
     own = {field.name: getattr(config, field.name) for field in fields(PredictorOptions)}
+    own["hidden_size"] = config.hidden_size if config.target_hidden_size else None
     for name, value in own.items():
         given = getattr(options.predictor, name)
         if given not in (value, getattr(defaults, name)):
@@ -40,8 +41,10 @@ def start_from(predictor: Predictor, checkpoint: str, target: Target) -> None:
         TargetMismatch: the checkpoint is for states or a vocabulary of another size.
     """
     found = load_predictor(checkpoint, target)
-    for name, wanted in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
-        if (given := getattr(found.config, name)) not in (None, wanted):
+    config = found.config
+    widths = ("hidden_size", config.state_size, target.hidden_size)
+    for name, given, wanted in (widths, ("vocab_size", config.vocab_size, target.vocab_size)):
+        if given not in (None, wanted):
             raise TargetMismatch(
                 f"checkpoint {checkpoint} is for targets with {name} {given}, and {target.name} has {wanted}; give one "
                 "that was trained for this target, or for what it was fine-tuned from"

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import BASELINES
+from helpers import BASELINES, WIDTHS
 from helpers import predictor as build
 
-from shape.drafters import Committed, TrainedDrafter, TreeShape, trained
+from shape.drafters import Committed, TrainedDrafter, TreeShape, biases
 from shape.errors import TargetMismatch
 from shape.networks.config import ShapeConfig
 from shape.networks.shape import ShapePredictor, roll, windows
@@ -84,10 +84,10 @@ def test_biases_from_a_table_are_those_that_are_computed(target, monkeypatch, ki
     network = build(**kind, loud=True)
     sampler = Sampler(torch.tensor([5, 2]), temperature, keys=sequence_keys(0, 2) if temperature else None)
     trees = []
-    for entries in (trained._TABLED, 0):
-        monkeypatch.setattr(trained, "_TABLED", entries)
+    for entries in (biases._TABLED, 0):
+        monkeypatch.setattr(biases, "_TABLED", entries)
         drafter, committed, _ = begin(network, target, TreeShape(depth=3, width=2))
-        assert (drafter._biases is None) == (entries == 0)
+        assert (drafter._bias.table is None) == (entries == 0)
         sampler.commit(committed.lengths)
         trees.append(drafter.draft(committed, sampler))
     assert torch.equal(trees[0].tokens, trees[1].tokens) and torch.equal(trees[0].parent, trees[1].parent)
@@ -112,7 +112,7 @@ SHAPES = [
 @pytest.mark.parametrize("name", ["parallel", "medusa", "block", "shape with Markov bias", "no table"])
 def test_trees_grown_on_the_host_are_those_grown_on_a_device(target, monkeypatch, name, temperature, shape):
     if name == "no table":
-        monkeypatch.setattr(trained, "_TABLED", 0)
+        monkeypatch.setattr(biases, "_TABLED", 0)
     kinds = {"parallel": {"kind": "shape", "step_mode": "parallel", "token_conditioning": "root"}}
     kinds |= {"no table": BASELINES["shape with Markov bias"], "block": {"kind": "block", "markov_rank": 4}}
     network = build(**(BASELINES | kinds)[name], loud=True)
@@ -228,11 +228,11 @@ def test_every_node_draws_children_of_its_own(target, mode):
         assert torch.allclose(tree.log_q[row, expanded].exp().sum(-1), torch.ones(7))
 
 
-@pytest.mark.parametrize("kind", BASELINES)
+@pytest.mark.parametrize("kind", [*BASELINES, *WIDTHS])
 @pytest.mark.parametrize("grown", ["at once", "step by step"])
 def test_every_kind_drafts_what_training_unrolls(target, kind, grown):
     """Along every path of a tree the drafts are the best of `unroll` on whole texts, however the states came in."""
-    network = build(**BASELINES[kind], loud=True)
+    network = build(**(BASELINES | WIDTHS)[kind], loud=True)
     layers, size = network.config.feature_layers, 32
     generator = torch.Generator().manual_seed(1)
     texts = [torch.randint(3, 64, (length,), generator=generator).tolist() for length in (9, 6)]
@@ -266,6 +266,6 @@ def test_every_kind_drafts_what_training_unrolls(target, kind, grown):
             tokens = tree.tokens[row, path][None, None]
             whole = Texts(hidden[row : row + 1, : len(text) - 1], torch.tensor([text]), torch.ones(1, 1), root)
             known = known_in(network, target, whole, windows(whole.hidden, root, network.config.window))
-            embeddings = target.embed(tokens)
+            embeddings = network.embed(tokens, target)
             logits = reader(network.unroll(known, embeddings, len(path)), tokens, embeddings)[0, 0, -1]
             assert tree.tokens[row, children].tolist() == logits.topk(2).indices.tolist()

@@ -6,7 +6,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 import torch
-from helpers import BASELINES, FAMILIES, LENGTHS, predictor, prompts, weaker_model
+from helpers import BASELINES, FAMILIES, LENGTHS, WIDTHS, predictor, prompts, weaker_model
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -68,6 +68,15 @@ def drafters() -> dict:
         "peagle tree": lambda: TrainedDrafter(predictor(**BASELINES["peagle"], loud=True), TreeShape(depth=3, width=2)),
         "block chain": lambda: TrainedDrafter(
             predictor(**BASELINES["block with Markov bias and confidence"], loud=True), TreeShape(depth=4, width=1)
+        ),
+        "gated block tree": lambda: TrainedDrafter(
+            predictor(**BASELINES["block with gated Markov bias"], loud=True), TreeShape(depth=3, width=2)
+        ),
+        "recurrent block tree": lambda: TrainedDrafter(
+            predictor(**BASELINES["block with recurrent Markov bias"], loud=True), TreeShape(depth=3, width=2)
+        ),
+        "narrow eagle tree": lambda: TrainedDrafter(
+            predictor(**WIDTHS["eagle narrower than its target"], loud=True), TreeShape(depth=3, width=2)
         ),
         "attending tree": lambda: TrainedDrafter(
             predictor(**BASELINES["shape of three layers"], loud=True), TreeShape(depth=3, width=2, nodes=5)

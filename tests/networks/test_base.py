@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import BASELINES, predictor
+from helpers import BASELINES, WIDTHS, predictor
 
 from shape.drafters import PREDICTORS
 from shape.errors import ConfigError
@@ -13,12 +13,14 @@ from shape.networks.base import known_at
 from shape.networks.config import ShapeConfig
 from shape.networks.shape import windows
 
+KINDS = {**BASELINES, **WIDTHS}
 
-@pytest.mark.parametrize("kind", BASELINES)
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_trains_all_of_its_weights(kind):
-    network = predictor(torch.float32, **BASELINES[kind], loud=True).train()
-    size, steps = 32, network.config.num_steps
-    features = torch.randn(2, 9, size * len(network.config.feature_layers))
+    network = predictor(torch.float32, **KINDS[kind], loud=True).train()
+    size, steps = network.config.hidden_size, network.config.num_steps
+    features = torch.randn(2, 9, 32 * len(network.config.feature_layers))
     embeddings, roots = torch.randn(2, 10, size), torch.tensor([[1, 4, 8], [2, 3, 0]])
     known = known_at(network, features, embeddings, roots, windows(features, roots, network.config.window))
     along, tokens = torch.randn(2, 3, steps, size), torch.randint(64, (2, 3, steps))
@@ -26,17 +28,20 @@ def test_every_kind_trains_all_of_its_weights(kind):
     assert states.shape == (2, 3, steps, size)
     head = network.own_head if network.heads else torch.nn.Linear(size, 64)
     draftable = network.reduced(torch.arange(64), torch.randn(64, size))
-    total = network.bias(network.couple(head(states), draftable), network.reduced(tokens, along)).square().mean()
+    coupled = network.couple(head(states), draftable)
+    total = network.bias(coupled, network.reduced(tokens, along, states)).square().mean()
     if network.config.confidence:
         total = total + network.estimate(states, tokens, along).square().mean()
     total.backward()
     for name, weight in network.named_parameters():
+        if name == "embed_tokens.weight" and weight.grad is None:  # states were given their embeddings
+            continue
         assert weight.grad is not None and weight.grad.isfinite().all() and weight.grad.any(), name
 
 
-@pytest.mark.parametrize("kind", BASELINES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_survives_its_files(kind, tmp_path):
-    network = predictor(torch.float32, **BASELINES[kind], loud=True)
+    network = predictor(torch.float32, **KINDS[kind], loud=True)
     network.save_pretrained(tmp_path)
     loaded = PREDICTORS[network.kind].from_pretrained(tmp_path)
     assert type(loaded) is type(network) and loaded.config.kind == network.kind
@@ -56,6 +61,25 @@ def test_untrained_heads_draft_what_the_target_says():
     known = known_at(network, state[:, 0], None, torch.tensor([[1]]), state)
     logits = network.own_head(network.unroll(known, None))
     torch.testing.assert_close(logits, F.linear(state, weight).expand_as(logits))
+
+
+@pytest.mark.parametrize("kind", WIDTHS)
+def test_drafters_of_another_width_start_as_projections_of_the_targets_embeddings(kind, tiny_target):
+    """Products of rows are kept, by a narrow one as well as so few numbers can."""
+    options = {**WIDTHS[kind], "vocab_size": tiny_target.vocab_size}
+    network = predictor(torch.float32, **options)
+    network.adopt(tiny_target)
+    rows = {
+        "embed_tokens": tiny_target.embed(torch.arange(tiny_target.vocab_size)),
+        "lm_head": tiny_target.output_rows(),
+    }
+    for name, whole in rows.items():
+        u, values, v = torch.linalg.svd(whole, full_matrices=False)
+        size = network.config.hidden_size
+        best = (u[:, :size] * values[:size]) @ v[:size]
+        own = getattr(network, name).weight
+        assert own.shape == (len(whole), size)
+        torch.testing.assert_close(own @ own.T, best @ best.T, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +104,9 @@ def test_untrained_heads_draft_what_the_target_says():
         ({"markov_rank": 4, "step_mode": "recursive", "token_conditioning": "path"}, "markov_rank is 4"),
         ({"coupling": 4}, "give a markov_rank"),
         ({"markov_rank": -1}, "markov_rank is -1"),
+        ({"markov_rank": 4, "markov_head_type": "gated"}, "markov_head_type is for kind block"),
+        ({"target_hidden_size": 48}, "kind 'shape' has the target's width"),
+        ({"kind": "eagle", "target_hidden_size": 48, "own_heads": True}, "give own_heads and own_embeddings"),
         ({"refinement_readout": "mean"}, "refinement_readout is 'mean'"),
     ],
 )
@@ -96,22 +123,23 @@ def test_tables_need_a_vocabulary_and_classes_their_kind():
 
 
 @pytest.mark.filterwarnings("error:.*dtype")
-@pytest.mark.parametrize("kind", BASELINES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_computes_in_mixed_precision_and_in_bfloat16(kind):
     """As training under autocast does with bfloat16 features, and decoding with bfloat16 weights."""
-    network = predictor(torch.float32, **BASELINES[kind], loud=True)
+    network = predictor(torch.float32, **KINDS[kind], loud=True)
     config, small = network.config, torch.bfloat16
-    features = torch.randn(2, 9, 32 * len(config.feature_layers), dtype=small)
-    embeddings, roots = torch.randn(2, 10, 32, dtype=small), torch.tensor([[1, 4, 8], [2, 3, 0]])
-    window, along = windows(features, roots, config.window), torch.randn(2, 3, config.num_steps, 32, dtype=small)
-    head, draftable = torch.randn(64, 32), (torch.arange(64), torch.randn(64, 32, dtype=small))
+    size, features = config.hidden_size, torch.randn(2, 9, 32 * len(config.feature_layers), dtype=small)
+    embeddings, roots = torch.randn(2, 10, size, dtype=small), torch.tensor([[1, 4, 8], [2, 3, 0]])
+    window, along = windows(features, roots, config.window), torch.randn(2, 3, config.num_steps, size, dtype=small)
+    head, draftable = torch.randn(64, size), (torch.arange(64), torch.randn(64, size, dtype=small))
     tokens = torch.randint(64, (2, 3, config.num_steps))
 
     def logits(weights: torch.Tensor) -> torch.Tensor:
         states = network.unroll(known_at(network, features, embeddings, roots, window), along)
         with torch.autocast("cpu", enabled=False):
             own = network.own_head(states) if network.heads else F.linear(states.to(weights.dtype), weights)
-            return network.bias(network.couple(own, network.reduced(*draftable)), network.reduced(tokens, along))
+            coupled = network.couple(own, network.reduced(*draftable))
+            return network.bias(coupled, network.reduced(tokens, along, states))
 
     with torch.autocast("cpu", small):
         mixed = logits(head)

@@ -15,11 +15,15 @@ from shape.errors import ConfigError
 from shape.networks.base import Known, known_at
 from shape.networks.block import BlockPredictor
 from shape.networks.config import ShapeConfig
+from shape.networks.layers import StateMarkov
 from shape.networks.shape import windows
 from shape.training.losses import acceptance_loss, weighted_loss
 from shape.training.options import Losses
 
-FIXTURES = ("dflash", "dflash-sliding", "dflash-sliding-whole", "dspark", "dspark-masks")
+FIXTURES = (
+    "dflash", "dflash-sliding", "dflash-sliding-whole", "dflash-narrow", "dspark", "dspark-masks", "dspark-gated",
+    "dspark-rnn",
+)  # fmt: skip
 
 
 class Reference(NamedTuple):
@@ -31,12 +35,17 @@ class Reference(NamedTuple):
         """What is recorded, at the places that draft."""
         return self.found[name][:, -self.network.config.num_steps :]
 
+    def read(self, states: Tensor) -> Tensor:
+        """Logits without a bias, by the target's head or its own."""
+        return self.network.own_head(states) if self.network.heads else states @ self.head.T
+
 
 @pytest.fixture(params=FIXTURES)
 def reference(request) -> Reference:
     folder = ROOT / "tests/fixtures" / request.param
     given, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     layer, drafted = given["transformer_layer_config"], given["draft_vocab_size"]
+    own = given.get("target_hidden_size") is not None
     config = ShapeConfig(
         kind="block",
         hidden_size=layer["hidden_size"],
@@ -50,12 +59,17 @@ def reference(request) -> Reference:
         mask_token_id=given["mask_token_id"],
         sliding_window_non_causal=given.get("sliding_window_non_causal", False),
         markov_rank=given.get("markov_rank", 0),
+        markov_head_type=given.get("markov_head_type", "vanilla"),
+        target_hidden_size=given.get("target_hidden_size"),
+        own_heads=own,
+        own_embeddings=own,
         confidence=given.get("enable_confidence_head", False),
     )
     network = BlockPredictor(config).eval()
     found = load_file(folder / "reference.safetensors")
-    weights.pop("embed_tokens.weight", None)
-    weights["mask_embedding"] = found["embed_tokens"][given["mask_token_id"]]
+    if not own:
+        weights.pop("embed_tokens.weight", None)
+        weights["mask_embedding"] = found["embed_tokens"][given["mask_token_id"]]
     head = found["lm_head"]
     if config.draft_vocab_size is not None:
         assert torch.equal(head[weights.pop("t2d")], weights.pop("lm_head.weight"))
@@ -82,7 +96,8 @@ def states(reference: Reference) -> Tensor:
 def test_what_training_unrolls_is_the_reference(reference):
     network = reference.network
     tokens, embeddings = along(reference)
-    logits = network.bias(states(reference) @ reference.head.T, network.reduced(tokens, embeddings))
+    found = states(reference)
+    logits = network.bias(reference.read(found), network.reduced(tokens, embeddings, found))
     torch.testing.assert_close(logits[0], reference.at("logits"), rtol=1e-5, atol=1e-5)
     if network.config.confidence:
         estimate = network.estimate(states(reference), tokens, embeddings)
@@ -98,7 +113,8 @@ def test_the_target_of_a_step_and_the_loss_are_the_reference(reference):
     places = reference.found["anchors"][:, None] + torch.arange(mask.shape[1])
     true = reference.found["states"][0, places] @ reference.head.T
     torch.testing.assert_close(true, reference.at("targets"), rtol=1e-5, atol=1e-5)
-    logits = network.bias(states(reference) @ reference.head.T, network.reduced(tokens, embeddings))[0]
+    found = states(reference)
+    logits = network.bias(reference.read(found), network.reduced(tokens, embeddings, found))[0]
     losses = Losses(smooth_l1=0.0, soft_cross_entropy=0.0, kl=0.1, total_variation=0.9, step_decay=math.exp(-1 / 4))
     steps = torch.arange(mask.shape[1]).expand_as(mask)[mask]
     loss, _ = weighted_loss(losses, logits[mask], logits[mask], logits[mask], true[mask], steps)
@@ -123,11 +139,14 @@ def test_what_decoding_computes_is_the_reference(reference):
         memory = [tuple(torch.cat(pair, dim=2) for pair in zip(*layer, strict=True)) for layer in layers]
         ahead = network.rotary_ahead(torch.tensor([[anchor]]), torch.float32, config.num_steps)
         known = Known(features[:, None, -1:], memory, None, ahead)
-        carried = network.begin(known, embeddings[:, number, :1])
+        carried, beside = network.begin(known, embeddings[:, number, :1]), None
         for n in range(config.num_steps):
             state, carried = network.advance(known, carried, None, n)
             before = tokens[:, number, n : n + 1], embeddings[:, number, n : n + 1]
-            logits = network.bias(state @ reference.head.T, network.reduced(*before))
+            read = network.reduced(*before)
+            if isinstance(network.token_bias, StateMarkov):
+                read, beside = network.token_bias.step(read, state, beside)
+            logits = network.bias(reference.read(state), read)
             torch.testing.assert_close(logits[0, 0], reference.at("logits")[number, n], rtol=1e-5, atol=1e-5)
             if config.confidence:
                 estimate = network.estimate(state, *before)
@@ -157,6 +176,8 @@ def test_own_embeddings_have_the_mask(tiny_target):
     [
         ({"markov_rank": 4}, "give vocab_size"),
         ({"markov_rank": 4, "vocab_size": 9, "coupling": 2}, "coupling is 2"),
+        ({"markov_rank": 4, "vocab_size": 9, "markov_head_type": "rnn"}, "give sample_from_anchor with it"),
+        ({"markov_rank": 4, "markov_head_type": "lstm"}, "markov_head_type is 'lstm'"),
         ({"kind": "medusa", "mask_token_id": 3}, "is for kinds block and peagle"),
         ({"kind": "peagle", "sample_from_anchor": True}, "is for kind block"),
         (

@@ -20,7 +20,10 @@ from shape.networks.formats.table import load
 from shape.networks.shape import windows
 
 FIXTURES = ROOT / "tests/fixtures"
-NAMES = ("eagle3-llama", "eagle3-qwen3", "eagle31-llama", "eagle3-deep", "peagle-llama", "peagle-qwen3")
+NAMES = (
+    "eagle3-llama", "eagle3-qwen3", "eagle31-llama", "eagle3-deep", "eagle3-narrow", "peagle-llama", "peagle-qwen3",
+    "peagle-wide",
+)  # fmt: skip
 
 
 class Reference(NamedTuple):

@@ -1,13 +1,23 @@
 """The proposer as vLLM calls it, with what it reads of vLLM in its place; and in vLLM where that is installed."""
 
+import os
+import re
+import subprocess
 import sys
+import time
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
 import torch
+from conftest import tiny_config
+from helpers import ROOT
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from shape.drafters import Committed, TrainedDrafter, TreeShape
 from shape.errors import ConfigError, UnsupportedTarget
@@ -176,17 +186,74 @@ def test_without_vllm(tiny_target_folder):
         ShapeProposer(config(tiny_target_folder))
 
 
+in_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+@pytest.fixture
+def large_heads(tiny_tokenizer, tmp_path) -> Path:
+    """A random target whose heads have a size that vLLM's attention on a CPU takes."""
+    config = tiny_config("llama", len(tiny_tokenizer))
+    config.head_dim = 32
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "target")
+    tiny_tokenizer.save_pretrained(tmp_path / "target")
+    several_layers(Target(model, tiny_tokenizer, name="tiny"), tmp_path / "predictor", [-1])
+    return tmp_path
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-def test_in_vllm(tiny_target_folder, tiny_predictor_folder):
+@in_vllm
+def test_in_vllm(large_heads):
     from vllm import LLM, SamplingParams
 
     prompts = [{"prompt_token_ids": [5, 6, 7, 5, 6] * (1 + number)} for number in range(4)]
     answers = []
-    for own in ({}, {"predictor": str(tiny_predictor_folder), "drafter": "suffix+shape"}):
+    for own in ({}, {"predictor": str(large_heads / "predictor"), "drafter": "suffix+shape"}):
         speculative = {"model": "shape.serving.vllm.ShapeProposer", "num_speculative_tokens": 2}
         options = {"speculative_config": speculative, "additional_config": {"shape": own}} if own else {}
-        llm = LLM(str(tiny_target_folder), dtype="float32", max_model_len=128, enforce_eager=True, **options)
+        llm = LLM(str(large_heads / "target"), dtype="float32", max_model_len=128, enforce_eager=True, **options)
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=32), use_tqdm=False)
         answers.append([list(output.outputs[0].token_ids) for output in outputs])
     assert answers[0] == answers[1]
+
+
+PAGE = (ROOT / "docs/guides/vllm.md").read_text()
+BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@in_vllm
+def test_every_block_of_the_page_runs(tmp_path):
+    """As a reader would, but for installing: the program, then the server and the client that streams from it."""
+    (_, install), (_, program), (_, serve), (_, client) = BLOCK.findall(PAGE)
+    assert "pip install vllm" in install and "LLM(" in program and "vllm serve" in serve and "OpenAI(" in client
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ, "PYTHONPATH": str(ROOT)}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    options: dict[str, Any] = {"env": environment, "cwd": tmp_path}
+
+    def answer(code: str) -> str:
+        (tmp_path / "block.py").write_text(code)
+        done = subprocess.run([sys.executable, "block.py"], capture_output=True, text=True, **options)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout.strip().splitlines()[-1]
+
+    spoken = answer(program)
+    # The command of vllm-cpu looks for its version under the name vllm, as the page says.
+    serve = serve.replace("vllm serve", f"exec {sys.executable} -m vllm.entrypoints.openai.api_server --model")
+    with subprocess.Popen(["bash", "-c", serve], stdout=subprocess.DEVNULL, **options) as server:
+        try:
+            while server.poll() is None and not answers("http://127.0.0.1:8000/health"):
+                time.sleep(1)
+            assert answer(client) == spoken
+        finally:
+            server.terminate()
+
+
+def answers(address: str) -> bool:
+    try:
+        urlopen(address).close()
+        return True
+    except OSError:
+        return False

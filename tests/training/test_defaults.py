@@ -8,6 +8,7 @@ from helpers import LLAMA_8B, QWEN_06B
 from transformers import LlamaConfig, Qwen3Config
 
 from shape.data.statistics import Text
+from shape.errors import ConfigError
 from shape.target.size import Size, size_of
 from shape.training import defaults
 from shape.training.defaults import mask_token, network_config, resolve
@@ -87,3 +88,21 @@ def test_the_mask_is_the_tokenizers_or_an_unused_row_or_padding(mask, length, pa
             return length
 
     assert mask_token(SimpleNamespace(tokenizer=Tokenizer(), vocab_size=64, name="T")) == chosen
+
+
+def test_a_drafter_of_another_width_has_the_targets_heads_as_far_as_they_fit():
+    size, given = (
+        size_of(LlamaConfig(**LLAMA_8B)),
+        ["--target=T", "--predictor.kind=eagle", "--predictor.hidden_size=1024"],
+    )
+    given += ["--predictor.own_heads=true", "--predictor.own_embeddings=true", "--predictor.markov_rank=0"]
+    losses = ["--losses.kl=1.0", "--losses.soft_cross_entropy=0.0", "--losses.smooth_l1=0.0"]
+    config = network_config(resolve(parse([*given, *losses]), size, SHAREGPT), size)
+    assert (config.hidden_size, config.target_hidden_size, config.state_size) == (1024, 4096, 4096)
+    layers = config.layer_config()
+    assert (layers.num_attention_heads, layers.num_key_value_heads, layers.head_dim) == (8, 8, 128)
+    assert layers.intermediate_size == LlamaConfig(**LLAMA_8B).intermediate_size // 4
+    same = network_config(resolve(parse([*given, *losses, "--predictor.hidden_size=4096"]), size, SHAREGPT), size)
+    assert same.target_hidden_size is None and same.layer_config().num_attention_heads == 32
+    with pytest.raises(ConfigError, match="losses are on states"):
+        network_config(resolve(parse([*given, "--losses.smooth_l1=1.0"]), size, SHAREGPT), size)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import pytorch_lightning as pl
 import torch
-from helpers import BASELINES
+from helpers import BASELINES, WIDTHS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -47,6 +47,14 @@ def test_the_transport_loss_trains(store, tiny_target):
     before = network(tiny_target)
     assert any(not torch.equal(a, b) for a, b in zip(module.predictor.parameters(), before.parameters(), strict=True))
     assert all(parameter.isfinite().all() for parameter in module.predictor.parameters())
+
+
+@pytest.mark.parametrize("kind", WIDTHS)
+def test_drafters_of_another_width_learn(store, tiny_target, kind):
+    options = TrainingOptions(steps=30, batch_size=32, learning_rate=3e-3, warmup_steps=2)
+    before, after = (fit(tiny_target, store, losses=KL, options=each, **WIDTHS[kind]) for each in (OPTIONS, options))
+    assert float(after.trainer.callback_metrics["train/loss"]) < float(before.trainer.callback_metrics["train/loss"])
+    assert all(parameter.isfinite().all() for parameter in after.predictor.parameters())
 
 
 @given(st.floats(0.01, 1.0), st.integers(1, 2))

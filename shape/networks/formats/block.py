@@ -4,6 +4,7 @@ All name the weights alike. In the originals' `target_layer_ids` layer i is the 
 which transformers' `hidden_states` and speculators' `aux_hidden_state_layer_ids` number i + 1.
 """
 
+import warnings
 from typing import Any
 
 from shape.errors import CheckpointError
@@ -14,11 +15,11 @@ from shape.networks.formats.layers import (
     layers_of,
     own_weights,
     require_head,
-    require_width,
     shared_options,
     take_vocabulary,
     with_mask,
     written_layers,
+    written_width,
 )
 from shape.networks.formats.targets import TargetFacts
 
@@ -71,9 +72,6 @@ def read_speculators(checkpoint: Checkpoint, steps: int, target: TargetFacts) ->
 
 def _read(checkpoint: Checkpoint, language_model: dict[str, Any], chosen: list[int]) -> tuple[ShapeConfig, Weights]:
     config, layers = checkpoint.config, layers_of(language_model)
-    require_width(config, layers["hidden_size"])
-    if (bias := config.get("markov_head_type", "vanilla")) != "vanilla" and config.get("markov_rank"):
-        raise CheckpointError(f"its markov_head_type is {bias}; vanilla is known")
     for name in ("block_size", "mask_token_id"):
         if config.get(name) is None:
             raise CheckpointError(f"its configuration has no {name}")
@@ -87,9 +85,10 @@ def _read(checkpoint: Checkpoint, language_model: dict[str, Any], chosen: list[i
         sample_from_anchor=anchored,
         sliding_window_non_causal=bool(config.get("sliding_window_non_causal", False)),
         markov_rank=config.get("markov_rank") or 0,
+        markov_head_type=config.get("markov_head_type") or "vanilla",
         confidence="confidence_head.proj.weight" in weights,
         confidence_head_with_markov=bool(config.get("confidence_head_with_markov", False)),
-        **shared_options(layers, vocab_size, weights),
+        **shared_options(config, layers, vocab_size, weights),
     )
     return made, weights
 
@@ -97,6 +96,11 @@ def _read(checkpoint: Checkpoint, language_model: dict[str, Any], chosen: list[i
 def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
     """As DeepSeek and z-lab have it, which vLLM and SGLang load beside a target."""
     config, common = predictor.config, _written(predictor)
+    if config.markov_head_type != "vanilla":
+        raise CheckpointError(
+            f"its markov_head_type is {config.markov_head_type}, and engines load vanilla ones: use --to speculators, "
+            "whose package trains it"
+        )
     chosen = [layer - 1 for layer in config.feature_layers]
     written = {**written_layers(config, target), **common, "target_layer_ids": chosen}
     if config.markov_rank:
@@ -113,6 +117,8 @@ def write_speculators(predictor: Predictor, target: TargetFacts) -> Checkpoint:
     """What is the algorithm's own in a configuration of speculators."""
     config = predictor.config
     algorithm = "dspark" if config.markov_rank else "dflash"
+    if config.markov_head_type != "vanilla":
+        warnings.warn(f"vLLM 0.32 loads no {config.markov_head_type} markov_head_type, but vanilla ones", stacklevel=2)
     written = {
         **_written(predictor),
         "architectures": ["Qwen3DSparkModel" if config.markov_rank else "DFlashDraftModel"],
@@ -140,6 +146,7 @@ def _written(predictor: Predictor) -> dict[str, Any]:
     if not config.markov_rank and (config.sample_from_anchor or config.confidence):
         raise CheckpointError("engines know sample_from_anchor and a confidence with a markov_rank alone (DSpark)")
     written = {
+        **written_width(config),
         "block_size": config.block_size,
         "draft_vocab_size": config.draft_size,
         "mask_token_id": config.mask_token_id,
@@ -149,7 +156,7 @@ def _written(predictor: Predictor) -> dict[str, Any]:
         return written
     return written | {
         "markov_rank": config.markov_rank,
-        "markov_head_type": "vanilla",
+        "markov_head_type": config.markov_head_type,
         "enable_confidence_head": config.confidence,
         "confidence_head_with_markov": config.confidence_head_with_markov,
     }

@@ -12,11 +12,11 @@ from shape.networks.formats.layers import (
     layers_of,
     own_weights,
     require_head,
-    require_width,
     shared_options,
     take_vocabulary,
     with_mask,
     written_layers,
+    written_width,
 )
 from shape.networks.formats.targets import TargetFacts
 
@@ -48,7 +48,6 @@ def _read(
 ) -> tuple[ShapeConfig, Weights]:
     config, layers = checkpoint.config, layers_of(language_model)
     nested = config.get("eagle_config") or {}
-    require_width(config, layers["hidden_size"])
     if not nested.get("use_aux_hidden_state", True):
         raise CheckpointError("it reads the last layer alone, as EAGLE-1; give an EAGLE-3 checkpoint")
     chosen = config.get(_LAYER_IDS) or nested.get(_LAYER_IDS)
@@ -70,7 +69,7 @@ def _read(
         kind="peagle" if parallel else "eagle",
         feature_layers=chosen,
         num_steps=steps,
-        **shared_options(layers, vocab_size, weights),
+        **shared_options(config, layers, vocab_size, weights),
         **options,
     )
     return made, weights
@@ -134,7 +133,7 @@ def _written(predictor: Predictor) -> dict[str, Any]:
         CheckpointError: what engines would not compute as it is.
     """
     config = predictor.config
-    norms = {name: getattr(config, name) for name in _NORMS}
+    norms = {**written_width(config), **{name: getattr(config, name) for name in _NORMS}}
     if config.kind != "peagle":
         return norms
     if config.fc_norm:

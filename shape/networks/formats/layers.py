@@ -61,12 +61,6 @@ def written_layers(config: ShapeConfig, target: TargetFacts) -> dict[str, Any]:
     return {**layers, "vocab_size": config.vocab_size, "tie_word_embeddings": False}
 
 
-def require_width(config: dict[str, Any], size: int) -> None:
-    """Raises CheckpointError for a drafter that is narrower or wider than its target."""
-    if (given := config.get("target_hidden_size")) not in (None, size):
-        raise CheckpointError(f"it is {size} wide and its target {given}; a drafter has the target's width here")
-
-
 def take_vocabulary(weights: Weights, vocab_size: int) -> Weights:
     """The weights with `draft_vocabulary` in place of `d2t` (differences to the tokens' own numbers) and `t2d`.
 
@@ -113,9 +107,10 @@ def drafted(weights: Weights) -> int | None:
     return None if tokens is None else len(tokens)
 
 
-def shared_options(layers: dict[str, Any], vocab_size: int, weights: Weights) -> dict[str, Any]:
+def shared_options(config: dict[str, Any], layers: dict[str, Any], vocab_size: int, weights: Weights) -> dict[str, Any]:
     """What of `ShapeConfig` follows from the layers and from which weights are there."""
     return {
+        "target_hidden_size": config.get("target_hidden_size"),
         "hidden_size": layers["hidden_size"],
         "vocab_size": vocab_size,
         "draft_vocab_size": drafted(weights),
@@ -124,6 +119,11 @@ def shared_options(layers: dict[str, Any], vocab_size: int, weights: Weights) ->
         "own_heads": "lm_head.weight" in weights,
         "own_embeddings": "embed_tokens.weight" in weights,
     }
+
+
+def written_width(config: ShapeConfig) -> dict[str, Any]:
+    """What all layouts say of a drafter that is narrower or wider than its target."""
+    return {} if config.target_hidden_size is None else {"target_hidden_size": config.target_hidden_size}
 
 
 def require_head(predictor: Predictor) -> None:

@@ -75,7 +75,7 @@ def load(
         raise CheckpointError(f"checkpoint {source} cannot be read as {name}: {error}") from error
     if named:
         assert config.vocab_size is not None
-        blank = TargetIdentity(str(named), "", config.hidden_size, config.vocab_size, "", "", "")
+        blank = TargetIdentity(str(named), "", config.state_size, config.vocab_size, "", "", "")
         config.target_identity = blank.to_dict()
     with torch.device("meta"):
         predictor = PREDICTORS[config.kind](config)

@@ -24,6 +24,7 @@ SLIDING = {
         "use_sliding_window": True, "num_attention_heads": 2,
     },
 }  # fmt: skip
+WIDTH = {"hidden_size": 16, "target_hidden_size": 48, "own_heads": True, "own_embeddings": True}
 DSPARK = {**BLOCK, "markov_rank": 4, "confidence": True, "sample_from_anchor": True}
 OURS = {
     "eagle": ({**EAGLE}, ["speculators", "eagle3"]),
@@ -53,6 +54,11 @@ OURS = {
         {**DSPARK, "own_heads": True, "own_embeddings": True, "draft_vocab_size": 20, "sample_from_anchor": False},
         ["speculators", "dspark"],
     ),
+    "dspark, gated": ({**DSPARK, "markov_head_type": "gated"}, ["speculators"]),
+    "dspark, recurrent": ({**DSPARK, "markov_head_type": "rnn"}, ["speculators"]),
+    "eagle narrower than its target": ({**EAGLE, **WIDTH, "fc_norm": True}, ["speculators", "eagle3"]),
+    "peagle wider than its target": ({**PEAGLE, **WIDTH, "hidden_size": 64}, ["speculators"]),
+    "dflash narrower than its target": ({**BLOCK, **WIDTH}, ["speculators", "dspark"]),
     "medusa": ({"kind": "medusa", "own_heads": True, "residual_bias": True, "num_layers": 2}, ["medusa"]),
     "medusa of some tokens": (
         {"kind": "medusa", "own_heads": True, "shared_head": True, "draft_vocab_size": 20},
@@ -212,6 +218,7 @@ def test_tokens_in_place_of_differences_are_refused(tmp_path):
         ({**PEAGLE, "fc_norm": True}, "speculators", "fc_norm, which engines know of EAGLE-3 alone"),
         ({**PEAGLE}, "eagle3", "kind peagle, and the format eagle3 is for eagle"),
         ({**BLOCK, "sample_from_anchor": True}, "dspark", "with a markov_rank alone"),
+        ({**DSPARK, "markov_head_type": "gated"}, "dspark", "markov_head_type is gated"),
         ({**BLOCK, "feature_layers": [1, -1]}, "speculators", "engines know those from 1 on"),
         ({"kind": "medusa", "own_heads": True, "draft_vocab_size": 20}, "medusa", "draft_vocab_size null"),
     ],
@@ -226,10 +233,10 @@ def test_what_a_format_has_no_place_for(options, form, said, tmp_path):
     ("changed", "said"),
     [
         ({"speculators_model_type": "mtp"}, "its algorithm is mtp"),
-        ({"markov_head_type": "rnn"}, "markov_head_type is rnn"),
+        ({"markov_head_type": "lstm"}, "markov_head_type is 'lstm'"),
         ({"mask_token_id": None}, "has no mask_token_id"),
         ({"aux_hidden_state_layer_ids": None}, "has no aux_hidden_state_layer_ids"),
-        ({"target_hidden_size": 48}, "a drafter has the target's width"),
+        ({"target_hidden_size": 48}, "give own_heads and own_embeddings"),
         ({"transformer_layer_config": {"model_type": "gpt2"}}, "of model_type 'gpt2'"),
     ],
 )
