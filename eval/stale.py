@@ -72,7 +72,6 @@ WAITING = {
     "architectures.md": _UNSAID,
     "parity/parity.json": _DIRTY,
     "serving/vllm.json": _UNSAID,
-    "tables/tables.json": _DIRTY,
     "training-memory/memory.json": _DIRTY,
     "training-plans/plans.json": _DIRTY,
 }

@@ -251,7 +251,7 @@ class SpeedResults(Results):
         counted as there: a rate by position is of all drafts, and the tokens of all branches of a tree are drafted.
         """
         total, detail = self.total[name], self.details.get(name, Detail())
-        found = {
+        found: dict[str, Any] = {
             "completed": int(total.answers),
             "total_output_tokens": int(total.tokens),
             "output_throughput": number(ratio(total.tokens, total.prefill_seconds + total.decode_seconds)),
