@@ -39,10 +39,11 @@ from eval.analysis.texts import answered, common_support, predictions, successiv
 from shape import bundled
 from shape.data.conversations import evenly
 from shape.data.encoding import Encoded, encode_all
-from shape.data.reading import load_conversations, load_prompts
+from shape.data.reading import load_conversations
 from shape.drafters import TrainedDrafter
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
+from shape.evaluation.prompts import chosen_prompts
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.loading import load_predictor
 from shape.networks.base import Predictor
@@ -196,7 +197,7 @@ def _texts(options: AnalyzeOptions, decoder: ShapeDecoder) -> Iterator[Encoded]:
     target = decoder.target
     room = min(options.max_length, target.max_positions or options.max_length)
     if options.prompts:
-        prompts = evenly(load_prompts(options.prompts, options.chat_template_kwargs), options.limit)
+        prompts, _ = chosen_prompts(options.prompts, options.limit, options.chat_template_kwargs)
         contexts = [prompt_ids(prompt.messages, target.tokenizer, prompt.template) for prompt in prompts]
         contexts = [ids for ids in contexts if len(ids) + options.max_new_tokens <= room]
         if not contexts:

@@ -23,6 +23,7 @@ from eval import commands, families
 from eval.families import WINDOW
 from shape.drafters import AdversaryDrafter, OracleDrafter
 from shape.errors import UnsupportedTarget
+from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import DASH, markdown, share
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
@@ -280,7 +281,8 @@ def run(options: ArchitecturesOptions) -> None:
     )
     print(found)
     if options.output:
-        Path(options.output).write_text(f"{heading}\n{found}\n", encoding="utf-8")
+        place = Environment.capture(torch.device("cpu")).line()
+        Path(options.output).write_text(f"{heading}\n{found}\n\n{place}\n", encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

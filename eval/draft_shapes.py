@@ -13,11 +13,10 @@ from pathlib import Path
 
 from eval import commands
 from shape import bundled
-from shape.data.conversations import evenly
-from shape.data.reading import load_prompts
 from shape.drafters import TreeShape
 from shape.errors import ConfigError
 from shape.evaluation.methods import Method
+from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.results import AUTOREGRESSIVE
 from shape.evaluation.speed import measure
 from shape.generation.decoder import ShapeDecoder
@@ -69,15 +68,15 @@ def run(options: DraftShapesOptions) -> None:
     methods: dict[str, Method] = {"transformers": "transformers", AUTOREGRESSIVE: None}
     for shape in shapes:
         methods[name(shape)] = ShapeDecoder.from_pretrained(options.predictor, target=target, tree=shape).drafter
-    source = Path(options.prompts) if options.prompts else bundled.path("data", "validation.jsonl.gz")
+    prompts, source = chosen_prompts(options.prompts or bundled.path("data", "validation.jsonl.gz"), options.limit)
     results = measure(
         target,
         methods,
-        evenly(load_prompts(source), options.limit),
+        prompts,
         max_new_tokens=96,
         temperature=options.temperature,
         label=f"Draft shapes of {Path(options.predictor).name}, {options.dtype}, temperature {options.temperature:g}",
-        source=source.name,
+        source=source,
     )
     text = results.to_markdown(detail=False)
     print(text)

@@ -40,6 +40,7 @@ from shape.drafters.recipes.drafter import RecipeDrafter
 from shape.drafters.recipes.pack import Pack
 from shape.evaluation.markdown import markdown, show
 from shape.evaluation.methods import Method
+from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.results import SpeedResults
 from shape.evaluation.speed import measure_in
 from shape.generation.decoder import ShapeDecoder
@@ -88,11 +89,11 @@ def lookahead(
     """Fixed draft lengths against the two that adapt, on the six kinds of prompt that the source names."""
     target = setting.load()
     small = Target.load(model, dtype=setting.dtype)
-    chosen = load_prompts(bundled.path("data", "kinds.jsonl"))[:prompts]
+    chosen, source = chosen_prompts("kinds", prompts)
     methods = {f"{length} tokens": ModelDrafter(small, length) for length in (1, 2, 4, 6, 8)}
     methods |= {name: ModelDrafter(small, name) for name in ("adaptive", "cost")}
     label = f"Fixed and adaptive draft lengths, temperature {temperature:g}"
-    setting.measure(target, methods, chosen, source="kinds.jsonl", temperature=temperature, label=label)
+    setting.measure(target, methods, chosen, source=source, temperature=temperature, label=label)
 
 
 def recipes(
@@ -138,16 +139,16 @@ def recipes(
 
 def _tasks(compiled_from: int, measured: int) -> dict[str, tuple[list[Prompt], list[Prompt]]]:
     """Prompts to compile from and others to measure on."""
-    bench = load_prompts(bundled.path("data", "bench.jsonl"))
+    bench, _ = chosen_prompts(None)
     known = load_prompts(bundled.path("data", "train.jsonl.gz"))
     tasks = {
         kind: (
             evenly([prompt for prompt in known if prompt.category == kind], compiled_from),
-            [prompt for prompt in bench if prompt.category == kind][:measured],
+            evenly([prompt for prompt in bench if prompt.category == kind], measured),
         )
         for kind in ("json", "code", "sums")
     }
-    prose = [prompt for prompt in load_prompts(bundled.path("data", "kinds.jsonl")) if prompt.category == "creative"]
+    prose = [prompt for prompt in chosen_prompts("kinds")[0] if prompt.category == "creative"]
     return {**tasks, "free prose": (prose[: len(prose) // 2], prose[len(prose) // 2 :])}
 
 
@@ -169,7 +170,7 @@ def compressed(setting: Setting, prompts: int = 24, tokens: int = 3) -> None:
     """The target as its own drafter, `tokens` at a time, and what it says by itself (lossy)."""
     target = setting.load()
     texts = _texts(target)
-    chosen = load_prompts(bundled.path("data", "bench.jsonl"))[:prompts]
+    chosen, source = chosen_prompts(None, prompts)
     kinds = {
         "8 bits": Compression(int8=True),
         **{
@@ -198,7 +199,7 @@ def compressed(setting: Setting, prompts: int = 24, tokens: int = 3) -> None:
     hybrid = HybridDrafter([SuffixDrafter(), CompressedDrafter(kinds["8 bits"], texts, tokens)])
     label = f"The target compressed, drafting {tokens} tokens, temperature 0"
     methods: dict[str, Method] = {**drafters, "suffix + 8 bits": hybrid}
-    results = setting.measure(target, methods, chosen, source="bench.jsonl", label=label)
+    results = setting.measure(target, methods, chosen, source=source, label=label)
     rows = []
     for name, line in results.summary.items():
         if name in ("transformers", "autoregressive"):
@@ -233,10 +234,8 @@ def geodesic(setting: Setting, prompts: int = 24) -> None:
         "onedecode, from texts, 4 candidates": OneDecodeDrafter(texts=texts, candidates=4),
         "onedecode+geodesic": HybridDrafter([OneDecodeDrafter(), GeodesicDrafter()]),
     }
-    chosen = load_prompts(bundled.path("data", "bench.jsonl"))[:prompts]
-    setting.measure(
-        target, methods, chosen, source="bench.jsonl", label="Geodesic drafts and OneDecode tables, temperature 0"
-    )
+    chosen, source = chosen_prompts(None, prompts)
+    setting.measure(target, methods, chosen, source=source, label="Geodesic drafts and OneDecode tables, temperature 0")
 
 
 def _texts(target: Target, count: int = 32) -> list[list[int]]:

@@ -64,14 +64,12 @@ from eval.gpu_steps import (
     weight_bytes,
 )
 from eval.llamas import Widths, random_llama
-from shape import bundled
-from shape.data.conversations import evenly
-from shape.data.reading import load_prompts
 from shape.drafters import TrainedDrafter
 from shape.errors import ConfigError
 from shape.evaluation.environment import Environment
 from shape.evaluation.journal import JOURNAL, Journal
 from shape.evaluation.markdown import markdown, show
+from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.results import AUTOREGRESSIVE
 from shape.generation.decoder import ShapeDecoder
 from shape.target.chat import prompt_ids
@@ -269,7 +267,7 @@ def decoding(options: GpuOptions, record: Record, device: torch.device) -> None:
 
     def real_prompts() -> list[list[int]]:
         target = small()[0]
-        chosen = evenly(load_prompts(bundled.path("data", "bench.jsonl")), max(batches))
+        chosen, _ = chosen_prompts(None, max(batches))
         return [prompt_ids(prompt.messages, target.tokenizer, prompt.template) for prompt in chosen]
 
     def cases(label: str, load: Loader, prompts: Prompts, batch: int, mode: str) -> Found:

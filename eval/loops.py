@@ -17,13 +17,11 @@ import torch
 from tqdm.auto import tqdm
 
 from eval import commands
-from shape import bundled
-from shape.data.conversations import evenly
-from shape.data.reading import load_prompts
 from shape.drafters import TrainedDrafter
 from shape.errors import ConfigError
 from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import markdown, show
+from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.runner import rotated
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.stats import Step
@@ -99,11 +97,10 @@ def measure(options: LoopsOptions, dtype: str) -> list[Line]:
             raise ConfigError(f"{options.predictor} is no trained predictor; give the folder of one")
         decoders[made.drafter.name, way] = made
         decoders["none", way] = ShapeDecoder(made.target, None, fall_back=False)
-    source = Path(options.prompts) if options.prompts else bundled.path("data", "bench.jsonl")
     target = made.target
     contexts = [
         torch.tensor([prompt_ids(prompt.messages, target.tokenizer, prompt.template)])
-        for prompt in evenly(load_prompts(source), options.limit)
+        for prompt in chosen_prompts(options.prompts, options.limit)[0]
     ]
     for (_, way), decoder in decoders.items():
         decoder.generate(contexts[0], do_sample=False, max_new_tokens=options.max_new_tokens)

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from shape import ShapeDecoder, bundled
-from shape.data.conversations import evenly
-from shape.data.reading import load_prompts
+from shape import ShapeDecoder
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import Estimate, Sums, over_prompts, ratio
+from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.runner import rotated
 from shape.generation.engine import ShapeOutput
 
@@ -130,7 +129,7 @@ def main() -> None:
     given = parser.parse_args()
     cases = decoders(given.target, given.predictor)
     target = next(iter(cases.values())).target
-    chosen = evenly(load_prompts(bundled.path("data", "bench.jsonl")), given.limit)
+    chosen, _ = chosen_prompts(None, given.limit)
     prompts = [target.encode(prompt.opening, prompt.template) for prompt in chosen]
     found = measure(cases, prompts, given.max_new_tokens, given.repeats)
     environment = asdict(Environment.capture(target.device))

@@ -167,7 +167,10 @@ def _estimate(values: Mapping[str, float | None], unit: str = "") -> str:
 def batches(found: Found) -> Table:
     parts = []
     for path, record in found.efficiency.items():
-        cases = [efficiency.Case.from_dict(case) for case in record["cases"]]
+        cases = [
+            efficiency.Case.from_dict({"repeats": record["options"].get("repeats", 1), **case})
+            for case in record["cases"]
+        ]
         sizes = sorted({case.batch for case in cases})
         if len(sizes) < 2:
             continue

@@ -24,13 +24,12 @@ from tqdm import tqdm
 from eval import commands
 from eval.commands import write_results
 from shape import bundled
-from shape.data.conversations import evenly
-from shape.data.reading import load_prompts
 from shape.drafters import TreeShape
 from shape.errors import ConfigError, ShapeError
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import Estimate, Sums, over_prompts, ratio
 from shape.evaluation.markdown import DASH, Table, markdown, share, show
+from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.runner import until_end
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
@@ -148,8 +147,7 @@ class Parity:
         self.options, self.work = options, Path(options.work)
         self.work.mkdir(parents=True, exist_ok=True)
         self.target = Target.load("quickstart-target", dtype="float32")
-        source = Path(options.prompts) if options.prompts else bundled.path("data", "bench.jsonl")
-        chosen = evenly(load_prompts(source), options.limit)
+        chosen, _ = chosen_prompts(options.prompts, options.limit)
         self.prompts = [self.target.encode(prompt.opening, prompt.template)[0].tolist() for prompt in chosen]
 
     def measure(self, name: str, plain: Sequence[Answer]) -> dict[str, Any]:

@@ -21,13 +21,11 @@ from tqdm.auto import tqdm
 
 from eval import commands
 from eval.llamas import Widths, random_llama
-from shape import bundled
-from shape.data.conversations import evenly
-from shape.data.reading import load_prompts
 from shape.errors import ConfigError
 from shape.evaluation.efficiency import bare_seconds
 from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import markdown, share, show
+from shape.evaluation.prompts import chosen_prompts
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
 from shape.generation.stats import Step
@@ -137,7 +135,7 @@ def measure(size: str, precisions: Sequence[str], rounds: int) -> list[Forwards]
 
 
 def answer(options: PrecisionsOptions) -> list[Answers]:
-    prompts = evenly(load_prompts(bundled.path("data", "bench.jsonl")), options.answers)
+    prompts, _ = chosen_prompts(None, options.answers)
     found: list[Answers] = []
     unquantised: dict[str, list[list[int]]] = {}
     for dtype, weights in tqdm(ANSWERED, desc="answers"):

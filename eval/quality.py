@@ -36,14 +36,13 @@ from eval.text_quality.correctness import final_number, known_number, program
 from eval.text_quality.results import Ahead, QualityRecord, QualityResults, Written
 from eval.text_quality.sandbox import Limits
 from eval.text_quality.similarity import Encoder, Likeness
-from shape import bundled
-from shape.data.conversations import Prompt, evenly
-from shape.data.reading import load_prompts
+from shape.data.conversations import Prompt
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
 from shape.evaluation.journal import JOURNAL, Journal
 from shape.evaluation.methods import describe, prompts_hash, target_settings
 from shape.evaluation.options import several
+from shape.evaluation.prompts import SUITES, chosen_prompts
 from shape.evaluation.results import AUTOREGRESSIVE
 from shape.evaluation.runner import Run, Runner, by_decoder, by_transformers, rotated, sampling
 from shape.features.store import Stored
@@ -253,19 +252,14 @@ class _Measurement:
                 written[name][-1] = replace(written[name][-1], **_pair(like))
 
 
-def _chosen(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
-    return prompts if limit is None else evenly(prompts, limit)
-
-
 def run(options: QualityOptions) -> QualityResults:
     """Measures, and writes quality.json, quality.md and answers.jsonl."""
     _check(options)
-    sources = [Path(name) for name in several(options.prompts or str(bundled.path("data", "bench.jsonl")))]
-    prompts = [
-        prompt
-        for source in sources
-        for prompt in _chosen(load_prompts(source, options.chat_template_kwargs), options.limit)
+    suites = [
+        chosen_prompts(source, options.limit, options.chat_template_kwargs)
+        for source in several(options.prompts or SUITES[0])
     ]
+    prompts = [prompt for some, _ in suites for prompt in some]
     if len({prompt.id for prompt in prompts}) < len(prompts):
         raise DataError("two prompts share an id; give every prompt its own")
     coded = any(prompt.checks for prompt in prompts)
@@ -294,7 +288,7 @@ def run(options: QualityOptions) -> QualityResults:
         **target_settings(target),
         "predictor": Path(options.predictor).name,
         "encoder": None if options.encoder is None else Path(options.encoder).name,
-        "prompts": "+".join(source.name for source in sources),
+        "prompts": "+".join(name for _, name in suites),
         "prompts_hash": prompts_hash(prompts),
         "modes": {name: writer.describe(mode) for name, (mode, _) in writer.labels.items()},
         "isolation": isolation,

@@ -20,9 +20,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from eval import commands
-from shape import bundled
-from shape.data.reading import load_prompts
 from shape.errors import ConfigError
+from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.report.page import write, write_images
 from shape.evaluation.report.sources import find
 
@@ -97,7 +96,7 @@ def parts(options: ReportOptions) -> list[Part]:
     predictor = ["--predictor", options.predictor, *target]
     sizes = ["--max_new_tokens", str(options.max_new_tokens)]
     common = [*predictor, *suite, *sizes, "--limit", str(options.limit)]
-    prompts = load_prompts(options.prompts or bundled.path("data", "bench.jsonl"))
+    prompts, _ = chosen_prompts(options.prompts)
     found = []
     for number, (name, how) in enumerate(TRACES.items()):
         made = results / "traces" / f"{name}.jsonl"

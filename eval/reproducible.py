@@ -15,12 +15,11 @@ import torch
 from tqdm.auto import tqdm
 
 from eval import commands
-from shape import bundled
-from shape.data.conversations import Prompt, evenly
-from shape.data.reading import load_prompts
+from shape.data.conversations import Prompt
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import Estimate, Sums, over_prompts, ratio
 from shape.evaluation.markdown import DASH, markdown
+from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.runner import by_decoder, sampling
 from shape.generation.decoder import ShapeDecoder
 
@@ -99,7 +98,7 @@ def measure(case: Case, decoder: ShapeDecoder, prompts: Sequence[Prompt], rounds
 
 
 def run(options: ReproducibleOptions) -> None:
-    suites = {suite: evenly(load_prompts(bundled.path("data", f"{suite}.jsonl")), options.prompts) for suite in SUITES}
+    suites = {suite: chosen_prompts(suite, options.prompts)[0] for suite in SUITES}
     cases = [Case(suite, name, heat) for suite in SUITES for name in DRAFTERS for heat in (0.0, 1.0)]
     with tqdm(total=sum(len(suites[case.prompts]) for case in cases) * options.rounds) as bar:
         for case in cases:

@@ -236,6 +236,11 @@ def run(options: ServingOptions) -> None:
         job = Job(**json.loads(options.job))
         options.output.write_text(json.dumps(run_server(job) if job.kind == "server" else run_engine(job)))
         return
+    import torch
+
+    from shape.evaluation.environment import Environment
+
+    environment = Environment.capture(torch.device("cpu"))
     jobs = [Job("batches", _PLAIN, options.compiled)]
     for drafter in _DRAFTERS[1:]:
         jobs += [Job("batches", drafter, options.compiled), *(Job(kind, drafter, False) for kind in _LABELS)]
@@ -247,8 +252,9 @@ def run(options: ServingOptions) -> None:
     for job in jobs:
         print(f"{job.kind}, {job.drafter}", flush=True)
         found.setdefault(job.kind, {})[job.drafter] = run_job(job, options.engines)
-        (options.output / "vllm.json").write_text(json.dumps(_figures(found), indent=1) + "\n")
-        (options.output / "vllm.md").write_text(render(found, options.compiled))
+        record = {"environment": asdict(environment), **_figures(found)}
+        (options.output / "vllm.json").write_text(json.dumps(record, indent=1) + "\n")
+        (options.output / "vllm.md").write_text(f"{render(found, options.compiled)}\n{environment.line()}\n")
     print(render(found, options.compiled))
 
 

@@ -23,14 +23,12 @@ from rich.console import Console
 from eval import ablate, analyze, commands, latency, quality
 from eval.found import Found
 from eval.paper_tables import LOOKAHEAD, NUMBERS, Table, is_missing, made, render
-from shape import bundled
-from shape.data.conversations import evenly
-from shape.data.reading import load_prompts
 from shape.errors import ConfigError, ShapeError
 from shape.evaluation import efficiency
 from shape.evaluation.bench import bench, named_predictors
 from shape.evaluation.environment import Environment
 from shape.evaluation.options import BenchOptions, EfficiencyOptions
+from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.speed import measure_in
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.loading import load_predictor
@@ -189,15 +187,15 @@ def _lookaheads(options: TablesOptions, folder: Path) -> object:
     drafter = decoder.drafter
     if drafter is None or drafter.predictor is None or drafter.tree is None:
         raise ConfigError(f"predictor {_first(options)} is no predictor of shape.train; give one that is")
-    source = Path(options.prompts) if options.prompts else bundled.path("data", "bench.jsonl")
+    prompts, source = chosen_prompts(options.prompts, options.limit, options.chat_template_kwargs)
     shorter = {f"{LOOKAHEAD}{depth}": drafter.with_tree(replace(drafter.tree, depth=depth)) for depth in LOOKAHEADS}
     return measure_in(
         folder,
         decoder.target,
         {"transformers": "transformers", "autoregressive": None, **shorter},
-        evenly(load_prompts(source, options.chat_template_kwargs), options.limit),
+        prompts,
         max_new_tokens=options.max_new_tokens,
-        source=source.name,
+        source=source,
         fall_back=False,
     )
 

@@ -22,9 +22,10 @@ from eval import commands
 from shape import bundled
 from shape.data.conversations import Conversation, evenly
 from shape.data.encoding import encode_all
-from shape.data.reading import load_conversations, load_prompts
+from shape.data.reading import load_conversations
 from shape.drafters import TrainedDrafter
 from shape.evaluation.markdown import markdown
+from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.results import SHORT, SpeedResults
 from shape.evaluation.speed import measure
 from shape.generation.loading import load_predictor
@@ -110,7 +111,7 @@ def drafter(source: str | Path) -> TrainedDrafter:
 
 
 def compared(target: Target, drafters: dict[str, TrainedDrafter], count: int) -> SpeedResults:
-    prompts = evenly(load_prompts(bundled.path("data", "bench.jsonl")), count)
+    prompts, _ = chosen_prompts(None, count)
     return measure(target, {"autoregressive": None, **drafters}, prompts, max_new_tokens=64)
 
 

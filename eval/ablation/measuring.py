@@ -14,14 +14,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from eval.ablation.options import AblationOptions
 from eval.ablation.plan import Run
 from eval.ablation.results import Ablation, Anatomy, Figures, Line, Trained
-from shape import bundled
-from shape.data.conversations import Prompt, evenly
-from shape.data.reading import load_prompts
+from shape.data.conversations import Prompt, evenly_by_category
 from shape.drafters import Drafter, TrainedDrafter, TreeShape, make_drafter
 from shape.drafters.base import Committed, Wrapped
 from shape.errors import ConfigError
 from shape.evaluation.environment import Environment
 from shape.evaluation.methods import Method, Outside
+from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.results import AUTOREGRESSIVE, SpeedResults, Tally
 from shape.evaluation.runner import sampling
 from shape.evaluation.speed import measure
@@ -106,8 +105,7 @@ def prompts_of(options: AblationOptions, runs: TrainOptions) -> tuple[list[Promp
     given = options.measure.prompts
     if given is None and runs.data is not None:
         raise ConfigError("measure.prompts is not given, and the bundled prompts go with the bundled data; give a file")
-    source = bundled.path("data", "bench.jsonl") if given is None else Path(given)
-    return evenly(load_prompts(source, runs.chat_template_kwargs), options.measure.limit), source.name
+    return chosen_prompts(given, options.measure.limit, runs.chat_template_kwargs)
 
 
 def beside(names: Sequence[str]) -> dict[str, Method]:
@@ -151,7 +149,9 @@ def measure_all(
         temperature: _speed(options, target, {**others, **drafters}, prompts, source, temperature)
         for temperature in chosen.temperatures
     }
-    contexts = [target.encode(prompt.opening, prompt.template) for prompt in evenly(prompts, chosen.examined)]
+    contexts = [
+        target.encode(prompt.opening, prompt.template) for prompt in evenly_by_category(prompts, chosen.examined)
+    ]
     room = (target.max_positions or sys.maxsize) - chosen.max_new_tokens
     contexts = [context for context in contexts if context.shape[1] <= room]
     found: dict[str, dict[float, Figures]] = {label: {} for label in lines}
@@ -250,5 +250,4 @@ def pooled(results: SpeedResults, groups: Mapping[str, Sequence[str]]) -> SpeedR
     methods = {
         group: "; ".join(dict.fromkeys(results.methods[one] for one in names)) for group, names in groups.items()
     }
-    cost = {group: results.projected_cost[names[0]] for group, names in groups.items()}
-    return replace(results, settings={**results.settings, "methods": methods}, projected_cost=cost, records=records)
+    return replace(results, settings={**results.settings, "methods": methods}, records=records)

@@ -116,7 +116,6 @@ class Ablation:
             at = f"T = {temperature:g}"
             for figure in (f"acceptance length, {at}", f"speed-up, {at}"):
                 header += [f"{figure} (95 %)", *([f"{figure}, over seeds"] if several else [])]
-            header.append(f"for 8B*, {at}")
         rows = []
         for name in next(iter(self.others.values())):
             cells = [name, *[DASH] * 5]
@@ -192,8 +191,6 @@ class Ablation:
             f"{min(self.examined, settings['count'])} prompts; so is "
             '"accepted at": of drafts that reached a depth, the share of which a token was accepted there.',
             self.environment.line(),
-            "*A projection, not a measurement: acceptance length / (1 + c), where c is what the drafter would read of "
-            "weights per step, scaled to Llama-3.1-8B's width and vocabulary, over the target's own.",
         ]
 
 
@@ -206,7 +203,6 @@ def _cells(
         *([] if lengths is None else [_range(lengths)]),
         speed_up.text("x"),
         *([] if speed_ups is None else [_range(speed_ups)]),
-        show(summary.projected_speed_up_8b, unit="x"),
     ]
 
 

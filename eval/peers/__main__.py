@@ -20,6 +20,7 @@ from eval.peers.environments import Program, model_of, python_of
 from eval.peers.sizes import SIZES, end_tokens, prompts, saved
 from eval.peers.systems import PEERS, System, available
 from eval.peers.table import lines_of, report
+from shape.data.conversations import evenly
 from shape.errors import ConfigError
 from shape.evaluation.environment import Environment
 from shape.evaluation.journal import JOURNAL, Journal
@@ -81,7 +82,7 @@ def turns(size: str, options: PeersOptions, threads: int, done: set[tuple[str, s
         done: names of systems with sizes and rounds.
     """
     entry, every = SIZES[size], systems(size, options.peers)
-    texts, end = prompts(size)[: options.limit], end_tokens(saved(size, options.work))
+    texts, end = evenly(prompts(size), options.limit), end_tokens(saved(size, options.work))
     asked = {"new_tokens": options.new_tokens or entry.new_tokens, "end_tokens": end}
     loaded: dict[System, Program] = {}
     try:
@@ -122,7 +123,8 @@ def notes(options: PeersOptions, environment: Environment, records: Sequence[dic
     shown = [f"{name}: {_shape_text(name, options)}" for name in SIZES if name in measured]
     return [
         f"Greedy, batch size 1, {environment.threads} threads for every system, which take turns in {rounds} rounds, "
-        "with the same token ids. In brackets 95 % bootstrap intervals over prompts and rounds. "
+        "with the same token ids. In brackets 95 % bootstrap intervals over prompts, whose rounds stay together, where "
+        "there are several. "
         + "; ".join(shown)
         + ". OpenVINO and llama.cpp run with their defaults, but for the threads and in float32 the KV cache, and in "
         "formats made by optimum-intel and by llama.cpp. Int8 and int4 quantise weights, each in its own way: their "

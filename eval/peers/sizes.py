@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 
 from eval.llamas import Widths, random_llama
 from shape import bundled
-from shape.target.chat import Message, prompt_ids
+from shape.evaluation.prompts import chosen_prompts
+from shape.target.chat import prompt_ids
 
 _SHIPPED = "quickstart-target"
 _LARGE = 100.0  # times the usual embedding
@@ -76,9 +77,8 @@ def prompts(name: str) -> list[list[int]]:
         generator = torch.Generator().manual_seed(0)
         return torch.randint(size.widths.vocab_size, (size.prompts, size.length), generator=generator).tolist()
     tokenizer = AutoTokenizer.from_pretrained(bundled.resolve(_SHIPPED))
-    lines = bundled.path("data", "bench.jsonl").read_text().splitlines()[: size.prompts]
-    first = [[Message("user", json.loads(line)["turns"][0])] for line in lines]
-    return [prompt_ids(messages, tokenizer) for messages in first]
+    chosen, _ = chosen_prompts(None, size.prompts)
+    return [prompt_ids(prompt.messages, tokenizer) for prompt in chosen]
 
 
 def end_tokens(model: Path) -> list[int]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from eval.peers.sizes import SIZES
 from eval.peers.systems import CHARGED, LENGTHS, ORACLE, PEERS, PLAIN, PRECISIONS, PREDICTOR, System, draft_depth
-from shape.evaluation.estimates import Estimate, over_prompts, ratio
+from shape.evaluation.estimates import Estimate, number, over_prompts, ratio
 from shape.evaluation.markdown import DASH, Table, markdown, share, show
 from shape.evaluation.results import Tally
 
@@ -31,7 +31,7 @@ class Line:
     """A method of a system at one size.
 
     Attributes:
-        answers: by round and prompt, the units of the bootstrap.
+        answers: by round and prompt.
         tokens: of the first round's answers, by prompt.
     """
 
@@ -40,21 +40,28 @@ class Line:
     answers: dict[Answer, Tally] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
 
+    def by_prompt(self, answers: Iterable[Answer]) -> list[Tally]:
+        """Sums over the rounds of each prompt, the units of the bootstrap."""
+        sums: dict[int, Tally] = {}
+        for turn, prompt in answers:
+            sums[prompt] = sums.get(prompt, Tally()) + self.answers[turn, prompt]
+        return list(sums.values())
+
     def rate(self, figure: Callable[[Tally], Any] = decoding) -> Estimate:
-        return over_prompts(figure, list(self.answers.values()))
+        return over_prompts(figure, self.by_prompt(self.answers))
 
     def ratio_to(self, other: "Line") -> Estimate:
         """Of decoding rates, over the answers that both have given."""
         common = [answer for answer in self.answers if answer in other.answers]
         return over_prompts(
             lambda mine, theirs: decoding(mine) / decoding(theirs),
-            [self.answers[answer] for answer in common],
-            [other.answers[answer] for answer in common],
+            self.by_prompt(common),
+            other.by_prompt(common),
         )
 
     @property
     def acceptance_length(self) -> float | None:
-        return over_prompts(lambda tally: tally.acceptance_length, list(self.answers.values())).value
+        return number(Tally.total(list(self.answers.values())).acceptance_length)
 
     def equal(self, other: "Line | None") -> str:
         """Answers that are token for token another's."""

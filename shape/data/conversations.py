@@ -5,12 +5,14 @@ import json
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, pairwise
 from typing import Any, Literal, TypeVar
 
 from shape.target.chat import Message
 
 Kind = Literal["chat", "completion", "text", "tokens"]
 Item = TypeVar("Item")
+_PLASTIC = 0.5698402909980532  # 1 / p^2 with p^3 = p + 1: its multiples spread evenly, and follow no short period
 _SPEAKERS = {"system": "system", "user": "human", "assistant": "gpt", "tool": "tool"}  # ShareGPT's names of roles
 
 
@@ -120,10 +122,25 @@ def fingerprint(conversations: Iterable[Conversation]) -> str:
     return digest.hexdigest()
 
 
-def evenly(items: Sequence[Item], count: int) -> list[Item]:
-    """At most `count` items, spread over all of them, in order."""
-    count = min(count, len(items))
-    return [items[index * len(items) // count] for index in range(count)]
+def evenly(items: Sequence[Item], count: int | None) -> list[Item]:
+    """At most `count` items, or all, in order: one of each of `count` stretches of equal length.
+
+    The places within the stretches follow an irrational step: with a fixed place, data whose kinds take turns, as in
+    those that ship, would give some kinds only.
+    """
+    count = len(items) if count is None else min(count, len(items))
+    edges = [index * len(items) // count for index in range(count + 1)] if count else []
+    return [
+        items[start + int(index * _PLASTIC % 1 * (end - start))] for index, (start, end) in enumerate(pairwise(edges))
+    ]
+
+
+def evenly_by_category(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
+    """At most `count` prompts, or all, in order: of every category its share, spread evenly over it."""
+    places: dict[str, list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        places.setdefault(prompt.category, []).append(place)
+    return [prompts[place] for place in sorted(evenly(list(chain.from_iterable(places.values())), count))]
 
 
 def _sharegpt(message: Message) -> dict[str, Any]:

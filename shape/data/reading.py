@@ -22,6 +22,7 @@ from shape.target.loading import first_line
 
 Source = str | Path
 SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
+_ELSEWHERE = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"  # SPEED-Bench's own words
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[^:]+){0,2}")
 
 
@@ -85,9 +86,11 @@ def load_conversations(
 
 
 def load_prompts(path: Source, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[Prompt]:
-    """Read a prompts file: JSON lines (or a .json list, gzipped or not) with `turns`, `messages`, `prompt` or
-    `question`; or a dataset of such rows on the hub, as `load_conversations` names them. A `prompt` may be a list of
-    turns, as in MT-Bench; beside a `question` an `answer` is the reference, as in GSM8K.
+    """Read a prompts file: JSON lines (or a .json list, gzipped or not) with `turns`, `messages`, `prompt`, `question`
+    or `problem`; or a dataset of such rows on the hub, as `load_conversations` names them. A `prompt` may be a list
+    of turns, as in MT-Bench; beside a `question` an `answer` is the reference, as in GSM8K.
+
+    Rows of SPEED-Bench that say nothing but where their text lies are left out, with a warning.
 
     `id` and `category` are optional, as are `reference` (a text, or one for each turn) and, as in HumanEval, `test`
     with `entry_point`.
@@ -98,13 +101,25 @@ def load_prompts(path: Source, chat_template_kwargs: Mapping[str, Any] | None = 
     Raises:
         DataError: with file and line.
     """
-    prompts = []
+    prompts: list[Prompt] = []
+    elsewhere = 0
     for where, default_id, row in _rows(path):
         try:
             prompt = parse_prompt(row, default_id)
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
-        prompts.append(replace(prompt, template={**(chat_template_kwargs or {}), **prompt.template}))
+        if _ELSEWHERE in prompt.turns:
+            elsewhere += 1
+        else:
+            prompts.append(replace(prompt, template={**(chat_template_kwargs or {}), **prompt.template}))
+    if elsewhere:
+        message = (
+            f"{path}: {elsewhere} of {elsewhere + len(prompts)} rows name a source in place of their text and are left "
+            "out, so figures are not SPEED-Bench's; its program prepare_data.py fetches them: give the file it writes"
+        )
+        if not prompts:
+            raise DataError(message)
+        warnings.warn(message, stacklevel=2)
     if not prompts:
         raise DataError(_nothing_left(str(path), 0, []))
     return prompts

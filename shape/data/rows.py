@@ -20,6 +20,7 @@ ROLES: dict[str, Role] = {name: role for role, names in _SPEAKERS.items() for na
 FORMATS = (
     "conversations, messages, turns, instruction + output, prompt + completion, prompt, text, or input_ids + loss_mask"
 )
+_IDS = ("question_id", "prompt_id", "task_id", "unique_id", "uid")  # of benchmarks
 # What a message may have beside role and text, as chat templates and OpenAI's protocol call it.
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _MORE = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
@@ -43,10 +44,10 @@ def parse_row(row: object, default_id: str) -> Conversation:
 
 
 def parse_prompt(row: object, default_id: str) -> Prompt:
-    """A row as a benchmark prompt: of its messages, what follows the last user message is left out, and of `turns` none
-    is. Raises DataError without a file name.
+    """A row as a benchmark prompt. The turns to answer are the last user message or, where no message is an answer, all
+    of them. Raises DataError without a file name.
     """
-    row = _renamed(row)
+    row = _renamed(row, default_id.rpartition("-")[0])
     conversation = parse_row(row, default_id)
     assert isinstance(row, dict)
     messages = conversation.messages
@@ -54,7 +55,7 @@ def parse_prompt(row: object, default_id: str) -> Prompt:
     if not users:
         raise DataError("no user message to answer; expected turns, messages or prompt")
     answered = any(message.role == "assistant" for message in messages)
-    first = users[0] if "turns" in row and not answered else users[-1]
+    first = users[-1] if answered else users[0]
     known, test, entry_point = (row.get(name) for name in ("reference", "test", "entry_point"))
     known = known if isinstance(known, list) else [] if known is None else [known]
     return Prompt(
@@ -68,15 +69,22 @@ def parse_prompt(row: object, default_id: str) -> Prompt:
     )
 
 
-def _renamed(row: object) -> object:
-    """A row of MT-Bench (`prompt` is a list of turns) or GSM8K (`question`, `answer`) under the names of ours."""
-    if not isinstance(row, dict) or "turns" in row or "messages" in row:
+def _renamed(row: object, stem: str) -> object:
+    """A row of a known benchmark under our names: Spec-Bench and SPEED-Bench (`question_id`), MT-Bench (`prompt` is a
+    list of turns), GSM8K (`question`, `answer`), MATH-500 and AIME (`problem`, `answer`), HumanEval and MBPP
+    (`task_id`), Arena-Hard (`uid`). Their ids are numbers in part, and get the name of their file.
+    """
+    if not isinstance(row, dict):
+        return row
+    if (own := next((row[name] for name in _IDS if row.get(name) is not None), None)) is not None:
+        row = {"id": f"{stem}-{own}", **row}
+    if "turns" in row or "messages" in row:
         return row
     asked = row.get("prompt")
     if isinstance(asked, list) and all(isinstance(turn, str) for turn in asked):
         return {**{name: value for name, value in row.items() if name != "prompt"}, "turns": asked}
-    if asked is None and "question" in row:
-        return {"prompt": row["question"], "reference": row.get("answer"), **row}
+    if asked is None and (question := row.get("question", row.get("problem"))) is not None:
+        return {"prompt": question, "reference": row.get("answer"), **row}
     return row
 
 

@@ -106,15 +106,6 @@ class Drafter(ABC):
         """Why it cannot draft in steps of fixed shapes (``shape.generation.fixed``); None where it can."""
         return f"drafter {self.name} waits for the host"
 
-    def weights_read(self, target: Target, hidden_size: int, vocab_size: int) -> float | None:
-        """Weights read for one draft, projected to a target of other sizes; None where that is not known.
-
-        Args:
-            target: the target that it drafts for.
-            hidden_size, vocab_size: those of the target that is projected to.
-        """
-        return None if self.networks else 0.0
-
     @property
     def networks(self) -> Sequence[nn.Module]:
         """What it computes with beside the target."""

@@ -49,9 +49,6 @@ class GeodesicDrafter(Drafter):
     def limit_draft(self, num_draft_tokens: int) -> None:
         self.tree = replace(self.tree, depth=num_draft_tokens)
 
-    def weights_read(self, target: Target, hidden_size: int, vocab_size: int) -> float:
-        return vocab_size * hidden_size  # the output embedding, once for all depths
-
     def bind(self, target: Target) -> None:
         self._target = target
         self._words = token_hashes(torch.arange(target.vocab_size, device=target.device))

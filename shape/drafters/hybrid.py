@@ -68,10 +68,6 @@ class HybridDrafter(Drafter):
         for drafter in self.drafters:
             drafter.limit_draft(num_draft_tokens)
 
-    def weights_read(self, target: Target, hidden_size: int, vocab_size: int) -> float | None:
-        parts = [drafter.weights_read(target, hidden_size, vocab_size) for drafter in self.drafters]
-        return None if None in parts else sum(part for part in parts if part is not None)
-
     def bind(self, target: Target) -> None:
         for drafter in self.drafters:
             drafter.bind(target)

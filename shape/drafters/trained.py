@@ -95,24 +95,6 @@ class TrainedDrafter(Drafter):
     def limit_draft(self, num_draft_tokens: int) -> None:
         self.tree = replace(self.tree, depth=num_draft_tokens)
 
-    def weights_read(self, target: Target, hidden_size: int, vocab_size: int) -> float:
-        """Parameters grow with the square of the width, tables of tokens with width and vocabulary, of which the same
-        share is drafted from. Recursive predictors read all of that once per depth, parallel ones once, but for a
-        Markov bias.
-        """
-        network, config = self.predictor, self.predictor.config
-        drafted = (config.draft_vocab_size or target.vocab_size) / target.vocab_size * vocab_size
-        tables = [head.weight for head in network.heads]
-        bias = [] if network.token_bias is None else list(network.token_bias.parameters())
-        tables += [weight for weight in bias if len(weight) >= config.draft_size]
-        tables += [] if network.embed_tokens is None else [network.embed_tokens.weight]
-        learned = network.num_parameters() - sum(table.numel() for table in tables)
-        share = hidden_size / target.hidden_size
-        own = learned * share**2
-        read = own + drafted * share * config.hidden_size * max(1, len(network.heads))
-        passes = self.tree.depth if config.step_mode == "recursive" else 1
-        return passes * read + self.tree.depth * config.markov_rank * drafted
-
     def bind(self, target: Target) -> None:
         if missing := [layer for layer in self.layers if layer > target.config.num_hidden_layers]:
             raise TargetMismatch(

@@ -2,17 +2,20 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, cast, get_args
 
 from shape import bundled
-from shape.data.reading import load_prompts
+from shape.data.conversations import Conversation
+from shape.data.reading import load_conversations
 from shape.drafters import DRAFTERS
-from shape.errors import ConfigError
+from shape.errors import ConfigError, DataError
 from shape.evaluation.journal import JOURNAL
 from shape.evaluation.methods import Assisted, Method, Outside, Ruled
 from shape.evaluation.options import BenchOptions, several
+from shape.evaluation.prompts import SUITES, chosen_prompts
 from shape.evaluation.results import AUTOREGRESSIVE, SpeedResults
 from shape.evaluation.speed import measure_in
 from shape.generation.decoder import ShapeDecoder
@@ -23,21 +26,27 @@ from shape.target.model import Target, announce
 from shape.target.openvino import OpenVinoTarget
 
 _ASSISTED = "transformers-assisted"
-SUITES = ("bench", "kinds")
+_SHIPPED_TARGET, _SHIPPED_TEXT = "quickstart-target", ("train.jsonl.gz", "answers.jsonl.gz")
 
 
 def bench(options: BenchOptions) -> list[SpeedResults]:
     """Measures every setting, and writes results.json and results.md of each into `options.output` or below it."""
-    if options.limit is not None and options.limit < 1:
-        raise ConfigError(f"limit {options.limit} leaves no prompt; give at least 1")
+    if options.max_turns is not None and options.max_turns < 1:
+        raise ConfigError(f"max_turns {options.max_turns} leaves nothing to answer; give at least 1")
     lengths: Sequence[int | None] = several(options.context_length)
     settings = list(product(several(options.temperature), several(options.batch_size), lengths))
     if len(set(settings)) < len(settings) or not settings:
         raise ConfigError("temperature, batch_size or context_length holds no value, or one twice; give each once")
-    suites = [_suite(name) for name in several(options.prompts or "bench")]
-    every = [load_prompts(suite, options.chat_template_kwargs)[: options.limit] for suite in suites]
-    names = [Path(suite).name for suite in suites]
+    suites = [
+        chosen_prompts(suite, options.limit, options.chat_template_kwargs)
+        for suite in several(options.prompts or SUITES[0])
+    ]
+    names = [name for _, name in suites]
+    prompts = [replace(each, turns=each.turns[: options.max_turns]) for some, _ in suites for each in some]
+    given = training_text(options.training_data) if options.training_data else {}
     target, methods = load_methods(options)
+    if target.name == _SHIPPED_TARGET and not given:
+        given = training_text([bundled.path("data", name) for name in _SHIPPED_TEXT])
     suite_names = "+".join(name.split(".")[0] for name in names)
     label = options.label or f"{Path(target.name).name}, {suite_names}"
     found, journals = [], []
@@ -51,8 +60,9 @@ def bench(options: BenchOptions) -> list[SpeedResults]:
                 folder,
                 target,
                 methods,
-                [prompt for some in every for prompt in some],
+                prompts,
                 keep_journal=len(settings) > 1,
+                training=given,
                 max_new_tokens=options.max_new_tokens,
                 temperature=temperature,
                 repeats=options.repeats,
@@ -71,9 +81,19 @@ def bench(options: BenchOptions) -> list[SpeedResults]:
     return found
 
 
-def _suite(name: str) -> Path | str:
-    """Prompts that ship, by name, or what `load_prompts` takes."""
-    return bundled.path("data", f"{name}.jsonl") if name in SUITES and not Path(name).exists() else name
+def training_text(sources: str | Sequence[str | Path]) -> dict[str, list[Conversation]]:
+    """The conversations of files, by the files' names.
+
+    Raises:
+        DataError: one cannot be read, or holds token ids alone.
+    """
+    found = {}
+    for source in several(sources):
+        conversations = load_conversations(source, require_answers=False)
+        if not any(conversation.messages for conversation in conversations):
+            raise DataError(f"{source} holds token ids and no text to compare with; give the conversations themselves")
+        found[Path(source).name] = conversations
+    return found
 
 
 def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:

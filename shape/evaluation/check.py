@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, astuple
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shape import bundled
-from shape.data.conversations import Prompt, evenly
-from shape.data.reading import load_prompts
+from shape.data.conversations import Prompt
 from shape.drafters import Drafter, NgramDrafter, TrainedDrafter, TreeShape, make_drafter
 from shape.drafters.cost import Costs, break_even, expected_length, throughput
 from shape.drafters.recipes.drafter import RecipeDrafter
@@ -23,6 +21,7 @@ from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import Estimate
 from shape.evaluation.markdown import show
 from shape.evaluation.options import CheckOptions
+from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.runner import sampling
 from shape.evaluation.speed import measure
 from shape.generation.decoder import ShapeDecoder
@@ -57,8 +56,8 @@ def check(options: CheckOptions) -> dict[str, Any]:
             "batch_size, limit and max_new_tokens have to be at least 1 and temperature at least 0; got "
             f"{options.batch_size}, {options.limit}, {options.max_new_tokens} and {options.temperature:g}"
         )
-    source = Path(options.prompts) if options.prompts else bundled.path("data", "validation.jsonl.gz")
-    prompts = evenly(load_prompts(source, options.chat_template_kwargs), options.limit)
+    asked = options.prompts or bundled.path("data", "validation.jsonl.gz")
+    prompts, source = chosen_prompts(asked, options.limit, options.chat_template_kwargs)
     if options.predictor is not None:
         decoder = ShapeDecoder.from_pretrained(
             predictor=options.predictor, target=options.target, dtype=options.dtype, **of_pair(options)
@@ -82,7 +81,7 @@ def check(options: CheckOptions) -> dict[str, Any]:
     report: dict[str, Any] = {
         "environment": asdict(Environment.capture(target.device)),
         "settings": {
-            "prompts": source.name,
+            "prompts": source,
             "limit": len(contexts),
             "max_new_tokens": options.max_new_tokens,
             "temperature": options.temperature,

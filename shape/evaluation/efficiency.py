@@ -11,9 +11,6 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from shape import bundled
-from shape.data.conversations import evenly
-from shape.data.reading import load_prompts
 from shape.drafters import Drafter, OracleDrafter, make_drafter
 from shape.errors import ConfigError
 from shape.evaluation.environment import Environment
@@ -21,6 +18,7 @@ from shape.evaluation.estimates import Estimate, estimate, ratio
 from shape.evaluation.files import json_by_line
 from shape.evaluation.markdown import markdown, show
 from shape.evaluation.options import EfficiencyOptions, several
+from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.results import AUTOREGRESSIVE
 from shape.evaluation.runner import Run, by_decoder, by_transformers, rotated, sampling, synchronise
 from shape.generation.decoder import ShapeDecoder
@@ -44,14 +42,17 @@ class Case:
         seconds: of decoding, prefill excluded.
         forward_seconds, draft_seconds: of the bare forwards of target and drafter.
         shares: (bare forwards / measured time) of each answer, or group of answers decoded together.
-        answers: tokens and seconds of each of these, in the same order for all methods of a setting.
+        answers: tokens and seconds of each of these, in the same order for all methods of a setting: every prompt's
+            first one, then every prompt's second one, and so on.
         gaps: seconds between arrivals of tokens.
+        repeats: answers to each prompt.
     """
 
     dtype: str
     temperature: float
     batch: int
     method: str
+    repeats: int = 1
     steps: int = 0
     forwards: int = 0
     tokens: int = 0
@@ -76,7 +77,7 @@ class Case:
 
     @property
     def efficiency_interval(self) -> Estimate:
-        """``efficiency`` with its 95 % bootstrap interval over answers."""
+        """``efficiency`` with its 95 % bootstrap interval over prompts."""
         shares = np.array(self.shares)
         order = shares.argsort()
 
@@ -84,7 +85,9 @@ class Case:
             below = weights[..., order].cumsum(-1)
             return shares[order][(2 * below >= below[..., -1:]).argmax(-1)]
 
-        return replace(estimate(figure, len(shares)), value=self.efficiency) if self.shares else Estimate(None)
+        if not self.shares or (self.repeats > 1 and len(self.shares) < len(self.answers)):  # some had no step
+            return Estimate(self.efficiency)
+        return replace(estimate(figure, len(shares) // self.repeats, self.repeats), value=self.efficiency)
 
     @property
     def rate(self) -> float:
@@ -92,7 +95,7 @@ class Case:
         return self.tokens / self.seconds
 
     def speed_up(self, other: "Case") -> Estimate:
-        """This rate over that of another method of the same setting, with its interval over pairs of answers."""
+        """This rate over that of another method of the same setting, with its interval over prompts."""
         if not self.answers or len(self.answers) != len(other.answers):  # of records from before they were kept
             return Estimate(self.rate / other.rate)
 
@@ -100,7 +103,8 @@ class Case:
             tokens, seconds = np.array(case.answers).T
             return ratio(weights @ tokens, weights @ seconds)
 
-        return estimate(lambda weights: rate(self, weights) / rate(other, weights), len(self.answers))
+        prompts = len(self.answers) // self.repeats
+        return estimate(lambda weights: rate(self, weights) / rate(other, weights), prompts, self.repeats)
 
     def add(self, tokens: int, seconds: float) -> None:
         """One answer, or group of answers decoded together."""
@@ -157,12 +161,14 @@ def measure(
     batch: int,
     temperature: float,
     max_new_tokens: int,
+    repeats: int = 1,
     progress: Callable[[], Any] = lambda: None,
 ) -> list[Case]:
     """transformers, our autoregressive loop, the oracle and some drafters on the same prompts in groups of `batch`.
 
     Args:
         contexts: token ids of prompts; a last group that is not full is left out.
+        repeats: how often each group is answered.
         progress: called after each group.
     """
     dtype = str(target.dtype).removeprefix("torch.")
@@ -184,12 +190,12 @@ def measure(
                 _add_steps(cases[name], decoders[name], runners[name](group, seeds))
 
     def empty() -> dict[str, Case]:
-        return {name: Case(dtype, temperature, batch, name) for name in names}
+        return {name: Case(dtype, temperature, batch, name, repeats) for name in names}
 
     groups = [contexts[start : start + batch] for start in range(0, len(contexts) - batch + 1, batch)]
     answer(groups[0], 0, empty())  # warms up
     cases = empty()
-    for number, group in enumerate(groups):
+    for number, group in enumerate(groups * repeats):
         answer(group, number, cases)
         progress()
     return list(cases.values())
@@ -262,8 +268,7 @@ def run(options: EfficiencyOptions) -> list[Case]:
     batches = several(options.batch_size)
     if max(batches, default=0) > options.limit or min(batches, default=0) < 1:
         raise ConfigError(f"batch_size {batches} has to lie between 1 and limit {options.limit}; raise the limit")
-    source = Path(options.prompts) if options.prompts else bundled.path("data", "bench.jsonl")
-    prompts = evenly(load_prompts(source, options.chat_template_kwargs), options.limit)
+    prompts, source = chosen_prompts(options.prompts, options.limit, options.chat_template_kwargs)
     predictor = None if options.predictor == "none" else options.predictor
     cases: list[Case] = []
     for dtype in several(options.dtype):
@@ -281,10 +286,11 @@ def run(options: EfficiencyOptions) -> list[Case]:
         if decoder.drafter is not None:
             drafters[decoder.drafter.name] = decoder.drafter
         contexts = [prompt_ids(prompt.messages, target.tokenizer, prompt.template) for prompt in prompts]
-        contexts *= options.repeats
         for batch in batches:
             for temperature in several(options.temperature):
-                with tqdm(total=len(contexts) // batch, desc=f"{dtype}, T {temperature:g}, batch {batch}") as bar:
+                with tqdm(
+                    total=len(contexts) // batch * options.repeats, desc=f"{dtype}, T {temperature:g}, batch {batch}"
+                ) as bar:
                     cases += measure(
                         target,
                         drafters,
@@ -292,13 +298,14 @@ def run(options: EfficiencyOptions) -> list[Case]:
                         batch=batch,
                         temperature=temperature,
                         max_new_tokens=options.max_new_tokens,
+                        repeats=options.repeats,
                         progress=bar.update,
                     )
     _write(options, target, source, cases)
     return cases
 
 
-def _write(options: EfficiencyOptions, target: Target, source: Path, cases: Sequence[Case]) -> None:
+def _write(options: EfficiencyOptions, target: Target, source: str, cases: Sequence[Case]) -> None:
     folder, environment = Path(options.output), Environment.capture(target.device)
     folder.mkdir(parents=True, exist_ok=True)
     figures = [{**asdict(case), "gaps": [case.gap(0.5), case.gap(0.95)]} for case in cases]
@@ -307,9 +314,9 @@ def _write(options: EfficiencyOptions, target: Target, source: Path, cases: Sequ
     times = f"each answered {options.repeats} times, " if options.repeats > 1 else ""
     title = options.label or f"Engine efficiency, {Path(target.name).name}"
     note = (
-        f"{options.limit} prompts of {source.name}, {times}at most {options.max_new_tokens} new tokens. Efficiency: "
+        f"{options.limit} prompts of {source}, {times}at most {options.max_new_tokens} new tokens. Efficiency: "
         "bare forwards of target and drafter over measured time, median over answers; the parts of a step are means; "
-        "ranges are 95 % bootstrap intervals over answers (`shape/evaluation/efficiency.py`). `oracle` drafts the "
+        "ranges are 95 % bootstrap intervals over prompts (`shape/evaluation/efficiency.py`). `oracle` drafts the "
         "truth with every fifth token corrupted, at no cost: its speed-up is simulated. Gaps are between arrivals of "
         "tokens, several at a time where a draft was accepted."
     )

@@ -54,13 +54,20 @@ def over_prompts(figure: Callable[..., Any], *methods: Sequence[Sums]) -> Estima
     return estimate(weighted, len(methods[0]))
 
 
-def estimate(figure: Callable[[np.ndarray], Any], prompts: int) -> Estimate:
-    """A figure of prompt weights with the 95 % percentile bootstrap over prompts (Efron 1979)."""
-    value = number(figure(np.ones(prompts)))
+def estimate(figure: Callable[[np.ndarray], Any], prompts: int, repeats: int = 1) -> Estimate:
+    """A figure of answers' weights with the 95 % percentile bootstrap over prompts (Efron 1979).
+
+    Args:
+        figure: of weights (..., repeats * prompts): how often each answer counts, all prompts' first ones before their
+            second ones.
+        prompts: that are drawn; a prompt's answers stay together, for they are no independent evidence.
+    """
+    value = number(figure(np.ones(repeats * prompts)))
     if value is None or prompts < 2:
         return Estimate(value)
     rng = np.random.default_rng(0)
-    resamples = figure(rng.multinomial(prompts, np.full(prompts, 1 / prompts), size=_BOOTSTRAP_SAMPLES))
+    drawn = rng.multinomial(prompts, np.full(prompts, 1 / prompts), size=_BOOTSTRAP_SAMPLES)
+    resamples = figure(np.tile(drawn, repeats))
     low, high = map(float, np.nanpercentile(resamples, [2.5, 97.5]))
     return Estimate(value) if low == high else Estimate(value, low, high)
 

@@ -35,9 +35,6 @@ Outside = Literal["transformers", "transformers-lookup"]
 LOOKUP: Outside = "transformers-lookup"
 Method = Drafter | Ruled | Assisted | Outside | None  # None is our loop without a drafter
 
-# The 8B target of the projection: parameters, width and vocabulary of Llama-3.1-8B.
-_LARGE_PARAMETERS, _LARGE_HIDDEN, _LARGE_VOCABULARY = 8.03e9, 4096, 128_256
-
 
 def describe(method: Method, beside: torch.device | None = None) -> str:
     """What a method is, in words that change when its settings or weights do, or its device is not the given one."""
@@ -48,24 +45,6 @@ def describe(method: Method, beside: torch.device | None = None) -> str:
     if isinstance(method, Assisted):
         return f"transformers, assisted by {method.model!r}"
     return method.describe(beside)
-
-
-def projected_draft_cost(method: Method, target: Target) -> float | None:
-    """Weights the drafter reads per step over those the target reads, at the size of Llama-3.1-8B.
-
-    Assumes that both are bound by memory, so that a target forward over a tree costs what one over a token does; see
-    `Drafter.weights_read`. Cache traffic and overheads are left out, and the measured acceptance length is taken to
-    hold for the large target.
-
-    Returns:
-        0 where nothing is read, None for the baselines and for drafters of unknown cost.
-    """
-    if isinstance(method, Ruled):
-        method = method.drafter
-    if not isinstance(method, Drafter):
-        return None
-    read = method.weights_read(target, _LARGE_HIDDEN, _LARGE_VOCABULARY)
-    return None if read is None else read / _LARGE_PARAMETERS
 
 
 def target_settings(target: Target) -> dict[str, Any]:

@@ -24,12 +24,15 @@ class BenchOptions(DraftOptions):
         prompts: JSON lines with turns, messages, prompt or question; a bundled suite, bench (the default) or kinds; or
             a dataset of the hub, NAME, NAME:SPLIT or NAME:CONFIG:SPLIT (HuggingFaceH4/mt_bench_prompts,
             openai/gsm8k:main:test); or several, as a list.
+        max_turns: answer so many turns of each prompt at most; default: all.
+        training_data: what target and predictor learned from, a file or several as a list; prompts and answers are
+            compared with it. Default: what ships, for the target that ships.
         methods: what to measure: transformers, transformers-lookup (its own prompt lookup), transformers-assisted (its
             assisted generation, with every predictor that is a smaller model), autoregressive (our loop without a
             drafter), shape (every predictor), names of other drafters, and several joined by + for a hybrid; default:
             transformers, autoregressive, ngram and shape, or suffix where there is no predictor; behind a name
             @rejection, @traversal, @typical-lossy or @trs-lossy is the acceptance rule, otherwise match.
-        limit: measure the first so many prompts of each file only.
+        limit: so many prompts of each file at most, evenly chosen from every category.
         max_new_tokens: longest answer.
         temperature: 0 decodes greedily; above, every method samples with the same seed per prompt. One, or several.
         batch_size: prompts answered at once. One number, or several.
@@ -50,6 +53,8 @@ class BenchOptions(DraftOptions):
     predictor: list[str] | None = None
     target: str | None = None
     prompts: list[str] | str | None = None
+    max_turns: int | None = None
+    training_data: list[str] | str | None = None
     methods: list[str] | None = None
     limit: int | None = None
     max_new_tokens: int = 128
@@ -77,7 +82,7 @@ class CheckOptions(AnsweringOptions):
         drafter: measured on the prompts, interleaved: names as in `shape.bench`; default: those without training, the
             predictor, the recipes, and hybrids of these; [] measures none.
         prompts: JSON-lines file, of the task in question; default: the bundled validation prompts.
-        limit: prompts, evenly chosen, on which acceptance is estimated and drafters are measured.
+        limit: prompts, evenly chosen from every category, on which acceptance is estimated and drafters are measured.
         max_new_tokens: of each answer.
         batch_size: prompts decoded together.
         temperature: 0 decodes greedily.
@@ -108,7 +113,7 @@ class EfficiencyOptions(PairOptions):
         target: path or hub id; default: the predictor's own.
         prompts: JSON-lines file of prompts; default: the bundled bench split.
         chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
-        limit: prompts, evenly chosen; at larger batches their answers are measured together.
+        limit: prompts, evenly chosen from every category; at larger batches their answers are measured together.
         repeats: how often each is answered, by every method in turn, for narrower intervals.
         max_new_tokens: longest answer.
         dtype: of the target, one or several.

@@ -45,13 +45,16 @@ def _load(folder: Path) -> list[SpeedResults]:
 
 
 def _short(found: list[tuple[SpeedResults, list[str] | None]]) -> str:
-    """One table; where measurements differ in dtype, temperature or prompts, each line says its own."""
+    """One table; where measurements differ in dtype, temperature or prompts, each line says its own. Below it stands
+    how much of each source of prompts occurs in the training text, where that is known.
+    """
     lines = []
     for results, methods in found:
         if unknown := sorted(set(methods or ()) - results.methods.keys()):
             raise DataError(f"{results.label} has no method {unknown[0]}; it has {', '.join(results.methods)}")
         lines += [[f"{line[0]}{_setting(results, found)}", *line[1:]] for line in results.lines(SHORT, methods)]
-    return markdown(["method", *SHORT], lines)
+    seen = {one.settings["prompts"]: one.overlap_note() for one, _ in found if one.overlap()}
+    return "\n\n".join([markdown(["method", *SHORT], lines), *(f"{name}: {note}" for name, note in seen.items())])
 
 
 def _setting(results: SpeedResults, found: list[tuple[SpeedResults, list[str] | None]]) -> str:

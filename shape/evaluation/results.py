@@ -5,18 +5,20 @@ Every figure is a ratio of sums over prompts, so that any subset and any bootstr
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Self
 
 from rich.markup import escape
 from rich.table import Table as ScreenTable
 
+from shape.data.conversations import Conversation
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import Estimate, Sums, number, over_prompts, ratio
 from shape.evaluation.files import Results
 from shape.evaluation.markdown import Table, markdown, share, show
+from shape.evaluation.overlap import Overlap, overlaps
 from shape.files import typed
 
 AUTOREGRESSIVE = "autoregressive"
@@ -34,6 +36,7 @@ class Tally(Sums):
     prefill_seconds: Any = 0.0
     forwards: Any = 0  # target forwards after the prefill
     draft_steps: Any = 0  # of these, the ones that had a draft to verify
+    drafted: Any = 0  # tokens proposed; 0 in results of before it was counted
     accepted: Any = 0  # drafted tokens accepted
     draft_seconds: Any = 0.0
     verify_seconds: Any = 0.0
@@ -63,6 +66,7 @@ class Detail:
 
     Attributes:
         histogram: tokens committed in a step -> number of such steps.
+        accepted: tokens of a draft that were accepted -> number of such drafts.
         gaps: milliseconds between arrivals of tokens, of one or of several committed together, to three digits.
         sources: name of a drafter in a hybrid -> [proposed, accepted]; what two proposed counts for both.
     """
@@ -70,23 +74,29 @@ class Detail:
     histogram: dict[int, int] = field(default_factory=dict)
     gaps: list[float] = field(default_factory=list)
     sources: dict[str, list[int]] = field(default_factory=dict)
+    accepted: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def total(cls, parts: Iterable["Detail"]) -> "Detail":
-        histogram, gaps, sources = Counter[int](), list[float](), dict[str, list[int]]()
+        histogram, gaps, sources, accepted = Counter[int](), list[float](), dict[str, list[int]](), Counter[int]()
         for part in parts:
             histogram.update(part.histogram)
+            accepted.update(part.accepted)
             gaps += part.gaps
             for name, counts in part.sources.items():
                 sources[name] = [a + b for a, b in zip(sources.get(name, (0, 0)), counts, strict=True)]
-        return cls(dict(sorted(histogram.items())), gaps, sources)
+        return cls(dict(sorted(histogram.items())), gaps, sources, dict(sorted(accepted.items())))
 
 
 @dataclass(frozen=True)
 class PromptRecord:
-    """What every method did on one prompt, summed over its turns; `cut` says why turns were left out.
+    """What every method did on one prompt, summed over its turns.
 
-    `details` is empty in results of before it was kept.
+    Attributes:
+        cut: why turns were left out.
+        details: empty in results of before it was kept.
+        overlap: with the training text, where that is known.
+        texts: what the user said at every turn, and the answer that became the context; not in files of results.
     """
 
     id: str
@@ -94,6 +104,8 @@ class PromptRecord:
     tallies: dict[str, Tally]
     cut: str | None = None
     details: dict[str, Detail] = field(default_factory=dict)
+    overlap: Overlap | None = None
+    texts: list[list[str]] = field(default_factory=list, compare=False, repr=False)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "PromptRecord":
@@ -118,7 +130,6 @@ class Summary:
     eos_share: float | None
     equal_autoregressive: int | None
     equal_transformers: int | None
-    projected_speed_up_8b: float | None
 
 
 # The table's columns behind the method's name.
@@ -133,13 +144,8 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
     "ended by EOS": lambda line: show(line.eos_share, ".0%"),
     "equal to autoregressive": lambda line: share(line.equal_autoregressive, line.answers),
     "equal to transformers": lambda line: share(line.equal_transformers, line.answers),
-    "projected for 8B*": lambda line: show(line.projected_speed_up_8b, unit="x"),
 }
 SHORT = ("tokens/s", "speed-up (95 %)", "acceptance length (95 %)", "equal to autoregressive")
-PROJECTION = (
-    "*A projection, not a measurement: acceptance length / (1 + c), where c is what the drafter would read of weights "
-    "per step, scaled to Llama-3.1-8B's width and vocabulary, over the target's own."
-)
 
 
 @dataclass(frozen=True)
@@ -148,8 +154,6 @@ class SpeedResults(Results):
 
     Attributes:
         settings: what was asked for: target, dtype, methods, temperature, lengths, repeats, seed, prompts.
-        projected_cost: for each method, the weights its drafter would read per step beside an 8B target, as a
-            share of that target's own; None where that is unknown (see `projected_draft_cost`).
         skipped: for each prompt left out, or cut after some of its turns, the reason.
     """
 
@@ -157,7 +161,6 @@ class SpeedResults(Results):
     label: str
     settings: dict[str, Any]
     environment: Environment
-    projected_cost: dict[str, float | None]
     records: tuple[PromptRecord, ...]
     skipped: dict[str, str]
 
@@ -170,6 +173,21 @@ class SpeedResults(Results):
         """Of the methods of which steps were looked at; empty in older results."""
         names = [name for name in self.methods if any(name in record.details for record in self.records)]
         return {name: Detail.total(r.details[name] for r in self.records if name in r.details) for name in names}
+
+    def beside(self, training: Iterable[Conversation], name: str) -> Self:
+        """The same with each prompt's overlap with the training text, which is called so."""
+        found = overlaps([record.texts for record in self.records], training)
+        records = tuple(replace(record, overlap=one) for record, one in zip(self.records, found, strict=True))
+        return replace(self, records=records, settings={**self.settings, "training_data": name})
+
+    def overlap(self, category: str | None = None) -> dict[str, float | None]:
+        """Shares that occur in the training text; empty where that is not known."""
+        chosen = [record for record in self.records if category in (None, record.category)]
+        if not all(record.overlap for record in chosen):
+            return {}
+        total = Overlap.total([record.overlap for record in chosen if record.overlap])
+        parts = ("prompt_grams", "answer_grams", "turns")
+        return {part: number(ratio(getattr(total, f"{part}_seen"), getattr(total, part))) for part in parts}
 
     @property
     def methods(self) -> dict[str, str]:
@@ -207,7 +225,6 @@ class SpeedResults(Results):
         ours = not what.startswith("transformers")
         is_drafted = ours and what != AUTOREGRESSIVE
         rates = [t.timed_tokens / t.decode_seconds for t in tallies if t.timed_tokens and t.decode_seconds]
-        cost = self.projected_cost[name]
         compares_greedily = self.settings["temperature"] == 0 and "transformers" in kinds
         return Summary(
             answers=int(total.answers),
@@ -227,8 +244,33 @@ class SpeedResults(Results):
             eos_share=number(ratio(total.ended, total.answers)),
             equal_autoregressive=int(total.equal_autoregressive) if ours and AUTOREGRESSIVE in kinds else None,
             equal_transformers=int(total.equal_transformers) if compares_greedily else None,
-            projected_speed_up_8b=None if cost is None or not ours else number(total.acceptance_length / (1 + cost)),
         )
+
+    def in_vllm_names(self, name: str) -> dict[str, Any]:
+        """A method's figures under the names of `vllm bench serve`, whose acceptance rate is in percent. Drafts are
+        counted as there: a rate by position is of all drafts, and the tokens of all branches of a tree are drafted.
+        """
+        total, detail = self.total[name], self.details.get(name, Detail())
+        found: dict[str, Any] = {
+            "completed": int(total.answers),
+            "total_output_tokens": int(total.tokens),
+            "output_throughput": number(ratio(total.tokens, total.prefill_seconds + total.decode_seconds)),
+            "mean_ttft_ms": number(1e3 * ratio(total.prefill_seconds, total.answers)),
+        }
+        if detail.gaps:
+            found |= {"mean_itl_ms": fmean(detail.gaps), "median_itl_ms": median(detail.gaps)}
+        if total.draft_steps and total.drafted:
+            deepest = max(detail.accepted, default=0)
+            reached = [sum(n for length, n in detail.accepted.items() if length > at) for at in range(deepest)]
+            found |= {
+                "spec_decode_num_drafts": int(total.draft_steps),
+                "spec_decode_draft_tokens": int(total.drafted),
+                "spec_decode_accepted_tokens": int(total.accepted),
+                "spec_decode_acceptance_rate": 100 * total.accepted / total.drafted,
+                "spec_decode_acceptance_length": number(total.tokens_per_draft_step),
+                "spec_decode_per_position_acceptance_rates": [count / total.draft_steps for count in reached],
+            }
+        return found
 
     @property
     def warnings(self) -> list[str]:
@@ -248,11 +290,14 @@ class SpeedResults(Results):
             category: {name: asdict(self.summarise(name, category)) for name in self.methods}
             for category in self.categories
         }
-        return self.write(
+        shares = {category or "all": self.overlap(category) for category in (None, *self.categories)}
+        return replace(self, records=tuple(replace(record, texts=[]) for record in self.records)).write(
             {
                 "baseline": self.baseline,
                 "summary": {name: asdict(line) for name, line in self.summary.items()},
                 "categories": by_category,
+                "vllm": {name: self.in_vllm_names(name) for name in self.methods},
+                "training_overlap": shares if shares["all"] else None,
                 "warnings": self.warnings,
             }
         )
@@ -283,15 +328,30 @@ class SpeedResults(Results):
 
     def notes(self) -> list[str]:
         """The lines under the table: what was measured, on what, and what to be careful about."""
-        return [self.about, self.environment.line(), PROJECTION, *(f"Look into this: {one}." for one in self.warnings)]
+        overlap = [self.overlap_note()] if self.overlap() else []
+        return [self.about, self.environment.line(), *overlap, *(f"Look into this: {one}." for one in self.warnings)]
+
+    def overlap_note(self) -> str:
+        """How much of prompts and answers occurs in the training text, in a sentence."""
+        shares = {name: show(share, ".0%") for name, share in self.overlap().items()}
+        return (
+            f"In the training text ({self.settings['training_data']}) occur {shares['prompt_grams']} of the prompts' "
+            f"4-grams of words, {shares['answer_grams']} of the answers', and {shares['turns']} of the user's whole "
+            "turns, names and numbers masked."
+        )
 
     def by_category(self) -> Table:
-        """Speed-up and acceptance length of every method in every category."""
+        """Speed-up and acceptance length of every method in every category, and the share of seen 4-grams."""
         found = {one: [self.summarise(name, one) for name in self.methods] for one in self.categories}
         lines = [[category, *map(_speed_and_length, summaries)] for category, summaries in found.items()]
         means = [fmean(one.speed_up.value or 0.0 for one in column) for column in zip(*found.values(), strict=True)]
         lines.append(["mean of these", *(show(mean, unit="x") for mean in means)])
-        return ["category", *self.methods], lines
+        if not self.overlap():
+            return ["category", *self.methods], lines
+        for category, line in zip([*self.categories, None], lines, strict=True):
+            shares = self.overlap(category)
+            line.append(" / ".join(show(shares[part], ".0%") for part in ("prompt_grams", "answer_grams")))
+        return ["category", *self.methods, "seen 4-grams, prompts / answers"], lines
 
     def to_markdown(self, detail: bool = True) -> str:
         """The table and its notes; with `detail` also speed-up and acceptance length by category."""

@@ -13,7 +13,7 @@ come with it are left out).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from shape.data.conversations import Prompt
+from shape.data.conversations import Conversation, Prompt
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
 from shape.evaluation.journal import JOURNAL, Journal
@@ -32,7 +32,6 @@ from shape.evaluation.methods import (
     Method,
     Ruled,
     describe,
-    projected_draft_cost,
     prompts_hash,
     target_settings,
 )
@@ -155,7 +154,6 @@ def measure(
         label=label or f"{settings['target']}, temperature {temperature:g}",
         settings=settings,
         environment=environment,
-        projected_cost={name: projected_draft_cost(method, target) for name, method in methods.items()},
         records=records,
         skipped={
             **{name: reason for name, reason in reasons.items() if reason is not None},
@@ -171,12 +169,19 @@ def measure_in(
     prompts: Sequence[Prompt],
     *,
     keep_journal: bool = False,
+    training: Mapping[str, Sequence[Conversation]] | None = None,
     **settings: Any,
 ) -> SpeedResults:
-    """`measure`, with results.json and results.md in a folder, and until then its journal, records.jsonl."""
+    """`measure`, with results.json and results.md in a folder, and until then its journal, records.jsonl.
+
+    Args:
+        training: the training text by the name of its file, to which prompts and answers are compared.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     journal = folder / JOURNAL
     results = measure(target, methods, prompts, journal=journal, **settings)
+    if training:
+        results = results.beside(chain.from_iterable(training.values()), ", ".join(training))
     (folder / "results.json").write_text(results.to_json())
     (folder / "results.md").write_text(results.to_markdown())
     if not keep_journal:
@@ -255,6 +260,7 @@ class Bench:
         tallies: dict[str, list[Tally]] = {name: [] for name in self.runners}
         details: dict[str, list[Detail]] = {name: [] for name in self.runners}
         messages, going, cut = [prompt.opening for prompt in group], list(range(len(group))), None
+        texts: list[list[str]] = []
         for number in range(max(len(prompt.turns) for prompt in group)):
             asked, going = [place for place in going if number < len(group[place].turns)], []
             contexts = []
@@ -274,7 +280,9 @@ class Bench:
                 tallies[name].append(self._tally(run, runs))
                 details[name].append(_detail(run))
             for place, tokens in zip(going, runs[self.reference].sequences, strict=True):
-                messages[place] = [*messages[place], self.target.message(tokens, group[place].template)]
+                answer = self.target.message(tokens, group[place].template)
+                messages[place] = [*messages[place], answer]
+                texts.append([group[place].turns[number], str(answer.get("content", ""))])
         categories = {prompt.category for prompt in group}
         return PromptRecord(
             _name(group),
@@ -282,6 +290,7 @@ class Bench:
             {name: Tally.total(parts) for name, parts in tallies.items()},
             cut,
             {name: Detail.total(parts) for name, parts in details.items()},
+            texts=texts,
         )
 
     def _answers(self, contexts: Sequence[Tensor], seeds: list[int], turn: int) -> dict[str, Run]:
@@ -306,7 +315,15 @@ class Bench:
         def equal(other: str | None) -> int:
             return 0 if other is None else sum(map(list.__eq__, answers, runs[other].sequences))
 
-        counted = ("forwards", "draft_steps", "accepted", "draft_seconds", "verify_seconds", "commit_seconds")
+        counted = (
+            "forwards",
+            "draft_steps",
+            "drafted",
+            "accepted",
+            "draft_seconds",
+            "verify_seconds",
+            "commit_seconds",
+        )
         return Tally(
             answers=len(answers),
             tokens=sum(map(len, answers)),
@@ -326,4 +343,4 @@ def _detail(run: Run) -> Detail:
     gaps = [float(f"{1e3 * gap:.3g}") for gap in run.gaps]
     if run.stats is None:
         return Detail(gaps=gaps)
-    return Detail(dict(run.stats.histogram), gaps, run.stats.sources)
+    return Detail(dict(run.stats.histogram), gaps, run.stats.sources, dict(run.stats.accepted_lengths))

@@ -72,6 +72,7 @@ class DecodeStats:
         histogram: how often a sequence emitted n tokens in a step.
         drafted: draft tokens proposed.
         accepted: of these, the ones emitted.
+        accepted_lengths: of how many drafts so many tokens were accepted.
         sources: by the names of those who proposed them, where several drafters do, how many tokens were proposed and
             how many of them accepted; what two proposed counts for both.
         draft_steps: how often, over sequences and steps, at least one token was proposed.
@@ -101,6 +102,7 @@ class DecodeStats:
     reused_tokens: int = 0
     sources: dict[str, list[int]] = field(default_factory=dict)
     histogram: Counter[int] = field(default_factory=Counter)
+    accepted_lengths: Counter[int] = field(default_factory=Counter)
     sequence_emitted: list[int] = field(default_factory=list)
     sequence_forwards: list[int] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
@@ -120,6 +122,7 @@ class DecodeStats:
         self.drafted += proposed
         self.accepted += accepted
         self.draft_steps += proposed > 0
+        self.accepted_lengths.update([accepted] if proposed else [])
         self.histogram[emitted] += 1
         self.sequence_emitted[sequence] += emitted
         self.sequence_forwards[sequence] += 1
@@ -168,7 +171,8 @@ class DecodeStats:
     def to_dict(self) -> dict[str, Any]:
         """Everything above as plain values, the steps as their number and the sums of their times."""
         values = dict(vars(self))
-        values["histogram"] = dict(sorted(self.histogram.items()))
+        for name in ("histogram", "accepted_lengths"):
+            values[name] = dict(sorted(values[name].items()))
         values["steps"] = len(self.steps)
         for name in _DERIVED:
             values[name] = getattr(self, name)

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from shape.data.conversations import Prompt, evenly
+from shape.data.conversations import Prompt, evenly, evenly_by_category
 from shape.evaluation.doctor import acceptance, in_chains
 from shape.evaluation.environment import Environment, matrix_product_peak, peak_memory
 from shape.evaluation.results import SpeedResults
@@ -139,7 +139,7 @@ def _measure(options: TrainOptions, decoder: ShapeDecoder, prompts: Sequence[Pro
     return measure(
         decoder.target,
         {"transformers": "transformers", "autoregressive": None, "shape": decoder.drafter},
-        evenly(prompts, chosen.limit),
+        evenly_by_category(prompts, chosen.limit),
         max_new_tokens=chosen.max_new_tokens,
         temperature=chosen.temperature,
         seed=options.seed,

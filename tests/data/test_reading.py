@@ -290,22 +290,83 @@ def test_hub_names(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("row", "turns", "references"),
+    ("row", "ids", "turns", "references"),
     [
-        ({"prompt_id": 81, "category": "writing", "prompt": ["First", "Then"], "reference": []}, ("First", "Then"), ()),
-        ({"question": "2 + 2?", "answer": "It is 4.\n#### 4"}, ("2 + 2?",), ("It is 4.\n#### 4",)),
-        ({"prompt": "def f():", "test": "def check(f): pass", "entry_point": "f"}, ("def f():",), ()),
+        (
+            {"prompt_id": 81, "category": "writing", "prompt": ["First", "Then"], "reference": []},
+            ["name-81", "name-81"],
+            ("First", "Then"),
+            (),
+        ),
+        (
+            {"question": "2 + 2?", "answer": "It is 4.\n#### 4"},
+            ["name-0", "name-1"],
+            ("2 + 2?",),
+            ("It is 4.\n#### 4",),
+        ),
+        ({"problem": "2 + 2?", "answer": "4", "id": 60}, ["60", "60"], ("2 + 2?",), ("4",)),
+        (
+            {"task_id": "HumanEval/0", "prompt": "def f():", "test": "def check(f): pass", "entry_point": "f"},
+            ["name-HumanEval/0"] * 2,
+            ("def f():",),
+            (),
+        ),
     ],
-    ids=["MT-Bench", "GSM8K", "HumanEval"],
+    ids=["MT-Bench", "GSM8K", "AIME", "HumanEval"],
 )
-def test_prompts_of_the_hub_as_their_collections_have_them(monkeypatch, row, turns, references):
+def test_prompts_of_the_hub_as_their_collections_have_them(monkeypatch, row, ids, turns, references):
     import datasets
 
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list([row] * 2))
     found = load_prompts("org/name:main:test")
-    assert [one.id for one in found] == ["name-0", "name-1"]
+    assert [one.id for one in found] == ids
     assert found[1].turns == turns and found[1].references == references
     assert (found[0].checks is None) == ("test" not in row)
+
+
+def test_speed_bench_by_name_and_as_its_program_writes_it(tmp_path, monkeypatch):
+    """A folder in the working directory is laid out as the hub has the dataset, so that `datasets` itself reads it."""
+    import datasets
+
+    elsewhere = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+    shared = {"source": "s", "src_id": "1", "difficulty": "", "multiturn": True}
+    rows = [
+        {"question_id": "a" * 32, "category": "coding", "sub_category": "x", "turns": ["Sort.", "Again."], **shared},
+        {"question_id": "b" * 32, "category": "rag", "sub_category": "y", "turns": [elsewhere], **shared},
+    ]
+    folder = tmp_path / "nvidia" / "SPEED-Bench"
+    for config in ("qualitative", "throughput_1k"):
+        (folder / config).mkdir(parents=True)
+        datasets.Dataset.from_list(rows).to_parquet(folder / config / "test-00000-of-00001.parquet")
+    configs = "".join(
+        f"- config_name: {name}\n  data_files:\n  - split: test\n    path: {name}/test-*\n"
+        for name in ("qualitative", "throughput_1k")
+    )
+    (folder / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    with pytest.warns(UserWarning, match="1 of 2 rows name a source in place of their text and are left out"):
+        (found,) = load_prompts("nvidia/SPEED-Bench:qualitative:test")
+    assert found.id == f"SPEED-Bench-{'a' * 32}"
+    assert (found.category, found.turns) == ("coding", ("Sort.", "Again."))
+    messages = [{"role": "user", "content": turn} for turn in found.turns]
+    prepared = {"question_id": "a" * 32, "category": "coding", "messages": messages}
+    (again,) = load_prompts(write(tmp_path / "qualitative.jsonl", prepared))
+    assert again.turns == found.turns and again.messages == found.messages
+    with pytest.raises(DataError, match="1 of 1 rows name a source"):
+        load_prompts(write(tmp_path / "bare.jsonl", rows[1]))
+
+
+def test_spec_bench_and_deep_spec(tmp_path):
+    first = {"question_id": 81, "category": "writing", "turns": ["One", "Two"], "reference": ["x"]}
+    spec = write(tmp_path / "question.jsonl", first, {"question_id": 241, "category": "summarization", "turns": ["S"]})
+    found = load_prompts(spec)
+    assert [(one.id, one.category, len(one.turns)) for one in found] == [
+        ("question-81", "writing", 2),
+        ("question-241", "summarization", 1),
+    ]
+    (deep,) = load_prompts(write(tmp_path / "gsm8k.jsonl", {"turns": ["How many?"]}))
+    assert (deep.id, deep.turns) == ("gsm8k-0", ("How many?",))
 
 
 def test_hub_failure_is_one_sentence(monkeypatch):

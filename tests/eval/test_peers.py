@@ -23,8 +23,10 @@ def answer(rate: float, tokens: int = 11, forwards: int | None = None) -> dict:
     return found if forwards is None else found | {"forwards": forwards}
 
 
-def record(peer: str, precision: str, size: str, turn: int = 0, **rates: float) -> dict:
-    answers = {method.replace("_", " "): [answer(rate), answer(rate)] for method, rate in rates.items()}
+def record(peer: str, precision: str, size: str, turn: int = 0, **rates: float | tuple[float, float]) -> dict:
+    """Two prompts, at one rate or at one each."""
+    both = {name.replace("_", " "): rate if isinstance(rate, tuple) else (rate, rate) for name, rate in rates.items()}
+    answers = {method: [answer(one) for one in pair] for method, pair in both.items()}
     return {"size": size, "peer": peer, "precision": precision, "round": turn, "versions": {}, "answers": answers}
 
 
@@ -78,12 +80,15 @@ def test_cells_hold_rates_and_ratios(records):
     assert "## Goals" in page and "A note." in page and ", 0.95x" in page
 
 
-def test_intervals_are_over_prompts_and_rounds():
-    turns = [record("ours", "bfloat16", "1.2B", turn, plain=rate) for turn, rate in enumerate((10.0, 20.0))]
-    (line,) = lines_of(turns)["1.2B"]
-    rate = line.rate()
-    assert len(line.answers) == 4 and rate.value == pytest.approx(40 / 3)
-    assert rate.low is not None and 10 <= rate.low < rate.value < rate.high <= 20
+def test_intervals_are_over_prompts_whose_rounds_stay_together():
+    """However many rounds, two prompts are two independent observations."""
+    few, many = (
+        lines_of([record("ours", "bfloat16", "1.2B", turn, plain=(10.0, 20.0)) for turn in range(rounds)])["1.2B"][0]
+        for rounds in (1, 20)
+    )
+    assert len(many.answers) == 40 and many.rate() == few.rate()
+    assert (few.rate().low, few.rate().value, few.rate().high) == pytest.approx((10, 40 / 3, 20))
+    assert many.ratio_to(few).value == pytest.approx(1) and len(many.by_prompt(many.answers)) == 2
 
 
 def test_the_command_runs_with_our_own_rows(tmp_path, monkeypatch):

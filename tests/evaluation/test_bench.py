@@ -59,11 +59,11 @@ def test_measures_and_writes(arguments, tmp_path, capsys):
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert list(results["summary"]) == ["transformers", "autoregressive", "ngram", "shape"]
     assert results["summary"]["shape"]["equal_autoregressive"] == results["summary"]["shape"]["answers"] == 4
-    assert results["schema_version"] == 2 and results["environment"]["versions"]["torch"] == torch.__version__
+    assert results["schema_version"] == 3 and results["environment"]["versions"]["torch"] == torch.__version__
     table = (tmp_path / "out" / "results.md").read_text()
     assert "| shape |" in table and "| two |" in table
     assert not (tmp_path / "out" / "records.jsonl").exists()
-    assert "acceptance length" in capsys.readouterr().out
+    assert "tokens/s" in capsys.readouterr().out
 
 
 def test_limit_methods_and_several_predictors(arguments, predictors, tmp_path):
@@ -192,7 +192,8 @@ def test_the_results_file_is_as_documented(arguments, tmp_path):
     section = page[page.index("## The results file") : page.index("## How to read a table")]
     named = set(re.findall(r"`([^`]+)`", section))
     assert results.keys() <= named, "a field is not described"
-    parts = (results["summary"]["shape"], results["summary"]["shape"]["speed_up"], results["records"][0])
+    line = results["summary"]["shape"]
+    parts = (line, line["speed_up"], results["records"][0], results["vllm"]["shape"])
     known = results.keys() | {"methods", "shape.evaluation.results.SpeedResults.from_json", "results.json"}.union(
         *parts
     )

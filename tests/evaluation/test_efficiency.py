@@ -1,6 +1,7 @@
 """Engine efficiency: what is counted, and that the command writes it down. Speed itself is no test's business."""
 
 import json
+from dataclasses import astuple
 
 import pytest
 import torch
@@ -60,7 +61,23 @@ def test_bare_forwards_are_those_of_the_steps(tiny_model):
     assert forward > 0 and draft > 0
 
 
-def test_intervals_are_over_answers():
+def test_repetitions_are_no_further_prompts(tiny_target):
+    """Answers of the same prompts again make no interval narrower, and every group is answered so often."""
+    once, often = (Case("float32", 0.0, 1, "autoregressive", repeats=repeats) for repeats in (1, 10))
+    for case in (once, often):
+        case.shares = [0.8, 0.9, 1.0, 0.7, 0.95] * case.repeats
+        for second in (1, 2, 3, 4, 5) * case.repeats:
+            case.add(10, 0.1 * second)
+    other = [Case("float32", 0.0, 1, "other", answers=[(10, 0.3)] * 5 * repeats) for repeats in (1, 10)]
+    few, many = once.speed_up(other[0]), often.speed_up(other[1])
+    assert astuple(many) == pytest.approx(astuple(few)) and few.low < 0.9
+    assert once.efficiency_interval == often.efficiency_interval
+    options = {"batch": 2, "temperature": 0.0, "max_new_tokens": 6}
+    cases = measure(tiny_target, {}, CONTEXTS[:3], repeats=2, **options)
+    assert [len(case.answers) for case in cases] == [2, 2, 2] and {case.repeats for case in cases} == {2}
+
+
+def test_intervals_are_over_prompts():
     shares = [0.8, 0.9, 1.0, 0.7, 0.95] * 8
     plain = Case("float32", 0.0, 1, "autoregressive", shares=shares)
     other = Case("float32", 0.0, 1, "other", tokens=30, seconds=2.0)

@@ -178,7 +178,7 @@ def test_every_figure_says_what_it_is_of(results, documents):
         assert source.about and source.environment is not None
         assert source.environment.versions["torch"] in everything and source.name in everything
     outline = " ".join(Outline(documents["report.html"]).text)
-    assert "oracle (simulated)" in outline and "projected for 8B (not measured)" in outline
+    assert "oracle (simulated)" in outline and "projected" not in outline
     assert "Lossy, not the target's own distribution: shape@typical-lossy" in outline
 
 

@@ -14,7 +14,7 @@ from shape.data.conversations import Prompt
 from shape.drafters import AdversaryDrafter, HybridDrafter, NgramDrafter, TrainedDrafter, TreeShape
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
-from shape.evaluation.methods import describe, projected_draft_cost
+from shape.evaluation.methods import describe
 from shape.evaluation.results import PromptRecord, SpeedResults, Tally
 from shape.evaluation.speed import Contexts, measure
 from shape.networks.config import ShapeConfig
@@ -102,7 +102,7 @@ def test_transformers_own_prompt_lookup_stands_beside_its_plain_generate(tiny_ta
     assert line.equal_transformers == line.answers == 2
     # Its prefill may yield several tokens at once, none of which the decoding paid for.
     assert total.tokens == results.total["autoregressive"].tokens and total.timed_tokens <= total.tokens - 2
-    assert line.acceptance_length.value is None and line.draft_share is None and line.projected_speed_up_8b is None
+    assert line.acceptance_length.value is None and line.draft_share is None
     assert results.baseline != "transformers-lookup" and "| transformers-lookup |" in results.to_markdown()
     with pytest.raises(ConfigError, match="no baseline"):
         run(tiny_target, {"transformers-lookup": "transformers-lookup"})
@@ -124,7 +124,7 @@ def test_json_and_markdown(results):
     strict = json.loads(results.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert strict["settings"]["target"] == "tiny"
     older = results.to_json().replace('"autoregressive', '"plain').replace("equal_autoregressive", "equal_plain")
-    assert SpeedResults.from_json(older.replace('"schema_version": 2', '"schema_version": 1')) == results
+    assert SpeedResults.from_json(older.replace('"schema_version": 3', '"schema_version": 1')) == results
     with pytest.raises(DataError, match="schema version 0"):
         SpeedResults.from_json('{"schema_version": 0}')
 
@@ -222,7 +222,7 @@ def made_up(*rows: tuple[Tally, Tally], methods=("autoregressive", "shape")) -> 
     settings = {"methods": {"autoregressive": "autoregressive", "shape": "shape, a tree"}, "temperature": 0.0}
     settings |= {"target": "t", "parameters": 1, "dtype": "float32", "prompts": "p", "max_new_tokens": 9}
     settings |= {"repeats": 1}
-    return SpeedResults("made up", settings, environment, {"autoregressive": None, "shape": 0.25}, records, {})
+    return SpeedResults("made up", settings, environment, records, {})
 
 
 def tally(seconds: float, tokens: int, forwards: int = 10) -> Tally:
@@ -236,7 +236,6 @@ def test_figures_are_ratios_of_sums():
     assert line.acceptance_length.value == pytest.approx(100 / 30)
     assert line.tokens_per_second == pytest.approx(100 / 3)
     assert line.tokens_per_second_median == pytest.approx(30)
-    assert line.projected_speed_up_8b == pytest.approx(100 / 30 / 1.25)
     assert line.speed_up.low == pytest.approx(2.0) and line.speed_up.high == pytest.approx(4.0)
     assert results.summarise("shape", "all") == line
 
@@ -247,13 +246,11 @@ def test_pooled_methods_are_summed_prompt_by_prompt():
     records = tuple(PromptRecord(str(i), "all", dict(zip(methods, row, strict=True))) for i, row in enumerate(rows))
     base = made_up((tally(1.0, 1), tally(1.0, 1)))
     settings = {**base.settings, "methods": {"autoregressive": "autoregressive", "one": "shape 1", "two": "shape 2"}}
-    results = replace(
-        base, settings=settings, records=records, projected_cost={"autoregressive": None, "one": 0.25, "two": 0.25}
-    )
+    results = replace(base, settings=settings, records=records)
     both = pooled(results, {"autoregressive": ["autoregressive"], "both": ["one", "two"]})
     line = both.summary["both"]
     assert line.acceptance_length.value == pytest.approx(40 / 15) and line.speed_up.value == pytest.approx(2.0)
-    assert line.projected_speed_up_8b == pytest.approx(40 / 15 / 1.25) and line.answers == 4
+    assert line.answers == 4
     assert both.methods["both"] == "shape 1; shape 2" and both.baseline == "autoregressive"
 
 
@@ -288,21 +285,6 @@ def test_tallies_add_up(counts):
     total = Tally(tokens=counts[0]) + Tally(tokens=counts[1], accepted=1)
     assert total.tokens == sum(counts) and total.accepted == 1
     assert math.isnan(total.acceptance_length)
-
-
-def test_projection_counts_what_a_drafter_reads(tiny_target):
-    def cost(**options):
-        config = ShapeConfig(hidden_size=tiny_target.hidden_size, num_steps=3, **options)
-        drafter = TrainedDrafter(ShapePredictor(config), TreeShape(depth=3, width=2))
-        parameters = drafter.predictor.num_parameters() * (4096 / tiny_target.hidden_size) ** 2
-        return projected_draft_cost(drafter, tiny_target), (parameters + 4096 * 128_256) / 8.03e9
-
-    parallel, once = cost(step_mode="parallel")
-    assert parallel == pytest.approx(once)
-    recursive, once = cost(step_mode="recursive")
-    assert recursive == pytest.approx(3 * once)
-    assert projected_draft_cost(NgramDrafter(), tiny_target) == 0
-    assert projected_draft_cost("transformers", tiny_target) is None is projected_draft_cost(None, tiny_target)
 
 
 def test_descriptions_change_with_the_settings(tiny_target):

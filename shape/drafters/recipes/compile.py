@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, ones_like
 from tqdm.auto import tqdm
 
-from shape.data.conversations import evenly
+from shape.data.conversations import evenly_by_category
 from shape.data.options import CompileOptions
 from shape.data.reading import load_prompts
 from shape.drafters.recipes.pack import Counts, Pack, pack_of
@@ -60,7 +60,7 @@ def compile_pack(options: CompileOptions, target: Target, generate: Callable[...
     """
     options.check()
     prompts = load_prompts(Path(options.prompts), options.chat_template_kwargs)
-    prompts = evenly(prompts, options.limit or len(prompts))
+    prompts = evenly_by_category(prompts, options.limit)
     misses = [miss for path in options.misses for miss in read_misses(path)]
     counts = Counts()
     for number, prompt in enumerate(tqdm(prompts, desc="compile", unit="prompt")):

@@ -24,7 +24,7 @@ class Plot:
 
     Attributes:
         draw: makes the drawing; not before it is wanted.
-        note: how to read it, and what must not be overlooked: simulated, projected, lossy.
+        note: how to read it, and what must not be overlooked: simulated, lossy.
     """
 
     title: str
@@ -49,7 +49,7 @@ def speed(source: Source[SpeedResults]) -> Iterator[Plot]:
     summary = results.summary
     by_speed = sorted(summary, key=lambda name: -(summary[name].speed_up.value or 0.0))
     known = {results.marked(name): astuple(summary[name].speed_up) for name in by_speed if summary[name].speed_up.value}
-    header = ["method", *list(COLUMNS)[:-1], "projected for 8B (not measured)"]
+    header = ["method", *COLUMNS]
     drawing = partial(plots.intervals, known, "speed-up", at=1.0, unit="x")
     yield Plot("Speed-up by method", (header, results.lines()), drawing, caution(results))
     if len(results.categories) > 1 and results.drafted:

@@ -1,0 +1,36 @@
+"""Which prompts a measurement asks: one convention for all of them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shape import bundled
+from shape.data.conversations import Prompt, evenly_by_category
+from shape.data.reading import load_prompts
+from shape.errors import ConfigError
+
+SUITES = ("bench", "kinds")
+
+
+def chosen_prompts(
+    given: str | Path | None, limit: int | None = None, template: Mapping[str, Any] | None = None
+) -> tuple[list[Prompt], str]:
+    """The prompts of a source, or so many of them, spread evenly over it and of every category its share.
+
+    Args:
+        given: the name of a suite that ships, or what `load_prompts` takes; None is the bench split.
+        limit: at most so many; None is all.
+        template: given to the chat template with every prompt.
+
+    Returns:
+        The prompts in their order, and what results call their source.
+
+    Raises:
+        ConfigError: a limit below 1. DataError: the source cannot be read.
+    """
+    if limit is not None and limit < 1:
+        raise ConfigError(f"limit {limit} leaves no prompt; give at least 1")
+    given = given or SUITES[0]
+    is_suite = given in SUITES and not Path(given).exists()
+    source = bundled.path("data", f"{given}.jsonl") if is_suite else given
+    return evenly_by_category(load_prompts(source, template), limit), Path(source).name
