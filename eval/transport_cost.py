@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -115,9 +115,9 @@ def variants(options: CostOptions) -> dict[Variant, dict[str, Any]]:
 
 def refined(predictor: ShapePredictor, changes: dict[str, Any]) -> ShapePredictor:
     """The same with another refinement, of untrained weights."""
-    config = cast(ShapeConfig, type(predictor.config).from_dict({**predictor.config.to_dict(), **changes}))
+    config = ShapeConfig.from_dict({**predictor.config.to_dict(), **changes})
     torch.manual_seed(0)
-    other = ShapePredictor(config)
+    other = ShapePredictor(config).to(predictor.dtype)  # type: ignore[arg-type]
     known = {name: weight for name, weight in predictor.state_dict().items() if not name.startswith("refinement.")}
     other.load_state_dict(known, strict=False)
     other.draft_vocabulary = predictor.draft_vocabulary
@@ -134,7 +134,7 @@ def drafting(options: CostOptions) -> tuple[dict[Variant, tuple[float, float]], 
         raise ConfigError(f"{options.predictor} is no SHAPE predictor; give the folder of one")
     decoders = {}
     for key, changes in variants(options).items():
-        network = refined(drafter.predictor, changes).to(drafter.predictor.dtype).eval().requires_grad_(False)
+        network = refined(drafter.predictor, changes).eval().requires_grad_(False)
         decoders[key] = ShapeDecoder(target, TrainedDrafter(network, drafter.tree), fall_back=False)
     prompts = evenly(load_prompts(bundled.path("data", "bench.jsonl")), options.limit)
     contexts = [target.encode(prompt.opening, prompt.template) for prompt in prompts]

@@ -94,15 +94,20 @@ class SingleRoot:
             gate_delta=numbers(delta.contiguous()),
             gate_bias=bias(predictor.gate),
         )
-        refinement, nothing = predictor.refinement, np.empty(0, np.float32)
-        self._module, how = refinement, (0, False, False)
-        parts: tuple[np.ndarray, ...] = (numbers(none), nothing, numbers(none), nothing)
-        if isinstance(refinement, SinkhornRefinement):
-            parts = *of(refinement.reduce), *of(refinement.expand)
-            how = refinement.iterations, refinement.last_update == "row", refinement.barycentric
+        self._module, nothing = predictor.refinement, np.empty(0, np.float32)
+        self._refinement = _Refinement(numbers(none), nothing, numbers(none), nothing, 0, False, False)
+        if isinstance(refinement := self._module, SinkhornRefinement):
+            self._refinement = _Refinement(
+                *of(refinement.reduce),
+                *of(refinement.expand),
+                refinement.iterations,
+                refinement.last_update == "row",
+                refinement.barycentric,
+            )
         elif refinement is not None:
-            parts = numbers(refinement.reduce.weight), nothing, numbers(refinement.expand.weight), nothing
-        self._refinement = _Refinement(*parts, *how)
+            self._refinement = self._refinement._replace(
+                reduce=numbers(refinement.reduce.weight), expand=numbers(refinement.expand.weight)
+            )
 
     @classmethod
     def of(cls, predictor: Predictor) -> Self | None:
@@ -120,13 +125,13 @@ class SingleRoot:
         """(W, F) and the root's (H,), of any dtype -> (S, H) in the weights'."""
         states = torch.empty(self._sizes, dtype=self._dtype)
         window, token = window.to(self._dtype).contiguous(), embedding[None].to(self._dtype).contiguous()
-        refinement, kernel, alpha = self._module, np.empty((0, 0), np.float32), 0.0
+        refinement, kernel, alpha = self._module, np.empty((0, 0), np.float32), np.float32(0)
         if refinement is not None:
-            alpha = float(refinement.share.alpha)
+            alpha = np.float32(float(refinement.share.alpha))
         if isinstance(refinement, SinkhornRefinement) and refinement.iterates:
             kernel = refinement.kernel().numpy()
-        how = self._refinement, kernel, np.float32(alpha)
-        _predict(numbers(window), numbers(token), self._weights, *how, numbers(states))
+        known = numbers(window), numbers(token), self._weights
+        _predict(*known, self._refinement, kernel, alpha, numbers(states))
         return states
 
 
@@ -222,7 +227,7 @@ def _transport(here: np.ndarray, q: np.ndarray, kernel: np.ndarray, how: _Refine
 
 @compiled
 def _refine(
-    raw: np.ndarray, known: np.ndarray, size: float, how: _Refinement, kernel: np.ndarray, alpha: float
+    raw: np.ndarray, known: np.ndarray, size: np.float32, how: _Refinement, kernel: np.ndarray, alpha: np.float32
 ) -> None:
     """``shape.networks.refinement`` of states (S, H), in place; `known` is the current one, normalised, (1, H)."""
     amount, refined = alpha, np.empty(raw.shape, np.float32)
@@ -252,7 +257,7 @@ def _predict(
     weights: _Weights,
     how: _Refinement,
     kernel: np.ndarray,
-    alpha: float,
+    alpha: np.float32,
     states: np.ndarray,
 ) -> None:
     """``SingleRoot``: window (W, F), token (1, H), states (S, H) to be filled, all of them ``numbers``."""

@@ -22,11 +22,10 @@ divergences (arXiv 1810.08278).
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 LastUpdate = Literal["column", "row"]
 
@@ -173,87 +172,19 @@ def _soft_minimum(log_weight: Tensor, potential: Tensor, cost: Tensor, epsilon: 
 
 
 def _scale(p: Tensor, q: Tensor, kernel: Tensor, iterations: int, once_more: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """u and v after iterations that end on the row update, and K^T u; or K v, of which u was made, instead."""
-    if torch.is_grad_enabled() and any(each.requires_grad for each in (p, q, kernel)):
-        return _Scale.apply(p, q, kernel, iterations, once_more)
-    return _iterate(p, q, kernel, iterations, once_more)[:3]
+    """u and v after iterations that end on the row update, and K^T u; or K v, of which u was made, instead.
 
-
-def _iterate(
-    p: Tensor, q: Tensor, kernel: Tensor, iterations: int, once_more: bool, keep: bool = False
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """`_scale`, and the products K^T u and K v of every iteration where they are to be kept."""
-    reached, kept = kernel.sum(-2).expand_as(q), []  # u = 1
+    Its gradient is autograd's own: the same chain rule written out by hand, which keeps the divisors alone, took as long
+    (the products with K are what takes the time).
+    """
+    reached = kernel.sum(-2).expand_as(q)  # u = 1
     for iteration in range(iterations):
         v = q / reached
         left = _rows(kernel, v)
         u = p / left
-        if keep:
-            kept += [reached, left]
         if once_more or iteration + 1 < iterations:
             reached = _columns(kernel, u)
-    return u, v, reached if once_more else left, kept
-
-
-class _Scale(torch.autograd.Function):
-    """The chain rule through the iterations, written out: it keeps the divisors alone, and goes three times over a
-    (batch, d) tensor for each division where autograd's own record would go seven times.
-    """
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, p: Tensor, q: Tensor, kernel: Tensor, iterations: int, once_more: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        u, v, product, kept = _iterate(p, q, kernel, iterations, once_more, keep=True)
-        ctx.once_more = once_more
-        ctx.save_for_backward(p, q, kernel, *kept)
-        return u, v, product
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, to_u: Tensor, to_v: Tensor, to_product: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        p, q, kernel, *kept = ctx.saved_tensors
-        to_p, to_q, to_kernel = torch.zeros_like(p), torch.zeros_like(q), torch.zeros_like(kernel)
-        with torch.autocast(p.device.type, enabled=False):
-            to_left = None
-            if ctx.once_more:  # K^T u
-                to_kernel = _add_outer(to_kernel, p / kept[-1], to_product)
-                to_u = to_u + _rows(kernel, to_product)
-            else:
-                to_left = to_product
-            while kept:
-                left, reached = kept.pop(), kept.pop()
-                u, v = p / left, q / reached
-                share = to_u / left
-                to_p += share
-                to_left = -share * u if to_left is None else torch.addcmul(to_left, share, u, value=-1)
-                to_kernel = _add_outer(to_kernel, to_left, v)
-                to_v = to_v + _columns(kernel, to_left)
-                share = to_v / reached
-                to_q += share
-                to_reached = (share * v).neg_()
-                before = p / kept[-1] if kept else torch.ones_like(p)
-                to_kernel = _add_outer(to_kernel, before, to_reached)
-                if kept:
-                    to_u, to_v, to_left = _rows(kernel, to_reached), torch.zeros_like(v), None
-        return to_p, to_q, to_kernel, None, None
-
-
-def _add_outer(sums: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Outer products of rows, added to a kernel's gradient: all of them to a shared one."""
-    if sums.dim() == 2:
-        return sums.addmm_(left.reshape(-1, left.shape[-1]).T, right.reshape(-1, right.shape[-1]))
-    return sums.add_(left.unsqueeze(-1) * right.unsqueeze(-2))
-
-
-def _rows(kernel: Tensor, v: Tensor) -> Tensor:
-    """K v for a batch of v."""
-    return v @ kernel.T if kernel.dim() == 2 else (kernel @ v.unsqueeze(-1)).squeeze(-1)
-
-
-def _columns(kernel: Tensor, u: Tensor) -> Tensor:
-    """K^T u for a batch of u."""
-    return u @ kernel if kernel.dim() == 2 else (u.unsqueeze(-2) @ kernel).squeeze(-2)
+    return u, v, reached if once_more else left
 
 
 def _widest(*tensors: Tensor) -> list[Tensor]:

@@ -13,7 +13,6 @@ from shape.networks.transport import (
     MAX_EXPONENT,
     LastUpdate,
     Plan,
-    scaled,
     sinkhorn,
     sinkhorn_divergence,
     squared_distances,
@@ -165,45 +164,6 @@ class TestGradients:
 
         leaves = [x.requires_grad_() for x in (p.log(), q.log(), cost + 0.1)]
         assert gradcheck(read, leaves)
-
-    @pytest.mark.parametrize("last_update", ORDERS)
-    @pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
-    @pytest.mark.parametrize("iterations", [1, 2, 7])
-    def test_they_are_those_of_the_unrolled_iterations(
-        self, last_update: LastUpdate, own: bool, iterations: int
-    ) -> None:
-        """Written out by hand for speed: against autograd's own record, to float64's last digits."""
-        p, q, cost = problem(7, batch=(2, 3))
-        kernel = (-(cost.expand(2, 3, 7, 7) * torch.rand(2, 3, 1, 1) if own else cost) / 0.3).exp()
-        inputs = [x.clone().requires_grad_() for x in (p, q, kernel)]
-
-        def unrolled(p: Tensor, q: Tensor, kernel: Tensor) -> list[Tensor]:
-            u, v = torch.ones_like(p), torch.ones_like(q)
-            for _ in range(iterations):
-                if last_update == "column":
-                    u = p / torch.einsum("...ij,...j->...i", kernel, v)
-                v = q / torch.einsum("...ij,...i->...j", kernel, u)
-                if last_update == "row":
-                    u = p / torch.einsum("...ij,...j->...i", kernel, v)
-            return [u, v, torch.einsum("...ij,...i->...j", kernel, u)]
-
-        def ours(p: Tensor, q: Tensor, kernel: Tensor) -> list[Tensor]:
-            plan = scaled(p, q, kernel, iterations, last_update)
-            return [plan.u, plan.v, plan.reached]
-
-        found, expected = ours(*inputs), unrolled(*inputs)
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-        weights = [torch.randn_like(x) for x in found]
-        for some in ([0], [1], [2], [0, 1, 2]):  # also where only part of what it gives is read
-            each = [
-                torch.autograd.grad(
-                    sum((given[i] * weights[i]).sum() for i in some), inputs, retain_graph=True, allow_unused=True
-                )
-                for given in (found, expected)
-            ]
-            for gradient, wanted in zip(*each, strict=True):
-                wanted = torch.zeros_like(gradient) if wanted is None else wanted
-                torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-10)
 
     def test_a_p_that_several_q_share(self) -> None:
         p, q, cost = problem(3, batch=(4,), d=5)
