@@ -174,8 +174,8 @@ def _soft_minimum(log_weight: Tensor, potential: Tensor, cost: Tensor, epsilon: 
 def _scale(p: Tensor, q: Tensor, kernel: Tensor, iterations: int, once_more: bool) -> tuple[Tensor, Tensor, Tensor]:
     """u and v after iterations that end on the row update, and K^T u; or K v, of which u was made, instead.
 
-    Its gradient is autograd's own: the same chain rule written out by hand, which keeps the divisors alone, took as long
-    (the products with K are what takes the time).
+    Its gradient is autograd's own: the same chain rule written out by hand took as long, as products with K are what
+    takes the time.
     """
     reached = kernel.sum(-2).expand_as(q)  # u = 1
     for iteration in range(iterations):
@@ -185,6 +185,16 @@ def _scale(p: Tensor, q: Tensor, kernel: Tensor, iterations: int, once_more: boo
         if once_more or iteration + 1 < iterations:
             reached = _columns(kernel, u)
     return u, v, reached if once_more else left
+
+
+def _rows(kernel: Tensor, v: Tensor) -> Tensor:
+    """K v for a batch of v."""
+    return v @ kernel.T if kernel.dim() == 2 else (kernel @ v.unsqueeze(-1)).squeeze(-1)
+
+
+def _columns(kernel: Tensor, u: Tensor) -> Tensor:
+    """K^T u for a batch of u."""
+    return u @ kernel if kernel.dim() == 2 else (u.unsqueeze(-2) @ kernel).squeeze(-2)
 
 
 def _widest(*tensors: Tensor) -> list[Tensor]:
