@@ -1,11 +1,14 @@
 """What is done to a predicted state (paper 3.2): nothing, an affine bottleneck, or entropic optimal transport."""
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shape.networks.config import ShapeConfig
 from shape.networks.layers import normalise, scale
-from shape.networks.transport import LastUpdate, sinkhorn, squared_distances
+from shape.networks.transport import LastUpdate, gibbs_kernel, scaled, squared_distances
 
 
 class Share(nn.Module):
@@ -17,9 +20,28 @@ class Share(nn.Module):
         start = torch.tensor([min(max(self.fixed, 0.01), 0.99)]).logit()
         self.logit = nn.Parameter(start) if config.refinement_alpha_learned else None
 
-    def forward(self, raw: Tensor, refined: Tensor) -> Tensor:
-        alpha = self.fixed if self.logit is None else self.logit.sigmoid().to(raw.dtype)
-        return (1 - alpha) * raw + alpha * refined  # torch.lerp takes no mixed dtypes, which autocast makes
+    @property
+    def alpha(self) -> float | Tensor:
+        if self.logit is None:
+            return self.fixed
+        return self.logit.to(torch.promote_types(self.logit.dtype, torch.float32)).sigmoid()
+
+    def forward(self, raw: Tensor, layer: nn.Linear, reduced: Tensor, size: float | Tensor = 1.0) -> Tensor:
+        """The refined state is `size` times what a layer makes of reduced coordinates: (..., H), (..., d) -> (..., H).
+
+        Share and size are multiplied into the coordinates, of which there are fewer, and the bias into the product, so
+        that two operations go over whole states.
+        """
+        alpha, weight = self.alpha, layer.weight
+        reduced, amount = reduced.to(raw.dtype), alpha * size
+        weighted = reduced * amount
+        if layer.bias is not None:
+            amount = torch.as_tensor(amount, dtype=raw.dtype, device=raw.device).expand(*reduced.shape[:-1], 1)
+            weighted, weight = torch.cat([weighted, amount], -1), torch.cat([weight, layer.bias[:, None]], -1)
+        refined = F.linear(weighted.to(raw.dtype), weight)
+        if isinstance(alpha, Tensor):
+            return refined + (1 - alpha).to(raw.dtype) * raw
+        return torch.add(refined, raw, alpha=1 - alpha)  # torch.lerp takes no mixed dtypes, which autocast makes
 
 
 class AffineRefinement(nn.Module):
@@ -37,7 +59,7 @@ class AffineRefinement(nn.Module):
         self.expand = nn.Linear(config.refinement_dim, config.hidden_size, bias=False)
 
     def forward(self, raw: Tensor, current: Tensor) -> Tensor:
-        return self.share(raw, self.expand(self.reduce(raw)))
+        return self.share(raw, self.expand, self.reduce(raw))
 
 
 class SinkhornRefinement(nn.Module):
@@ -66,16 +88,30 @@ class SinkhornRefinement(nn.Module):
         self.last_update: LastUpdate = config.refinement_last_update
         self.reduce = nn.Linear(config.hidden_size, config.refinement_dim)
         self.expand = nn.Linear(config.refinement_dim, config.hidden_size)
+        self._made: tuple[tuple[Any, ...], Tensor] | None = None
+
+    @property
+    def iterates(self) -> bool:
+        """After a column update T^T 1 is q itself: nothing to iterate for, unless the plan is read otherwise."""
+        return self.last_update == "row" or self.barycentric
 
     def forward(self, raw: Tensor, current: Tensor) -> Tensor:
-        arriving, coordinates = self._distribution(self._reduced(raw)), self._reduced(current)
-        # After a column update T^T 1 is q itself: nothing to iterate for, unless the plan is read otherwise.
-        if self.last_update == "row" or self.barycentric:
-            leaving = self._distribution(coordinates).expand_as(arriving)
-            cost = squared_distances(self.expand.weight.T)
-            plan = sinkhorn(leaving, arriving, cost, self.epsilon, self.iterations, self.last_update)
+        arriving = self._distribution(self._reduced(raw))
+        if self.iterates:
+            coordinates = self._reduced(current)
+            plan = scaled(self._distribution(coordinates), arriving, self.kernel(), self.iterations, self.last_update)
             arriving = plan.arrivals(coordinates.to(plan.u.dtype)) if self.barycentric else plan.column_marginal()
-        return self.share(raw, scale(current) * self.expand(arriving.to(raw.dtype)))
+        return self.share(raw, self.expand, arriving, scale(current))
+
+    def kernel(self) -> Tensor:
+        """The Gibbs kernel, (d, d), which depends on weights alone: on a CPU made once for each state of theirs."""
+        weight = self.expand.weight
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or weight.device.type != "cpu":
+            return gibbs_kernel(squared_distances(weight.T), self.epsilon)
+        state = (weight.data_ptr(), weight._version, weight.dtype)
+        if self._made is None or self._made[0] != state:
+            self._made = state, gibbs_kernel(squared_distances(weight.T), self.epsilon)
+        return self._made[1]
 
     def _reduced(self, state: Tensor) -> Tensor:
         return self.reduce(normalise(state))

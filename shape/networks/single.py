@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shape.loops import compiled
 from shape.networks.base import Predictor
+from shape.networks.refinement import SinkhornRefinement
 from shape.networks.shape import ShapePredictor
 from shape.target.products import multiply, narrow, numbers, widen
 
@@ -38,6 +39,21 @@ class _Weights(NamedTuple):
     gate_known: np.ndarray
     gate_delta: np.ndarray
     gate_bias: np.ndarray
+
+
+class _Refinement(NamedTuple):
+    """(d, H), (d,), (H, d) and (H,), none of them without refinement; biases, in float32, are a transport's.
+
+    `row`: the last update; `barycentric`: the read-out.
+    """
+
+    reduce: np.ndarray
+    reduce_bias: np.ndarray
+    expand: np.ndarray
+    expand_bias: np.ndarray
+    iterations: int
+    row: bool
+    barycentric: bool
 
 
 class SingleRoot:
@@ -78,23 +94,44 @@ class SingleRoot:
             gate_delta=numbers(delta.contiguous()),
             gate_bias=bias(predictor.gate),
         )
+        self._module, nothing = predictor.refinement, np.empty(0, np.float32)
+        self._refinement = _Refinement(numbers(none), nothing, numbers(none), nothing, 0, False, False)
+        if isinstance(refinement := self._module, SinkhornRefinement):
+            self._refinement = _Refinement(
+                *of(refinement.reduce),
+                *of(refinement.expand),
+                refinement.iterations,
+                refinement.last_update == "row",
+                refinement.barycentric,
+            )
+        elif refinement is not None:
+            self._refinement = self._refinement._replace(
+                reduce=numbers(refinement.reduce.weight), expand=numbers(refinement.expand.weight)
+            )
 
     @classmethod
     def of(cls, predictor: Predictor) -> Self | None:
-        """None where it does not serve: networks that repeat their step, attend or refine, others than the
-        CPU's, and sharded ones."""
+        """None where it does not serve: networks that repeat their step or attend, others than the CPU's, and sharded
+        ones."""
         if not isinstance(predictor, ShapePredictor) or predictor.device.type != "cpu":
             return None
-        plain = predictor.adapters is not None and predictor.attention is None and predictor.refinement is None
+        plain = predictor.adapters is not None and predictor.attention is None
         # Parts of one great tensor, as under FSDP, are freed between steps, which numpy's views of them forbid.
         own = all(weight.untyped_storage().nbytes() == weight.nbytes for weight in predictor.parameters())
         return cls(predictor) if plain and own and predictor.dtype in (torch.bfloat16, torch.float32) else None
 
+    @torch.no_grad()
     def __call__(self, window: Tensor, embedding: Tensor) -> Tensor:
         """(W, F) and the root's (H,), of any dtype -> (S, H) in the weights'."""
         states = torch.empty(self._sizes, dtype=self._dtype)
         window, token = window.to(self._dtype).contiguous(), embedding[None].to(self._dtype).contiguous()
-        _predict(numbers(window), numbers(token), self._weights, numbers(states))
+        refinement, kernel, alpha = self._module, np.empty((0, 0), np.float32), np.float32(0)
+        if refinement is not None:
+            alpha = np.float32(float(refinement.share.alpha))
+        if isinstance(refinement, SinkhornRefinement) and refinement.iterates:
+            kernel = refinement.kernel().numpy()
+        known = numbers(window), numbers(token), self._weights
+        _predict(*known, self._refinement, kernel, alpha, numbers(states))
         return states
 
 
@@ -120,7 +157,109 @@ def _silu(x: np.ndarray) -> None:
 
 
 @compiled
-def _predict(window: np.ndarray, token: np.ndarray, weights: _Weights, states: np.ndarray) -> None:
+def _softmax(x: np.ndarray) -> None:
+    """Of every row."""
+    for row in range(x.shape[0]):
+        most, total = x[row, 0], np.float32(0)
+        for k in range(x.shape[1]):
+            most = max(most, x[row, k])
+        for k in range(x.shape[1]):
+            x[row, k] = np.exp(x[row, k] - most)
+            total += x[row, k]
+        for k in range(x.shape[1]):
+            x[row, k] /= total
+
+
+@compiled
+def _through(x: np.ndarray, kernel: np.ndarray, y: np.ndarray) -> None:
+    """y = x K, (R, d) both, of a K that need not be symmetric: four of its rows at a time, each read once."""
+    rows, size = x.shape
+    y[:] = np.float32(0)
+    for i in range(0, size - 3, 4):
+        for row in range(rows):
+            first, second, third, fourth = x[row, i], x[row, i + 1], x[row, i + 2], x[row, i + 3]
+            for k in range(size):
+                y[row, k] += (
+                    first * kernel[i, k]
+                    + second * kernel[i + 1, k]
+                    + third * kernel[i + 2, k]
+                    + fourth * kernel[i + 3, k]
+                )
+    for i in range(size - size % 4, size):
+        for row in range(rows):
+            for k in range(size):
+                y[row, k] += x[row, i] * kernel[i, k]
+
+
+@compiled
+def _transport(here: np.ndarray, q: np.ndarray, kernel: np.ndarray, how: _Refinement) -> None:
+    """``scaled`` between the softmax of coordinates (1, d) and every row of q, (S, d), which becomes the read-out.
+
+    The kernel is symmetric but for rounding, so that K serves for its transpose.
+    """
+    p = here.copy()
+    _softmax(p)
+    u, v = np.ones(q.shape, np.float32), np.ones(q.shape, np.float32)
+    left, reached = np.empty(q.shape, np.float32), np.empty(q.shape, np.float32)
+    _through(u[:1], kernel, reached[:1])
+    for row in range(len(q)):
+        reached[row] = reached[0]
+        left[row] = reached[0]
+    for n in range(how.iterations):
+        if how.row:
+            v[:] = q / reached
+            _through(v, kernel, left)
+            u[:] = p / left
+            _through(u, kernel, reached)
+        else:
+            u[:] = p / left
+            _through(u, kernel, reached)
+            if n + 1 < how.iterations:
+                v[:] = q / reached
+                _through(v, kernel, left)
+    if how.barycentric:
+        u *= here
+        _through(u, kernel, left)
+        q[:] = left / reached
+    else:
+        q[:] = v * reached
+
+
+@compiled
+def _refine(
+    raw: np.ndarray, known: np.ndarray, size: np.float32, how: _Refinement, kernel: np.ndarray, alpha: np.float32
+) -> None:
+    """``shape.networks.refinement`` of states (S, H), in place; `known` is the current one, normalised, (1, H)."""
+    amount, refined = alpha, np.empty(raw.shape, np.float32)
+    reduced = np.empty((raw.shape[0], how.reduce.shape[0]), np.float32)
+    if len(how.reduce_bias):
+        amount = alpha * size
+        _normalise(raw, refined)
+        multiply(how.reduce, how.reduce_bias, refined, reduced)
+        _softmax(reduced)
+        if len(kernel):
+            here = np.empty((1, reduced.shape[1]), np.float32)
+            multiply(how.reduce, how.reduce_bias, known, here)
+            _transport(here, reduced, kernel, how)
+    else:
+        multiply(how.reduce, how.reduce_bias, raw, reduced)
+    multiply(how.expand, how.expand_bias, reduced, refined)
+    rest = np.float32(1) - alpha
+    for n in range(raw.shape[0]):
+        for k in range(raw.shape[1]):
+            raw[n, k] = rest * raw[n, k] + amount * refined[n, k]
+
+
+@compiled
+def _predict(
+    window: np.ndarray,
+    token: np.ndarray,
+    weights: _Weights,
+    how: _Refinement,
+    kernel: np.ndarray,
+    alpha: np.float32,
+    states: np.ndarray,
+) -> None:
     """``SingleRoot``: window (W, F), token (1, H), states (S, H) to be filled, all of them ``numbers``."""
     steps, size = states.shape
     width, none = weights.window.shape[0], np.empty(0, np.float32)
@@ -171,4 +310,6 @@ def _predict(window: np.ndarray, token: np.ndarray, weights: _Weights, states: n
         for k in range(size):
             share = np.float32(1) / (np.float32(1) + np.exp(-gate[n, k] - shared[0, k]))
             delta[n, k] = current[0, k] + rms * share * delta[n, k]
+    if len(how.reduce):
+        _refine(delta, known[-1:], rms, how, kernel, alpha)
     narrow(delta, states)

@@ -12,7 +12,9 @@ Which update comes last matters. A column update sets v = q / (K^T u), after whi
 holds exactly, after any number of iterations, converged or not, and for any cost. A read-out that uses only
 T^T 1 (the paper's H_ot = P2(T^T 1), section 3.2) then equals P2(q): the plan has no influence on it and gets
 no gradient. Ending on the row update makes T 1 = p exact instead, and T^T 1 differs from q by what is left to
-converge. Read-outs that use the plan itself (`Plan.push`, `Plan.arrivals`) do not have this weakness.
+converge: its limit is q too, so that a start nearer to the fixed point, or a gradient by implicit differentiation at
+it, would give the column order's read-out, and not that of a number of iterations from u = 1. Read-outs that use the
+plan itself (`Plan.push`, `Plan.arrivals`) do not have this weakness.
 
 Sources: Cuturi, Sinkhorn distances (arXiv 1306.0895); Peyre and Cuturi, Computational optimal transport
 (arXiv 1803.00567), sections 4.1-4.2; Feydy et al., Interpolating between optimal transport and MMD using Sinkhorn
@@ -37,11 +39,13 @@ class Plan:
     """Transport plans T = diag(u) K diag(v) for a batch of pairs (p, q), never built as matrices.
 
     `u` and `v` are (..., d) in the kernel's dtype; `kernel` is (d, d), shared, or each pair's own, (..., d, d).
+    `reached` is K^T u, (..., d), which the iterations have at hand.
     """
 
     u: Tensor
     v: Tensor
     kernel: Tensor
+    reached: Tensor
 
     def row_marginal(self) -> Tensor:
         """T 1, (..., d): how much leaves each point. Equals p after a row update."""
@@ -49,7 +53,7 @@ class Plan:
 
     def column_marginal(self) -> Tensor:
         """T^T 1, (..., d): how much arrives at each point. Equals q after a column update."""
-        return self.v * _columns(self.kernel, self.u)
+        return self.v * self.reached
 
     def push(self, mass: Tensor) -> Tensor:
         """Move other mass (..., d) as the plan moves its own: diag(T 1)^-1 T, transposed, times `mass`.
@@ -60,7 +64,7 @@ class Plan:
 
     def arrivals(self, values: Tensor) -> Tensor:
         """Mean of source values (..., d) over what arrives at each point: diag(T^T 1)^-1 T^T values."""
-        return _columns(self.kernel, self.u * values) / _columns(self.kernel, self.u)
+        return _columns(self.kernel, self.u * values) / self.reached
 
     def cost(self, cost: Tensor) -> Tensor:
         """<T, C>, (...): the transport cost under a cost of the kernel's shape, entropy not included."""
@@ -85,27 +89,31 @@ def sinkhorn(
 
     Each iteration is one row update u = p / (K v) and one column update v = q / (K^T u), in the order that
     ends on `last_update`, from v = 1 (u = 1 when the column update comes first). Differentiable in p, q and
-    the cost by unrolling; memory is O(batch d) per iteration.
+    the cost through every iteration; memory is O(batch d) per iteration.
 
-    Computed in float32 (float64 if an input is float64) whatever the inputs are, autocast included. Entries
-    of `cost / epsilon` are capped at `MAX_EXPONENT`: dearer pairs cost as much as the cap. The cost must not
+    Computed in float32 (float64 if an input is float64) whatever the inputs are, autocast included. The cost must not
     be negative, p and q must each have some mass in every row; single entries may be zero.
     """
-    dtype = torch.promote_types(p.dtype, q.dtype)
-    for other in (cost.dtype, torch.float32):
-        dtype = torch.promote_types(dtype, other)
+    return scaled(p, q, gibbs_kernel(_widest(cost, p, q)[0], epsilon), iterations, last_update)
+
+
+def gibbs_kernel(cost: Tensor, epsilon: float) -> Tensor:
+    """K = exp(-cost / epsilon), in float32 or wider. Exponents are capped at `MAX_EXPONENT`: dearer pairs cost as much
+    as the cap.
+    """
+    return (_widest(cost)[0] / epsilon).clamp(max=MAX_EXPONENT).neg().exp()
+
+
+def scaled(p: Tensor, q: Tensor, kernel: Tensor, iterations: int, last_update: LastUpdate = "row") -> Plan:
+    """`sinkhorn` with a Gibbs kernel that is at hand."""
     with torch.autocast(p.device.type, enabled=False):
-        p, q = p.to(dtype), q.to(dtype)
-        kernel = (cost.to(dtype) / epsilon).clamp(max=MAX_EXPONENT).neg().exp()
-        u, v = torch.ones_like(p), torch.ones_like(q)
-        for _ in range(iterations):
-            if last_update == "column":
-                u = p / _rows(kernel, v)
-                v = q / _columns(kernel, u)
-            else:
-                v = q / _columns(kernel, u)
-                u = p / _rows(kernel, v)
-        return Plan(u, v, kernel)
+        p, q, kernel = _widest(p, q, kernel)
+        p, q = torch.broadcast_tensors(p, q)
+        if last_update == "row":
+            u, v, reached = _scale(p, q, kernel, iterations, True)
+        else:
+            v, u, reached = _scale(q, p, kernel.mT, iterations, False)
+        return Plan(u, v, kernel, reached)
 
 
 def squared_distances(points: Tensor) -> Tensor:
@@ -163,6 +171,22 @@ def _soft_minimum(log_weight: Tensor, potential: Tensor, cost: Tensor, epsilon: 
     return -epsilon * exponent.logsumexp(-1)
 
 
+def _scale(p: Tensor, q: Tensor, kernel: Tensor, iterations: int, once_more: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """u and v after iterations that end on the row update, and K^T u; or K v, of which u was made, instead.
+
+    Its gradient is autograd's own: the same chain rule written out by hand took as long, as products with K are what
+    takes the time.
+    """
+    reached = kernel.sum(-2).expand_as(q)  # u = 1
+    for iteration in range(iterations):
+        v = q / reached
+        left = _rows(kernel, v)
+        u = p / left
+        if once_more or iteration + 1 < iterations:
+            reached = _columns(kernel, u)
+    return u, v, reached if once_more else left
+
+
 def _rows(kernel: Tensor, v: Tensor) -> Tensor:
     """K v for a batch of v."""
     return v @ kernel.T if kernel.dim() == 2 else (kernel @ v.unsqueeze(-1)).squeeze(-1)
@@ -171,3 +195,11 @@ def _rows(kernel: Tensor, v: Tensor) -> Tensor:
 def _columns(kernel: Tensor, u: Tensor) -> Tensor:
     """K^T u for a batch of u."""
     return u @ kernel if kernel.dim() == 2 else (u.unsqueeze(-2) @ kernel).squeeze(-2)
+
+
+def _widest(*tensors: Tensor) -> list[Tensor]:
+    """All in the widest of their dtypes, float32 at least."""
+    dtype = torch.float32
+    for each in tensors:
+        dtype = torch.promote_types(dtype, each.dtype)
+    return [each.to(dtype) for each in tensors]

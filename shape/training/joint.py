@@ -15,7 +15,16 @@ from shape.training.options import TrainOptions
 
 # What runs may differ in; of `training` these alone.
 _OWN = {"predictor", "tree", "losses", "output"}
-_OWN_OF_TRAINING = {"learning_rate", "warmup_steps", "decay", "weight_decay", "noise", "ema", "gradient_checkpointing"}
+_OWN_OF_TRAINING = {
+    "learning_rate",
+    "warmup_steps",
+    "decay",
+    "weight_decay",
+    "noise",
+    "noise_absolute",
+    "ema",
+    "gradient_checkpointing",
+}
 
 
 class JointModule(TrainingModule):

@@ -24,8 +24,13 @@ _EMBEDDINGS_SAMPLE = 1024
 
 
 def mse(predicted: Tensor, target: Tensor) -> Tensor:
-    """Mean squared error of a state, (..., H) -> (...): the paper's regression loss (section 3.2.2)."""
+    """Mean squared error of a state, (..., H) -> (...): `squared_norm` over H."""
     return F.mse_loss(_widen(predicted), _widen(target), reduction="none").mean(-1)
+
+
+def squared_norm(predicted: Tensor, target: Tensor) -> Tensor:
+    """|h' - h|^2 of a state, (..., H) -> (...): the paper's regression loss (section 3.2.2)."""
+    return F.mse_loss(_widen(predicted), _widen(target), reduction="none").sum(-1)
 
 
 def smooth_l1(predicted: Tensor, target: Tensor) -> Tensor:
@@ -220,7 +225,11 @@ def _step_weights(losses: Losses, steps: Tensor, whole: Tensor | None) -> Tensor
     return losses.step_decay ** steps.float() / every.sum().clamp(min=torch.finfo(every.dtype).tiny)
 
 
-_ON_STATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mse": mse, "smooth_l1": smooth_l1}
+_ON_STATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mse": mse,
+    "squared_norm": squared_norm,
+    "smooth_l1": smooth_l1,
+}
 _ON_LOGITS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "soft_cross_entropy": soft_cross_entropy,
     "kl": kl,

@@ -268,7 +268,8 @@ class ShapeModule(DrafterModule):
         known, window = texts, cut.window
         if self.options.noise:
             keys = mix(batch.samples + derive_seed(self.seed, batch.step, "noise"))
-            known = texts._replace(hidden=add_noise(texts.hidden, keys, self.options.noise, cut.states.shape[-1]))
+            size, absolute = cut.states.shape[-1], self.options.noise_absolute
+            known = texts._replace(hidden=add_noise(texts.hidden, keys, self.options.noise, size, absolute))
             read = known.hidden[..., : predictor.config.feature_size]
             window = windows(read, known.roots, predictor.config.window)
         embeddings = predictor.embed(cut.tokens, self.target) if predictor.reads_tokens else None
@@ -402,17 +403,19 @@ def computed_texts(target: Target, batch: Batch, layers: Sequence[int], device: 
     return Texts(hidden, *(each.to(device) for each in texts[1:]))
 
 
-def add_noise(hidden: Tensor, keys: Tensor, amount: float, hidden_size: int) -> Tensor:
+def add_noise(hidden: Tensor, keys: Tensor, amount: float, hidden_size: int, absolute: bool = False) -> Tensor:
     """Uniform noise on known states: EAGLE's remedy (arXiv 2401.15077) for inputs that are predictions later.
 
     Args:
         hidden: (B, T, F), F a multiple of `hidden_size`: one state per layer.
         keys: (B,) int64; a text's noise depends on its key alone.
         amount: standard deviation in units of each state's root mean square; states of zeros stay zeros.
+        absolute: in the states' own units instead; zeros, which stand for states before the text, stay zeros there too.
     """
     states = hidden.unflatten(-1, (-1, hidden_size)).float()
     counter = torch.arange(states[0].numel(), device=hidden.device).view(states.shape[1:])
     bits = mix(mix(keys).view(-1, 1, 1, 1) + counter) & 0xFFFFFF
     uniform = (bits.float() + 0.5) * 2.0**-23 - 1.0
-    scale = states.pow(2).mean(-1, keepdim=True).sqrt() * (amount * math.sqrt(3))
+    size = states.pow(2).mean(-1, keepdim=True).sqrt()
+    scale = (size > 0 if absolute else size) * (amount * math.sqrt(3))
     return (states + scale * uniform).flatten(-2).to(hidden.dtype)

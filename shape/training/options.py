@@ -13,7 +13,7 @@ from shape.target.options import TargetOptions
 from shape.verification.tree_shape import TreeShape
 
 QUICKSTART_TARGET = "quickstart-target"
-STATE_LOSSES = ("mse", "smooth_l1")
+STATE_LOSSES = ("mse", "squared_norm", "smooth_l1")
 LOGIT_LOSSES = ("soft_cross_entropy", "kl", "total_variation", "negative_log_acceptance", "sinkhorn")
 
 Logger = Literal["csv", "tensorboard", "wandb", "mlflow", "none"]
@@ -121,7 +121,8 @@ class Losses:
     """Weights of the losses (`shape.training.losses`), and the factor by which each further step counts less.
 
     Attributes:
-        mse: weight of the mean squared error of states (the paper's).
+        mse: weight of the mean squared error of states.
+        squared_norm: weight of the squared norm of that error, which is the width times the mean (the paper's).
         smooth_l1: weight of the Huber loss of states (EAGLE's).
         soft_cross_entropy: weight of the cross-entropy of the target's distribution (the paper's).
         kl: weight of the Kullback-Leibler divergence, which has the same gradient.
@@ -139,6 +140,7 @@ class Losses:
     """
 
     mse: float = 0.0
+    squared_norm: float = 0.0
     smooth_l1: float = 0.5
     soft_cross_entropy: float = 1.0
     kl: float = 0.0
@@ -191,6 +193,7 @@ class TrainingOptions:
         weight_decay: on matrices only; biases, gates and norms are left alone.
         noise: standard deviation of uniform noise on the input states, in units of each state's root mean square.
             Off by default: `python -m shape.train --training.noise 0.2` was no better within its interval.
+        noise_absolute: that deviation is in the states' own units (the paper's), whatever their size.
         ema: validate and export an exponential moving average of the weights, with this decay per step; null takes the
             weights themselves.
         max_minutes: stop after so long and shrink the learning rate's schedule to fit; such a run depends on
@@ -210,6 +213,7 @@ class TrainingOptions:
     decay: Literal["cosine", "linear", "none"] = "cosine"
     weight_decay: float = 0.01
     noise: float = 0.0
+    noise_absolute: bool = False
     ema: float | None = None
     max_minutes: float | None = None
     conversations: int | None = None

@@ -28,6 +28,8 @@ SHIPPED = [
     "features",
     "losses",
     "refinement",
+    "refinement-steps",
+    "refinement-sweep",
     "baselines",
     "tokens",
     "training",
@@ -276,7 +278,8 @@ def test_shipped_ablations_are_sound(name, tmp_path):
     assert len({json.dumps({**run.values, "output": ""}) for run in runs}) == len(runs) == len(options.variants)
     for run in runs:  # the budget ends a training, or all have the same steps; and the clock does not count validation
         assert (
-            run.options.training.max_minutes or name in ("curve", "data", "features")
+            run.options.training.max_minutes
+            or name in ("curve", "data", "features", "refinement-steps", "refinement-sweep")
         ) and run.options.validation.every > run.options.training.steps
     # Nulls of the file go before the defaults of the target that ships.
     run = next((run for run in runs if run.options.predictor.draft_vocab_size is None), runs[0])

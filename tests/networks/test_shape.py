@@ -253,16 +253,16 @@ class TestSteps:
 class TestRefinement:
     def test_column_order_is_the_iterated_read_out(self) -> None:
         """Without iterations it equals the paper's formula computed in full, at any iteration count."""
-        model = predictor(refinement="sinkhorn", refinement_last_update="column")
+        model = predictor(refinement="sinkhorn", refinement_last_update="column").double()
         refinement = model.refinement
         assert isinstance(refinement, SinkhornRefinement)
-        raw, current = torch.randn(2, 5, H)
+        raw, current = torch.randn(2, 5, H).double()
         p, q = (refinement._distribution(refinement._reduced(state)) for state in (current, raw))
         size = current.square().mean(-1, keepdim=True).sqrt()
         for iterations in (1, 3, 30):
             plan = sinkhorn(p, q, squared_distances(refinement.expand.weight.T), 0.1, iterations, "column")
             paper = 0.5 * raw + 0.5 * size * refinement.expand(plan.column_marginal())
-            torch.testing.assert_close(refinement(raw, current), paper)
+            torch.testing.assert_close(refinement(raw, current), paper, rtol=1e-12, atol=1e-12)
 
     def test_barycentric_read_out_moves_what_the_current_state_has(self) -> None:
         """Each point gets the mean of the coordinates that arrive there; in either order the plan matters."""

@@ -11,6 +11,21 @@ from shape.networks.single import SingleRoot
 SIZE, WINDOW, STEPS = 12, 3, 4
 
 
+REFINEMENTS = {
+    "affine": {"refinement": "affine"},
+    "column": {"refinement": "sinkhorn", "refinement_last_update": "column"},
+    "row": {"refinement": "sinkhorn"},
+    "one row": {"refinement": "sinkhorn", "refinement_iterations": 1},
+    "barycentric": {"refinement": "sinkhorn", "refinement_readout": "barycentric"},
+    "barycentric column": {
+        "refinement": "sinkhorn",
+        "refinement_readout": "barycentric",
+        "refinement_last_update": "column",
+    },
+    "learned": {"refinement": "sinkhorn", "refinement_alpha_learned": True},
+}
+
+
 def predictor(dtype: torch.dtype = torch.float32, **options) -> ShapePredictor:
     """Small, with all weights away from their first values."""
     defaults = {"hidden_size": SIZE, "intermediate_size": 16, "window": WINDOW, "num_steps": STEPS}
@@ -41,6 +56,37 @@ def test_states_are_those_of_the_network(conditioning, blocks, layers, dtype) ->
     torch.testing.assert_close(found.float(), exact[0][0, 0], rtol=precision, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", REFINEMENTS)
+@pytest.mark.parametrize("dim", [1, 6, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_refined_states_are_those_of_the_network(name, dim, dtype) -> None:
+    network = predictor(dtype, **REFINEMENTS[name], refinement_dim=dim, refinement_epsilon=0.3, refinement_alpha=0.4)
+    window, embedding = 5 * torch.randn(WINDOW, SIZE), torch.randn(SIZE)
+    single = SingleRoot.of(network)
+    assert single is not None
+    found = single(window, embedding)
+    known = Known(window.to(dtype).float()[None, None], [], None, None)
+    embedding = embedding.to(dtype)[None, None].float()
+    exact = network.float().begin(known, embedding)[0][0, 0]
+    precision = 1e-4 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(found.float(), exact, rtol=precision, atol=precision)
+    network.refinement = None
+    assert not torch.allclose(exact, network.begin(known, embedding)[0][0, 0], rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("name", ["column", "row"])
+def test_the_kernel_follows_the_weights(name) -> None:
+    network = predictor(**REFINEMENTS[name], refinement_dim=6)
+    window, embedding = torch.randn(WINDOW, SIZE), torch.randn(SIZE)
+    single = SingleRoot.of(network)
+    assert single is not None
+    before = single(window, embedding)
+    network.refinement.expand.weight.add_(torch.randn_like(network.refinement.expand.weight))
+    after = single(window, embedding)
+    assert not torch.allclose(before, after, atol=1e-3)
+    torch.testing.assert_close(after, SingleRoot.of(network)(window, embedding), rtol=0, atol=0)
+
+
 def test_weights_are_read_where_they_lie() -> None:
     """A drafter of a predictor in training sees its next weights."""
     network = predictor()
@@ -54,7 +100,7 @@ def test_weights_are_read_where_they_lie() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"step_mode": "recursive"}, {"attention": True, "num_heads": 2}, {"refinement": "affine"}],
+    [{"step_mode": "recursive"}, {"attention": True, "num_heads": 2}],
     ids=lambda options: next(iter(options)),
 )
 def test_other_networks_are_left_to_themselves(options) -> None:

@@ -165,6 +165,13 @@ class TestGradients:
         leaves = [x.requires_grad_() for x in (p.log(), q.log(), cost + 0.1)]
         assert gradcheck(read, leaves)
 
+    def test_a_p_that_several_q_share(self) -> None:
+        p, q, cost = problem(3, batch=(4,), d=5)
+        assert gradcheck(
+            lambda p, q: sinkhorn(p.softmax(-1), q.softmax(-1), cost, 0.3, 2).column_marginal(),
+            [p[:1].log().requires_grad_(), q.log().requires_grad_()],
+        )
+
     def test_of_the_ground_cost(self) -> None:
         points = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
         assert gradcheck(squared_distances, points)

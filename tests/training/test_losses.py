@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shape.errors import ConfigError
 from shape.training import losses as module
-from shape.training.losses import mse, smooth_l1, supervised, weighted_loss
+from shape.training.losses import mse, smooth_l1, squared_norm, supervised, weighted_loss
 from shape.training.options import Losses
 
 
@@ -30,7 +30,7 @@ soft_cross_entropy, kl = of_logits(module.soft_cross_entropy), of_logits(module.
 total_variation = of_logits(module.total_variation)
 negative_log_acceptance = of_logits(module.negative_log_acceptance)
 sinkhorn = of_logits(module.sinkhorn)
-ON_STATES = [mse, smooth_l1]
+ON_STATES = [mse, squared_norm, smooth_l1]
 ON_LOGITS = [soft_cross_entropy, kl, total_variation, negative_log_acceptance]
 LIMIT = {"scale": 1e-9, "epsilon": 0.002, "iterations": 400}  # of the loss sinkhorn: total variation
 LOSSES = {loss.__name__: loss for loss in (*ON_STATES, *ON_LOGITS, sinkhorn)}
@@ -73,6 +73,7 @@ class TestValues:
         torch.testing.assert_close(total_variation(predicted, target), (p - q).abs().sum(-1) / 2)
         torch.testing.assert_close(negative_log_acceptance(predicted, target), -torch.minimum(p, q).sum(-1).log())
         torch.testing.assert_close(mse(predicted, target), (predicted - target).square().sum(-1) / 11)
+        torch.testing.assert_close(squared_norm(predicted, target), (predicted - target).square().sum(-1))
         error = (predicted - target).abs()
         huber = torch.where(error < 1, error.square() / 2, error - 0.5)
         torch.testing.assert_close(smooth_l1(predicted, target), huber.mean(-1))

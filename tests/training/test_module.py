@@ -71,6 +71,10 @@ def test_noise_is_uniform_relative_and_keyed(amount, layers):
     assert relative.abs().max() <= amount * math.sqrt(3) * 1.001
     assert abs(relative.mean()) < 0.05 * amount and abs(relative.std() / amount - 1) < 0.03
     assert torch.equal(add_noise(window[7:9], keys[7:9], amount, 64), noisy[7:9])
+    plain = (add_noise(window, keys, amount, 64, absolute=True) - window)[:, 1:]
+    assert plain.abs().max() <= amount * math.sqrt(3) * 1.001 + 1e-5
+    assert abs(plain.mean()) < 0.05 * amount and abs(plain.std() / amount - 1) < 0.03
+    assert torch.equal(add_noise(window, keys, amount, 64, absolute=True)[:, 0], window[:, 0])
 
 
 def test_same_seed_same_weights(store, tiny_target):
