@@ -15,7 +15,8 @@ from shape.training.options import TrainOptions
 
 # What runs may differ in; of `training` these alone.
 _OWN = {"predictor", "tree", "losses", "output"}
-_OWN_OF_TRAINING = {"learning_rate", "warmup_steps", "decay", "weight_decay", "noise", "ema", "gradient_checkpointing"}
+_OWN_OF_TRAINING = {"learning_rate", "warmup_steps", "decay", "weight_decay", "noise", "ema", "compile"}
+_OWN_OF_TRAINING |= {"gradient_checkpointing"}
 
 
 class JointModule(TrainingModule):
@@ -97,7 +98,7 @@ def require_alike(runs: Sequence[TrainOptions]) -> list[str]:
             raise ConfigError(f"{name} reads stored features, which cost no forward to share; set online: true")
         if run.training.max_minutes is not None:
             raise ConfigError(f"{name} has training.max_minutes, which all runs would share; give training.steps")
-        if run.trainer.strategy.startswith("fsdp"):
+        if run.trainer.strategy == "fsdp":
             raise ConfigError(f"{name} is cut by fsdp, which takes one network; give --trainer.strategy ddp")
         apart = [key for key, value in shared_options(run).items() if value != shared_options(runs[0])[key]]
         if apart:

@@ -24,6 +24,7 @@ from training_runs import (
     weights,
 )
 
+from shape.errors import ConfigError
 from shape.features.extraction import compute_features
 from shape.features.store import FeatureStore
 from shape.networks import layers
@@ -268,3 +269,37 @@ def test_target_stays_outside(store, tiny_target):
     assert sum(p.numel() for p in module.parameters()) == sum(p.numel() for p in module.predictor.parameters())
     weights = list(tiny_target.model.parameters())
     assert all(weight.requires_grad and weight.grad is None for weight in weights)  # as their owner left them
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["shape", "eagle", "block"])
+def test_compiled_steps_are_the_same_to_rounding(unequal, tiny_target, kind, monkeypatch):
+    """Losses and gradients of several batches of unlike sizes, in chunks and attention in parts."""
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**16)
+    monkeypatch.setattr(layers, "SCORES_BYTES", 2**14)
+
+    def taught(compile: bool) -> tuple[list[float], torch.Tensor]:
+        options = replace(OPTIONS, batch_size=90, compile=compile)
+        module = ShapeModule(trainable(tiny_target, **NETWORKS[kind]), tiny_target, Losses(), options, log_every=1000)
+        module.log = lambda *_, **__: None  # type: ignore[method-assign,assignment]
+        window = None if module.predictor.memory_shapes else WINDOW
+        store = FeatureStore(unequal.storage, layers=module.layers)
+        data = data_of(store, tiny_target, options, window=window, max_length=160)
+        losses = []
+        for batch in list(data.batches(Split()))[:4]:
+            loss = module.training_step(batch, 0)
+            loss.backward()
+            losses.append(float(loss))
+        return losses, torch.cat([weight.grad.flatten() for weight in module.predictor.parameters()])
+
+    (plain, gradient), (traced, traced_gradient) = taught(False), taught(True)
+    assert traced == pytest.approx(plain, rel=1e-5)
+    assert (traced_gradient - gradient).norm() < 1e-4 * gradient.norm()
+
+
+@pytest.mark.slow
+def test_what_cannot_be_compiled_says_so(store, tiny_target, monkeypatch):
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
+    torch.compiler.reset()
+    with pytest.raises(ConfigError, match=r"training\.compile is on, and torch cannot compile this training here"):
+        fit(tiny_target, store, options=replace(OPTIONS, steps=2, compile=True))
