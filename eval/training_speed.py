@@ -191,9 +191,9 @@ def write(options: SpeedOptions, rows: Sequence[dict[str, Any]], counted: Sequen
         f"At the quickstart's size: shipped target, {options.limit} conversations, steps of 1,024 positions, stored "
         f"features; mean (least to most) of {options.rounds} trainings of {options.steps} counted steps in turn.",
         markdown(["network", "before", "now", "now / before"], lines),
-        "## Padding\n\nOf batches of whole texts, one portion a step: of the tokens that a target reads online, and of the "
-        "roots that a network runs for. By chance, and as training sorts: by tokens online, by roots where states are "
-        "stored.",
+        "## Padding\n\nOf batches of whole texts, one portion a step: of the tokens that a target reads online, and of "
+        "the roots that a network runs for. By chance, and as training sorts: by tokens online, by roots where states "
+        "are stored.",
         markdown(
             ["texts", "tokens, roots of one", "batch", "", "by chance", "online", "stored"],
             [
