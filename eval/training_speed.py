@@ -59,12 +59,12 @@ class SpeedOptions:
 
 def timed(arguments: Sequence[str]) -> None:
     """Train as `shape train` does and print when each step ended; by whatever state of the code is imported."""
-    from shape.cli.train import main as train
     from shape.training import run
+    from shape.training.parsing import parse
 
     ends: list[float] = []
 
-    class Clock(run.CountFlops):  # type: ignore[name-defined]
+    class Clock(run.CountFlops):
         """In its place, as counting operations takes time."""
 
         def on_train_batch_start(self, *_: Any) -> None:
@@ -73,8 +73,9 @@ def timed(arguments: Sequence[str]) -> None:
         def on_before_zero_grad(self, *_: Any) -> None:
             ends.append(monotonic())
 
-    run.CountFlops = Clock  # type: ignore[attr-defined]
-    train(list(arguments))
+    run.CountFlops = Clock  # type: ignore[misc]
+    run.keep_freed_memory()
+    run.train(parse(list(arguments)))
     print(json.dumps(ends))
 
 

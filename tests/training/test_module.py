@@ -206,7 +206,8 @@ def test_eagle_learns_nothing_where_the_likeliest_token_cannot_be_drafted(unequa
     predictor = trainable(tiny_target, kind="eagle", own_heads=True, draft_vocab_size=50)
     module = ShapeModule(predictor, tiny_target, Losses(smooth_l1=0.0), OPTIONS, log_every=10**6)
     module.log = lambda *_, **__: None  # type: ignore[method-assign,assignment]
-    data = data_of(FeatureStore(unequal.storage, layers=module.layers), tiny_target, window=None)
+    options = replace(OPTIONS, batch_size=300)  # all texts
+    data = data_of(FeatureStore(unequal.storage, layers=module.layers), tiny_target, options, window=None)
     batch = data.batches(Split())[0]
     texts, steps = batch.texts, predictor.config.num_steps
     learned = draftable(tiny_target, predictor.draft_vocabulary, texts, steps)
