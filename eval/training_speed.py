@@ -7,8 +7,8 @@ Beside it: how much of a batch is padding, for networks that attend to whole tex
 are drawn by chance and as training batches them (`shape.training.batches.WholeTextBatches`).
 
 Every training is a `shape train` of its own on the shipped target's stored features, states of the code taking turns:
-first one, then the other, then the other way round. All see the same texts. The first steps are not counted, nor are
-validation and export. `--work` keeps the features, so that one network can be measured at a time, each time on an
+first one, then the other, then the other way round. All see the same texts. They end before anything is validated.
+`--work` keeps the features, so that one network can be measured at a time, each time on an
 otherwise idle machine; what is in the output folder is kept.
 """
 
@@ -25,7 +25,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 NETWORKS = {"default": "quickstart", "EAGLE-3": "eagle", "DFlash": "dflash"}
-_WARM_UP = 16  # steps, as many as texts are sorted over, so that what is counted is whole
 
 
 @dataclass
@@ -37,7 +36,8 @@ class SpeedOptions:
         work: folder of features and trainings, kept.
         before: a checkout of another commit; null measures this state alone.
         networks: by name; default: all.
-        steps: counted in each training.
+        steps: of each training; 16, over which texts are sorted, or a multiple.
+        batch_size: positions of a step; the quickstart has 1,024.
         rounds: trainings of each state.
         limit: conversations.
         more: options of `shape train` for all, in this state of the code and the other.
@@ -50,6 +50,7 @@ class SpeedOptions:
     before: str | None = None
     networks: list[str] = field(default_factory=lambda: list(NETWORKS))
     steps: int = 16
+    batch_size: int = 1024
     rounds: int = 2
     limit: int = 600
     more: list[str] = field(default_factory=list)
@@ -58,46 +59,50 @@ class SpeedOptions:
 
 
 def timed(arguments: Sequence[str]) -> None:
-    """Train as `shape train` does and print when each step ended; by whatever state of the code is imported."""
+    """Train as `shape train` does and print when the first step began and each portion ended; by whatever state of the
+    code is imported.
+    """
     from shape.training import run
     from shape.training.parsing import parse
 
-    ends: list[float] = []
+    times: list[float] = []
 
     class Clock(run.CountFlops):
         """In its place, as counting operations takes time."""
 
         def on_train_batch_start(self, *_: Any) -> None:
-            pass
+            times[:] = times or [monotonic()]
 
-        def on_before_zero_grad(self, *_: Any) -> None:
-            ends.append(monotonic())
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            times.append(monotonic())
+            if trainer.global_step == trainer.max_steps:  # neither validated nor exported
+                print(json.dumps(times), flush=True)
+                os._exit(0)
 
     run.CountFlops = Clock  # type: ignore[misc]
     run.keep_freed_memory()
     run.train(parse(list(arguments)))
-    print(json.dumps(ends))
 
 
 def seconds_of(folder: Path, arguments: Sequence[str]) -> float:
-    """Of the counted steps of a training by the code in a folder."""
+    """Of the steps of a training by the code in a folder."""
     command = [sys.executable, "-P", __file__, "--timed", *arguments]
     ran = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(folder)}, capture_output=True, text=True)
     if ran.returncode:
         raise RuntimeError(ran.stderr[-2000:])
-    ends = json.loads(ran.stdout.splitlines()[-1])
-    return ends[-1] - ends[_WARM_UP - 1]
+    times = json.loads(ran.stdout.splitlines()[-1])
+    return times[-1] - times[0]
 
 
 def measured(name: str, options: SpeedOptions) -> dict[str, Any]:
     """One network's seconds by state, for each round."""
     work = Path(options.work).resolve()
-    given = [
-        f"--config={ROOT / 'configs' / NETWORKS[name]}.yaml", f"--features={work / name}", f"--limit={options.limit}",
-        f"--training.steps={_WARM_UP + options.steps}", "--validation.every=100000", "--validation.prompts=2",
-        "--validation.max_new_tokens=4", "--measurement.limit=0", "--logger=none", "--trainer.accelerator=cpu",
-        "--trainer.enable_progress_bar=false", *options.more,
-    ]  # fmt: skip
+    chosen = {
+        "config": ROOT / "configs" / f"{NETWORKS[name]}.yaml", "features": work / name, "limit": options.limit,
+        "training.steps": options.steps, "training.batch_size": options.batch_size, "validation.every": 100000,
+        "logger": "none", "trainer.accelerator": "cpu", "trainer.enable_progress_bar": "false",
+    }  # fmt: skip
+    given = [*(f"--{option}={value}" for option, value in chosen.items()), *options.more]
     states = {"now": (ROOT, options.now)}
     if options.before is not None:
         states = {"before": (Path(options.before).resolve(), []), **states}
@@ -106,8 +111,13 @@ def measured(name: str, options: SpeedOptions) -> dict[str, Any]:
         for state in sorted(states, reverse=turn % 2 == 1):
             folder, own = states[state]
             seconds[state].append(seconds_of(folder, [*given, f"--output={work / 'run'}", *own]))
-    positions = 1024 * options.steps  # the default batch of all three
-    return {"network": name, "positions": positions, "seconds": seconds, "more": options.more, "now": options.now}
+    return {
+        "network": name,
+        "positions": options.batch_size * options.steps,
+        "seconds": seconds,
+        "more": options.more,
+        "now": options.now,
+    }
 
 
 def padding(file: str, batch_size: int) -> dict[str, Any]:
@@ -189,8 +199,8 @@ def write(options: SpeedOptions, rows: Sequence[dict[str, Any]], counted: Sequen
     environment = Environment.capture(torch.device("cpu"))
     parts = [
         "# Positions per second of training",
-        f"At the quickstart's size: shipped target, {options.limit} conversations, steps of 1,024 positions, stored "
-        f"features; mean (least to most) of {options.rounds} trainings of {options.steps} counted steps in turn.",
+        f"At the quickstart's size: shipped target, stored features, {options.limit} conversations, steps of "
+        f"{options.batch_size:,} positions; mean (least to most) of {options.rounds} trainings of 16 steps or more.",
         markdown(["network", "before", "now", "now / before"], lines),
         "## Padding\n\nOf batches of whole texts, one portion a step: of the tokens that a target reads online, and of "
         "the roots that a network runs for. By chance, and as training sorts: by tokens online, by roots where states "

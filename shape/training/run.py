@@ -169,9 +169,9 @@ def _recipe(options: TrainOptions, material: Material, in_pools: bool) -> dict[s
     """What defines a run beside its losses and optimisation: a checkpoint of another recipe is refused.
 
     Args:
-        in_pools: whether texts are batched by length (`shape.training.batches.WholeTextBatches`).
+        in_pools: whether texts are batched by size (`shape.training.batches.WholeTextBatches`).
     """
-    shuffled = "in pools by length" if in_pools else "as a whole" if material.home.folder else "by shards"
+    shuffled = "in pools by size" if in_pools else "as a whole" if material.home.folder else "by shards"
     return {
         "predictor": asdict(options.predictor),
         "init": options.init,
