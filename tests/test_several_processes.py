@@ -1,6 +1,7 @@
 """Several processes: the launch scripts of `train/`, another number of processes, and weights that they share."""
 
 import csv
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import torch
 from helpers import ROOT
 from safetensors.torch import load_file
 from training_runs import arguments, talks
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from shape.cli.train import main
 
@@ -148,15 +150,22 @@ def test_answers_are_written_by_all_processes(options, tiny_target_folder, tmp_p
 
 
 @pytest.mark.slow
-def test_weights_shared_out_by_fsdp_are_trained_alike(options, tmp_path):
-    """By two processes on a CPU; resumed in the middle, validated, and exported whole."""
+@pytest.mark.parametrize(
+    "network",
+    [{}, {"predictor.kind": "eagle", "predictor.markov_rank": 0, "predictor.own_heads": "true"}],
+    ids=["window", "eagle"],
+)
+def test_weights_shared_out_by_fsdp_are_trained_alike(options, tmp_path, network):
+    """By two processes on a CPU; resumed in the middle, then by one process that has all; validated, exported whole."""
     one, several = tmp_path / "one", tmp_path / "several"
+    options += ["--training.checkpoint_every=4", *(f"--{name}={value}" for name, value in network.items())]
     main([*options, f"--output={one}", "--training.steps=12"])
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    run += [str(ROOT / "tests/sharded_run.py"), *options, "--trainer.devices=2", "--trainer.strategy=fsdp"]
-    for steps, more in ((6, []), (12, ["--ckpt_path=last"])):
-        launch(*run, f"--output={several}", f"--training.steps={steps}", *more)
-        assert reached(several) == steps
+    given = [option for option in options if not option.startswith("--trainer.devices")]
+    for number, (processes, steps) in enumerate(((2, 4), (2, 8), (1, 12))):
+        more = [f"--training.steps={steps}", *(["--ckpt_path=last"] if number else [])]
+        more += ["--trainer.strategy=fsdp"] if processes > 1 else []
+        said = launch(str(ROOT / "train/torchrun.sh"), str(processes), *given, f"--output={several}", *more)
+        assert reached(several) == steps, said
     require_the_same_steps(several, one)
     exported = [load_file(folder / "model.safetensors") for folder in (one, several)]
     assert {name: tensor.shape for name, tensor in exported[0].items()} == {
@@ -176,3 +185,19 @@ def test_a_target_shared_out_trains_as_a_whole_one(options, tmp_path):
     assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
     whole, cut = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for the memory of a process")
+def test_no_process_takes_memory_for_the_whole_target(tmp_path):
+    """A checkpoint's files are mapped, and read as far as a process keeps them: half of the blocks each, of two."""
+    sizes = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16, "vocab_size": 512}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=12)).bfloat16()
+    model.save_pretrained(tmp_path)
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    said = launch(*run, str(ROOT / "tests/sharded_target.py"), str(tmp_path))
+    found = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
+    whole, mine = 2 * found["whole"], 2 * found["mine"]
+    assert mine < 0.52 * whole and whole > 250e6
+    assert found["loaded"] < 0.25 * whole
+    assert mine < found["after"] < mine + 0.25 * whole

@@ -33,7 +33,7 @@ class TrainerOptions:
         devices: how many, a list of indices, or auto.
         num_nodes: machines.
         strategy: ddp for several devices; fsdp where the predictor, its gradients and its optimiser are too large for
-            one (GPUs only); auto chooses.
+            one (torch's fully_shard, by Lightning's ModelParallelStrategy); auto chooses.
         precision: of training, for example 32-true; auto is bf16-mixed where the hardware multiplies in bfloat16.
             Extraction runs in the target's own dtype.
         accumulate_grad_batches: portions that a step's batch is computed in, to save memory.
@@ -58,9 +58,13 @@ class TrainerOptions:
     more: dict[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raises ConfigError for an option in `more` that Lightning does not know, or that is set elsewhere."""
+        """Raises ConfigError for an option in `more` that Lightning does not know, or that is set elsewhere, and for
+        kinds of FSDP that are not offered.
+        """
         import pytorch_lightning as pl
 
+        if self.strategy.startswith("fsdp") and self.strategy != "fsdp":
+            raise ConfigError(f"trainer.strategy {self.strategy} is not offered; give fsdp, or ddp")
         own = {each.name for each in fields(self)}
         free = signature(pl.Trainer).parameters.keys() - own - _SET_BY_TRAINING
         for name in sorted(self.more.keys() - free):
@@ -88,7 +92,7 @@ class TrainerOptions:
 
         own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "more"}
         return pl.Trainer(
-            **{**own, "precision": self.chosen_precision(), **self.more},
+            **{**own, "precision": self.chosen_precision(), "strategy": self._chosen_strategy(), **self.more},
             max_steps=steps,
             max_epochs=1,  # one run over the loader, which counts in steps
             use_distributed_sampler=False,
@@ -109,6 +113,14 @@ class TrainerOptions:
             fast = on_cpu and torch.cpu._is_avx512_bf16_supported()  # type: ignore[attr-defined]
         return "bf16-mixed" if fast else "32-true"
 
+    def _chosen_strategy(self) -> Any:
+        """What Lightning takes for the name."""
+        if self.strategy != "fsdp":
+            return self.strategy
+        from pytorch_lightning.strategies import ModelParallelStrategy
+
+        return ModelParallelStrategy(self.processes, tensor_parallel_size=1, save_distributed_checkpoint=False)
+
     def for_extraction(self) -> "pl.Trainer":
         """A Trainer for `extract`. No inference mode: its tensors could not be used in training afterwards."""
         import pytorch_lightning as pl
@@ -117,7 +129,7 @@ class TrainerOptions:
             accelerator=self.accelerator,
             devices=self.devices,
             num_nodes=self.num_nodes,
-            strategy="ddp" if self.strategy.startswith("fsdp") else self.strategy,  # nothing is trained
+            strategy="ddp" if self.strategy == "fsdp" else self.strategy,  # nothing is trained
             enable_progress_bar=self.enable_progress_bar,
             inference_mode=False,
             logger=False,

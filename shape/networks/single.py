@@ -111,14 +111,11 @@ class SingleRoot:
 
     @classmethod
     def of(cls, predictor: Predictor) -> Self | None:
-        """None where it does not serve: networks that repeat their step or attend, others than the CPU's, and sharded
-        ones."""
+        """None where it does not serve: networks that repeat their step or attend, or are not the CPU's."""
         if not isinstance(predictor, ShapePredictor) or predictor.device.type != "cpu":
             return None
         plain = predictor.adapters is not None and predictor.attention is None
-        # Parts of one great tensor, as under FSDP, are freed between steps, which numpy's views of them forbid.
-        own = all(weight.untyped_storage().nbytes() == weight.nbytes for weight in predictor.parameters())
-        return cls(predictor) if plain and own and predictor.dtype in (torch.bfloat16, torch.float32) else None
+        return cls(predictor) if plain and predictor.dtype in (torch.bfloat16, torch.float32) else None
 
     @torch.no_grad()
     def __call__(self, window: Tensor, embedding: Tensor) -> Tensor:

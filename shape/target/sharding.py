@@ -1,6 +1,7 @@
 """A frozen target that several processes hold together, for training beside one that no device can hold alone."""
 
 import pytorch_lightning as pl
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -40,16 +41,21 @@ def shard(target: Target, mesh: DeviceMesh) -> None:
     Embeddings and output layer, which training reads by itself, stay whole. From now on all processes have to run the
     same layers at the same time.
     """
-    names = set(getattr(target.model, "_no_split_modules", None) or ())
-    blocks = [module for module in target.model.modules() if type(module).__name__ in names]
-    if not blocks:
+    found = blocks(target.model)
+    if not found:
         raise UnsupportedTarget(
             f"target {target.name} does not say what its blocks are (_no_split_modules), and cannot be shared out; "
             "store its features with --device_map auto instead"
         )
-    for block in blocks:
+    for block in found:
         fully_shard(block, mesh=mesh)
     target.sharded = True
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """What a model says is computed as a whole (transformers' `_no_split_modules`)."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def held(target: Target) -> tuple[int, int]:

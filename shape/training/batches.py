@@ -16,7 +16,7 @@ from shape.features.store import FeatureStore
 from shape.networks.teacher_forcing import Texts
 from shape.training.order import StepOrder, cuts, derive_seed
 
-_STEPS_POOLED = 8  # whose texts are sorted by length
+STEPS_POOLED = 16  # whose texts are sorted
 
 
 @dataclass(frozen=True)
@@ -153,12 +153,46 @@ class FetchedBatches(StoredBatches):
         return super()._load(batch)
 
 
-class TextBatches(Batches):
-    """Whole conversations of a feature store, for networks that attend to everything before a root.
+class WholeTextBatches(Batches):
+    """Whole conversations, for networks that attend to everything before a root, and where states are computed.
 
     Each text of a portion is a sequence of its own: no document sees another. Texts of several steps are sorted by
-    their number of roots and cut where these add up to a step's, and a step's to a portion's: little is padding, steps
-    are about equally large, and so are portions.
+    size and cut where their roots add up to a step's, and a step's to a portion's: little is padding, steps are about
+    equally large, and so are portions. Which padding costs most is the subclass's to say.
+    """
+
+    def __init__(self, order: StepOrder, split: Split, steps: int) -> None:
+        super().__init__(order, split, steps)
+        self._pool, self._dealt = -1, list[Tensor]()
+
+    def _step(self, step: int) -> Tensor:
+        pool, turn = divmod(step, STEPS_POOLED)
+        if pool != self._pool:
+            self._pool, self._dealt = pool, self._deal(pool)
+        return self._dealt[turn]
+
+    def _deal(self, pool: int) -> list[Tensor]:
+        """The samples of a pool's steps."""
+        samples = torch.cat([self.order.step(pool * STEPS_POOLED + each) for each in range(STEPS_POOLED)])
+        samples = samples[self._sizes(samples).sort(stable=True).indices]
+        steps = samples.tensor_split(cuts(self._roots(samples), STEPS_POOLED))
+        generator = torch.Generator().manual_seed(derive_seed(self.order.seed, "pool", pool))
+        return [steps[turn] for turn in torch.randperm(STEPS_POOLED, generator=generator).tolist()]
+
+    def _portions(self, samples: Tensor) -> Sequence[Tensor]:
+        return samples.tensor_split(cuts(self._roots(samples), self.split.parts))
+
+    def _sizes(self, samples: Tensor) -> Tensor:
+        """What texts are sorted by."""
+        raise NotImplementedError
+
+    def _roots(self, samples: Tensor) -> Tensor:
+        """Number of roots in each."""
+        raise NotImplementedError
+
+
+class TextBatches(WholeTextBatches):
+    """Those of a feature store, sorted by roots, for which the network runs.
 
     Args:
         roots: (R,) int64 positions in the store, ascending.
@@ -170,16 +204,10 @@ class TextBatches(Batches):
         self.numbers, self.counts = store.owner(roots).unique(return_counts=True)  # texts with roots, and how many
         self.ends = self.counts.cumsum(0)
 
-    def _step(self, step: int) -> Tensor:
-        pool, turn = divmod(step, _STEPS_POOLED)
-        samples = torch.cat([self.order.step(pool * _STEPS_POOLED + each) for each in range(_STEPS_POOLED)])
-        samples = samples[self.counts[samples].sort(stable=True).indices]
-        generator = torch.Generator().manual_seed(derive_seed(self.order.seed, "pool", pool))
-        turn = int(torch.randperm(_STEPS_POOLED, generator=generator)[turn])
-        return samples.tensor_split(cuts(self.counts[samples], _STEPS_POOLED))[turn]
+    def _roots(self, samples: Tensor) -> Tensor:
+        return self.counts[samples]
 
-    def _portions(self, samples: Tensor) -> Sequence[Tensor]:
-        return samples.tensor_split(cuts(self.counts[samples], self.split.parts))
+    _sizes = _roots
 
     def _followers(self, samples: Tensor) -> Tensor:
         spans = zip((self.ends - self.counts)[samples].tolist(), self.ends[samples].tolist(), strict=True)
@@ -192,8 +220,8 @@ class TextBatches(Batches):
         return replace(batch, texts=texts)
 
 
-class ConversationBatches(Batches):
-    """Whole conversations, of which the target computes the states inside the training step (online mode)."""
+class ConversationBatches(WholeTextBatches):
+    """Those of which the target computes the states inside the training step (online mode), sorted by its tokens."""
 
     def __init__(
         self,
@@ -205,19 +233,28 @@ class ConversationBatches(Batches):
     ) -> None:
         super().__init__(order, split, steps)
         self.conversations, self.encode = conversations, encode
-        self._encoded: dict[int, Encoded] = {}  # of one step, for its portions
+        self._encoded: dict[int, Encoded] = {}  # of one pool
+
+    def _deal(self, pool: int) -> list[Tensor]:
+        self._encoded = {}
+        return super()._deal(pool)
+
+    def _sizes(self, samples: Tensor) -> Tensor:
+        return torch.tensor([len(text.input_ids) for text in self._texts(samples)])
+
+    def _roots(self, samples: Tensor) -> Tensor:
+        return torch.tensor([len(followers_of_roots(text)) for text in self._texts(samples)])
 
     def _load(self, batch: Batch) -> Batch:
         return replace(batch, conversations=self._texts(batch.samples))
 
     def _followers(self, samples: Tensor) -> Tensor:
-        texts = self._texts(samples)
-        self._encoded = dict(zip(samples.tolist(), texts, strict=True))
-        return torch.cat([followers_of_roots(text) for text in texts])
+        return torch.cat([followers_of_roots(text) for text in self._texts(samples)])
 
     def _texts(self, samples: Tensor) -> list[Encoded]:
-        known, numbers = self._encoded, samples.tolist()
-        return [known[number] if number in known else self.encode(self.conversations[number]) for number in numbers]
+        for number in set(samples.tolist()) - self._encoded.keys():
+            self._encoded[number] = self.encode(self.conversations[number])
+        return [self._encoded[number] for number in samples.tolist()]
 
 
 def _unsupervised(batch: Batch) -> Batch:

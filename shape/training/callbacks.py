@@ -6,6 +6,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from shape.errors import TrainingDiverged
@@ -46,7 +47,7 @@ class StopOnDivergence(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if self._first is not None:
-            finite = torch.stack([parameter.isfinite().all() for parameter in pl_module.parameters()]).all()
+            finite = torch.stack([_own(weight).isfinite().all() for weight in pl_module.parameters()]).all()
             self._check(trainer, torch.where(finite, self._first, self._first.clamp(max=trainer.global_step - 1)))
         self._saved = trainer.global_step
 
@@ -59,6 +60,11 @@ class StopOnDivergence(pl.Callback):
                 f"the loss or the weights are not numbers any more at step {first:.0f}, and no checkpoint holds them; "
                 f"{on} {resume}a smaller --training.learning_rate or --trainer.gradient_clip_val"
             )
+
+
+def _own(weight: Tensor) -> Tensor:
+    """What this process holds of a weight."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 class CountFlops(pl.Callback):

@@ -17,6 +17,7 @@ from shape.files import written_whole
 # run.
 _FREE_TO_CHANGE = {
     "gradient_checkpointing",
+    "compile",
     "steps",
     "max_minutes",
     "checkpoint_every",

@@ -12,7 +12,7 @@ from shape.networks.teacher_forcing import examples
 from shape.target.model import Target
 from shape.training.batches import Batch
 from shape.training.chunks import chunked_sum, rows_in_chunk
-from shape.training.losses import supervised, weighted_loss
+from shape.training.losses import supervised
 from shape.training.module import DrafterModule
 
 _HEAD_SIZE = 32
@@ -72,8 +72,8 @@ class DistillModule(DrafterModule):
                 "distributions alone, such as losses.kl"
             )
 
-    def drafter(self) -> Drafter:
-        return ModelDrafter(Target(self.network, self.target.tokenizer))
+    def drafter(self, network: PreTrainedModel) -> Drafter:
+        return ModelDrafter(Target(network, self.target.tokenizer))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         texts = self._texts(batch)
@@ -91,7 +91,7 @@ class DistillModule(DrafterModule):
             with torch.no_grad():
                 wanted = target.logits(true[chunk].to(target.dtype))
             logits = head(own)
-            loss, parts = weighted_loss(self.losses, own, own, logits, wanted, steps[chunk], output, whole)
+            loss, parts = self._weighted(self.losses, own, own, logits, wanted, steps[chunk], output, whole)
             agreement = (logits.argmax(-1) == wanted.argmax(-1)).float().sum() / max(len(true), 1)
             for name, part in {**parts, "agreement": agreement}.items():
                 sums[name] = sums.get(name, 0.0) + part.detach()

@@ -24,6 +24,7 @@ from shape.training.defaults import network_config
 from shape.training.options import TrainOptions
 
 _BYTES_LEARNED = 16  # of a parameter in training: float32 weight, gradient, and AdamW's two means
+_BYTES_GATHERED = 8  # of a parameter that processes share, for a step: weight and gradient
 _BYTES_KEPT = 12  # of a parameter in a checkpoint, of which there are two: weight and means
 _LOGITS = 6  # tensors of as many numbers as a chunk's logits: measured so on a CPU, a seventh less in mixed precision
 
@@ -66,7 +67,7 @@ class Forecast:
         self.options, self.size, self.text = options, size, text
         self.learned = network_size(options, size)
         self.memory = {
-            "weights, gradients, optimiser": (_BYTES_LEARNED + 4 * (options.training.ema is not None)) * self.learned,
+            "weights, gradients, optimiser": _bytes_of_learned(options) * self.learned,
             "target": dtype.itemsize * _weights_held(options, size),
             "a portion of a step": _portion(options, size, text),
         }
@@ -107,6 +108,13 @@ class Forecast:
             f"hours: about {sum(self.hours.parts.values()):.2g} ({hours}), {self.hours.how}; without validation and "
             "the measurement at the end",
         ]
+
+
+def _bytes_of_learned(options: TrainOptions) -> float:
+    """Of each parameter in training, in one process."""
+    if options.trainer.strategy == "fsdp":
+        return _BYTES_LEARNED / options.trainer.processes + _BYTES_GATHERED
+    return _BYTES_LEARNED + 4 * (options.training.ema is not None)
 
 
 def _weights_held(options: TrainOptions, size: Size) -> float:

@@ -13,9 +13,10 @@ from typing import Any, cast
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.strategies import ModelParallelStrategy
 from pytorch_lightning.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchmetrics import MeanMetric
@@ -28,9 +29,11 @@ from shape.networks.base import Predictor
 from shape.networks.shape import windows
 from shape.networks.teacher_forcing import Examples, Reader, Texts, examples, known_in
 from shape.target.model import Target
+from shape.target.sharding import blocks
 from shape.training.batches import Batch
 from shape.training.checkpoints import require_same_run
 from shape.training.chunks import chunked_sum, in_chunks, rows_in_chunk
+from shape.training.compiling import compiled
 from shape.training.losses import acceptance_loss, agreement_loss, supervised, weighted_loss
 from shape.training.optimization import learning_rate_factor, parameter_groups
 from shape.training.options import Losses, TrainingOptions
@@ -97,11 +100,7 @@ class TrainingModule(pl.LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clips the norm of each network's gradients by itself."""
-        whole = self.trainer.strategy.model
         if gradient_clip_val is None:
-            return
-        if isinstance(whole, FullyShardedDataParallel):
-            whole.clip_grad_norm_(gradient_clip_val)  # no process has all gradients, of which it is the norm
             return
         clip = clip_grad_value_ if gradient_clip_algorithm == "value" else clip_grad_norm_
         for module in self.trained.values():
@@ -143,13 +142,12 @@ class DrafterModule(TrainingModule):
         self.seed = seed
         self.log_every = log_every
         self.recipe = {"seed": seed, "losses": asdict(losses), "training": asdict(options), **(recipe or {})}
-        # Asked now: to a process of several that share the weights, each looks like a vector.
-        self._matrices = {name for name, weight in predictor.named_parameters() if weight.ndim >= 2}
         # Of the network alone: Lightning's EMAWeightAveraging copies the whole module, with the target beside it.
         self.averaged: AveragedModel | None = None
         if options.ema is not None:
             self.averaged = AveragedModel(predictor, multi_avg_fn=get_ema_multi_avg_fn(options.ema))
             self.averaged.requires_grad_(False)
+        self._weighted = compiled(weighted_loss, options.compile)
         self._seconds_before = 0.0
         self._started = monotonic()
         self._elapsed = 0.0
@@ -169,9 +167,21 @@ class DrafterModule(TrainingModule):
         """What is validated and exported: the predictor, or the average of its weights."""
         return self.predictor if self.averaged is None else cast(PreTrainedModel, self.averaged.module)
 
-    def drafter(self) -> Drafter:
-        """What decodes with the present weights."""
+    def drafter(self, network: PreTrainedModel) -> Drafter:
+        """What decodes with the present weights: those of `network`, or of a copy of it."""
         raise NotImplementedError
+
+    def configure_model(self) -> None:
+        """Cuts weights, gradients and optimiser state among the processes of a strategy that asks for it (torch's
+        `fully_shard`): blocks by themselves, gathered when they are computed, and what is left for a step at a time.
+        """
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, ModelParallelStrategy) or isinstance(self, FSDPModule):
+            return
+        mesh = strategy.device_mesh["data_parallel"]
+        for part in [*blocks(self.predictor), self]:
+            fully_shard(part, mesh=mesh)
+        register_fsdp_forward_method(self, "training_step")
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         torch.manual_seed(derive_seed(self.seed, batch.step, batch.part))  # for dropout
@@ -205,7 +215,7 @@ class DrafterModule(TrainingModule):
     # -- optimisation and time
 
     def parameter_groups(self) -> Sequence[dict[str, Any]]:
-        return parameter_groups(self.predictor, self._matrices, self.options)
+        return parameter_groups(self.predictor, self.options)
 
     def learning_rate_factor(self, step: int) -> float:
         assert self.options.steps is not None
@@ -247,6 +257,7 @@ class ShapeModule(DrafterModule):
             parameter.requires_grad_(False)  # no loss reaches it, and processes would wait for its gradient
         super().__init__(predictor, target, losses, *arguments, **options)
         predictor.gradient_checkpointing = self.options.gradient_checkpointing
+        self._unroll = compiled(predictor.unroll, self.options.compile)
         self.agreement = nn.ModuleList(MeanMetric() for _ in range(predictor.config.num_steps))
         self.acceptance_length = MeanMetric()
 
@@ -254,8 +265,8 @@ class ShapeModule(DrafterModule):
     def layers(self) -> Sequence[int]:
         return self.predictor.config.target_layers
 
-    def drafter(self) -> Drafter:
-        return TrainedDrafter(cast(Predictor, self.network))
+    def drafter(self, network: PreTrainedModel) -> Drafter:
+        return TrainedDrafter(cast(Predictor, network))
 
     @cached_property
     def _reader(self) -> Reader:
@@ -273,7 +284,7 @@ class ShapeModule(DrafterModule):
             read = known.hidden[..., : predictor.config.feature_size]
             window = windows(read, known.roots, predictor.config.window)
         embeddings = predictor.embed(cut.tokens, self.target) if predictor.reads_tokens else None
-        predicted = predictor.unroll(known_in(predictor, self.target, known, window), embeddings)
+        predicted = self._unroll(known_in(predictor, self.target, known, window), embeddings)
         learned = cut.mask
         if predictor.learns_draftable_alone and predictor.draft_vocabulary is not None:
             learned = learned & draftable(self.target, predictor.draft_vocabulary, texts, config.num_steps)
@@ -321,7 +332,7 @@ class ShapeModule(DrafterModule):
                 predicted_logits = reader.at(kept, states, reduced, vocabulary)
                 target_logits = self._true_logits(texts, positions[chunk][kept])
             logits, step = (predicted_logits, target_logits), kept[-1]
-            loss, parts = weighted_loss(losses, states[kept], true[chunk][kept], *logits, step, output, whole)
+            loss, parts = self._weighted(losses, states[kept], true[chunk][kept], *logits, step, output, whole)
             if estimate is not None and predicted_logits is not None and target_logits is not None:
                 along = estimate[kept], predicted_logits, target_logits
                 accepted = predictor.confidence_learns == "acceptance"

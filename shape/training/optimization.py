@@ -1,7 +1,6 @@
 """AdamW's groups of parameters, and the learning rate's schedule."""
 
 import math
-from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -24,15 +23,9 @@ def learning_rate_factor(options: TrainingOptions, step: int, progress: float) -
     return left if options.decay == "linear" else (1 - math.cos(math.pi * left)) / 2
 
 
-def parameter_groups(
-    network: nn.Module, matrices: Collection[str], options: TrainingOptions
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is trained, at the peak learning rate: matrices, with weight decay, and the rest.
-
-    Args:
-        matrices: names of the parameters that are matrices.
-    """
-    named = [(name, weight) for name, weight in network.named_parameters() if weight.requires_grad]
-    decayed = {"params": [weight for name, weight in named if name in matrices], "weight_decay": options.weight_decay}
-    others = {"params": [weight for name, weight in named if name not in matrices], "weight_decay": 0.0}
+def parameter_groups(network: nn.Module, options: TrainingOptions) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is trained, at the peak learning rate: matrices, with weight decay, and the rest."""
+    learned = [weight for weight in network.parameters() if weight.requires_grad]
+    decayed = {"params": [each for each in learned if each.ndim >= 2], "weight_decay": options.weight_decay}
+    others = {"params": [each for each in learned if each.ndim < 2], "weight_decay": 0.0}
     return {**decayed, "lr": options.learning_rate}, {**others, "lr": options.learning_rate}

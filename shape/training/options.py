@@ -202,6 +202,8 @@ class TrainingOptions:
             which say whether more data would help.
         gradient_checkpointing: compute unrolled steps (of block its layers) a second time in the backward pass, instead
             of keeping what they computed: more time for less memory, and the same result.
+        compile: steps of the network and losses through torch.compile, which takes a minute or more before the first
+            step; the same up to rounding, but for dropout's draws.
         checkpoint_every: steps between resumable checkpoints.
         workers: processes that read features ahead; 0 reads in the training process.
     """
@@ -218,6 +220,7 @@ class TrainingOptions:
     max_minutes: float | None = None
     conversations: int | None = None
     gradient_checkpointing: bool = False
+    compile: bool = False
     checkpoint_every: int = 100
     workers: int = 0
 
@@ -352,8 +355,10 @@ class TrainOptions(TargetOptions):
         self.training.check()
         self.regeneration.check()
         self.trainer.check()
-        if self.training.ema is not None and self.trainer.strategy.startswith("fsdp"):
+        if self.training.ema is not None and self.trainer.strategy == "fsdp":
             raise ConfigError("ema averages whole networks, and fsdp cuts them; leave it out, or give ddp")
+        if self.training.compile and self.trainer.strategy == "fsdp":
+            raise ConfigError("training.compile traces whole weights, and fsdp cuts them; leave one of the two out")
         if self.online and self.features is not None:
             raise ConfigError("online and features are both given; choose one: online computes what features stores")
         if self.shard_target and (not self.online or self.regenerate):

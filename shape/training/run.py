@@ -160,19 +160,24 @@ def make_module(
         options.training,
         seed=options.seed,
         log_every=options.trainer.log_every_n_steps,
-        recipe=_recipe(options, material),
+        recipe=_recipe(options, material, in_pools=options.online or not reads_window),
     )
     return module, data
 
 
-def _recipe(options: TrainOptions, material: Material) -> dict[str, Any]:
-    """What defines a run beside its losses and optimisation: a checkpoint of another recipe is refused."""
+def _recipe(options: TrainOptions, material: Material, in_pools: bool) -> dict[str, Any]:
+    """What defines a run beside its losses and optimisation: a checkpoint of another recipe is refused.
+
+    Args:
+        in_pools: whether texts are batched by size (`shape.training.batches.WholeTextBatches`).
+    """
+    shuffled = "in pools by size" if in_pools else "as a whole" if material.home.folder else "by shards"
     return {
         "predictor": asdict(options.predictor),
         "init": options.init,
         "target": material.target.identity.head_hash,
         "online": options.online,
-        "shuffled": "by shards" if material.home.folder is None else "as a whole",
+        "shuffled": shuffled,
         "max_length": options.max_length,
         "conversations": fingerprint(material.conversations)[:16],
         "precision": options.trainer.chosen_precision(),

@@ -1,8 +1,6 @@
 """Validation by decoding: the acceptance length with the current weights, by which the best ones are kept."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
 from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple, cast
@@ -13,7 +11,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from shape.drafters import Drafter
 from shape.errors import CheckpointError
@@ -109,15 +108,14 @@ class DecodingValidation(pl.Callback):
         assert isinstance(trained, TrainingModule)
         module = trained.trained[self.name]
         started = monotonic()
-        with full_parameters(trainer), evaluating([module.network]), torch.autocast(module.device.type, enabled=False):
-            counts = self._counts(trainer, module)
+        network = whole(module.network)
+        with evaluating([network]), torch.autocast(module.device.type, enabled=False):
+            counts = self._counts(trainer, module, module.drafter(network))
         counts = trainer.strategy.reduce(counts, reduce_op="sum")
         measured = acceptance_length(counts[0].long().tolist(), counts[1].long().tolist())
         best = self.best
-        if best is None or measured.value > best["value"]:
-            with full_parameters(trainer):
-                if trainer.is_global_zero:
-                    save_weights(module.network, self.best_path)
+        if trainer.is_global_zero and (best is None or measured.value > best["value"]):
+            save_weights(network, self.best_path)
         self.history.append({"step": trainer.global_step, **measured._asdict()})
         figures = {"acceptance_length": measured.value, "low": measured.low, "high": measured.high}
         values = {"/".join(filter(None, [self.name, "val", figure])): value for figure, value in figures.items()}
@@ -125,12 +123,12 @@ class DecodingValidation(pl.Callback):
             logger.log_metrics(values, step=trainer.global_step)
         self.seconds += monotonic() - started
 
-    def _counts(self, trainer: pl.Trainer, module: DrafterModule) -> Tensor:
+    def _counts(self, trainer: pl.Trainer, module: DrafterModule, drafter: Drafter) -> Tensor:
         """(2, prompts) float64: tokens and forwards of each prompt that this process decodes, 0 of the others."""
         counts = torch.zeros(2, len(self.prompts), dtype=torch.float64, device=module.device)
         shared, rank, world = module.target.sharded, trainer.global_rank, trainer.world_size
         mine = range(len(self.prompts)) if shared else range(rank, len(self.prompts), world)
-        found = decode_counts(module.target, module.drafter(), [self.prompts[i] for i in mine], self.max_new_tokens)
+        found = decode_counts(module.target, drafter, [self.prompts[i] for i in mine], self.max_new_tokens)
         if not shared or rank == 0:  # of those that decoded the same, one counts
             counts[:, list(mine)] = torch.tensor(found, dtype=torch.float64, device=counts.device)
         return counts
@@ -153,18 +151,22 @@ def decode_counts(
     return emitted, forwards
 
 
-def full_parameters(trainer: pl.Trainer) -> AbstractContextManager[None]:
-    """With all weights in every process, where processes share them between steps."""
-    model = trainer.strategy.model
-    if isinstance(model, FullyShardedDataParallel):
-        return FullyShardedDataParallel.summon_full_params(model, writeback=False)
-    return nullcontext()
+def whole(network: PreTrainedModel) -> PreTrainedModel:
+    """The network, or, where processes share its weights, a copy in each of them that has all."""
+    state = network.state_dict()
+    if not any(isinstance(each, DTensor) for each in state.values()):
+        return network
+    with torch.random.fork_rng(devices=[]):
+        found = type(network)(network.config)
+    found.load_state_dict(
+        {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in state.items()}
+    )
+    return found.to(network.device)  # type: ignore[arg-type]
 
 
 def save_weights(predictor: nn.Module, path: Path) -> None:
     with written_whole(path) as temporary:
-        # It knows of weights that are one. A copy, for under FSDP weights are parts of one great tensor.
-        save_model(deepcopy(predictor), str(temporary))
+        save_model(predictor, str(temporary))  # it knows of weights that are one
 
 
 def load_weights(predictor: nn.Module, path: Path) -> None:

@@ -1,6 +1,7 @@
 """The order of data: everything once, the same for any number of processes, and what a batch holds."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from training_runs import CONVERSATIONS, OPTIONS, STEPS, UNEQUAL, WINDOW, data_o
 from shape.errors import DataError
 from shape.features.positions import eligible
 from shape.networks.teacher_forcing import Texts, examples
-from shape.training.batches import Split
+from shape.training.batches import STEPS_POOLED, Split
 from shape.training.module import ShapeModule, computed_texts
 from shape.training.options import Losses
 from shape.training.order import StepOrder, cuts, derive_seed
@@ -36,12 +37,13 @@ def test_stored_batches_equal_examples_of_whole_conversations(store, tiny_target
 
 
 def test_whole_texts_hold_every_root(store, tiny_target):
-    data = data_of(store, tiny_target, replace(OPTIONS, batch_size=64), window=None, exclude=[0])
+    options = replace(OPTIONS, batch_size=64, steps=STEPS_POOLED)
+    data = data_of(store, tiny_target, options, window=None, exclude=[0])
     batches = data.batches(Split(0, 1, 2))
     assert 0 not in batches.numbers.tolist()
     parts = list(batches)
-    assert len(parts) == 2 * OPTIONS.steps == 2 * 8, "one pool"
-    drawn = torch.cat([batches.order.step(step) for step in range(8)])
+    assert len(parts) == 2 * STEPS_POOLED
+    drawn = torch.cat([batches.order.step(step) for step in range(STEPS_POOLED)])
     assert torch.cat([batch.samples for batch in parts]).sort().values.tolist() == drawn.sort().values.tolist()
     for batch in parts:
         for row, sample in enumerate(batch.samples.tolist()):
@@ -104,6 +106,21 @@ def test_a_portion_knows_what_counts_in_the_whole_step(unequal, tiny_target, sto
             count += mask.flatten(0, -2).sum(0)
         for batch in batches:
             assert torch.equal(batch.whole(STEPS).bincount(minlength=STEPS), count) and count[0] > 0
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["stored", "online"])
+def test_steps_are_of_texts_of_like_size(unequal, tiny_target, stored):
+    """Those of a pool do not overlap, and are in no order; nor do the portions of a step."""
+    options = replace(OPTIONS, batch_size=90, steps=2 * STEPS_POOLED)
+    data = data_of(unequal if stored else UNEQUAL, tiny_target, options, window=None, max_length=160)
+    every = data.batches(Split())
+    for pool in range(2):
+        steps = [every._sizes(every._step(STEPS_POOLED * pool + turn)) for turn in range(STEPS_POOLED)]
+        spans = [(int(step.min()), int(step.max())) for step in steps if len(step)]
+        assert len(set(spans)) > 3 and spans != sorted(spans)
+        assert all(before[1] <= after[0] for before, after in pairwise(sorted(spans)))
+    parts = [every._sizes(part) for part in data.batches(Split(0, 2, 1))._portions(every._step(0)) if len(part)]
+    assert all(before.max() <= after.min() for before, after in pairwise(parts))
 
 
 def test_online_examples_are_those_of_the_store(store, tiny_target):

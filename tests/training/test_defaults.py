@@ -36,6 +36,17 @@ def test_a_draft_costs_a_small_part_of_a_step(config):
     assert Forecast(before, size, SHAREGPT, torch.bfloat16).draft.relative > 0.17
 
 
+def test_processes_share_what_is_learned():
+    size = size_of(LlamaConfig(**LLAMA_8B))
+    given = ["--target=T", "--trainer.devices=8", "--trainer.accelerator=cpu"]
+
+    def learning(strategy: str) -> float:
+        options = resolve(parse([*given, f"--trainer.strategy={strategy}"]), size, SHAREGPT)
+        return Forecast(options, size, SHAREGPT, torch.bfloat16).memory["weights, gradients, optimiser"]
+
+    assert learning("fsdp") == learning("ddp") * (2 + 8) / 16  # an eighth, and what is gathered for a step
+
+
 def wider(options: TrainOptions) -> TrainOptions:
     changed = TrainOptions(predictor=options.predictor)
     changed.predictor.intermediate_size += 64

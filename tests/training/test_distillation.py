@@ -71,7 +71,7 @@ def test_the_loss_is_that_of_the_texts(store, tiny_target):
 
 def test_what_it_drafts_with_is_a_copy(tiny_target):
     module = DistillModule(draft_model(tiny_target, 32, 1, 2), tiny_target, KL, OPTIONS)
-    drafter = module.drafter()
+    drafter = module.drafter(module.network)
     assert isinstance(drafter, ModelDrafter)
     drafter.bind(tiny_target)
     assert module.predictor.training and all(p.requires_grad for p in module.predictor.parameters())

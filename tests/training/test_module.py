@@ -24,6 +24,7 @@ from training_runs import (
     weights,
 )
 
+from shape.errors import ConfigError
 from shape.features.extraction import compute_features
 from shape.features.store import FeatureStore
 from shape.networks import layers
@@ -217,7 +218,8 @@ def test_eagle_learns_nothing_where_the_likeliest_token_cannot_be_drafted(unequa
     predictor = trainable(tiny_target, kind="eagle", own_heads=True, draft_vocab_size=50)
     module = ShapeModule(predictor, tiny_target, Losses(smooth_l1=0.0), OPTIONS, log_every=10**6)
     module.log = lambda *_, **__: None  # type: ignore[method-assign,assignment]
-    data = data_of(FeatureStore(unequal.storage, layers=module.layers), tiny_target, window=None)
+    options = replace(OPTIONS, batch_size=300)  # all texts
+    data = data_of(FeatureStore(unequal.storage, layers=module.layers), tiny_target, options, window=None)
     batch = data.batches(Split())[0]
     texts, steps = batch.texts, predictor.config.num_steps
     learned = draftable(tiny_target, predictor.draft_vocabulary, texts, steps)
@@ -280,3 +282,37 @@ def test_target_stays_outside(store, tiny_target):
     assert sum(p.numel() for p in module.parameters()) == sum(p.numel() for p in module.predictor.parameters())
     weights = list(tiny_target.model.parameters())
     assert all(weight.requires_grad and weight.grad is None for weight in weights)  # as their owner left them
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["shape", "eagle", "block"])
+def test_compiled_steps_are_the_same_to_rounding(unequal, tiny_target, kind, monkeypatch):
+    """Losses and gradients of several batches of unlike sizes, in chunks and attention in parts."""
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**16)
+    monkeypatch.setattr(layers, "SCORES_BYTES", 2**14)
+
+    def taught(compile: bool) -> tuple[list[float], torch.Tensor]:
+        options = replace(OPTIONS, batch_size=90, compile=compile)
+        module = ShapeModule(trainable(tiny_target, **NETWORKS[kind]), tiny_target, Losses(), options, log_every=1000)
+        module.log = lambda *_, **__: None  # type: ignore[method-assign,assignment]
+        window = None if module.predictor.memory_shapes else WINDOW
+        store = FeatureStore(unequal.storage, layers=module.layers)
+        data = data_of(store, tiny_target, options, window=window, max_length=160)
+        losses = []
+        for batch in list(data.batches(Split()))[:4]:
+            loss = module.training_step(batch, 0)
+            loss.backward()
+            losses.append(float(loss))
+        return losses, torch.cat([weight.grad.flatten() for weight in module.predictor.parameters()])
+
+    (plain, gradient), (traced, traced_gradient) = taught(False), taught(True)
+    assert traced == pytest.approx(plain, rel=1e-5)
+    assert (traced_gradient - gradient).norm() < 1e-4 * gradient.norm()
+
+
+@pytest.mark.slow
+def test_what_cannot_be_compiled_says_so(store, tiny_target, monkeypatch):
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
+    torch.compiler.reset()
+    with pytest.raises(ConfigError, match=r"training\.compile is on, and torch cannot compile this training here"):
+        fit(tiny_target, store, options=replace(OPTIONS, steps=2, compile=True))

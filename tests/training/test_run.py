@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 from dataclasses import fields, replace
 from inspect import signature
@@ -419,3 +420,27 @@ def test_decoding_far_below_training_is_said_loudly(monkeypatch, capsys, decoded
     said = capsys.readouterr().out
     assert ("WARNING: chains decode with acceptance length 2.60" in said) == warned
     assert ("give 3.00" in said) == warned
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle", "block"])
+def test_conversations_of_8192_tokens_take_bounded_memory(tiny_target_folder, tmp_path, kind):
+    """Kept whole. One step's attention scores alone take more than a gigabyte, and some six such would be kept."""
+    target, data = tmp_path / "target", tmp_path / "long.jsonl"
+    shutil.copytree(tiny_target_folder, target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192 + 64}))
+    rows = [
+        [{"from": "human", "value": "say"}, {"from": "gpt", "value": f"{number} a b " * 3000}] for number in range(4)
+    ]
+    data.write_text("".join(json.dumps({"id": str(n), "conversations": row}) + "\n" for n, row in enumerate(rows)))
+    options = {
+        "max_length": 8192, "online": "true", "predictor.kind": kind, "predictor.num_steps": 3,
+        "predictor.markov_rank": 0, "predictor.dropout": 0, "training.steps": 2, "training.batch_size": 8192,
+        "validation.prompts": 2,
+    }  # fmt: skip
+    ran = command(*arguments(target, data, tmp_path / "run", *(f"--{name}={value}" for name, value in options.items())))
+    said, _ = ran.communicate()
+    assert ran.returncode == 0, said
+    assert re.search(r"on 2 conversations of about 8[01]\d\d positions", said), said
+    assert ShapeConfig.from_pretrained(tmp_path / "run").training["peak_memory_gb"] < 3

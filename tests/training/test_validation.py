@@ -33,13 +33,13 @@ def test_validation_decodes_with_the_weights_of_the_moment(store, tiny_target, t
     module = fit(tiny_target, store, options=options, callbacks=[validation], dropout=0.5)
     assert [entry["step"] for entry in validation.history] == [4, 8, 10]
     module.predictor.eval()
-    one_by_one = [decode_counts(tiny_target, module.drafter(), [p], 12) for p in prompts(store)]
+    one_by_one = [decode_counts(tiny_target, module.drafter(module.network), [p], 12) for p in prompts(store)]
     emitted, forwards = ([counts[i][0] for counts in one_by_one] for i in (0, 1))
     last = validation.history[-1]
     assert last["value"] == acceptance_length(emitted, forwards).value == sum(emitted) / sum(forwards)
     assert last["low"] <= last["value"] <= last["high"]
     load_weights(module.predictor, tmp_path / "best")
-    best = decode_counts(tiny_target, module.drafter(), prompts(store), 12)
+    best = decode_counts(tiny_target, module.drafter(module.network), prompts(store), 12)
     assert sum(best[0]) / sum(best[1]) == validation.best["value"]
 
 
