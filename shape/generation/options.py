@@ -101,6 +101,7 @@ class GenerateOptions(DraftOptions):
         acceptance: match; rejection or traversal, lossless too; Medusa's typical-lossy or the paper's trs-lossy.
         eos_aware: let no answer end within its first four tokens.
         pack: recipes to look up, by themselves (--drafter recipes) or before the predictor.
+        misses: add what the pack did not know to this log, for `shape recipes merge`.
         trace: write what became of every drafted and emitted token to this file, as JSON lines (of a chat: the last
             answer's).
         show_draft: colour the answer by what became of each token (shown when the answer is finished).
@@ -120,6 +121,7 @@ class GenerateOptions(DraftOptions):
     acceptance: str = "match"
     eos_aware: bool = False
     pack: str | None = None
+    misses: str | None = None
     trace: str | None = None
     show_draft: bool = False
     show_trace: bool = False
