@@ -75,8 +75,9 @@ def coloured(tokenizer: Any, tokens: list[tuple[int, str]]) -> Text:
 def report(stats: DecodeStats) -> str:
     """One line: what was emitted, how far each target forward went, and how fast."""
     rate = stats.emitted / stats.decode_seconds if stats.decode_seconds else 0.0
+    drafter = stats.drafter if stats.lossless else f"{stats.drafter}, {stats.acceptance}"  # whose name says lossy
     return (
-        f"{stats.emitted + 1} tokens, acceptance length {stats.acceptance_length:.2f} ({stats.drafter}), "
+        f"{stats.emitted + 1} tokens, acceptance length {stats.acceptance_length:.2f} ({drafter}), "
         f"{rate:.0f} tokens/s after a prefill of {1e3 * stats.prefill_seconds:.0f} ms"
     )
 

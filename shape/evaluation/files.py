@@ -12,7 +12,8 @@ from shape.files import reading, typed
 
 SCHEMA_VERSION = 2
 _READABLE = (1, SCHEMA_VERSION)  # version 1 says "plain" where version 2 says "autoregressive"
-_OLD = re.compile(r"^(equal_)?plain(?=$|, T = )")
+_OLD = re.compile(r"^(equal_)?(plain|drafter-alone)(?=$|, T = )")
+_NEW = {"plain": "autoregressive", "drafter-alone": "unverified-lossy"}
 
 
 def loads(text: str) -> Any:
@@ -25,7 +26,7 @@ def _renamed(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _today(name: str) -> str:
-    return _OLD.sub(r"\1autoregressive", name)
+    return _OLD.sub(lambda old: f"{old[1] or ''}{_NEW[old[2]]}", name)
 
 
 def json_by_line(head: dict[str, Any], name: str, records: Iterable[dict[str, Any]]) -> str:

@@ -253,7 +253,7 @@ class ShapeDecoder(Engine):
             acceptance: a rule, or its name among ``shape.generation.rules.RULES``: "match"; "rejection" and
                 "traversal", lossless too, whose samples depend on the drafter as well as on the seed; the lossy
                 "typical-lossy" (Medusa's) and "trs-lossy" (the paper's), whose parameters TypicalLossy(...) and
-                TrsLossy(...) take.
+                TrsLossy(...) take, and "unverified-lossy" (the drafter alone).
             eos_aware: no end token among the first four: for targets that end an answer at once after an empty turn.
                 The same as min_new_tokens=4.
             memory: see ``session``.

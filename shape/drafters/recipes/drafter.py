@@ -9,8 +9,8 @@ from typing import Self
 from torch import Tensor
 
 from shape.drafters.base import Committed, Drafter
-from shape.drafters.recipes.misses import miss_of, write_misses
 from shape.drafters.growing import Paths
+from shape.drafters.recipes.misses import miss_of, write_misses
 from shape.drafters.recipes.pack import CONTINUATIONS, Counts, Pack, Recipe
 from shape.target.model import Target
 from shape.verification.sampling import Sampler
@@ -87,11 +87,11 @@ class RecipeDrafter(Drafter):
         return paths.grown
 
     def _log(self, texts: Sequence[Sequence[int]], file: Path) -> None:
-        found = zip(texts, self._found, strict=True)
-        misses = [
-            miss_of(text, start, [recipe.tokens for recipe in recipes], self._prefix) for text, (start, recipes) in found
-        ]
-        write_misses(file, [miss for miss in misses if miss is not None])
+        misses = []
+        for text, (start, recipes) in zip(texts, self._found, strict=True):
+            miss = miss_of(text, start, [recipe.tokens for recipe in recipes], self._prefix)
+            misses += [] if miss is None else [miss]
+        write_misses(file, misses)
 
 
 def kinds_of_tokens(target: Target) -> list[int]:
