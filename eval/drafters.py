@@ -244,7 +244,7 @@ def factors(results: str, whole: str = "8 bits") -> None:
         results: folder of `compressed`; factors.md is written to it.
     """
     found = SpeedResults.from_json((Path(results) / "results.json").read_text())
-    names = [name for name, what in found.methods.items() if what.startswith(CompressedDrafter.name)]
+    names = [name for name, what in found.methods.items() if what.startswith(Compression.__name__)]
     depth = max(size for name in names for size in found.details[name].histogram) - 1
     measured = {name: Chain.of(found.total[name], found.details[name], depth) for name in names}
     rows = []
