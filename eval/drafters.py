@@ -3,6 +3,7 @@
     python -m eval.drafters lookahead --setting.output lookahead  # fixed and adaptive draft lengths, by kind of prompt
     python -m eval.drafters recipes --setting.output recipes      # packs of four tasks beside a draft model
     python -m eval.drafters compressed --setting.output compressed  # acceptance against rank, 8 bits, cache, residuals
+    python -m eval.drafters factors --results compressed          # and its gain beside the closed form's three factors
     python -m eval.drafters geodesic --setting.output geodesic    # paths of hidden states, tables of single tokens
 
 Each is one interleaved run of `shape.bench`'s measurement (`results.json`, `results.md`), always drafting; recipes and
@@ -14,6 +15,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +42,9 @@ from shape.drafters.recipes.drafter import RecipeDrafter
 from shape.drafters.recipes.pack import Pack
 from shape.evaluation.markdown import markdown, show
 from shape.evaluation.methods import Method
+from shape.evaluation.options import several
 from shape.evaluation.prompts import chosen_prompts
-from shape.evaluation.results import SpeedResults
+from shape.evaluation.results import Detail, SpeedResults, Tally
 from shape.evaluation.speed import measure_in
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
@@ -84,16 +87,21 @@ class Setting:
 
 
 def lookahead(
-    setting: Setting, model: str = "checkpoints/draft-model", prompts: int = 56, temperature: float = 0.0
+    setting: Setting, model: str = "checkpoints/draft-model", prompts: int = 56, temperature: list[float] | float = 0.0
 ) -> None:
-    """Fixed draft lengths against the two that adapt, on the six kinds of prompt that the source names."""
+    """Fixed draft lengths against the two that adapt, on the six kinds of prompt that the source names.
+
+    Args:
+        temperature: one, or several, each of which gets a folder of its own (t0, t1).
+    """
     target = setting.load()
     small = Target.load(model, dtype=setting.dtype)
     chosen, source = chosen_prompts("kinds", prompts)
     methods = {f"{length} tokens": ModelDrafter(small, length) for length in (1, 2, 4, 6, 8)}
     methods |= {name: ModelDrafter(small, name) for name in ("adaptive", "cost")}
-    label = f"Fixed and adaptive draft lengths, temperature {temperature:g}"
-    setting.measure(target, methods, chosen, source=source, temperature=temperature, label=label)
+    for one in several(temperature):
+        label, folder = f"Fixed and adaptive draft lengths, temperature {one:g}", f"t{one:g}"
+        setting.measure(target, methods, chosen, folder, source=source, temperature=one, label=label)
 
 
 def recipes(
@@ -110,7 +118,11 @@ def recipes(
         asked.write_text("".join(json.dumps({"messages": prompt.opening}) + "\n" for prompt in training))
         if not file.exists():
             options = CompileOptions(
-                target=setting.target, prompts=str(asked), output=str(file), max_new_tokens=setting.max_new_tokens
+                target=setting.target,
+                prompts=str(asked),
+                output=str(file),
+                max_new_tokens=setting.max_new_tokens,
+                verify="json" if task == "json" else None,
             )
             compile_pack(options, target, ShapeDecoder(target, "suffix").generate)
         pack = Pack.load(file)
@@ -132,7 +144,7 @@ def recipes(
                 *(show(summary[name].speed_up.value, unit="x") for name in METHODS),
             ]
         )
-    header = ["task", "prompts", "recipes", "KB", "tokens covered", "lookups that hit", "first token right"]
+    header = ["task", "prompts", "entries", "KB", "tokens covered", "lookups that hit", "first token right"]
     table = markdown([*header, *METHODS], rows)
     _write(setting, "recipes.md", table, results)
 
@@ -220,6 +232,77 @@ def compressed(setting: Setting, prompts: int = 24, tokens: int = 3) -> None:
         )
     header = ["left of the target", "energy kept", "agrees alone (lossy)", "accepted", "acceptance length", "speed-up"]
     _write(setting, "compressed.md", markdown(header, rows), results)
+    factors(setting.output)
+
+
+def factors(results: str, whole: str = "8 bits") -> None:
+    """OTT's closed form against decoding: what drafting with less of the target gains or loses, beside `whole`.
+
+    Predicted from three measurements: how often the first drafted token is accepted, and seconds of a drafted token and
+    of a verification.
+
+    Args:
+        results: folder of `compressed`; factors.md is written to it.
+    """
+    found = SpeedResults.from_json((Path(results) / "results.json").read_text())
+    names = [name for name, what in found.methods.items() if what.startswith(Compression.__name__)]
+    depth = max(size for name in names for size in found.details[name].histogram) - 1
+    measured = {name: Chain.of(found.total[name], found.details[name], depth) for name in names}
+    rows = []
+    for name, chain in measured.items():
+        parts = compression_gain(measured[whole], chain, depth)
+        gain = chain.tokens_per_second / measured[whole].tokens_per_second
+        cells = [show(value, ".3f") for value in (chain.acceptance, *parts, prod(parts), gain)]
+        rows.append([name, *cells, show(prod(parts) / gain - 1, "+.1%")])
+    header = ["left of the target", "first token accepted", "runs", "tokens", "costs", "predicted", "measured", "apart"]
+    note = (
+        f"Tokens per second over those of {whole!r}, predicted as the product of three factors, (1 - a'^{depth + 1}) / "
+        f"(1 - a^{depth + 1}), (1 - a) / (1 - a') and ({depth} T_D + T_V) / ({depth} T_D' + T_V), and measured. The "
+        "first factor grows where acceptance falls: the two of acceptance mean something as a product only."
+    )
+    text = "\n\n".join([markdown(header, rows), note, found.environment.line()]) + "\n"
+    (Path(results) / "factors.md").write_text(text)
+    print(text)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What the closed form asks of a drafter of chains: acceptance of a token, and seconds.
+
+    Attributes:
+        acceptance: of the first drafted token, which the form takes for that of all.
+        draft: seconds of a drafted token.
+        verify: seconds of a verification.
+    """
+
+    acceptance: float
+    draft: float
+    verify: float
+    tokens_per_second: float
+
+    @classmethod
+    def of(cls, total: Tally, detail: Detail, depth: int) -> "Chain":
+        accepted = sum(steps for tokens, steps in detail.histogram.items() if tokens > 1)
+        return cls(
+            accepted / total.draft_steps,
+            total.draft_seconds / total.draft_steps / depth,
+            total.verify_seconds / total.forwards,
+            1 / total.seconds_per_token,
+        )
+
+
+def compression_gain(whole: Chain, compressed: Chain, depth: int) -> tuple[float, float, float]:
+    """Throughput with a compressed drafter over that with the whole one, as three factors whose product it is.
+
+    (1 - a'^(g+1)) / (1 - a^(g+1)), (1 - a) / (1 - a'), and (g T_D + T_V) / (g T_D' + T_V), with acceptances below 1 and
+    the verification of the whole one (OTT-Decode, HyperTensor's paper C).
+    """
+    a, less = whole.acceptance, compressed.acceptance
+    return (
+        (1 - less ** (depth + 1)) / (1 - a ** (depth + 1)),
+        (1 - a) / (1 - less),
+        (depth * whole.draft + whole.verify) / (depth * compressed.draft + whole.verify),
+    )
 
 
 def geodesic(setting: Setting, prompts: int = 24) -> None:
@@ -266,7 +349,7 @@ def _write(setting: Setting, name: str, table: str, results: SpeedResults) -> No
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run_one_of([lookahead, recipes, compressed, geodesic], arguments)
+    commands.run_one_of([lookahead, recipes, compressed, factors, geodesic], arguments)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,9 @@
     python -m eval.quality --predictor P --prompts humaneval.jsonl --run_code true --output DIR
 
 Modes: `autoregressive`, the target's own text; `shape`, the predictor's drafts under the lossless rule "match"; the
-name of another acceptance rule (`typical-lossy`, `trs-lossy`, `rejection`, ...); `drafter-alone`, where every drafted
-token is accepted unjudged (the target only computes the states that the predictor reads next: `trs-lossy` of a single
-path, which never refuses one); `beam`, transformers' beam search. All answer the same prompts with the same seeds, and
-the autoregressive answer is the context of the next turn for all.
+name of another acceptance rule (`typical-lossy`, `trs-lossy`, `rejection`, ...), of which `unverified-lossy` is the
+drafter alone; `beam`, transformers' beam search. All answer the same prompts with the same seeds, and the
+autoregressive answer is the context of the next turn for all.
 
 Measured: perplexity under the target, equality, likeness to the target's own text by an encoder that the user names,
 exact match on prompts whose `reference` is a number (GSM8K), pass@1 on prompts with `test` and `entry_point`
@@ -48,14 +47,14 @@ from shape.evaluation.runner import Run, Runner, by_decoder, by_transformers, ro
 from shape.features.store import Stored
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.options import RuleOptions
-from shape.generation.rules import RULES, Match, Rule, TrsLossy, make_rule
+from shape.generation.rules import RULES, Match, Rule, make_rule
 from shape.networks.teacher_forcing import Reader, forced_drafts
 from shape.target.loading import of_pair, recorded
 from shape.target.model import announce
 
-SHAPE, ALONE, BEAM = "shape", "drafter-alone", "beam"
+SHAPE, BEAM = "shape", "beam"
 TOO_LONG = "a prompt and its answer exceed the target's positions"
-MODES = (AUTOREGRESSIVE, SHAPE, *(name for name in RULES if name != Match.name), ALONE, BEAM)
+MODES = (AUTOREGRESSIVE, SHAPE, *(name for name in RULES if name != Match.name), BEAM)
 
 
 @dataclass
@@ -70,7 +69,7 @@ class QualityOptions(RuleOptions):
         limit: prompts of each file, evenly chosen; default: all.
         max_new_tokens: longest answer.
         methods: ways of decoding, of autoregressive, shape, typical-lossy, trs-lossy, rejection, traversal,
-            drafter-alone, beam.
+            unverified-lossy, beam.
         temperature: every method writes at each; 0 is greedy, and the only one of beam. One, or several.
         beams: of beam search.
         encoder: folder or hub id of a Hugging Face encoder (or decoder) that compares texts; without one nothing does.
@@ -89,7 +88,7 @@ class QualityOptions(RuleOptions):
     limit: int | None = None
     max_new_tokens: int = 128
     methods: list[str] = field(
-        default_factory=lambda: ["autoregressive", "shape", "typical-lossy", "trs-lossy", "drafter-alone"]
+        default_factory=lambda: ["autoregressive", "shape", "typical-lossy", "trs-lossy", "unverified-lossy"]
     )
     temperature: list[float] | float = field(default_factory=lambda: [0.0, 1.0])
     beams: int = 4
@@ -126,8 +125,6 @@ class _Writer:
         return by_decoder(ShapeDecoder(self.target, self.drafter, fall_back=False), self._rule(mode), **options)
 
     def _rule(self, mode: str) -> Rule:
-        if mode == ALONE:
-            return TrsLossy(k=1, depth=self.reader.predictor.config.num_steps)
         return Match() if mode == SHAPE else make_rule(mode, self.options.typical_lossy, self.options.trs_lossy)
 
     def describe(self, mode: str) -> str:
@@ -138,7 +135,7 @@ class _Writer:
             return f"transformers' beam search, {self.options.beams} beams"
         rule = self._rule(mode)
         drafter = describe(rule.fit(self.drafter, self.target), self.target.device)
-        return f"{drafter}, {'every drafted token accepted unjudged' if mode == ALONE else f'acceptance {rule}'}"
+        return f"{drafter}, acceptance {rule}"
 
     @torch.no_grad()
     def nats(self, context: Tensor, answer: Sequence[int]) -> float:

@@ -3,9 +3,11 @@
     shape recipes compile --target T --prompts P --output task.pack
     shape recipes inspect task.pack
     shape recipes merge one.pack other.pack --output both.pack
+    shape recipes merge task.pack --misses '[misses.jsonl]' --output task.pack
 
 A recipe says which tokens follow some others (Kolm's "recipe speculative decoding"). Kept are the sub-sequences on
-which all samples of a prompt agree, so that what varies from one answer to the next is in no recipe.
+which all samples of a prompt agree, so that what varies from one answer to the next is in no recipe; with `--verify`
+only of prompts all of whose samples pass it. `shape generate --pack PACK --misses LOG` logs what a pack did not know.
 """
 
 from collections.abc import Sequence
@@ -16,7 +18,10 @@ from shape.errors import exit_on_error
 from shape.parsing import CommandParser, command_parser, options_of
 from shape.target.options import PlacedOptions
 
-COMMON = ("target", "prompts", "output", "samples", "temperature", "max_new_tokens", "limit", "seed", "dtype", "device")
+COMMON = (
+    *("target", "prompts", "output", "samples", "verify", "misses", "temperature", "max_new_tokens", "limit", "seed"),
+    *("dtype", "device"),
+)
 
 
 def parser() -> CommandParser:
@@ -34,6 +39,8 @@ def parser() -> CommandParser:
     reader.add_argument("packs", type=str, nargs="+", help="files that compile has written")
     reader.add_argument("--output", type=str, required=True, help="the file to write")
     reader.add_argument("--most", type=int, default=15_000, help="recipes kept, the most frequent")
+    told = "logs of decoding with them; what was missed at least twice becomes a recipe"
+    reader.add_argument("--misses", type=list[str], default=[], help=told)
     commands.add_subcommand("merge", reader)
     return parser
 
@@ -73,9 +80,12 @@ def _inspect(values: Any) -> None:
 
 
 def _merge(values: Any) -> None:
+    from shape.drafters.recipes.misses import read_misses, recipes_of_misses
     from shape.drafters.recipes.pack import Pack, inspect, merged
 
-    merged([Pack.load(path) for path in values.packs], values.most).save(values.output)
+    packs = [Pack.load(path) for path in values.packs]
+    misses = [miss for path in values.misses for miss in read_misses(path)]
+    merged(packs, values.most, recipes_of_misses(misses, packs[0].prefix, packs[0].depth)).save(values.output)
     print(inspect(values.output, 0, None))
 
 

@@ -75,8 +75,9 @@ def coloured(tokenizer: Any, tokens: list[tuple[int, str]]) -> Text:
 def report(stats: DecodeStats) -> str:
     """One line: what was emitted, how far each target forward went, and how fast."""
     rate = stats.emitted / stats.decode_seconds if stats.decode_seconds else 0.0
+    drafter = stats.drafter if stats.lossless else f"{stats.drafter}, {stats.acceptance}"  # whose name says lossy
     return (
-        f"{stats.emitted + 1} tokens, acceptance length {stats.acceptance_length:.2f} ({stats.drafter}), "
+        f"{stats.emitted + 1} tokens, acceptance length {stats.acceptance_length:.2f} ({drafter}), "
         f"{rate:.0f} tokens/s after a prefill of {1e3 * stats.prefill_seconds:.0f} ms"
     )
 
@@ -158,6 +159,7 @@ def load(options: GenerateOptions) -> ShapeDecoder:
         tree=options.tree,
         draft_device=options.draft_device,
         pack=options.pack,
+        misses=options.misses,
         num_draft_tokens=options.num_draft_tokens,
         **of_pair(options),
     )
@@ -174,7 +176,9 @@ def generate(options: GenerateOptions) -> None:
             f"max_new_tokens must be at least 1 and temperature at least 0; got {options.max_new_tokens} and "
             f"{options.temperature:g}"
         )
-    rule_of(options)  # an unknown one is reported before anything is loaded
+    rule = rule_of(options)  # an unknown one is reported before anything is loaded
+    if options.misses is not None and not rule.lossless:
+        raise ConfigError(f"misses are what the target writes, which {rule.name} does not; leave one of the two out")
     interactive = options.prompt is None and sys.stdin.isatty()
     prompt = options.prompt if options.prompt is not None or interactive else sys.stdin.read().strip()
     if not interactive and not prompt:

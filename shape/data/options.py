@@ -77,7 +77,9 @@ class CompileOptions(PlacedOptions):
         most: recipes kept, the most frequent.
         chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
         limit: at most so many prompts.
-        misses: log of a drafter that used an earlier pack; what it says at least twice becomes a recipe.
+        misses: logs of decoding with an earlier pack; what was missed at least twice becomes a recipe.
+        verify: what every answer to a prompt has to pass for the prompt to count: json, or a function of prompt and
+            answer as MODULE:FUNCTION; default: nothing.
         seed: of the sampling.
         dtype: of the target.
     """
@@ -94,6 +96,7 @@ class CompileOptions(PlacedOptions):
     chat_template_kwargs: dict[str, Any] | None = None
     limit: int | None = None
     misses: list[str] = field(default_factory=list)
+    verify: str | None = None
     seed: int = 0
     dtype: str | None = None
 

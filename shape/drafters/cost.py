@@ -59,21 +59,6 @@ def break_even(depth: int, draft: float, verify: float, autoregressive: float) -
     return at / 1000
 
 
-def compression_gain(
-    acceptance: float, compressed: float, depth: int, draft: float, compressed_draft: float, verify: float
-) -> tuple[float, float, float]:
-    """Throughput with a compressed drafter over that with the whole one, as three factors whose product it is.
-
-    Acceptance is lost twice: longer runs fail, (1 - a'^(g+1)) / (1 - a^(g+1)), and each token fails more often,
-    (1 - a) / (1 - a'); cheaper drafts win once, (g T_D + T_V) / (g T_D' + T_V). Acceptances below 1.
-    """
-    return (
-        (1 - compressed ** (depth + 1)) / (1 - acceptance ** (depth + 1)),
-        (1 - acceptance) / (1 - compressed),
-        (depth * draft + verify) / (depth * compressed_draft + verify),
-    )
-
-
 @dataclass(frozen=True)
 class Costs:
     """Seconds on this machine, for a batch size and a length of text.

@@ -45,8 +45,8 @@ class Fixed:
 
 @dataclass
 class Adaptive:
-    """One token more where acceptance is high, or fair and the drafter certain; one less where it is low (the rule and
-    defaults of "Torch-Velocity").
+    """One token more where acceptance is high, one more where it is fair and the drafter certain, so two where both
+    hold; one less where acceptance is low (the rule and defaults of "Torch-Velocity").
 
     Args:
         length: at first.
@@ -75,10 +75,9 @@ class Adaptive:
     def observe(self, accepted: float, drafted: int, entropy: float, cost: float | None) -> None:
         rate = accepted / drafted
         self._rate = rate if self._rate is None else 0.5 * (self._rate + rate)
-        if self._rate > self.up or (self._rate >= self.fair and entropy < self.sure):
-            self.length = min(self.length + 1, self.most)
-        elif self._rate < self.down:
-            self.length = max(self.length - 1, self.least)
+        certain = self._rate >= self.fair and entropy < self.sure
+        change = (self._rate > self.up) + certain - (self._rate < self.down)
+        self.length = min(max(self.length + change, self.least), self.most)
 
 
 @dataclass

@@ -13,7 +13,8 @@ from shape.files import reading, typed
 SCHEMA_VERSION = 3
 # Version 1 says "plain" where later ones say "autoregressive"; 1 and 2 project speed-ups to a target of 8B.
 _READABLE = (1, 2, SCHEMA_VERSION)
-_OLD = re.compile(r"^(equal_)?plain(?=$|, T = )")
+_OLD = re.compile(r"^(equal_)?(plain|drafter-alone)(?=$|, T = )")
+_NEW = {"plain": "autoregressive", "drafter-alone": "unverified-lossy"}
 
 
 def loads(text: str) -> Any:
@@ -26,7 +27,7 @@ def _renamed(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _today(name: str) -> str:
-    return _OLD.sub(r"\1autoregressive", name)
+    return _OLD.sub(lambda old: f"{old[1] or ''}{_NEW[old[2]]}", name)
 
 
 def json_by_line(head: dict[str, Any], name: str, records: Iterable[dict[str, Any]]) -> str:

@@ -77,6 +77,7 @@ class ShapeDecoder(Engine):
         *,
         predictor: str | Path | None = None,
         predictor_revision: str | None = None,
+        misses: str | Path | None = None,
         **options: Any,
     ) -> "ShapeDecoder":
         """A decoder from a target, from an exported predictor, or from both.
@@ -111,6 +112,7 @@ class ShapeDecoder(Engine):
             predictor: folder, hub id or bundled name of an exported predictor, or of a smaller causal LM with the
                 target's tokens, which then drafts.
             predictor_revision: of its hub repository.
+            misses: file to which is added what the pack did not know.
             options: of the target, see ``Target.load``: revision, attn_implementation, quantization_config, ... Of
                 them token, cache_dir, local_files_only, force_download and proxies also serve the predictor, and
                 trust_remote_code a smaller LM.
@@ -122,7 +124,7 @@ class ShapeDecoder(Engine):
             TargetMismatch: predictor and target do not belong together.
             UnsupportedTarget: no target can be loaded from there, or none that can be verified exactly.
         """
-        drafts = DrafterOptions(drafter, tree, draft_device, draft_length(options, num_draft_tokens), pack)
+        drafts = DrafterOptions(drafter, tree, draft_device, draft_length(options, num_draft_tokens), pack, misses)
         options |= {"tokenizer": tokenizer, "dtype": dtype, "device_map": device_map}
         loaded, chosen = load_pair(source, target, predictor, drafts, predictor_revision, prepacked, **options)
         made = cls(loaded, chosen, fall_back=fall_back, graphs=graphs)
@@ -251,7 +253,7 @@ class ShapeDecoder(Engine):
             acceptance: a rule, or its name among ``shape.generation.rules.RULES``: "match"; "rejection" and
                 "traversal", lossless too, whose samples depend on the drafter as well as on the seed; the lossy
                 "typical-lossy" (Medusa's) and "trs-lossy" (the paper's), whose parameters TypicalLossy(...) and
-                TrsLossy(...) take.
+                TrsLossy(...) take, and "unverified-lossy" (the drafter alone).
             eos_aware: no end token among the first four: for targets that end an answer at once after an empty turn.
                 The same as min_new_tokens=4.
             memory: see ``session``.

@@ -50,6 +50,7 @@ class DrafterOptions:
     draft_device: str | torch.device | None = None
     num_draft_tokens: str | int | DraftLength | None = None
     pack: str | Path | None = None
+    misses: str | Path | None = None
 
 
 def load_pair(
@@ -79,9 +80,11 @@ def load_pair(
         raise ConfigError(f"drafter {name!r} needs a predictor; give the folder of an exported one")
     if drafts.pack is None and "recipes" in parts:
         raise ConfigError(f"drafter {name!r} needs a pack; give a file of `python -m shape.recipes compile`")
+    if drafts.pack is None and drafts.misses is not None:
+        raise ConfigError("misses are of a pack, and none is given; give one, or leave misses out")
     given: dict[str, Drafter] = {}
     if drafts.pack is not None:
-        given["recipes"] = RecipeDrafter(Pack.load(drafts.pack))
+        given["recipes"] = RecipeDrafter(Pack.load(drafts.pack), misses=drafts.misses)
     network, model = None, predictor is not None and is_language_model(predictor, **hub)
     if predictor is not None and not model:
         network = load_predictor(predictor, target, **hub)

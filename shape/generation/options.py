@@ -98,9 +98,11 @@ class GenerateOptions(DraftOptions):
         top_k: sample from the k likeliest tokens; 0 means all.
         top_p: sample from the likeliest tokens that hold this probability.
         seed: of the sampling; the same seed gives the same answer with every drafter.
-        acceptance: match; rejection or traversal, lossless too; Medusa's typical-lossy or the paper's trs-lossy.
+        acceptance: match; rejection or traversal, lossless too; Medusa's typical-lossy, the paper's trs-lossy, or
+            unverified-lossy, the drafter alone without the target's verification.
         eos_aware: let no answer end within its first four tokens.
         pack: recipes to look up, by themselves (--drafter recipes) or before the predictor.
+        misses: add what the pack did not know to this log, for `shape recipes merge`.
         trace: write what became of every drafted and emitted token to this file, as JSON lines (of a chat: the last
             answer's).
         show_draft: colour the answer by what became of each token (shown when the answer is finished).
@@ -120,6 +122,7 @@ class GenerateOptions(DraftOptions):
     acceptance: str = "match"
     eos_aware: bool = False
     pack: str | None = None
+    misses: str | None = None
     trace: str | None = None
     show_draft: bool = False
     show_trace: bool = False

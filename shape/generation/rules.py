@@ -11,7 +11,7 @@ from shape.drafters import Drafter, TreeShape
 from shape.errors import UnsupportedGeneration
 from shape.generation.options import TrsParameters, TypicalParameters
 from shape.target.model import Target
-from shape.verification.acceptance import Accepted, traverse, trs_lossy, typical_lossy
+from shape.verification.acceptance import Accepted, traverse, trs_lossy, typical_lossy, unverified_lossy
 from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree
 
@@ -125,13 +125,39 @@ class TrsLossy(TrsParameters, Rule):
         return full
 
     def __call__(self, tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
-        log_p = sampler.tree_scores(logits, tree).log_softmax(-1)
-        rows = torch.arange(log_p.shape[0], device=log_p.device)[:, None]
-        node_log_p = log_p[rows, tree.parent.clamp(min=0), tree.tokens]
-        return trs_lossy(tree, node_log_p, sampler.choose_roots(logits, tree), self.threshold)
+        log_p = _at_nodes(tree, sampler.tree_scores(logits, tree).log_softmax(-1))
+        return trs_lossy(tree, log_p, sampler.choose_roots(logits, tree), self.threshold)
 
 
-RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (Match, Rejection, Traversal, TypicalLossy, TrsLossy)}
+@dataclass(frozen=True)
+class UnverifiedLossy(Rule):
+    """The drafter alone, without the target's verification; lossy, greedy or not.
+
+    The target still computes the states that predictors read, and keeps to what the request bans. Drafters whose trees
+    have a shape draft chains, since nothing would choose between paths.
+    """
+
+    name = "unverified-lossy"
+    lossless = False
+
+    def fit(self, drafter: Drafter | None, target: Target) -> Drafter | None:
+        if drafter is None:
+            raise UnsupportedGeneration(f"acceptance {self.name!r} is the drafter alone, and there is none; give one")
+        return drafter if drafter.tree is None else drafter.with_tree(TreeShape(drafter.tree.depth, 1)) or drafter
+
+    def __call__(self, tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
+        possible = ~_at_nodes(tree, sampler.tree_scores(logits, tree)).isneginf()
+        return unverified_lossy(tree, possible, sampler.choose_roots(logits, tree))
+
+
+def _at_nodes(tree: TokenTree, scores: Tensor) -> Tensor:
+    """(B, N): of (B, N, V) what every node's parent has for its token."""
+    rows = torch.arange(scores.shape[0], device=scores.device)[:, None]
+    return scores[rows, tree.parent.clamp(min=0), tree.tokens]
+
+
+_ALL = (Match, Rejection, Traversal, TypicalLossy, TrsLossy, UnverifiedLossy)
+RULES: dict[str, type[Rule]] = {rule.name: rule for rule in _ALL}
 
 
 def make_rule(acceptance: str | Rule, *parameters: TypicalParameters | TrsParameters) -> Rule:

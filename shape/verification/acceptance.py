@@ -6,7 +6,7 @@ processors see each text and can cost more than a forward. ``follow_scores`` doe
 
 ``match`` is lossless for any tree and any pruning; ``reject_in_turn`` and ``traverse`` for trees whose children were
 drawn from the distribution that they are told, or from none that they are told, and not selected afterwards.
-``typical_lossy`` and ``trs_lossy`` change the output and say so in their names.
+``typical_lossy``, ``trs_lossy`` and ``unverified_lossy`` change the output and say so in their names.
 """
 
 import math
@@ -317,8 +317,28 @@ def trs_lossy(tree: TokenTree, log_probs: Tensor, roots: Tensor, threshold: floa
     common = (tree.ancestors | ~kept[:, :, None]).all(1)
     # Distinct nodes with equal tokens do not exist in a k^N tree, so a node says its token.
     last = depth.masked_fill(~common, -1).argmax(1)
-    accepted = _accept_path(tree, last, roots[:, None])
-    # The last node has not been through the target as a committed root yet: one kept state fewer than nodes.
+    return _ending_with_draft(_accept_path(tree, last, roots[:, None]))
+
+
+def unverified_lossy(tree: TokenTree, possible: Tensor, roots: Tensor) -> Accepted:
+    """The drafter alone: the path of every node's first child is emitted, whatever the target thinks of it. Lossy.
+
+    Where nothing is drafted the target's own choice at the root is emitted, so that every step makes progress.
+
+    Args:
+        possible: (B, N) bool, whether the request allows a node's token (it may have banned some); the root's is not
+            looked at. What follows the first that is not allowed is not emitted.
+        roots: (B,) int64, the target's choice at every root.
+    """
+    again = (tree.parent[:, :, None] == tree.parent[:, None, :]).tril(-1).any(-1)  # an earlier node has the same parent
+    last = tree.depth.masked_fill(~_reached(tree, possible & ~again), -1).argmax(1)
+    return _ending_with_draft(_accept_path(tree, last, roots[:, None]))
+
+
+def _ending_with_draft(accepted: Accepted) -> Accepted:
+    """Without the target's choice behind a draft: its last token has not been through the target as a committed root
+    yet, so one state fewer is kept than nodes.
+    """
     return replace(accepted, counts=accepted.drafted.clamp(min=1))
 
 

@@ -76,6 +76,8 @@ def test_acceptance_rules_and_their_parameters(capsys, predictor_folder):
     assert "acceptance length 2.75" in run(capsys, *sampled, *loose)[-1]  # 11 tokens in steps of 3, 3, 3 and 2
     assert "acceptance length" in run(capsys, *sampled, "--acceptance", "trs-lossy", "--trs_lossy.k", "2")[-1]
     assert "acceptance length" in run(capsys, *sampled, "--acceptance", "traversal")[-1]
+    alone = run(capsys, *sampled, "--acceptance", "unverified-lossy")[-1]
+    assert "acceptance length 2.20 (shape, unverified-lossy)" in alone  # 11 tokens in steps of 2, 2, 2, 2, 2 and 1
 
 
 def test_show_draft_prints_the_same_text(capsys, predictor_folder):
@@ -154,6 +156,8 @@ def test_report_counts_every_token(tiny_target):
         (["--prompt", "x", "--drafter", "magic"], "drafter 'magic' is unknown"),
         (["--prompt", "x", "--acceptance", "typical"], "acceptance rule 'typical' is unknown"),
         (["--prompt", "x", "--typical_lossy.epsilon", "2"], "typical-lossy has epsilon 2"),
+        (["--prompt", "x", "--misses", "log"], "misses are of a pack, and none is given"),
+        (["--prompt", "x", "--acceptance", "trs-lossy", "--misses", "log"], "which trs-lossy does not"),
         (["--prompt", "x", "--acceptance", "trs-lossy", "--drafter", "ngram", *FAST], "'trs-lossy' needs the k^N"),
     ],
 )

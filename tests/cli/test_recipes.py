@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from shape.cli.generate import main as generate
 from shape.cli.recipes import main
 from shape.drafters.recipes.drafter import RecipeDrafter
+from shape.drafters.recipes.misses import read_misses
 from shape.drafters.recipes.pack import Pack
 from shape.errors import ConfigError
 from shape.generation.decoder import ShapeDecoder
@@ -28,6 +30,12 @@ def test_compile_merge_and_inspect(tiny_target_folder, tmp_path, capsys):
     assert isinstance(decoder.drafter, RecipeDrafter)
     hybrid = ShapeDecoder.from_pretrained(None, target=tiny_target_folder, pack=both, drafter="suffix+recipes")
     assert hybrid.drafter.name == "suffix+recipes"
+    log = tmp_path / "misses.jsonl"
+    ask = ["--target", str(tiny_target_folder), "--pack", one, "--misses", str(log), "--prompt"]
+    for prompt in ("other", "other"):
+        generate([*ask, prompt, "--max_new_tokens", "30"])
+    main(["merge", one, "--misses", f"[{log}]", "--output", both])
+    assert len(read_misses(log)) > 1 and len(Pack.load(both).recipes) > len(Pack.load(one).recipes)
     with pytest.raises(ConfigError, match="drafter 'recipes' needs a pack"):
         ShapeDecoder.from_pretrained(None, target=tiny_target_folder, drafter="recipes")
     (tmp_path / "one.pack").write_bytes(b"broken")

@@ -3,8 +3,6 @@
 import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shape.drafters.cost import (
     Costs,
@@ -12,7 +10,6 @@ from shape.drafters.cost import (
     VerificationTimes,
     best_depth,
     break_even,
-    compression_gain,
     expected_length,
     fastest,
     throughput,
@@ -37,16 +34,6 @@ def test_the_closed_form_agrees_with_simulation(rate, depth):
     assert abs(mean - expected_length(rate, depth)) <= 4.9 * deviation / len(lengths) ** 0.5 + 1e-12
     seconds = depth * 0.1 + 1.0
     assert throughput(rate, depth, 0.1, 1.0) == pytest.approx(expected_length(rate, depth) / seconds)
-
-
-RATES, SECONDS = st.floats(0.05, 0.95), st.floats(0.01, 1.0)
-
-
-@given(RATES, RATES, st.integers(1, 12), SECONDS, SECONDS, SECONDS)
-def test_the_three_factors_are_the_ratio_of_throughputs(whole, compressed, depth, draft, cheaper, verify):
-    first, second, third = compression_gain(whole, compressed, depth, draft, cheaper, verify)
-    ratio = throughput(compressed, depth, cheaper, verify) / throughput(whole, depth, draft, verify)
-    assert first * second * third == pytest.approx(ratio)
 
 
 def test_the_best_depth_and_the_break_even():

@@ -25,6 +25,10 @@ def test_adaptive_length_follows_acceptance_and_entropy():
     for _ in range(10):
         lengths.observe(0.6 * lengths.length, lengths.length, entropy=1.0, cost=None)
     assert lengths.length == 8
+    for share, entropy, expected in ((1.0, 1.0, 6), (1.0, 3.0, 5), (0.6, 1.0, 5), (0.6, 3.0, 4), (0.2, 1.0, 3)):
+        lengths = Adaptive()
+        lengths.observe(share * 4, 4, entropy, cost=None)
+        assert lengths.length == expected  # two more where acceptance and entropy both say so
     with pytest.raises(ConfigError, match="not within 1 to 8"):
         Adaptive(length=9)
 

@@ -39,7 +39,7 @@ def options(tiny_predictor_folder, tiny_target_folder, tmp_path):
 
 def test_every_mode_is_scored(options, tmp_path):
     bert = tiny_bert(tmp_path / "bert")
-    modes = ["autoregressive", "shape", "trs-lossy", "drafter-alone", "beam"]
+    modes = ["autoregressive", "shape", "trs-lossy", "unverified-lossy", "beam"]
     results = run(options(methods=modes, beams=2, encoder=str(bert), timed=True))
     assert list(results.summary) == [f"{mode}, T = 0" for mode in modes] + [f"{mode}, T = 1" for mode in modes[:-1]]
     for temperature in (0, 1):
@@ -47,7 +47,7 @@ def test_every_mode_is_scored(options, tmp_path):
         assert own.answers == own.equal == same.equal == 3  # lossless
         assert same.perplexity == own.perplexity and same.bert_score == pytest.approx(1, abs=1e-5)
         assert own.speed_up.value == 1 and same.speed_up.value > 0
-    alone, beam = (results.summary[f"{mode}, T = 0"] for mode in ("drafter-alone", "beam"))
+    alone, beam = (results.summary[f"{mode}, T = 0"] for mode in ("unverified-lossy", "beam"))
     own = results.summary["autoregressive, T = 0"]
     assert alone.equal < 3 and alone.bert_score < 0.999 and alone.sentence < 1
     assert alone.perplexity.value > own.perplexity.value  # untrained drafts are unlikely text
@@ -107,7 +107,7 @@ def test_programs_are_run_only_where_that_is_allowed(options, tmp_path):
 
 
 def test_an_interrupted_measurement_goes_on(options, tmp_path, monkeypatch):
-    only = {"methods": ["autoregressive", "drafter-alone"], "temperature": [0.0]}
+    only = {"methods": ["autoregressive", "unverified-lossy"], "temperature": [0.0]}
     whole = run(options(**only)).records
     append, calls = Journal.append, []
 

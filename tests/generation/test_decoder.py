@@ -290,7 +290,7 @@ def ruled(*names: str) -> list[tuple[str, str]]:
 def test_every_rule_gives_the_greedy_text_where_nothing_else_is_possible(tiny_model, name, rule):
     """Sampling from the likeliest token alone: every other draft has probability 0, and no residual has any mass.
 
-    Ends lie in mid-path. Greedy decoding is the same, but with the paper's rule, which is lossy then too.
+    Ends lie in mid-path. Greedy decoding is the same, but with the rules that are lossy then too.
     """
     model, batch = tiny_model("llama"), prompts()
     free = new_tokens(ShapeDecoder(model).generate(**batch, max_new_tokens=25, eos_token_id=[]), batch)
@@ -299,7 +299,7 @@ def test_every_rule_gives_the_greedy_text_where_nothing_else_is_possible(tiny_mo
     decoder = ShapeDecoder(model, drafters()[name](), fall_back=False)
     sampled = decoder.generate(**batch, do_sample=True, top_k=1, seed=3, acceptance=rule, **ends)
     assert torch.equal(sampled, expected)
-    if rule != "trs-lossy":
+    if rule not in ("trs-lossy", "unverified-lossy"):
         assert torch.equal(decoder.generate(**batch, acceptance=rule, **ends), expected)
 
 
@@ -792,6 +792,17 @@ def test_trs_is_lossy_and_says_so(tiny_model):
     assert not out.stats.lossless and "lossy" in out.stats.acceptance
     assert out.stats.acceptance_length >= 1.0
     assert out.stats.drafted / out.stats.forwards == 2 + 4 + 8
+
+
+def test_the_drafter_alone_writes_what_it_drafts(tiny_model):
+    """A smaller model unverified writes its own greedy text, behind the target's first token."""
+    batch, small = prompts([6]), weaker_model()
+    decoder = ShapeDecoder(tiny_model("llama"), ModelDrafter(Target(small), 3), fall_back=False)
+    out = decoder.generate(**batch, max_new_tokens=13, acceptance="unverified-lossy", return_dict_in_generate=True)
+    assert not out.stats.lossless and out.stats.acceptance == "unverified-lossy"
+    assert out.stats.acceptance_length == 3
+    own = small.generate(out.sequences[:, :7], attention_mask=torch.ones(1, 7), max_new_tokens=12, do_sample=False)
+    assert torch.equal(out.sequences, own)
 
 
 def bad_requests() -> dict[str, tuple[dict, str]]:

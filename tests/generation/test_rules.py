@@ -8,13 +8,13 @@ from shape.cli.generate import parser as generate_parser
 from shape.drafters import NgramDrafter, TrainedDrafter, TreeShape
 from shape.errors import ConfigError, UnsupportedGeneration
 from shape.generation.decoder import ShapeDecoder
-from shape.generation.rules import RULES, Rejection, Rule, Traversal, TrsLossy, TypicalLossy, make_rule
+from shape.generation.rules import RULES, Rejection, Rule, Traversal, TrsLossy, TypicalLossy, UnverifiedLossy, make_rule
 from shape.networks.config import ShapeConfig
 from shape.networks.shape import ShapePredictor
 
 
 def test_lossy_rules_say_so_and_no_others_do():
-    assert list(RULES) == ["match", "rejection", "traversal", "typical-lossy", "trs-lossy"]
+    assert list(RULES) == ["match", "rejection", "traversal", "typical-lossy", "trs-lossy", "unverified-lossy"]
     for name, rule in RULES.items():
         assert rule.name == name and rule.lossless == ("lossy" not in name)
         assert rule.lossless == ("Lossy" not in rule.__name__)
@@ -82,3 +82,12 @@ def test_the_papers_rule_takes_full_trees_and_refuses_what_has_none(tiny_model):
     chains = ShapeDecoder(GPTNeoForCausalLM(config).double().eval())
     with pytest.raises(UnsupportedGeneration, match="verifies chains only"):
         TrsLossy().fit(decoder.drafter, chains.target)
+
+
+def test_the_drafter_alone_drafts_chains_and_has_to_be_there(tiny_model):
+    target = ShapeDecoder(tiny_model()).target
+    chain = UnverifiedLossy().fit(shape_drafter(TreeShape(depth=3, width=2, nodes=4)), target)
+    assert isinstance(chain, TrainedDrafter) and chain.tree == TreeShape(depth=3, width=1)
+    assert UnverifiedLossy().fit(ngram := NgramDrafter(), target) is ngram
+    with pytest.raises(UnsupportedGeneration, match="'unverified-lossy' is the drafter alone, and there is none"):
+        UnverifiedLossy().fit(None, target)

@@ -18,6 +18,7 @@ from shape.verification.acceptance import (
     traverse,
     trs_lossy,
     typical_lossy,
+    unverified_lossy,
 )
 from shape.verification.tree import TokenTree
 
@@ -436,3 +437,19 @@ def test_traversal_accepts_all_that_was_drawn_from_the_target_itself(dtype):
     assert accepted.path[:, :3].tolist() == [[0, 1, 3]] * 64 and accepted.counts.tolist() == [3] * 64
     chances, left = stop_chances(tree, p, p.clone())
     assert chances.isfinite().all() and left.isfinite().all() and (chances[:, 0] == 1).all()
+
+
+def test_unverified_emits_first_children_as_far_as_they_are_allowed():
+    tree, _ = binary_tree([0.0] * 7)
+    padded = TokenTree(torch.tensor([[5, 6, 0]]), torch.tensor([[-1, 0, -1]]))
+    for one, banned, expected, drafted in (
+        (tree, [], [1, 3], 2),
+        (tree, [3], [1], 1),  # its sibling is another path
+        (tree, [1], [9], 0),
+        (padded, [], [6], 1),
+        (TokenTree(tree.tokens[:, :1], tree.parent[:, :1]), [], [9], 0),
+    ):
+        possible = ~torch.isin(one.tokens, torch.tensor(banned))
+        accepted = unverified_lossy(one, possible, torch.tensor([9]))
+        assert accepted.tokens[0, : int(accepted.counts)].tolist() == expected
+        assert accepted.drafted.tolist() == [drafted] and accepted.path[0, 0] == 0

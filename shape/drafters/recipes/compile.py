@@ -1,11 +1,11 @@
 """Compiling a pack: the stretches on which all of the target's sampled answers to a prompt agree.
 
-What varies from one answer to the next is in no recipe (Kolm's "recipe speculative decoding").
+What varies from one answer to the next is in no recipe, nor what was written where an answer failed verification
+(Kolm's "recipe speculative decoding").
 """
 
-import json
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ from tqdm.auto import tqdm
 from shape.data.conversations import evenly_by_category
 from shape.data.options import CompileOptions
 from shape.data.reading import load_prompts
-from shape.drafters.recipes.pack import Counts, Pack, pack_of
+from shape.drafters.recipes.misses import read_misses, recipes_of_misses
+from shape.drafters.recipes.pack import Counts, Pack, pack_of, recipes_of
+from shape.drafters.recipes.verify import make_verify
 from shape.drafters.suffix import SuffixAutomaton
-from shape.errors import CheckpointError
-from shape.files import reading, typed
 from shape.target.model import Target
 
 
@@ -43,26 +43,20 @@ def agreed(samples: Sequence[Sequence[int]], shortest: int) -> Iterator[tuple[in
             yield tuple(first[end - matched[end] : end])
 
 
-def recipes_of(stretches: Iterable[Sequence[int]], prefix: int, depth: int) -> Counts:
-    """What follows each run of `prefix` tokens in agreed stretches, at most `depth` tokens: how often."""
-    found = Counts()
-    for stretch in stretches:
-        for at in range(prefix, len(stretch)):
-            found[tuple(stretch[at - prefix : at]), tuple(stretch[at : at + depth])] += 1
-    return found
-
-
 def compile_pack(options: CompileOptions, target: Target, generate: Callable[..., Any]) -> Pack:
     """Answer the prompts, keep what their samples agree on, and write the pack.
+
+    A prompt counts where all of its answers pass ``options.verify``.
 
     Args:
         generate: ``ShapeDecoder.generate`` of the target.
     """
     options.check()
+    verify = None if options.verify is None else make_verify(options.verify)
     prompts = load_prompts(Path(options.prompts), options.chat_template_kwargs)
     prompts = evenly_by_category(prompts, options.limit)
     misses = [miss for path in options.misses for miss in read_misses(path)]
-    counts = Counts()
+    counts, refused = Counts(), 0
     for number, prompt in enumerate(tqdm(prompts, desc="compile", unit="prompt")):
         ids = target.encode(prompt.opening, prompt.template)
         sampled: dict[str, Any] = {"do_sample": options.temperature > 0}
@@ -71,12 +65,20 @@ def compile_pack(options: CompileOptions, target: Target, generate: Callable[...
         out: Tensor = generate(
             ids, ones_like(ids), max_new_tokens=options.max_new_tokens, seed=options.seed + number, **sampled
         )
+        if verify is not None:
+            texts = [target.tokenizer.decode(row, skip_special_tokens=True) for row in out[:, ids.shape[1] :].tolist()]
+            if not all(verify(prompt, text) for text in texts):
+                refused += 1
+                continue
         # The prompt's end belongs to it: recipes for how an answer begins.
         start = max(ids.shape[1] - options.prefix, 0)
         answers = [_until_end(row[start:], ids.shape[1] - start, target.eos_token_ids) for row in out.tolist()]
         counts += recipes_of(agreed(answers, options.prefix + 1), options.prefix, options.depth)
-    counts += recipes_of(_repeated(misses, options.prefix), options.prefix, options.depth)
-    pack = pack_of(target.identity, counts, options.samples, len(prompts), options.most)
+    if refused:
+        told = f"{refused} of {len(prompts)} prompts are left out: an answer to them did not pass {options.verify}"
+        tqdm.write(told, sys.stderr)
+    counts += recipes_of_misses(misses, options.prefix, options.depth)
+    pack = pack_of(target.identity, counts, options.samples, len(prompts) - refused, options.most)
     pack.save(options.output)
     return pack
 
@@ -85,20 +87,3 @@ def _until_end(tokens: Sequence[int], least: int, ends: Sequence[int]) -> list[i
     """Tokens up to the first end token behind the first `least`, which is the last one that counts."""
     at = next((at for at in range(least, len(tokens)) if tokens[at] in ends), len(tokens) - 1)
     return list(tokens[: at + 1])
-
-
-def read_misses(path: str | Path) -> list[list[int]]:
-    """What a drafter logged, prefixes and what followed in one.
-
-    Raises:
-        CheckpointError: no such log.
-    """
-    with reading(f"log {path}", CheckpointError, "give one that RecipeDrafter wrote"):
-        rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
-        return [typed(list[int], [*row["prefix"], *row["tokens"]]) for row in rows]
-
-
-def _repeated(misses: Sequence[Sequence[int]], prefix: int) -> list[Sequence[int]]:
-    """Those of which another one says the beginning too."""
-    seen = Counter(tuple(miss[: prefix + 1]) for miss in misses)
-    return [miss for miss in misses if len(miss) > prefix and seen[tuple(miss[: prefix + 1])] > 1]

@@ -1,6 +1,5 @@
 """Drafting from a recipe pack: a look-up by the last tokens, or by their shape."""
 
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from math import log
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from shape.drafters.base import Committed, Drafter
 from shape.drafters.growing import Paths
+from shape.drafters.recipes.misses import miss_of, write_misses
 from shape.drafters.recipes.pack import CONTINUATIONS, Counts, Pack, Recipe
 from shape.target.model import Target
 from shape.verification.sampling import Sampler
@@ -22,13 +22,14 @@ class RecipeDrafter(Drafter):
 
     The shape of a prefix is the kinds of its tokens (word, number, space, and each mark by itself) but for the last
     one, which is taken literally: what follows a price in one record follows it in the next, if it did so more than
-    once. Misses are logged, with what the target then wrote, for the next
-    ``shape.drafters.recipes.compile``.
+    once. Misses are logged, with what the target wrote instead, for the next compile or merge
+    (``Miss``): look-ups that found nothing, and continuations that were found and then
+    refused, from where they went wrong.
 
     Args:
         pack: the recipes.
         nodes: drafted nodes at most.
-        misses: file for what was not found; None keeps none.
+        misses: file that they are added to; None keeps none.
     """
 
     name = "recipes"
@@ -39,7 +40,7 @@ class RecipeDrafter(Drafter):
 
     def bind(self, target: Target) -> None:
         self.pack.require(target)
-        self._prefix = max((len(recipe.prefix) for recipe in self.pack.recipes), default=1)
+        self._prefix = self.pack.prefix
         self._kinds = kinds_of_tokens(target)
         self._literal: dict[tuple[int, ...], list[Recipe]] = defaultdict(list)
         shaped = Counts()
@@ -52,20 +53,20 @@ class RecipeDrafter(Drafter):
                 known.append(Recipe(shape, tokens, times))
 
     def start(self, committed: Committed, hidden: Tensor) -> None:
-        self._missed: list[int | None] = [None] * len(committed.texts)
+        # Per sequence the length of its text at the last look-up, and what that found.
+        self._found: list[tuple[int, list[Recipe]]] = [(len(text), []) for text in committed.texts]
 
     def select(self, rows: Tensor) -> None:
-        self._missed = [self._missed[row] for row in rows.tolist()]
+        self._found = [self._found[row] for row in rows.tolist()]
 
     def join(self, other: Self) -> None:
-        self._missed += other._missed
+        self._found += other._found
 
     def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
         if self.misses is not None:
-            self._log(committed.texts)
-        found = [self.lookup(text[-self._prefix :]) for text in committed.texts]
-        self._missed = [len(text) if not rows else None for text, rows in zip(committed.texts, found, strict=True)]
-        return ragged_tree(committed.root, [self._grown(recipes) for recipes in found])
+            self._log(committed.texts, self.misses)
+        self._found = [(len(text), self.lookup(text[-self._prefix :])) for text in committed.texts]
+        return ragged_tree(committed.root, [self._grown(recipes) for _, recipes in self._found])
 
     def lookup(self, prefix: Sequence[int]) -> list[Recipe]:
         """Recipes for the last tokens of a text, the most frequent first."""
@@ -85,15 +86,12 @@ class RecipeDrafter(Drafter):
             paths.add(recipe.tokens, log(recipe.times / total))
         return paths.grown
 
-    def _log(self, texts: Sequence[Sequence[int]]) -> None:
-        lines = [
-            json.dumps({"prefix": text[at - self._prefix : at], "tokens": text[at:]})
-            for text, at in zip(texts, self._missed, strict=True)
-            if at is not None and at >= self._prefix and len(text) > at
-        ]
-        if lines and self.misses is not None:
-            with self.misses.open("a") as file:
-                file.write("".join(f"{line}\n" for line in lines))
+    def _log(self, texts: Sequence[Sequence[int]], file: Path) -> None:
+        misses = []
+        for text, (start, recipes) in zip(texts, self._found, strict=True):
+            miss = miss_of(text, start, [recipe.tokens for recipe in recipes], self._prefix)
+            misses += [] if miss is None else [miss]
+        write_misses(file, misses)
 
 
 def kinds_of_tokens(target: Target) -> list[int]:

@@ -4,7 +4,7 @@ import gzip
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,6 +67,16 @@ class Pack:
         return pack
 
     @property
+    def prefix(self) -> int:
+        """Tokens that are looked up."""
+        return max((len(recipe.prefix) for recipe in self.recipes), default=1)
+
+    @property
+    def depth(self) -> int:
+        """Of its longest continuation."""
+        return max((len(recipe.tokens) for recipe in self.recipes), default=1)
+
+    @property
     def hash(self) -> str:
         return _digest(self._content())
 
@@ -98,6 +108,15 @@ def _digest(content: str) -> str:
 Counts = Counter[tuple[tuple[int, ...], ...]]
 
 
+def recipes_of(stretches: Iterable[Sequence[int]], prefix: int, depth: int) -> Counts:
+    """What follows each run of `prefix` tokens in agreed stretches, at most `depth` tokens: how often."""
+    found = Counts()
+    for stretch in stretches:
+        for at in range(prefix, len(stretch)):
+            found[tuple(stretch[at - prefix : at]), tuple(stretch[at : at + depth])] += 1
+    return found
+
+
 def pack_of(
     target: TargetIdentity,
     counts: Counts,
@@ -123,13 +142,13 @@ def pack_of(
     return Pack(target, tuple(kept[:most]), samples, prompts)
 
 
-def merged(packs: Sequence[Pack], most: int = 15_000) -> Pack:
-    """One pack that says what all say.
+def merged(packs: Sequence[Pack], most: int = 15_000, more: Counts | None = None) -> Pack:
+    """One pack that says what all say, and `more` recipes.
 
     Raises:
         TargetMismatch: they are of targets with other tokens.
     """
-    first, counts = packs[0], Counts()
+    first, counts = packs[0], Counts(more)
     for pack in packs:
         if pack.target.tokenizer_hash != first.target.tokenizer_hash:
             raise TargetMismatch(

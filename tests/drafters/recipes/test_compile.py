@@ -1,11 +1,19 @@
-"""What samples agree on, and misses."""
+"""What samples agree on, what passes verification, and misses."""
 
+import json
 from collections import Counter
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shape.drafters.recipes.compile import agreed, recipes_of
+from shape.data.options import CompileOptions
+from shape.drafters.recipes.compile import agreed, compile_pack
+from shape.drafters.recipes.misses import Miss, recipes_of_misses
+from shape.drafters.recipes.pack import recipes_of
+from shape.drafters.recipes.verify import make_verify
+from shape.errors import ConfigError
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=14)
 
@@ -30,3 +38,39 @@ def test_stretches_are_the_longest_that_all_samples_have(first, others, shortest
 def test_recipes_of_a_stretch():
     found = recipes_of([(1, 2, 3, 4), (2, 3, 4)], prefix=2, depth=2)
     assert found == Counter({((1, 2), (3, 4)): 1, ((2, 3), (4,)): 2})
+
+
+def test_of_misses_counts_what_another_one_says_too():
+    """What varies is in no recipe, as in samples."""
+    misses = [Miss([1, 2], [3, 4, 5], []), Miss([1, 2], [3, 4, 6], [9]), Miss([1, 2], [7], []), Miss([8, 2], [3], [])]
+    assert recipes_of_misses(misses, 2, 5) == Counter({((1, 2), (3, 4)): 2, ((2, 3), (4,)): 2})
+
+
+@pytest.mark.parametrize("answers,counted", [([1, 1], 2), ([1, 0], 1), ([0, 0], 0)])
+def test_prompts_count_where_every_answer_passes(tiny_target, tmp_path, monkeypatch, answers, counted):
+    """Of two prompts; the second samples of some are no JSON."""
+    asked = tmp_path / "prompts.jsonl"
+    asked.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("one", "two")))
+    good, bad = (tiny_target.tokenizer(text, add_special_tokens=False).input_ids for text in ("[12, 34]", "[12, 34}"))
+    left = list(answers)
+
+    def generate(ids, mask, **options):
+        assert options["num_return_sequences"] == 2
+        rows = [good, good if left.pop(0) else bad]
+        return torch.cat([ids.expand(2, -1), torch.tensor(rows)], dim=1)
+
+    options = CompileOptions(
+        target="tiny", prompts=str(asked), output=str(tmp_path / "made.pack"), samples=2, prefix=2, verify="json"
+    )
+    made = compile_pack(options, tiny_target, generate)
+    assert made.prompts == counted and (made.recipes != ()) == (counted > 0)
+
+
+def test_verification_by_name(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "task_of_mine.py").write_text("def short(prompt, answer):\n    return len(answer) < 3\n")
+    short = make_verify("task_of_mine:short")
+    assert short(None, "ab") and not short(None, "abc")
+    for wrong in ("xml", "task_of_mine:long", "no_such_module:short"):
+        with pytest.raises(ConfigError, match=f"verify '{wrong}' is neither json nor a MODULE:FUNCTION"):
+            make_verify(wrong)

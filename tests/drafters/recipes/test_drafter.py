@@ -5,9 +5,9 @@ import torch
 from helpers import prompts
 
 from shape.drafters import Committed
-from shape.drafters.recipes.compile import read_misses, recipes_of
 from shape.drafters.recipes.drafter import RecipeDrafter
-from shape.drafters.recipes.pack import Pack, Recipe, pack_of
+from shape.drafters.recipes.misses import Miss, read_misses, recipes_of_misses
+from shape.drafters.recipes.pack import Pack, Recipe, merged, pack_of, recipes_of
 from shape.errors import CheckpointError
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
@@ -47,10 +47,27 @@ def test_misses_are_logged_with_what_followed(tiny_target, tmp_path):
     drafter.start(committed([1, 2, 3]), torch.empty(0))
     for text in ([1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7]):
         drafter.draft(committed(text), GREEDY)
-    assert read_misses(log) == [[2, 3, 4], [3, 4, 5, 6]]
+    assert read_misses(log) == [Miss([2, 3], [4], []), Miss([3, 4], [5, 6], [])]
     log.write_text("nothing")
     with pytest.raises(CheckpointError, match=r"misses\.jsonl cannot be read"):
         read_misses(log)
+
+
+def test_wrong_predictions_are_logged_and_the_next_pack_knows_better(tiny_target, tmp_path):
+    log = tmp_path / "misses.jsonl"
+    old = pack(tiny_target, ((5, 6), (7, 8, 9), 3), ((5, 6), (7, 2), 1))
+    drafter = RecipeDrafter(old, misses=log)
+    drafter.bind(tiny_target)
+    came_true = ([4, 5, 6], [4, 5, 6, 7, 8, 9, 1]), ([4, 5, 6], [4, 5, 6, 7, 2]), ([4, 5, 6], [4, 5, 6, 7])
+    refused = ([4, 5, 6], [4, 5, 6, 3, 4]), ([4, 5, 6], [4, 5, 6, 7, 8, 1, 1])
+    for before, after in (*came_true, *refused, *refused):
+        drafter.start(committed(before), torch.empty(0))
+        drafter.draft(committed(before), GREEDY)
+        drafter.draft(committed(after), GREEDY)
+    found = read_misses(log)
+    assert found == 2 * [Miss([5, 6], [3, 4], [7, 8, 9]), Miss([7, 8], [1, 1], [9])]
+    new = merged([old], more=recipes_of_misses(found, old.prefix, old.depth))
+    assert {Recipe((5, 6), (3, 4), 2), Recipe((7, 8), (1, 1), 2), *old.recipes} <= set(new.recipes)
 
 
 def test_output_is_the_targets(tiny_model):

@@ -1,0 +1,1 @@
+"""Every headline figure of the systems that SHAPE brings together, beside ours: `python -m eval.claims`."""

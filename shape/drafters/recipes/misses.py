@@ -1,0 +1,69 @@
+"""What a pack did not know: look-ups of which nothing, or something else, came true. Logged while decoding."""
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from shape.drafters.base import common_length
+from shape.drafters.recipes.pack import Counts, recipes_of
+from shape.errors import CheckpointError
+from shape.files import reading, typed
+
+
+class Miss(NamedTuple):
+    """A line of the log.
+
+    Attributes:
+        prefix: the last tokens before it.
+        tokens: what the target then wrote, until the next look-up.
+        wrong: what the pack said instead, and verification refused; empty where it said nothing.
+    """
+
+    prefix: list[int]
+    tokens: list[int]
+    wrong: list[int]
+
+
+def miss_of(text: Sequence[int], start: int, found: Sequence[Sequence[int]], prefix: int) -> Miss | None:
+    """What a look-up behind ``text[:start]`` missed, as far as the text has come; None where what it found came true.
+
+    Args:
+        found: continuations, of which the one that came furthest counts.
+        prefix: tokens that are looked up.
+    """
+    new = text[start:]
+    said = max(found, key=lambda tokens: common_length(tokens, new), default=())
+    right = common_length(said, new)
+    at = start + right
+    if at < prefix or right == len(new) or 0 < len(said) == right:
+        return None
+    return Miss(list(text[at - prefix : at]), list(text[at:]), list(said[right:]))
+
+
+def write_misses(path: Path, misses: Sequence[Miss]) -> None:
+    """Add them to the log."""
+    with path.open("a") as file:
+        file.writelines(f"{json.dumps(miss._asdict())}\n" for miss in misses)
+
+
+def read_misses(path: str | Path) -> list[Miss]:
+    """Raises CheckpointError: no such log."""
+    with reading(f"log {path}", CheckpointError, "give one that RecipeDrafter wrote"):
+        rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+        parts = ([row["prefix"], row["tokens"], row.get("wrong", [])] for row in rows)  # older logs have no wrong ones
+        return [Miss(*typed(list[list[int]], part)) for part in parts]
+
+
+def recipes_of_misses(misses: Sequence[Miss], prefix: int, depth: int) -> Counts:
+    """Recipes for what was missed at least twice: of each miss the beginning that another one has too."""
+    return recipes_of(_repeated([[*miss.prefix, *miss.tokens] for miss in misses], prefix), prefix, depth)
+
+
+def _repeated(texts: list[list[int]], prefix: int) -> Iterator[list[int]]:
+    ordered = sorted(texts)
+    shared = [0, *(common_length(one, other) for one, other in pairwise(ordered)), 0]
+    for text, before, after in zip(ordered, shared, shared[1:], strict=False):
+        if max(before, after) > prefix:
+            yield text[: max(before, after)]

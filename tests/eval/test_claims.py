@@ -1,0 +1,54 @@
+"""The page of claims: it says what committed results say, and what becomes of a claim."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from eval.claims.__main__ import main, page
+from eval.claims.committed import Claim, Committed
+from eval.claims.systems import SYSTEMS
+from shape.errors import DataError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_follows_the_committed_results():
+    written = (ROOT / "docs/research/claims.md").read_text()
+    assert written == page(ROOT / "eval/results"), "run python -m eval.claims"
+
+
+def test_every_system_and_every_source_is_there():
+    text = page(ROOT / "eval/results")
+    assert all(f"## {system}" in text and claims for system, claims in SYSTEMS.items()) and len(SYSTEMS) == 6
+    linked = {part.partition(")")[0] for part in text.split("](../../")[1:]}
+    assert len(linked) > 20 and all((ROOT / name).exists() for name in linked)
+
+
+@pytest.mark.parametrize(
+    ("value", "verdict"),
+    [(0.97, "reproduced"), (0.5, "contradicted"), (None, "not comparable"), (-1, "not measured yet")],
+)
+def test_verdicts_are_read_from_results(tmp_path, value, verdict):
+    (tmp_path / "some.json").write_text(json.dumps({"share": value}))
+
+    def ours(read: Committed) -> tuple[str, bool | None]:
+        share = read.json("some.json")["share"]
+        return f"{share}", None if share is None else share >= 0.95
+
+    claim = Claim("much", "95 %", None if value == -1 else ours, "so it is")
+    read = Committed(tmp_path)
+    row = claim.row(read)
+    assert row[3] == verdict and read.used == ([] if value == -1 else ["some.json"])
+
+
+def test_what_is_missing_is_one_sentence(tmp_path, capsys):
+    claim = Claim("much", "95 %", lambda read: (read.json("none.json")["share"], True), "")
+    with pytest.raises(DataError, match=r"none\.json cannot be read; measure it, or correct eval/claims/systems\.py"):
+        claim.row(Committed(tmp_path))
+    (tmp_path / "none.json").write_text("{}")
+    with pytest.raises(DataError, match="what is measured of 'much' cannot be read"):
+        claim.row(Committed(tmp_path))
+    with pytest.raises(SystemExit):
+        main(["--results", str(tmp_path), "--output", str(tmp_path / "page.md")])
+    assert "error: " in capsys.readouterr().err and not (tmp_path / "page.md").exists()
