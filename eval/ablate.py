@@ -27,7 +27,9 @@ from eval.ablation.measuring import beside, journal_of, measure_all, prompts_of
 from eval.ablation.options import AblationOptions, find_config, one_sentence
 from eval.ablation.plan import plan
 from eval.ablation.results import Ablation
+from eval.ablation.search import search, tuning_prompts
 from eval.ablation.training import train_all, train_together
+from shape.data.conversations import evenly
 from shape.drafters import TreeShape
 from shape.errors import ConfigError, exit_on_error
 from shape.features.trainer import quiet
@@ -37,14 +39,19 @@ def ablate(options: AblationOptions) -> Ablation:
     """Train what is missing, measure everything, and write ablation.json and ablation.md."""
     runs = plan(options)
     prompts, source = prompts_of(options, runs[0].options)
+    tuning = tuning_prompts(runs[0].options, prompts) if options.search or options.measure.fit else []
     taken = {*options.measure.methods} & {label for run in runs for label in (run.variant, *options.trees)}
     if taken:
         raise ConfigError(f"the name {min(taken)} is a method's and a variant's; rename the variant")
     beside(options.measure.methods)  # unknown names are said before the work
     output = Path(options.output)
-    trained = train_together(runs, output) if options.together else train_all(runs, options.jobs)
+    if options.search is not None:
+        options = search(options)
+        runs = plan(options)
+    trained = train_together(runs, options.home) if options.together else train_all(runs, options.jobs)
+    output.mkdir(parents=True, exist_ok=True)
     with quiet():
-        found = measure_all(options, runs, trained, prompts, source)
+        found = measure_all(options, runs, trained, prompts, source, evenly(tuning, options.measure.fit))
     (output / "ablation.json").write_text(found.to_json())
     (output / "ablation.md").write_text(found.to_markdown())
     for temperature in options.measure.temperatures:

@@ -383,6 +383,7 @@ def baselines(options: GpuOptions, deadline: float) -> bool:
     ended = launch(
         deadline, work, "-m", "eval.ablate", "baselines", "--target=target", "--data=train.jsonl",
         f"--measure.prompts={REPOSITORY / 'data/bench.jsonl'}", "--output=baselines", f"--override=[{changes}]",
+        "--search=null", "--measure.fit=0",  # which would take longer than a call
         "--title=SHAPE and its baselines for a larger target, on a GPU", *options.ablate,
     )  # fmt: skip
     if ended:

@@ -37,7 +37,7 @@ SPAN = re.compile(r"(?<!`)`[^`]+`(?!`)")  # code within a sentence, which may be
 MODULE, SCRIPT = r" -m ((?:shape|eval)\.[\w.]*[a-z])", r"(?:^|&& )[ $]*(?:[.\w]+/)*(shape [a-z]+)\b"
 COMMAND = re.compile(rf"(?:{MODULE}|{SCRIPT})([^\n`|>&#]*)", re.MULTILINE)
 HUB_TARGET = "Qwen/Qwen3-0.6B"
-RECORDED = re.compile(r"<!-- results:begin[^>]*-->.*?<!-- results:end -->", re.DOTALL)  # what was run, not what to run
+RECORDED = re.compile(r"<!-- ([\w-]+):begin[^>]*-->.*?<!-- \1:end -->", re.DOTALL)  # what was run, not what to run
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 

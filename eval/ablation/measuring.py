@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from eval.ablation.options import AblationOptions
+from eval.ablation.options import AblationOptions, folder_name
 from eval.ablation.plan import Run
 from eval.ablation.results import Ablation, Anatomy, Figures, Line, Trained
+from eval.ablation.search import SHAPES, shaped, speeds_by_shape
+from shape import bundled
 from shape.data.conversations import Prompt, evenly_by_category
+from shape.data.reading import load_prompts
 from shape.drafters import Drafter, TrainedDrafter, TreeShape, make_drafter
 from shape.drafters.base import Committed, Wrapped
 from shape.errors import ConfigError
@@ -126,7 +129,13 @@ def measure_all(
     trained: dict[str, dict[int, Trained]],
     prompts: list[Prompt],
     source: str,
+    tuning: Sequence[Prompt] = (),
 ) -> Ablation:
+    """Every trained variant, side by side.
+
+    Args:
+        tuning: prompts on which each is first given its shape of draft, by its first seed, at every temperature.
+    """
     chosen, given = options.measure, runs[0].options
     target = Target.load(given.target, dtype=chosen.dtype, device_map=chosen.device_map, **of_target(given))
     announce(target)
@@ -139,15 +148,25 @@ def measure_all(
         for label in lines
     }
     folders = {(run.variant, run.seed): run.folder for run in runs}
-    drafters: dict[str, Drafter] = {}
+    drafters: dict[float, dict[str, Drafter]] = {temperature: {} for temperature in chosen.temperatures}
+    fitted: dict[tuple[str, float], dict[str, float]] = {}
     for label, (variant, tree) in lines.items():
         for seed, name in names[label].items():
             decoder = ShapeDecoder.from_pretrained(folders[variant, seed], target=target, tree=trees[tree])
             assert decoder.drafter is not None
-            drafters[name] = decoder.drafter
+            for temperature, own in drafters.items():
+                own[name] = decoder.drafter
+                if tuning:
+                    if seed == options.seeds[0]:
+                        folder = options.home / "shapes" / f"{folder_name(variant)}-t{temperature:g}"
+                        by_shape = speeds_by_shape(target, decoder.drafter, tuning, temperature, chosen, folder)
+                        fitted[label, temperature] = by_shape
+                    best = shaped(decoder.drafter, SHAPES[next(iter(fitted[label, temperature]))])
+                    assert best is not None  # it was measured
+                    own[name] = best
     results = {
-        temperature: _speed(options, target, {**others, **drafters}, prompts, source, temperature)
-        for temperature in chosen.temperatures
+        temperature: _speed(options, target, {**others, **own}, prompts, source, temperature)
+        for temperature, own in drafters.items()
     }
     contexts = [
         target.encode(prompt.opening, prompt.template) for prompt in evenly_by_category(prompts, chosen.examined)
@@ -160,7 +179,7 @@ def measure_all(
         together = pooled(result, groups)
         for label, own in names.items():
             anatomies = [
-                examine(target, drafters[name], contexts, temperature, chosen.max_new_tokens, chosen.seed)
+                examine(target, drafters[temperature][name], contexts, temperature, chosen.max_new_tokens, chosen.seed)
                 for name in own.values()
             ]
             found[label][temperature] = Figures(
@@ -169,6 +188,7 @@ def measure_all(
                 {seed: result.summary[name].speed_up.value for seed, name in own.items()},
                 _step_ms(together.total[label]),
                 _joined(anatomies),
+                fitted.get((label, temperature), {}),
             )
     return Ablation(
         options.title,

@@ -31,6 +31,8 @@ class MeasureOptions:
         examined: so many of the prompts are decoded once more, untimed and traced, to count acceptance by depth and the
             operations of a draft.
         device_map: where the target is put; default: on a GPU where there is one.
+        fit: on so many validation prompts every trained variant is measured with every shape of `eval.ablation.search`,
+            at each temperature, and drafts in the fastest; 0 leaves each its own.
     """
 
     prompts: str | None = None
@@ -44,18 +46,47 @@ class MeasureOptions:
     seed: int = 0
     examined: int = 8
     device_map: str | dict[str, str | int] | None = None
+    fit: int = 0
 
     def check(self) -> None:
         """Raises ConfigError for the first value out of range."""
         for name in ("limit", "max_new_tokens", "repeats", "examined"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"measure.{name} is {getattr(self, name)}; give a positive number")
-        if not self.temperatures or min(self.temperatures) < 0 or self.warmup < 0:
-            raise ConfigError("measure needs at least one temperature, none below 0, and warmup >= 0; correct them")
+        if not self.temperatures or min(self.temperatures) < 0 or min(self.warmup, self.fit) < 0:
+            raise ConfigError("measure needs at least one temperature, none below 0, warmup and fit >= 0; correct them")
         if len(set(self.temperatures)) < len(self.temperatures):
             raise ConfigError(f"measure.temperatures {self.temperatures} holds one twice; give each once")
         if not {"autoregressive", "transformers"} & set(self.methods):
             raise ConfigError("measure.methods holds no baseline to compare with; add autoregressive or transformers")
+
+
+@dataclass
+class SearchOptions:
+    """What is searched for every variant before it is trained: in the same time for each, by validation alone.
+
+    Attributes:
+        over: option -> values, as in {training.learning_rate: [0.001, 0.002]}. A variant that lacks one of these has
+            values of its own under `search`.
+        seconds: of training for each variant, over all rounds alike.
+        candidates: settings that share the first round: the variant's own, and others, drawn so that each value is in
+            as many.
+        rounds: the best third of a round, two at least, share the next one.
+        tree: shape of every candidate's drafts, by whose acceptance length in validation they are compared.
+    """
+
+    over: dict[str, list[Any]] = field(default_factory=dict)
+    seconds: float = 600.0
+    candidates: int = 6
+    rounds: int = 2
+    tree: TreeShape = field(default_factory=lambda: TreeShape(depth=8, width=3, nodes=16))
+
+    def check(self) -> None:
+        """Raises ConfigError for the first value out of range."""
+        if min(self.seconds, self.candidates, self.rounds) <= 0 or not all(self.over.values()):
+            raise ConfigError(
+                "search needs seconds, candidates and rounds above 0, and a value of each option; give them"
+            )
 
 
 @dataclass
@@ -65,16 +96,16 @@ class AblationOptions:
     Attributes:
         title: heading of the table.
         variants: name -> what it changes, options of shape.train, after those of a file (`config`) where it names one;
-            null or {} changes nothing.
+            null or {} changes nothing. Its `search` takes the place of the search's `over`.
         base: files of such options to start from, names below configs/ or paths, later ones over earlier ones.
         common: options of all variants, over those of the files.
         seeds: one training of every variant with each.
         trees: name -> shape of draft; every trained variant is measured with each, and the names stand in the table.
             Without any, each variant drafts with its own `tree`.
         measure: how.
+        search: find options of every variant first; null trains them as they are.
         output: folder of ablation.json, ablation.md, and of the trainings.
-        same_size_as: the variant that gives all others its number of parameters, by their inner width, or for Medusa by
-            the tokens that it drafts from; null leaves every size as it is given.
+        trainings: folder of the trainings, if they are measured more than once; default: the output folder.
         only: these variants alone.
         target: see shape.train; goes before the file's.
         data: see shape.train; goes before the file's.
@@ -93,8 +124,9 @@ class AblationOptions:
     seeds: list[int] = field(default_factory=lambda: [0])
     trees: dict[str, TreeShape] = field(default_factory=dict)
     measure: MeasureOptions = field(default_factory=MeasureOptions)
+    search: SearchOptions | None = None
     output: str = "ablation-results"
-    same_size_as: str | None = None
+    trainings: str | None = None
     only: list[str] | None = None
     target: str | None = None
     data: str | None = None
@@ -109,19 +141,27 @@ class AblationOptions:
         Raises:
             ConfigError: there is none, an unknown name is asked for, or two would lie in one folder.
         """
-        unknown = [name for name in (*(self.only or ()), self.same_size_as) if name and name not in self.variants]
+        unknown = [name for name in self.only or () if name not in self.variants]
         if unknown:
             raise ConfigError(f"variant {unknown[0]} is not in the file, which has {', '.join(self.variants)}")
-        found = {name: what or {} for name, what in self.variants.items() if self.only is None or name in self.only}
+        asked = {name: what or {} for name, what in self.variants.items() if self.only is None or name in self.only}
+        found = {name: {key: value for key, value in what.items() if key != "search"} for name, what in asked.items()}
         if not found:
             raise ConfigError("the ablation has no variant; name at least one under variants")
         if len({folder_name(name) for name in found}) < len(found):
             raise ConfigError("two variants differ in punctuation alone, and their folders would be one; rename one")
+        if self.trees and self.measure.fit:
+            raise ConfigError("trees and measure.fit both say how drafts grow; give one of them")
         if self.jobs < 1:
             raise ConfigError(f"jobs is {self.jobs}; give a positive number")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ConfigError(f"seeds are {self.seeds}; give at least one, and each once")
         return found
+
+    @property
+    def home(self) -> Path:
+        """The folder of the trainings."""
+        return Path(self.trainings or self.output)
 
 
 def folder_name(variant: str) -> str:

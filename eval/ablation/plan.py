@@ -9,10 +9,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from eval.ablation.options import AblationOptions, find_config, folder_name, one_sentence
-from eval.equal_size import as_large_as
 from shape.errors import ConfigError
-from shape.networks.config import ShapeConfig
-from shape.networks.sizing import parameters
 from shape.target.loading import of_target
 from shape.target.model import Target
 from shape.target.options import TargetOptions
@@ -73,26 +70,18 @@ def plan(options: AblationOptions) -> list[Run]:
         places = {name: place for name, place in given.items() if place is not None}
         for changes in (options.common, *map(_nested, options.override), places):
             values = _with(reader, values, changes)
-    output = Path(options.output)
+    output = options.home
     runs = [_run(reader, values, name, changes, 0, output) for name, changes in chosen.items()]
     # What only the target can tell is checked with it. It is not kept, since the trainings have it to themselves.
     first = runs[0].options
     if first.token is not None:
         raise ConfigError("token would be written into the options of every training; leave it out, and set HF_TOKEN")
     target = Target.load(first.target, dtype=first.dtype, device_map="cpu", **of_target(first))
-    sizes: dict[str, dict[str, int]] = {}
-    if (like := options.same_size_as) is not None:
-        model = _run(reader, values, like, options.variants[like] or {}, 0, output)
-        wanted = _size_of(model, target)
-        others = {run.variant: _checked(run, target) for run in runs if run.variant != like}
-        sizes = {name: as_large_as(wanted, config) for name, config in others.items() if config is not None}
     runs = [
-        _run(reader, values, name, changes, seed, output, sizes.get(name))
-        for seed in options.seeds
-        for name, changes in chosen.items()
+        _run(reader, values, name, changes, seed, output) for seed in options.seeds for name, changes in chosen.items()
     ]
     for run in runs:
-        _checked(run, target)
+        _require_fit(run, target)
         _require_unchanged(run)
     if options.together:
         for group in by_seed(runs):
@@ -106,22 +95,13 @@ def by_seed(runs: Sequence[Run]) -> list[list[Run]]:
     return [[run for run in runs if run.seed == seed] for seed in dict.fromkeys(run.seed for run in runs)]
 
 
-def _run(
-    reader: ArgumentParser,
-    values: Namespace,
-    name: str,
-    changes: dict[str, Any],
-    seed: int,
-    output: Path,
-    size: Mapping[str, int] | None = None,
-) -> Run:
+def _run(reader: ArgumentParser, values: Namespace, name: str, changes: dict[str, Any], seed: int, output: Path) -> Run:
     folder = output / "runs" / f"{folder_name(name)}-{seed}"
     with one_sentence(f"variant {name}"):
         changes = dict(changes)
         if file := changes.pop("config", None):
             values = _with(reader, values, yaml.safe_load(Path(find_config(file)).read_text()))
         values = _with(reader, values, changes)
-        values = _with(reader, values, {"predictor": size or {}})
         # Variants that read other layers than those stored for all, or features stored otherwise, have a folder of
         # their own.
         layers = values.predictor.feature_layers
@@ -159,12 +139,11 @@ def _nested(change: str) -> dict[str, Any]:
     return found
 
 
-def _checked(run: Run, target: Target) -> ShapeConfig | None:
-    """The network's configuration for this target; None for a language model."""
+def _require_fit(run: Run, target: Target) -> None:
     with one_sentence(f"variant {run.variant}"):
         options = resolve(run.options, size_of(target.model), None)
         options.feature_options().check(target)
-        return network_config(options, target)
+        network_config(options, target)
 
 
 def _require_unchanged(run: Run) -> None:
@@ -185,13 +164,6 @@ def _require_unchanged(run: Run) -> None:
             f"{run.folder} holds a training of {run.name} with other options ({', '.join(differences)}); give another "
             "output folder, or delete it"
         )
-
-
-def _size_of(run: Run, target: Target) -> int:
-    config = _checked(run, target)
-    if config is None:
-        raise ConfigError(f"same_size_as is {run.variant}, a language model; name a predictor")
-    return parameters(config)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

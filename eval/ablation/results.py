@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import mean
 from typing import Any
 
@@ -49,6 +49,11 @@ class Anatomy:
     accepted: tuple[int, ...]
     flops: float | None
 
+    @property
+    def shares(self) -> list[float]:
+        """[depth - 1]: accepted of those asked."""
+        return [yes / of for yes, of in zip(self.accepted, self.asked, strict=True)]
+
 
 @dataclass(frozen=True)
 class Figures:
@@ -57,6 +62,8 @@ class Figures:
     Attributes:
         acceptance_lengths, speed_ups: of each seed.
         step_ms: draft, verify and commit of a step.
+        drafts: tokens per second on validation prompts by the shape of the drafts, the chosen one first; empty where
+            none was chosen.
     """
 
     summary: Summary
@@ -64,6 +71,7 @@ class Figures:
     speed_ups: dict[int, float | None]
     step_ms: dict[str, float | None]
     anatomy: Anatomy
+    drafts: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -109,6 +117,10 @@ class Ablation:
             parts += [f"Drafts looked into, temperature {temperature:g}:", markdown(*self._detail(temperature))]
         return "\n\n".join(parts) + "\n"
 
+    @property
+    def _fitted(self) -> bool:
+        return any(figures.drafts for line in self.lines for figures in line.at.values())
+
     def _main(self) -> tuple[list[str], list[list[str]]]:
         several = len(self.seeds) > 1
         header = ["variant", "parameters", "MFLOP per draft", "trained s", "positions/s", "GFLOP/s (of peak)"]
@@ -116,11 +128,13 @@ class Ablation:
             at = f"T = {temperature:g}"
             for figure in (f"acceptance length, {at}", f"speed-up, {at}"):
                 header += [f"{figure} (95 %)", *([f"{figure}, over seeds"] if several else [])]
+            header += [f"accepted at 1, 2, ..., {at}", *([f"draft, {at}"] if self._fitted else [])]
         rows = []
         for name in next(iter(self.others.values())):
             cells = [name, *[DASH] * 5]
             for found in self.others.values():
                 cells += _cells(found[name], {} if several else None, {} if several else None)
+                cells += [DASH] * (1 + self._fitted)
             rows.append(cells)
         for line in self.lines:
             trained = list(self.trained[line.variant].values())
@@ -136,7 +150,8 @@ class Ablation:
             ]
             for figures in line.at.values():
                 by_seed = (figures.acceptance_lengths, figures.speed_ups) if several else (None, None)
-                cells += _cells(figures.summary, *by_seed)
+                cells += [*_cells(figures.summary, *by_seed), " ".join(map(show, figures.anatomy.shares))]
+                cells += [next(iter(figures.drafts), DASH)] * self._fitted
             rows.append(cells)
         return header, rows
 
@@ -148,8 +163,7 @@ class Ablation:
         header += [f"{part} ms" for part in parts] + ["tokens/s", "equal to autoregressive"]
         rows = []
         for label, figures in found:
-            asked, accepted = figures.anatomy.asked, figures.anatomy.accepted
-            shares = [show(yes / of) for yes, of in zip(accepted, asked, strict=True)]
+            shares = list(map(show, figures.anatomy.shares))
             summary = figures.summary
             equal = (
                 DASH if summary.equal_autoregressive is None else f"{summary.equal_autoregressive} / {summary.answers}"
@@ -158,7 +172,7 @@ class Ablation:
                 [
                     label,
                     *shares,
-                    *[DASH] * (depths - len(asked)),
+                    *[DASH] * (depths - len(shares)),
                     show(summary.tokens_per_draft_step),
                     *(show(figures.step_ms[part]) for part in parts),
                     show(summary.tokens_per_second, ".0f"),

@@ -21,9 +21,14 @@ from shape.errors import CheckpointError
 from shape.evaluation.environment import Environment
 from shape.files import reading, typed
 
+_CHECKOUT = str(Path(__file__).resolve().parents[2])  # whose commands are run, from whatever folder
 
-def train_all(runs: Sequence[Run], jobs: int) -> dict[str, dict[int, Trained]]:
+
+def train_all(runs: Sequence[Run], jobs: int, needed: bool = True) -> dict[str, dict[int, Trained]]:
     """Train what is missing, `jobs` at once: by variant and seed.
+
+    Args:
+        needed: every one of them; else what fails is told and left out.
 
     Raises:
         CheckpointError: a training failed; those that have not begun by then never do.
@@ -37,6 +42,12 @@ def train_all(runs: Sequence[Run], jobs: int) -> dict[str, dict[int, Trained]]:
         print(f"training {next(numbers)} of {len(runs)}: {run.name}; output in {run.folder / 'train.log'}", flush=True)
         try:
             return train(run, threads)
+        except CheckpointError as error:
+            if not needed:
+                print(f"left out: {error}", flush=True)
+                return None
+            failed.set()
+            raise
         except BaseException:
             failed.set()
             raise
@@ -110,7 +121,8 @@ def _launch(module: str, arguments: list[str], log: Path, threads: int) -> int:
     """A command as a process, its exit status; what it says goes to the end of a file."""
     with log.open("a") as file:
         command = [sys.executable, "-m", module, *arguments]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        path = os.pathsep.join(filter(None, [_CHECKOUT, os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
         return subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment).returncode
 
 

@@ -107,6 +107,8 @@ def require_alike(runs: Sequence[TrainOptions]) -> list[str]:
             raise ConfigError(f"{name} reads stored features, which cost no forward to share; set online: true")
         if run.training.max_minutes is not None:
             raise ConfigError(f"{name} has training.max_minutes, which all runs would share; give training.steps")
+        if run.validation.patience is not None:
+            raise ConfigError(f"{name} has validation.patience, which would end all runs with it; leave it out")
         if run.trainer.strategy == "fsdp":
             raise ConfigError(f"{name} is cut by fsdp, which takes one network; give --trainer.strategy ddp")
         apart = [key for key, value in shared_options(run).items() if value != shared_options(runs[0])[key]]

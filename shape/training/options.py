@@ -247,11 +247,14 @@ class ValidationOptions:
         prompts: how many, from the validation data.
         max_new_tokens: per prompt.
         every: steps between measurements; null is a fifth of all.
+        patience: end training after so many measurements in a row without a new best; null goes on to the last step.
+            The learning rate should not depend on an end that nobody knows: --training.decay none, with --training.ema.
     """
 
     prompts: int = 32
     max_new_tokens: int = 64
     every: int | None = None
+    patience: int | None = None
 
 
 @dataclass
@@ -366,7 +369,7 @@ class TrainOptions(TargetOptions):
                 "shard_target shares out the target within training, which neither stores its features nor answers "
                 "with it; give --online true, --regenerate false, and data with its answers (shape.regenerate)"
             )
-        for name in ("prompts", "max_new_tokens", "every"):
+        for name in ("prompts", "max_new_tokens", "every", "patience"):
             value = getattr(self.validation, name)
             if value is not None and value < 1:
                 raise ConfigError(f"validation.{name} is {value}; give a positive number")

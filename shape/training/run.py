@@ -117,6 +117,7 @@ def _validation(options: TrainOptions, material: Material, name: str) -> Decodin
         Path(options.output) / "checkpoints/best.safetensors",
         name,
         at_start=options.init is not None,
+        patience=options.validation.patience,
     )
 
 

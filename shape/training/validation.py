@@ -57,6 +57,7 @@ class DecodingValidation(pl.Callback):
         best_path: where the best weights go (safetensors), written by the first process.
         name: of the run, in joint training, whose weights are measured.
         at_start: measure before the first step too, where training starts from trained weights.
+        patience: measurements in a row without a new best after which training ends; None goes on.
 
     Attributes:
         history: acceptance length and its interval by step.
@@ -71,9 +72,10 @@ class DecodingValidation(pl.Callback):
         best_path: Path,
         name: str = "",
         at_start: bool = False,
+        patience: int | None = None,
     ) -> None:
         self.prompts, self.every, self.max_new_tokens, self.at_start = list(prompts), every, max_new_tokens, at_start
-        self.best_path, self.name = best_path, name
+        self.best_path, self.name, self.patience = best_path, name, patience
         self.history: list[dict[str, float]] = []
         self.seconds = 0.0
 
@@ -98,6 +100,9 @@ class DecodingValidation(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         if trainer.global_step and trainer.global_step % self.every == 0:
             self._validate(trainer, pl_module)
+            values = [entry["value"] for entry in self.history]
+            if self.patience is not None and len(values) - 1 - values.index(max(values)) >= self.patience:
+                trainer.should_stop = True
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._validate(trainer, pl_module)

@@ -2,7 +2,6 @@
 
 import json
 import threading
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -35,88 +34,6 @@ SHIPPED = [
     "training",
     "trees",
 ]
-
-
-@pytest.fixture(scope="module")
-def file(tiny_target_folder, tmp_path_factory) -> Path:
-    """An ablation of seconds: three variants on the tiny target."""
-    folder = tmp_path_factory.mktemp("ablation")
-    talks, prompts = folder / "talks.jsonl", folder / "prompts.jsonl"
-    talks.write_text(
-        "".join(
-            json.dumps({"id": f"c{i}", "conversations": [
-                {"from": "human", "value": "say " + "a b c " * (i % 6)}, {"from": "gpt", "value": f"there: {i}, done"},
-            ]}) + "\n"
-            for i in range(24)
-        )
-    )  # fmt: skip
-    prompts.write_text("".join(json.dumps({"id": str(i), "turns": [f"say {i}"]}) + "\n" for i in range(3)))
-    values = {
-        "title": "Tiny",
-        "base": [],
-        "common": {
-            "target": str(tiny_target_folder),
-            "data": str(talks),
-            "regenerate": False,
-            "max_length": 128,
-            "predictor": {"intermediate_size": 16},
-            "training": {"steps": 3, "batch_size": 16, "checkpoint_every": 2},
-            "validation": {"every": 100, "prompts": 2, "max_new_tokens": 4},
-            "trainer": {"accelerator": "cpu", "devices": 1, "log_every_n_steps": 2, "enable_progress_bar": False},
-        },
-        "seeds": [0, 1],
-        "variants": {
-            "path 1.0": None,
-            "affine": {"predictor": {"refinement": "affine", "refinement_dim": 8}},
-            "root": {"predictor": {"token_conditioning": "root", "step_mode": "parallel"}},
-        },
-        "measure": {
-            "prompts": str(prompts),
-            "limit": 2,
-            "max_new_tokens": 6,
-            "temperatures": [0, 1],
-            "methods": ["transformers", "autoregressive", "transformers-lookup"],
-            "warmup": 0,
-            "examined": 1,
-        },
-    }
-    path = folder / "tiny.yaml"
-    path.write_text(yaml.safe_dump(values, sort_keys=False))
-    return path
-
-
-@pytest.fixture
-def launched(monkeypatch) -> list[list[str]]:
-    """Trainings run in this process, for speed; the list of what each was told."""
-    seen: list[list[str]] = []
-
-    def launch(module: str, arguments: list[str], log: Path, threads: int) -> int:
-        seen.append(arguments)
-        log.touch()
-        import_module(module).main(arguments)
-        return 0
-
-    monkeypatch.setattr(training, "_launch", launch)
-    return seen
-
-
-def test_variants_of_one_size(file, tmp_path):
-    """By the width inside, whatever else a variant changes."""
-    values = yaml.safe_load(file.read_text())
-    values["common"]["predictor"]["intermediate_size"] = 256
-    values |= {"same_size_as": "given", "seeds": [0]}
-    values["variants"] = {"given": None, "deep": {"predictor": {"num_layers": 3}}}
-    path = tmp_path / "sizes.yaml"
-    path.write_text(yaml.safe_dump(values))
-
-    def widths(*more: str) -> dict[str, int | None]:
-        runs = plan(parse([str(path), f"--output={tmp_path}", *more]))
-        return {run.variant: run.options.predictor.intermediate_size for run in runs}
-
-    assert widths() == {"given": 256, "deep": 208}
-    assert widths("--only=[deep]") == {"deep": 208}
-    with pytest.raises(ConfigError, match="variant nothing is not in the file"):
-        widths("--same_size_as=nothing")
 
 
 def test_trains_every_variant_with_every_seed_and_measures_them_together(file, tmp_path, launched, capsys):

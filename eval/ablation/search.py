@@ -1,0 +1,169 @@
+"""What each variant is trained with and how it drafts, found on validation prompts alone, for all by the same rule."""
+
+import json
+from collections.abc import Mapping, Sequence
+from copy import copy, deepcopy
+from dataclasses import asdict, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from eval.ablation.options import AblationOptions, MeasureOptions, SearchOptions
+from eval.ablation.plan import plan
+from eval.ablation.training import train_all
+from eval.draft_shapes import name
+from shape import bundled
+from shape.data.conversations import Prompt
+from shape.data.reading import load_prompts
+from shape.drafters import Drafter, TreeShape
+from shape.errors import CheckpointError, ConfigError
+from shape.evaluation.results import AUTOREGRESSIVE, SpeedResults
+from shape.evaluation.speed import measure_in
+from shape.target.model import Target
+from shape.training.options import TrainOptions
+
+_SHAPES = (
+    *(TreeShape(width=1, depth=depth) for depth in (2, 4, 6, 8)),
+    *(TreeShape(width=1, depth=8, threshold=limit) for limit in (0.1, 0.2)),
+    *(TreeShape(width=2, depth=depth, nodes=nodes) for depth, nodes in ((4, 6), (6, 8), (8, 12))),
+    TreeShape(width=2, depth=8, nodes=12, threshold=0.1),
+    *(TreeShape(width=width, depth=depth, nodes=nodes) for width, depth, nodes in ((3, 4, 8), (4, 4, 16), (4, 8, 24))),
+)
+SHAPES = {name(shape): shape for shape in _SHAPES}
+
+
+def tuning_prompts(given: TrainOptions, measured: Sequence[Prompt]) -> list[Prompt]:
+    """Those of validation, by which settings and shapes are chosen.
+
+    Raises:
+        ConfigError: there are none of their own, or one of them is measured too.
+    """
+    if given.validation_data is None and given.data is not None:
+        raise ConfigError("a search needs prompts of its own: give common.validation_data")
+    source = given.validation_data or bundled.path("data", "validation.jsonl.gz")
+    found = load_prompts(source, given.chat_template_kwargs)
+    seen = {_text(prompt) for prompt in measured}
+    if both := [prompt.id for prompt in found if _text(prompt) in seen]:
+        raise ConfigError(f"prompt {both[0]} of {source} is measured too, and must not choose anything; leave it out")
+    return found
+
+
+def _text(prompt: Prompt) -> tuple[str, ...]:
+    return tuple(message.content for message in prompt.messages)
+
+
+def candidates(chosen: SearchOptions, own: Mapping[str, Sequence[Any]] | None) -> list[dict[str, Any]]:
+    """What a variant is tried with, option by option; the first is the variant as it is.
+
+    Args:
+        own: options and values of this variant, instead of the search's.
+    """
+    draw, columns = Random(0), []
+    for values in (over := own or chosen.over).values():
+        columns.append([values[place % len(values)] for place in range(chosen.candidates - 1)])
+        draw.shuffle(columns[-1])
+    found: list[dict[str, Any]] = [{}]
+    for row in zip(*columns, strict=True):
+        if (drawn := dict(zip(over, row, strict=True))) not in found:
+            found.append(drawn)
+    return found
+
+
+def search(options: AblationOptions) -> AblationOptions:
+    """The options with those of every variant that its search found; the same options where none is asked for.
+
+    A round is a training of every candidate. What was tried is kept in `search/search.json` of the trainings' folder.
+
+    Raises:
+        CheckpointError: no training of a variant came to its end.
+    """
+    if options.search is None:
+        return options
+    chosen, home = options.search, options.home / "search"
+    chosen.check()
+    variants = options.chosen()
+    left = {
+        label: candidates(chosen, (options.variants[label] or {}).get("search")) for label in variants
+    }  # of each variant
+    tried: dict[str, list[dict[str, Any]]] = {label: [] for label in variants}
+    for number in range(chosen.rounds):
+        shares = {label: chosen.seconds / chosen.rounds / len(found) for label, found in left.items()}
+        trials = {
+            f"{label} {place}": _merged(variants[label], candidate, chosen.tree, shares[label])
+            for label, found in left.items()
+            for place, candidate in enumerate(found)
+        }
+        features = options.features or str(options.home / "features")
+        asked = {"variants": trials, "only": None, "search": None, "seeds": options.seeds[:1], "features": features}
+        runs = plan(replace(options, **asked, output=str(home / f"round-{number + 1}"), trainings=None))
+        trained = train_all(runs, options.jobs, needed=False)
+        for label, found in left.items():
+            ended = [(trained.get(f"{label} {place}"), candidate) for place, candidate in enumerate(found)]
+            records = [(next(iter(one.values())), candidate) for one, candidate in ended if one is not None]
+            if not records:
+                raise CheckpointError(f"no training of {label} came to its end in the search; see {home}")
+            records.sort(key=lambda one: -one[0].record["validation"]["value"])
+            tried[label] += [
+                {"round": number + 1, "seconds": shares[label], "options": candidate, "steps": one.steps,
+                 "positions_per_second": one.positions_per_second, **one.record["validation"]}
+                for one, candidate in records
+            ]  # fmt: skip
+            left[label] = [candidate for _, candidate in records[: max(2, -(-len(found) // 3))]]
+    found = {label: best[0] for label, best in left.items()}
+    home.mkdir(parents=True, exist_ok=True)
+    (home / "search.json").write_text(json.dumps({"asked": asdict(chosen), "found": found, "tried": tried}, indent=1))
+    settled = {label: _merged(variants[label], best, chosen.tree) for label, best in found.items()}
+    return replace(options, variants=settled, search=None)
+
+
+def _merged(
+    variant: Mapping[str, Any], candidate: Mapping[str, Any], tree: TreeShape, seconds: float | None = None
+) -> dict[str, Any]:
+    """What a variant changes, with a candidate's options, the search's shape of draft, and the time that it has."""
+    merged = {**deepcopy(dict(variant)), "tree": asdict(tree)}
+    timed = {} if seconds is None else {"training.max_minutes": seconds / 60}
+    for option, value in {**candidate, **timed}.items():
+        *groups, last = option.split(".")
+        inner = merged
+        for group in groups:
+            inner = inner.setdefault(group, {})
+        inner[last] = value
+    return merged
+
+
+# ------------------------------------------------------------------------------------------------- shapes of drafts
+
+
+def shaped(drafter: Drafter, shape: TreeShape) -> Drafter | None:
+    """The drafter with another shape of its drafts; None where it cannot have it, or does not reach as deep."""
+    network = drafter.predictor
+    if network is not None and network.config.step_mode == "parallel" and shape.depth > network.config.num_steps:
+        return None
+    if (other := drafter.with_tree(shape)) is None and shape == TreeShape(width=1, depth=shape.depth):
+        other = copy(drafter)
+        other.limit_draft(shape.depth)
+    return other
+
+
+def speeds_by_shape(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Prompt],
+    temperature: float,
+    chosen: MeasureOptions,
+    folder: Path,
+) -> dict[str, float]:
+    """Tokens per second of a drafter on these prompts with every shape, by its name, the fastest first; measured side
+    by side, once, and kept in the folder.
+    """
+    kept = folder / "results.json"
+    if not kept.exists():
+        shapes = {label: shaped(drafter, shape) for label, shape in SHAPES.items()}
+        methods = {label: other for label, other in shapes.items() if other is not None}
+        measure_in(
+            folder, target, {AUTOREGRESSIVE: None, **methods}, prompts, max_new_tokens=chosen.max_new_tokens,
+            temperature=temperature, seed=chosen.seed, source="validation prompts", fall_back=False,
+        )  # fmt: skip
+    summary = SpeedResults.from_json(kept.read_text()).summary
+    found = {label: summary[label].tokens_per_second or 0.0 for label in SHAPES if label in summary}
+    return dict(sorted(found.items(), key=lambda one: -one[1]))
