@@ -233,16 +233,18 @@ def _acceptance(record: Record) -> str:
     rows = record["acceptance"]["rows"]
     table = markdown(
         [
-            "drafts", "optimum, independent draws", "optimum, without replacement", "match", "rejection",
-            "optimum, likeliest (not drawn)",
+            "drafts", "optimum, independent draws", "k-sequential", "optimum, without replacement", "match",
+            "rejection", "optimum, one drawn: transport", "optimum, likeliest (not drawn)",
         ],
         [
             [
                 str(row["drafts"]),
                 show(row["independent"], ".3f"),
+                show(row["k_sequential"], ".3f"),
                 show(row["without_replacement"], ".3f"),
                 show(row["match"], ".3f"),
                 show(row["rejection"], ".3f"),
+                show(row["one_drawn"], ".3f"),
                 show(row["likeliest"], ".3f"),
             ]
             for row in rows
@@ -345,11 +347,11 @@ def draw(record: Record, cosines: Mapping[str, Tensor], pairs: Mapping[str, Tens
     _label(panels[3], "4. K_t^T p_t against p_{t+n}", "Sinkhorn iterations", "total variation")
 
     rows = record["acceptance"]["rows"]
-    kinds = ["independent", "without_replacement", "match", "rejection", "likeliest"]
+    kinds = ["independent", "without_replacement", "match", "rejection", "one_drawn", "likeliest"]
     for number, kind in enumerate(kinds):
-        places = np.arange(len(rows)) + 0.16 * (number - 2)
+        places = np.arange(len(rows)) + 0.14 * (number - 2.5)
         name = kind.replace("_", " ") if kind in ("match", "rejection") else "optimum, " + kind.replace("_", " ")
-        panels[4].bar(places, [row[kind] for row in rows], 0.15, label=name)
+        panels[4].bar(places, [row[kind] for row in rows], 0.13, label=name)
     low = max(0.0, min(row[kind] for row in rows for kind in kinds) - 0.1)
     panels[4].set_ylim(low, 1 + 0.6 * (1 - low))  # with room for the legend
     panels[4].set_xticks(range(len(rows)), [str(row["drafts"]) for row in rows])

@@ -28,7 +28,7 @@ class BenchOptions(DraftOptions):
             assisted generation, with every predictor that is a smaller model), autoregressive (our loop without a
             drafter), shape (every predictor), names of other drafters, and several joined by + for a hybrid; default:
             transformers, autoregressive, ngram and shape, or suffix where there is no predictor; behind a name
-            @rejection, @traversal, @typical-lossy or @trs-lossy is the acceptance rule, otherwise match.
+            @rejection, @traversal, @transport, @typical-lossy or @trs-lossy is the acceptance rule, otherwise match.
         limit: measure the first so many prompts of each file only.
         max_new_tokens: longest answer.
         temperature: 0 decodes greedily; above, every method samples with the same seed per prompt. One, or several.

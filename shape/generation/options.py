@@ -98,7 +98,8 @@ class GenerateOptions(DraftOptions):
         top_k: sample from the k likeliest tokens; 0 means all.
         top_p: sample from the likeliest tokens that hold this probability.
         seed: of the sampling; the same seed gives the same answer with every drafter.
-        acceptance: match; rejection or traversal, lossless too; Medusa's typical-lossy or the paper's trs-lossy.
+        acceptance: match; rejection, traversal or transport, lossless too; Medusa's typical-lossy or the paper's
+            trs-lossy.
         eos_aware: let no answer end within its first four tokens.
         pack: recipes to look up, by themselves (--drafter recipes) or before the predictor.
         trace: write what became of every drafted and emitted token to this file, as JSON lines (of a chat: the last
