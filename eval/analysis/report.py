@@ -269,9 +269,11 @@ def _acceptance(record: Record) -> str:
         "Chance that one of K drafts of depth 1 is emitted at temperature 1, p the target's and q the predictor's, "
         f"on the {record['options']['support']} tokens with most of p + q ({_percent(record['acceptance']['kept'])} "
         "of the mass, renormalised). Optima over all lossless rules, 1 + min over H of p(H) − Q(all drafts in H): "
-        "for K independent draws from q (SpecTr), for draws without replacement (ours), and for the K likeliest "
-        f"tokens of q. `match` and `rejection` were run {record['options']['draws']} times per position on draws "
-        f"without replacement, match's coupled to the target's noise; standard error below {rows[0]['error']:.1g}."
+        "for K independent draws from q (SpecTr), beside what its k-sequential selection reaches of it; for draws "
+        "without replacement (ours); for the K - 1 likeliest tokens of q and one drawn from the rest, which rule "
+        f"`transport` reaches; and for the K likeliest tokens of q. `match` and `rejection` were run "
+        f"{record['options']['draws']} times per position on draws without replacement, match's coupled to the "
+        f"target's noise; standard error below {rows[0]['error']:.1g}."
     )
     return _section("5. How near are the rules to the optimum of transport?", note, table, meaning)
 
