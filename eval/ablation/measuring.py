@@ -15,9 +15,7 @@ from eval.ablation.options import AblationOptions, folder_name
 from eval.ablation.plan import Run
 from eval.ablation.results import Ablation, Anatomy, Figures, Line, Trained
 from eval.ablation.search import SHAPES, shaped, speeds_by_shape
-from shape import bundled
 from shape.data.conversations import Prompt, evenly_by_category
-from shape.data.reading import load_prompts
 from shape.drafters import Drafter, TrainedDrafter, TreeShape, make_drafter
 from shape.drafters.base import Committed, Wrapped
 from shape.errors import ConfigError

@@ -1,18 +1,20 @@
 """The transport optimum of acceptance beside what the rules of this package reach."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eval.analysis.optimal_acceptance import optimal_acceptance
+from eval.analysis.optimal_acceptance import k_sequential, one_drawn, optimal_acceptance
 from eval.analysis.states import Progress
 from shape.verification.acceptance import match, reject_in_turn
 from shape.verification.noise import gumbel, sequence_keys, token_hashes
 from shape.verification.tree import TokenTree
 
 DRAFTS = (1, 2, 4)
+_CLOSED = (optimal_acceptance, partial(optimal_acceptance, replacement=False), one_drawn, k_sequential)
 
 
 @dataclass(frozen=True)
@@ -22,14 +24,19 @@ class Acceptance:
     Attributes:
         independent: optimum for drafts drawn independently from q (SpecTr's).
         without_replacement: optimum for drafts drawn from q one after the other without replacement (our drafters').
+        one_drawn: optimum for the likeliest tokens of q beside one that is drawn from the rest, which rule `transport`
+            reaches.
         likeliest: for the likeliest tokens of q, not drawn: what any lossless rule reaches, the sum of their p.
+        k_sequential: what SpecTr's k-sequential selection reaches for independent drafts.
         match, rejection: what these rules reach for drafts without replacement, and `error` the standard error of both.
     """
 
     drafts: int
     independent: float
     without_replacement: float
+    one_drawn: float
     likeliest: float
+    k_sequential: float
     match: float
     rejection: float
     error: float
@@ -42,7 +49,7 @@ def acceptances(p: Tensor, q: Tensor, draws: int, seed: int, progress: Progress)
     optima: list[list[Tensor]] = []
     for number, (one, other) in enumerate(zip(p.split(16), q.split(16), strict=True)):
         reached.append(simulate(one, other, draws, seed + number))
-        optima.append([optimal_acceptance(one, other, drafts, kind) for kind in (True, False) for drafts in DRAFTS])
+        optima.append([limit(one, other, drafts) for limit in _CLOSED for drafts in DRAFTS])
         progress()
     matched, rejected = (torch.cat(parts) for parts in zip(*reached, strict=True))
     optimum = [torch.cat(parts).mean() for parts in zip(*optima, strict=True)]
@@ -52,7 +59,9 @@ def acceptances(p: Tensor, q: Tensor, draws: int, seed: int, progress: Progress)
             drafts,
             float(optimum[at]),
             float(optimum[len(DRAFTS) + at]),
+            float(optimum[2 * len(DRAFTS) + at]),
             float(best[drafts - 1]),
+            float(optimum[3 * len(DRAFTS) + at]),
             float(matched[:, at].mean()),
             float(rejected[:, at].mean()),
             0.5 / (len(p) * draws) ** 0.5,  # at most

@@ -1,4 +1,6 @@
-"""The greatest acceptance of any lossless rule, by optimal transport (Sun et al., SpecTr, arXiv 2310.15141)."""
+"""The greatest acceptance of any lossless rule, by optimal transport (Sun et al., SpecTr, arXiv 2310.15141), and what
+rules in closed form reach of it.
+"""
 
 import torch
 from torch import Tensor
@@ -55,3 +57,39 @@ def _drawn_together(q: Tensor, drafts: int) -> Tensor:
         rung[..., token:, :, :] = of_prefix + rings * (one_more - of_prefix)
     together = ((1 - rung.sum(-1)) * weight).sum(-1)
     return torch.where(outside > 0, together, 1.0)
+
+
+def one_drawn(p: Tensor, q: Tensor, drafts: int) -> Tensor:
+    """The optimum where all drafts but one are the likeliest of q and one is drawn from the rest, (..., d) -> (...).
+
+    The likeliest can always be emitted, the others as often as they are drawn: p(likeliest) + sum min(p, rest of q). No
+    flow is larger, as no token has more, and rule "transport" is that flow (Hu et al., arXiv 2502.18779).
+    """
+    p, q = p.double(), q.double()
+    sure = torch.zeros_like(q, dtype=torch.bool).scatter_(-1, q.topk(drafts - 1, -1).indices, True)
+    rest = q.masked_fill(sure, 0.0)
+    rest = rest / rest.sum(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
+    return torch.where(sure, p, torch.minimum(p, rest)).sum(-1)
+
+
+def k_sequential(p: Tensor, q: Tensor, drafts: int) -> Tensor:
+    """What SpecTr's k-sequential selection reaches for independent drafts, (..., d) -> (...).
+
+    Draft after draft is accepted with chance min(1, p / (rho q)), each time b = sum min(p / rho, q) in all, so that x
+    is emitted with chance min(q, p / rho) (1 - (1 - b)^K) / b; the least rho at which that is nowhere above p solves
+    1 - (1 - b)^K = rho b, and the token is drawn from what is left of p otherwise (SpecTr, section 4).
+    """
+    rho = _least_rho(p.double(), q.double(), drafts)
+    accepted = torch.minimum(p / rho, q.double()).sum(-1)
+    return 1 - (1 - accepted) ** drafts
+
+
+def _least_rho(p: Tensor, q: Tensor, drafts: int) -> Tensor:
+    """(..., d) -> (..., 1), by bisection between 1 and the number of drafts."""
+    low, high = torch.ones_like(p[..., :1]), torch.full_like(p[..., :1], drafts)
+    for _ in range(52):
+        rho = (low + high) / 2
+        accepted = torch.minimum(p / rho, q).sum(-1, keepdim=True)
+        too_low = 1 - (1 - accepted) ** drafts > rho * accepted
+        low, high = torch.where(too_low, rho, low), torch.where(too_low, high, rho)
+    return high

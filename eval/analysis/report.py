@@ -233,16 +233,18 @@ def _acceptance(record: Record) -> str:
     rows = record["acceptance"]["rows"]
     table = markdown(
         [
-            "drafts", "optimum, independent draws", "optimum, without replacement", "match", "rejection",
-            "optimum, likeliest (not drawn)",
+            "drafts", "optimum, independent draws", "k-sequential", "optimum, without replacement", "match",
+            "rejection", "optimum, one drawn: transport", "optimum, likeliest (not drawn)",
         ],
         [
             [
                 str(row["drafts"]),
                 show(row["independent"], ".3f"),
+                show(row["k_sequential"], ".3f"),
                 show(row["without_replacement"], ".3f"),
                 show(row["match"], ".3f"),
                 show(row["rejection"], ".3f"),
+                show(row["one_drawn"], ".3f"),
                 show(row["likeliest"], ".3f"),
             ]
             for row in rows
@@ -267,9 +269,11 @@ def _acceptance(record: Record) -> str:
         "Chance that one of K drafts of depth 1 is emitted at temperature 1, p the target's and q the predictor's, "
         f"on the {record['options']['support']} tokens with most of p + q ({_percent(record['acceptance']['kept'])} "
         "of the mass, renormalised). Optima over all lossless rules, 1 + min over H of p(H) − Q(all drafts in H): "
-        "for K independent draws from q (SpecTr), for draws without replacement (ours), and for the K likeliest "
-        f"tokens of q. `match` and `rejection` were run {record['options']['draws']} times per position on draws "
-        f"without replacement, match's coupled to the target's noise; standard error below {rows[0]['error']:.1g}."
+        "for K independent draws from q (SpecTr), beside what its k-sequential selection reaches of it; for draws "
+        "without replacement (ours); for the K - 1 likeliest tokens of q and one drawn from the rest, which rule "
+        f"`transport` reaches; and for the K likeliest tokens of q. `match` and `rejection` were run "
+        f"{record['options']['draws']} times per position on draws without replacement, match's coupled to the "
+        f"target's noise; standard error below {rows[0]['error']:.1g}."
     )
     return _section("5. How near are the rules to the optimum of transport?", note, table, meaning)
 
@@ -345,11 +349,11 @@ def draw(record: Record, cosines: Mapping[str, Tensor], pairs: Mapping[str, Tens
     _label(panels[3], "4. K_t^T p_t against p_{t+n}", "Sinkhorn iterations", "total variation")
 
     rows = record["acceptance"]["rows"]
-    kinds = ["independent", "without_replacement", "match", "rejection", "likeliest"]
+    kinds = ["independent", "without_replacement", "match", "rejection", "one_drawn", "likeliest"]
     for number, kind in enumerate(kinds):
-        places = np.arange(len(rows)) + 0.16 * (number - 2)
+        places = np.arange(len(rows)) + 0.14 * (number - 2.5)
         name = kind.replace("_", " ") if kind in ("match", "rejection") else "optimum, " + kind.replace("_", " ")
-        panels[4].bar(places, [row[kind] for row in rows], 0.15, label=name)
+        panels[4].bar(places, [row[kind] for row in rows], 0.13, label=name)
     low = max(0.0, min(row[kind] for row in rows for kind in kinds) - 0.1)
     panels[4].set_ylim(low, 1 + 0.6 * (1 - low))  # with room for the legend
     panels[4].set_xticks(range(len(rows)), [str(row["drafts"]) for row in rows])

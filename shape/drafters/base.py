@@ -71,6 +71,8 @@ class Drafter(ABC):
     passes: int = 0  # forwards of a network in the last draft, one after the other
     predictor: Predictor | None = None  # the trained network that it drafts with
     tree: TreeShape | None = None  # how its trees grow, where they have such a shape
+    # With ``Sampler.one_drawn`` it draws one child of a node alone, and leaves it out only by what was known before.
+    draws_one_child: bool = False
 
     def __str__(self) -> str:
         """For reports, and to tell settings apart."""

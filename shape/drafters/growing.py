@@ -1,17 +1,19 @@
 """How trees are grown on the host: the likeliest path first, depth by depth, or from given paths."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count
 from math import inf, log
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from shape.verification.compiled import compiled, first_largest, sum_of_exp
 from shape.verification.noise import fill_gumbel
-from shape.verification.tree import Drafted, TokenTree, best_nodes, of_arrays
+from shape.verification.tree import Drafted, TokenTree, best_nodes, of_arrays, rows_of
 from shape.verification.tree_shape import TreeShape
 
 Place = TypeVar("Place")
@@ -67,6 +69,21 @@ class Biases(NamedTuple):
     by_number: bool
 
 
+class Draws(NamedTuple):
+    """How drafts are drawn that have noise of their own.
+
+    Attributes:
+        keys: (B,) int64, ``Sampler.draft_keys``. hashes: (K,), ``noise.token_hashes`` of the ids.
+        vocab_size: V, of the distributions that trees say they were drawn from.
+        one: of a node's children one alone is drawn (``Sampler.candidates``), if not all are.
+    """
+
+    keys: Tensor
+    hashes: Tensor
+    vocab_size: int
+    one: bool
+
+
 class _Given(NamedTuple):
     """What does not change as trees grow: arguments and shape of ``grow_by_depth``, as numpy's."""
 
@@ -81,6 +98,8 @@ class _Given(NamedTuple):
     least: float
     room: int
     nodes: int
+    log_q: np.ndarray
+    one: bool
 
 
 def grow_by_depth(
@@ -93,6 +112,7 @@ def grow_by_depth(
     shape: TreeShape,
     temperature: float = 1.0,
     noise: tuple[Tensor, Tensor, Tensor] | None = None,
+    draws: Draws | None = None,
 ) -> TokenTree:
     """Trees of this shape, where one prediction serves all nodes of a depth: of each the best nodes are expanded.
 
@@ -103,7 +123,8 @@ def grow_by_depth(
         first, later: biases behind the roots, and behind all other nodes: in one table, or from the numbers of the
             tokens, (B, M), that are expanded at a depth.
         temperature: that of the biases.
-        noise: keys (B,), positions (B,) and hashes (K,) of ``noise.gumbel``.
+        noise: keys (B,), positions (B,) and hashes (K,) of ``noise.gumbel``, for drafts that see the target's own.
+        draws: for drafts that have their own instead.
     """
     _, depths, size = logits.shape
     branching = min(shape.branching or shape.width, size)
@@ -114,9 +135,17 @@ def grow_by_depth(
     most = room if shape.nodes is None else min(shape.nodes + 1, room)
     least = log(shape.threshold) if shape.threshold > 0 else -inf
     keys, positions, hashes = _NO_NOISE if noise is None else (one.numpy() for one in noise)
-    given = _Given(logits.numpy(), ids, temperature, keys, positions, hashes, shape.width, branching, least, room, most)
+    log_q = _NO_ROWS
+    if draws is not None:
+        keys, positions, hashes = draws.keys.numpy(), np.zeros(len(draws.keys), np.int64), draws.hashes.numpy()
+        log_q = np.zeros((len(keys), room, draws.vocab_size), np.float32)
+    one = draws is not None and draws.one
+    width, found = shape.width, logits.numpy()
+    given = _Given(
+        found, ids, temperature, keys, positions, hashes, width, branching, least, room, most, log_q, one
+    )  # fmt: skip
     if isinstance(later, Biases):
-        return of_arrays(*_grown(root.numpy(), numbers, given, first, later))
+        return _with_draws(_grown(root.numpy(), numbers, given, first, later), given)
     so_far = tokens, parents, joint, frontier = _planted(root.numpy(), numbers, given)
     grown, width = _deepen(*so_far, 1, 1, 0, 1, given, first)
     depth = 1
@@ -124,17 +153,34 @@ def grow_by_depth(
         biases = later(frontier[1, :, :width])
         grown, width = _deepen(*so_far, grown, width, depth, depth + 1, given, biases)
         depth += 1
-    return of_arrays(*best_nodes(tokens, parents, joint, grown, most))
+    return _with_draws(best_nodes(tokens, parents, joint, grown, most), given)
 
 
 _NO_NOISE = [np.empty(0, np.int64)] * 3
+_NO_ROWS = np.empty((0, 0, 0), np.float32)
+
+
+def _with_draws(best: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray], given: _Given) -> TokenTree:
+    """The tree of these nodes, and what was drawn of them, and from what."""
+    tree, nodes = of_arrays(*best[:3]), torch.from_numpy(best[3])
+    if given.log_q.size == 0:
+        return tree
+    log_q = torch.from_numpy(given.log_q)
+    if nodes.shape[1] < given.room:
+        log_q = rows_of(log_q, nodes)
+    return replace(tree, log_q=log_q, drawn=first_children(nodes, given.branching) if given.one else None)
+
+
+def first_children(nodes: Tensor, branching: int) -> Tensor:
+    """Which nodes are the first of their parents' children, by their numbers in trees that were grown by depth."""
+    return (nodes - 1) % branching == 0
 
 
 @compiled
 def _grown(
     root: np.ndarray, numbers: np.ndarray, given: _Given, first: Biases, later: Biases
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All of ``grow_by_depth`` where one table serves all later depths: tokens, parents, joint log-probabilities."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """All of ``grow_by_depth`` where one table serves all later depths: what ``best_nodes`` finds."""
     tokens, parents, joint, frontier = _planted(root, numbers, given)
     grown, width = _deepen(tokens, parents, joint, frontier, 1, 1, 0, 1, given, first)
     if width > 0:
@@ -180,7 +226,7 @@ def _deepen(
         than ``least``.
     """
     logits, hashes, branching, divisor = given.logits, given.hashes, given.branching, np.float32(given.temperature)
-    rows, size = tokens.shape[0], logits.shape[2]
+    rows, size, draws = tokens.shape[0], logits.shape[2], given.log_q.shape[0] > 0
     noise, shared, scores = np.empty(len(hashes), np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
     numbers = np.empty(given.width * branching, np.int64)
     for n in range(depth, end):
@@ -188,7 +234,7 @@ def _deepen(
         following = min(given.width, count) if n + 1 < logits.shape[1] else 0
         for row in range(rows):
             shared[:] = logits[row, n]
-            if len(hashes) > 0:
+            if len(hashes) > 0 and not draws:
                 fill_gumbel(given.keys[row], given.positions[row] + n, hashes, noise)
                 for k in range(size):
                     shared[k] += noise[k]
@@ -196,7 +242,7 @@ def _deepen(
             for place in range(width):
                 above = frontier[0, row, place]
                 if above < 0:
-                    tokens[row, at : at + branching], parents[row, at : at + branching] = 0, 0
+                    tokens[row, at : at + branching], parents[row, at : at + branching] = 0, -1
                     joint[row, at : at + branching], numbers[at - grown : at - grown + branching] = -np.inf, -1
                     at += branching
                     continue
@@ -206,15 +252,28 @@ def _deepen(
                     for k in range(size):
                         scores[k] = shared[k] + added[k] / divisor
                 number = first_largest(scores)
-                total = scores[number] + np.log(sum_of_exp(scores, scores[number]))
+                total = _log_sum(scores, number)
                 for child in range(branching):
                     if child > 0:
                         number = first_largest(scores)
-                    tokens[row, at], parents[row, at] = given.ids[number], above
-                    joint[row, at] = joint[row, above] + (scores[number] - total)
-                    numbers[at - grown] = number
+                    gain, slot = scores[number] - total, at + child
+                    if given.one:  # the likeliest, and then the first, drawn from the rest
+                        slot = at + (child + 1) % branching
+                    if draws and slot == at:
+                        rest = _log_sum(scores, number)
+                        _write_rest(scores, rest, given.ids, given.log_q[row, above])
+                        fill_gumbel(given.keys[row], n * given.width + place, hashes, noise)
+                        for k in range(size):
+                            scores[k] += noise[k]
+                        number = first_largest(scores)
+                        if not given.one:
+                            total = _log_sum(scores, number)
+                        gain = (rest if given.one else scores[number]) - total
+                    tokens[row, slot], parents[row, slot] = given.ids[number], above
+                    joint[row, slot] = joint[row, above] + gain
+                    numbers[slot - grown] = number
                     scores[number] = -np.inf
-                    at += 1
+                at += branching
             enough = np.sort(joint[row, :at])[at - given.nodes] if at > given.nodes else -np.inf
             for place in range(following):
                 first = -1
@@ -231,6 +290,22 @@ def _deepen(
         if not going or best < given.least:
             return grown, 0
     return grown, width
+
+
+@compiled
+def _log_sum(scores: np.ndarray, largest: int) -> np.float32:
+    """log of the sum of exp, given where the largest is."""
+    most = scores[largest]
+    return most + np.log(sum_of_exp(scores, most)) if most > -np.inf else most
+
+
+@compiled
+def _write_rest(scores: np.ndarray, total: np.float32, ids: np.ndarray, out: np.ndarray) -> None:
+    """Log-probabilities of the ids, (K,), as those of all tokens, (V,)."""
+    out[:] = -np.inf
+    if total > -np.inf:
+        for k in range(len(ids)):
+            out[ids[k]] = scores[k] - total
 
 
 def likeliest(drafted: Drafted, nodes: int) -> list[int]:

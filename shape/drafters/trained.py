@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shape.drafters.base import Committed, Drafter
 from shape.drafters.biases import PathBias
-from shape.drafters.growing import Biases, grow_by_depth
+from shape.drafters.growing import Biases, Draws, first_children, grow_by_depth
 from shape.errors import TargetMismatch
 from shape.networks.base import Carried, Head, Known, Predictor, Remembered
 from shape.networks.shape import windows
@@ -25,7 +25,7 @@ from shape.target.model import Target
 from shape.target.support import LayerShape
 from shape.verification.cache import KVCache
 from shape.verification.noise import all_hashes, token_hashes
-from shape.verification.sampling import Sampler, perturbed
+from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree, keep_best, of_lists, root_only
 from shape.verification.tree_shape import TreeShape
 
@@ -58,6 +58,7 @@ class TrainedDrafter(Drafter):
 
     predictor: Predictor
     tree: TreeShape
+    draws_one_child = True
     window: Tensor
     cache: KVCache | None = None
     on_host: bool = False
@@ -257,7 +258,7 @@ class TrainedDrafter(Drafter):
         if not by_path:
             all_states, found = self._logits_of_all_depths(known, carried, embedding, depth)
             all_logits = sampler.draft_logits(found, None, self._vocabulary)
-            on_host = self.on_host and not config.confidence and not sampler.draws
+            on_host = self.on_host and not config.confidence
             if on_host and not (self._bias and self._bias.reads_states):
                 return self._grown_on_host(root, embedding, all_logits, sampler)
         rows = torch.arange(root.shape[0], device=root.device)[:, None]
@@ -281,10 +282,10 @@ class TrainedDrafter(Drafter):
                 logits = logits + sampler.temper(added)
             logits = logits.expand(-1, number.shape[1], -1)
             self.passes = n + 1
-            # When sampling, scores contain the noise, and their softmax is the estimate given the noise. None is above
-            # 0, so that no child is likelier than its parent.
-            ranked = perturbed(logits, noise[n]).log_softmax(-1)
-            log_probs, candidates = ranked.topk(branching, dim=-1)
+            # None is above 0, so that no child is likelier than its parent.
+            log_probs, candidates = sampler.candidates(logits, noise[n], branching)
+            if sampler.draws:
+                drawn.append(sampler.draft_log_probs(logits, self._target.vocab_size, self._vocabulary, candidates))
             if config.confidence and sampler.greedy:
                 # What the target thinks of the best child is known better than by its probability; the others follow.
                 estimate = F.logsigmoid(network.estimate(states, token, embedding))
@@ -293,8 +294,6 @@ class TrainedDrafter(Drafter):
             numbers.append(number)
             children.append(candidates)
             scores.append(log_probs)
-            if sampler.draws:
-                drawn.append(sampler.draft_log_probs(logits, self._target.vocab_size, self._vocabulary))
             if n + 1 == depth:
                 break
             joint, chosen = log_probs.topk(min(width, log_probs.shape[1]), dim=1)
@@ -318,7 +317,7 @@ class TrainedDrafter(Drafter):
             kept = 1 + sum(takewhile(bool, [one >= log(self.tree.threshold) for one in torch.stack(best).tolist()]))
             numbers, children, scores, drawn = (of_depth[:kept] for of_depth in (numbers, children, scores, drawn))
             self.passes = kept
-        return self._tree(root, numbers, children, scores, branching, drawn)
+        return self._tree(root, numbers, children, scores, branching, drawn, sampler.one_drawn)
 
     def _grown_on_host(self, root: Tensor, embedding: Tensor, logits: Tensor, sampler: Sampler) -> TokenTree:
         """The same from the logits of all depths, (B, depth, K), of which each serves all nodes of its depth.
@@ -330,9 +329,13 @@ class TrainedDrafter(Drafter):
         first = _NO_BIAS if bias is None else bias.first_on_host(numbers, root, embedding)
         later = _NO_BIAS if bias is None else bias.later_on_host()
         self.passes = logits.shape[1]
-        noise = None if sampler.greedy else (*sampler.counters, self._words)
-        temperature = sampler.temperature or 1.0
-        return grow_by_depth(root[:, 0], numbers, logits, self._ids, first, later, self.tree, temperature, noise)
+        noise = draws = None
+        if sampler.draws:
+            draws = Draws(sampler.draft_keys, self._words, self._target.vocab_size, sampler.one_drawn)
+        elif not sampler.greedy:
+            noise = (*sampler.counters, self._words)
+        behind_all = root[:, 0], numbers, logits, self._ids, first, later, self.tree
+        return grow_by_depth(*behind_all, sampler.temperature or 1.0, noise, draws)
 
     def _tree(
         self,
@@ -342,6 +345,7 @@ class TrainedDrafter(Drafter):
         scores: list[Tensor],
         branching: int,
         drawn: list[Tensor],
+        one_drawn: bool,
     ) -> TokenTree:
         """The best of what was grown, behind the root."""
         drafted = torch.cat(children, dim=1)
@@ -358,6 +362,9 @@ class TrainedDrafter(Drafter):
             joint,
             deepest=len(children),
         )
+        if drawn and one_drawn:
+            numbered = torch.arange(tree.size, device=root.device).expand_as(joint)
+            tree = replace(tree, drawn=first_children(numbered, branching))
         if self.tree.nodes is None or self.tree.nodes + 1 >= tree.size:
             return tree
         return keep_best(tree, self.tree.nodes + 1)

@@ -31,8 +31,8 @@ class BenchOptions(DraftOptions):
             assisted generation, with every predictor that is a smaller model), autoregressive (our loop without a
             drafter), shape (every predictor), names of other drafters, and several joined by + for a hybrid; default:
             transformers, autoregressive, ngram and shape, or suffix where there is no predictor; behind a name
-            @rejection, @traversal, @typical-lossy, @trs-lossy or @unverified-lossy is the acceptance rule, otherwise
-            match.
+            @rejection, @traversal, @transport, @typical-lossy, @trs-lossy or @unverified-lossy is the acceptance rule,
+            otherwise match.
         limit: so many prompts of each file at most, evenly chosen from every category.
         max_new_tokens: longest answer.
         temperature: 0 decodes greedily; above, every method samples with the same seed per prompt. One, or several.

@@ -250,8 +250,8 @@ class ShapeDecoder(Engine):
                 in every dtype. None does so where a seed is given. Without it two runs in bfloat16 may differ where two
                 tokens are nearly as likely. Samples of rules that depend on the drafts always are.
             streamer: gets the prompt, then new tokens as they are committed; one sequence only. Ended on errors too.
-            acceptance: a rule, or its name among ``shape.generation.rules.RULES``: "match"; "rejection" and
-                "traversal", lossless too, whose samples depend on the drafter as well as on the seed; the lossy
+            acceptance: a rule, or its name among ``shape.generation.rules.RULES``: "match"; "rejection", "traversal"
+                and "transport", lossless too, whose samples depend on the drafter as well as on the seed; the lossy
                 "typical-lossy" (Medusa's) and "trs-lossy" (the paper's), whose parameters TypicalLossy(...) and
                 TrsLossy(...) take, and "unverified-lossy" (the drafter alone).
             eos_aware: no end token among the first four: for targets that end an answer at once after an empty turn.

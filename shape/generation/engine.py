@@ -108,7 +108,7 @@ class Engine:
         def pieces() -> Pieces:
             new: dict[int, list[int]] = {}
             for group in groups:
-                sequences, sampler = request.sequences(group), request.sampler(group, keys, rule.coupled)
+                sequences, sampler = request.sequences(group), request.sampler(group, keys, rule)
                 batch = Batch(self.target, self.support, drafter, sequences, sampler, rule, stats)
                 fixed = None
                 if self.graphs is not None and memory is None and record is None and why_not(batch) is None:

@@ -98,8 +98,8 @@ class GenerateOptions(DraftOptions):
         top_k: sample from the k likeliest tokens; 0 means all.
         top_p: sample from the likeliest tokens that hold this probability.
         seed: of the sampling; the same seed gives the same answer with every drafter.
-        acceptance: match; rejection or traversal, lossless too; Medusa's typical-lossy, the paper's trs-lossy, or
-            unverified-lossy, the drafter alone without the target's verification.
+        acceptance: match; rejection, traversal or transport, lossless too; Medusa's typical-lossy, the paper's
+            trs-lossy, or unverified-lossy, the drafter alone without the target's verification.
         eos_aware: let no answer end within its first four tokens.
         pack: recipes to look up, by themselves (--drafter recipes) or before the predictor.
         misses: add what the pack did not know to this log, for `shape recipes merge`.

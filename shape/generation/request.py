@@ -34,6 +34,7 @@ from transformers.generation import (
 
 from shape.errors import UnsupportedGeneration
 from shape.generation.prompts import mask_of, prompts_of, seen_prompts, width_of
+from shape.generation.rules import Rule
 from shape.generation.sequence import SequenceState, StopCriteria
 from shape.generation.served import NEUTRAL, given_of, merged, refuse, with_stop_strings
 from shape.target.model import Target
@@ -251,7 +252,7 @@ class Request:
             for index in indices
         ]
 
-    def sampler(self, rows: list[int], keys: Tensor | None, coupled: bool = True) -> Sampler:
+    def sampler(self, rows: list[int], keys: Tensor | None, rule: Rule) -> Sampler:
         """The sampler of some sequences."""
         return Sampler(
             prompt_lengths=torch.tensor([len(self.prompts[row]) for row in rows], device=self.device),
@@ -261,7 +262,8 @@ class Request:
             processors=None if self.processors is None else tuple(self.processors[row] for row in rows),
             min_new_tokens=self.min_new_tokens,
             eos_token_ids=self.eos_token_ids,
-            coupled=coupled,
+            coupled=rule.coupled,
+            one_drawn=rule.one_drawn,
         )
 
     def assemble(self, input_ids: Tensor, new: list[list[int]]) -> Tensor:

@@ -11,7 +11,7 @@ from shape.drafters import Drafter, TreeShape
 from shape.errors import UnsupportedGeneration
 from shape.generation.options import TrsParameters, TypicalParameters
 from shape.target.model import Target
-from shape.verification.acceptance import Accepted, traverse, trs_lossy, typical_lossy, unverified_lossy
+from shape.verification.acceptance import Accepted, trs_lossy, typical_lossy, unverified_lossy
 from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree
 
@@ -23,13 +23,15 @@ class Rule(metaclass=ABCMeta):
     Attributes:
         name: how the rule is asked for, and how stats call it; lossy ones say so.
         lossless: whether the output has the target's distribution.
-        coupled: whether drafts see the target's own noise (see ``Sampler``).
+        coupled, one_drawn: whether drafts see the target's own noise, and of those that do not, whether one child of a
+            node alone is drawn (see ``Sampler``).
         same_for_every_draft: whether samples do not depend on what is drafted, if anything is.
     """
 
     name: ClassVar[str]
     lossless: ClassVar[bool] = True
     coupled: ClassVar[bool] = True
+    one_drawn: ClassVar[bool] = False
     same_for_every_draft: ClassVar[bool] = False
 
     def fit(self, drafter: Drafter | None, target: Target) -> Drafter | None:
@@ -86,11 +88,21 @@ class Traversal(Rejection):
     name = "traversal"
 
     def __call__(self, tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
-        if sampler.greedy:
-            return sampler.match(logits, tree)
-        p = sampler.tree_scores(logits, tree).softmax(-1)
-        q = None if tree.log_q is None else tree.log_q.exp()
-        return traverse(tree, p, q, sampler.uniforms(tree.size), sampler.residual_noise(p.shape[-1]))
+        return sampler.match(logits, tree) if sampler.greedy else sampler.traverse(logits, tree)
+
+
+@dataclass(frozen=True)
+class Transport(Rejection):
+    """The optimal transport from one drawn child and the likeliest ones to the target's token (see ``reject_in_turn``).
+
+    Greedy it is "match". Drafters that draw otherwise are asked as by "rejection".
+    """
+
+    name = "transport"
+    one_drawn = True
+
+    def fit(self, drafter: Drafter | None, target: Target) -> Drafter | None:
+        return drafter if drafter is not None and drafter.draws_one_child else super().fit(drafter, target)
 
 
 @dataclass(frozen=True)
@@ -156,7 +168,7 @@ def _at_nodes(tree: TokenTree, scores: Tensor) -> Tensor:
     return scores[rows, tree.parent.clamp(min=0), tree.tokens]
 
 
-_ALL = (Match, Rejection, Traversal, TypicalLossy, TrsLossy, UnverifiedLossy)
+_ALL = (Match, Rejection, Traversal, Transport, TypicalLossy, TrsLossy, UnverifiedLossy)
 RULES: dict[str, type[Rule]] = {rule.name: rule for rule in _ALL}
 
 

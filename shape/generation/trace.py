@@ -20,8 +20,8 @@ is one token:
     q             probability with which it was drawn, or the drafter's estimate that the target would choose it
     noise, margin with rule "match": Gumbel noise g, and by how much log p + g beat the best other token (negative:
                   lost); greedy decoding has no noise, and its margin is of log p
-    draw          of drawn drafts: the uniform number that "rejection" compared with p / q, "traversal" with the chance
-                  that the text ends there
+    draw          of drawn drafts: the uniform number that "rejection" or "transport" compared with p / q, "traversal"
+                  with the chance that the text ends there
     entropy       of the target's distribution that decided, in nats; `draft_entropy` of the drafter's, where all of it
                   is known
     text          in a file that a tokenizer spelt: what it adds to the answer, or by itself where it did not go out
@@ -205,6 +205,7 @@ class _Odds:
     log_p: Tensor
     noise: Tensor | None
     log_q: Tensor | None
+    drawn: Tensor
     joint: Tensor | None
     parent_joint: float
     draws: Tensor | None
@@ -224,6 +225,7 @@ class _Odds:
             scores.log_softmax(-1),
             noise,
             None if tree.log_q is None else tree.log_q[at, node],
+            tree.were_drawn[at],
             joint,
             0.0 if joint is None or node == 0 else float(joint[node]),
             draws,
@@ -266,7 +268,7 @@ class _Odds:
 
     def _q(self, token: int, node: int | None) -> float | None:
         """What the drafter thought of a token: all of it where its distribution is known, else of its drafts."""
-        if self.log_q is not None:
+        if self.log_q is not None and (node is None or self.drawn[node]):
             return float(self.log_q[token].exp())
         if node is not None and self.joint is not None:
             return float((self.joint[node] - self.parent_joint).exp())

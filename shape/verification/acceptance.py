@@ -2,10 +2,10 @@
 
 The rule "match" has three forms, of which ``Sampler.match`` takes one. ``match`` looks at every node by operations of
 tensors alone, as accelerators and CUDA graphs need it. ``follow`` asks for choices where they lead alone, since
-processors see each text and can cost more than a forward. ``follow_scores`` does so in one compiled loop, for a CPU.
+processors see each text and can cost more than a forward. ``on_host`` does so in one compiled loop, for a CPU.
 
-``match`` is lossless for any tree and any pruning; ``reject_in_turn`` and ``traverse`` for trees whose children were
-drawn from the distribution that they are told, or from none that they are told, and not selected afterwards.
+``match`` is lossless for any tree and any pruning; ``reject_in_turn`` and ``traverse`` for trees that say which
+children were drawn (``TokenTree.were_drawn``) and from what, and of which none was left out by what it is.
 ``typical_lossy``, ``trs_lossy`` and ``unverified_lossy`` change the output and say so in their names.
 """
 
@@ -13,12 +13,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from shape.verification.compiled import compiled, first_largest
-from shape.verification.noise import fill_gumbel
 from shape.verification.tree import TokenTree, of_lists
 
 Choose = Callable[[list[int], list[int], list[list[int]]], list[int]]
@@ -83,85 +80,6 @@ def follow(tree: TokenTree, choose: Choose) -> Accepted:
     return _accepted(paths, tokens, tree.tokens.device)
 
 
-def follow_scores(
-    tree: TokenTree,
-    scores: Tensor,
-    temperature: float = 1.0,
-    keys: Tensor | None = None,
-    positions: Tensor | None = None,
-    hashes: Tensor | None = None,
-) -> Accepted:
-    """``follow`` in one compiled loop, where a choice is the largest of scores over a temperature, and with noise.
-
-    Args:
-        scores: (B, N, V) floats of the host.
-        keys: (B,) int64 of ``noise.sequence_keys``; None adds no noise.
-        positions: (B,) int64 of the tokens chosen at the roots. hashes: (V,), ``noise.token_hashes`` of all tokens.
-    """
-    brain = scores.dtype == torch.bfloat16  # unknown to numpy: its bits are the upper half of a float32's
-    if scores.dtype == torch.float16:
-        scores = scores.float()
-    bits = (scores.contiguous().view(torch.int16) if brain else scores.contiguous()).numpy()
-    kind = _DOUBLE if scores.dtype == torch.float64 else _SINGLE
-    noise = (_NONE if one is None else one.numpy() for one in (keys, positions, hashes))
-    trees = tree.tokens.contiguous().numpy(), tree.parent.contiguous().numpy()
-    found = _follow(*trees, bits, brain, kind, temperature, *noise)
-    return Accepted(*map(torch.from_numpy, found))
-
-
-_NONE = np.empty(0, np.int64)
-_SINGLE, _DOUBLE = np.float32(0), np.float64(0)
-
-
-@compiled
-def _follow(
-    tokens: np.ndarray,
-    parents: np.ndarray,
-    scores: np.ndarray,
-    brain: bool,
-    kind: np.floating,
-    temperature: float,
-    keys: np.ndarray,
-    positions: np.ndarray,
-    hashes: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The parts of ``Accepted``; ``brain`` says that scores are bfloat16's bits, ``kind`` what is computed in."""
-    rows, nodes, size = scores.shape
-    paths, emitted = np.zeros((rows, nodes), np.int64), np.zeros((rows, nodes), np.int64)
-    counts, drafted = np.empty(rows, np.int64), np.empty(rows, np.int64)
-    noise, held = np.empty(len(hashes), np.float32), np.full(size, kind)
-    held[0] = temperature
-    divisor = held[0]
-    for row in range(rows):
-        depths = np.full(nodes, -1)  # of the nodes that choices lead to: several, if there are equal siblings
-        depths[0] = node = last = count = 0
-        while node >= 0:
-            last, here = node, scores[row, node]
-            if brain:
-                for k in range(size):
-                    held[k] = np.int32(np.int32(here[k]) << np.int32(16)).view(np.float32)
-            else:
-                held[:] = here
-            if len(keys) > 0:
-                fill_gumbel(keys[row], positions[row] + count, hashes, noise)
-                for k in range(size):
-                    held[k] = held[k] / divisor + noise[k]
-            chosen = first_largest(held)
-            emitted[row, count] = chosen
-            count += 1
-            node = -1
-            for child in range(nodes - 1, 0, -1):
-                above = parents[row, child]
-                if above >= 0 and depths[above] == count - 1 and tokens[row, child] == chosen:
-                    depths[child] = count
-                    node = child
-        counts[row], drafted[row] = count, count - 1
-        for place in range(count - 1, -1, -1):
-            paths[row, place] = last
-            last = parents[row, last]
-    return paths, counts, emitted, drafted
-
-
 def _down_to(node: int, parents: list[int]) -> list[int]:
     """The nodes from the root down to one."""
     path = [node]
@@ -180,7 +98,7 @@ def _accepted(paths: list[list[int]], tokens: list[list[int]], device: torch.dev
     return Accepted(both[0, :, :-1], both[0, :, -1], both[1, :, :-1], both[1, :, -1])
 
 
-def reject_in_turn(p: Tensor, q: Tensor | None, candidates: Tensor, uniforms: Tensor, noise: Tensor) -> Tensor:
+def reject_in_turn(p: Tensor, q: Tensor, candidates: Tensor, uniforms: Tensor, noise: Tensor) -> Tensor:
     """The target's token at one node by rejection sampling in several rounds, lossless for drawn candidates.
 
     Candidate k is taken with probability min(1, p(x) / q(x)); if it is not, p becomes the residual (p - q)+ and q is
@@ -188,32 +106,42 @@ def reject_in_turn(p: Tensor, q: Tensor | None, candidates: Tensor, uniforms: Te
     candidate: arXiv 2211.17192). After the last one the token is drawn from the residual. A rejected candidate has
     p < q, so no residual contains it.
 
+    Children that were not drawn are no candidates. Their distribution need not be known: the token is followed if it is
+    one of them. Beside one drawn candidate that is the optimum of the transport problem, in closed form: min(p, q) is
+    served by the candidate, and all that is left of p falls on other children where it can (Hu et al., arXiv
+    2502.18779, greedy drafts; with one child that was not drawn: SpecHub, arXiv 2411.05289).
+
     Args:
         p: (R, V) the target's distribution.
-        q: (R, V) the distribution of the first candidate; None for candidates that were not drawn: each is then taken
-            with probability p(x), whatever chose it.
+        q: (R, V) the distribution of the first candidate; nothing is drawn where it has no mass.
         candidates: (R, K) int64 in the order of drawing, -1 where there is none.
         uniforms: (R, K) in (0, 1). noise: (R, V) Gumbel noise for the draw from the residual.
 
     Returns:
         (R,) int64.
     """
-    taken = torch.full_like(candidates[:, 0], -1)
-    for candidate, uniform in zip(candidates.T, uniforms.T, strict=True):
+    chances, left = odds_in_turn(p, q, candidates)
+    takes = uniforms < chances
+    first = takes.int().argmax(1, keepdim=True)
+    drawn = (left.log() + noise).argmax(-1)
+    return torch.where(takes.any(1), candidates.gather(1, first)[:, 0], drawn)
+
+
+def odds_in_turn(p: Tensor, q: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
+    """The chance of each candidate of ``reject_in_turn`` when it is asked, (R, K), and what of p is left, (R, V)."""
+    chances = []
+    for candidate in candidates.T:
         index = candidate.clamp(min=0)[:, None]
-        offered = torch.zeros_like(p).scatter_(1, index, 1.0) if q is None else q
-        chance = offered.gather(1, index)[:, 0]
-        asked = (candidate >= 0) & (taken < 0) & (chance > 0)  # nothing is drawn where q has no mass left
-        take = asked & (uniform * chance < p.gather(1, index)[:, 0])
-        taken = torch.where(take, candidate, taken)
-        residual = (p - offered).clamp(min=0)
+        offered = q.gather(1, index)
+        asked = (candidate[:, None] >= 0) & (offered > 0)  # nothing is drawn where q has no mass left
+        chances.append(torch.where(asked, (p.gather(1, index) / offered).clamp(max=1), 0.0))
+        residual = (p - q).clamp(min=0)
         mass = residual.sum(1, keepdim=True)
         # Without any mass p equals q up to rounding, and the rejection was rounding too.
-        p = torch.where((asked & ~take)[:, None] & (mass > 0), residual / mass, p)
-        if q is not None:
-            rest = q.scatter(1, index, 0.0)
-            q = torch.where(asked[:, None], rest / rest.sum(1, keepdim=True).clamp(min=1e-30), q)
-    return torch.where(taken >= 0, taken, (p.log() + noise).argmax(-1))
+        p = torch.where(asked & (mass > 0), residual / mass, p)
+        rest = q.scatter(1, index, 0.0)
+        q = torch.where(asked, rest / rest.sum(1, keepdim=True).clamp(min=1e-30), q)
+    return torch.cat(chances, dim=1), p
 
 
 def traverse(tree: TokenTree, p: Tensor, q: Tensor | None, uniforms: Tensor, noise: Tensor) -> Accepted:
@@ -227,7 +155,7 @@ def traverse(tree: TokenTree, p: Tensor, q: Tensor | None, uniforms: Tensor, noi
     Args:
         p: (B, N, V) the target's distribution at every node.
         q: (B, N, V) the distribution of each node's first child, the others being drawn from it one after the other
-            without replacement; draws at different nodes are independent. None for candidates that were not drawn.
+            without replacement; draws at different nodes are independent. Nothing is read of it where none was drawn.
         uniforms: (B, N) in (0, 1). noise: (B, V) Gumbel noise for the draw of the last token.
     """
     chances, left = stop_chances(tree, p, q)
@@ -244,22 +172,25 @@ def stop_chances(tree: TokenTree, p: Tensor, q: Tensor | None) -> tuple[Tensor, 
 
     A subtree is given a share w of the probability: it must accept something with chance w, and then continue as the
     target would; the root's is 1. A child x drawn from q gets min(1, w p(x) / q(x)), so that over all draws it serves
-    min(w p, q) at each token. What it leaves, if it refuses, is R = (w p - q)+ out of the 1 - sum min(w p, q) =
-    |R| + 1 - w in which it refuses: thus p becomes R / |R|, w becomes |R| / (|R| + 1 - w), q is renormalised without
-    x, and the next child follows. Neither depends on x, so the next child is a draw from that q whatever was
-    refused. After the last child the node itself stops with chance w.
+    min(w p, q) at each token; one that was not drawn is a draw from a q of its own, x alone. What it leaves, if it
+    refuses, is R = (w p - q)+ out of the 1 - sum min(w p, q) = |R| + 1 - w in which it refuses: thus p becomes R / |R|,
+    w becomes |R| / (|R| + 1 - w), q is renormalised without x, and the next child follows. Neither depends on x, so the
+    next child is a draw from that q whatever was refused. After the last child the node itself stops with chance w.
 
     Arguments as in ``traverse``.
     """
     rows = torch.arange(tree.tokens.shape[0], device=p.device)
     tiny = torch.finfo(p.dtype).tiny
     p, q = p.clone(), None if q is None else q.to(p.dtype, copy=True)
+    drawn = torch.full_like(tree.parent, q is not None, dtype=torch.bool) if tree.drawn is None else tree.drawn
     share = torch.zeros_like(p[:, :, 0])
     share[:, 0] = 1.0
     for node in range(1, tree.size):
         above, token = tree.parent[:, node].clamp(min=0), tree.tokens[:, node, None]
         target, given = p[rows, above], share[rows, above, None]
-        offered = torch.zeros_like(target).scatter_(1, token, 1.0) if q is None else q[rows, above]
+        offered = torch.zeros_like(target).scatter_(1, token, 1.0)
+        if q is not None:
+            offered = torch.where(drawn[:, node, None], q[rows, above], offered)
         chance = offered.gather(1, token)
         # Nothing is drawn where q has no mass left, and nodes without a parent are padding.
         asked = (chance > 0) & (tree.parent[:, node, None] >= 0)
@@ -272,7 +203,8 @@ def stop_chances(tree: TokenTree, p: Tensor, q: Tensor | None) -> tuple[Tensor, 
         p[rows, above] = torch.where(asked & (mass > 0), left / mass, target)
         if q is not None:
             rest = offered.scatter(1, token, 0.0)
-            q[rows, above] = torch.where(asked, rest / rest.sum(1, keepdim=True).clamp(min=tiny), offered)
+            asked = asked & drawn[:, node, None]
+            q[rows, above] = torch.where(asked, rest / rest.sum(1, keepdim=True).clamp(min=tiny), q[rows, above])
     share[:, 0] = 1.0
     return share, p
 

@@ -21,6 +21,8 @@ from shape.verification.compiled import compiled, log, log_complement, serves
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
 _MIX1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX2 = -7723592293110705685  # 0x94D049BB133111EB
+# What noise beside the target's own is for; any different numbers will do.
+DRAFTS, UNIFORMS, RESIDUALS = 0x6472616674, 0x636F696E73, 0x7265736964
 
 Array = TypeVar("Array", Tensor, np.ndarray, int)
 
@@ -39,6 +41,22 @@ def shift(x: Array, bits: int) -> Array:
     x = x >> bits
     x &= (1 << (64 - bits)) - 1
     return x
+
+
+@register_jitable
+def step_hash(key: Array, length: Array, purpose: int) -> Array:
+    """A word for a sequence's key, the length of its text and a purpose, unrelated to those of other noise.
+
+    For the step, not the position: what was drawn behind the accepted tokens and then refused must not come again at
+    the same position in the next step.
+    """
+    return mix(mix(key ^ purpose) + mix(length * GOLDEN))
+
+
+@register_jitable
+def numbered_bits(word: Array, number: Array) -> Array:
+    """52 bits for a number from 1 on, of a ``step_hash``."""
+    return shift(mix(word + number * GOLDEN), 12)
 
 
 def sequence_keys(

@@ -11,13 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 
-from shape.verification.acceptance import Accepted, follow, follow_scores, match, reject_in_turn
+from shape.verification.acceptance import Accepted, follow, match, reject_in_turn, traverse
 from shape.verification.compiled import serves
-from shape.verification.noise import GOLDEN, all_hashes, gumbel, mix, shift
+from shape.verification.noise import DRAFTS, RESIDUALS, UNIFORMS, all_hashes, gumbel, numbered_bits, step_hash
+from shape.verification.on_host import follow_scores, reject_scores, traverse_scores
 from shape.verification.tree import TokenTree, root_only
-
-# What noise beside the target's own is for; any different numbers will do.
-_DRAFTS, _UNIFORMS, _RESIDUALS = 0x6472616674, 0x636F696E73, 0x7265736964
 
 
 def perturbed(logits: Tensor, noise: Tensor | None) -> Tensor:
@@ -65,7 +63,9 @@ class Sampler:
         processors: per sequence all processors in order, where some look at the text before the token; None otherwise.
         eos_token_ids: forbidden while fewer than ``min_new_tokens`` tokens have been emitted.
         coupled: drafts see the target's own noise, and the choice is argmax(log p + g) (rule "match"). Otherwise drafts
-            have noise of their own, and ``choose`` is rejection sampling.
+            have noise of their own, and ``match`` is rejection sampling.
+        one_drawn: of a node's children one is drawn where drafts have noise of their own, and the others are the
+            likeliest (see ``candidates``); if not, all are drawn.
         static_depth: of the deepest tree, for steps that must not ask the host: all operations are on the device, with
             shapes known beforehand. None looks at each tree.
         static_hashes: (V,), ``noise.all_hashes`` beside ``static_depth``: made within a compiled step, torch's code for
@@ -80,6 +80,7 @@ class Sampler:
     min_new_tokens: int = 0
     eos_token_ids: tuple[int, ...] = ()
     coupled: bool = True
+    one_drawn: bool = False
     static_depth: int | None = None
     static_hashes: Tensor | None = None
 
@@ -90,8 +91,8 @@ class Sampler:
         on_cpu = device.type == "cpu" and self.static_depth is None
         sorts = not all(isinstance(one, TemperatureLogitsWarper) for one in self.warpers)
         # A CPU need not wait for itself, as other devices would at every depth.
-        self.node_by_node = self.processors is not None or self.draws or (on_cpu and sorts)
-        self.on_host = on_cpu and not self.node_by_node
+        self.on_host = on_cpu and self.processors is None and not sorts
+        self.node_by_node = self.processors is not None or (on_cpu and sorts)
         self._drafted_with: tuple[Tensor, Tensor] | None = None  # hashes, and noise for them from offset 0 on
         self._divisor = prod(one.temperature for one in self.warpers if isinstance(one, TemperatureLogitsWarper))
 
@@ -138,6 +139,11 @@ class Sampler:
         return moved
 
     @property
+    def draft_keys(self) -> Tensor:
+        """(B,) int64, keys of the noise of drafts where they have their own; its positions are counted from 0."""
+        return self._step_hashes(DRAFTS)
+
+    @property
     def counters(self) -> tuple[Tensor, Tensor]:
         """Keys and positions, (B,) int64, of the target's own noise at offset 0, when sampling."""
         assert self.keys is not None
@@ -178,7 +184,7 @@ class Sampler:
             self._drafted_with = None if torch.compiler.is_compiling() else (hashes, noise)
             return noise.split(1, dim=1)
         counters = torch.arange(depth * nodes, device=hashes.device)
-        return gumbel(self._step_hashes(_DRAFTS)[:, None], counters, hashes).split(nodes, dim=1)
+        return gumbel(self.draft_keys[:, None], counters, hashes).split(nodes, dim=1)
 
     def foresee(self, depth: int, hashes: Tensor, nodes: int = 1) -> Sequence[Tensor | None]:
         """The former name of ``draft_noise``."""
@@ -205,17 +211,42 @@ class Sampler:
             offset = torch.arange(logits.shape[1], device=logits.device) if self.min_new_tokens > 0 else 0
         return self.temper(self._forbid_early_eos(logits.float(), offset, vocabulary))
 
+    def candidates(self, logits: Tensor, noise: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
+        """The best children of some nodes, and the log of the chances that a drafter gives them, (B, M, count) each.
+
+        They are the best of ``perturbed``. With ``one_drawn`` all but the first are the likeliest, and the first is
+        drawn from the rest: its chance is that of the rest, whichever it is, so that dropping it by that is no choice
+        among draws.
+
+        Args:
+            logits: (B, M, K) of ``draft_logits``. noise: of ``draft_noise``.
+        """
+        if noise is None or not self.one_drawn:
+            # When sampling, scores contain the noise, and their softmax is the estimate given the noise.
+            ranked = perturbed(logits, noise).log_softmax(-1).topk(count, dim=-1)
+            return ranked.values, ranked.indices
+        log_q = logits.log_softmax(-1)
+        likely, likeliest = log_q.topk(count - 1, dim=-1)
+        rest = log_q.scatter(-1, likeliest, float("-inf"))
+        first = perturbed(rest, noise).argmax(-1, keepdim=True)
+        return torch.cat([rest.logsumexp(-1, keepdim=True), likely], -1), torch.cat([first, likeliest], -1)
+
     def temper(self, logits: Tensor) -> Tensor:
         """Logits, or what is added to them, over the temperature, where there is one."""
         return logits if self.temperature in (0.0, 1.0) else logits / self.temperature
 
-    def draft_log_probs(self, logits: Tensor, vocab_size: int, vocabulary: Tensor | None = None) -> Tensor:
+    def draft_log_probs(
+        self, logits: Tensor, vocab_size: int, vocabulary: Tensor | None = None, candidates: Tensor | None = None
+    ) -> Tensor:
         """(B, M, V) log q, the distribution that the best of ``perturbed`` are draws from if not coupled.
 
         Args:
             logits: (B, M, K) of ``draft_logits``.
+            candidates: those of ``candidates``, of whom one may be drawn alone.
         """
-        log_q = logits.log_softmax(-1)
+        if self.one_drawn and candidates is not None:
+            logits = logits.scatter(-1, candidates[..., 1:], float("-inf"))
+        log_q = logits.log_softmax(-1).nan_to_num(nan=float("-inf"), neginf=float("-inf"))  # nothing may be left
         if vocabulary is None:
             return log_q
         full = log_q.new_full((*log_q.shape[:-1], vocab_size), float("-inf"))
@@ -246,12 +277,35 @@ class Sampler:
         return best(scores + F.embedding(depths, noise.flatten(0, 1)))
 
     def match(self, logits: Tensor, tree: TokenTree) -> Accepted:
-        """What rule "match" accepts, by whichever of its three forms costs least here; arguments as of ``choose``."""
+        """What rule "match" accepts, or rejection sampling, by whichever form costs least here; arguments as of
+        ``choose``.
+        """
+        if self.draws:
+            if self._draws_on_host(logits):
+                return reject_scores(tree, *self._decided_by(logits, tree))
+            return follow(tree, partial(self.choose_at, logits, tree))
         if self.on_host:
             return self._follow(logits, tree)
         if self.node_by_node:
             return follow(tree, partial(self.choose_at, logits, tree))
         return match(tree, self.choose(logits, tree))
+
+    def traverse(self, logits: Tensor, tree: TokenTree) -> Accepted:
+        """What rule "traversal" accepts; arguments as of ``choose``."""
+        if self._draws_on_host(logits):
+            return traverse_scores(tree, *self._decided_by(logits, tree))
+        p = self.tree_scores(logits, tree).softmax(-1)
+        q = None if tree.log_q is None else tree.log_q.exp()
+        return traverse(tree, p, q, self.uniforms(tree.size), self.residual_noise(p.shape[-1]))
+
+    def _draws_on_host(self, logits: Tensor) -> bool:
+        return self.on_host and logits.dtype != torch.float64  # which need not be fast
+
+    def _decided_by(self, logits: Tensor, tree: TokenTree) -> tuple[Tensor, float, Tensor, Tensor, Tensor]:
+        """What compiled loops decide over drawn drafts by: scores, temperature, keys, lengths and hashes."""
+        hashes = all_hashes(logits.shape[-1], logits.device)
+        scores = self._forbid_early_eos(logits, tree.depth) if self.min_new_tokens > 0 else logits
+        return scores, self._divisor, *self.counters, hashes
 
     def _follow(self, logits: Tensor, tree: TokenTree) -> Accepted:
         scores = self._forbid_early_eos(logits, tree.depth) if self.min_new_tokens > 0 else logits
@@ -323,36 +377,31 @@ class Sampler:
 
     def uniforms(self, nodes: int) -> Tensor:
         """(B, nodes) float64 in (0, 1), one to decide over each node of a tree where drafts are drawn."""
-        counters = torch.arange(1, nodes + 1, device=self._lengths.device) * GOLDEN
-        bits = shift(mix(self._step_hashes(_UNIFORMS)[:, None] + counters), 12)
+        numbers = torch.arange(1, nodes + 1, device=self._lengths.device)
+        bits = numbered_bits(self._step_hashes(UNIFORMS)[:, None], numbers)
         return (bits.to(torch.float64) + 0.5) * 2.0**-52
 
     def residual_noise(self, vocab_size: int, offset: int = 0) -> Tensor:
         """(B, V) Gumbel noise of the token behind the accepted ones where drafts are drawn."""
         positions = torch.full_like(self._lengths, offset)
-        return gumbel(self._step_hashes(_RESIDUALS), positions, all_hashes(vocab_size, positions.device))
+        return gumbel(self._step_hashes(RESIDUALS), positions, all_hashes(vocab_size, positions.device))
 
     def _step_hashes(self, purpose: int) -> Tensor:
-        """(B,) int64, a word for each row, step and purpose, unrelated to those of the target's own noise.
-
-        For the step, not the position: what was drawn behind the accepted tokens and then refused must not come again
-        at the same position in the next step.
-        """
-        assert self.keys is not None
-        return mix(mix(self.keys ^ purpose) + mix(self._lengths * GOLDEN))
+        """(B,) int64, ``noise.step_hash`` of each row."""
+        return step_hash(*self.counters, purpose)
 
     def _reject(self, scores: Tensor, tree: TokenTree, rows: list[int], nodes: list[int], offset: int) -> Tensor:
         """Rejection sampling at one node of each of some sequences, with the scores (R, V) there."""
         children = tree.parent[rows] == torch.tensor(nodes, device=scores.device)[:, None]
+        children &= tree.were_drawn[rows]
         order = (
             children.int().sort(dim=1, descending=True, stable=True).indices[:, : max(1, int(children.sum(1).max()))]
         )
         candidates = tree.tokens[rows].gather(1, order).masked_fill(~children.gather(1, order), -1)
-        q = None if tree.log_q is None else tree.log_q[rows, nodes].exp()
+        p = scores.softmax(-1)
+        q = torch.zeros_like(p) if tree.log_q is None else tree.log_q[rows, nodes].exp()
         uniforms = self.uniforms(tree.size)[rows].gather(1, order)
-        return reject_in_turn(
-            scores.softmax(-1), q, candidates, uniforms, self.residual_noise(scores.shape[-1], offset)[rows]
-        )
+        return reject_in_turn(p, q, candidates, uniforms, self.residual_noise(scores.shape[-1], offset)[rows])
 
     def warp(self, logits: Tensor) -> Tensor:
         """The warpers in order; what they cut off is -inf. (..., V) -> (..., V)."""

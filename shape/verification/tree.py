@@ -26,7 +26,8 @@ class TokenTree:
             are never accepted.
         log_q: (B, N, V) log-probabilities from which each node's children were drawn one after the other, without
             replacement, in the order of their numbers and independently of other nodes; None where they were not
-            drawn. Only the rules "rejection" and "traversal" look at it.
+            drawn. Only the rules "rejection", "traversal" and "transport" look at it.
+        drawn: (B, N) bool, nodes that were drawn, where there are others beside them; None: all, if there is ``log_q``.
         joint: (B, N) log of the drafter's estimate that the target will choose the whole path to a node; None where the
             drafter makes none. Verification does not look at it.
         source: per sequence and node who proposed it, where there are several; None for root and padding.
@@ -39,6 +40,7 @@ class TokenTree:
     joint: Tensor | None = None
     source: list[list[str | None]] | None = None
     deepest: int | None = None
+    drawn: Tensor | None = None
 
     @cached_property
     def ancestors(self) -> Tensor:
@@ -66,6 +68,13 @@ class TokenTree:
         return int(self.depth.max()) if serves(self.parent) else self.size - 1
 
     @property
+    def were_drawn(self) -> Tensor:
+        """(B, N) bool: nodes that were drawn from what ``log_q`` says at their parents."""
+        return (
+            torch.full_like(self.parent, self.log_q is not None, dtype=torch.bool) if self.drawn is None else self.drawn
+        )
+
+    @property
     def size(self) -> int:
         return self.tokens.shape[1]
 
@@ -74,7 +83,8 @@ class TokenTree:
             return self
         log_q = None if self.log_q is None else self.log_q.to(device)
         joint = None if self.joint is None else self.joint.to(device)
-        return TokenTree(self.tokens.to(device), self.parent.to(device), log_q, joint, self.source, self.deepest)
+        drawn = None if self.drawn is None else self.drawn.to(device)
+        return TokenTree(self.tokens.to(device), self.parent.to(device), log_q, joint, self.source, self.deepest, drawn)
 
 
 def of_lists(numbers: Sequence[Any], device: torch.device, kind: type = np.int64) -> Tensor:
@@ -195,9 +205,9 @@ def first_path(tree: TokenTree) -> TokenTree:
     while node in parents[1:]:
         node = parents.index(node, 1)
         path.append(node)
-    drawn = None if tree.log_q is None else tree.log_q[:, path]
+    log_q, drawn = (None if part is None else part[:, path] for part in (tree.log_q, tree.drawn))
     source = None if tree.source is None else [[tree.source[0][node] for node in path]]
-    return replace(chain(tree.tokens[:, 0], tree.tokens[:, path[1:]]), log_q=drawn, source=source)
+    return replace(chain(tree.tokens[:, 0], tree.tokens[:, path[1:]]), log_q=log_q, drawn=drawn, source=source)
 
 
 def shallow(tree: TokenTree, depth: int) -> TokenTree:
@@ -212,8 +222,9 @@ def keep_best(tree: TokenTree, nodes: int) -> TokenTree:
     the parent, which comes first, is kept first and the result stays a tree.
     """
     assert tree.joint is not None
-    if serves(tree.parent):
-        return of_arrays(*best_nodes(tree.tokens.numpy(), tree.parent.numpy(), tree.joint.numpy(), tree.size, nodes))
+    if tree.log_q is None and serves(tree.parent):
+        parts = best_nodes(tree.tokens.numpy(), tree.parent.numpy(), tree.joint.numpy(), tree.size, nodes)
+        return of_arrays(*parts[:3])
     return keep_best_on_device(tree, nodes)
 
 
@@ -226,16 +237,28 @@ def keep_best_on_device(tree: TokenTree, nodes: int) -> TokenTree:
     )
     old_parent = tree.parent.gather(1, kept)
     new_parent = new_index.gather(1, old_parent.clamp(min=0)).masked_fill(old_parent < 0, -1)
-    return TokenTree(tree.tokens.gather(1, kept), new_parent, joint=tree.joint.gather(1, kept), deepest=tree.deepest)
+    log_q = None if tree.log_q is None else rows_of(tree.log_q, kept)
+    drawn = None if tree.drawn is None else tree.drawn.gather(1, kept)
+    joint = tree.joint.gather(1, kept)
+    return TokenTree(tree.tokens.gather(1, kept), new_parent, log_q, joint, deepest=tree.deepest, drawn=drawn)
+
+
+def rows_of(log_q: Tensor, nodes: Tensor) -> Tensor:
+    """(B, N, V), of nodes (B, M) int64 -> (B, M, V)."""
+    return log_q.gather(1, nodes[:, :, None].expand(-1, -1, log_q.shape[2]))
 
 
 @compiled
 def best_nodes(
     tokens: np.ndarray, parents: np.ndarray, joint: np.ndarray, size: int, nodes: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """``keep_best`` of the trees in the first ``size`` columns of (B, at least N) arrays, or all of them."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """``keep_best`` of the trees in the first ``size`` columns of (B, at least N) arrays, or all of them; and which of
+    the columns they are.
+    """
+    kept = np.empty((tokens.shape[0], min(nodes, size)), np.int64)
     if nodes >= size:
-        return tokens[:, :size].copy(), parents[:, :size].copy(), joint[:, :size].copy()
+        kept[:] = np.arange(size)
+        return tokens[:, :size].copy(), parents[:, :size].copy(), joint[:, :size].copy(), kept
     shape = (tokens.shape[0], nodes)
     kept_tokens, kept_parents = np.empty(shape, np.int64), np.empty(shape, np.int64)
     kept_joint = joint[:, :nodes].copy()
@@ -252,10 +275,11 @@ def best_nodes(
             if number[node] == -2:
                 above = parents[row, node]
                 number[node] = count
+                kept[row, count] = node
                 kept_tokens[row, count], kept_joint[row, count] = tokens[row, node], joint[row, node]
                 kept_parents[row, count] = number[above] if above >= 0 else -1
                 count += 1
-    return kept_tokens, kept_parents, kept_joint
+    return kept_tokens, kept_parents, kept_joint, kept
 
 
 def placed(

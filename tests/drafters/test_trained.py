@@ -108,16 +108,17 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("how", ["greedy", "coupled", "drawn", "one drawn"])
 @pytest.mark.parametrize("name", ["parallel", "medusa", "block", "shape with Markov bias", "no table"])
-def test_trees_grown_on_the_host_are_those_grown_on_a_device(target, monkeypatch, name, temperature, shape):
+def test_trees_grown_on_the_host_are_those_grown_on_a_device(target, monkeypatch, name, how, shape):
     if name == "no table":
         monkeypatch.setattr(biases, "_TABLED", 0)
     kinds = {"parallel": {"kind": "shape", "step_mode": "parallel", "token_conditioning": "root"}}
     kinds |= {"no table": BASELINES["shape with Markov bias"], "block": {"kind": "block", "markov_rank": 4}}
     network = build(**(BASELINES | kinds)[name], loud=True)
     drafter, committed, _ = begin(network, target, shape)
-    sampler = Sampler(committed.lengths - 1, temperature, keys=sequence_keys(0, 2) if temperature else None)
+    noise = {} if how == "greedy" else {"temperature": 0.7, "keys": sequence_keys(0, 2)}
+    sampler = Sampler(committed.lengths - 1, **noise, coupled="drawn" not in how, one_drawn=how == "one drawn")
     sampler.commit(committed.lengths)
     assert drafter.on_host and not network.by_path
     here = drafter.draft(committed, sampler)
@@ -125,6 +126,12 @@ def test_trees_grown_on_the_host_are_those_grown_on_a_device(target, monkeypatch
     there = drafter.draft(committed, sampler)
     assert torch.equal(here.tokens, there.tokens) and torch.equal(here.parent, there.parent)
     torch.testing.assert_close(here.joint[:, 1:], there.joint[:, 1:], check_dtype=False)
+    assert torch.equal(here.were_drawn[:, 1:], there.were_drawn[:, 1:])
+    assert bool(here.were_drawn.any()) == (how == "drawn") or how == "one drawn"  # of which none may be kept
+    for row, node in (here.were_drawn & (here.parent >= 0)).nonzero().tolist():
+        one, other = (tree.log_q[row, tree.parent[row, node]] for tree in (here, there))
+        torch.testing.assert_close(one, other, check_dtype=False, atol=1e-4, rtol=1e-4)
+        assert one[here.tokens[row, node]] > -torch.inf
 
 
 def test_pruned_trees_keep_the_likeliest_nodes(target):

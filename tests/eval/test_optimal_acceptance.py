@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.analysis.optimal_acceptance import optimal_acceptance
+from eval.analysis.optimal_acceptance import _least_rho, k_sequential, one_drawn, optimal_acceptance
 
 seeds = st.integers(0, 2**31)
 
@@ -63,3 +63,38 @@ class TestOptimalAcceptance:
         assert optimal_acceptance(p, q, 1).item() == pytest.approx(0.75)
         assert optimal_acceptance(p, q, 2, replacement=False).item() == pytest.approx(0.75)
         assert optimal_acceptance(p, q, 2).item() == pytest.approx(0.75)
+
+
+@given(seeds, st.integers(3, 6), st.integers(1, 4), st.floats(0, 6))
+@settings(deadline=None, max_examples=60)
+def test_one_drawn_draft_against_the_linear_programme(seed: int, d: int, drafts: int, sharpness: float) -> None:
+    p, q = problem(seed, batch=(), d=d, sharpness=sharpness)
+    drafts = min(drafts, d)
+    sure = q.topk(drafts - 1).indices.tolist()
+    rest = q.scatter(0, torch.tensor(sure, dtype=torch.long), 0.0)
+    cost = np.array([[float(token not in (*sure, drawn)) for token in range(d)] for drawn in range(d)])
+    refused = ot.emd2((rest / rest.sum()).numpy(), p.numpy(), cost)
+    assert one_drawn(p, q, drafts).item() == pytest.approx(1 - refused, abs=1e-9)
+
+
+@given(seeds, st.integers(2, 4), st.integers(1, 3), st.floats(0, 5))
+@settings(deadline=None, max_examples=60)
+def test_k_sequential_selection_is_lossless_and_between_its_bounds(
+    seed: int, d: int, drafts: int, sharpness: float
+) -> None:
+    """All tuples of drafts, draft after draft: what is emitted is p, a draft as often as it says; at least 1 - 1/e of
+    the optimum, as SpecTr proves, and no more than it.
+    """
+    p, q = problem(seed, batch=(), d=d, sharpness=sharpness)
+    rho = _least_rho(p, q, drafts)
+    chance = (p / (rho * q)).clamp(max=1)
+    emitted = torch.zeros_like(p)
+    for drawn, mass in drawings(q.tolist(), drafts, replacement=True).items():
+        for token in drawn:
+            emitted[token] += mass * chance[token]
+            mass *= 1 - float(chance[token])
+    assert (emitted <= p + 1e-9).all()  # so that what is left of p can be drawn
+    assert k_sequential(p, q, drafts).item() == pytest.approx(float(emitted.sum()), abs=1e-9)
+    best = optimal_acceptance(p, q, drafts).item()
+    assert (1 - 1 / np.e) * best - 1e-9 <= k_sequential(p, q, drafts).item() <= best + 1e-9
+    assert drafts > 1 or k_sequential(p, q, 1).item() == pytest.approx(best, abs=1e-9)

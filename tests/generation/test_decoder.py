@@ -47,6 +47,12 @@ from shape.verification.noise import token_hashes
 from shape.verification.tree import TokenTree
 
 
+def of_few_tokens() -> TrainedDrafter:
+    network = predictor(step_mode="parallel", token_conditioning="none", draft_vocab_size=4)
+    network.draft_vocabulary = torch.tensor([1, 2, 4, 5])
+    return TrainedDrafter(network, TreeShape(depth=3, width=2, branching=3, nodes=5))
+
+
 def drafters() -> dict:
     return {
         **DRAFTERS,
@@ -58,6 +64,7 @@ def drafters() -> dict:
             predictor(step_mode="parallel", token_conditioning="none", refinement="sinkhorn", refinement_dim=8),
             TreeShape(depth=3, width=2),
         ),
+        "shape of few tokens": of_few_tokens,
         "shape drawn parallel": lambda: TrainedDrafter(
             predictor(step_mode="parallel", token_conditioning="none"), TreeShape(depth=3, width=2)
         ),
@@ -196,6 +203,16 @@ def test_rejection_samples_from_the_joint_distribution(tiny_model, name):
     assert joint_chi_square(model, drafters().get(name, lambda: None)(), "rejection") < LIMIT
 
 
+TRANSPORTED = ["shape chain", "shape tree", "shape wide tree", "shape drawn parallel", "shape of few tokens"]
+
+
+@pytest.mark.parametrize("name", [*TRANSPORTED, "hybrid", "geodesic", "adversary"])
+def test_transport_samples_from_the_joint_distribution(tiny_model, name):
+    """On trees that leave nodes out, too: "shape tree"."""
+    model = tiny_model("llama", vocab_size=6)
+    assert joint_chi_square(model, drafters()[name](), "transport") < LIMIT
+
+
 @pytest.mark.parametrize("name", ["shape chain", "shape wide tree", "shape drawn parallel", "adversary"])
 def test_traversal_samples_from_the_joint_distribution(tiny_model, name):
     model = tiny_model("llama", vocab_size=6)
@@ -205,7 +222,8 @@ def test_traversal_samples_from_the_joint_distribution(tiny_model, name):
 class Draws(Drafter):
     """Full binary trees of depth two, said to be drawn from one fixed distribution, and made in one of these ways:
 
-    "honestly"; "top-k", its two likeliest tokens; "pruned", the two likeliest of three draws.
+    "honestly"; "top-k", its two likeliest tokens; "pruned", the two likeliest of three draws; "one", the likeliest
+    beside one drawn from the rest; "wrong", which says that this one was drawn from all.
     """
 
     name = "draws"
@@ -223,15 +241,29 @@ class Draws(Drafter):
                 scores = logits
             elif self.way == "pruned":
                 scores = logits.masked_fill(scores < scores.topk(3).values[..., 2:], -100.0)
-            tokens.append(scores.topk(2).indices.flatten(1))
-        log_q = sampler.draft_log_probs(sampler.draft_logits(self.logits.expand(batch, 7, -1), 0), 6)
-        return TokenTree(torch.cat(tokens, dim=1), torch.tensor([-1, 0, 0, 1, 1, 2, 2]).expand(batch, -1), log_q)
+            candidates = scores.topk(2).indices
+            if self.way in ("one", "wrong"):
+                candidates = sampler.candidates(sampler.draft_logits(logits, depth), noise, 2)[1]
+            tokens.append(candidates.flatten(1))
+        told = candidates[:, :1] if self.way == "one" else None
+        log_q = sampler.draft_log_probs(sampler.draft_logits(self.logits.expand(batch, 1, -1), 0), 6, None, told)
+        parents, first = torch.tensor([-1, 0, 0, 1, 1, 2, 2]).expand(batch, -1), None
+        if told is not None or self.way == "wrong":
+            first = torch.tensor([False, True, False, True, False, True, False]).expand(batch, -1)
+        return TokenTree(torch.cat(tokens, dim=1), parents, log_q.expand(-1, 7, -1), drawn=first)
 
 
-@pytest.mark.parametrize("rule", ["rejection", "traversal"])
-@pytest.mark.parametrize(("way", "passes"), [("honestly", True), ("top-k", False), ("pruned", False)])
+@pytest.mark.parametrize(
+    ("way", "rule", "passes"),
+    [
+        *product(["honestly"], ["rejection", "traversal"], [True]),
+        *product(["top-k", "pruned"], ["rejection", "traversal"], [False]),
+        *product(["one"], ["transport"], [True]),
+        *product(["wrong", "top-k"], ["transport"], [False]),
+    ],
+)
 def test_the_joint_test_catches_trees_that_are_not_what_they_say(tiny_model, way, passes, rule):
-    """Negative controls: the p/q rules on a top-k tree, and after pruning a drawn tree by value."""
+    """Negative controls: the p/q rules on a top-k tree, after pruning a drawn tree by value, and with a wrong q."""
     found = joint_chi_square(tiny_model("llama", vocab_size=6), Draws(way), rule)
     assert found < LIMIT if passes else found > 10 * LIMIT
 
@@ -244,7 +276,7 @@ def test_the_joint_test_catches_lossy_rules(tiny_model, rule):
     assert found > 2 * LIMIT
 
 
-@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+@pytest.mark.parametrize("rule", ["rejection", "traversal", "transport"])
 @pytest.mark.parametrize("name", ["processors", "ends"])
 def test_rules_sample_what_processors_and_ends_leave(tiny_model, name, rule):
     """The same test where no token may come twice in a row, and where texts end early, but not at once."""
@@ -264,7 +296,7 @@ def test_rules_sample_what_processors_and_ends_leave(tiny_model, name, rule):
     assert joint_chi_square(model, drafter, rule, samples=4000, banned=banned, **options) < LIMIT
 
 
-@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+@pytest.mark.parametrize("rule", ["rejection", "traversal", "transport"])
 def test_draws_depend_on_nothing_but_seed_and_drafter(tiny_model, rule):
     """The same call gives the same tokens, and rows do not see each other."""
     decoder = ShapeDecoder(tiny_model("llama"), drafters()["shape wide tree"]())

@@ -8,13 +8,24 @@ from shape.cli.generate import parser as generate_parser
 from shape.drafters import NgramDrafter, TrainedDrafter, TreeShape
 from shape.errors import ConfigError, UnsupportedGeneration
 from shape.generation.decoder import ShapeDecoder
-from shape.generation.rules import RULES, Rejection, Rule, Traversal, TrsLossy, TypicalLossy, UnverifiedLossy, make_rule
+from shape.generation.rules import (
+    RULES,
+    Rejection,
+    Rule,
+    Transport,
+    Traversal,
+    TrsLossy,
+    TypicalLossy,
+    UnverifiedLossy,
+    make_rule,
+)
 from shape.networks.config import ShapeConfig
 from shape.networks.shape import ShapePredictor
 
 
 def test_lossy_rules_say_so_and_no_others_do():
-    assert list(RULES) == ["match", "rejection", "traversal", "typical-lossy", "trs-lossy", "unverified-lossy"]
+    lossy = ["typical-lossy", "trs-lossy", "unverified-lossy"]
+    assert list(RULES) == ["match", "rejection", "traversal", "transport", *lossy]
     for name, rule in RULES.items():
         assert rule.name == name and rule.lossless == ("lossy" not in name)
         assert rule.lossless == ("Lossy" not in rule.__name__)
@@ -67,6 +78,18 @@ def test_rules_that_draw_refuse_trees_that_drop_what_was_drawn(tiny_model, rule:
         rule.fit(decoder.drafter, decoder.target)
     for drafter in (None, NgramDrafter(), shape_drafter(TreeShape(depth=3, width=2))):
         assert rule.fit(drafter, decoder.target) is drafter
+
+
+def test_transport_takes_trees_that_drop_nodes_by_what_was_known_before(tiny_model):
+    decoder = ShapeDecoder(tiny_model(), shape_drafter(TreeShape(depth=3, width=2, nodes=4)))
+    assert Transport().fit(decoder.drafter, decoder.target) is decoder.drafter
+
+    class Others(TrainedDrafter):
+        draws_one_child = False
+
+    others = Others(decoder.drafter.predictor, TreeShape(depth=3, width=2, nodes=4))
+    with pytest.raises(UnsupportedGeneration, match="'transport' is biased where drawn nodes are dropped"):
+        Transport().fit(others, decoder.target)
 
 
 def test_the_papers_rule_takes_full_trees_and_refuses_what_has_none(tiny_model):

@@ -1,17 +1,14 @@
 """Acceptance rules against naive ones, and their output against the exact joint distribution."""
 
-from itertools import permutations, product
-from math import prod
-
 import pytest
 import torch
 import torch.nn.functional as F
+from enumeration import assert_exact, distributions, draws, every_tree, joint_of_three
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shape.verification.acceptance import (
     follow,
-    follow_scores,
     match,
     reject_in_turn,
     stop_chances,
@@ -20,6 +17,7 @@ from shape.verification.acceptance import (
     typical_lossy,
     unverified_lossy,
 )
+from shape.verification.on_host import follow_scores
 from shape.verification.tree import TokenTree
 
 
@@ -175,12 +173,12 @@ def drawn(q: torch.Tensor, count: int, rows: int, generator: torch.Generator) ->
     return torch.multinomial(q.expand(rows, -1), count, generator=generator)
 
 
-def rejected(p, q, candidates, told, generator) -> torch.Tensor:
+def rejected(p, q, candidates, generator) -> torch.Tensor:
     """Share of each token over the rows."""
     rows, vocabulary = len(candidates), len(p)
     uniforms = torch.rand(candidates.shape, generator=generator, dtype=torch.float64)
     noise = -torch.empty(rows, vocabulary, dtype=torch.float64).exponential_(generator=generator).log()
-    tokens = reject_in_turn(p.expand(rows, -1), q.expand(rows, -1) if told else None, candidates, uniforms, noise)
+    tokens = reject_in_turn(p.expand(rows, -1), q.expand(rows, -1), candidates, uniforms, noise)
     return tokens.bincount(minlength=vocabulary).double()
 
 
@@ -200,23 +198,24 @@ def test_rejection_keeps_the_distribution(count):
     """Chi-square of 40,000 tokens; p is zero where q is not and the other way round. False-alarm rate 1e-6."""
     generator = torch.Generator().manual_seed(count)
     candidates = drawn(Q, count, 40_000, generator)
-    assert chi_square(rejected(P, Q, candidates, True, generator), P) < LIMIT
-    # Candidates that were not drawn, duplicates and gaps among them, are taken with p(x).
-    chosen = torch.tensor([0, 0, -1, 1, 2]).expand(40_000, -1)[:, :count]
-    assert chi_square(rejected(P, Q, chosen, False, generator), P) < LIMIT
+    assert chi_square(rejected(P, Q, candidates, generator), P) < LIMIT
+    # Places without a candidate, and with none that anybody drew.
+    gaps = torch.cat([candidates[:, :1], torch.full((40_000, 1), -1), candidates[:, 1:]], dim=1)
+    assert chi_square(rejected(P, Q, gaps, generator), P) < LIMIT
+    assert chi_square(rejected(P, torch.zeros_like(Q), candidates, generator), P) < LIMIT
     # The last draws may have nothing left to be drawn from.
     padded = torch.cat([drawn(Q, 5, 40_000, generator), torch.full((40_000, 1), 5)], dim=1)
-    assert chi_square(rejected(P, Q, padded, True, generator), P) < LIMIT
+    assert chi_square(rejected(P, Q, padded, generator), P) < LIMIT
 
 
 def test_rejection_of_what_was_not_drawn_is_biased():
     """Negative controls: the same test fails for the p/q rule on a top-k tree, and after pruning by value."""
     generator = torch.Generator().manual_seed(0)
     top = Q.topk(2).indices.expand(40_000, -1)
-    assert chi_square(rejected(P, Q, top, True, generator), P) > 10 * LIMIT
+    assert chi_square(rejected(P, Q, top, generator), P) > 10 * LIMIT
     candidates = drawn(Q, 3, 40_000, generator)
     best = Q[candidates].topk(2, dim=1).indices.sort(dim=1).values
-    assert chi_square(rejected(P, Q, candidates.gather(1, best), True, generator), P) > 10 * LIMIT
+    assert chi_square(rejected(P, Q, candidates.gather(1, best), generator), P) > 10 * LIMIT
 
 
 def test_rejection_accepts_as_often_as_possible():
@@ -231,92 +230,6 @@ def test_rejection_accepts_as_often_as_possible():
     assert abs(share - best) < 4.9 * (best * (1 - best) / 40_000) ** 0.5
     same = reject_in_turn(Q.expand(40_000, -1), Q.expand(40_000, -1), candidates, uniforms, noise)
     assert torch.equal(same, candidates[:, 0])
-
-
-def distributions(seed: int, vocabulary: int, zeros: bool) -> dict[tuple[int, ...], torch.Tensor]:
-    """A distribution of the next token after every text of up to two tokens; with zeros, every other one has one."""
-    generator = torch.Generator().manual_seed(seed)
-    texts = [text for length in range(3) for text in product(range(vocabulary), repeat=length)]
-    found = {}
-    for number, text in enumerate(texts):
-        weights = torch.rand(vocabulary, generator=generator, dtype=torch.float64) ** 2
-        weights[number % vocabulary] *= 1 - (zeros and number % 2)
-        found[text] = weights / weights.sum()
-    return found
-
-
-def draws(q: torch.Tensor, count: int) -> list[tuple[float, tuple[int, ...]]]:
-    """Every order in which ``count`` tokens can be drawn without replacement, with its probability.
-
-    Once q has run out, the places are filled with what is left, in order of the tokens.
-    """
-    found = []
-    for order in permutations(range(len(q)), count):
-        chance, left = 1.0, {token: float(q[token]) for token in range(len(q))}
-        for token in order:
-            mass = sum(left.values())
-            chance *= left[token] / mass if mass > 0 else float(token == min(left))
-            del left[token]
-        found.append((chance, order))
-    return [(chance, order) for chance, order in found if chance > 0]
-
-
-def every_tree(q, branching: tuple[int, ...], width: int) -> list[tuple[float, list[int], list[tuple[int, ...]]]]:
-    """All trees that can be drawn: probability, parents and texts of the nodes.
-
-    As drafters do, ``width`` nodes of a depth are expanded, chosen by what was drawn: the likeliest tokens under q.
-    """
-    trees = [(1.0, [-1], [()], [0])]
-    for count in branching:
-        grown = []
-        for chance, parents, texts, frontier in trees:
-            for drawn in product(*(draws(q[texts[node]], count) for node in frontier)):
-                children = [(node, token) for node, (_, order) in zip(frontier, drawn, strict=True) for token in order]
-                likely = torch.tensor([float(q[texts[node]][token]) for node, token in children])
-                grown.append(
-                    (
-                        chance * prod(one for one, _ in drawn),
-                        [*parents, *(node for node, _ in children)],
-                        [*texts, *((*texts[node], token) for node, token in children)],
-                        (len(parents) + likely.topk(min(width, len(children))).indices).tolist(),
-                    )
-                )
-        trees = grown
-    return [(chance, parents, texts) for chance, parents, texts, _ in trees]
-
-
-def post_order(parents: list[int], node: int = 0) -> list[int]:
-    below = [child for child, parent in enumerate(parents) if parent == node]
-    return [one for child in below for one in post_order(parents, child)] + [node]
-
-
-def joint_of_three(p, trees, q=None) -> tuple[dict[tuple[int, ...], float], float]:
-    """The exact distribution of three tokens decoded with ``traverse``, and the mean number of accepted ones.
-
-    What the accepted tokens and the one behind them leave open is drawn from p, as the next step would.
-    """
-    vocabulary = range(len(p[()]))
-    output, accepted = dict.fromkeys(product(vocabulary, repeat=3), 0.0), 0.0
-    for chance, parents, texts in trees:
-        tree = TokenTree(torch.tensor([[text[-1] if text else 0 for text in texts]]), torch.tensor([parents]))
-        target, told = (one and torch.stack([one[text] for text in texts])[None] for one in (p, q))
-        chances, left = stop_chances(tree, target, told)
-        for node in post_order(parents):
-            stops = chance * float(chances[0, node])
-            chance -= stops
-            accepted += stops * len(texts[node])
-            for token, share in enumerate(left[0, node].tolist()):
-                start = (*texts[node], token)
-                for rest in product(vocabulary, repeat=3 - len(start)):
-                    text = start + rest
-                    output[text] += stops * share * prod(float(p[text[:i]][text[i]]) for i in range(len(start), 3))
-        assert chance < 1e-12
-    return output, accepted
-
-
-def assert_exact(p, output) -> None:
-    for text, chance in output.items():
-        assert abs(chance - float(p[()][text[0]] * p[text[:1]][text[1]] * p[text[:2]][text[2]])) < 1e-12
 
 
 @pytest.mark.parametrize("zeros", [False, True])
