@@ -37,7 +37,8 @@ from shape.features.trainer import quiet
 
 def ablate(options: AblationOptions) -> Ablation:
     """Train what is missing, measure everything, and write ablation.json and ablation.md."""
-    runs = plan(options)
+    # Before a search the options are checked alone: what it once found may be trained already.
+    runs = plan(options if options.search is None else replace(options, trainings=str(options.home / "search")))
     prompts, source = prompts_of(options, runs[0].options)
     tuning = tuning_prompts(runs[0].options, prompts) if options.search or options.measure.fit else []
     taken = {*options.measure.methods} & {label for run in runs for label in (run.variant, *options.trees)}

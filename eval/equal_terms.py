@@ -90,17 +90,6 @@ class EqualTermsOptions:
     results: str | None = None
     render: str | None = None
 
-    def training(self, comparison: str) -> tuple[str, dict[str, Any]]:
-        """Title and common options of a comparison."""
-        whole = {"steps": self.steps, "max_minutes": None}
-        patient = {"training": {**whole, "steps": 10 * self.steps, "decay": "none", "ema": 0.99}}
-        every = {"every": max(self.steps // 4, 1), "patience": 5}
-        return {
-            "time": ("in the same time", {"training": {"max_minutes": self.minutes}}),
-            "positions": ("from the same positions", {"training": whole}),
-            "no-rise": ("until validation does not rise", {**patient, "validation": every}),
-        }[comparison]
-
 
 def run(options: EqualTermsOptions) -> None:
     results, work = Path(options.results or RESULTS).resolve(), Path(options.work)
@@ -129,9 +118,25 @@ def run(options: EqualTermsOptions) -> None:
             found = search(base)
             for comparison in options.comparisons:
                 for prompts in options.prompts:
-                    compare(found, Path(base.output, comparison, prompts), *options.training(comparison))
+                    compare(found, Path(base.output, comparison, prompts), *training(options, comparison))
         if not options.estimate:  # not before, so that what is measured is measured from a clean checkout
             shutil.copytree("runs", results, ignore=_but_tables, dirs_exist_ok=True)
+
+
+def training(options: EqualTermsOptions, comparison: str) -> tuple[str, dict[str, Any]]:
+    """Title and common options of a comparison."""
+    steps = options.steps
+    whole = {"steps": steps, "max_minutes": None}
+    patient = {**whole, "steps": 10 * steps, "decay": "none", "ema": 0.99}
+    found: dict[str, tuple[str, dict[str, Any]]] = {
+        "time": ("in the same time", {"training": {"max_minutes": options.minutes}}),
+        "positions": ("from the same positions", {"training": whole}),
+        "no-rise": (
+            "until validation does not rise",
+            {"training": patient, "validation": {"every": max(steps // 4, 1), "patience": 5}},
+        ),
+    }
+    return found[comparison]
 
 
 def asked(base: AblationOptions, options: EqualTermsOptions, target: str) -> AblationOptions:

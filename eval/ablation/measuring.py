@@ -152,8 +152,8 @@ def measure_all(
         for seed, name in names[label].items():
             decoder = ShapeDecoder.from_pretrained(folders[variant, seed], target=target, tree=trees[tree])
             assert decoder.drafter is not None
-            for temperature, own in drafters.items():
-                own[name] = decoder.drafter
+            for temperature, at in drafters.items():
+                at[name] = decoder.drafter
                 if tuning:
                     if seed == options.seeds[0]:
                         folder = options.home / "shapes" / f"{folder_name(variant)}-t{temperature:g}"
@@ -161,10 +161,10 @@ def measure_all(
                         fitted[label, temperature] = by_shape
                     best = shaped(decoder.drafter, SHAPES[next(iter(fitted[label, temperature]))])
                     assert best is not None  # it was measured
-                    own[name] = best
+                    at[name] = best
     results = {
-        temperature: _speed(options, target, {**others, **own}, prompts, source, temperature)
-        for temperature, own in drafters.items()
+        temperature: _speed(options, target, {**others, **at}, prompts, source, temperature)
+        for temperature, at in drafters.items()
     }
     contexts = [
         target.encode(prompt.opening, prompt.template) for prompt in evenly_by_category(prompts, chosen.examined)

@@ -88,14 +88,16 @@ def search(options: AblationOptions) -> AblationOptions:
     tried: dict[str, list[dict[str, Any]]] = {label: [] for label in variants}
     for number in range(chosen.rounds):
         shares = {label: chosen.seconds / chosen.rounds / len(found) for label, found in left.items()}
-        trials = {
+        trials: dict[str, dict[str, Any] | None] = {
             f"{label} {place}": _merged(variants[label], candidate, chosen.tree, shares[label])
             for label, found in left.items()
             for place, candidate in enumerate(found)
         }
-        features = options.features or str(options.home / "features")
-        asked = {"variants": trials, "only": None, "search": None, "seeds": options.seeds[:1], "features": features}
-        runs = plan(replace(options, **asked, output=str(home / f"round-{number + 1}"), trainings=None))
+        asked = replace(
+            options, variants=trials, only=None, search=None, seeds=options.seeds[:1], trainings=None,
+            output=str(home / f"round-{number + 1}"), features=options.features or str(options.home / "features"),
+        )  # fmt: skip
+        runs = plan(asked)
         trained = train_all(runs, options.jobs, needed=False)
         for label, found in left.items():
             ended = [(trained.get(f"{label} {place}"), candidate) for place, candidate in enumerate(found)]
@@ -109,10 +111,12 @@ def search(options: AblationOptions) -> AblationOptions:
                 for one, candidate in records
             ]  # fmt: skip
             left[label] = [candidate for _, candidate in records[: max(2, -(-len(found) // 3))]]
-    found = {label: best[0] for label, best in left.items()}
+    best = {label: found[0] for label, found in left.items()}
     home.mkdir(parents=True, exist_ok=True)
-    (home / "search.json").write_text(json.dumps({"asked": asdict(chosen), "found": found, "tried": tried}, indent=1))
-    settled = {label: _merged(variants[label], best, chosen.tree) for label, best in found.items()}
+    (home / "search.json").write_text(json.dumps({"asked": asdict(chosen), "found": best, "tried": tried}, indent=1))
+    settled: dict[str, dict[str, Any] | None] = {
+        label: _merged(variants[label], candidate, chosen.tree) for label, candidate in best.items()
+    }
     return replace(options, variants=settled, search=None)
 
 

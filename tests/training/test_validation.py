@@ -14,9 +14,11 @@ from training_runs import (
 
 from shape.drafters import TrainedDrafter
 from shape.evaluation.doctor import acceptance, in_chains
+from shape.training import validation as program
 from shape.training.options import Losses, TrainingOptions
 from shape.training.validation import (
     DecodingValidation,
+    Measured,
     acceptance_length,
     decode_counts,
     load_weights,
@@ -82,3 +84,14 @@ def test_a_network_fed_otherwise_than_in_training_shows(store, tiny_target, monk
     monkeypatch.setattr(TrainedDrafter, "update", lambda self, s, hidden, n: update(self, s, 0 * hidden, n))
     answers, decoded = in_chains(tiny_target, predictor, texts, 40)
     assert decoded < acceptance(tiny_target, predictor, answers) == forced
+
+
+@pytest.mark.parametrize("values", [[3.0, 2.0, 2.0, 3.0, 9.0], [1.0, 2.0, 2.0, 3.0, 1.0, 3.0, 2.0, 9.0]])
+def test_patience_ends_training_without_a_new_best(store, tiny_target, tmp_path, monkeypatch, values):
+    validation = DecodingValidation(prompts(store), 2, 4, tmp_path / "best", patience=3)
+    told = iter(values)
+    monkeypatch.setattr(program, "acceptance_length", lambda *_: Measured(next(told), 1.0, 9.0))
+    module = fit(tiny_target, store, options=TrainingOptions(steps=40, batch_size=16), callbacks=[validation])
+    best = values.index(3.0)
+    assert [entry["value"] for entry in validation.history] == values[: best + 4] and validation.best["value"] == 3.0
+    assert module.trainer.global_step == 2 * (best + 4)
