@@ -270,7 +270,8 @@ class Chain:
     """What the closed form asks of a drafter of chains: acceptance of a token, and seconds.
 
     Attributes:
-        acceptance: of the first drafted token, which the form takes for that of all.
+        acceptance: of the first drafted token, which the form takes for that of all; estimated with half an acceptance
+            and half a refusal more, so that it is below 1.
         draft: seconds of a drafted token.
         verify: seconds of a verification.
     """
@@ -284,7 +285,7 @@ class Chain:
     def of(cls, total: Tally, detail: Detail, depth: int) -> "Chain":
         accepted = sum(steps for tokens, steps in detail.histogram.items() if tokens > 1)
         return cls(
-            accepted / total.draft_steps,
+            (accepted + 0.5) / (total.draft_steps + 1),
             total.draft_seconds / total.draft_steps / depth,
             total.verify_seconds / total.forwards,
             1 / total.seconds_per_token,

@@ -830,10 +830,11 @@ def test_the_drafter_alone_writes_what_it_drafts(tiny_model):
     """A smaller model unverified writes its own greedy text, behind the target's first token."""
     batch, small = prompts([6]), weaker_model()
     decoder = ShapeDecoder(tiny_model("llama"), ModelDrafter(Target(small), 3), fall_back=False)
-    out = decoder.generate(**batch, max_new_tokens=13, acceptance="unverified-lossy", return_dict_in_generate=True)
+    asked = {"acceptance": "unverified-lossy", "eos_token_id": [], "return_dict_in_generate": True}
+    out = decoder.generate(**batch, max_new_tokens=13, **asked)
     assert not out.stats.lossless and out.stats.acceptance == "unverified-lossy"
     assert out.stats.acceptance_length == 3
-    own = small.generate(out.sequences[:, :7], attention_mask=torch.ones(1, 7), max_new_tokens=12, do_sample=False)
+    own = ShapeDecoder(small).generate(out.sequences[:, :7], max_new_tokens=12, eos_token_id=[])
     assert torch.equal(out.sequences, own)
 
 
