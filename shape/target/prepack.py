@@ -64,7 +64,7 @@ class PrepackedForward:
         if elsewhere or not x.is_cpu or weight is None or x.dtype != weight.dtype:
             return self._stock(x)
         bias = parameters["bias"]
-        made_of = (weight.data_ptr(), weight._version)
+        made_of: tuple[int, ...] = (weight.data_ptr(), weight._version)
         if bias is not None:
             made_of += (bias.data_ptr(), bias._version)
         if self._made_of != made_of:
