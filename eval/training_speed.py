@@ -197,11 +197,14 @@ def write(options: SpeedOptions, rows: Sequence[dict[str, Any]], counted: Sequen
         with_what = " ".join([*row["more"], *row["now"]])
         lines.append([f"{row['network']} {with_what}".strip(), *cells, DASH if ratio is None else f"{ratio:.2f}"])
     environment = Environment.capture(torch.device("cpu"))
-    parts = [
-        "# Positions per second of training",
+    speed = [
         f"At the quickstart's size: shipped target, stored features, {options.limit} conversations, steps of "
         f"{options.batch_size:,} positions; mean (least to most) of {options.rounds} trainings of 16 steps or more.",
         markdown(["network", "before", "now", "now / before"], lines),
+    ]
+    parts = [
+        "# Speed and padding of training",
+        *(speed if lines else []),
         "## Padding\n\nOf batches of whole texts, one portion a step: of the tokens that a target reads online, and of "
         "the roots that a network runs for. By chance, and as training sorts: by tokens online, by roots where states "
         "are stored.",

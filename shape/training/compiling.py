@@ -1,4 +1,4 @@
-"""`torch.compile` in training: of a network's unrolled steps, and of a chunk's losses.
+"""`torch.compile` in training: of a chunk's losses, and of the unrolled steps of networks that do not attend.
 
 What lies between stays as it is: which positions count, chunks, and gradients that are made in the forward pass.
 """

@@ -257,7 +257,8 @@ class ShapeModule(DrafterModule):
             parameter.requires_grad_(False)  # no loss reaches it, and processes would wait for its gradient
         super().__init__(predictor, target, losses, *arguments, **options)
         predictor.gradient_checkpointing = self.options.gradient_checkpointing
-        self._unroll = compiled(predictor.unroll, self.options.compile)
+        # Attention in parts, whose sizes are each batch's own, takes minutes to compile.
+        self._unroll = compiled(predictor.unroll, self.options.compile and not predictor.memory_shapes)
         self.agreement = nn.ModuleList(MeanMetric() for _ in range(predictor.config.num_steps))
         self.acceptance_length = MeanMetric()
 

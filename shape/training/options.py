@@ -202,8 +202,8 @@ class TrainingOptions:
             which say whether more data would help.
         gradient_checkpointing: compute unrolled steps (of block its layers) a second time in the backward pass, instead
             of keeping what they computed: more time for less memory, and the same result.
-        compile: steps of the network and losses through torch.compile, which takes a minute or more before the first
-            step; the same up to rounding, but for dropout's draws.
+        compile: losses, and steps of networks that do not attend to whole texts, through torch.compile, which takes a
+            minute or more before the first step; the same up to rounding, but for dropout's draws.
         checkpoint_every: steps between resumable checkpoints.
         workers: processes that read features ahead; 0 reads in the training process.
     """
