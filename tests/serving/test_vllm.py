@@ -229,7 +229,8 @@ def test_every_block_of_the_page_runs(tmp_path):
     """As a reader would, but for installing: the program, then the server and the client that streams from it."""
     (_, install), (_, program), (_, serve), (_, client) = BLOCK.findall(PAGE)
     assert "pip install vllm" in install and "LLM(" in program and "vllm serve" in serve and "OpenAI(" in client
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ, "PYTHONPATH": str(ROOT)}
+    logs = {"VLLM_LOGGING_STREAM": "ext://sys.stderr"}  # answers alone go to the output
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **logs, **os.environ, "PYTHONPATH": str(ROOT)}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     options: dict[str, Any] = {"env": environment, "cwd": tmp_path}
 
