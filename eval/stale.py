@@ -35,7 +35,9 @@ MEASURES = {
     "analysis/": ("shape/networks", "shape/verification", "eval/analysis", "eval/analyze.py"),
     "architectures": ("shape/target", "shape/verification", "eval/architectures.py"),
     "batches/": (*_DECODING, "shape/evaluation/efficiency.py"),
-    "chat-12m/": (*_MEASURED, "eval/chat_12m.py"),
+    "avx2/": (*_MEASURED, "checkpoints/quickstart-shape"),
+    "avx2/precisions/": ("shape/target", "eval/precisions.py"),
+    "chat-12m/": _MEASURED,
     "compressed/": (*_MEASURED, "eval/drafters.py"),
     "draft-shapes": (*_MEASURED, "eval/draft_shapes.py"),
     "drafters/": _MEASURED,
@@ -62,6 +64,9 @@ MEASURES = {
     "tables/runs/strategies/": (*_DECODING, "eval/quality.py", "eval/text_quality"),
     "training-memory/": ("shape/training", "shape/networks", "eval/training_memory.py"),
     "training-plans/": ("shape/training", "shape/features", "train", "eval/training_plans.py"),
+    "training-speed/": ("shape/training", "shape/networks", "eval/training_speed.py"),
+    "transport-cost/": ("shape/networks", "shape/training", "eval/transport_cost.py"),
+    "warm-start/": (*_MEASURED, *_TRAINING[:3], "eval/warm_start.py"),
 }
 _LOST = "of a commit that is not in the history; measure again"
 _DIRTY = "of code that differed from its commit; measure again"

@@ -96,7 +96,7 @@ class PrepackedForward:
         if _ours(weight.dtype):
             tiles = bfloat16.pack(rows)
             self._tiles = tiles, bfloat16.pack_bias(bias, tiles)
-        elif _onednns(weight.dtype):  # it may have changed
+        elif onednn_multiplies(weight.dtype):  # it may have changed
             self._blocks = _BLOCKS(rows, _EXPECTED_TOKENS)
             if rows.numel() <= _SMALL and rows.is_contiguous() and rows.dtype == torch.bfloat16:
                 self.rows = numbers(rows)
@@ -159,10 +159,11 @@ def is_plain(module: nn.Module) -> bool:
 
 def multiplies(dtype: torch.dtype) -> bool:
     """Whether there are kernels on this machine that multiply by matrices of this dtype in a layout of their own."""
-    return _onednns(dtype) or _ours(dtype)
+    return onednn_multiplies(dtype) or _ours(dtype)
 
 
-def _onednns(dtype: torch.dtype) -> bool:
+def onednn_multiplies(dtype: torch.dtype) -> bool:
+    """Whether oneDNN is there and multiplies by matrices of this dtype on this machine."""
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:
@@ -173,7 +174,7 @@ def _onednns(dtype: torch.dtype) -> bool:
 
 
 def _ours(dtype: torch.dtype) -> bool:
-    return dtype == torch.bfloat16 and not _onednns(dtype) and bfloat16.serves()
+    return dtype == torch.bfloat16 and not onednn_multiplies(dtype) and bfloat16.serves()
 
 
 def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

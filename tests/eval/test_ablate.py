@@ -103,7 +103,7 @@ def test_interrupted_work_goes_on(file, tmp_path, launched, monkeypatch):
             main(arguments)
         assert stopped.value.code == 130
     main(arguments)
-    assert len(launched) == 2 and done == ["stopped", "0", "1", "0", "stopped", "1"]
+    assert len(launched) == 2 and done == ["stopped", "0", "2", "0", "stopped", "2"]
     assert (tmp_path / "ablation.md").exists() and "One seed (3)" in (tmp_path / "ablation.md").read_text()
 
 

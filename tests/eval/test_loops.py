@@ -7,7 +7,7 @@ import torch
 
 from eval import loops
 from shape.generation.decoder import ShapeDecoder
-from shape.target.prepack import PrepackedForward, multiplies
+from shape.target.prepack import PrepackedForward, onednn_multiplies
 
 
 def test_steps_of_both_ways_are_measured(tmp_path, capsys):
@@ -22,7 +22,7 @@ def test_steps_of_both_ways_are_measured(tmp_path, capsys):
     assert (tmp_path / "loops.md").read_text().strip() in capsys.readouterr().out
 
 
-@pytest.mark.skipif(not multiplies(torch.bfloat16), reason="oneDNN does not multiply in bfloat16 here")
+@pytest.mark.skipif(not onednn_multiplies(torch.bfloat16), reason="oneDNN does not multiply in bfloat16 here")
 def test_without_loops_nothing_goes_through_them():
     decoder = ShapeDecoder.from_pretrained("quickstart-shape", dtype="bfloat16")
     layers = [

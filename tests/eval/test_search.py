@@ -114,7 +114,7 @@ def test_measured_prompts_choose_nothing(searched, tmp_path, launched, monkeypat
     arguments += ["--search.candidates=2", "--search.rounds=1"]
     main([*arguments, "--measure.temperatures=[0]"])
     assert decoded and all("tell" in text and "say" not in text for text in decoded)
-    assert shapes == [["v0"], ["v3"], ["0"], ["1"]]
+    assert shapes == [["v0"], ["v4"], ["0"], ["2"]]
     found = json.loads((tmp_path / "ablation.json").read_text())
     drafts = found["lines"][0]["at"]["0.0"]["drafts"]
     rates = list(drafts.values())

@@ -63,7 +63,7 @@ def test_results_are_rounded_to_nearest():
 @pytest.fixture
 def without_onednn(monkeypatch):
     """As on a CPU on which oneDNN does not multiply in bfloat16, whatever this one is."""
-    monkeypatch.setattr(prepack, "_onednns", lambda dtype: dtype == torch.float32)
+    monkeypatch.setattr(prepack, "onednn_multiplies", lambda dtype: dtype == torch.float32)
 
 
 @torch.no_grad()

@@ -239,7 +239,7 @@ def test_printed_configuration_gives_the_same_options(capsys, tmp_path, target):
 def test_options_mirror_what_they_become():
     config = {field.name: field.type for field in fields(ShapeConfig)}
     assert {field.name for field in fields(PredictorOptions)} <= config.keys()
-    left_out = {"hidden_size", "vocab_size", "target_identity", "draft", "training"}
+    left_out = {"target_hidden_size", "vocab_size", "target_identity", "draft", "training"}
     own = set(vars(ShapeConfig())) & {name for name in config if name in ShapeConfig.__annotations__}
     assert own - left_out == {field.name for field in fields(PredictorOptions)}
     assert {field.name for field in fields(TrainerOptions)} - {"more"} <= signature(pl.Trainer).parameters.keys()
