@@ -9,6 +9,7 @@ fine-tuned target on prompts of the bench split. Writes `warm-start.json` and `w
 eight minutes.
 """
 
+import json
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -127,13 +128,24 @@ def run(options: WarmStartOptions) -> None:
     after = compared(Target.load(tuned), {name: drafter(source) for name, source in names.items()}, options.prompts)
     columns = ["target", "predictor", *SHORT]
     lines = [["the shipped one", *before.lines(SHORT)[-1]], *(["fine-tuned", *line] for line in after.lines(SHORT)[1:])]
-    record = {"minutes": options.minutes, "shipped": before.to_json(), "fine-tuned": after.to_json()}
+    found = {"shipped": json.loads(before.to_json()), "fine-tuned": json.loads(after.to_json())}
+    record = {"minutes": options.minutes, **found}
     about = (
         f"`python -m eval.warm_start`: the shipped target after {options.tuning_steps} steps on answers in lower case; "
         f"predictors trained for {options.minutes:g} minute(s) each on its answers to {options.conversations} "
         f"conversations. Prompts of the bench split, greedy. {after.about}"
     )
-    print(commands.write_results(options.output, "warm-start", record, "# Warm start", about, markdown(columns, lines)))
+    print(
+        commands.write_results(
+            options.output,
+            "warm-start",
+            record,
+            "# Warm start",
+            about,
+            markdown(columns, lines),
+            after.environment.line(),
+        )
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

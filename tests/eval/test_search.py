@@ -125,7 +125,7 @@ def test_measured_prompts_choose_nothing(searched, tmp_path, launched, monkeypat
     count, trainings = len(shapes), len(launched)
     main([*arguments, "--measure.temperatures=[0]"])  # what is finished is not done again
     assert len(launched) == trainings == 2 + 1
-    assert shapes[count:] == [["0"], ["1"]]
+    assert shapes[count:] == [["0"], ["2"]]
     copied = tmp_path / "measured.jsonl"
     copied.write_text((tmp_path / "validation.jsonl").read_text().splitlines()[2] + "\n")
     with pytest.raises(SystemExit):
