@@ -46,7 +46,8 @@ def page(results: Path, root: str = "../../eval/results") -> str:
             used = list(dict.fromkeys(read.used))
             for name in used:
                 numbers.setdefault(name, len(numbers) + 1)
-            links = "".join(f" [[{numbers[name]}]({root}/{_shown(name)})]" for name in used)
+            links = ", ".join(f"[{numbers[name]}]({root}/{_shown(name)})" for name in used)
+            links = links and f" ({links})"
             rows.append([what, theirs, ours + links, f"**{verdict}**", why])
         parts += [f"## {system}", markdown(["claim", "theirs", "ours", "verdict", "why"], rows)]
     sources = [[str(number), f"[{name}]({root}/{_shown(name)})", _how(read, name)] for name, number in numbers.items()]
