@@ -18,7 +18,6 @@ kept in the work folder, so the same command goes on, with more methods too. In 
 import gzip
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import chdir
@@ -29,18 +28,22 @@ from typing import Any
 from eval import commands
 from eval.ablate import ablate, parse
 from eval.ablation.options import AblationOptions, SearchOptions
+from eval.ablation.plan import over
 from eval.ablation.search import SHAPES, search
 from shape import bundled
+from shape.data.conversations import evenly
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import Estimate
 from shape.evaluation.markdown import DASH, markdown, show
+from shape.evaluation.render import rewritten
 
 RESULTS = Path(__file__).resolve().parent / "results/ablations/equal-terms"
 EVERY = 8  # of 12,200 dialogues are learned from, and others validated and measured on
 HELD_OUT = 96
 SUITES = ("mt_bench", "alpaca", "gsm8k", "humaneval", "qa", "summarization")
 PROMPTS = ("bench", "kinds", "public")
+_NOT_YET = "Not measured yet."
 # What each target changes in the file's common options.
 TARGETS: dict[str, dict[str, Any]] = {
     "shipped": {},
@@ -51,7 +54,6 @@ TARGETS: dict[str, dict[str, Any]] = {
         "regeneration": {"max_new_tokens": 128, "batch_size": 32},
     },
 }
-_AGAIN = re.compile(r"(?P<begin><!-- equal-terms:begin (?P<folder>\S+) -->).*?<!-- equal-terms:end -->", re.DOTALL)
 
 
 @dataclass
@@ -144,7 +146,7 @@ def asked(base: AblationOptions, options: EqualTermsOptions, target: str) -> Abl
     chosen = base.search or SearchOptions()
     return replace(
         base,
-        common=_over(base.common, TARGETS[target]),
+        common=over(base.common, TARGETS[target]),
         search=chosen if options.search_seconds is None else replace(chosen, seconds=options.search_seconds),
         seeds=base.seeds if options.seeds is None else options.seeds,
         only=options.methods,
@@ -166,7 +168,7 @@ def compare(found: AblationOptions, place: Path, title: str, common: dict[str, A
         replace(
             found,
             title=f"{found.title.partition(',')[0]}, {title}: target {target}, prompts {prompts}",
-            common=_over(found.common, common),
+            common=over(found.common, common),
             output=str(place),
             trainings=str(place.parent),
             measure=replace(
@@ -188,14 +190,6 @@ def _but_tables(folder: str, names: Sequence[str]) -> list[str]:
         *PROMPTS,
     )
     return [name for name in names if name not in kept]
-
-
-def _over(options: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with changes, group by group."""
-    merged = dict(options)
-    for name, value in changes.items():
-        merged[name] = {**merged.get(name, {}), **value} if isinstance(value, Mapping) else value
-    return merged
 
 
 # ------------------------------------------------------------------------------------------------- what it takes
@@ -256,7 +250,7 @@ def prepare(options: EqualTermsOptions, shared: Path | None) -> None:
         return
     rows = read(shared / "data/sgd_train.jsonl.gz")
     held_out = [row for row in rows if row["id"].startswith("sgd-dev-")]
-    chosen = [held_out[index * len(held_out) // HELD_OUT] for index in range(HELD_OUT)]
+    chosen = evenly(held_out, HELD_OUT)
     write(Path("train.jsonl"), [row for row in rows if not row["id"].startswith("sgd-dev-")][::EVERY])
     write(Path("chat-12m-bench.jsonl"), (up_to(row, index, 1) for index, row in enumerate(chosen[::2])))
     write(Path("validation.jsonl"), (up_to(row, index, 2) for index, row in enumerate(chosen[1::2])))
@@ -288,16 +282,15 @@ def rendered(document: str, results: Path) -> str:
     """The document with every region between `<!-- equal-terms:begin FOLDER -->` and `<!-- equal-terms:end -->` written
     anew: an ablation of that folder, or those of several sets of prompts in folders of it, side by side.
     """
-    if not _AGAIN.search(document):
-        raise DataError("the document has no <!-- equal-terms:begin FOLDER --> to write behind; add one")
 
-    def filled(region: re.Match[str]) -> str:
-        folder = results / region["folder"]
-        found = {path.parent.name: json.loads(path.read_text()) for path in sorted(folder.rglob("ablation.json"))}
-        tables = [table(found, at) for at in next(iter(found.values()))["others"]] if found else ["Not measured yet."]
-        return "\n\n".join([region["begin"], *tables, "<!-- equal-terms:end -->"])
+    def tables(words: list[str]) -> str:
+        if not words:
+            raise DataError("the document has <!-- equal-terms:begin --> without a folder; name one behind begin")
+        paths = sorted((results / words[0]).rglob("ablation.json"))
+        found = {path.parent.name: json.loads(path.read_text()) for path in paths}
+        return "\n\n".join(table(found, at) for at in next(iter(found.values()))["others"]) if found else _NOT_YET
 
-    return _AGAIN.sub(filled, document)
+    return rewritten(document, "equal-terms", tables)
 
 
 def table(found: Mapping[str, dict[str, Any]], at: str) -> str:

@@ -1,7 +1,7 @@
 """How many positions per second training takes at the quickstart's size, in this state of the code and in another.
 
     git worktree add ../before COMMIT
-    python -m eval.training_speed --output eval/results/training-speed --before ../before --work /tmp/speed
+    python -m eval.training_speed --output eval/results/training-speed --before ../before --work speed-work
 
 Beside it: how much of a batch is padding, for networks that attend to whole texts and for training online, where texts
 are drawn by chance and as training batches them (`shape.training.batches.WholeTextBatches`).

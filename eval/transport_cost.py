@@ -20,13 +20,11 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from eval import commands
-from shape import bundled
-from shape.data.conversations import evenly
-from shape.data.reading import load_prompts
 from shape.drafters import TrainedDrafter
 from shape.errors import ConfigError
 from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import DASH, markdown, show
+from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.runner import rotated
 from shape.features.trainer import TrainerOptions
 from shape.generation.decoder import ShapeDecoder
@@ -136,7 +134,7 @@ def drafting(options: CostOptions) -> tuple[dict[Variant, tuple[float, float]], 
     for key, changes in variants(options).items():
         network = refined(drafter.predictor, changes).eval().requires_grad_(False)
         decoders[key] = ShapeDecoder(target, TrainedDrafter(network, drafter.tree), fall_back=False)
-    prompts = evenly(load_prompts(bundled.path("data", "bench.jsonl")), options.limit)
+    prompts, _ = chosen_prompts("bench", options.limit)
     contexts = [target.encode(prompt.opening, prompt.template) for prompt in prompts]
     steps: dict[Variant, list[Step]] = {key: [] for key in decoders}
     for turn, context in enumerate(tqdm([contexts[0], *contexts], desc="drafting")):

@@ -133,10 +133,22 @@ def _nested(change: str) -> dict[str, Any]:
     names, equals, value = change.partition("=")
     if not equals:
         raise ConfigError(f"override {change} has no value; give NAME=VALUE")
-    found = yaml.safe_load(value)
+    return nested(names, yaml.safe_load(value))
+
+
+def nested(names: str, value: Any) -> dict[str, Any]:
+    """ "a.b", 1 -> {"a": {"b": 1}}."""
     for name in reversed(names.split(".")):
-        found = {name: found}
-    return found
+        value = {name: value}
+    return value
+
+
+def over(options: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with changes, group by group."""
+    merged = dict(options)
+    for name, value in changes.items():
+        merged[name] = over(merged.get(name, {}), value) if isinstance(value, Mapping) else value
+    return merged
 
 
 def _require_fit(run: Run, target: Target) -> None:

@@ -2,14 +2,14 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from copy import copy, deepcopy
+from copy import copy
 from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from eval.ablation.options import AblationOptions, MeasureOptions, SearchOptions
-from eval.ablation.plan import plan
+from eval.ablation.plan import nested, over, plan
 from eval.ablation.training import train_all
 from eval.draft_shapes import name
 from shape import bundled
@@ -124,14 +124,10 @@ def _merged(
     variant: Mapping[str, Any], candidate: Mapping[str, Any], tree: TreeShape, seconds: float | None = None
 ) -> dict[str, Any]:
     """What a variant changes, with a candidate's options, the search's shape of draft, and the time that it has."""
-    merged = {**deepcopy(dict(variant)), "tree": asdict(tree)}
+    merged = {**variant, "tree": asdict(tree)}
     timed = {} if seconds is None else {"training.max_minutes": seconds / 60}
     for option, value in {**candidate, **timed}.items():
-        *groups, last = option.split(".")
-        inner = merged
-        for group in groups:
-            inner = inner.setdefault(group, {})
-        inner[last] = value
+        merged = over(merged, nested(option, value))
     return merged
 
 

@@ -1,13 +1,12 @@
 """Measured tables in documents, written from the JSON of the results, so that the two cannot disagree."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from shape.errors import DataError
 from shape.evaluation.markdown import markdown
 from shape.evaluation.results import SHORT, SpeedResults
-
-_REGION = re.compile(r"<!-- results:begin(?P<asked>[^>]*?) *-->.*?<!-- results:end -->", re.DOTALL)
 
 
 def render(document: str, results: Path) -> str:
@@ -20,20 +19,36 @@ def render(document: str, results: Path) -> str:
     Raises:
         DataError: no such region, or no results for it.
     """
-    if not _REGION.search(document):
+    return rewritten(document, "results", lambda words: _tables(words, results))
+
+
+def rewritten(document: str, name: str, text: Callable[[list[str]], str]) -> str:
+    """The document with every region between `<!-- NAME:begin ... -->` and `<!-- NAME:end -->` written anew.
+
+    Args:
+        text: what a region is to hold, by the words behind `begin`.
+
+    Raises:
+        DataError: no such region.
+    """
+    region = re.compile(f"<!-- {name}:begin([^>]*?) *-->.*?<!-- {name}:end -->", re.DOTALL)
+    if not region.search(document):
         raise DataError(
-            "the document has no lines <!-- results:begin --> and <!-- results:end --> to write between; add them"
+            f"the document has no lines to write between, no <!-- {name}:begin --> and <!-- {name}:end -->; add them"
         )
-    return _REGION.sub(lambda region: _filled(region["asked"], results), document)
+
+    def filled(found: re.Match[str]) -> str:
+        words = found[1].split()
+        return f"<!-- {' '.join([f'{name}:begin', *words])} -->\n\n{text(words).strip()}\n\n<!-- {name}:end -->"
+
+    return region.sub(filled, document)
 
 
-def _filled(asked: str, results: Path) -> str:
-    words = asked.split()
+def _tables(words: list[str], results: Path) -> str:
     is_short = words[:1] == ["short"]
     chosen = [word.partition(":") for word in words[is_short:]] or [("", "", "")]
     found = [(one, names.split(",") if names else None) for name, _, names in chosen for one in _load(results / name)]
-    text = _short(found) if is_short else "\n".join(one.to_markdown(detail=False) for one, _ in found)
-    return f"<!-- results:begin{' ' * bool(words)}{' '.join(words)} -->\n\n{text.strip()}\n\n<!-- results:end -->"
+    return _short(found) if is_short else "\n".join(one.to_markdown(detail=False) for one, _ in found)
 
 
 def _load(folder: Path) -> list[SpeedResults]:

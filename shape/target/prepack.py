@@ -50,11 +50,10 @@ class PrepackedForward:
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
-        self._outputs = 0
         self._made_of: tuple[int, ...] | None = None
         self._kept: tuple[Tensor | None, ...] = ()  # as they were, so that no others can come to lie where they lay
         self._blocks: Tensor | None = None
-        self._tiles: tuple[Tensor, Tensor] | None = None  # of weight and bias, where the kernels are our own
+        self._tiles: tuple[Tensor, Tensor, int] | None = None  # for the kernels that are our own
         self.rows: np.ndarray | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -71,7 +70,7 @@ class PrepackedForward:
             self._made_of = made_of
             self._make(weight, bias)
         if self._tiles is not None:
-            return bfloat16.product(x, *self._tiles, self._outputs)
+            return bfloat16.product(x, *self._tiles)
         if self._blocks is None:
             return self._stock(x)
         if self.rows is not None and x.numel() == x.shape[-1]:
@@ -90,13 +89,14 @@ class PrepackedForward:
 
     def _make(self, weight: Tensor, bias: Tensor | None) -> None:
         self._kept, self._blocks, self._tiles, self.rows = (weight.detach(), bias), None, None, None
+        if not multiplies(weight.dtype):  # it may have changed
+            return
         rows = weight.detach()
         rows = rows.T.contiguous() if isinstance(self._layer, Conv1D) else rows
-        self._outputs = len(rows)
         if _ours(weight.dtype):
             tiles = bfloat16.pack(rows)
-            self._tiles = tiles, bfloat16.pack_bias(bias, tiles)
-        elif onednn_multiplies(weight.dtype):  # it may have changed
+            self._tiles = tiles, bfloat16.pack_bias(bias, tiles), len(rows)
+        else:
             self._blocks = _BLOCKS(rows, _EXPECTED_TOKENS)
             if rows.numel() <= _SMALL and rows.is_contiguous() and rows.dtype == torch.bfloat16:
                 self.rows = numbers(rows)
@@ -105,7 +105,7 @@ class PrepackedForward:
         copied = PrepackedForward(deepcopy(self._layer, memo))
         # These serve where the weight is shared.
         copied._made_of, copied._kept, copied._blocks = self._made_of, self._kept, self._blocks
-        copied._tiles, copied._outputs, copied.rows = self._tiles, self._outputs, self.rows
+        copied._tiles, copied.rows = self._tiles, self.rows
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -200,8 +200,7 @@ def held_out_numbers(options: TrainOptions, conversations: list[Conversation]) -
 def excluded_numbers(options: TrainOptions, count: int, held_out: set[int]) -> set[int]:
     """Numbers of the conversations, of so many, that are not learned from: held out, or beyond the number asked for."""
     rest = [number for number in range(count) if number not in held_out]
-    wanted = options.training.conversations
-    return held_out | (set(rest) - set(evenly(rest, len(rest) if wanted is None else wanted)))
+    return held_out | (set(rest) - set(evenly(rest, options.training.conversations)))
 
 
 def text_to_learn(

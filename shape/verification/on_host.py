@@ -3,7 +3,7 @@
 ``acceptance`` has each of them by operations of tensors, for accelerators, and says why it is lossless.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,21 +50,37 @@ def reject_scores(
         scores: (B, N, V) floats of the host, of at most 32 bits.
         keys, lengths: (B,) int64, of ``noise.step_hash``. hashes: as of ``follow_scores``.
     """
-    return _of_arrays(_reject(*_given(tree, scores, temperature, keys, lengths, hashes)))
+    return _of_arrays(_reject(_given(tree, scores, temperature, keys, lengths, hashes)))
 
 
 def traverse_scores(
     tree: TokenTree, scores: Tensor, temperature: float, keys: Tensor, lengths: Tensor, hashes: Tensor
 ) -> Accepted:
     """``acceptance.traverse``; arguments as of ``reject_scores``."""
-    return _of_arrays(_traverse(*_given(tree, scores, temperature, keys, lengths, hashes)))
+    return _of_arrays(_traverse(_given(tree, scores, temperature, keys, lengths, hashes)))
+
+
+class _Given(NamedTuple):
+    """What drawn drafts are decided over: arguments of ``reject_scores`` as numpy knows them."""
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    drawn: np.ndarray
+    log_q: np.ndarray
+    scores: np.ndarray
+    brain: bool
+    temperature: float
+    keys: np.ndarray
+    lengths: np.ndarray
+    hashes: np.ndarray
 
 
 def _given(
     tree: TokenTree, scores: Tensor, temperature: float, keys: Tensor, lengths: Tensor, hashes: Tensor
-) -> tuple[Any, ...]:
+) -> _Given:
+    bits, brain, _ = _bits_of(scores)
     noise = keys.numpy(), lengths.numpy(), hashes.numpy()
-    return *_shape_of(tree), *_draws_of(tree), *_bits_of(scores)[:2], temperature, *noise
+    return _Given(*_shape_of(tree), *_draws_of(tree), bits, brain, temperature, *noise)
 
 
 def _shape_of(tree: TokenTree) -> tuple[np.ndarray, np.ndarray]:
@@ -127,19 +143,9 @@ def _follow(
 
 
 @compiled
-def _reject(
-    tokens: np.ndarray,
-    parents: np.ndarray,
-    drawn: np.ndarray,
-    log_q: np.ndarray,
-    scores: np.ndarray,
-    brain: bool,
-    temperature: float,
-    keys: np.ndarray,
-    lengths: np.ndarray,
-    hashes: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _reject(given: _Given) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """As ``_follow``, but for how a choice is made."""
+    tokens, parents, drawn, log_q, scores, brain, temperature, keys, lengths, hashes = given
     rows, nodes, size = scores.shape
     paths, counts, emitted = _room(rows, nodes)
     noise, p, q = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
@@ -182,19 +188,9 @@ def _reject(
 
 
 @compiled
-def _traverse(
-    tokens: np.ndarray,
-    parents: np.ndarray,
-    drawn: np.ndarray,
-    log_q: np.ndarray,
-    scores: np.ndarray,
-    brain: bool,
-    temperature: float,
-    keys: np.ndarray,
-    lengths: np.ndarray,
-    hashes: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _traverse(given: _Given) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """As ``_reject``: ``acceptance.stop_chances`` node by node, and the first in post-order that stops."""
+    tokens, parents, drawn, log_q, scores, brain, temperature, keys, lengths, hashes = given
     rows, nodes, size = scores.shape
     paths, counts, emitted = _room(rows, nodes)
     noise, p, q = np.empty(size, np.float32), np.empty((nodes, size), np.float32), np.empty(size, np.float32)

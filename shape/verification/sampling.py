@@ -302,16 +302,17 @@ class Sampler:
         return self.on_host and logits.dtype != torch.float64  # which need not be fast
 
     def _decided_by(self, logits: Tensor, tree: TokenTree) -> tuple[Tensor, float, Tensor, Tensor, Tensor]:
-        """What compiled loops decide over drawn drafts by: scores, temperature, keys, lengths and hashes."""
+        """What compiled loops decide by when sampling: scores, temperature, keys, positions and hashes."""
         hashes = all_hashes(logits.shape[-1], logits.device)
-        scores = self._forbid_early_eos(logits, tree.depth) if self.min_new_tokens > 0 else logits
-        return scores, self._divisor, *self.counters, hashes
+        return self._allowed(logits, tree), self._divisor, *self.counters, hashes
+
+    def _allowed(self, logits: Tensor, tree: TokenTree) -> Tensor:
+        return self._forbid_early_eos(logits, tree.depth) if self.min_new_tokens > 0 else logits
 
     def _follow(self, logits: Tensor, tree: TokenTree) -> Accepted:
-        scores = self._forbid_early_eos(logits, tree.depth) if self.min_new_tokens > 0 else logits
         if self.greedy:
-            return follow_scores(tree, scores)
-        return follow_scores(tree, scores, self._divisor, *self.counters, all_hashes(scores.shape[-1], scores.device))
+            return follow_scores(tree, self._allowed(logits, tree))
+        return follow_scores(tree, *self._decided_by(logits, tree))
 
     def choose_roots(self, logits: Tensor, tree: TokenTree) -> Tensor:
         """(B,) int64, the choice at every root; arguments as of ``choose``."""
