@@ -121,8 +121,9 @@ class DecodeStats:
         self.forwards += 1
         self.drafted += proposed
         self.accepted += accepted
-        self.draft_steps += proposed > 0
-        self.accepted_lengths.update([accepted] if proposed else [])
+        if proposed:
+            self.draft_steps += 1
+            self.accepted_lengths[accepted] += 1
         self.histogram[emitted] += 1
         self.sequence_emitted[sequence] += emitted
         self.sequence_forwards[sequence] += 1

@@ -99,12 +99,17 @@ class Reader:
     """Logits of a predictor's states, as decoding reads them: with its own head, or the target's for draftable tokens.
 
     With a draft vocabulary both distributions are restricted to it, as in EAGLE-3, which also saves most of the time.
+
+    Args:
+        dtype: that the target's head is read in; None is the predictor's for a draft vocabulary, else the target's.
     """
 
     def __init__(self, predictor: Predictor, target: Target, dtype: torch.dtype | None = None) -> None:
         self.predictor, self.target = predictor, target
         self.dtype = dtype or predictor.dtype
         vocabulary = predictor.draft_vocabulary
+        if vocabulary is None and dtype not in (None, target.dtype):
+            vocabulary = torch.arange(target.vocab_size)
         self.head = None if vocabulary is None else target.head_of(vocabulary.to(target.device), self.dtype)
 
     def frozen(self, states: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from shape.networks.base import Predictor
 from shape.networks.shape import windows
 from shape.networks.teacher_forcing import Examples, Reader, Texts, examples, known_in
 from shape.target.model import Target
+from shape.target.prepack import onednn_multiplies
 from shape.target.sharding import blocks
 from shape.training.batches import Batch
 from shape.training.checkpoints import require_same_run
@@ -271,7 +272,10 @@ class ShapeModule(DrafterModule):
 
     @cached_property
     def _reader(self) -> Reader:
-        return Reader(self.predictor, self.target, self.target.dtype)
+        """In the target's dtype, or in float32 where a CPU would multiply one number at a time."""
+        dtype, on_cpu = self.target.dtype, self.target.device.type == "cpu"
+        slow = on_cpu and dtype.itemsize == 2 and not onednn_multiplies(dtype)
+        return Reader(self.predictor, self.target, torch.float32 if slow else dtype)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         predictor, texts = self.predictor, self._texts(batch)
