@@ -38,6 +38,7 @@ from shape.generation.rules import Rule
 from shape.generation.sequence import SequenceState, StopCriteria
 from shape.generation.served import NEUTRAL, given_of, merged, refuse, with_stop_strings
 from shape.target.model import Target
+from shape.target.support import CACHE_NAMES
 from shape.verification.noise import sequence_keys
 from shape.verification.sampling import Sampler
 
@@ -166,8 +167,9 @@ class Request:
             None if rows is None else rows[..., ::samples, :]
             for rows in (given.pop("position_ids", None), given.pop("attention_mask", None))
         )
-        if not getattr(given.get("past_key_values"), "_is_user_defined", False):
-            given.pop("past_key_values", None)
+        for name in CACHE_NAMES:
+            if not getattr(given.get(name), "_is_user_defined", False):
+                given.pop(name, None)
         refuse(target, given)
         input_ids = input_ids[::samples]
         prompts = prompts_of(target, input_ids, mask_of(input_ids, mask, None, ()), positions)

@@ -11,6 +11,7 @@ from transformers import GenerationConfig, StoppingCriteriaList, StopStringCrite
 from shape.errors import UnsupportedGeneration
 from shape.generation.prompts import require_tokens
 from shape.target.model import Target
+from shape.target.support import CACHE_NAMES
 
 # Options that are carried out.
 SERVED = {
@@ -47,7 +48,7 @@ NEUTRAL_VALUES: dict[str, Any] = {
     "assistant_model": None,
     "assistant_tokenizer": None,
     "inputs_embeds": None,
-    "past_key_values": None,
+    **dict.fromkeys(CACHE_NAMES),
     "negative_prompt_ids": None,
     "negative_prompt_attention_mask": None,
     "synced_gpus": False,

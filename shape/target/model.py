@@ -29,7 +29,7 @@ from shape.target.loading import commit_of, default_device, first_line, read_tok
 from shape.target.prepack import PrepackedForward, is_prepacked, linear, prepack, unpack
 from shape.target.quantize import Quantization, QuantizedLinear, check, quantize_model, quantized
 from shape.target.rotary import Switch, find_switch
-from shape.target.support import Support
+from shape.target.support import Support, cache_name
 
 _HEAD_CHUNK = 256  # unit vectors sent through a quantised head at a time
 
@@ -272,8 +272,8 @@ class Target:
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=cache,
             use_cache=cache is not None,
+            **{cache_name(type(self._body).forward): cache},
             **({} if tuple(layers) == (-1,) else {"output_hidden_states": True}),
         )
         if tuple(layers) == (-1,):

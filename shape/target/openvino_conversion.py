@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from shape.errors import ConfigError, UnsupportedTarget
 from shape.files import typed
 from shape.target.loading import first_line
-from shape.target.support import LayerShape, Support
+from shape.target.support import LayerShape, Support, cache_name
 
 IDS, POSITIONS, ROWS, STATES = "ids", "positions", "rows", "states"
 """Names of inputs and of outputs: of the latter ``states.-1`` is h, and ``states.k`` what layer k reads."""
@@ -82,9 +82,9 @@ class _Layers(nn.Module):
             input_ids=ids,
             position_ids=positions,
             attention_mask=masks[0] if len(masks) == 1 else dict(zip(self._masks, masks, strict=True)),
-            past_key_values=Cache(layers=layers),
             use_cache=True,
             output_hidden_states=True,
+            **{cache_name(type(self.body).forward): Cache(layers=layers)},
         )
         present = [states for layer in layers for states in (layer.keys, layer.values)]
         return found.last_hidden_state, *found.hidden_states, *present

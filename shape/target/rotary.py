@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from shape.errors import UnsupportedGeneration
+from shape.target.support import CACHE_NAMES, cache_name
 
 if TYPE_CHECKING:
     from shape.target.model import Target
@@ -115,10 +116,11 @@ def _asked(target: "Target", positions: int) -> Switch:
         held = torch.zeros(1, 1, positions, 1, device=target.device)
         cache.update(held, held, layer)
     ids = torch.zeros(1, size, dtype=torch.long, device=target.device)
+    name = cache_name(type(model).prepare_inputs_for_generation)
     given = model.prepare_inputs_for_generation(
-        ids, next_sequence_length=1, past_key_values=cache, attention_mask=torch.ones_like(ids), use_cache=True
+        ids, next_sequence_length=1, attention_mask=torch.ones_like(ids), use_cache=True, **{name: cache}
     )
-    if given.get("past_key_values") is not None:
+    if any(given.get(name) is not None for name in CACHE_NAMES):
         return Switch(positions)
     if given["input_ids"].shape[1] == size:
         return Switch(positions, recomputes=True)

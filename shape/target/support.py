@@ -3,10 +3,14 @@
 The types are here and the probe is there, because it runs the tree forward, which is built on the target.
 """
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from typing import Any, Literal
 
 import torch
+from transformers import GenerationMixin
 
 
 @dataclass(frozen=True)
@@ -48,3 +52,15 @@ class Support:
     mask_by_layer_type: bool
     grouped_queries: bool = False
     positions: int | None = None
+
+
+CACHE_NAMES = ("past_key_values", "cache")
+"""What functions of transformers call a KV cache, before 5.24 and since."""
+
+
+@cache
+def cache_name(function: Callable[..., Any]) -> str:
+    """What a model's function calls its KV cache: the old name where it takes that, else this transformers' own."""
+    takers = function, GenerationMixin.prepare_inputs_for_generation
+    named = (name for taker in takers for name in CACHE_NAMES if name in inspect.signature(taker).parameters)
+    return next(named)

@@ -43,6 +43,7 @@ from shape.generation.decoder import ShapeDecoder
 from shape.generation.rules import RULES, TrsLossy, TypicalLossy
 from shape.generation.served import NEUTRAL, SERVED
 from shape.target.model import Target
+from shape.target.support import CACHE_NAMES
 from shape.verification.noise import token_hashes
 from shape.verification.tree import TokenTree
 
@@ -603,7 +604,8 @@ def forward_inputs() -> dict:
     cache = DynamicCache()
     cache.update(torch.zeros(1, 2, 3, 8).double(), torch.zeros(1, 2, 3, 8).double(), 0)
     return {
-        "inputs_embeds": torch.zeros(1, 7, 32).double(), "past_key_values": cache, "position_ids": ids * 0 + 3,
+        "inputs_embeds": torch.zeros(1, 7, 32).double(), "position_ids": ids * 0 + 3,
+        **dict.fromkeys(CACHE_NAMES, cache),
         "token_type_ids": torch.ones_like(ids), "labels": ids, "encoder_hidden_states": torch.zeros(1, 2, 32).double(),
         "encoder_attention_mask": torch.ones(1, 2).long(),
     }  # fmt: skip

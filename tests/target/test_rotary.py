@@ -20,6 +20,7 @@ from shape.generation.decoder import ShapeDecoder
 from shape.generation.fixed import FixedSteps
 from shape.target.model import Target
 from shape.target.rotary import Switch
+from shape.target.support import CACHE_NAMES
 from shape.verification.forward import new_cache, prefill
 
 BOUNDARY = 24  # of the table's LongRoPE families
@@ -153,7 +154,11 @@ def loses(model: PreTrainedModel) -> None:
     @wraps(own)
     def prepare(input_ids, **options):
         inputs = own(input_ids, **options)
-        return inputs if inputs.get("past_key_values") is not None else {**inputs, "input_ids": input_ids[:, -1:]}
+        return (
+            inputs
+            if any(inputs.get(name) is not None for name in CACHE_NAMES)
+            else {**inputs, "input_ids": input_ids[:, -1:]}
+        )
 
     model.prepare_inputs_for_generation = prepare
 

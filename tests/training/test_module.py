@@ -28,6 +28,7 @@ from shape.errors import ConfigError
 from shape.features.extraction import compute_features
 from shape.features.store import FeatureStore
 from shape.networks import layers
+from shape.target.model import Target
 from shape.training import chunks
 from shape.training.batches import Split
 from shape.training.distillation import DistillModule, draft_model
@@ -194,6 +195,21 @@ def test_online_features_are_computed_outside_of_autocast(tiny_target, monkeypat
     for batch, computed in found:
         assert computed.hidden.dtype == tiny_target.dtype == torch.float32
         assert torch.equal(computed.hidden, compute_features(tiny_target, batch.conversations))
+
+
+def test_where_bfloat16_is_slow_the_head_is_read_in_float32(tiny_model, tiny_tokenizer, tmp_path, monkeypatch):
+    """Such a CPU takes a hundred times as long for it, number by number."""
+    model = tiny_model("llama", torch.bfloat16, seed=1, vocab_size=len(tiny_tokenizer))
+    target = Target(model, tiny_tokenizer, name="tiny")
+    source = extracted(target, tmp_path)
+    for fast, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr("shape.training.module.onednn_multiplies", lambda _, fast=fast: fast)
+        module = fit(target, source, options=replace(OPTIONS, steps=2))
+        states = torch.randn(3, target.hidden_size)
+        assert module._reader.dtype == module._reader.frozen(states).dtype == dtype
+        expected = target.logits(states.bfloat16()).float()
+        torch.testing.assert_close(module._reader.frozen(states).float(), expected, rtol=0.02, atol=0.02)
+        assert float(module.trainer.callback_metrics["train/loss"]) < math.inf
 
 
 @pytest.mark.parametrize("kind", NETWORKS)

@@ -15,6 +15,7 @@ from eval.architectures import build
 from shape.drafters import AdversaryDrafter
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
+from shape.target.support import cache_name
 from shape.verification import attention
 from shape.verification.attention import grouped_queries, grouped_sdpa
 from shape.verification.probe import probe
@@ -146,8 +147,9 @@ def test_who_asks_the_model_meanwhile_gets_what_it_always_gives(family):
 
     def asked() -> list[torch.Tensor]:
         cache, found = DynamicCache(config=model.config), []
+        name = cache_name(type(model).forward)
         for start, end in ((0, 8), (8, 13), (13, 14)):
-            found.append(model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache).logits)
+            found.append(model(ids[:, start:end], attention_mask=mask[:, :end], **{name: cache}).logits)
         return [found[0][:, 4:], *found[1:], model(ids).logits]
 
     expected = asked()
