@@ -23,8 +23,11 @@ def test_answers_are_the_targets_own(family):
 
 
 def test_the_table_has_every_family():
-    lines = TABLE.read_text().splitlines()
-    assert [line.split("|")[1].strip() for line in lines if line.startswith("| ")][2:] == [*FAMILIES, *others()]
+    written = TABLE.read_text()
+    kinds = [line.split("|")[1].strip() for line in written.splitlines() if line.startswith("| ")][2:]
+    assert kinds[: len(FAMILIES)] == [*FAMILIES]
+    if f"transformers {transformers_version}," in written:  # other versions have other families
+        assert kinds[len(FAMILIES) :] == others()
 
 
 def test_what_is_said_of_the_table_is_in_it():
