@@ -49,6 +49,15 @@ def predictor(dtype=torch.float64, **options) -> Predictor:
 
 
 @contextmanager
+def without_compiler() -> Iterator[None]:
+    """torch.compile as on a machine without a C++ compiler."""
+    from torch._inductor import config
+
+    with config.patch({"cpp.cxx": ("there-is-no-such-compiler",), "force_disable_caches": True}):
+        yield
+
+
+@contextmanager
 def program(name: str, folder: str = "eval") -> Iterator[ModuleType]:
     """A program of a folder that is no package as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import predictor, prompts
+from helpers import predictor, prompts, without_compiler
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -298,12 +298,10 @@ def test_compiled_steps_give_the_same_tokens(tiny_model, kind):
 
 
 @pytest.mark.slow
-def test_without_a_compiler_steps_run_as_they_are(tiny_model, monkeypatch):
+def test_without_a_compiler_steps_run_as_they_are(tiny_model):
     model, batch = tiny_model("llama"), prompts([9, 4])
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("there-is-no-such-compiler",))
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
     decoder = ShapeDecoder(model, graphs=FixedSteps(compiled=True, slots=FEW))
-    with pytest.warns(UserWarning, match="are not compiled, since that failed") as said:
+    with without_compiler(), pytest.warns(UserWarning, match="are not compiled, since that failed") as said:
         out = decoder.generate(**batch, max_new_tokens=30, return_dict_in_generate=True)
     assert out.stats.graphs and torch.equal(out.sequences, ShapeDecoder(model).generate(**batch, max_new_tokens=30))
     assert sum("are not compiled" in str(one.message) for one in said) == 1 and not decoder.graphs.compiled

@@ -442,4 +442,4 @@ def test_conversations_of_8192_tokens_take_bounded_memory(tiny_target_folder, tm
     said, _ = ran.communicate()
     assert ran.returncode == 0, said
     assert re.search(r"on 2 conversations of about 8[01]\d\d positions", said), said
-    assert ShapeConfig.from_pretrained(tmp_path / "run").training["peak_memory_gb"] < 3
+    assert ShapeConfig.from_pretrained(tmp_path / "run").training["peak_memory_gb"] < 4
