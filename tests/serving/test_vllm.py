@@ -208,11 +208,11 @@ def test_in_vllm(large_heads):
     from vllm import LLM, SamplingParams
 
     prompts = [{"prompt_token_ids": [5, 6, 7, 5, 6] * (1 + number)} for number in range(4)]
-    answers = []
+    answers, few = [], {"enforce_eager": True, "gpu_memory_utilization": 0.3}  # of a CPU's memory, too
     for own in ({}, {"predictor": str(large_heads / "predictor"), "drafter": "suffix+shape"}):
         speculative = {"model": "shape.serving.vllm.ShapeProposer", "num_speculative_tokens": 2}
         options = {"speculative_config": speculative, "additional_config": {"shape": own}} if own else {}
-        llm = LLM(str(large_heads / "target"), dtype="float32", max_model_len=128, enforce_eager=True, **options)
+        llm = LLM(str(large_heads / "target"), dtype="float32", max_model_len=128, **few, **options)
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=32), use_tqdm=False)
         answers.append([list(output.outputs[0].token_ids) for output in outputs])
     assert answers[0] == answers[1]
