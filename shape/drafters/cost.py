@@ -65,18 +65,25 @@ class Costs:
 
     Attributes:
         verify: by tokens per sequence: forward of the target, choice and acceptance.
-        draft: by the width of the tree: one pass of the drafter, with what grows the tree. Empty without a network.
+        draft: by the width of the tree: what a draft takes before its passes, and each of these with what grows the
+            tree by a level. Parallel steps are one forward, which is the most of it. Empty without a network.
     """
 
     batch_size: int
     context: int
     verify: dict[int, float]
-    draft: dict[int, float]
+    draft: dict[int, tuple[float, float]]
 
     def of(self, nodes: int, passes: int, width: int) -> float:
         """A step that verifies `nodes` tokens per sequence, the root among them, after so many passes."""
-        drafting = passes * self.draft[min(width, max(self.draft))] if self.draft else 0.0
-        return drafting + _between(self.verify, nodes)
+        return self.drafting(passes, width) + _between(self.verify, nodes)
+
+    def drafting(self, passes: int, width: int) -> float:
+        """A draft of so many passes."""
+        if not self.draft or not passes:
+            return 0.0
+        start, each = self.draft[min(width, max(self.draft))]
+        return start + passes * each
 
     @property
     def autoregressive(self) -> float:

@@ -12,7 +12,7 @@ from rich.table import Table
 from shape import bundled
 from shape.data.conversations import Prompt
 from shape.drafters import Drafter, NgramDrafter, TrainedDrafter, TreeShape, make_drafter
-from shape.drafters.cost import Costs, break_even, expected_length, throughput
+from shape.drafters.cost import Costs, break_even, expected_length
 from shape.drafters.recipes.drafter import RecipeDrafter
 from shape.drafters.recipes.pack import Pack
 from shape.errors import ConfigError, DataError
@@ -199,7 +199,7 @@ def _chain(costs: Costs, rate: float) -> dict[str, float]:
     """
 
     def speed(depth: int) -> float:
-        return throughput(rate, depth, costs.draft[1], costs.of(depth + 1, 0, 1))
+        return expected_length(rate, depth) / costs.of(depth + 1, depth, 1)
 
     depth = max(range(17), key=speed)
     return {
@@ -211,7 +211,7 @@ def _chain(costs: Costs, rate: float) -> dict[str, float]:
 
 
 def _break_even(costs: Costs, depth: int) -> float | None:
-    return break_even(depth, costs.draft[1], costs.of(depth + 1, 0, 1), costs.autoregressive)
+    return break_even(depth, costs.drafting(depth, 1) / depth, costs.of(depth + 1, 0, 1), costs.autoregressive)
 
 
 def name(shape: dict[str, Any] | None) -> str:
@@ -236,8 +236,8 @@ def show_report(report: dict[str, Any], console: Console) -> None:
         table.add_row(str(size), f"{1e3 * seconds:.2f}", f"{seconds / costs['verify'][1]:.2f}")
     console.print(table)
     if costs["draft"]:
-        shown = ", ".join(f"{1e3 * seconds:.2f} (width {width})" for width, seconds in costs["draft"].items())
-        console.print(f"one pass of the drafter, ms: {shown}")
+        parts = [f"{1e3 * start:.2f} + {1e3 * each:.2f} a pass" for start, each in costs["draft"].values()]
+        console.print(f"a draft, ms: {', '.join(f'{part} (width {width})' for width, part in enumerate(parts, 1))}")
     if report["chains"]:
         table = Table("a drafted token is accepted with", "best depth", "tokens per step", "speed-up", box=None)
         for one in report["chains"]:

@@ -22,12 +22,13 @@ from shape.verification.tree import chain, root_only
 
 _SIZES = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 65)
 _WIDTHS = (1, 2, 3, 4)
+_DEPTHS = (2, 8)
 
 
 def measure_costs(
     decoder: ShapeDecoder, batch_size: int = 1, context: int = 256, repeats: int = 9, cache: Path | None = None
 ) -> Costs:
-    """Time forwards over trees of several sizes, and passes of the drafter where it has a network.
+    """Time forwards over trees of several sizes, and shallow and deep drafts where the drafter has a network.
 
     Args:
         context: tokens in the cache; rounded up to a power of two, and down to what the target's positions allow.
@@ -106,14 +107,24 @@ class _Setup:
 
 def _measure(decoder: ShapeDecoder, batch_size: int, context: int, sizes: Sequence[int], repeats: int) -> Costs:
     device, own = decoder.target.device, decoder.drafter
-    shapes = {} if own is None else {width: own.with_tree(TreeShape(depth=4, width=width)) for width in _WIDTHS}
-    drafters = {width: drafter for width, drafter in shapes.items() if drafter is not None}
+    shapes = [TreeShape(depth=depth, width=width) for width in _WIDTHS for depth in _DEPTHS]
+    made = [] if own is None else [own.with_tree(shape) for shape in shapes]
+    drafters = [drafter for drafter in made if drafter is not None]
     with decoder.gradientless():
         bench = _Setup(decoder, batch_size, context, max(sizes))
         verify = _seconds([partial(bench.verify, size) for size in sizes], repeats, device)
-        draft = _seconds([bench.drafts(drafter) for drafter in drafters.values()], repeats, device)
-    per_pass = {width: taken / drafters[width].passes for width, taken in zip(drafters, draft, strict=True)}
-    return Costs(batch_size, context, dict(zip(sizes, verify, strict=True)), per_pass)
+        seconds = _seconds([bench.drafts(drafter) for drafter in drafters], repeats, device)
+    drafts = [(drafter.passes, taken) for drafter, taken in zip(drafters, seconds, strict=True)]
+    lines = [_line(*ends) for ends in zip(drafts[::2], drafts[1::2], strict=True)]
+    return Costs(batch_size, context, dict(zip(sizes, verify, strict=True)), dict(zip(_WIDTHS, lines, strict=False)))
+
+
+def _line(shallow: tuple[int, float], deep: tuple[int, float]) -> tuple[float, float]:
+    """Seconds before the passes and of each, through two drafts, (passes, seconds); neither is below zero."""
+    (few, less), (many, more) = shallow, deep
+    each = max(more - less, 0.0) / (many - few) if many > few else 0.0
+    each = min(each, less / few)
+    return less - few * each, each
 
 
 def draft_cost(

@@ -35,7 +35,7 @@ def test_a_cut_shape_is_what_decoding_with_it_gives(tiny_model, shape, sample):
     wide = TreeShape(depth=6, width=shape.width)
     sketches = sketch(ShapeDecoder(model, TrainedDrafter(network)), contexts, wide=wide, **options)
     assert [len(answer) for answer in sketches] == [29] * 5
-    costs = Costs(1, 128, {1: 1.0, 100: 1.0}, {1: 0.0})
+    costs = Costs(1, 128, {1: 1.0, 100: 1.0}, {1: (0.0, 0.0)})
     found = next(one for one in plan(costs, sketches, [shape]) if one.shape == shape)
     decoder, steps = ShapeDecoder(model, TrainedDrafter(network, shape), fall_back=False), []
     for context in contexts:
@@ -74,7 +74,7 @@ def test_good_drafts_are_planned_and_bad_ones_are_not(tiny_model):
 def test_a_planned_shape_keeps_the_tokens_and_accepts_more(tiny_model):
     """Where drafts and larger verifications are free, the shape with the most accepted tokens, unlike the drafter's."""
     own = TreeShape(depth=2, width=1)
-    free, dear = Costs(1, 128, {1: 1.0, 100: 1.0}, {1: 0.0}), Costs(1, 128, {1: 1.0, 100: 1.0}, {1: 9.0})
+    free, dear = Costs(1, 128, {1: 1.0, 100: 1.0}, {1: (0.0, 0.0)}), Costs(1, 128, {1: 1.0, 100: 1.0}, {1: (0.0, 9.0)})
     options = {"max_new_tokens": 40, "eos_token_id": []}
     decoder = ShapeDecoder(tiny_model("llama"), TrainedDrafter(predictor(), own), fall_back=False)
     ids = torch.tensor([[5, 6, 7]])

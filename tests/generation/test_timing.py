@@ -1,11 +1,13 @@
 """Costs of forwards, as measured and kept."""
 
+import pytest
 import torch
 from helpers import predictor
 
 from shape.drafters import NgramDrafter, TrainedDrafter
+from shape.drafters.cost import Costs
 from shape.generation.decoder import ShapeDecoder
-from shape.generation.timing import draft_cost, measure_costs
+from shape.generation.timing import _line, draft_cost, measure_costs
 from shape.target.model import Target
 
 
@@ -27,5 +29,24 @@ def test_drafts_from_few_tokens_by_prepacked_layers_are_timed(tiny_model, tmp_pa
     target = Target.load(tiny_model("llama", torch.float32), prepacked=True)
     decoder = ShapeDecoder(target, TrainedDrafter(network))
     costs = measure_costs(decoder, context=40, repeats=1, cache=tmp_path / "costs.json")
-    assert costs.draft.keys() == {1, 2, 3, 4} and min(costs.draft.values()) > 0
+    assert costs.draft.keys() == {1, 2, 3, 4} and all(
+        start >= 0 and start + each > 0 for start, each in costs.draft.values()
+    )
     assert min(draft_cost(decoder, repeats=1)) > 0
+
+
+@pytest.mark.parametrize(
+    ("ends", "line"),
+    [
+        (((2, 3.0), (8, 9.0)), (1.0, 1.0)),
+        (((2, 5.0), (8, 5.6)), (4.8, 0.1)),  # parallel steps
+        (((2, 5.0), (2, 6.0)), (5.0, 0.0)),  # that has no deeper ones
+        (((2, 5.0), (8, 4.0)), (5.0, 0.0)),  # a hiccup
+        (((2, 1.0), (8, 9.0)), (0.0, 0.5)),
+    ],
+)
+def test_a_draft_is_what_it_takes_before_its_passes_and_these(ends, line):
+    assert _line(*ends) == pytest.approx(line)
+    costs = Costs(1, 64, {1: 1.0}, {1: line, 2: line})
+    assert costs.drafting(8, 4) == pytest.approx(line[0] + 8 * line[1])
+    assert costs.drafting(0, 1) == Costs(1, 64, {1: 1.0}, {}).drafting(8, 1) == 0.0
