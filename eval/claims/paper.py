@@ -180,7 +180,7 @@ SHAPE = [
           wider_predicts, "fewer steps fit into the time, and none are regained"),
     Claim("and costs speed", "3.87, 3.66, 3.21, 2.67x", wider_costs, "as the paper has it"),
     Claim("speed-up by batch size", "1.92, 1.75, 1.61, 1.52, 1.41x at 2, 4, 8, 16, 24", batches,
-          "falls with the batch, faster here"),
+          "falls with the batch; on two cores a forward over many tokens is soon bound by arithmetic"),
     Claim("grows with the lookahead N", "1.75–1.91x at N = 1, 3.35–4.10x at N = 5", deeper, "up to N = 4 here"),
     Claim("falls slightly with k", "at all N", wider, "more nodes to verify"),
     Claim("perplexity falls with k", "at all N", None, "the grid is verified losslessly here"),

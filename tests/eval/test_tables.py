@@ -65,7 +65,7 @@ def test_figures_are_those_of_the_results(committed):
         (case["method"], case["batch"]): case["tokens"] / case["seconds"]
         for case in json.loads((COMMITTED / "batches/shipped/efficiency.json").read_text())["cases"]
     }
-    base = max(cases["plain", 4], cases["transformers", 4])
+    base = max(cases["autoregressive", 4], cases["transformers", 4])
     assert cells(batches)["shape"][-4] == f"{cases['shape', 4] / base:.2f}x"
 
     record = json.loads((COMMITTED / "ablations/refinement/ablation.json").read_text())
