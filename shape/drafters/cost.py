@@ -65,8 +65,8 @@ class Costs:
 
     Attributes:
         verify: by tokens per sequence: forward of the target, choice and acceptance.
-        draft: by the width of the tree: what a draft takes before its passes, and each of these with what grows the
-            tree by a level. Parallel steps are one forward, which is the most of it. Empty without a network.
+        draft: by the width of the tree: what a draft takes whatever its passes, and each of these with what grows the
+            tree by a level. Of parallel steps, which are one forward, the first is nearly all. Empty without a network.
     """
 
     batch_size: int

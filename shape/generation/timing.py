@@ -108,15 +108,16 @@ class _Setup:
 def _measure(decoder: ShapeDecoder, batch_size: int, context: int, sizes: Sequence[int], repeats: int) -> Costs:
     device, own = decoder.target.device, decoder.drafter
     shapes = [TreeShape(depth=depth, width=width) for width in _WIDTHS for depth in _DEPTHS]
-    made = [] if own is None else [own.with_tree(shape) for shape in shapes]
-    drafters = [drafter for drafter in made if drafter is not None]
+    made = {(shape.width, shape.depth): own.with_tree(shape) for shape in shapes} if own is not None else {}
+    drafters = {size: drafter for size, drafter in made.items() if drafter is not None}
     with decoder.gradientless():
         bench = _Setup(decoder, batch_size, context, max(sizes))
         verify = _seconds([partial(bench.verify, size) for size in sizes], repeats, device)
-        seconds = _seconds([bench.drafts(drafter) for drafter in drafters], repeats, device)
-    drafts = [(drafter.passes, taken) for drafter, taken in zip(drafters, seconds, strict=True)]
-    lines = [_line(*ends) for ends in zip(drafts[::2], drafts[1::2], strict=True)]
-    return Costs(batch_size, context, dict(zip(sizes, verify, strict=True)), dict(zip(_WIDTHS, lines, strict=False)))
+        seconds = _seconds([bench.drafts(drafter) for drafter in drafters.values()], repeats, device)
+    found = {size: (drafter.passes, taken) for (size, drafter), taken in zip(drafters.items(), seconds, strict=True)}
+    shallow, deep = _DEPTHS
+    draft = {width: _line(found[width, shallow], found[width, deep]) for width in _WIDTHS if (width, deep) in found}
+    return Costs(batch_size, context, dict(zip(sizes, verify, strict=True)), draft)
 
 
 def _line(shallow: tuple[int, float], deep: tuple[int, float]) -> tuple[float, float]:

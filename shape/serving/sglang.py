@@ -57,7 +57,7 @@ class Corpus:
 
     def reset(self) -> None:
         self._batch = BatchDrafter(self._drafter, self._nodes - 1)
-        self._texts: dict[str, tuple[list[int], int]] = {}  # what is known of each text, and its length
+        self._texts: dict[str, tuple[np.ndarray, int]] = {}  # what is known of each text, and its length
 
     def batch_get(
         self, req_ids: list[str], batch_tokens: list[list[int]], total_lens: list[int]
@@ -85,12 +85,14 @@ class Corpus:
         return tokens.ravel(), mask.ravel()
 
     def _computed(self, request: str, tail: list[int], length: int) -> Computed:
-        known, before = self._texts.get(request, ([], 0))
+        known, before = self._texts.get(request, (None, 0))
         new = length - before
-        # One that was away for longer than its tail reaches begins anew.
-        text, sampled = ([*known, *tail[-new:]], new) if known and 0 < new <= len(tail) else (list(tail), 1)
+        if known is not None and 0 < new <= len(tail):
+            text, sampled = np.append(known, tail[-new:]), new
+        else:  # it is new, or was away for longer than its tail reaches
+            text, sampled = np.array(tail), 1
         self._texts[request] = text, length
-        return Computed(np.array(text), sampled, len(text) - sampled - 1, torch.empty(sampled, 0))
+        return Computed(text, sampled, len(text) - sampled - 1, torch.empty(sampled, 0))
 
     def erase_match_state(self, req_ids: list[str]) -> None:
         for request in req_ids:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from shape.errors import UnsupportedGeneration
-from shape.target.support import CACHE_NAMES, cache_name
+from shape.target.support import cache_name
 
 if TYPE_CHECKING:
     from shape.target.model import Target
@@ -120,7 +120,7 @@ def _asked(target: "Target", positions: int) -> Switch:
     given = model.prepare_inputs_for_generation(
         ids, next_sequence_length=1, attention_mask=torch.ones_like(ids), use_cache=True, **{name: cache}
     )
-    if any(given.get(name) is not None for name in CACHE_NAMES):
+    if given.get(name) is not None:
         return Switch(positions)
     if given["input_ids"].shape[1] == size:
         return Switch(positions, recomputes=True)

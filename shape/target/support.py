@@ -1,6 +1,7 @@
 """What ``shape.verification.probe`` finds out about a target: how drafts can be verified, and what its KV cache holds.
 
-The types are here and the probe is there, because it runs the tree forward, which is built on the target.
+The types are here and the probe is there, because it runs the tree forward, which is built on the target. Besides, what
+transformers calls a cache, which depends on its version.
 """
 
 import inspect

@@ -20,7 +20,7 @@ from shape.generation.decoder import ShapeDecoder
 from shape.generation.fixed import FixedSteps
 from shape.target.model import Target
 from shape.target.rotary import Switch
-from shape.target.support import CACHE_NAMES
+from shape.target.support import cache_name
 from shape.verification.forward import new_cache, prefill
 
 BOUNDARY = 24  # of the table's LongRoPE families
@@ -150,15 +150,12 @@ def test_dynamic_ntk_has_one_table_within_its_positions():
 def loses(model: PreTrainedModel) -> None:
     """As transformers up to 5.17 prepares Phi-3's step at the switch: neither a cache nor the text before."""
     own = model.prepare_inputs_for_generation
+    name = cache_name(type(model).prepare_inputs_for_generation)
 
     @wraps(own)
     def prepare(input_ids, **options):
         inputs = own(input_ids, **options)
-        return (
-            inputs
-            if any(inputs.get(name) is not None for name in CACHE_NAMES)
-            else {**inputs, "input_ids": input_ids[:, -1:]}
-        )
+        return inputs if inputs.get(name) is not None else {**inputs, "input_ids": input_ids[:, -1:]}
 
     model.prepare_inputs_for_generation = prepare
 
