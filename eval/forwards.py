@@ -4,9 +4,9 @@
 
 Beside the bundled target, random Llamas with the widths of Qwen2.5-0.5B and Llama-3.2-1B, of few layers each. A forward
 is bare: behind cached tokens, masks at hand, with logits. One thing after the other is added: prepacked weights
-(``shape.target.prepack``), inference mode (``shape.target.inference``), and grouped queries
-(``shape.verification.attention``). All ways and sizes are run in turn, round after round; what counts is the median
-over rounds.
+(``shape.target.prepack``), inference mode (``shape.target.inference``), grouped queries
+(``shape.verification.attention``), and few calls a layer (``shape.target.fused``). All ways and sizes are run in turn,
+round after round; what counts is the median over rounds.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from shape.target.model import Target
 
 # (tokens, tokens before them)
 POINTS = (*((size, 128) for size in (1, 4, 8, 13, 16, 32, 64)), (1, 512), (1, 1536), (13, 1536))
-WAYS = ("stock", "+ prepacked", "+ inference mode", "+ grouped queries")
+WAYS = ("stock", "+ prepacked", "+ inference mode", "+ grouped queries", "+ fused")
 SHAPES = {"0.5B, 4 layers": Widths(896, 4864, 14, 2, 4), "1B, 2 layers": Widths(2048, 8192, 32, 8, 2)}
 
 
@@ -68,8 +68,10 @@ def decoders(name: str, dtype: str) -> dict[str, ShapeDecoder]:
     for way, decoder in found.items():
         if way in WAYS[:2]:
             decoder.gradientless = torch.no_grad
-        if way in WAYS[:3]:
-            decoder.support = replace(decoder.support, grouped_queries=False)
+        queries = decoder.support.grouped_queries and way not in WAYS[:3]
+        decoder.support = replace(
+            decoder.support, grouped_queries=queries, fused=decoder.support.fused and way == WAYS[-1]
+        )
     return found
 
 

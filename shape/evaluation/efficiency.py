@@ -26,7 +26,7 @@ from shape.generation.stats import Step, quantile
 from shape.target.chat import prompt_ids
 from shape.target.loading import of_pair, recorded
 from shape.target.model import Target, announce
-from shape.verification.forward import attending, new_cache, tree_inputs
+from shape.verification.forward import new_cache, node_states, tree_inputs
 from shape.verification.tree import chain
 
 ORACLE_ERROR_RATE, ORACLE_DEPTH = 0.2, 6
@@ -131,7 +131,7 @@ def _bare_seconds(decoder: ShapeDecoder, steps: Sequence[Step]) -> tuple[float, 
     target, support, drafter = decoder.target, decoder.support, decoder.drafter
     capacity = max((max(step.lengths) + step.nodes for step in steps), default=0)
     caches = {size: new_cache(target, support, size, capacity) for size in {len(step.sequences) for step in steps}}
-    forward = draft = 0.0
+    verify = draft = 0.0
     for step in steps:
         size, length = len(step.sequences), max(step.lengths)
         cache = caches[size]
@@ -145,12 +145,11 @@ def _bare_seconds(decoder: ShapeDecoder, steps: Sequence[Step]) -> tuple[float, 
             drafter.run_forwards(size, step.passes)
         synchronise(target.device)
         draft += perf_counter() - start
-        with attending(target, support):
-            start = perf_counter()
-            target.logits(target.hidden(tokens, attention_mask=masks, position_ids=positions, cache=cache))
-            synchronise(target.device)
-            forward += perf_counter() - start
-    return forward, draft
+        start = perf_counter()
+        target.logits(node_states(target, support, cache, tokens, positions, masks))
+        synchronise(target.device)
+        verify += perf_counter() - start
+    return verify, draft
 
 
 def measure(

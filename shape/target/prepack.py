@@ -30,7 +30,7 @@ _SHARE = 0.5  # of the free memory that copies may take where nobody asked for t
 
 if torch.backends.mkldnn.is_available():
     _BLOCKS, _PRODUCT = torch.ops.mkldnn._reorder_linear_weight.default, torch.ops.mkldnn._linear_pointwise.default
-_NO_BIAS = torch.empty(0)
+_NO_BIAS = numbers(torch.empty(0))
 
 
 class PrepackedForward:
@@ -80,8 +80,8 @@ class PrepackedForward:
     def _single(self, x: Tensor, bias: Tensor | None) -> Tensor:
         assert self.rows is not None
         y = x.new_empty(*x.shape[:-1], len(self.rows))
-        given = _NO_BIAS if bias is None else bias
-        product(self.rows, numbers(given), numbers(x).reshape(1, -1), numbers(y).reshape(1, -1))
+        given = _NO_BIAS if bias is None else numbers(bias)
+        product(self.rows, given, numbers(x).reshape(1, -1), numbers(y).reshape(1, -1))
         return y
 
     def _stock(self, x: Tensor) -> Tensor:

@@ -67,9 +67,14 @@ class Slots:
 
 
 class KVCacheLayer(CacheLayerMixin):
-    """One layer's view of the cache, in the form that transformers' attention layers expect."""
+    """One layer's view of the cache, in the form that transformers' attention layers expect.
+
+    Attributes:
+        in_place: whether others may write where ``slots`` says, and attend to what lies there.
+    """
 
     is_sliding = False
+    in_place = True
     keys: Tensor
     values: Tensor
 

@@ -69,9 +69,23 @@ def tree_forward(
     target: Target, support: Support, cache: KVCache, tree: TokenTree, layers: Sequence[int] = (-1,)
 ) -> Tensor:
     """States of all nodes, (B, N, len(layers) * H). Their keys and values are written behind the committed tokens."""
-    positions, masks = tree_inputs(target, support, cache, tree)
+    return node_states(target, support, cache, tree.tokens, *tree_inputs(target, support, cache, tree), layers)
+
+
+def node_states(
+    target: Target,
+    support: Support,
+    cache: KVCache,
+    tokens: Tensor,
+    positions: Tensor,
+    masks: Tensor | dict[str, Tensor] | None,
+    layers: Sequence[int] = (-1,),
+) -> Tensor:
+    """``tree_forward`` where positions and masks are at hand."""
+    if support.fused and target.fused is not None and target.fused.serves(tokens, masks, cache):
+        return target.fused(tokens, positions, masks, cache, layers)
     with attending(target, support):
-        return target.hidden(tree.tokens, attention_mask=masks, position_ids=positions, cache=cache, layers=layers)
+        return target.hidden(tokens, attention_mask=masks, position_ids=positions, cache=cache, layers=layers)
 
 
 def attending(target: Target, support: Support) -> AbstractContextManager[None]:

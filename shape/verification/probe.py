@@ -58,7 +58,7 @@ def _probe_converted(target: OpenVinoTarget) -> Support:
     prompt, drafts = _examples(target)
     allowed, reason = _TOLERANCE[target.computed_in], None
     if target.converted is None:
-        support = replace(_probe(target), grouped_queries=False)
+        support = replace(_probe(target), grouped_queries=False, fused=False)
         if support.mode != "tree" or target.switch is not None:
             why = support.reason or "its rotary table changes with the length of the text"
             raise UnsupportedTarget(f"target {target.name} cannot be converted to OpenVINO ({why}); use backend torch")
@@ -99,14 +99,13 @@ def _probe(target: Target) -> Support:
     _judge_rounding(target, noise, mixing, where)
     allowed = max(_tolerance(target), min(3 * noise, _MOST_NOISE))
 
-    support = Support("tree", "", layers, window, by_type, _has_grouped_queries(target, layers))
-    reason = _tree_failure(target, support, prompt, drafts, allowed)
-    if reason is not None and support.grouped_queries:
-        support = replace(support, grouped_queries=False)
+    grouped, fused = _has_grouped_queries(target, layers), target.fused is not None
+    for ways in dict.fromkeys(((grouped, fused), (grouped, False), (False, False))):  # the fastest that is exact
+        support = Support("tree", "", layers, window, by_type, *ways)
         reason = _tree_failure(target, support, prompt, drafts, allowed)
-    if reason is None:
-        return support
-    support = Support("chain", reason, layers, window, by_type)
+        if reason is None:
+            return support
+    support = Support("chain", reason or "", layers, window, by_type)
     chain_reason = _chain_failure(target, support, prompt[:1], drafts[:1], allowed)
     if chain_reason is None:
         return support

@@ -27,7 +27,8 @@ def test_every_way_is_measured_on_every_target(tmp_path, monkeypatch, capsys):
 def test_ways_differ_as_they_say(monkeypatch):
     monkeypatch.setattr(forwards, "SHAPES", {"tiny": Widths(64, 96, 4, 2, 1)})
     found = forwards.decoders("tiny", "float32")
-    assert [decoder.target.prepacked for decoder in found.values()] == [False, True, True, True]
+    assert [decoder.target.prepacked for decoder in found.values()] == [False, True, True, True, True]
     modes = [type(decoder.gradientless()) for decoder in found.values()]
-    assert modes == [torch.no_grad, torch.no_grad, torch.inference_mode, torch.inference_mode]
-    assert [decoder.support.grouped_queries for decoder in found.values()] == [False, False, False, True]
+    assert modes == [torch.no_grad] * 2 + [torch.inference_mode] * 3
+    assert [decoder.support.grouped_queries for decoder in found.values()] == [False, False, False, True, True]
+    assert [decoder.support.fused for decoder in found.values()] == [False] * 4 + [True]

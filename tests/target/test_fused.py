@@ -1,0 +1,169 @@
+"""Few calls a layer: the states of the target's own forward, and its own forward wherever that is not sure."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from torch import Tensor, nn
+
+from shape.generation.decoder import ShapeDecoder
+from shape.target.fused import MOST_TOKENS, FusedLayers
+from shape.target.model import Target
+from shape.verification.forward import new_cache, prefill, tree_forward
+from shape.verification.probe import probe, support_of
+from shape.verification.tree import TokenTree, root_only
+
+ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral"]
+PARENTS = [-1, 0, 0, 1, 1, 3]
+
+
+def made(tiny_model, arch: str = "llama", dtype: torch.dtype = torch.float32) -> Target:
+    target = Target(tiny_model(arch, dtype))
+    support_of(target)
+    return target
+
+
+@torch.inference_mode()
+def both(target: Target, batch: int = 1, layers: tuple[int, ...] = (-1,), single: bool = False) -> list[Tensor]:
+    """States of a tree behind prompts of unequal length, fused and not, and the keys and values that they leave."""
+    ids = torch.randint(64, (2, batch, 12), generator=torch.Generator().manual_seed(0))
+    found, support = [], support_of(target)
+    for fused in (True, False):
+        cache = new_cache(target, support, batch, 24)
+        prefill(target, cache, ids[0], [12 - 3 * row for row in range(batch)])
+        tree = root_only(ids[1, :, 0]) if single else TokenTree(ids[1, :, :6], torch.tensor([PARENTS] * batch))
+        states = tree_forward(target, replace(support, fused=fused), cache, tree, layers)
+        held = [x[row, :, : cache.host_lengths[row] + tree.size].flatten() for layer in cache.views
+                for x in (layer.keys, layer.values) for row in range(batch)]  # fmt: skip
+        found += [states, torch.cat(held)]
+    return found
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[int]:
+    """Numbers of tokens that went through fused layers."""
+    seen: list[int] = []
+    stock = FusedLayers.__call__
+
+    def call(self, input_ids, *others):
+        seen.append(input_ids.numel())
+        return stock(self, input_ids, *others)
+
+    monkeypatch.setattr(FusedLayers, "__call__", call)
+    return seen
+
+
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_states_and_cache_are_those_of_the_target_itself(tiny_model, calls, arch, dtype, batch, single):
+    target = made(tiny_model, arch, dtype)
+    calls.clear()
+    states, held, expected, expected_held = both(target, batch, single=single)
+    assert calls == [batch * (1 if single else 6)]
+    assert states.dtype == dtype and states.shape == expected.shape
+    near = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    for one, other in ((states, expected), (held, expected_held)):
+        assert (one - other).norm() <= near * other.norm()
+
+
+def test_in_bfloat16_most_numbers_are_the_same(tiny_model):
+    """Roundings are where the target has them: otherwise a third of the numbers would differ in the last bit."""
+    states, _, expected, _ = both(made(tiny_model, "llama", torch.bfloat16), 3)
+    assert (states != expected).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("layers", [(0,), (1,), (2,), (0, 1, 2, -1), (1, -1)])
+def test_gives_the_states_of_other_layers(tiny_model, layers):
+    states, _, expected, _ = both(made(tiny_model), 2, layers)
+    assert states.shape == expected.shape
+    torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-4)
+
+
+class Doubled(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.layer(x)
+
+
+@pytest.mark.parametrize("place", ["self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp"])
+def test_layers_that_take_another_ones_place_are_called(tiny_model, calls, place):
+    """As adapters (LoRA) do."""
+    target = made(tiny_model)
+    block = target.model.model.layers[1]
+    block.set_submodule(place, Doubled(block.get_submodule(place)))
+    calls.clear()
+    states, held, expected, expected_held = both(target)
+    assert calls == [6]
+    torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(held, expected_held, rtol=1e-4, atol=1e-4)
+
+
+def replaced_norm(target: Target) -> None:
+    target.model.model.layers[0].input_layernorm = Doubled(target.model.model.layers[0].input_layernorm)
+
+
+def hooked(target: Target) -> None:
+    target.model.model.layers[0].register_forward_hook(lambda module, given, found: 2 * found)
+
+
+def wrapped(target: Target) -> None:
+    add_hook_to_module(target.model.model.layers[1].self_attn, ModelHook())
+
+
+def wider(target: Target) -> None:
+    target.model.double()
+
+
+@pytest.mark.parametrize("change", [replaced_norm, hooked, wrapped, wider])
+def test_what_is_not_called_must_be_as_it_was(tiny_model, calls, change):
+    target = made(tiny_model)
+    calls.clear()
+    change(target)
+    states, _, expected, _ = both(target)
+    assert not calls and torch.equal(states, expected)
+
+
+def test_weights_that_change_are_noticed(tiny_model):
+    target = made(tiny_model)
+    with torch.no_grad():
+        target.model.model.norm.weight.mul_(3)
+        target.model.model.layers[1].post_attention_layernorm.weight = nn.Parameter(torch.full((32,), 0.3))
+    states, _, expected, _ = both(target)
+    torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_serves_few_tokens_of_known_architectures(tiny_model):
+    assert made(tiny_model, "gpt2").fused is None and not made(tiny_model, "gpt2").support.fused
+    target = made(tiny_model)
+    cache = new_cache(target, support_of(target), 1, 200)
+    tokens, mask = torch.zeros(1, MOST_TOKENS + 1, dtype=torch.int64), torch.zeros(1, 1, 1, 1)
+    with torch.no_grad():
+        assert target.fused.serves(tokens[:, 1:], mask, cache) and target.fused.serves(tokens[:, :1], None, cache)
+        assert not target.fused.serves(tokens, mask, cache)
+        assert not target.fused.serves(tokens[:, :2], None, cache)  # which would want a causal mask
+    assert not target.fused.serves(tokens[:, :1], None, cache)  # gradients are kept
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_one_that_computes_something_else_is_turned_off_when_the_target_is_probed(tiny_model, arch):
+    target = Target(tiny_model(arch, torch.float32))
+    target.fused._scale *= 2
+    support = probe(target)
+    assert support.mode == "tree" and not support.fused
+    assert probe(made(tiny_model, arch)).fused
+
+
+def test_greedy_answers_are_the_targets_own(tiny_model, calls):
+    model = tiny_model("llama", torch.float32)
+    decoder = ShapeDecoder(model, "suffix")
+    calls.clear()
+    ids = torch.tensor([[5, 6, 7, 8] * 6])
+    expected = model.generate(ids, do_sample=False, max_new_tokens=40)
+    assert torch.equal(decoder.generate(ids, do_sample=False, max_new_tokens=40), expected)
+    assert max(calls) > 1 and sum(calls) >= 40
