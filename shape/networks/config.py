@@ -46,12 +46,13 @@ _MAY_BE_ZERO = {"num_layers", "markov_rank", "coupling"}
 LAYER_TYPES = ("llama", "qwen3")
 
 # What a kind leaves no choice of: whatever else is given for these is replaced.
+_BASELINE = {"window": 1, "attention": False, "refinement": "none"}
 _FIXED: dict[str, dict[str, Any]] = {
     "shape": {},
-    "medusa": {"window": 1, "attention": False, "step_mode": "parallel", "token_conditioning": "none"},
-    "eagle": {"window": 1, "attention": False, "step_mode": "recursive", "token_conditioning": "path"},
-    "peagle": {"window": 1, "attention": False, "step_mode": "parallel", "token_conditioning": "root"},
-    "block": {"window": 1, "attention": False, "step_mode": "parallel", "token_conditioning": "root"},
+    "medusa": {**_BASELINE, "step_mode": "parallel", "token_conditioning": "none"},
+    "eagle": {**_BASELINE, "step_mode": "recursive", "token_conditioning": "path"},
+    "peagle": {**_BASELINE, "step_mode": "parallel", "token_conditioning": "root"},
+    "block": {**_BASELINE, "step_mode": "parallel", "token_conditioning": "root"},
 }
 
 # What transformers itself writes into a config.json or passes to the constructor beside its declared fields.
@@ -74,7 +75,7 @@ class ShapeConfig(PreTrainedConfig):
 
     Args:
         kind: the network: "shape" (`shape.networks.shape`), or a baseline: "medusa", "eagle", "peagle" (P-EAGLE),
-            "block" (DFlash, DSpark), which sets step_mode, token_conditioning, window and attention itself.
+            "block" (DFlash, DSpark), which sets step_mode, token_conditioning, window, attention and refinement itself.
         hidden_size: width H of the target's hidden states and embeddings, and of the predictor's.
         target_hidden_size: "eagle", "peagle" and "block" that are narrower or wider than their target: its width; then
             hidden_size is the predictor's alone, and heads and embeddings have to be its own. None is the same.
@@ -298,8 +299,6 @@ class ShapeConfig(PreTrainedConfig):
         self._check_feature_layers()
         self._check_width()
         self._check_attention()
-        if self.kind != "shape" and self.refinement != "none":
-            raise ConfigError(f"refinement is {self.refinement!r}, which is SHAPE's: use none with kind {self.kind!r}")
         if self.kind == "shape" and (self.own_heads or self.own_embeddings):
             raise ConfigError(
                 'own_heads and own_embeddings are for the other kinds: "shape" uses the target\'s output and input '

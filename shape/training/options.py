@@ -25,9 +25,9 @@ class PredictorOptions:
 
     Attributes:
         kind: shape, or a baseline: medusa, eagle, peagle (P-EAGLE), block (DFlash, DSpark), which have a window of one
-            state and fix step_mode and token_conditioning. Or model, a small language model of the target's tokens,
-            which reads no states and of these options num_layers, num_heads and intermediate_size alone: the width of
-            its states.
+            state, no refinement, and fix step_mode and token_conditioning. Or model, a small language model of the
+            target's tokens, which reads no states and of these options num_layers, num_heads and intermediate_size
+            alone: the width of its states.
         window: known states that the predictor reads.
         hidden_size: of eagle, peagle and block, a width other than the target's, with own_heads and own_embeddings;
             null is the target's.
@@ -40,7 +40,7 @@ class PredictorOptions:
         num_steps: steps that training unrolls.
         step_mode: all steps from one window, or one network applied again to its own prediction.
         token_conditioning: read no token, the last committed one, or each token of the drafted path.
-        refinement: what is done to a raw prediction.
+        refinement: what is done to shape's raw prediction.
         refinement_dim: width of the reduced space.
         refinement_epsilon: entropic regularisation.
         refinement_alpha: share of the refined state.
@@ -86,14 +86,14 @@ class PredictorOptions:
     num_steps: int = 8
     step_mode: Literal["parallel", "recursive"] = "parallel"
     token_conditioning: Literal["none", "root", "path"] = "root"
-    refinement: Literal["none", "affine", "sinkhorn"] = "none"
-    refinement_dim: int = 128
+    refinement: Literal["none", "affine", "sinkhorn"] = "sinkhorn"
+    refinement_dim: int = 64
     refinement_epsilon: float = 0.1
     refinement_alpha: float = 0.5
     refinement_alpha_learned: bool = False
     refinement_readout: Literal["marginal", "barycentric"] = "marginal"
     refinement_iterations: int = 10
-    refinement_last_update: Literal["column", "row"] = "row"
+    refinement_last_update: Literal["column", "row"] = "column"
     dropout: float = 0.0
     feature_layers: list[int] | Literal["auto"] = field(default_factory=lambda: [-1])
     transformer_layer_config: dict[str, Any] | None = None

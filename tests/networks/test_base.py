@@ -93,7 +93,6 @@ def test_drafters_of_another_width_start_as_projections_of_the_targets_embedding
         ),
         ({"kind": "block", "transformer_layer_config": {"layer_types": ["full_attention"] * 2}}, "has 2 layer_types"),
         ({"kind": "peagle", "norm_output": True}, "norm_output is for kind eagle"),
-        ({"kind": "medusa", "refinement": "affine"}, "refinement is 'affine', which is SHAPE's"),
         ({"own_heads": True, "vocab_size": 9}, "own_heads and own_embeddings are for the other kinds"),
         ({"kind": "eagle", "fc_norm": True, "norm_before_fc": True}, "both given"),
         ({"kind": "medusa", "norm_output": True}, "norm_output is for kind eagle"),

@@ -188,7 +188,8 @@ def test_own_target_gets_the_same_kind_of_predictor_at_its_own_size():
     assert (options.target, options.data, options.output) == ("T", "D", "O")
     assert options.predictor == PredictorOptions(dropout=0.2)
     quickstart = parse([]).predictor
-    for axis in ("window", "attention", "step_mode", "token_conditioning", "markov_rank", "num_steps", "refinement"):
+    steps = ("window", "attention", "step_mode", "token_conditioning", "markov_rank", "num_steps")
+    for axis in (*steps, "refinement", "refinement_dim", "refinement_last_update"):
         assert getattr(options.predictor, axis) == getattr(quickstart, axis)
     assert options.tree == parse([]).tree
     assert options.predictor.intermediate_size is None and options.predictor.draft_vocab_size == "auto"
