@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 from shape.loops import compiled
 from shape.target.products import numbers, read, rounded, stored
 
-MOST_TOKENS = 64  # of all sequences together: beyond, products are what takes the time, and torch's threads help
+MOST = 512  # tokens of all sequences together times torch's threads, of which these loops have one
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -69,7 +69,7 @@ class FusedLayers:
     def serves(self, input_ids: Tensor, mask: Tensor | dict[str, Tensor] | None, cache: Any) -> bool:
         """Whether these tokens can go through: few, behind a cache of ours, and seen as one token or under a mask."""
         return (
-            input_ids.numel() <= MOST_TOKENS
+            input_ids.numel() * torch.get_num_threads() <= MOST
             and self._body._modules["norm"].weight.dtype in _DTYPES
             and input_ids.device.type == "cpu"
             and cache is not None
