@@ -61,10 +61,12 @@ class FusedLayers:
         self._attributes = [vars(module) for module in modules]
 
     @classmethod
-    def of(cls, body: nn.Module, config: PretrainedConfig) -> Self | None:
+    def of(cls, body: Any, config: PretrainedConfig) -> Self | None:
         """None for targets of other families."""
-        made = cls(body, config) if any(_is_of(family, body) for family in _FAMILIES) else None
-        return made if made is not None and made._unchanged() else None
+        if not any(_is_of(family, body) for family in _FAMILIES) or len(body.layers) != config.num_hidden_layers:
+            return None
+        made = cls(body, config)
+        return made if made._unchanged() else None
 
     def serves(self, input_ids: Tensor, mask: Tensor | dict[str, Tensor] | None, cache: Any) -> bool:
         """Whether these tokens can go through: few, behind a cache of ours, and seen as one token or under a mask."""
@@ -167,7 +169,12 @@ def _is_of(family: str, body: Any) -> bool:
         own = known(block, "DecoderLayer") and known(block.self_attn, "Attention")
         return own and all(known(norm, "RMSNorm") for norm in norms)
 
-    return known(body, "Model") and known(body.norm, "RMSNorm") and all(map(block_is, body.layers))
+    return (
+        known(body, "Model")
+        and known(body.norm, "RMSNorm")
+        and len(body.layers) > 0
+        and all(map(block_is, body.layers))
+    )
 
 
 def _rows(x: Tensor, width: int | None = None) -> np.ndarray:

@@ -67,14 +67,9 @@ class Slots:
 
 
 class KVCacheLayer(CacheLayerMixin):
-    """One layer's view of the cache, in the form that transformers' attention layers expect.
-
-    Attributes:
-        in_place: whether others may write where ``slots`` says, and attend to what lies there.
-    """
+    """One layer's view of the cache, in the form that transformers' attention layers expect."""
 
     is_sliding = False
-    in_place = True
     keys: Tensor
     values: Tensor
 
@@ -82,6 +77,11 @@ class KVCacheLayer(CacheLayerMixin):
         super().__init__()
         self.slots, self.keys, self.values = slots, keys, values
         self.is_initialized = True
+
+    @property
+    def in_place(self) -> bool:
+        """Whether others may write where ``slots`` says, and attend to what lies there: not to what is transformed."""
+        return type(self).update is KVCacheLayer.update
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the cache is allocated as a whole."""

@@ -27,8 +27,6 @@ _LOUD, _LOUDEST = 4, 8192
 class PretendedLayer(KVCacheLayer):
     """Behind pretended tokens; new ones are not kept."""
 
-    in_place = False
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return torch.cat([self.keys, key_states], dim=2), torch.cat([self.values, value_states], dim=2)
 

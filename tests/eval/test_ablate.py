@@ -179,7 +179,7 @@ def test_runs_have_all_their_options_and_only_their_own_changes(file, tmp_path):
         ("root", 0),
         ("path 1.0", 1),
     ]
-    assert [run.options.predictor.refinement for run in runs] == ["none", "affine", "none"] * 2
+    assert [run.options.predictor.refinement for run in runs] == ["sinkhorn", "affine", "sinkhorn"] * 2
     for run in runs:
         assert run.options.training.batch_size == 32 and run.options.data == "D" and run.options.seed == run.seed
         assert run.options.measurement.limit == 0 and run.options.features == str(tmp_path / "features")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from shape.generation.decoder import ShapeDecoder
 from shape.target.fused import MOST, FusedLayers
 from shape.target.model import Target
+from shape.verification.cache import KVCacheLayer
 from shape.verification.forward import new_cache, prefill, tree_forward
 from shape.verification.probe import probe, support_of
 from shape.verification.tree import TokenTree, root_only
@@ -149,6 +150,19 @@ def test_serves_few_tokens_of_known_architectures(tiny_model):
         assert not target.fused.serves(tokens, mask, cache)
         assert not target.fused.serves(tokens[:, :2], None, cache)  # which would want a causal mask
     assert not target.fused.serves(tokens[:, :1], None, cache)  # gradients are kept
+
+
+def test_caches_that_transform_what_they_hold_are_left_to_the_target(tiny_model):
+    class Doubling(KVCacheLayer):
+        def update(self, key_states, value_states, *args, **kwargs):
+            return super().update(2 * key_states, value_states, *args, **kwargs)
+
+    target = made(tiny_model)
+    cache = new_cache(target, support_of(target), 1, 20)
+    with torch.no_grad():
+        assert target.fused.serves(torch.zeros(1, 1, dtype=torch.int64), None, cache)
+        cache.layers = [Doubling(one.slots, one.keys, one.values) for one in cache.views]
+        assert not target.fused.serves(torch.zeros(1, 1, dtype=torch.int64), None, cache)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
