@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from shape.loops import compiled
