@@ -70,12 +70,13 @@ class FusedLayers:
 
     def serves(self, input_ids: Tensor, mask: Tensor | dict[str, Tensor] | None, cache: Any) -> bool:
         """Whether these tokens can go through: few, behind a cache of ours, and seen as one token or under a mask."""
+        dtype = self._body._modules["norm"].weight.dtype
         return (
             input_ids.numel() * torch.get_num_threads() <= MOST
-            and self._body._modules["norm"].weight.dtype in _DTYPES
+            and dtype in _DTYPES
             and input_ids.device.type == "cpu"
             and cache is not None
-            and getattr(cache.layers[0], "in_place", False)
+            and all(getattr(held, "in_place", False) and held.keys.dtype == dtype for held in cache.layers)
             and (mask is not None or input_ids.shape[1] == 1)
             and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
             and "sdpa" in self._config._attn_implementation

@@ -67,7 +67,12 @@ class Slots:
 
 
 class KVCacheLayer(CacheLayerMixin):
-    """One layer's view of the cache, in the form that transformers' attention layers expect."""
+    """One layer's view of the cache, in the form that transformers' attention layers expect.
+
+    Attributes:
+        in_place: whether others may write where ``slots`` says, and attend to what lies there: not where ``update``
+            transforms it.
+    """
 
     is_sliding = False
     keys: Tensor
@@ -77,11 +82,8 @@ class KVCacheLayer(CacheLayerMixin):
         super().__init__()
         self.slots, self.keys, self.values = slots, keys, values
         self.is_initialized = True
-
-    @property
-    def in_place(self) -> bool:
-        """Whether others may write where ``slots`` says, and attend to what lies there: not to what is transformed."""
-        return type(self).update is KVCacheLayer.update
+        whole = all(held.transpose(1, 2).is_contiguous() for held in (keys, values))
+        self.in_place = whole and type(self).update is KVCacheLayer.update
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the cache is allocated as a whole."""
