@@ -5,8 +5,8 @@
 Beside the bundled target, random Llamas with the widths of Qwen2.5-0.5B and Llama-3.2-1B, of few layers each. A forward
 is bare: behind cached tokens, masks at hand, with logits. One thing after the other is added: prepacked weights
 (``shape.target.prepack``), inference mode (``shape.target.inference``), grouped queries
-(``shape.verification.attention``), and few calls a layer (``shape.target.fused``). All ways and sizes are run in turn,
-round after round; what counts is the median over rounds.
+(``shape.verification.attention``), and few calls a layer (``shape.verification.fused``). All ways and sizes are run in
+turn, round after round; what counts is the median over rounds.
 """
 
 from collections.abc import Sequence
@@ -68,10 +68,10 @@ def decoders(name: str, dtype: str) -> dict[str, ShapeDecoder]:
     for way, decoder in found.items():
         if way in WAYS[:2]:
             decoder.gradientless = torch.no_grad
-        queries = decoder.support.grouped_queries and way not in WAYS[:3]
-        decoder.support = replace(
-            decoder.support, grouped_queries=queries, fused=decoder.support.fused and way == WAYS[-1]
-        )
+        if way in WAYS[:3]:
+            decoder.support = replace(decoder.support, grouped_queries=False)
+        if way != WAYS[-1]:
+            decoder.support = replace(decoder.support, fused=None)
     return found
 
 

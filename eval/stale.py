@@ -43,7 +43,7 @@ MEASURES = {
     "drafters/": _MEASURED,
     "efficiency/": (*_DECODING, "shape/evaluation/efficiency.py"),
     "features/": ("shape/features", "eval/feature_throughput.py"),
-    "forwards/": ("shape/target", "eval/forwards.py"),
+    "forwards/": ("shape/target", "shape/verification", "eval/forwards.py"),
     "geodesic/": (*_MEASURED, "eval/drafters.py"),
     "lookahead/": (*_MEASURED, "eval/drafters.py"),
     "loops/": (*_DECODING, "eval/loops.py"),

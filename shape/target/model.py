@@ -23,7 +23,6 @@ from transformers.cache_utils import Cache
 from shape import bundled
 from shape.errors import ConfigError, DataError, UnsupportedTarget
 from shape.target.chat import answer_message, prompt_ids, render
-from shape.target.fused import FusedLayers
 from shape.target.identity import TargetIdentity, float_weight
 from shape.target.inference import evaluating
 from shape.target.loading import commit_of, default_device, first_line, read_tokenizer, resolve_dtype
@@ -74,7 +73,6 @@ class Target:
         self.max_positions: int | None = getattr(
             self.config, "max_position_embeddings", getattr(self.config, "max_seq_len", None)
         )
-        self.fused = FusedLayers.of(body, self.config)
         self.support: Support | None = None  # found out, once, by ``shape.verification.probe.support_of``
         self._packed = False  # whether the model's prepacked layers are this object's doing
         self.sharded = False  # over processes, which then have to run every layer together: see `shape.target.sharding`

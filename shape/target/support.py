@@ -42,7 +42,7 @@ class Support:
         sliding_window: window of the sliding layers, or None.
         mask_by_layer_type: the model takes a dict of masks, one per layer type.
         grouped_queries: trees are attended to without repeated keys and values (``shape.verification.attention``).
-        fused: trees go through ``Target.fused`` where that serves (``shape.target.fused``).
+        fused: the ``FusedLayers`` (``shape.verification.fused``) that few tokens go through where it serves, or None.
         positions: that forwards may reach, where a call is sure to need no more and has the first rotary table
             throughout; None leaves it to the target.
     """
@@ -53,7 +53,7 @@ class Support:
     sliding_window: int | None
     mask_by_layer_type: bool
     grouped_queries: bool = False
-    fused: bool = False
+    fused: Any = None
     positions: int | None = None
 
 

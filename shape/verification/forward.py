@@ -82,8 +82,8 @@ def node_states(
     layers: Sequence[int] = (-1,),
 ) -> Tensor:
     """``tree_forward`` where positions and masks are at hand."""
-    if support.fused and target.fused is not None and target.fused.serves(tokens, masks, cache):
-        return target.fused(tokens, positions, masks, cache, layers)
+    if support.fused is not None and support.fused.serves(tokens, masks, cache):
+        return support.fused(tokens, positions, masks, cache, layers)
     with attending(target, support):
         return target.hidden(tokens, attention_mask=masks, position_ids=positions, cache=cache, layers=layers)
 

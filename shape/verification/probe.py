@@ -17,6 +17,7 @@ from shape.target.model import Target
 from shape.target.openvino import OpenVinoTarget
 from shape.target.support import LayerShape, Support
 from shape.verification.forward import new_cache, prefill, tree_forward
+from shape.verification.fused import FusedLayers
 from shape.verification.tree import TokenTree, chain, root_only
 from shape.verification.windows import PretendedCache, far, too_wide
 
@@ -58,7 +59,7 @@ def _probe_converted(target: OpenVinoTarget) -> Support:
     prompt, drafts = _examples(target)
     allowed, reason = _TOLERANCE[target.computed_in], None
     if target.converted is None:
-        support = replace(_probe(target), grouped_queries=False, fused=False)
+        support = replace(_probe(target), grouped_queries=False, fused=None)
         if support.mode != "tree" or target.switch is not None:
             why = support.reason or "its rotary table changes with the length of the text"
             raise UnsupportedTarget(f"target {target.name} cannot be converted to OpenVINO ({why}); use backend torch")
@@ -99,8 +100,8 @@ def _probe(target: Target) -> Support:
     _judge_rounding(target, noise, mixing, where)
     allowed = max(_tolerance(target), min(3 * noise, _MOST_NOISE))
 
-    grouped, fused = _has_grouped_queries(target, layers), target.fused is not None
-    for ways in dict.fromkeys(((grouped, fused), (grouped, False), (False, False))):  # the fastest that is exact
+    grouped, fused = _has_grouped_queries(target, layers), FusedLayers.of(target.model.base_model, target.config)
+    for ways in dict.fromkeys(((grouped, fused), (grouped, None), (False, None))):  # the fastest that is exact
         support = Support("tree", "", layers, window, by_type, *ways)
         reason = _tree_failure(target, support, prompt, drafts, allowed)
         if reason is None:

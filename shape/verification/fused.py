@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 
 from shape.loops import compiled
 from shape.target.products import numbers, read, rounded, stored
+from shape.verification.attention import repeated
 
 MOST = 512  # tokens of all sequences together times torch's threads, of which these loops have one
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -91,7 +92,7 @@ class FusedLayers:
         cache: Any,
         layers: Sequence[int],
     ) -> Tensor:
-        """As ``Target.hidden``.
+        """As ``shape.verification.forward.node_states``.
 
         Args:
             mask: (B, 1, N, K) in the target's dtype, one for all layers or one for each kind.
@@ -104,11 +105,12 @@ class FusedLayers:
         cos, sin = (_rows(one.expand(*x.shape[:2], -1)) for one in parts["rotary_emb"](x, position_ids))
         slots, end = cache.slots.next(x.shape[1], x.device).numpy(), cache.slots.longest + x.shape[1]
         masks = {kind: self._for_groups(mask[kind] if isinstance(mask, dict) else mask) for kind in self._kinds}
-        _norm(_rows(x), _weight(norms[0]), norms[0].variance_epsilon, _rows(y))
+        states, normed = _rows(x), _rows(y)
+        _norm(states, _weight(norms[0]), norms[0].variance_epsilon, normed)
         for number, layer in enumerate(self._layers):
             seen = self._attend(layer.attention, y, (cos, sin), cache.layers[number], slots, end, masks[layer.kind])
-            _add(x, layer.attention["o_proj"](seen), layer.parts["post_attention_layernorm"], y)
-            _add(x, layer.parts["mlp"](y), norms[number + 1], y)
+            _add(states, layer.attention["o_proj"](seen), layer.parts["post_attention_layernorm"], normed)
+            _add(states, layer.parts["mlp"](y), norms[number + 1], normed)
             if number + 1 in layers:
                 found[number + 1] = x.clone()
         found[len(self._layers)] = found[-1] = y  # transformers has the last block's behind the norm
@@ -150,7 +152,7 @@ class FusedLayers:
         return found.view(query.shape).transpose(1, 2).reshape(batch, nodes, self._heads * self._size)
 
     def _for_groups(self, mask: Tensor | None) -> Tensor | None:
-        return mask if mask is None or self._groups == 1 else mask.repeat(1, 1, self._groups, 1)
+        return mask if mask is None or self._groups == 1 else repeated(mask, self._groups)
 
     def _unchanged(self) -> bool:
         return (
@@ -187,9 +189,8 @@ def _weight(norm: Any) -> np.ndarray:
     return numbers(norm.weight)[None]
 
 
-def _add(x: Tensor, added: Tensor, norm: Any, y: Tensor) -> None:
-    """x += added, and y = norm of x."""
-    _add_and_norm(_rows(x), _rows(added), _weight(norm), norm.variance_epsilon, _rows(y))
+def _add(x: np.ndarray, added: Tensor, norm: Any, y: np.ndarray) -> None:
+    _add_and_norm(x, _rows(added), _weight(norm), norm.variance_epsilon, y)
 
 
 def _norm_loop(x: np.ndarray, weight: np.ndarray, epsilon: float, y: np.ndarray) -> None:

@@ -8,10 +8,10 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import Tensor, nn
 
 from shape.generation.decoder import ShapeDecoder
-from shape.target.fused import MOST, FusedLayers
 from shape.target.model import Target
 from shape.verification.cache import KVCacheLayer
 from shape.verification.forward import new_cache, prefill, tree_forward
+from shape.verification.fused import MOST, FusedLayers
 from shape.verification.probe import probe, support_of
 from shape.verification.tree import TokenTree, root_only
 
@@ -30,7 +30,7 @@ def both(target: Target, batch: int = 1, layers: tuple[int, ...] = (-1,), single
     """States of a tree behind prompts of unequal length, fused and not, and the keys and values that they leave."""
     ids = torch.randint(64, (2, batch, 12), generator=torch.Generator().manual_seed(0))
     found, support = [], support_of(target)
-    for fused in (True, False):
+    for fused in (support.fused, None):
         cache = new_cache(target, support, batch, 24)
         prefill(target, cache, ids[0], [12 - 3 * row for row in range(batch)])
         tree = root_only(ids[1, :, 0]) if single else TokenTree(ids[1, :, :6], torch.tensor([PARENTS] * batch))
@@ -140,16 +140,16 @@ def test_weights_that_change_are_noticed(tiny_model):
 
 
 def test_serves_few_tokens_of_known_architectures(tiny_model):
-    assert made(tiny_model, "gpt2").fused is None and not made(tiny_model, "gpt2").support.fused
+    assert made(tiny_model, "gpt2").support.fused is None
     target = made(tiny_model)
     cache = new_cache(target, support_of(target), 1, 200)
     tokens = torch.zeros(1, MOST // torch.get_num_threads() + 1, dtype=torch.int64)
-    mask = torch.zeros(1, 1, 1, 1)
+    mask, fused = torch.zeros(1, 1, 1, 1), target.support.fused
     with torch.no_grad():
-        assert target.fused.serves(tokens[:, 1:], mask, cache) and target.fused.serves(tokens[:, :1], None, cache)
-        assert not target.fused.serves(tokens, mask, cache)
-        assert not target.fused.serves(tokens[:, :2], None, cache)  # which would want a causal mask
-    assert not target.fused.serves(tokens[:, :1], None, cache)  # gradients are kept
+        assert fused.serves(tokens[:, 1:], mask, cache) and fused.serves(tokens[:, :1], None, cache)
+        assert not fused.serves(tokens, mask, cache)
+        assert not fused.serves(tokens[:, :2], None, cache)  # which would want a causal mask
+    assert not fused.serves(tokens[:, :1], None, cache)  # gradients are kept
 
 
 def test_caches_that_transform_what_they_hold_are_left_to_the_target(tiny_model):
@@ -160,18 +160,23 @@ def test_caches_that_transform_what_they_hold_are_left_to_the_target(tiny_model)
     target = made(tiny_model)
     cache = new_cache(target, support_of(target), 1, 20)
     with torch.no_grad():
-        assert target.fused.serves(torch.zeros(1, 1, dtype=torch.int64), None, cache)
+        assert target.support.fused.serves(torch.zeros(1, 1, dtype=torch.int64), None, cache)
         cache.layers = [Doubling(one.slots, one.keys, one.values) for one in cache.views]
-        assert not target.fused.serves(torch.zeros(1, 1, dtype=torch.int64), None, cache)
+        assert not target.support.fused.serves(torch.zeros(1, 1, dtype=torch.int64), None, cache)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_one_that_computes_something_else_is_turned_off_when_the_target_is_probed(tiny_model, arch):
-    target = Target(tiny_model(arch, torch.float32))
-    target.fused._scale *= 2
+def test_one_that_computes_something_else_is_turned_off_when_the_target_is_probed(tiny_model, arch, monkeypatch):
+    target, stock = Target(tiny_model(arch, torch.float32)), FusedLayers.__init__
+    assert probe(target).fused is not None
+
+    def other(self, *given):
+        stock(self, *given)
+        self._scale *= 2
+
+    monkeypatch.setattr(FusedLayers, "__init__", other)
     support = probe(target)
-    assert support.mode == "tree" and not support.fused
-    assert probe(made(tiny_model, arch)).fused
+    assert support.mode == "tree" and support.fused is None
 
 
 def test_greedy_answers_are_the_targets_own(tiny_model, calls):
