@@ -74,6 +74,9 @@ def peak_memory(device: torch.device) -> float:
     """GB that this process has used at most so far: of the accelerator's memory, or on a CPU of the machine's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
+    status = Path("/proc/self/status")  # Linux, where ru_maxrss begins with the memory of the process's parent
+    if status.exists() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
+        return int(found[1]) * 1024 / 1e9
     import resource  # absent on Windows, where no more than this function misses it
 
     unit = 1 if sys.platform == "darwin" else 1024

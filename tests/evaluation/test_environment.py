@@ -1,0 +1,24 @@
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process starts with a count of its own, or with none")
+def test_peak_memory_is_of_this_process_alone():
+    """Linux hands a parent's peak on to the process that it starts (getrusage's ru_maxrss)."""
+    measure = """
+import torch
+from shape.evaluation.environment import peak_memory
+
+before = peak_memory(torch.device("cpu"))
+block = torch.ones(2**28)
+print(before, peak_memory(torch.device("cpu")) - before)
+"""
+    start = (
+        "import subprocess, sys; large = b'1' * 2**31; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
+    )
+    ran = subprocess.run([sys.executable, "-c", start, measure], check=True, capture_output=True, text=True)
+    before, grown = map(float, ran.stdout.split())
+    assert before < 2
+    assert grown == pytest.approx(2**30 / 1e9, abs=0.1)
