@@ -22,9 +22,9 @@ class SpeculationControl:
         least: acceptance length below which drafting pauses; None measures the break-even.
     """
 
-    _WINDOW = 8  # drafted steps that are judged together; the first judgement comes after so many
+    _WINDOW = 16  # drafted steps that are judged together; the first judgement comes after so many
     _PROBE = 4  # drafted steps of a later probe
-    _PAUSE, _LONGEST_PAUSE = 8, 512  # autoregressive steps
+    _PAUSE, _LONGEST_PAUSE = 16, 512  # autoregressive steps
     _MEASURED = 3  # autoregressive steps that tell what one costs, where that is not known yet
 
     def __init__(self, costs: "StepCosts", least: float | None = None) -> None:

@@ -43,7 +43,7 @@ def run(
 def test_good_drafts_go_on_and_plain_steps_are_timed_once():
     times = StepCosts()
     first = run(SpeculationControl(times), lambda _: 3.0, 200)
-    assert first.count(False) == 3 and all(first[:8]) and not any(first[8:11])
+    assert first.count(False) == 3 and all(first[:16]) and not any(first[16:19])
     assert times.break_even(100) == pytest.approx(1.6)
     assert all(run(SpeculationControl(times), lambda _: 3.0, 200))  # another call knows
 
@@ -51,7 +51,7 @@ def test_good_drafts_go_on_and_plain_steps_are_timed_once():
 def test_bad_drafts_are_looked_at_ever_less_often():
     control = SpeculationControl(StepCosts(), least=1.5)
     record = run(control, lambda _: 1.1, 2000)
-    assert record[:8] == [True] * 8 and record[8:16] == [False] * 8 and record[16:20] == [True] * 4
+    assert record[:16] == [True] * 16 and record[16:32] == [False] * 16 and record[32:36] == [True] * 4
     assert record.count(True) < 50 and control.pauses >= 6
     assert True in record[-800:]  # it never stops looking
 
@@ -61,7 +61,7 @@ def test_another_call_begins_with_what_was_found():
     run(SpeculationControl(past, least=1.5), lambda _: 1.1, 60)
     assert run(SpeculationControl(past, least=1.5), lambda _: 1.1, 90)[:5] == [True] * 4 + [False]
     assert all(run(SpeculationControl(past, least=1.5), lambda _: 3.0, 90))
-    assert run(SpeculationControl(past, least=1.5), lambda _: 1.1, 90)[:9] == [True] * 8 + [False]
+    assert run(SpeculationControl(past, least=1.5), lambda _: 1.1, 90)[:17] == [True] * 16 + [False]
 
 
 def test_it_returns_when_the_text_becomes_easy():
