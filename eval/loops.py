@@ -3,9 +3,8 @@
     python -m eval.loops --output eval/results/loops/shipped
     python -m eval.loops --target T --predictor DIR --prompts FILE --output eval/results/loops/NAME
 
-The loops are the predictor's forward for one sequence (``shape.networks.single``) and products of single rows with
-small weights (``shape.target.products``). Every prompt is answered both ways, autoregressively and with drafts, in
-rotating order; steps of one kind are compared by their medians.
+The loops are the predictor's forward for one sequence (``shape.networks.single``). Every prompt is answered both ways,
+autoregressively and with drafts, in rotating order; steps of one kind are compared by their medians.
 """
 
 from collections.abc import Sequence
@@ -27,7 +26,6 @@ from shape.generation.decoder import ShapeDecoder
 from shape.generation.stats import Step
 from shape.target.chat import prompt_ids
 from shape.target.loading import recorded
-from shape.target.prepack import PrepackedForward
 
 WAYS = ("kernels", "loops")
 
@@ -81,10 +79,6 @@ def without_loops(decoder: ShapeDecoder) -> None:
     """Leave a decoder that has decoded once to matrix kernels."""
     if isinstance(decoder.drafter, TrainedDrafter):
         decoder.drafter.single = None
-    for network in decoder._networks:
-        for module in network.modules():
-            if isinstance(forward := vars(module).get("forward"), PrepackedForward):
-                forward.rows = None
 
 
 def measure(options: LoopsOptions, dtype: str) -> list[Line]:

@@ -13,7 +13,6 @@ Layout: outputs in tiles of 16, and of a tile, four inputs after four, 16 x 4 by
 inputs' weights in its low half and the next four's in its high half. Weights are stored unsigned, by an offset.
 """
 
-import ctypes
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -34,9 +33,9 @@ from shape.target.kernels import (
     INTS,
     TILE,
     Code,
+    Program,
     begin,
     every,
-    in_parallel,
     share,
 )
 
@@ -47,7 +46,8 @@ _AHEAD = 2048  # bytes from memory asked for early, where several tokens keep th
 _DIGITS = {torch.bfloat16: 1, torch.float32: 2}  # an activation's, of 8 bits each
 _LARGEST = {1: 127.0, 2: 127.0 * 256}
 _PAIRS, _BYTES = ir.VectorType(I16, 2 * TILE), ir.VectorType(I8, 4 * TILE)
-_ARGUMENTS = ("weights", "scales", "x", "digits", "offsets", "steps", "out", "chunks", "groups", "tiles")
+_QUANTISER = ("x", "digits", "offsets", "steps", "units", "grain", "groups")
+_MULTIPLIER = ("weights", "scales", "digits", "offsets", "steps", "out", "chunks", "groups", "tiles")
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,76 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """Addresses of functions that take an array of ``_ARGUMENTS``, and what keeps them alive."""
+class Digits:
+    """Activations of T tokens, rounded, in chunks of some rows.
 
-    quantise: Any
+    What a group needs lies together: rows that are a power of two apart would drive each other out of the cache.
+
+    Attributes:
+        numbers: (chunks, groups, digits, rows, 32) int8. offsets: (chunks, groups, digits, rows) int32.
+        steps: (chunks, groups, rows) float32. The last chunk's rows may be more than there are; those are not read.
+    """
+
+    numbers: Tensor
+    offsets: Tensor
+    steps: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A weight in the kernels' layout.
+
+    Attributes:
+        weights: (tiles of outputs, inputs / 4 for 8 bits or inputs / 8 for 4, 16, 4) uint8.
+        scales: the bytes of (tiles, 16) float32 for 8 bits, of (tiles, inputs / 32, 16) bfloat16 for 4.
+        bits: 8 or 4.
+        outputs: of the weight as it was.
+    """
+
+    weights: Tensor
+    scales: Tensor
+    bits: int
+    outputs: int
+
+    @property
+    def inputs(self) -> int:
+        """Filled up to a multiple of 32."""
+        return self.weights[0].numel() * 8 // self.bits // TILE
+
+    def prepare(self, program: Program, x: Tensor, grain: int) -> Digits:
+        """Activations (T, inputs) as ``multiply`` takes them, made by a step of the program.
+
+        Args:
+            grain: of a row, that the same thread makes: a divisor of `inputs`, and a multiple of 32.
+        """
+        tokens, groups, digits = len(x), self.inputs // GROUP, _DIGITS[x.dtype]
+        chunks = -(-tokens // _MOST_ROWS[digits])
+        rows = -(-tokens // chunks)
+        made = Digits(
+            torch.empty(chunks, groups, digits, rows, GROUP, dtype=torch.int8),
+            torch.empty(chunks, groups, digits, rows, dtype=torch.int32),
+            torch.empty(chunks, groups, rows, dtype=torch.float32),
+        )
+        units = x.numel() // grain
+        given = (x, made.numbers, made.offsets, made.steps, units, grain // GROUP, groups)
+        program.add(_kernels(self.bits, x.dtype, rows).quantise, *given)
+        return made
+
+    def multiply(self, program: Program, x: Digits, dtype: torch.dtype) -> Tensor:
+        """Go on with x times the transposed weights: (T or more, 16 * tiles) in a dtype, written when it runs."""
+        chunks, groups, _, rows, _ = x.numbers.shape
+        tiles = len(self.weights)
+        out = torch.empty(chunks * rows, tiles * TILE, dtype=dtype)
+        given = (self.weights, self.scales, x.numbers, x.offsets, x.steps, out, chunks, groups, tiles)
+        program.add(_kernels(self.bits, dtype, rows).multiply, *given)
+        return out
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Addresses of kernels of ``_QUANTISER`` and ``_MULTIPLIER``, and what keeps them alive."""
+
+    quantise: int
     multiply: int
     engine: Any
 
@@ -88,42 +154,31 @@ def product(x: Tensor, weights: Tensor, scales: Tensor, bits: int, outputs: int)
 
     Args:
         x: (..., K) bfloat16 or float32 on the CPU, K a multiple of 32.
-        weights: packed, (tiles of outputs, K / 4 for 8 bits or K / 8 for 4, 16, 4) uint8.
-        scales: the bytes of (tiles, 16) float32 for 8 bits, of (tiles, K / 32, 16) bfloat16 for 4.
+        weights, scales, bits, outputs: as in ``Packed``.
 
     Returns:
         (..., outputs) in x's dtype.
     """
-    x = x.contiguous()
-    inputs, tiles = x.shape[-1], weights.shape[0]
-    tokens, groups = x.numel() // inputs, inputs // GROUP
-    digits = _DIGITS[x.dtype]
-    chunks = -(-tokens // _MOST_ROWS[digits])
+    rows = x.contiguous().view(-1, x.shape[-1])
+    tokens = len(rows)
     if not tokens:
         return x.new_empty(*x.shape[:-1], outputs)
-    rows = -(-tokens // chunks)  # of each; the last one's may be more than there are, of which nothing is read
-    kernel = _kernel(bits, x.dtype, rows)
-    out = x.new_empty(chunks * rows, tiles * TILE)
-    # What a group needs lies together: rows that are a power of two apart would drive each other out of the cache.
-    numbers = torch.empty(chunks, groups, digits, rows, GROUP, dtype=torch.int8)
-    offsets = torch.empty(chunks, groups, digits, rows, dtype=torch.int32)
-    steps = torch.empty(chunks, groups, rows, dtype=torch.float32)
-    given = (weights, scales, x, numbers, offsets, steps, out)
-    arguments = (ctypes.c_int64 * len(_ARGUMENTS))(*(one.data_ptr() for one in given), chunks, groups, tiles)
-    kernel.quantise(arguments, tokens)
-    in_parallel(kernel.multiply, arguments, tokens * weights.numel())
+    packed, program = Packed(weights, scales, bits, outputs), Program()
+    digits = packed.prepare(program, rows, GROUP)
+    program.wait()
+    out = packed.multiply(program, digits, x.dtype)
+    program.run(tokens * weights.numel())
     return out[:tokens, :outputs].reshape(*x.shape[:-1], outputs)
 
 
 @cache
-def _kernel(bits: int, dtype: torch.dtype, rows: int) -> Kernel:
+def _kernels(bits: int, dtype: torch.dtype, rows: int) -> Kernels:
     """Of a ``Kind``."""
     kind, module = Kind(bits, dtype, rows), ir.Module()
     _quantiser(module, kind)
     _multiplier(module, kind)
     engine = kernels.compiled(module)
-    quantise = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(engine.get_function_address("quantise"))
-    return Kernel(quantise, engine.get_function_address("multiply"), engine)
+    return Kernels(engine.get_function_address("quantise"), engine.get_function_address("multiply"), engine)
 
 
 def _quantiser(module: ir.Module, kind: Kind) -> None:
@@ -131,11 +186,13 @@ def _quantiser(module: ir.Module, kind: Kind) -> None:
 
     NaN and infinity become a step of NaN or infinity, and so do the results.
     """
-    function, code, given = begin(module, "quantise", _ARGUMENTS, (I64,))
-    groups = given["groups"]
-    token, code, done = code.counted(function.args[1], "tokens")
-    chunk, row = code.udiv(token, I64(kind.rows)), code.urem(token, I64(kind.rows))
-    group, inner, after = code.counted(groups, "groups")
+    code, given = begin(module, "quantise", _QUANTISER)
+    groups, grain = given["groups"], given["grain"]
+    start, count, code = share(code, given["units"])
+    own, inner, done = code.counted(code.times(count, grain), "groups")
+    place = inner.at(own, inner.times(start, grain))
+    token, group = inner.udiv(place, groups), inner.urem(place, groups)
+    chunk, row = inner.udiv(token, I64(kind.rows)), inner.urem(token, I64(kind.rows))
     where = inner.at(inner.times(inner.at(inner.times(token, groups), group), GROUP * kind.dtype.itemsize), given["x"])
     halves = GROUP // TILE
     if kind.dtype == torch.bfloat16:
@@ -164,13 +221,12 @@ def _quantiser(module: ir.Module, kind: Kind) -> None:
             inner.write(inner.trunc(values, ir.VectorType(I8, TILE)), at)
         total = inner.intrinsic("llvm.vector.reduce.add.v16i32", I32, inner.add(*digit))
         inner.write(inner.mul(total, I32(-offset)), inner.at(given["offsets"], inner.times(line, 4)))
-    code = inner.again(group, after)
-    code.again(token, done).ret_void()
+    inner.again(own, done).ret_void()
 
 
 def _multiplier(module: ir.Module, kind: Kind) -> None:
     """This thread's share of the tiles, each times all chunks of tokens."""
-    _, code, given = begin(module, "multiply", _ARGUMENTS)
+    code, given = begin(module, "multiply", _MULTIPLIER)
     tiles, groups = given["tiles"], given["groups"]
     start, count, code = share(code, tiles)
     number, code, done = code.counted(count, "tiles")

@@ -1,10 +1,12 @@
 """What kernels for the CPU at hand are written with: LLVM's own language, through llvmlite, and torch's own threads.
 
-``shape.target.integers`` and ``shape.target.bfloat16`` hold the kernels. A kernel is a function of one array of
-addresses and numbers, so that a call costs little.
+``shape.target.floats`` and ``shape.target.integers`` hold products, ``shape.target.elements`` what lies between them. A
+kernel is a function of an array of addresses and numbers, and of which thread of how many calls it. A ``Program`` is
+several, one after the other: threads are woken once for all of them.
 """
 
 import ctypes
+import struct
 from functools import cache
 from typing import Any
 
@@ -12,6 +14,7 @@ import llvmlite.binding as llvm
 import psutil
 import torch
 from llvmlite import ir
+from torch import Tensor
 
 TILE = 16  # outputs of a tile: one vector of 32-bit numbers, or what a CPU makes several of
 PARALLEL = 1 << 18  # multiplications that are worth waking threads for
@@ -36,12 +39,79 @@ def openmp() -> Any:
     return library
 
 
-def in_parallel(function: int, arguments: Any, work: int) -> None:
-    library, threads = openmp(), torch.get_num_threads() if work >= PARALLEL else 1
-    if library is None:
-        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(ctypes.addressof(arguments))
-    else:
-        library.GOMP_parallel(function, ctypes.addressof(arguments), threads, 0)
+class Bfloat(ir.Type):
+    """A number of bfloat16 as few instructions take it, a type that llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Bfloat)
+
+    def __hash__(self) -> int:
+        return hash(Bfloat)
+
+
+class Program:
+    """Kernels and their arguments, in the order in which all threads go through them."""
+
+    def __init__(self) -> None:
+        self._steps: list[int] = []
+        self._kept: list[Any] = []
+        self._array: Any = None
+
+    def __len__(self) -> int:
+        return len(self._steps) // 3
+
+    def add(self, kernel: int, *arguments: int | Tensor) -> None:
+        """Go on with the kernel at an address: numbers of 64 bits, and tensors, of which it is given the address."""
+        given = [one.data_ptr() if isinstance(one, Tensor) else one for one in arguments]
+        array = (ctypes.c_int64 * len(given))(*given)
+        self._steps += kernel, ctypes.addressof(array), 0
+        self._kept.append((array, arguments))
+
+    def wait(self) -> None:
+        """Until all threads are through with the last kernel. Where the next one divides its work alike, and takes from
+        that one what the same thread made, no thread need wait.
+        """
+        self._steps[-1] = 1
+
+    def run(self, work: int) -> None:
+        """By torch's threads, where so many multiplications are worth waking them for."""
+        threads = torch.get_num_threads() if work >= PARALLEL else 1
+        if self._array is None or len(self._array) != len(self._steps) + 1:
+            self._array = (ctypes.c_int64 * (len(self._steps) + 1))(len(self), *self._steps)
+        library = openmp()
+        if library is None:
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_runner()[0])(ctypes.addressof(self._array))
+        else:
+            library.GOMP_parallel(_runner()[0], ctypes.addressof(self._array), threads, 0)
+
+
+@cache
+def _runner() -> tuple[int, Any]:
+    """The address of what each thread runs, given a program's array, and what keeps it alive."""
+    module = ir.Module()
+    code = Code(ir.Function(module, ir.FunctionType(ir.VoidType(), [I64]), "run").append_basic_block())
+    given, thread, threads = code.function.args[0], I64(0), I64(1)
+    if openmp() is not None:
+        thread = code.zext(code.intrinsic("omp_get_thread_num", I32), I64)
+        threads = code.zext(code.intrinsic("omp_get_num_threads", I32), I64)
+    number, code, done = code.counted(code.read(I64, given), "steps")
+    step = code.at(given, 8, code.times(number, 24))
+    kernel, arguments, wait = (code.read(I64, code.at(step, at)) for at in (0, 8, 16))
+    kind = ir.FunctionType(ir.VoidType(), [I64.as_pointer(), I64, I64]).as_pointer()
+    code.call(code.inttoptr(kernel, kind), [code.inttoptr(arguments, I64.as_pointer()), thread, threads])
+    if openmp() is not None:
+        waiting, on = code.append_basic_block("waiting"), code.append_basic_block("on")
+        code.cbranch(code.icmp_unsigned("==", wait, I64(0)), on, waiting)
+        code = Code(waiting)
+        code.intrinsic("GOMP_barrier", ir.VoidType())
+        code.branch(on)
+        code = Code(on)
+    code.again(number, done).ret_void()
+    engine = compiled(module)
+    return engine.get_function_address("run"), engine
 
 
 @cache
@@ -55,7 +125,7 @@ def compiled(module: ir.Module) -> Any:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     if (library := openmp()) is not None:
-        for name in ("omp_get_thread_num", "omp_get_num_threads"):
+        for name in ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier"):
             llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=llvm.get_host_cpu_name(),
@@ -63,6 +133,7 @@ def compiled(module: ir.Module) -> Any:
         opt=2,
     )
     parsed = llvm.parse_assembly(str(module))
+    parsed.verify()
     passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=2))
     passes.getModulePassManager().run(parsed, passes)
     engine = llvm.create_mcjit_compiler(parsed, machine)
@@ -92,11 +163,11 @@ class Code(ir.IRBuilder):
     def write(self, value: Any, address: Any) -> None:
         self.store(value, self.inttoptr(address, value.type.as_pointer())).align = 1
 
-    def spread(self, value: Any) -> Any:
+    def spread(self, value: Any, count: int = TILE) -> Any:
         """A number, as a vector of it."""
-        kind = ir.VectorType(value.type, TILE)
+        kind = ir.VectorType(value.type, count)
         one = self.insert_element(ir.Constant(kind, ir.Undefined), value, I32(0))
-        return self.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(INTS, [0] * TILE))
+        return self.shuffle_vector(one, ir.Constant(kind, ir.Undefined), every(0, ir.VectorType(I32, count)))
 
     def half(self, vector: Any, upper: bool) -> Any:
         count = vector.type.count // 2
@@ -104,21 +175,65 @@ class Code(ir.IRBuilder):
         undefined = ir.Constant(vector.type, ir.Undefined)
         return self.shuffle_vector(vector, undefined, ir.Constant(ir.VectorType(I32, count), list(places)))
 
-    def intrinsic(self, name: str, result: Any, *values: Any) -> Any:
+    def intrinsic(self, name: str, result: Any, *values: Any, relaxed: tuple[str, ...] = ()) -> Any:
+        """Args: relaxed: LLVM's fast-math flags."""
         function = self.module.globals.get(name) or ir.Function(
             self.module, ir.FunctionType(result, [value.type for value in values]), name
         )
-        return self.call(function, values)
+        return self.call(function, values, fastmath=relaxed)
+
+    def fma(self, x: Any, y: Any, z: Any) -> Any:
+        """x y + z, rounded once."""
+        return self.intrinsic(f"llvm.fma.v{x.type.count}f32", x.type, x, y, z)
+
+    def total(self, floats: Any) -> Any:
+        """The sum of a vector's numbers."""
+        name = f"llvm.vector.reduce.fadd.v{floats.type.count}f32"
+        return self.intrinsic(name, F32, F32(-0.0), floats, relaxed=("reassoc",))
 
     def widened(self, halves: Any) -> Any:
         """bfloat16 as float32."""
-        return self.bitcast(self.shl(self.zext(halves, INTS), every(16)), FLOATS)
+        kind = ir.VectorType(I32, halves.type.count)
+        return self.bitcast(self.shl(self.zext(halves, kind), every(16, kind)), ir.VectorType(F32, kind.count))
 
     def narrowed(self, floats: Any) -> Any:
         """float32 as bfloat16, to the nearest, ties to even."""
-        bits = self.bitcast(floats, INTS)
-        odd = self.and_(self.lshr(bits, every(16)), every(1))
-        return self.trunc(self.lshr(self.add(self.add(bits, every(0x7FFF)), odd), every(16)), HALVES)
+        kind = ir.VectorType(I32, floats.type.count)
+        bits = self.bitcast(floats, kind)
+        odd = self.and_(self.lshr(bits, every(16, kind)), every(1, kind))
+        bits = self.lshr(self.add(self.add(bits, every(0x7FFF, kind)), odd), every(16, kind))
+        return self.trunc(bits, ir.VectorType(I16, kind.count))
+
+    def take(self, dtype: torch.dtype, address: Any, count: int = TILE) -> Any:
+        """So many numbers of float32 or bfloat16, as float32."""
+        if dtype == torch.float32:
+            return self.read(ir.VectorType(F32, count), address)
+        return self.widened(self.read(ir.VectorType(I16, count), address))
+
+    def put(self, dtype: torch.dtype, floats: Any, address: Any) -> None:
+        self.write(floats if dtype == torch.float32 else self.narrowed(floats), address)
+
+    def stored(self, dtype: torch.dtype, floats: Any) -> Any:
+        """Rounded as they would be stored."""
+        return floats if dtype == torch.float32 else self.widened(self.narrowed(floats))
+
+    def exp(self, x: Any) -> Any:
+        """e to the power of float32, to one or two units in the last place: Cephes' polynomial; above 88 that of 88."""
+        count = x.type.count
+        kind, name = ir.VectorType(I32, count), f"v{count}f32"
+        least = every(-87.3, x.type)
+        small = self.fcmp_ordered("<", x, least)
+        x = self.intrinsic(f"llvm.maxnum.{name}", x.type, x, least)
+        x = self.intrinsic(f"llvm.minnum.{name}", x.type, x, every(88.0, x.type))
+        power = self.intrinsic(f"llvm.rint.{name}", x.type, self.fmul(x, every(1.44269504088896341, x.type)))
+        x = self.fma(power, every(-0.693359375, x.type), x)
+        x = self.fma(power, every(2.12194440e-4, x.type), x)
+        y = every(1.9875691500e-4, x.type)
+        for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+            y = self.fma(y, x, every(factor, x.type))
+        y = self.fadd(self.fma(y, self.fmul(x, x), x), every(1.0, x.type))
+        bits = self.add(self.bitcast(y, kind), self.shl(self.fptosi(power, kind), every(23, kind)))
+        return self.select(small, every(0.0, x.type), self.bitcast(bits, x.type))
 
     def counted(self, count: Any, name: str) -> tuple[Any, "Code", Any]:
         """A loop: its number, the code inside of it, and the block behind it, which ``again`` leads to."""
@@ -143,25 +258,30 @@ def every(value: float, kind: Any = INTS) -> Any:
     return ir.Constant(kind, [value] * kind.count)
 
 
-def begin(
-    module: ir.Module, name: str, arguments: tuple[str, ...], more: tuple[Any, ...] = ()
-) -> tuple[Any, Code, dict[str, Any]]:
-    """A function of an array of 64-bit arguments, and more: itself, the code inside, the arguments by name."""
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64.as_pointer(), *more]), name)
+def begin(module: ir.Module, name: str, arguments: tuple[str, ...]) -> tuple[Code, dict[str, Any]]:
+    """A kernel: the code inside, and its arguments by name, all of 64 bits."""
+    kind = ir.FunctionType(ir.VoidType(), [I64.as_pointer(), I64, I64])
+    function = ir.Function(module, kind, name)
     code = Code(function.append_basic_block())
-    given = {name: code.load(code.gep(function.args[0], [I64(number)])) for number, name in enumerate(arguments)}
-    return function, code, given
+    return code, {name: code.load(code.gep(function.args[0], [I64(at)])) for at, name in enumerate(arguments)}
 
 
 def share(code: Code, units: Any) -> tuple[Any, Any, Code]:
     """This thread's share of so many units: its first, their number, and the code that goes on if there are any."""
-    thread, threads = I64(0), I64(1)
-    if openmp() is not None:
-        thread = code.zext(code.intrinsic("omp_get_thread_num", I32), I64)
-        threads = code.zext(code.intrinsic("omp_get_num_threads", I32), I64)
+    _, thread, threads = code.function.args
     first = code.udiv(code.mul(units, thread), threads)
     count = code.sub(code.udiv(code.mul(units, code.at(thread, 1)), threads), first)
     nothing, work = code.append_basic_block("nothing"), code.append_basic_block("work")
     code.cbranch(code.icmp_unsigned("==", count, I64(0)), nothing, work)
     Code(nothing).ret_void()
     return first, count, Code(work)
+
+
+def bits(value: float) -> int:
+    """Of a float32, as arguments are numbers of 64 bits."""
+    return int.from_bytes(struct.pack("<f", value), "little")
+
+
+def row_bytes(x: Tensor) -> int:
+    """From one row to the next."""
+    return x.stride(0) * x.itemsize

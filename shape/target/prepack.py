@@ -1,36 +1,31 @@
 """Weights in the layout of a CPU's matrix kernels, made once instead of at every forward.
 
-oneDNN multiplies by matrices in blocks. Where a weight lies in rows, as in every checkpoint, a product with few tokens
-spends most of its time on bringing the weight into blocks (bfloat16), or goes to kernels made for many tokens
-(float32): a forward over the dozen nodes of a tree then takes up to three times as long as one over a single token.
-With weights in blocks it takes little longer, and that is what speculation lives on. It costs a second copy of the
-weights in memory. ``python eval/forwards.py`` measures both on a machine. Where oneDNN does not multiply in bfloat16,
-kernels of our own do (``shape.target.bfloat16``).
+Where a weight lies in rows, as in every checkpoint, a product with few tokens spends most of its time on bringing the
+weight into blocks (bfloat16), or goes to kernels made for many tokens (float32): a forward over the dozen nodes of a
+tree then takes up to three times as long as one over a single token. With weights in blocks it takes little longer, and
+that is what speculation lives on. It costs a second copy of the weights in memory. ``python eval/forwards.py`` measures
+both on a machine.
 
-A single row times a small weight in bfloat16 is the exception: a compiled loop is through before such a kernel begins
-(``shape.target.products``).
+Blocks are those of our own kernels (``shape.target.floats``), which were as fast as oneDNN's or faster for any number
+of tokens where both were measured (two cores with AVX-512); else oneDNN's, as for bfloat16 on CPUs with AMX.
 """
 
 from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from shape.target import bfloat16
-from shape.target.products import numbers, product
+from shape.target import floats, kernels
 
 _EXPECTED_TOKENS = 16  # for which the layout is chosen; measured to be as good for one and for hundreds
-_SMALL = 2**19  # weights of a matrix that a loop reads as fast as the kernel's threads; measured on two cores
 _SHARE = 0.5  # of the free memory that copies may take where nobody asked for them
 
 if torch.backends.mkldnn.is_available():
     _BLOCKS, _PRODUCT = torch.ops.mkldnn._reorder_linear_weight.default, torch.ops.mkldnn._linear_pointwise.default
-_NO_BIAS = numbers(torch.empty(0))
 
 
 class PrepackedForward:
@@ -42,10 +37,6 @@ class PrepackedForward:
 
     Args:
         layer: nn.Linear, or transformers' Conv1D, which has its weight transposed.
-
-    Attributes:
-        rows: the weight as it is, (outputs, inputs), where it is small and in bfloat16: single rows go through a loop
-            over it, which in float32 saves nothing.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -53,8 +44,7 @@ class PrepackedForward:
         self._made_of: tuple[int, ...] | None = None
         self._kept: tuple[Tensor | None, ...] = ()  # as they were, so that no others can come to lie where they lay
         self._blocks: Tensor | None = None
-        self._tiles: tuple[Tensor, Tensor, int] | None = None  # for the kernels that are our own
-        self.rows: np.ndarray | None = None
+        self._packed: floats.Packed | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         parameters = self._layer._parameters  # without a module's search for names, which every call would pay for
@@ -62,50 +52,45 @@ class PrepackedForward:
         elsewhere = torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu")
         if elsewhere or not x.is_cpu or weight is None or x.dtype != weight.dtype:
             return self._stock(x)
-        bias = parameters["bias"]
+        if (packed := self.packed()) is not None:
+            return floats.product(x, packed)
+        if self._blocks is None:
+            return self._stock(x)
+        return _PRODUCT(x, self._blocks, parameters["bias"], "none", (), "")
+
+    def packed(self) -> floats.Packed | None:
+        """The weight in blocks of our own kernels, as it is now, where those serve."""
+        weight, bias = self._layer._parameters.get("weight"), self._layer._parameters["bias"]
+        if weight is None:
+            return None
         made_of: tuple[int, ...] = (weight.data_ptr(), weight._version)
         if bias is not None:
             made_of += (bias.data_ptr(), bias._version)
         if self._made_of != made_of:
             self._made_of = made_of
             self._make(weight, bias)
-        if self._tiles is not None:
-            return bfloat16.product(x, *self._tiles)
-        if self._blocks is None:
-            return self._stock(x)
-        if self.rows is not None and x.numel() == x.shape[-1]:
-            return self._single(x, bias)
-        return _PRODUCT(x, self._blocks, bias, "none", (), "")
-
-    def _single(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        assert self.rows is not None
-        y = x.new_empty(*x.shape[:-1], len(self.rows))
-        given = _NO_BIAS if bias is None else numbers(bias)
-        product(self.rows, given, numbers(x).reshape(1, -1), numbers(y).reshape(1, -1))
-        return y
+        return self._packed
 
     def _stock(self, x: Tensor) -> Tensor:
         return type(self._layer).forward(self._layer, x)
 
     def _make(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._kept, self._blocks, self._tiles, self.rows = (weight.detach(), bias), None, None, None
-        if not multiplies(weight.dtype):  # it may have changed
+        self._kept, self._blocks, self._packed = (weight.detach(), bias), None, None
+        if not weight.is_cpu or not multiplies(weight.dtype):  # it may have changed
             return
         rows = weight.detach()
         rows = rows.T.contiguous() if isinstance(self._layer, Conv1D) else rows
-        if _ours(weight.dtype):
-            tiles = bfloat16.pack(rows)
-            self._tiles = tiles, bfloat16.pack_bias(bias, tiles), len(rows)
-        else:
-            self._blocks = _BLOCKS(rows, _EXPECTED_TOKENS)
-            if rows.numel() <= _SMALL and rows.is_contiguous() and rows.dtype == torch.bfloat16:
-                self.rows = numbers(rows)
+        with torch.inference_mode(False):  # else it could not be used without
+            if _ours(weight.dtype):
+                self._packed = floats.Packed.of(rows, None if bias is None else bias.detach())
+            else:
+                self._blocks = _BLOCKS(rows, _EXPECTED_TOKENS)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PrepackedForward":
         copied = PrepackedForward(deepcopy(self._layer, memo))
         # These serve where the weight is shared.
-        copied._made_of, copied._kept, copied._blocks = self._made_of, self._kept, self._blocks
-        copied._tiles, copied.rows = self._tiles, self.rows
+        copied._made_of, copied._kept = self._made_of, self._kept
+        copied._blocks, copied._packed = self._blocks, self._packed
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -174,7 +159,9 @@ def onednn_multiplies(dtype: torch.dtype) -> bool:
 
 
 def _ours(dtype: torch.dtype) -> bool:
-    return dtype == torch.bfloat16 and not onednn_multiplies(dtype) and bfloat16.serves()
+    """Whether our own kernels do it: not where oneDNN has instructions for whole matrices."""
+    whole = dtype == torch.bfloat16 and kernels.has("amx-bf16") and onednn_multiplies(dtype)
+    return floats.serves(dtype) and not whole
 
 
 def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

@@ -59,14 +59,6 @@ def stored(like: np.ndarray, value: Any) -> Any:
 
 
 @compiled
-def rounded(like: np.ndarray, value: Any) -> Any:
-    """A float32, rounded as it would be stored."""
-    if like.itemsize == 2:
-        return np.uint32(np.uint32(stored(like, value)) << np.uint32(16)).view(np.float32)
-    return np.float32(value)
-
-
-@compiled
 def widen(x: np.ndarray, y: np.ndarray) -> None:
     """``numbers`` as float32, (R, K) both."""
     for row in range(x.shape[0]):
@@ -80,17 +72,3 @@ def narrow(x: np.ndarray, y: np.ndarray) -> None:
     for row in range(x.shape[0]):
         for k in range(x.shape[1]):
             y[row, k] = stored(y, x[row, k])
-
-
-@compiled
-def product(weight: np.ndarray, bias: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
-    """y = x W^T + b of a single row, all of them ``numbers``: weight (N, K), bias (N,) or (0,), x (1, K), y (1, N)."""
-    read, added, found = (
-        np.empty(x.shape, np.float32),
-        np.empty((1, len(bias)), np.float32),
-        np.empty(y.shape, np.float32),
-    )
-    widen(x, read)
-    widen(bias.reshape(1, -1), added)
-    multiply(weight, added[0], read, found)
-    narrow(found, y)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from shape.errors import ConfigError
-from shape.target.integers import GROUP, TILE, product, serves
+from shape.target.integers import GROUP, TILE, Packed, product, serves
 from shape.target.prepack import is_plain
 
 Quantization = Literal["int8", "int4"]
@@ -65,6 +65,11 @@ class QuantizedLinear(nn.Module):
         own: Any = self._buffers  # without a module's search for names, which every call would pay for
         found = multiply(x, own["packed"], own["scales"], self.bits, self.out_features)
         return found if own["bias"] is None else found + own["bias"]
+
+    @property
+    def blocks(self) -> Packed | None:
+        """The weights as the kernels take them, where activations need not be filled up."""
+        return None if self._padding else Packed(self.packed, self.scales, self.bits, self.out_features)
 
     def rows(self, outputs: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weights that the integers stand for, (K, in), of some outputs, (K,) int64, or of all."""

@@ -1,31 +1,36 @@
-"""Forwards over a few tokens of Llama-like targets on a CPU, in some twenty calls a layer instead of sixty.
+"""Forwards over a few tokens of Llama-like targets on a CPU, in one call instead of sixty a layer.
 
 A small target's forward over one token or a tree is bound by the number of operations and not by what they compute:
-norms, rotary embedding and cache take five to ten of torch's each, of some microseconds. Here they are compiled loops.
-The matrix products and the activation stay those of the target's own modules, prepacked, quantised or adapted, and
-attention stays torch's. Roundings are where transformers has them: in bfloat16 most states are the same bit for bit, as
-sums alone are added in another order.
+each of torch's costs some microseconds before it begins, and wakes the threads anew. Here a forward is a program of
+kernels (``shape.target.kernels``), made once for each number of tokens, that all threads go through together: products
+by the weights' own blocks (``shape.target.floats``, ``shape.target.integers``), and what lies between them
+(``shape.target.elements``). Layers that are something else, as with adapters, are called in between. Roundings are
+where transformers has them: in bfloat16 many states are the same bit for bit, as sums alone are added in another order.
 
 Which targets are served is a list of families whose code was read. ``shape.verification.probe`` compares a served
 target's states with those of its own forward when it is loaded, and turns this off where they differ.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import gcd
 from typing import Any, NamedTuple, Self
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
+from transformers.activations import SiLUActivation
 
-from shape.loops import compiled
-from shape.target.products import numbers, read, rounded, stored
-from shape.verification.attention import repeated
+from shape.target import elements, floats, integers
+from shape.target.kernels import TILE, Program, bits, row_bytes
+from shape.target.prepack import PrepackedForward
+from shape.target.quantize import QuantizedLinear
 
-MOST = 512  # tokens of all sequences together times torch's threads, of which these loops have one
+MOST = 512  # tokens of all sequences together; for more torch's own calls cost little
+_KEPT = 64  # programs, of which each has its own buffers
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _DTYPES = (torch.bfloat16, torch.float32)
+_ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+_END, _CAPACITY, _SCRATCH, _SCRATCH_BYTES, _SLOTS, _MASKS = range(6)  # places of what changes from call to call
 
 
 class _Layer(NamedTuple):
@@ -42,29 +47,41 @@ class FusedLayers:
     def __init__(self, body: Any, config: PretrainedConfig) -> None:
         self._body, self._config = body, config
         attention = body.layers[0].self_attn
-        self._scale, self._size = attention.scaling, attention.head_dim
-        self._heads, self._groups = config.num_attention_heads, attention.num_key_value_groups
+        self.scale, self.size = attention.scaling, attention.head_dim
+        self.heads, self.shared = config.num_attention_heads, config.num_key_value_heads
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(body.layers)
-        self._layers = [
+        self.layers = [
             _Layer(block._modules, block.self_attn._modules, kind)
             for block, kind in zip(body.layers, kinds, strict=True)
         ]
-        self._kinds = set(kinds)
+        self.kinds = sorted(set(kinds))
+        self.norms = [
+            *((layer.parts, name) for layer in self.layers for name in ("input_layernorm", "post_attention_layernorm")),
+            (body._modules, "norm"),
+        ]
         # What is not called, and must be as it was: whose place is taken, who has hooks or a forward of its own.
-        seen = [(body._modules, name) for name in ("layers", "norm")]
+        seen = [(body._modules, "layers"), *self.norms]
         seen += [(body.layers._modules, name) for name in body.layers._modules]
-        for layer in self._layers:
-            seen += [(layer.parts, name) for name in layer.parts if name != "mlp"]
+        for layer in self.layers:
+            seen += [(layer.parts, "self_attn")]
             seen += [(layer.attention, name) for name in ("q_norm", "k_norm") if name in layer.attention]
         self._places = [(parts, name, parts[name]) for parts, name in seen]
         modules = [body, *(module for _, _, module in self._places)]
         self._hooks = [own for one in modules for own in (one._forward_hooks, one._forward_pre_hooks)]
         self._attributes = [vars(module) for module in modules]
+        self._weights = [parts[name]._parameters for parts, name in self.norms]
+        self._weights += [
+            one._parameters for layer in self.layers for name, one in layer.attention.items() if "norm" in name
+        ]
+        self._programs: dict[Any, list[_Forward]] = {}
+        self._made_of: list[Any] = []
 
     @classmethod
     def of(cls, body: Any, config: PretrainedConfig) -> Self | None:
         """None for targets of other families."""
         if not any(_is_of(family, body) for family in _FAMILIES) or len(body.layers) != config.num_hidden_layers:
+            return None
+        if body.layers[0].self_attn.head_dim != 2 * len(body.rotary_emb.inv_freq):  # all of a head is turned
             return None
         made = cls(body, config)
         return made if made._unchanged() else None
@@ -73,8 +90,9 @@ class FusedLayers:
         """Whether these tokens can go through: few, behind a cache of ours, and seen as one token or under a mask."""
         dtype = self._body._modules["norm"].weight.dtype
         return (
-            input_ids.numel() * torch.get_num_threads() <= MOST
+            input_ids.numel() <= MOST
             and dtype in _DTYPES
+            and all(parameters["weight"].dtype == dtype for parameters in self._weights)
             and input_ids.device.type == "cpu"
             and cache is not None
             and all(getattr(held, "in_place", False) and held.keys.dtype == dtype for held in cache.layers)
@@ -98,74 +116,269 @@ class FusedLayers:
             mask: (B, 1, N, K) in the target's dtype, one for all layers or one for each kind.
             cache: a ``shape.verification.cache.KVCache``.
         """
-        parts = self._body._modules
+        parts, (batch, nodes) = self._body._modules, input_ids.shape
         x: Tensor = parts["embed_tokens"](input_ids)
-        y, norms = torch.empty_like(x), [*(layer.parts["input_layernorm"] for layer in self._layers), parts["norm"]]
-        found = {0: x.clone()} if 0 in layers else {}
-        cos, sin = (_rows(one.expand(*x.shape[:2], -1)) for one in parts["rotary_emb"](x, position_ids))
-        slots, end = cache.slots.next(x.shape[1], x.device).numpy(), cache.slots.longest + x.shape[1]
-        masks = {kind: self._for_groups(mask[kind] if isinstance(mask, dict) else mask) for kind in self._kinds}
-        states, normed = _rows(x), _rows(y)
-        _norm(states, _weight(norms[0]), norms[0].variance_epsilon, normed)
-        for number, layer in enumerate(self._layers):
-            seen = self._attend(layer.attention, y, (cos, sin), cache.layers[number], slots, end, masks[layer.kind])
-            _add(states, layer.attention["o_proj"](seen), layer.parts["post_attention_layernorm"], normed)
-            _add(states, layer.parts["mlp"](y), norms[number + 1], normed)
-            if number + 1 in layers:
-                found[number + 1] = x.clone()
-        found[len(self._layers)] = found[-1] = y  # transformers has the last block's behind the norm
-        return y if tuple(layers) == (-1,) else torch.cat([found[layer] for layer in layers], dim=-1)
-
-    def _attend(
-        self,
-        attention: dict[str, Any],
-        y: Tensor,
-        turn: tuple[np.ndarray, np.ndarray],
-        held: Any,
-        slots: np.ndarray,
-        end: int,
-        mask: Tensor | None,
-    ) -> Tensor:
-        """(B, N, H) -> (B, N, heads D); queries that share a key lie side by side (``shape.verification.attention``).
-
-        Args:
-            turn: cosines and sines of the tokens' positions, (B N, D). slots: where their keys and values go, (B N,).
-            held: the layer's keys and values, of which attention sees the first `end`.
-        """
-        batch, nodes, _ = y.shape
-        q, k, v = (attention[name](y).contiguous() for name in ("q_proj", "k_proj", "v_proj"))
-        for name, states in (("q_norm", q), ("k_norm", k)):
-            if (norm := attention.get(name)) is not None:
-                heads = _rows(states, self._size)
-                _norm(heads, _weight(norm), norm.variance_epsilon, heads)
-        query = y.new_empty(batch, self._heads, nodes, self._size)
-        keys, values = held.keys, held.values
-        key_rows, value_rows = (_rows(one.transpose(1, 2), self._size) for one in (keys, values))
-        _rotate(_rows(q), _rows(k), _rows(v), turn, _rows(query), key_rows, value_rows, slots, nodes)
-        found = F.scaled_dot_product_attention(
-            query.view(batch, keys.shape[1], self._groups * nodes, self._size),
-            keys[:, :, :end],
-            values[:, :, :end],
-            attn_mask=mask,
-            scale=self._scale,
-        )
-        return found.view(query.shape).transpose(1, 2).reshape(batch, nodes, self._heads * self._size)
-
-    def _for_groups(self, mask: Tensor | None) -> Tensor | None:
-        return mask if mask is None or self._groups == 1 else repeated(mask, self._groups)
+        made_of = self._seen()
+        if made_of != self._made_of:
+            self._programs, self._made_of = {}, made_of
+        programs, key = self._programs, (batch, nodes, tuple(layers), mask is not None)
+        # Who runs one holds it alone, as several threads may decode at a time.
+        forward = free.pop() if (free := programs.get(key)) else _Forward(self, batch, nodes, layers, mask is not None)
+        masks = [mask[kind] if isinstance(mask, dict) else mask for kind in self.kinds]
+        found = forward(x, parts["rotary_emb"](x, position_ids), masks, cache)
+        if len(programs) >= _KEPT and key not in programs:
+            programs.clear()
+        programs.setdefault(key, []).append(forward)
+        return found
 
     def _unchanged(self) -> bool:
         return (
             all(parts.get(name) is module for parts, name, module in self._places)
-            and not any(self._hooks)
+            and not any(_hooked(own) for own in self._hooks if own)
             and not any("forward" in own for own in self._attributes)
         )
+
+    def _seen(self) -> list[Any]:
+        """What programs are made of, as it is now."""
+        seen: list[Any] = [parameters["weight"].data_ptr() for parameters in self._weights]
+        for layer in self.layers:
+            mlp = layer.parts["mlp"]
+            seen += mlp, _plain(mlp)
+            for modules, names in ((layer.attention, _ATTENTION), (mlp._modules, _MLP)):
+                for name in names:
+                    seen += _state(modules.get(name))
+        return seen
+
+
+class _Forward:
+    """The program of a forward, for a number of sequences and tokens, and the buffers that it computes in.
+
+    Args:
+        layers: whose states are asked for.
+        masked: whether masks are given.
+    """
+
+    @torch.inference_mode(False)  # buffers outlive the mode in which they are made
+    def __init__(self, of: FusedLayers, batch: int, nodes: int, layers: Sequence[int], masked: bool) -> None:
+        self._of, self._shape, self._masked = of, (batch, nodes), masked
+        weight: Tensor = of.norms[-1][0]["norm"].weight
+        self._dtype, width = weight.dtype, len(weight)
+        self._tokens = tokens = batch * nodes
+        self._x, y = self._new(tokens, width), self._new(tokens, width)
+        self._turn = self._new(tokens, of.size), self._new(tokens, of.size)
+        self._query = torch.empty(tokens, of.heads, of.size)
+        self._attended, self._scratch = self._new(tokens, of.heads * of.size), torch.empty(0)
+        count = len(of.layers)
+        self._keys = _MASKS + 3 * len(of.kinds)
+        self._values = self._keys + count
+        self._now = torch.zeros(self._values + count, dtype=torch.int64)
+        self._out = y if tuple(layers) == (-1,) else self._new(tokens, len(layers) * width)
+        self._steps: list[Program | Callable[[], Any]] = []
+        self._program = Program()
+        wanted = [layer % (count + 1) for layer in layers]  # transformers has the last block's behind the norm
+        self._norm(*of.norms[0], y)
+        self._take(wanted, 0, self._x)
+        for number, layer in enumerate(of.layers):
+            self._attend(layer, number, y)
+            grain = gcd(of.heads * of.size, integers.GROUP)
+            (found,) = self._linear(layer.attention, _ATTENTION[3:], self._attended, [width], grain)
+            self._norm(*of.norms[2 * number + 1], y, found)
+            self._norm(*of.norms[2 * number + 2], y, self._mlp(layer.parts["mlp"], y))
+            self._take(wanted, number + 1, self._x if number + 1 < count else y)
+        self._end()
+
+    def __call__(self, x: Tensor, turn: tuple[Tensor, Tensor], masks: list[Tensor | None], cache: Any) -> Tensor:
+        """Embeddings (B, N, H), cosines and sines (B or 1, N, D), and masks by kind -> (B, N, layers H)."""
+        batch, nodes = self._shape
+        self._x.copy_(x.view(self._x.shape))
+        for held, given in zip(self._turn, turn, strict=True):
+            held.view(batch, nodes, -1).copy_(given)
+        end = cache.slots.longest + nodes
+        scores = -(-end // TILE) * TILE * 4
+        needed = torch.get_num_threads() * self._rows * scores // 4
+        if self._scratch.numel() < needed:
+            self._scratch = torch.empty(2 * needed)
+        slots = cache.slots.next(nodes, x.device)
+        now = [end, cache.slots.capacity, self._scratch.data_ptr(), scores, slots.data_ptr()]
+        size = self._dtype.itemsize
+        for mask in masks:
+            now += (0, 0, 0) if mask is None else (mask.data_ptr(), mask.stride(0) * size, mask.stride(2) * size)
+        now += [layer.keys.data_ptr() for layer in cache.layers]
+        now += [layer.values.data_ptr() for layer in cache.layers]
+        self._now.numpy()[:] = now
+        for step in self._steps:
+            if isinstance(step, Program):
+                step.run(1 << 30)
+            else:
+                step()
+        return self._out.view(batch, nodes, -1).clone()
+
+    def _new(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self._dtype)
+
+    def _add(self, kernel: tuple[int, Any], *arguments: Any) -> None:
+        self._program.add(kernel[0], *arguments)
+
+    def _end(self) -> None:
+        """Of a program: what follows is called."""
+        if len(self._program):
+            self._steps.append(self._program)
+        self._program = Program()
+
+    def _norm(self, parts: dict[str, Any], name: str, y: Tensor, added: Tensor | None = None) -> None:
+        """y = norm of x, after x += added."""
+        norm, x = parts[name], self._x
+        kernel = elements.norm(self._dtype, x.shape[1], added is not None)
+        more = (0, 0) if added is None else (added, row_bytes(added))
+        self._add(kernel, x, row_bytes(x), *more, y, row_bytes(y), norm.weight, bits(norm.variance_epsilon), 1, len(x))
+
+    def _attend(self, layer: _Layer, number: int, y: Tensor) -> None:
+        of, (batch, nodes), tokens = self._of, self._shape, self._tokens
+        widths = [heads * of.size for heads in (of.heads, of.shared, of.shared)]
+        q, k, v = self._linear(layer.attention, _ATTENTION[:3], y, widths)
+        for name, x, heads in (("q_norm", q, of.heads), ("k_norm", k, of.shared)):
+            if (norm := layer.attention.get(name)) is not None:
+                kernel, epsilon = elements.norm(self._dtype, of.size, False), bits(norm.variance_epsilon)
+                self._add(kernel, x, row_bytes(x), 0, 0, x, row_bytes(x), norm.weight, epsilon, heads, tokens * heads)
+                self._program.wait()
+        self._add(
+            elements.turn(self._dtype, of.size, False),
+            *(q, row_bytes(q), *self._turn, of.heads, tokens, self._query, nodes),
+        )
+        self._add(
+            elements.turn(self._dtype, of.size, True),
+            *(k, row_bytes(k), *self._turn, of.shared, tokens, v, row_bytes(v)),
+            *(self._now, self._keys + number, self._values + number, _SLOTS),
+        )
+        self._program.wait()
+        queries = of.heads // of.shared * nodes
+        self._rows = elements.queries_at_a_time(queries)
+        mask = _MASKS + 3 * of.kinds.index(layer.kind)
+        self._add(
+            elements.attend(self._dtype, of.size, self._rows, self._masked),
+            *(self._query, self._attended, row_bytes(self._attended), bits(of.scale), batch, of.shared, nodes, queries),
+            *(self._now, self._keys + number, self._values + number, _END, _CAPACITY, _SCRATCH, _SCRATCH_BYTES),
+            *((mask, mask + 1, mask + 2) if self._masked else ()),
+        )
+        self._program.wait()
+
+    def _mlp(self, mlp: Any, y: Tensor) -> Tensor:
+        if not _plain(mlp):
+            return self._called(mlp, y, y.shape[1])
+        width = self._of._config.intermediate_size
+        gate, up = self._linear(mlp._modules, _MLP[:2], y, [width] * 2)
+        active, grain = self._new(len(y), width), gcd(width, integers.GROUP)
+        given = (gate, row_bytes(gate), up, row_bytes(up), active, row_bytes(active), width // grain, len(y))
+        self._add(elements.gated(self._dtype, grain), *given)
+        return self._linear(mlp._modules, _MLP[2:], active, [y.shape[1]], grain)[0]
+
+    def _linear(
+        self, modules: dict[str, Any], names: Sequence[str], x: Tensor, widths: list[int], grain: int | None = None
+    ) -> list[Tensor]:
+        """Results of linear layers for x (T, K), each (T or more, its width or more).
+
+        Args:
+            grain: what each thread made of a row of x right before; None stands for all of it.
+        """
+        packed = [_packed(modules[name]) for name in names]
+        kinds = {type(one) for one in packed if one is not None}
+        prepared: dict[type, Any] = {}
+        if len(kinds) > 1:
+            self._program.wait()
+        for one in packed:
+            if one is not None and type(one) not in prepared:
+                prepared[type(one)] = one.prepare(self._program, x, grain or x.shape[1])
+        self._program.wait()
+        found: list[Tensor] = []
+        for one, name, width in zip(packed, names, widths, strict=True):
+            if one is None:
+                found.append(self._called(modules[name], x, width))
+            else:
+                found.append(one.multiply(self._program, prepared[type(one)], self._dtype))
+                if (bias := _own_bias(modules[name])) is not None:
+                    self._program.wait()
+                    lanes = gcd(width, TILE)
+                    given = (found[-1], row_bytes(found[-1]), bias, 0, width // lanes, len(x))
+                    self._add(elements.add(self._dtype, lanes), *given)
+        if len(self._program):
+            self._program.wait()
+        return found
+
+    def _called(self, module: Any, x: Tensor, width: int) -> Tensor:
+        """What a module that no kernel stands for gives for x, (T, width)."""
+        found = self._new(len(x), width)
+        self._end()
+        self._steps.append(lambda: found.view(*self._shape, -1).copy_(module(x.view(*self._shape, -1))))
+        return found
+
+    def _take(self, wanted: list[int], layer: int, states: Tensor) -> None:
+        """Put a layer's states where they are asked for."""
+        if self._out is states:
+            return
+        width = states.shape[1]
+        lanes = gcd(width, TILE)
+        for at in (at for at, one in enumerate(wanted) if one == layer):
+            place = self._out[:, at * width :]
+            given = (place, row_bytes(self._out), states, row_bytes(states), width // lanes, len(states))
+            self._add(elements.copy(self._dtype, lanes), *given)
+
+
+def _packed(module: Any) -> floats.Packed | integers.Packed | None:
+    """A linear layer's weight in the blocks of a kernel, where it is one of ours as it came."""
+    own = vars(module).get("forward")
+    if _is_hooked(module):
+        return None
+    if isinstance(own, PrepackedForward):
+        packed = own.packed()
+        return packed if packed is not None and packed.whole else None
+    if type(module) is QuantizedLinear and own is None:
+        return module.blocks
+    return None
+
+
+def _own_bias(module: Any) -> Tensor | None:
+    """What is added to a product behind it: kernels for floats do it themselves."""
+    bias: Tensor | None = module.bias if isinstance(module, QuantizedLinear) else None
+    return bias
+
+
+def _state(module: Any) -> tuple[Any, ...]:
+    """What ``_packed`` depends on."""
+    if module is None:
+        return (None,)
+    own = vars(module).get("forward")
+    state: tuple[Any, ...] = (module, id(own), _is_hooked(module))
+    if type(own) is PrepackedForward:
+        for name in ("weight", "bias"):
+            if (tensor := module._parameters.get(name)) is not None:
+                state += (tensor.data_ptr(), tensor._version)
+    return state
+
+
+def _plain(mlp: Any) -> bool:
+    """Whether it is down(silu(gate(x)) up(x)) of its layers, and nothing else."""
+    names = (_module(family, "MLP") for family in _FAMILIES)
+    own = (type(mlp).__module__, type(mlp).__name__) in names and "forward" not in vars(mlp)
+    return own and not _is_hooked(mlp) and type(mlp.act_fn) is SiLUActivation
+
+
+def _is_hooked(module: Any) -> bool:
+    return any(_hooked(own) for own in (module._forward_hooks, module._forward_pre_hooks) if own)
+
+
+def _hooked(hooks: dict[int, Any]) -> bool:
+    """Whether there is any but transformers' own, which do nothing unless the model itself is asked for states."""
+    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks.values())
+
+
+def _module(family: str, part: str) -> tuple[str, str]:
+    """Where transformers has a family's class, and its name."""
+    return f"transformers.models.{family.lower()}.modeling_{family.lower()}", family + part
 
 
 def _is_of(family: str, body: Any) -> bool:
     def known(module: Any, part: str) -> bool:
-        place = f"transformers.models.{family.lower()}.modeling_{family.lower()}"
-        return (type(module).__module__, type(module).__name__) == (place, family + part)
+        return (type(module).__module__, type(module).__name__) == _module(family, part)
 
     def block_is(block: Any) -> bool:
         norms = (block.input_layernorm, block.post_attention_layernorm)
@@ -178,84 +391,3 @@ def _is_of(family: str, body: Any) -> bool:
         and len(body.layers) > 0
         and all(map(block_is, body.layers))
     )
-
-
-def _rows(x: Tensor, width: int | None = None) -> np.ndarray:
-    """A tensor's ``numbers``, (R, width) or (R, its last dimension): its own memory where it is contiguous."""
-    return numbers(x.contiguous()).reshape(-1, width or x.shape[-1])
-
-
-def _weight(norm: Any) -> np.ndarray:
-    return numbers(norm.weight)[None]
-
-
-def _add(x: np.ndarray, added: Tensor, norm: Any, y: np.ndarray) -> None:
-    _add_and_norm(x, _rows(added), _weight(norm), norm.variance_epsilon, y)
-
-
-def _norm_loop(x: np.ndarray, weight: np.ndarray, epsilon: float, y: np.ndarray) -> None:
-    """y = RMS norm of every row of x, (R, K) both, which may be the same; weight (1, K)."""
-    for row in range(x.shape[0]):
-        square = np.float32(0)
-        for k in range(x.shape[1]):
-            square += read(x, row, k) * read(x, row, k)
-        scale = np.float32(1) / np.sqrt(square / np.float32(x.shape[1]) + np.float32(epsilon))
-        for k in range(x.shape[1]):
-            y[row, k] = stored(y, rounded(y, read(x, row, k) * scale) * read(weight, 0, k))
-
-
-_norm = compiled(_norm_loop, "reassoc")  # sums in lanes are in another order
-
-
-@compiled
-def _add_and_norm(x: np.ndarray, added: np.ndarray, weight: np.ndarray, epsilon: float, y: np.ndarray) -> None:
-    """x += added, in place, and y = norm of x."""
-    for row in range(x.shape[0]):
-        for k in range(x.shape[1]):
-            x[row, k] = stored(x, read(x, row, k) + read(added, row, k))
-    _norm(x, weight, epsilon, y)
-
-
-@compiled
-def _turn(x: np.ndarray, row: int, first: int, cos: np.ndarray, sin: np.ndarray, y: np.ndarray, place: int) -> None:
-    """Row `place` of y, (., D) = head of x's row that begins at `first`, turned by cos and sin, (R, D)."""
-    half = cos.shape[1] // 2
-    for i in range(half):
-        here, there = read(x, row, first + i), read(x, row, first + half + i)
-        y[place, i] = stored(y, rounded(y, here * read(cos, row, i)) - rounded(y, there * read(sin, row, i)))
-        y[place, half + i] = stored(
-            y, rounded(y, there * read(cos, row, half + i)) + rounded(y, here * read(sin, row, half + i))
-        )
-
-
-@compiled
-def _rotate(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    turn: tuple[np.ndarray, np.ndarray],
-    query: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-    slots: np.ndarray,
-    nodes: int,
-) -> None:
-    """Rotary embedding of projected tokens; keys and values go to the cache.
-
-    Args:
-        q: (R, H D). k, v: (R, H' D). turn: cosines and sines, (R, D) both.
-        query: (B H N, D), written. keys, values: the cache's rows, (B S H', D), written.
-        slots: (R,) int64 of each token. nodes: N tokens per sequence.
-    """
-    cos, sin = turn
-    size = cos.shape[1]
-    heads, shared = q.shape[1] // size, k.shape[1] // size
-    for row in range(len(q)):
-        first = row // nodes * heads * nodes + row % nodes
-        for head in range(heads):
-            _turn(q, row, head * size, cos, sin, query, first + head * nodes)
-        for head in range(shared):
-            place = slots[row] * shared + head
-            _turn(k, row, head * size, cos, sin, keys, place)
-            for i in range(size):
-                values[place, i] = v[row, head * size + i]

@@ -2,12 +2,10 @@
 
 import json
 
-import pytest
 import torch
 
 from eval import loops
 from shape.generation.decoder import ShapeDecoder
-from shape.target.prepack import PrepackedForward, onednn_multiplies
 
 
 def test_steps_of_both_ways_are_measured(tmp_path, capsys):
@@ -22,13 +20,9 @@ def test_steps_of_both_ways_are_measured(tmp_path, capsys):
     assert (tmp_path / "loops.md").read_text().strip() in capsys.readouterr().out
 
 
-@pytest.mark.skipif(not onednn_multiplies(torch.bfloat16), reason="oneDNN does not multiply in bfloat16 here")
 def test_without_loops_nothing_goes_through_them():
     decoder = ShapeDecoder.from_pretrained("quickstart-shape", dtype="bfloat16")
-    layers = [
-        one.forward for one in decoder.target.model.modules() if isinstance(vars(one).get("forward"), PrepackedForward)
-    ]
     decoder.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)
-    assert decoder.drafter.single is not None and any(layer.rows is not None for layer in layers)
+    assert decoder.drafter.single is not None
     loops.without_loops(decoder)
-    assert decoder.drafter.single is None and all(layer.rows is None for layer in layers)
+    assert decoder.drafter.single is None

@@ -1,0 +1,288 @@
+"""What lies between the products of a Llama-like layer, as kernels for the CPU at hand: norms, rotary embedding,
+attention over a KV cache, and the activation.
+
+Numbers are float32 or bfloat16 where they are stored and float32 in between, and are rounded where transformers rounds
+them. Each token is computed by itself. Kernels divide their work over threads by rows, or by units that are named.
+Strides and sizes are in bytes where their names say so.
+"""
+
+from functools import cache
+from math import gcd
+from typing import Any
+
+import torch
+from llvmlite import ir
+
+from shape.target import kernels
+from shape.target.kernels import F32, FLOATS, I64, TILE, Code, begin, every, share
+
+_MOST_ROWS = 6  # queries whose results stay in registers
+_PIECES = 4  # vectors of a value that do
+_REASSOC = ("reassoc",)
+
+
+@cache
+def norm(dtype: torch.dtype, width: int, adds: bool) -> tuple[int, Any]:
+    """y = RMS norm of x (rows, width), whose rows lie `inner` in one; before, x += added where it adds.
+
+    Arguments: x, x_bytes, added, added_bytes, y, y_bytes, weight (width,), epsilon's bits, inner, rows.
+    """
+    names = ("x", "x_bytes", "added", "added_bytes", "y", "y_bytes", "weight", "epsilon", "inner", "rows")
+    lanes, size, module = gcd(width, TILE), dtype.itemsize, ir.Module()
+    code, given = begin(module, "norm", names)
+    epsilon = code.bitcast(code.trunc(given["epsilon"], ir.IntType(32)), F32)
+    first, count, code = share(code, given["rows"])
+    number, code, done = code.counted(count, "rows")
+    row = code.at(number, first)
+    outer, within = code.udiv(row, given["inner"]), code.times(code.urem(row, given["inner"]), width * size)
+    x, added, y = (
+        code.at(given[name], code.times(outer, given[f"{name}_bytes"]), within) for name in ("x", "added", "y")
+    )
+    kind = ir.VectorType(F32, lanes)
+    at, inner, behind = code.counted(I64(width // lanes), "squares")
+    squares = inner.phi(kind)
+    squares.add_incoming(every(0.0, kind), code.block)
+    offset = inner.times(at, lanes * size)
+    value = inner.take(dtype, inner.at(x, offset), lanes)
+    if adds:
+        value = inner.stored(dtype, inner.fadd(value, inner.take(dtype, inner.at(added, offset), lanes)))
+        inner.put(dtype, value, inner.at(x, offset))
+    total = inner.fma(value, value, squares)
+    squares.add_incoming(total, inner.block)
+    code = inner.again(at, behind)
+    mean = code.fdiv(code.total(total), F32(width))
+    root = code.intrinsic("llvm.sqrt.f32", F32, code.fadd(mean, epsilon))
+    scale = code.spread(code.fdiv(F32(1.0), root), lanes)
+    at, inner, behind = code.counted(I64(width // lanes), "normed")
+    offset = inner.times(at, lanes * size)
+    value = inner.stored(dtype, inner.fmul(inner.take(dtype, inner.at(x, offset), lanes), scale))
+    weight = inner.take(dtype, inner.at(given["weight"], offset), lanes)
+    inner.put(dtype, inner.fmul(value, weight), inner.at(y, offset))
+    code = inner.again(at, behind)
+    code.again(number, done).ret_void()
+    return _address(module, "norm")
+
+
+@cache
+def turn(dtype: torch.dtype, size: int, cached: bool) -> tuple[int, Any]:
+    """Rotary embedding of projected heads, whose units are rows times heads.
+
+    Arguments: x, x_bytes, cosines and sines (rows, size), heads, rows, and
+    y, nodes: queries go there as (B, heads, nodes, size) float32; or, where they are cached,
+    v, v_bytes, now, and where its keys, values and slots are: keys go to the cache, and values as they are.
+    """
+    names: tuple[str, ...] = ("x", "x_bytes", "cos", "sin", "heads", "rows")
+    names += ("v", "v_bytes", "now", "keys", "values", "slots") if cached else ("y", "nodes")
+    half = size // 2
+    lanes, width, module = gcd(half, TILE), dtype.itemsize, ir.Module()
+    code, given = begin(module, "turn", names)
+    heads = given["heads"]
+    if cached:
+        keys, values, slots = (_now(code, given, name) for name in ("keys", "values", "slots"))
+    first, count, code = share(code, code.times(given["rows"], heads))
+    number, code, done = code.counted(count, "units")
+    unit = code.at(number, first)
+    row, head = code.udiv(unit, heads), code.urem(unit, heads)
+    x = code.at(given["x"], code.times(row, given["x_bytes"]), code.times(head, size * width))
+    cos, sin = (code.at(given[name], code.times(row, size * width)) for name in ("cos", "sin"))
+    if cached:
+        slot = code.read(I64, code.at(slots, code.times(row, 8)))
+        place = code.times(code.at(code.times(slot, heads), head), size * width)
+        y, v = (
+            code.at(keys, place),
+            code.at(given["v"], code.times(row, given["v_bytes"]), code.times(head, size * width)),
+        )
+    else:
+        nodes = given["nodes"]
+        batch = code.udiv(row, nodes)
+        place = code.at(code.times(code.at(code.times(batch, heads), head), nodes), code.urem(row, nodes))
+        y = code.at(given["y"], code.times(place, size * 4))
+    for at in range(0, half, lanes):
+        here, there = (code.take(dtype, code.at(x, (at + some) * width), lanes) for some in (0, half))
+        for some, one, other, add in ((0, here, there, code.fsub), (half, there, here, code.fadd)):
+            places = (at + some) * width
+            turned = [
+                code.stored(dtype, code.fmul(value, code.take(dtype, code.at(table, places), lanes)))
+                for value, table in ((one, cos), (other, sin))
+            ]
+            value = code.stored(dtype, add(*turned))
+            if cached:
+                code.put(dtype, value, code.at(y, places))
+                code.put(dtype, code.take(dtype, code.at(v, places), lanes), code.at(values, place, places))
+            else:
+                code.write(value, code.at(y, (at + some) * 4))
+    code.again(number, done).ret_void()
+    return _address(module, "turn")
+
+
+def queries_at_a_time(count: int) -> int:
+    """Of so many queries that share a key head, those that ``attend`` takes at a time."""
+    return -(-count // -(-count // _MOST_ROWS))
+
+
+@cache
+def attend(dtype: torch.dtype, size: int, rows: int, masked: bool) -> tuple[int, Any]:
+    """Attention of queries that share a key head, so many at a time, over a KV cache (B, slots, heads, size).
+
+    Scores of all keys are written down, in a part of `scratch` that is the thread's own; units are sequences times key
+    heads times groups of `rows` queries.
+
+    Arguments: query (B, heads, queries, size) float32, out, out_bytes (of a token), scale's bits, batch, heads (of
+    keys), nodes (N, which divides `queries`), queries, now, and where its keys, values, end (how many keys are seen),
+    slots per sequence, scratch, scratch_bytes (of a query, for whole vectors) are, and, where it is masked, the mask's
+    address, bytes of a sequence and bytes of a node.
+    """
+    names: tuple[str, ...] = ("query", "out", "out_bytes", "scale", "batch", "heads", "nodes", "queries", "now")
+    names += ("keys", "values", "end", "capacity", "scratch", "scratch_bytes", "mask", "mask_batch", "mask_node")
+    width, lanes, module = dtype.itemsize, gcd(size, TILE), ir.Module()
+    code, given = begin(module, "attend", names if masked else names[:15])
+    heads, queries, nodes = given["heads"], given["queries"], given["nodes"]
+    keys, values, end, capacity, scratch, scratch_bytes = (_now(code, given, name) for name in names[9:15])
+    scale = code.bitcast(code.trunc(given["scale"], ir.IntType(32)), F32)
+    groups = code.udiv(code.at(queries, rows - 1), I64(rows))
+    scratch = code.at(scratch, code.times(code.function.args[1], scratch_bytes, rows))
+    scores = [code.at(scratch, code.times(scratch_bytes, row)) for row in range(rows)]
+    if masked:
+        mask, mask_batch, mask_node = (_now(code, given, name) for name in names[15:])
+    first, count, code = share(code, code.times(given["batch"], heads, groups))
+    number, code, done = code.counted(count, "units")
+    unit = code.at(number, first)
+    pair, group = code.udiv(unit, groups), code.urem(unit, groups)
+    batch, head = code.udiv(pair, heads), code.urem(pair, heads)
+    last = code.sub(queries, I64(1))
+    those = [code.at(code.times(group, rows), row) for row in range(rows)]
+    those = [code.select(code.icmp_unsigned("<", one, last), one, last) for one in those]
+    place = code.times(code.at(code.times(batch, capacity, heads), head), size * width)
+    step = code.times(heads, size * width)
+    keys, values = code.at(keys, place), code.at(values, place)
+    query = [code.at(given["query"], code.times(code.at(code.times(pair, queries), one), size * 4)) for one in those]
+    seen = [
+        code.at(mask, code.times(batch, mask_batch), code.times(code.urem(one, nodes), mask_node))
+        for one in those * masked
+    ]
+    # What a vector of scores has beyond the last key counts nothing.
+    vectors = code.udiv(scratch_bytes, I64(4 * TILE))
+    for score in scores:
+        code.write(every(float("-inf"), FLOATS), code.at(score, code.sub(scratch_bytes, I64(4 * TILE))))
+
+    key, inner, behind = code.counted(end, "keys")
+    where = inner.at(keys, inner.times(key, step))
+    pieces = [inner.take(dtype, inner.at(where, at * width), lanes) for at in range(0, size, lanes)]
+    for row in range(rows):
+        total: Any = every(0.0, pieces[0].type)
+        for at, piece in enumerate(pieces):
+            total = inner.fma(inner.read(piece.type, inner.at(query[row], at * lanes * 4)), piece, total)
+        score = inner.fmul(inner.total(total), scale)
+        if masked:
+            added = inner.take(dtype, inner.at(seen[row], inner.times(key, width)), 1)
+            score = inner.fadd(score, inner.extract_element(added, ir.IntType(32)(0)))
+        inner.write(score, inner.at(scores[row], inner.times(key, 4)))
+    code = inner.again(key, behind)
+
+    inverse = []
+    for score in scores:
+        at, inner, behind = code.counted(vectors, "largest")
+        largest = inner.phi(FLOATS)
+        largest.add_incoming(every(float("-inf"), FLOATS), code.block)
+        value = inner.read(FLOATS, inner.at(score, inner.times(at, 4 * TILE)))
+        new = inner.intrinsic("llvm.maxnum.v16f32", FLOATS, largest, value)
+        largest.add_incoming(new, inner.block)
+        code = inner.again(at, behind)
+        most = code.spread(code.intrinsic("llvm.vector.reduce.fmax.v16f32", F32, new))
+        at, inner, behind = code.counted(vectors, "exponentials")
+        totals = inner.phi(FLOATS)
+        totals.add_incoming(every(0.0, FLOATS), code.block)
+        there = inner.at(score, inner.times(at, 4 * TILE))
+        value = inner.exp(inner.fsub(inner.read(FLOATS, there), most))
+        inner.write(inner.stored(dtype, value), there)  # as torch takes them to the products with values
+        new = inner.fadd(totals, value)
+        totals.add_incoming(new, inner.block)
+        code = inner.again(at, behind)
+        inverse.append(code.spread(code.fdiv(F32(1.0), code.total(new)), lanes))
+
+    for begins in range(0, size, lanes * _PIECES):
+        some = range(begins, min(size, begins + lanes * _PIECES), lanes)
+        key, inner, behind = code.counted(end, "values")
+        sums = [[inner.phi(ir.VectorType(F32, lanes)) for _ in some] for _ in range(rows)]
+        where = inner.at(values, inner.times(key, step))
+        pieces = [inner.take(dtype, inner.at(where, at * width), lanes) for at in some]
+        found: list[list[Any]] = []
+        for row, totals_of in enumerate(sums):
+            share_of = inner.spread(inner.read(F32, inner.at(scores[row], inner.times(key, 4))), lanes)
+            found.append([inner.fma(share_of, piece, one) for piece, one in zip(pieces, totals_of, strict=True)])
+            for one, new in zip(totals_of, found[row], strict=True):
+                one.add_incoming(every(0.0, one.type), code.block)
+                one.add_incoming(new, inner.block)
+        code = inner.again(key, behind)
+        for row, one in enumerate(those):
+            token = code.at(code.times(batch, nodes), code.urem(one, nodes))
+            place = code.at(code.times(head, code.udiv(queries, nodes)), code.udiv(one, nodes))
+            out = code.at(given["out"], code.times(token, given["out_bytes"]), code.times(place, size * width))
+            for at, value in zip(some, found[row], strict=True):
+                code.put(dtype, code.fmul(value, inverse[row]), code.at(out, at * width))
+    code.again(number, done).ret_void()
+    return _address(module, "attend")
+
+
+@cache
+def gated(dtype: torch.dtype, grain: int) -> tuple[int, Any]:
+    """y = silu(gate) up, whose units are so many columns of a row.
+
+    Arguments: gate, gate_bytes, up, up_bytes, y, y_bytes, grains (of a row), rows.
+    """
+    names = ("gate", "gate_bytes", "up", "up_bytes", "y", "y_bytes", "grains", "rows")
+    lanes, size, module = gcd(grain, TILE), dtype.itemsize, ir.Module()
+    code, given = begin(module, "gated", names)
+    first, count, code = share(code, code.times(given["rows"], given["grains"]))
+    number, code, done = code.counted(count, "units")
+    unit = code.at(number, first)
+    row, column = code.udiv(unit, given["grains"]), code.times(code.urem(unit, given["grains"]), grain * size)
+    gate, up, y = (
+        code.at(given[name], code.times(row, given[f"{name}_bytes"]), column) for name in ("gate", "up", "y")
+    )
+    for at in range(0, grain * size, lanes * size):
+        value = code.take(dtype, code.at(gate, at), lanes)
+        below = code.fadd(code.exp(code.fneg(value)), every(1.0, value.type))
+        value = code.stored(dtype, code.fdiv(value, below))
+        code.put(dtype, code.fmul(value, code.take(dtype, code.at(up, at), lanes)), code.at(y, at))
+    code.again(number, done).ret_void()
+    return _address(module, "gated")
+
+
+@cache
+def add(dtype: torch.dtype, lanes: int) -> tuple[int, Any]:
+    """x += y by rows, so many numbers at a time. Arguments: x, x_bytes, y, y_bytes, vectors (of a row), rows."""
+    return _by_rows("add", dtype, lanes)
+
+
+@cache
+def copy(dtype: torch.dtype, lanes: int) -> tuple[int, Any]:
+    """x = y, as ``add``."""
+    return _by_rows("copy", dtype, lanes)
+
+
+def _by_rows(name: str, dtype: torch.dtype, lanes: int) -> tuple[int, Any]:
+    module, size = ir.Module(), dtype.itemsize
+    code, given = begin(module, name, ("x", "x_bytes", "y", "y_bytes", "vectors", "rows"))
+    first, count, code = share(code, given["rows"])
+    number, code, done = code.counted(count, "rows")
+    row = code.at(number, first)
+    x, y = (code.at(given[one], code.times(row, given[f"{one}_bytes"])) for one in ("x", "y"))
+    at, inner, behind = code.counted(given["vectors"], "vectors")
+    offset = inner.times(at, lanes * size)
+    value = inner.take(dtype, inner.at(y, offset), lanes)
+    if name == "add":
+        value = inner.fadd(inner.take(dtype, inner.at(x, offset), lanes), value)
+    inner.put(dtype, value, inner.at(x, offset))
+    inner.again(at, behind).again(number, done).ret_void()
+    return _address(module, name)
+
+
+def _now(code: Code, given: dict[str, Any], name: str) -> Any:
+    """What stands at a place, which is an argument, of the array `now` of what changes from call to call."""
+    return code.read(I64, code.at(given["now"], code.times(given[name], 8)))
+
+
+def _address(module: ir.Module, name: str) -> tuple[int, Any]:
+    engine = kernels.compiled(module)
+    return engine.get_function_address(name), engine

@@ -1,0 +1,203 @@
+"""Products with weights in float32 and bfloat16 on a CPU: kernels made for the CPU at hand.
+
+A forward over one token costs what its weights' bytes cost, and one over the dozen tokens of a tree should cost no
+more. oneDNN has kernels for many tokens, and in bfloat16 none for most laptops, which have AVX2 and nothing beyond.
+These take up to 14 tokens at a time, whose sums stay in registers: weights are read once for them, as they lie in
+memory. In bfloat16 they are multiplied in pairs where the CPU can (AVX-512 BF16), else widened in registers; sums are
+in float32.
+
+Each output is a sum over the inputs in their order, so that a token's result is the same, bit for bit, whatever goes
+through beside it.
+
+Layout: outputs in tiles of 16, and of a tile, one input after the other, or one pair of them, 16 weights each.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from math import gcd
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from llvmlite import ir
+from torch import Tensor
+
+from shape.target import kernels
+from shape.target.kernels import F32, FLOATS, I8, I32, I64, INTS, TILE, Bfloat, Code, Program, begin, share
+
+_TILES = 4  # weights are filled up to so many, as kernels of few tokens take several at a time
+_MOST, _MOST_AVX2 = 14, 6  # tokens whose sums fit into the registers
+_AHEAD = 1024  # bytes from memory asked for early, where several tokens keep the core from asking by itself
+_PAIRS = ir.VectorType(Bfloat(), 2 * TILE)
+_ARGUMENTS = ("weights", "bias", "x", "out", "inputs", "tiles", "tokens", "chunks")
+
+
+def serves(dtype: torch.dtype) -> bool:
+    """Whether this CPU has what the kernels are made of, and torch threads that they can run in."""
+    known = dtype in (torch.float32, torch.bfloat16)
+    return known and kernels.has("avx2") and kernels.has("fma") and kernels.openmp() is not None
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A weight in the kernels' layout.
+
+    Attributes:
+        weights: (tiles, inputs, 16), or (tiles, inputs / 2, 16, 2), filled up with zeros.
+        bias: (16 * tiles,) float32.
+        outputs, inputs: of the weight as it was.
+    """
+
+    weights: Tensor
+    bias: Tensor
+    outputs: int
+    inputs: int
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> "Packed":
+        """Of (out, in) and (out,), float32 or bfloat16."""
+        outputs, inputs = weight.shape
+        pair = 2 if _in_pairs(weight.dtype) else 1
+        weight = F.pad(weight, (0, -inputs % pair, 0, -outputs % (TILE * _TILES)))
+        tiles = weight.view(-1, TILE, weight.shape[1] // pair, *(pair,) * (pair - 1)).transpose(1, 2).contiguous()
+        biases = torch.zeros(len(weight)) if bias is None else F.pad(bias.float(), (0, len(weight) - outputs))
+        return cls(tiles, biases, outputs, inputs)
+
+    @property
+    def whole(self) -> bool:
+        """Whether activations need not be filled up."""
+        return self.inputs == self.weights[0].numel() // TILE
+
+    def prepare(self, program: Program, x: Tensor, grain: int) -> Tensor:
+        """Activations (T, inputs) as ``multiply`` takes them, made by a step of the program where they are others.
+
+        Args:
+            grain: of a row, that the same thread makes: a divisor of `inputs`.
+        """
+        if self.weights.dtype == torch.float32 or _in_pairs(self.weights.dtype):
+            return x
+        wide = torch.empty(x.shape)
+        program.add(_widener(gcd(grain, TILE))[0], x, wide, x.numel() // grain, grain)
+        return wide
+
+    def multiply(self, program: Program, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Go on with x times the transposed weights plus bias: (T, 16 * tiles) in a dtype, written when it runs."""
+        tiles, tokens = len(self.weights), len(x)
+        out = torch.empty(tokens, tiles * TILE, dtype=dtype)
+        rows = -(-tokens // -(-tokens // (_MOST if kernels.has("avx512f") else _MOST_AVX2)))
+        chunks = -(-tokens // rows)
+        given = (self.weights, self.bias, x, out, self.weights.shape[1], tiles, tokens, chunks)
+        program.add(_multiplier(dtype, _in_pairs(dtype), rows)[0], *given)
+        return out
+
+
+def product(x: Tensor, packed: Packed) -> Tensor:
+    """x times the transposed weights, plus bias.
+
+    Args:
+        x: (..., inputs) on the CPU, in the weights' dtype.
+
+    Returns:
+        (..., outputs), alike.
+    """
+    rows = x.reshape(-1, packed.inputs).contiguous()
+    if not len(rows):
+        return x.new_empty(*x.shape[:-1], packed.outputs)
+    rows = rows if packed.whole else F.pad(rows, (0, 1))
+    program = Program()
+    prepared = packed.prepare(program, rows, rows.shape[1])
+    if len(program):
+        program.wait()
+    out = packed.multiply(program, prepared, x.dtype)
+    program.run(len(rows) * packed.weights.numel())
+    return out[:, : packed.outputs].view(*x.shape[:-1], packed.outputs)
+
+
+def _in_pairs(dtype: torch.dtype) -> bool:
+    return dtype == torch.bfloat16 and kernels.has("avx512bf16")
+
+
+@cache
+def _widener(lanes: int) -> tuple[int, Any]:
+    """bfloat16 to float32, a unit of `grain` numbers, so many at a time, after the other."""
+    module = ir.Module()
+    code, given = begin(module, "widen", ("x", "wide", "units", "grain"))
+    start, count, code = share(code, given["units"])
+    vectors = code.udiv(given["grain"], I64(lanes))
+    number, code, done = code.counted(code.times(count, vectors), "vectors")
+    at = code.times(code.at(code.times(start, vectors), number), lanes)
+    numbers = code.take(torch.bfloat16, code.at(given["x"], code.times(at, 2)), lanes)
+    code.write(numbers, code.at(given["wide"], code.times(at, 4)))
+    code.again(number, done).ret_void()
+    engine = kernels.compiled(module)
+    return engine.get_function_address("widen"), engine
+
+
+@cache
+def _multiplier(dtype: torch.dtype, pairs: bool, rows: int) -> tuple[int, Any]:
+    """The address of a kernel of ``_ARGUMENTS``, and what keeps it alive.
+
+    Args:
+        pairs: whether inputs are multiplied two at a time.
+        rows: tokens that it takes at a time. Of the last ones the last token again, where there are fewer.
+    """
+    module, at_a_time = ir.Module(), _at_a_time(rows)
+    size = 4 if pairs else dtype.itemsize  # of a weight or a pair, as it is read; activations have four bytes
+    code, given = begin(module, "multiply", _ARGUMENTS)
+    inputs, tiles = given["inputs"], given["tiles"]
+    start, count, code = share(code, code.udiv(tiles, I64(at_a_time)))
+    number, code, done = code.counted(count, "tiles")
+    first = code.times(code.at(number, start), at_a_time)
+    chunk, code, after = code.counted(given["chunks"], "chunks")
+    last = code.sub(given["tokens"], I64(1))
+    tokens = [code.at(code.times(chunk, rows), row) for row in range(rows)]
+    tokens = [code.select(code.icmp_unsigned("<", token, last), token, last) for token in tokens]
+    x = [code.at(given["x"], code.times(token, inputs, 4)) for token in tokens]
+    places = [code.at(first, tile) for tile in range(at_a_time)]
+    weights = [code.at(given["weights"], code.times(place, inputs, size * TILE)) for place in places]
+    biases = [code.read(FLOATS, code.at(given["bias"], code.times(place, 4 * TILE))) for place in places]
+    at, inner, behind = code.counted(inputs, "inputs")
+    sums = [[inner.phi(FLOATS) for _ in range(at_a_time)] for _ in range(rows)]
+    where = [inner.at(address, inner.times(at, size * TILE)) for address in weights]
+    some = [inner.bitcast(inner.read(INTS, one), _PAIRS) if pairs else inner.take(dtype, one) for one in where]
+    for address in where if rows > _MOST // 2 else ():
+        ahead = inner.inttoptr(inner.at(address, _AHEAD), I8.as_pointer())
+        inner.intrinsic("llvm.prefetch.p0", ir.VoidType(), ahead, I32(0), I32(3), I32(1))
+    found: list[list[Any]] = []
+    for row, totals in enumerate(sums):
+        number_or_pair = inner.spread(inner.read(I32 if pairs else F32, inner.at(x[row], inner.times(at, 4))))
+        value = inner.bitcast(number_or_pair, _PAIRS) if pairs else number_or_pair
+        found.append([_added(inner, total, weight, value) for total, weight in zip(totals, some, strict=True)])
+        for total, bias, new in zip(totals, biases, found[row], strict=True):
+            total.add_incoming(bias, code.block)
+            total.add_incoming(new, inner.block)
+    code = inner.again(at, behind)
+    for token, values in zip(tokens, found, strict=True):
+        for place, value in zip(places, values, strict=True):
+            code.put(
+                dtype,
+                value,
+                code.at(
+                    given["out"],
+                    code.times(token, tiles, TILE, dtype.itemsize),
+                    code.times(place, TILE, dtype.itemsize),
+                ),
+            )
+    code = code.again(chunk, after)
+    code.again(number, done).ret_void()
+    engine = kernels.compiled(module)
+    return engine.get_function_address("multiply"), engine
+
+
+def _at_a_time(rows: int) -> int:
+    """Tiles: enough sums that the next product need not wait for the last, and no more than there are registers for."""
+    if kernels.has("avx512f"):
+        return 2 if rows == 1 or rows > 6 else 4
+    return {1: 4, 2: 2}.get(rows, 1)
+
+
+def _added(code: Code, total: Any, weight: Any, value: Any) -> Any:
+    """A sum and one product more, or a pair of them."""
+    if weight.type == FLOATS:
+        return code.fma(value, weight, total)
+    return code.intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, weight, value)

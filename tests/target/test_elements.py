@@ -1,0 +1,128 @@
+"""What lies between products, against torch's own functions."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from shape.target import elements
+from shape.target.kernels import Program, bits, row_bytes
+
+DTYPES = [torch.float32, torch.bfloat16]
+SIZES = [8, 48, 64, 80, 128]  # of a head: halves that vectors of 16 divide, and others
+ALL = 1 << 30  # work that all threads are woken for
+
+
+def numbers(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def run(kernel: tuple, *arguments: int | Tensor) -> None:
+    program = Program()
+    program.add(kernel[0], *arguments)
+    program.run(ALL)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [24, 64])
+def test_norms_are_those_of_llama(dtype, width):
+    x, added = numbers(dtype, 5, width), numbers(dtype, 7, width + 8, seed=1)
+    norm = LlamaRMSNorm(width, eps=1e-5).to(dtype).requires_grad_(False)
+    norm.weight.copy_(numbers(dtype, width, seed=2))
+    expected, y = x + added[:5, :width], torch.zeros_like(x)
+    run(
+        elements.norm(dtype, width, True),
+        x,
+        row_bytes(x),
+        added,
+        row_bytes(added),
+        y,
+        row_bytes(y),
+        norm.weight,
+        bits(1e-5),
+        1,
+        5,
+    )
+    assert torch.equal(x, expected)
+    near = {torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]  # a sum in another order may be rounded otherwise
+    torch.testing.assert_close(y, norm(expected), rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_of_heads_take_rows_that_lie_in_one(dtype):
+    x, weight = numbers(dtype, 5, 3 * 16 + 2), numbers(dtype, 16, seed=1)
+    expected = F.rms_norm(x[:, :48].reshape(5, 3, 16).float(), (16,), eps=1e-5).to(dtype) * weight
+    beyond = x[:, 48:].clone()
+    run(elements.norm(dtype, 16, False), x, row_bytes(x), 0, 0, x, row_bytes(x), weight, bits(1e-5), 3, 15)
+    near = {torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
+    torch.testing.assert_close(x[:, :48].reshape(5, 3, 16), expected, rtol=near, atol=near)
+    assert torch.equal(x[:, 48:], beyond)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated_units_are_silu_times_up(dtype):
+    gate, up = 8 * numbers(dtype, 5, 96), numbers(dtype, 5, 100, seed=1)
+    gate[0, :6] = torch.tensor([-1e4, -100, -1e-30, 0, 100, 1e4])
+    y = torch.zeros(5, 96, dtype=dtype)
+    run(elements.gated(dtype, 24), gate, row_bytes(gate), up, row_bytes(up), y, row_bytes(y), 4, 5)
+    near = {torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
+    torch.testing.assert_close(y, F.silu(gate) * up[:, :96], rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_added_and_copied(dtype):
+    x, y, bias = numbers(dtype, 5, 30), numbers(dtype, 5, 26, seed=1), numbers(dtype, 24, seed=2)
+    expected = x.clone()
+    expected[:, :24] += bias
+    run(elements.add(dtype, 8), x, row_bytes(x), bias, 0, 3, 5)
+    assert torch.equal(x, expected)
+    run(elements.copy(dtype, 2), x, row_bytes(x), y, row_bytes(y), 13, 5)
+    assert torch.equal(x, torch.cat([y, expected[:, 26:]], dim=1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_heads_are_turned_as_llama_turns_them(dtype, size):
+    batch, nodes, heads, slots = 2, 3, 4, 10
+    x, v = numbers(dtype, 6, heads * size + 8), numbers(dtype, 6, heads * size, seed=1)
+    cos, sin = numbers(dtype, 6, size, seed=2), numbers(dtype, 6, size, seed=3)
+    states = x[:, : heads * size].reshape(batch, nodes, heads, size).transpose(1, 2)
+    tables = (one.view(batch, nodes, size) for one in (cos, sin))
+    expected = apply_rotary_pos_emb(states, states, *tables)[0]
+    found = torch.zeros(batch, heads, nodes, size)
+    run(elements.turn(dtype, size, False), x, row_bytes(x), cos, sin, heads, 6, found, nodes)
+    assert torch.equal(found.to(dtype), expected)
+    keys, values = torch.zeros(2, batch * slots, heads, size, dtype=dtype)
+    where = torch.tensor([3, 4, 5, 17, 18, 19])
+    now = torch.tensor([keys.data_ptr(), values.data_ptr(), where.data_ptr()])
+    run(elements.turn(dtype, size, True), x, row_bytes(x), cos, sin, heads, 6, v, row_bytes(v), now, 0, 1, 2)
+    assert torch.equal(keys[where], expected.transpose(1, 2).reshape(6, heads, size))
+    assert torch.equal(values[where], v.view(6, heads, size))
+    assert not keys[[0, 6, 20 - 4]].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("shared", "groups", "nodes", "masked"), [(2, 3, 7, True), (4, 1, 1, False), (1, 4, 1, True)])
+@pytest.mark.parametrize("end", [1, 16, 37])
+def test_attention_is_that_of_the_keys_that_are_seen(dtype, size, shared, groups, nodes, masked, end):
+    batch, slots, heads, queries = 2, 40, shared * groups, groups * nodes
+    query = numbers(dtype, batch, heads, nodes, size)
+    keys, values = (numbers(dtype, batch, slots, shared, size, seed=seed) for seed in (1, 2))
+    mask = torch.where(numbers(torch.float32, batch, 1, nodes, end + 3, seed=3) < -0.5, torch.finfo(dtype).min, 0.0)
+    mask = mask.to(dtype)[..., :end]
+    mask[..., 0] = 0
+    rows = elements.queries_at_a_time(queries)
+    scratch = torch.full((torch.get_num_threads() * rows * 48,), torch.nan)
+    scores = -(-end // 16) * 64
+    now = [keys.data_ptr(), values.data_ptr(), end, slots, scratch.data_ptr(), scores]
+    now += [mask.data_ptr(), mask.stride(0) * mask.itemsize, mask.stride(2) * mask.itemsize]
+    found, wide = torch.zeros(batch, nodes, heads, size, dtype=dtype), query.float()
+    given = (wide, found, heads * size * found.itemsize, bits(0.3), batch, shared, nodes, queries, torch.tensor(now))
+    run(elements.attend(dtype, size, rows, masked), *given, *range(9 if masked else 6))
+    seen = [one[:, :end].transpose(1, 2).double() for one in (keys, values)]
+    given_mask = mask.double() if masked else None
+    expected = F.scaled_dot_product_attention(query.double(), *seen, given_mask, scale=0.3, enable_gqa=True)
+    near = {torch.float32: 1e-5, torch.bfloat16: 2**-6}[dtype]
+    torch.testing.assert_close(found.double(), expected.transpose(1, 2), rtol=near, atol=near)
