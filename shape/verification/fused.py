@@ -69,12 +69,12 @@ class FusedLayers:
         modules = [body, *(module for _, _, module in self._places)]
         self._hooks = [own for one in modules for own in (one._forward_hooks, one._forward_pre_hooks)]
         self._attributes = [vars(module) for module in modules]
-        self._weights = [parts[name]._parameters for parts, name in self.norms]
-        self._weights += [
+        self.weights = [parts[name]._parameters for parts, name in self.norms]
+        self.weights += [
             one._parameters for layer in self.layers for name, one in layer.attention.items() if "norm" in name
         ]
         self._programs: dict[Any, list[_Forward]] = {}
-        self._made_of: list[Any] = []
+        self._made_of: _Sources | None = None
 
     @classmethod
     def of(cls, body: Any, config: PretrainedConfig) -> Self | None:
@@ -92,7 +92,7 @@ class FusedLayers:
         return (
             input_ids.numel() <= MOST
             and dtype in _DTYPES
-            and all(parameters["weight"].dtype == dtype for parameters in self._weights)
+            and all(parameters["weight"].dtype == dtype for parameters in self.weights)
             and input_ids.device.type == "cpu"
             and cache is not None
             and all(getattr(held, "in_place", False) and held.keys.dtype == dtype for held in cache.layers)
@@ -118,9 +118,8 @@ class FusedLayers:
         """
         parts, (batch, nodes) = self._body._modules, input_ids.shape
         x: Tensor = parts["embed_tokens"](input_ids)
-        made_of = self._seen()
-        if made_of != self._made_of:
-            self._programs, self._made_of = {}, made_of
+        if self._made_of is None or not self._made_of.holds():
+            self._programs, self._made_of = {}, _Sources(self)
         programs, key = self._programs, (batch, nodes, tuple(layers), mask is not None)
         # Who runs one holds it alone, as several threads may decode at a time.
         forward = free.pop() if (free := programs.get(key)) else _Forward(self, batch, nodes, layers, mask is not None)
@@ -138,16 +137,33 @@ class FusedLayers:
             and not any("forward" in own for own in self._attributes)
         )
 
-    def _seen(self) -> list[Any]:
-        """What programs are made of, as it is now."""
-        seen: list[Any] = [parameters["weight"].data_ptr() for parameters in self._weights]
-        for layer in self.layers:
+
+class _Sources:
+    """What programs are made of, and whether it still is as it was: modules may be replaced, and weights change."""
+
+    def __init__(self, of: FusedLayers) -> None:
+        self._places: list[tuple[dict[str, Any], str, Any]] = []
+        for layer in of.layers:
             mlp = layer.parts["mlp"]
-            seen += mlp, _plain(mlp)
-            for modules, names in ((layer.attention, _ATTENTION), (mlp._modules, _MLP)):
-                for name in names:
-                    seen += _state(modules.get(name))
-        return seen
+            self._places.append((layer.parts, "mlp", mlp))
+            self._places += [(layer.attention, name, layer.attention[name]) for name in _ATTENTION]
+            self._places += [(mlp._modules, name, mlp._modules.get(name)) for name in _MLP]
+        modules = [module for _, _, module in self._places if module is not None]
+        self._hooks = [own for one in modules for own in (one._forward_hooks, one._forward_pre_hooks)]
+        self._attributes = [(vars(one), vars(one).get("forward")) for one in modules]
+        self._parameters = [*of.weights, *(one._parameters for one in modules)]
+        self._state = self._now()
+
+    def holds(self) -> bool:
+        return (
+            all(parts.get(name) is module for parts, name, module in self._places)
+            and all(own.get("forward") is forward for own, forward in self._attributes)
+            and self._state == self._now()
+        )
+
+    def _now(self) -> list[Any]:
+        tensors = [one for own in self._parameters for one in own.values() if one is not None]
+        return [*map(len, self._hooks), *((one.data_ptr(), one._version) for one in tensors)]
 
 
 class _Forward:
@@ -340,19 +356,6 @@ def _own_bias(module: Any) -> Tensor | None:
     """What is added to a product behind it: kernels for floats do it themselves."""
     bias: Tensor | None = module.bias if isinstance(module, QuantizedLinear) else None
     return bias
-
-
-def _state(module: Any) -> tuple[Any, ...]:
-    """What ``_packed`` depends on."""
-    if module is None:
-        return (None,)
-    own = vars(module).get("forward")
-    state: tuple[Any, ...] = (module, id(own), _is_hooked(module))
-    if type(own) is PrepackedForward:
-        for name in ("weight", "bias"):
-            if (tensor := module._parameters.get(name)) is not None:
-                state += (tensor.data_ptr(), tensor._version)
-    return state
 
 
 def _plain(mlp: Any) -> bool:
