@@ -22,6 +22,7 @@ from shape.networks.shape import windows
 from shape.networks.single import SingleRoot
 from shape.target.identity import TargetIdentity
 from shape.target.model import Target
+from shape.target.quantize import quantized
 from shape.target.support import LayerShape
 from shape.verification.cache import KVCache
 from shape.verification.noise import all_hashes, token_hashes
@@ -115,7 +116,7 @@ class TrainedDrafter(Drafter):
         self.predictor.complete(target)
         self._target, self._device = target, self.predictor.device
         self.on_host = self._device.type == "cpu"
-        self.single = SingleRoot.of(self.predictor)
+        self.single = SingleRoot.of(self.predictor, 8 if quantized(target.model) else None)
         vocabulary, dtype = self.predictor.draft_vocabulary, self.predictor.dtype
         tokens = torch.arange(target.vocab_size, device=self._device) if vocabulary is None else vocabulary
         self._vocabulary = vocabulary

@@ -1,135 +1,199 @@
-"""The states of all steps of a parallel predictor for a single root, on the host, by one compiled loop.
+"""The states of all steps of a parallel predictor for a single root, on the host, by kernels and compiled loops.
 
 A draft for one sequence reads every weight of the network once, and launches some forty operations for it, each of
-which costs more than what it computes. Here it is one call that does the reading. `ShapePredictor.forward` is what it
-computes, up to rounding: sums are in float32 here. Drafts may be rounded otherwise; no token depends on it.
+which costs more than what it computes. Here products are those of the target's kernels (``shape.target.floats``,
+``shape.target.integers``), by all threads, and what lies between them are compiled loops. `ShapePredictor.forward` is
+what it computes, up to rounding: activations and sums are in float32 here. Drafts may be rounded otherwise; no token
+depends on it.
 """
 
-from typing import NamedTuple, Self
+from threading import Lock
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shape.loops import compiled
 from shape.networks.base import Predictor
 from shape.networks.refinement import SinkhornRefinement
 from shape.networks.shape import ShapePredictor
-from shape.target.products import multiply, narrow, numbers, widen
+from shape.target import elements, floats, integers
+from shape.target.kernels import TILE, Program, row_bytes
+from shape.target.products import narrow, numbers, widen
+from shape.target.quantize import pack
 
 _EPSILON = np.float32(1e-5)  # of layer normalisation
 
 
-class _Weights(NamedTuple):
-    """(outputs, inputs) and (outputs,); biases in float32. Of several blocks the rows are one behind the other."""
+class _How(NamedTuple):
+    """Of transport: `row`: the last update; `barycentric`: the read-out."""
 
-    window: np.ndarray
-    window_bias: np.ndarray
-    token: np.ndarray
-    block_up: np.ndarray
-    block_up_bias: np.ndarray
-    block_down: np.ndarray
-    block_down_bias: np.ndarray
-    adapter_up: np.ndarray
-    adapter_up_bias: np.ndarray
-    adapter_down: np.ndarray
-    adapter_down_bias: np.ndarray
-    delta: np.ndarray
-    delta_bias: np.ndarray
-    gate_known: np.ndarray
-    gate_delta: np.ndarray
-    gate_bias: np.ndarray
-
-
-class _Refinement(NamedTuple):
-    """(d, H), (d,), (H, d) and (H,), none of them without refinement; biases, in float32, are a transport's.
-
-    `row`: the last update; `barycentric`: the read-out.
-    """
-
-    reduce: np.ndarray
-    reduce_bias: np.ndarray
-    expand: np.ndarray
-    expand_bias: np.ndarray
     iterations: int
     row: bool
     barycentric: bool
 
 
+class _Product:
+    """y = x W^T + b for a number of rows, as steps of a program.
+
+    Attributes:
+        x, y: (rows, inputs) and (rows, outputs) float32, where the program reads and writes.
+    """
+
+    def __init__(self, program: Program, weight: Tensor, bias: Tensor | None, rows: int, bits: int | None) -> None:
+        weight, bias = weight.detach(), None if bias is None else bias.detach().float()
+        outputs, inputs = weight.shape
+        self.work = rows * weight.numel()
+        if bits is None:
+            packed: Any = floats.Packed.of(weight, bias, wide=True)
+            x = torch.zeros(rows, inputs)
+            y = packed.multiply(program, x, torch.float32)
+        else:
+            blocks, scales = pack(weight, bits)
+            packed = integers.Packed(blocks, scales.view(torch.uint8), bits, outputs)
+            x = torch.zeros(rows, packed.inputs)
+            digits = packed.prepare(program, x, integers.GROUP)
+            program.wait()
+            y = packed.multiply(program, digits, torch.float32)
+            if bias is not None:
+                program.wait()
+                bias = F.pad(bias, (0, y.shape[1] - outputs))
+                given = (y, row_bytes(y), bias, 0, y.shape[1] // TILE, rows)
+                program.add(elements.add(torch.float32, TILE)[0], *given)
+        self.x, self.y = x[:, :inputs].numpy(), y[:rows, :outputs].numpy()
+
+
+class _Products:
+    """Several products that read nothing of each other: one call."""
+
+    def __init__(self, bits: int | None, *given: tuple[Tensor, Tensor | None, int]) -> None:
+        self._program = Program()
+        self.of = [_Product(self._program, *one, bits) for one in given]
+        self._work = sum(one.work for one in self.of)
+
+    @property
+    def x(self) -> np.ndarray:
+        return self.of[0].x
+
+    def __call__(self) -> np.ndarray:
+        """The first one's results."""
+        self._program.run(self._work)
+        return self.of[0].y
+
+
 class SingleRoot:
-    """A predictor's weights, where they lie, and what they make of a root."""
+    """A predictor's weights in the kernels' layout, and what they make of a root.
 
-    def __init__(self, predictor: ShapePredictor) -> None:
-        blocks, adapters, token = list(predictor.blocks), predictor.adapters, predictor.token_projection
-        assert adapters is not None
-        self._sizes, self._dtype = (predictor.config.num_steps, predictor.config.hidden_size), predictor.dtype
-        none = torch.empty(0, predictor.config.hidden_size, dtype=self._dtype)
+    Args:
+        bits: 8 where weights are to be quantised, as the target's are.
+    """
 
-        known, delta = predictor.gate.weight.detach().chunk(2, dim=1)  # what it reads of either
-
-        def bias(layer: nn.Linear) -> np.ndarray:
-            return layer.bias.detach().float().numpy()
-
-        def stacked(name: str) -> tuple[np.ndarray, np.ndarray]:
-            """Of the blocks: a copy where there are several."""
-            layers = [getattr(block, name) for block in blocks]
-            if not layers:
-                return numbers(none), np.empty(0, np.float32)
-            weights = [layer.weight for layer in layers]
-            weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-            return numbers(weight), np.concatenate([bias(layer) for layer in layers])
-
-        def of(layer: nn.Linear) -> tuple[np.ndarray, np.ndarray]:
-            return numbers(layer.weight), bias(layer)
-
-        self._weights = _Weights(
-            *of(predictor.window_projection),
-            numbers(none if token is None else token.weight),
-            *stacked("up"),
-            *stacked("down"),
-            *of(adapters.up),
-            *of(adapters.down),
-            *of(predictor.delta),
-            gate_known=numbers(known.contiguous()),
-            gate_delta=numbers(delta.contiguous()),
-            gate_bias=bias(predictor.gate),
-        )
-        self._module, nothing = predictor.refinement, np.empty(0, np.float32)
-        self._refinement = _Refinement(numbers(none), nothing, numbers(none), nothing, 0, False, False)
-        if isinstance(refinement := self._module, SinkhornRefinement):
-            self._refinement = _Refinement(
-                *of(refinement.reduce),
-                *of(refinement.expand),
-                refinement.iterations,
-                refinement.last_update == "row",
-                refinement.barycentric,
-            )
-        elif refinement is not None:
-            self._refinement = self._refinement._replace(
-                reduce=numbers(refinement.reduce.weight), expand=numbers(refinement.expand.weight)
-            )
+    def __init__(self, predictor: ShapePredictor, bits: int | None = None) -> None:
+        self._predictor, self._bits, self._dtype = predictor, bits, predictor.dtype
+        self._lock, self._state = Lock(), list[Any]()
+        self._weights = [own for module in predictor.modules() if (own := module._parameters)]
 
     @classmethod
-    def of(cls, predictor: Predictor) -> Self | None:
+    def of(cls, predictor: Predictor, bits: int | None = None) -> Self | None:
         """None where it does not serve: networks that repeat their step or attend, or are not the CPU's."""
         if not isinstance(predictor, ShapePredictor) or predictor.device.type != "cpu":
             return None
         plain = predictor.adapters is not None and predictor.attention is None
-        return cls(predictor) if plain and predictor.dtype in (torch.bfloat16, torch.float32) else None
+        return cls(predictor, bits) if plain and predictor.dtype in (torch.bfloat16, torch.float32) else None
 
-    @torch.no_grad()
     def __call__(self, window: Tensor, embedding: Tensor) -> Tensor:
         """(W, F) and the root's (H,), of any dtype -> (S, H) in the weights'."""
-        states = torch.empty(self._sizes, dtype=self._dtype)
-        window, token = window.to(self._dtype).contiguous(), embedding[None].to(self._dtype).contiguous()
-        refinement, kernel, alpha = self._module, np.empty((0, 0), np.float32), np.float32(0)
-        if refinement is not None:
-            alpha = np.float32(float(refinement.share.alpha))
-        if isinstance(refinement, SinkhornRefinement) and refinement.iterates:
-            kernel = refinement.kernel().numpy()
-        known = numbers(window), numbers(token), self._weights
-        _predict(*known, self._refinement, kernel, alpha, numbers(states))
+        with self._lock, torch.no_grad():  # its buffers are for one root
+            state = [(one.data_ptr(), one._version) for own in self._weights for one in own.values() if one is not None]
+            if state != self._state:
+                with torch.inference_mode(False):
+                    self._make()
+                self._state = state
+            return self._states(window, embedding)
+
+    def _make(self) -> None:
+        """The weights as they are now."""
+        network, steps, bits = self._predictor, self._predictor.config.num_steps, self._bits
+        adapters, token = network.adapters, network.token_projection
+        assert adapters is not None
+
+        def of(layer: nn.Linear, rows: int = 1) -> tuple[Tensor, Tensor | None, int]:
+            return layer.weight, layer.bias, rows
+
+        first = [of(network.window_projection), *([] if token is None else [of(token)])]
+        self._window = _Products(bits, *first)
+        blocks: Any = network.blocks
+        self._blocks = [(_Products(bits, of(block.up)), _Products(bits, of(block.down))) for block in blocks]
+        self._up = _Products(bits, of(adapters.up))
+        downs = zip(adapters.down.weight.chunk(steps), adapters.down.bias.chunk(steps), strict=True)
+        self._downs = _Products(bits, *((*one, 1) for one in downs))
+        self._delta = _Products(bits, of(network.delta, steps))
+        known, delta = network.gate.weight.chunk(2, dim=1)  # what it reads of either
+        self._gate = _Products(bits, (delta, None, steps), (known, network.gate.bias, 1))
+        if (refinement := network.refinement) is not None:
+            self._reduce, self._expand = (
+                _Products(bits, of(one, steps)) for one in (refinement.reduce, refinement.expand)
+            )
+            self._here = _Products(bits, of(refinement.reduce))
+
+    def _states(self, window: Tensor, embedding: Tensor) -> Tensor:
+        network, dtype, config = self._predictor, self._dtype, self._predictor.config
+        states = torch.empty(config.num_steps, config.hidden_size, dtype=dtype)
+        known = np.empty((window.numel() // config.hidden_size, config.hidden_size), np.float32)
+        widen(numbers(window.to(dtype).contiguous()).reshape(known.shape), known)
+        current = known[-1:].copy()
+        _normalise(known, known)
+        self._window.x[:] = known.reshape(1, -1)
+        if len(self._window.of) > 1:
+            token = self._window.of[1].x
+            widen(numbers(embedding[None].to(dtype).contiguous()), token)
+            _normalise(token, token)
+        x = self._window()
+        if len(self._window.of) > 1:
+            x += self._window.of[1].y
+        _silu(x, x)
+        for up, down in self._blocks:
+            _normalise(x, up.x)
+            _silu(up(), down.x)
+            x += down()
+        _normalise(x, self._up.x)
+        own = self._up().reshape(config.num_steps, -1)
+        for row, down_of in zip(own, self._downs.of, strict=True):
+            _silu(row[None], down_of.x)
+        self._downs()
+        for n, down_of in enumerate(self._downs.of):
+            self._delta.x[n] = x[0] + down_of.y[0]
+        delta = self._gate.x
+        delta[:] = self._delta()
+        self._gate.of[1].x[:] = known[-1:]
+        size = _gated(current, delta, self._gate(), self._gate.of[1].y)
+        if network.refinement is not None:
+            self._refine(delta, known[-1:], size)
+        narrow(delta, numbers(states))
         return states
+
+    def _refine(self, raw: np.ndarray, known: np.ndarray, size: np.float32) -> None:
+        """``shape.networks.refinement`` of states (S, H), in place; `known` is the current one, normalised, (1, H)."""
+        refinement: Any = self._predictor.refinement
+        alpha = np.float32(float(refinement.share.alpha))
+        amount, transport = alpha, isinstance(refinement, SinkhornRefinement)
+        if transport:
+            amount = alpha * size
+            _normalise(raw, self._reduce.x)
+        else:
+            self._reduce.x[:] = raw
+        reduced = self._expand.x
+        reduced[:] = self._reduce()
+        if transport:
+            _softmax(reduced)
+            if refinement.iterates:
+                self._here.x[:] = known
+                how = _How(refinement.iterations, refinement.last_update == "row", refinement.barycentric)
+                _transport(self._here(), reduced, refinement.kernel().numpy(), how)
+        raw *= np.float32(1) - alpha
+        raw += amount * self._expand()
 
 
 @compiled
@@ -148,9 +212,10 @@ def _normalise(x: np.ndarray, y: np.ndarray) -> None:
 
 
 @compiled
-def _silu(x: np.ndarray) -> None:
+def _silu(x: np.ndarray, y: np.ndarray) -> None:
+    """y = silu(x) of a row, (1, K) both, which may be the same."""
     for k in range(x.shape[1]):
-        x[0, k] /= np.float32(1) + np.exp(-x[0, k])
+        y[0, k] = x[0, k] / (np.float32(1) + np.exp(-x[0, k]))
 
 
 @compiled
@@ -189,7 +254,7 @@ def _through(x: np.ndarray, kernel: np.ndarray, y: np.ndarray) -> None:
 
 
 @compiled
-def _transport(here: np.ndarray, q: np.ndarray, kernel: np.ndarray, how: _Refinement) -> None:
+def _transport(here: np.ndarray, q: np.ndarray, kernel: np.ndarray, how: _How) -> None:
     """``scaled`` between the softmax of coordinates (1, d) and every row of q, (S, d), which becomes the read-out.
 
     The kernel is symmetric but for rounding, so that K serves for its transpose.
@@ -223,90 +288,18 @@ def _transport(here: np.ndarray, q: np.ndarray, kernel: np.ndarray, how: _Refine
 
 
 @compiled
-def _refine(
-    raw: np.ndarray, known: np.ndarray, size: np.float32, how: _Refinement, kernel: np.ndarray, alpha: np.float32
-) -> None:
-    """``shape.networks.refinement`` of states (S, H), in place; `known` is the current one, normalised, (1, H)."""
-    amount, refined = alpha, np.empty(raw.shape, np.float32)
-    reduced = np.empty((raw.shape[0], how.reduce.shape[0]), np.float32)
-    if len(how.reduce_bias):
-        amount = alpha * size
-        _normalise(raw, refined)
-        multiply(how.reduce, how.reduce_bias, refined, reduced)
-        _softmax(reduced)
-        if len(kernel):
-            here = np.empty((1, reduced.shape[1]), np.float32)
-            multiply(how.reduce, how.reduce_bias, known, here)
-            _transport(here, reduced, kernel, how)
-    else:
-        multiply(how.reduce, how.reduce_bias, raw, reduced)
-    multiply(how.expand, how.expand_bias, reduced, refined)
-    rest = np.float32(1) - alpha
-    for n in range(raw.shape[0]):
-        for k in range(raw.shape[1]):
-            raw[n, k] = rest * raw[n, k] + amount * refined[n, k]
+def _gated(current: np.ndarray, delta: np.ndarray, gate: np.ndarray, shared: np.ndarray) -> Any:
+    """delta (S, H) becomes the states: gated residuals on the current one, (1, H), whose size is given back.
 
-
-@compiled
-def _predict(
-    window: np.ndarray,
-    token: np.ndarray,
-    weights: _Weights,
-    how: _Refinement,
-    kernel: np.ndarray,
-    alpha: np.float32,
-    states: np.ndarray,
-) -> None:
-    """``SingleRoot``: window (W, F), token (1, H), states (S, H) to be filled, all of them ``numbers``."""
-    steps, size = states.shape
-    width, none = weights.window.shape[0], np.empty(0, np.float32)
-    # The window, each layer's state normalised by itself.
-    known = np.empty((window.size // size, size), np.float32)
-    widen(window.reshape(known.shape), known)
-    current, rms = known[-1:].copy(), np.float32(0)
-    for k in range(size):
-        rms += current[0, k] * current[0, k]
-    rms = np.sqrt(rms / np.float32(size))
-    _normalise(known, known)
-    x, y = np.empty((1, width), np.float32), np.empty((1, width), np.float32)
-    multiply(weights.window, weights.window_bias, known.reshape(1, -1), x)
-    if len(weights.token):
-        read = np.empty(token.shape, np.float32)
-        widen(token, read)
-        _normalise(read, read)
-        multiply(weights.token, none, read, y)
-        x += y
-    _silu(x)
-    for start in range(0, len(weights.block_up_bias), width):
-        end = start + width
-        inner, added = np.empty((1, width), np.float32), np.empty((1, width), np.float32)
-        _normalise(x, y)
-        multiply(weights.block_up[start:end], weights.block_up_bias[start:end], y, inner)
-        _silu(inner)
-        multiply(weights.block_down[start:end], weights.block_down_bias[start:end], inner, added)
-        x += added
-    # The steps' adapters: as one matrix up, and down each by its own.
-    adapted, each = np.empty((steps, width), np.float32), len(weights.adapter_up) // steps
-    wide = np.empty((1, steps * each), np.float32)
-    _normalise(x, y)
-    multiply(weights.adapter_up, weights.adapter_up_bias, y, wide)
-    _silu(wide)
-    own = wide.reshape(steps, each)
-    for n in range(steps):
-        start, end = n * width, (n + 1) * width
-        down, bias = weights.adapter_down[start:end], weights.adapter_down_bias[start:end]
-        multiply(down, bias, own[n : n + 1], adapted[n : n + 1])
-        adapted[n] += x[0]
-    # Gated residuals on the current state; what the gate reads of it is one product for all steps.
-    delta, gate = np.empty((steps, size), np.float32), np.empty((steps, size), np.float32)
-    shared = np.empty((1, size), np.float32)
-    multiply(weights.delta, weights.delta_bias, adapted, delta)
-    multiply(weights.gate_known, weights.gate_bias, known[-1:], shared)
-    multiply(weights.gate_delta, none, delta, gate)
-    for n in range(steps):
-        for k in range(size):
+    Args:
+        gate: (S, H), what the gate reads of delta; shared: (1, H), what it reads of the current state.
+    """
+    size = np.float32(0)
+    for k in range(current.shape[1]):
+        size += current[0, k] * current[0, k]
+    size = np.sqrt(size / np.float32(current.shape[1]))
+    for n in range(delta.shape[0]):
+        for k in range(delta.shape[1]):
             share = np.float32(1) / (np.float32(1) + np.exp(-gate[n, k] - shared[0, k]))
-            delta[n, k] = current[0, k] + rms * share * delta[n, k]
-    if len(how.reduce):
-        _refine(delta, known[-1:], rms, how, kernel, alpha)
-    narrow(delta, states)
+            delta[n, k] = current[0, k] + size * share * delta[n, k]
+    return size

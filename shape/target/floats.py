@@ -43,25 +43,33 @@ class Packed:
     """A weight in the kernels' layout.
 
     Attributes:
-        weights: (tiles, inputs, 16), or (tiles, inputs / 2, 16, 2), filled up with zeros.
+        weights: (tiles, inputs, 16), or in pairs (tiles, inputs / 2, 16, 2), filled up with zeros.
         bias: (16 * tiles,) float32.
         outputs, inputs: of the weight as it was.
+        pairs: whether inputs are multiplied two at a time, which takes activations in bfloat16; else they are taken in
+            float32.
     """
 
     weights: Tensor
     bias: Tensor
     outputs: int
     inputs: int
+    pairs: bool
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None = None) -> "Packed":
-        """Of (out, in) and (out,), float32 or bfloat16."""
+    def of(cls, weight: Tensor, bias: Tensor | None = None, wide: bool = False) -> "Packed":
+        """Of (out, in) and (out,), float32 or bfloat16.
+
+        Args:
+            wide: whether activations are to be taken in float32, whatever the CPU can.
+        """
         outputs, inputs = weight.shape
-        pair = 2 if _in_pairs(weight.dtype) else 1
+        pairs = weight.dtype == torch.bfloat16 and kernels.has("avx512bf16") and not wide
+        pair = 2 if pairs else 1
         weight = F.pad(weight, (0, -inputs % pair, 0, -outputs % (TILE * _TILES)))
         tiles = weight.view(-1, TILE, weight.shape[1] // pair, *(pair,) * (pair - 1)).transpose(1, 2).contiguous()
         biases = torch.zeros(len(weight)) if bias is None else F.pad(bias.float(), (0, len(weight) - outputs))
-        return cls(tiles, biases, outputs, inputs)
+        return cls(tiles, biases, outputs, inputs, pairs)
 
     @property
     def whole(self) -> bool:
@@ -74,7 +82,7 @@ class Packed:
         Args:
             grain: of a row, that the same thread makes: a divisor of `inputs`.
         """
-        if self.weights.dtype == torch.float32 or _in_pairs(self.weights.dtype):
+        if x.dtype == torch.float32 or self.pairs:
             return x
         wide = torch.empty(x.shape)
         program.add(_widener(gcd(grain, TILE))[0], x, wide, x.numel() // grain, grain)
@@ -87,7 +95,7 @@ class Packed:
         rows = -(-tokens // -(-tokens // (_MOST if kernels.has("avx512f") else _MOST_AVX2)))
         chunks = -(-tokens // rows)
         given = (self.weights, self.bias, x, out, self.weights.shape[1], tiles, tokens, chunks)
-        program.add(_multiplier(dtype, _in_pairs(dtype), rows)[0], *given)
+        program.add(_multiplier(self.weights.dtype, self.pairs, rows, dtype)[0], *given)
         return out
 
 
@@ -113,10 +121,6 @@ def product(x: Tensor, packed: Packed) -> Tensor:
     return out[:, : packed.outputs].view(*x.shape[:-1], packed.outputs)
 
 
-def _in_pairs(dtype: torch.dtype) -> bool:
-    return dtype == torch.bfloat16 and kernels.has("avx512bf16")
-
-
 @cache
 def _widener(lanes: int) -> tuple[int, Any]:
     """bfloat16 to float32, a unit of `grain` numbers, so many at a time, after the other."""
@@ -134,10 +138,11 @@ def _widener(lanes: int) -> tuple[int, Any]:
 
 
 @cache
-def _multiplier(dtype: torch.dtype, pairs: bool, rows: int) -> tuple[int, Any]:
+def _multiplier(dtype: torch.dtype, pairs: bool, rows: int, result: torch.dtype) -> tuple[int, Any]:
     """The address of a kernel of ``_ARGUMENTS``, and what keeps it alive.
 
     Args:
+        dtype: of the weights. result: of what comes out.
         pairs: whether inputs are multiplied two at a time.
         rows: tokens that it takes at a time. Of the last ones the last token again, where there are fewer.
     """
@@ -172,17 +177,11 @@ def _multiplier(dtype: torch.dtype, pairs: bool, rows: int) -> tuple[int, Any]:
             total.add_incoming(bias, code.block)
             total.add_incoming(new, inner.block)
     code = inner.again(at, behind)
+    size = TILE * result.itemsize
     for token, values in zip(tokens, found, strict=True):
         for place, value in zip(places, values, strict=True):
-            code.put(
-                dtype,
-                value,
-                code.at(
-                    given["out"],
-                    code.times(token, tiles, TILE, dtype.itemsize),
-                    code.times(place, TILE, dtype.itemsize),
-                ),
-            )
+            at = code.times(code.at(code.times(token, tiles), place), size)
+            code.put(result, value, code.at(given["out"], at))
     code = code.again(chunk, after)
     code.again(number, done).ret_void()
     engine = kernels.compiled(module)

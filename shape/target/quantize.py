@@ -119,7 +119,9 @@ def quantize_model(model: Any, how: Quantization) -> None:
     made: dict[int, QuantizedLinear] = {}  # layers that stand at several places stay one
     for name, layer in [one for one in model.named_modules(remove_duplicate=False) if is_plain(one[1])]:
         if id(layer) not in made:
-            made[id(layer)] = QuantizedLinear(layer, 4 if how == "int4" and layer is not head else 8)
+            made[id(layer)] = QuantizedLinear(layer, 4 if how == "int4" and layer is not head else 8).train(
+                layer.training
+            )
         model.set_submodule(name, made[id(layer)])
         layer.weight = None
 
