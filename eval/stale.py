@@ -43,6 +43,7 @@ MEASURES = {
     "drafters/": _MEASURED,
     "efficiency/": (*_DECODING, "shape/evaluation/efficiency.py"),
     "features/": ("shape/features", "eval/feature_throughput.py"),
+    "products/": ("shape/target", "eval/products.py"),
     "forwards/": ("shape/target", "shape/verification", "eval/forwards.py"),
     "geodesic/": (*_MEASURED, "eval/drafters.py"),
     "lookahead/": (*_MEASURED, "eval/drafters.py"),

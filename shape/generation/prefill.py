@@ -70,12 +70,14 @@ def commit_prompts(
     if known is None:
         cache = new_cache(target, batch.support, len(distinct), max(lengths) + slots)
         padded = [[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in distinct]
-        hidden = prefill(target, cache, torch.tensor(padded, device=target.device), lengths, layers=layers)
+        hidden = prefill(
+            target, cache, torch.tensor(padded, device=target.device), lengths, layers=layers, support=batch.support
+        )
     else:
         cache, before = known
         batch.stats.reused_tokens += cache.longest
         rest = torch.tensor([prompts[0][cache.longest :]], device=target.device)
-        hidden = torch.cat([before, prefill(target, cache, rest, lengths, layers=layers)], dim=1)
+        hidden = torch.cat([before, prefill(target, cache, rest, lengths, layers=layers, support=batch.support)], dim=1)
     batch.stats.prompt_tokens += sum(lengths)
     if len(distinct) < len(prompts):
         index = torch.tensor([distinct[tuple(prompt)] for prompt in prompts], device=target.device)

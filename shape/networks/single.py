@@ -20,6 +20,7 @@ from shape.networks.base import Predictor
 from shape.networks.refinement import SinkhornRefinement
 from shape.networks.shape import ShapePredictor
 from shape.target import elements, floats, integers
+from shape.target.inference import state_of
 from shape.target.kernels import TILE, Program, row_bytes
 from shape.target.products import narrow, numbers, widen
 from shape.target.quantize import pack
@@ -106,7 +107,7 @@ class SingleRoot:
     def __call__(self, window: Tensor, embedding: Tensor) -> Tensor:
         """(W, F) and the root's (H,), of any dtype -> (S, H) in the weights'."""
         with self._lock, torch.no_grad():  # its buffers are for one root
-            state = [(one.data_ptr(), one._version) for own in self._weights for one in own.values() if one is not None]
+            state = [state_of(one) for own in self._weights for one in own.values() if one is not None]
             if state != self._state:
                 with torch.inference_mode(False):
                     self._make()

@@ -32,6 +32,11 @@ def gradientless(networks: Iterable[nn.Module]) -> type[torch.inference_mode] | 
     return torch.no_grad if lasting or not plain else torch.inference_mode
 
 
+def state_of(weight: Tensor) -> tuple[int, int]:
+    """Where a weight lies, and how often it was changed in place, where that is counted."""
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+
+
 @dataclass
 class _Held:
     """A network in evaluation mode: for how many, and the modules that the last of them puts back."""

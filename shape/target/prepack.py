@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from shape.target import floats, kernels
+from shape.target.inference import state_of
 
 _EXPECTED_TOKENS = 16  # for which the layout is chosen; measured to be as good for one and for hundreds
 _SHARE = 0.5  # of the free memory that copies may take where nobody asked for them
@@ -63,9 +64,7 @@ class PrepackedForward:
         weight, bias = self._layer._parameters.get("weight"), self._layer._parameters["bias"]
         if weight is None:
             return None
-        made_of: tuple[int, ...] = (weight.data_ptr(), weight._version)
-        if bias is not None:
-            made_of += (bias.data_ptr(), bias._version)
+        made_of = state_of(weight) + (() if bias is None else state_of(bias))
         if self._made_of != made_of:
             self._made_of = made_of
             self._make(weight, bias)

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shape.target.model import Target
@@ -13,7 +14,10 @@ from shape.target.support import Support
 from shape.verification.attention import grouped_queries
 from shape.verification.cache import KVCache
 from shape.verification.openvino import OpenVinoCache
-from shape.verification.tree import TokenTree, placed
+from shape.verification.tree import TokenTree, chain, placed
+
+_FEW = 128  # tokens of a prompt; for more, what torch's calls cost does not count
+_FILLED = 16  # of which prompts are filled up to multiples
 
 
 def new_cache(target: Target, support: Support, batch: int, capacity: int) -> KVCache:
@@ -29,6 +33,7 @@ def prefill(
     lengths: list[int],
     portion: int = 1024,
     layers: Sequence[int] = (-1,),
+    support: Support | None = None,
 ) -> Tensor:
     """States of the given tokens, (B, T, len(layers) * H). Afterwards ``lengths`` tokens per sequence are committed.
 
@@ -39,6 +44,7 @@ def prefill(
         portion: tokens per sequence and forward, which bounds the memory of activations. The first is larger where
             it has to reach the rotary table that a long prompt has throughout (see ``shape.target.rotary``).
         layers: as in ``Target.hidden``.
+        support: the target's, with which a short prompt goes through the layers that few tokens go through.
     """
     hidden = []
     first, width = portion, input_ids.shape[1]
@@ -48,11 +54,23 @@ def prefill(
         tokens = input_ids[:, begin:end]
         start, batch = cache.longest, tokens.shape[0]
         cache.reserve(tokens.shape[1])
-        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
-        hidden.append(target.hidden(tokens, position_ids=positions, cache=cache, layers=layers))
+        if support is not None and support.fused is not None and tokens.numel() <= _FEW and target.switch is None:
+            hidden.append(_few(target, support, cache, tokens, layers))
+        else:
+            positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
+            hidden.append(target.hidden(tokens, position_ids=positions, cache=cache, layers=layers))
         cache.set_lengths([start + tokens.shape[1]] * batch)
     cache.set_lengths(lengths)
     return torch.cat(hidden, dim=1)
+
+
+def _few(target: Target, support: Support, cache: KVCache, tokens: Tensor, layers: Sequence[int]) -> Tensor:
+    """A prompt as a chain, filled up so that few numbers of tokens come, for each of which a program is made."""
+    size = tokens.shape[1]
+    padded = F.pad(tokens, (0, -size % _FILLED))
+    cache.reserve(padded.shape[1])
+    tree = chain(padded[:, 0], padded[:, 1:])
+    return tree_forward(target, support, cache, tree, layers)[:, :size]
 
 
 def recompute(target: Target, cache: KVCache, texts: list[list[int]], layers: Sequence[int] = (-1,)) -> Tensor:

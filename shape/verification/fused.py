@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 from transformers.activations import SiLUActivation
 
 from shape.target import elements, floats, integers
+from shape.target.inference import state_of
 from shape.target.kernels import TILE, Program, bits, row_bytes
 from shape.target.prepack import PrepackedForward
 from shape.target.quantize import QuantizedLinear
@@ -163,7 +164,7 @@ class _Sources:
 
     def _now(self) -> list[Any]:
         tensors = [one for own in self._parameters for one in own.values() if one is not None]
-        return [*map(len, self._hooks), *((one.data_ptr(), one._version) for one in tensors)]
+        return [*map(len, self._hooks), *map(state_of, tensors)]
 
 
 class _Forward:

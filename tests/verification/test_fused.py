@@ -101,6 +101,26 @@ def test_gives_the_states_of_other_layers(tiny_model, layers):
     torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("size", [1, 16, 37])
+@torch.inference_mode()
+def test_short_prompts_go_through_them(tiny_model, calls, arch, size):
+    target = made(tiny_model, arch)
+    ids = torch.randint(64, (2, size), generator=torch.Generator().manual_seed(0))
+    calls.clear()
+    found = []
+    for support in (target.support, None):
+        cache = new_cache(target, support_of(target), 2, 60)
+        lengths = [size, (size + 1) // 2]
+        states = prefill(target, cache, ids, lengths, layers=(0, -1), support=support)
+        tree = TokenTree(ids[:, :1].expand(-1, 6), torch.tensor([PARENTS] * 2))
+        assert cache.host_lengths == lengths
+        found.append((states, tree_forward(target, support_of(target), cache, tree)))
+    assert calls == [2 * (size + -size % 16), 12, 12]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
 class Doubled(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

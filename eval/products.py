@@ -1,0 +1,122 @@
+"""Products of weights with 1 to 512 tokens on this CPU: rows as in a checkpoint, oneDNN's blocks, and ours.
+
+    python -m eval.products --output eval/results/products
+
+Weights have the shapes of layers of SmolLM-135M, Qwen2.5-0.5B and Llama-3.2-1B, and are so many that they come from
+memory and not from a cache. All ways are run in turn, round after round; what counts is the median over rounds.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from eval import commands
+from shape.errors import ConfigError
+from shape.evaluation.environment import Environment
+from shape.evaluation.markdown import markdown, show
+from shape.target import floats
+from shape.target.prepack import onednn_multiplies
+
+SHAPES = ((576, 576), (1536, 576), (4864, 896), (8192, 2048))  # outputs, inputs
+TOKENS = (1, 2, 4, 8, 13, 16, 32, 64, 256, 512)
+BYTES = 300e6  # of weights that are gone through
+
+
+@dataclass
+class ProductsOptions:
+    """How often to measure.
+
+    Args:
+        output: folder for products.json and products.md.
+        rounds: of all weights, of which the median counts.
+    """
+
+    output: str = "products-results"
+    rounds: int = 7
+
+
+@dataclass(frozen=True)
+class Line:
+    """One way for one shape: microseconds by number of tokens."""
+
+    outputs: int
+    inputs: int
+    dtype: str
+    way: str
+    microseconds: dict[int, float]
+
+
+def ways(weights: list[Tensor]) -> dict[str, list[Callable[[Tensor], Tensor]]]:
+    """For each way a function for each weight."""
+    blocks = [torch.ops.mkldnn._reorder_linear_weight(weight, 16) for weight in weights]
+    packed = [floats.Packed.of(weight) for weight in weights]
+    return {
+        "rows": [partial(F.linear, weight=weight) for weight in weights],
+        "oneDNN's blocks": [partial(_by_onednn, blocks=one) for one in blocks],
+        "ours": [partial(floats.product, packed=one) for one in packed],
+    }
+
+
+def _by_onednn(x: Tensor, blocks: Tensor) -> Tensor:
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(x, blocks, None, "none", (), "")
+    return found
+
+
+@torch.inference_mode()
+def measure(shape: tuple[int, int], dtype: torch.dtype, rounds: int, bar: tqdm) -> list[Line]:
+    outputs, inputs = shape
+    count = max(1, round(BYTES / (outputs * inputs * dtype.itemsize)))
+    weights = [torch.randn(shape).to(dtype) for _ in range(min(count, 100))]
+    found = ways(weights)
+    times: dict[tuple[str, int], list[float]] = {(way, tokens): [] for way in found for tokens in TOKENS}
+    for turn in range(rounds + 1):  # the first warms up
+        for way, tokens in times:
+            some = found[way] if tokens <= 64 else found[way][: max(1, len(weights) // 8)]
+            x = torch.randn(tokens, inputs).to(dtype)
+            start = perf_counter()
+            for one in some:
+                one(x)
+            if turn:
+                times[way, tokens].append(1e6 * (perf_counter() - start) / len(some))
+        bar.update()
+    name = str(dtype).removeprefix("torch.")
+    return [Line(outputs, inputs, name, way, {at: median(times[way, at]) for at in TOKENS}) for way in found]
+
+
+def run(options: ProductsOptions) -> None:
+    dtypes = [dtype for dtype in (torch.float32, torch.bfloat16) if floats.serves(dtype) and onednn_multiplies(dtype)]
+    if not dtypes:
+        raise ConfigError("this CPU or this build of torch lacks what is compared: AVX2, GNU's OpenMP and oneDNN")
+    lines: list[Line] = []
+    with tqdm(total=len(SHAPES) * len(dtypes) * (options.rounds + 1)) as bar:
+        for dtype in dtypes:
+            for shape in SHAPES:
+                lines += measure(shape, dtype, options.rounds, bar)
+    environment = Environment.capture(torch.device("cpu"))
+    cells = [
+        [f"{one.outputs} x {one.inputs}", one.dtype, one.way, *map(show, one.microseconds.values())] for one in lines
+    ]
+    note = (
+        "Microseconds of a product of a weight (outputs x inputs) with so many tokens, median of "
+        f"{options.rounds}. *Rows*: torch's own, of a weight as checkpoints have it."
+    )
+    record = {"rounds": options.rounds, "environment": asdict(environment), "rows": [asdict(one) for one in lines]}
+    table = markdown(["weight", "dtype", "way", *map(str, TOKENS)], cells)
+    parts = ["### Products", table, note, environment.line()]
+    print(commands.write_results(Path(options.output), "products", record, *parts))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    commands.run(run, ProductsOptions, arguments)
+
+
+if __name__ == "__main__":
+    main()
