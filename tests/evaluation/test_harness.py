@@ -71,7 +71,10 @@ def test_tasks_have_the_results_of_the_same_model_without_drafts(models, tasks):
     ours, theirs = ({name: result["samples"][name] for name in result["results"]} for result in found)
     for name in ours:
         for one, other in zip(ours[name], theirs[name], strict=True):
-            assert one["resps"] == other["resps"] and one["doc_id"] == other["doc_id"]
+            assert one["doc_id"] == other["doc_id"] and len(one["resps"]) == len(other["resps"])
+            for (mine,), (own,) in zip(one["resps"], other["resps"], strict=True):
+                # Of a log-likelihood the last digits depend on the order of sums.
+                assert mine == (own if isinstance(own, str) else pytest.approx(own, rel=1e-5))
     assert found[0]["results"]["tiny_choose"] == found[1]["results"]["tiny_choose"]
     info = found[0]["config"]
     assert info["drafter"] == "shape" and info["acceptance_length"] >= 1
