@@ -21,6 +21,7 @@ from shape.networks.base import Carried, Head, Known, Predictor, Remembered
 from shape.networks.shape import windows
 from shape.networks.single import SingleRoot
 from shape.target.identity import TargetIdentity
+from shape.target.integers import serves
 from shape.target.model import Target
 from shape.target.quantize import quantized
 from shape.target.support import LayerShape
@@ -116,8 +117,9 @@ class TrainedDrafter(Drafter):
         self.predictor.complete(target)
         self._target, self._device = target, self.predictor.device
         self.on_host = self._device.type == "cpu"
-        self.single = SingleRoot.of(self.predictor, 8 if quantized(target.model) else None)
         vocabulary, dtype = self.predictor.draft_vocabulary, self.predictor.dtype
+        bits = 8 if self.on_host and quantized(target.model) and serves(dtype) else None
+        self.single = SingleRoot.of(self.predictor, bits)
         tokens = torch.arange(target.vocab_size, device=self._device) if vocabulary is None else vocabulary
         self._vocabulary = vocabulary
         # Of all tokens verification's own, so that it finds the noise that drafting made.
@@ -127,7 +129,7 @@ class TrainedDrafter(Drafter):
             self._numbers = np.full(target.vocab_size, -1)
             self._numbers[self._ids] = np.arange(len(tokens))
         apart = vocabulary is not None or self._device != target.device
-        self._head: Head | None = target.head_of(tokens, dtype) if apart else None
+        self._head: Head | None = target.head_of(tokens, dtype, bits) if apart else None
         if self.predictor.heads:
             self._head = self.predictor.own_head
         self._embeddings = None if vocabulary is None else self._embedded(vocabulary).to(dtype)

@@ -345,11 +345,17 @@ class Target:
         return self.head(hidden)
 
     @torch.no_grad()
-    def head_of(self, tokens: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-        """A copy of the output embedding for some tokens, (K,) int64, on their device: (..., H) -> (..., K)."""
+    def head_of(self, tokens: Tensor, dtype: torch.dtype, bits: int | None = None) -> Callable[[Tensor], Tensor]:
+        """A copy of the output embedding for some tokens, (K,) int64, on their device: (..., H) -> (..., K).
+
+        Args:
+            bits: 8 for weights of so many on a CPU, which are not trained through.
+        """
         weight, bias = self._head_rows(tokens.to(self.device))
         bias = None if bias is None else bias.to(tokens.device, dtype)
         weight = weight.to(tokens.device, dtype)
+        if bits is not None:
+            return QuantizedLinear(linear(weight, bias), bits).eval()
         if self.prepacked or quantized(self.model):
             return PrepackedForward(linear(weight, bias))
         return partial(F.linear, weight=weight, bias=bias)
