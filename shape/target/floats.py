@@ -84,14 +84,14 @@ class Packed:
         """
         if x.dtype == torch.float32 or self.pairs:
             return x
-        wide = torch.empty(x.shape)
+        wide = program.buffers.empty(*x.shape, dtype=torch.float32)
         program.add(_widener(gcd(grain, TILE))[0], x, wide, x.numel() // grain, grain)
         return wide
 
     def multiply(self, program: Program, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Go on with x times the transposed weights plus bias: (T, 16 * tiles) in a dtype, written when it runs."""
         tiles, tokens = len(self.weights), len(x)
-        out = torch.empty(tokens, tiles * TILE, dtype=dtype)
+        out = program.buffers.empty(tokens, tiles * TILE, dtype=dtype)
         rows = -(-tokens // -(-tokens // (_MOST if kernels.has("avx512f") else _MOST_AVX2)))
         chunks = -(-tokens // rows)
         given = (self.weights, self.bias, x, out, self.weights.shape[1], tiles, tokens, chunks)

@@ -116,9 +116,9 @@ class Packed:
         chunks = -(-tokens // _MOST_ROWS[digits])
         rows = -(-tokens // chunks)
         made = Digits(
-            torch.empty(chunks, groups, digits, rows, GROUP, dtype=torch.int8),
-            torch.empty(chunks, groups, digits, rows, dtype=torch.int32),
-            torch.empty(chunks, groups, rows, dtype=torch.float32),
+            program.buffers.empty(chunks, groups, digits, rows, GROUP, dtype=torch.int8),
+            program.buffers.empty(chunks, groups, digits, rows, dtype=torch.int32),
+            program.buffers.empty(chunks, groups, rows, dtype=torch.float32),
         )
         units = x.numel() // grain
         given = (x, made.numbers, made.offsets, made.steps, units, grain // GROUP, groups)
@@ -129,7 +129,7 @@ class Packed:
         """Go on with x times the transposed weights: (T or more, 16 * tiles) in a dtype, written when it runs."""
         chunks, groups, _, rows, _ = x.numbers.shape
         tiles = len(self.weights)
-        out = torch.empty(chunks * rows, tiles * TILE, dtype=dtype)
+        out = program.buffers.empty(chunks * rows, tiles * TILE, dtype=dtype)
         given = (self.weights, self.scales, x.numbers, x.offsets, x.steps, out, chunks, groups, tiles)
         program.add(_kernels(self.bits, dtype, rows).multiply, *given)
         return out

@@ -52,10 +52,37 @@ class Bfloat(ir.Type):
         return hash(Bfloat)
 
 
-class Program:
-    """Kernels and their arguments, in the order in which all threads go through them."""
+class Buffers:
+    """Memory that kernels write, made once and used again from layer to layer, each of which asks for the same."""
 
     def __init__(self) -> None:
+        self._made: list[Tensor] = []
+        self._next = 0
+
+    def again(self) -> None:
+        """From the first one on: what was asked for is not needed any more."""
+        self._next = 0
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        known = self._made[self._next] if self._next < len(self._made) else None
+        self._next += 1
+        if known is not None and known.shape == shape and known.dtype == dtype:
+            return known
+        made = torch.empty(shape, dtype=dtype)
+        if known is None:
+            self._made.append(made)
+        return made
+
+
+class Program:
+    """Kernels and their arguments, in the order in which all threads go through them.
+
+    Attributes:
+        buffers: where products find memory for what they write.
+    """
+
+    def __init__(self, buffers: Buffers | None = None) -> None:
+        self.buffers = buffers or Buffers()
         self._steps: list[int] = []
         self._kept: list[Any] = []
         self._array: Any = None

@@ -54,7 +54,8 @@ def prefill(
         tokens = input_ids[:, begin:end]
         start, batch = cache.longest, tokens.shape[0]
         cache.reserve(tokens.shape[1])
-        if support is not None and support.fused is not None and tokens.numel() <= _FEW and target.switch is None:
+        few = support is not None and support.fused is not None and tokens.numel() <= _FEW and target.switch is None
+        if support is not None and few and support.fused.serves(tokens, {}, cache):  # under masks
             hidden.append(_few(target, support, cache, tokens, layers))
         else:
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)

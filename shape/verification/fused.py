@@ -22,7 +22,7 @@ from transformers.activations import SiLUActivation
 
 from shape.target import elements, floats, integers
 from shape.target.inference import state_of
-from shape.target.kernels import TILE, Program, bits, row_bytes
+from shape.target.kernels import TILE, Buffers, Program, bits, row_bytes
 from shape.target.prepack import PrepackedForward
 from shape.target.quantize import QuantizedLinear
 
@@ -191,11 +191,13 @@ class _Forward:
         self._now = torch.zeros(self._values + count, dtype=torch.int64)
         self._out = y if tuple(layers) == (-1,) else self._new(tokens, len(layers) * width)
         self._steps: list[Program | Callable[[], Any]] = []
-        self._program = Program()
+        self._buffers = Buffers()
+        self._program = Program(self._buffers)
         wanted = [layer % (count + 1) for layer in layers]  # transformers has the last block's behind the norm
         self._norm(*of.norms[0], y)
         self._take(wanted, 0, self._x)
         for number, layer in enumerate(of.layers):
+            self._buffers.again()
             self._attend(layer, number, y)
             grain = gcd(of.heads * of.size, integers.GROUP)
             (found,) = self._linear(layer.attention, _ATTENTION[3:], self._attended, [width], grain)
@@ -233,6 +235,9 @@ class _Forward:
     def _new(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._dtype)
 
+    def _temporary(self, *shape: int) -> Tensor:
+        return self._buffers.empty(*shape, dtype=self._dtype)
+
     def _add(self, kernel: tuple[int, Any], *arguments: Any) -> None:
         self._program.add(kernel[0], *arguments)
 
@@ -240,7 +245,7 @@ class _Forward:
         """Of a program: what follows is called."""
         if len(self._program):
             self._steps.append(self._program)
-        self._program = Program()
+        self._program = Program(self._buffers)
 
     def _norm(self, parts: dict[str, Any], name: str, y: Tensor, added: Tensor | None = None) -> None:
         """y = norm of x, after x += added."""
@@ -284,7 +289,7 @@ class _Forward:
             return self._called(mlp, y, y.shape[1])
         width = self._of._config.intermediate_size
         gate, up = self._linear(mlp._modules, _MLP[:2], y, [width] * 2)
-        active, grain = self._new(len(y), width), gcd(width, integers.GROUP)
+        active, grain = self._temporary(len(y), width), gcd(width, integers.GROUP)
         given = (gate, row_bytes(gate), up, row_bytes(up), active, row_bytes(active), width // grain, len(y))
         self._add(elements.gated(self._dtype, grain), *given)
         return self._linear(mlp._modules, _MLP[2:], active, [y.shape[1]], grain)[0]
@@ -323,7 +328,7 @@ class _Forward:
 
     def _called(self, module: Any, x: Tensor, width: int) -> Tensor:
         """What a module that no kernel stands for gives for x, (T, width)."""
-        found = self._new(len(x), width)
+        found = self._temporary(len(x), width)
         self._end()
         self._steps.append(lambda: found.view(*self._shape, -1).copy_(module(x.view(*self._shape, -1))))
         return found
