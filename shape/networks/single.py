@@ -22,7 +22,6 @@ from shape.networks.shape import ShapePredictor
 from shape.target import elements, floats, integers
 from shape.target.inference import state_of
 from shape.target.kernels import TILE, Program, row_bytes
-from shape.target.products import narrow, numbers, widen
 from shape.target.quantize import pack
 
 _EPSILON = np.float32(1e-5)  # of layer normalisation
@@ -95,6 +94,7 @@ class SingleRoot:
         self._predictor, self._bits, self._dtype = predictor, bits, predictor.dtype
         self._lock, self._state = Lock(), list[Any]()
         self._weights = [own for module in predictor.modules() if (own := module._parameters)]
+        self._renew()
 
     @classmethod
     def of(cls, predictor: Predictor, bits: int | None = None) -> Self | None:
@@ -107,15 +107,18 @@ class SingleRoot:
     def __call__(self, window: Tensor, embedding: Tensor) -> Tensor:
         """(W, F) and the root's (H,), of any dtype -> (S, H) in the weights'."""
         with self._lock, torch.no_grad():  # its buffers are for one root
-            state = [state_of(one) for own in self._weights for one in own.values() if one is not None]
-            if state != self._state:
-                with torch.inference_mode(False):
-                    self._make()
-                self._state = state
+            self._renew()
             return self._states(window, embedding)
 
+    def _renew(self) -> None:
+        """Take the weights as they are now, where they have changed."""
+        state = [state_of(one) for own in self._weights for one in own.values() if one is not None]
+        if state != self._state:
+            with torch.inference_mode(False), torch.no_grad():
+                self._make()
+            self._state = state
+
     def _make(self) -> None:
-        """The weights as they are now."""
         network, steps, bits = self._predictor, self._predictor.config.num_steps, self._bits
         adapters, token = network.adapters, network.token_projection
         assert adapters is not None
@@ -141,16 +144,13 @@ class SingleRoot:
 
     def _states(self, window: Tensor, embedding: Tensor) -> Tensor:
         network, dtype, config = self._predictor, self._dtype, self._predictor.config
-        states = torch.empty(config.num_steps, config.hidden_size, dtype=dtype)
-        known = np.empty((window.numel() // config.hidden_size, config.hidden_size), np.float32)
-        widen(numbers(window.to(dtype).contiguous()).reshape(known.shape), known)
+        known = window.to(dtype).to(torch.float32, copy=True).reshape(-1, config.hidden_size).numpy()
         current = known[-1:].copy()
         _normalise(known, known)
         self._window.x[:] = known.reshape(1, -1)
         if len(self._window.of) > 1:
             token = self._window.of[1].x
-            widen(numbers(embedding[None].to(dtype).contiguous()), token)
-            _normalise(token, token)
+            _normalise(embedding[None].to(dtype).float().numpy(), token)
         x = self._window()
         if len(self._window.of) > 1:
             x += self._window.of[1].y
@@ -172,8 +172,7 @@ class SingleRoot:
         size = _gated(current, delta, self._gate(), self._gate.of[1].y)
         if network.refinement is not None:
             self._refine(delta, known[-1:], size)
-        narrow(delta, numbers(states))
-        return states
+        return torch.from_numpy(delta).to(dtype, copy=True)
 
     def _refine(self, raw: np.ndarray, known: np.ndarray, size: np.float32) -> None:
         """``shape.networks.refinement`` of states (S, H), in place; `known` is the current one, normalised, (1, H)."""

@@ -250,8 +250,8 @@ class Code(ir.IRBuilder):
         kind, name = ir.VectorType(I32, count), f"v{count}f32"
         least = every(-87.3, x.type)
         small = self.fcmp_ordered("<", x, least)
-        x = self.intrinsic(f"llvm.maxnum.{name}", x.type, x, least)
-        x = self.intrinsic(f"llvm.minnum.{name}", x.type, x, every(88.0, x.type))
+        most = every(88.0, x.type)
+        x = self.select(small, least, self.select(self.fcmp_ordered(">", x, most), most, x))  # which NaN passes
         power = self.intrinsic(f"llvm.rint.{name}", x.type, self.fmul(x, every(1.44269504088896341, x.type)))
         x = self.fma(power, every(-0.693359375, x.type), x)
         x = self.fma(power, every(2.12194440e-4, x.type), x)

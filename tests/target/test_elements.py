@@ -126,3 +126,17 @@ def test_attention_is_that_of_the_keys_that_are_seen(dtype, size, shared, groups
     expected = F.scaled_dot_product_attention(query.double(), *seen, given_mask, scale=0.3, enable_gqa=True)
     near = {torch.float32: 1e-5, torch.bfloat16: 2**-6}[dtype]
     torch.testing.assert_close(found.double(), expected.transpose(1, 2), rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_a_number_stays_none(dtype):
+    gate = torch.tensor([[torch.nan, torch.inf, 1.0, 0.0]], dtype=dtype)
+    y = torch.zeros_like(gate)
+    run(elements.gated(dtype, 4), gate, row_bytes(gate), torch.ones_like(gate), 0, y, 0, 1, 1)
+    assert y[0, 0].isnan() and y[0, 1] == torch.inf and y[0, 2] > 0.7 and y[0, 3] == 0
+    query, keys, scratch = torch.zeros(1, 2, 1, 8), numbers(dtype, 2, 1, 4, 1, 8), torch.zeros(1000)
+    query[0, 1, 0, 3] = torch.nan
+    now = torch.tensor([keys[0].data_ptr(), keys[1].data_ptr(), 4, 4, scratch.data_ptr(), 64])
+    found = torch.zeros(1, 2, 8, dtype=dtype)
+    run(elements.attend(dtype, 8, 2, False), query, found, 16 * found.itemsize, bits(1.0), 1, 1, 1, 2, now, *range(6))
+    assert found[0, 0].isfinite().all() and found[0, 1].isnan().all()
