@@ -26,7 +26,7 @@ from shape.evaluation.environment import Environment
 from shape.evaluation.journal import JOURNAL, Journal
 from shape.evaluation.runner import rotated
 
-_WARM_UP_TOKENS = 8
+_WARM_UP_TOKENS = 24  # in which the longest drafts come, whose kernels are compiled at the first
 
 
 @dataclass
