@@ -1,6 +1,8 @@
 """Whether the next step drafts: the cost model of ``shape.drafters.cost``, measured while decoding on this text."""
 
 from collections import deque
+from math import sqrt
+from statistics import fmean, stdev
 
 from shape.drafters.cost import RecentTimes
 
@@ -14,15 +16,18 @@ class SpeculationControl:
 
     Speculation pays while a drafted step commits more tokens per second than autoregressive ones would, so acceptance
     is compared with the break-even: seconds of a drafted step over seconds of an autoregressive one, both as measured
-    while decoding, behind as much context. Below it autoregressive steps follow; then a few drafted ones probe whether
-    the text has become easier, and each probe in vain doubles the wait for the next.
+    while decoding, behind as much context. Below it autoregressive steps follow, after few drafted ones where that is
+    clear; then a few drafted ones probe whether the text has become easier, and each probe in vain doubles the wait for
+    the next.
 
     Args:
         costs: of steps in earlier calls.
         least: acceptance length below which drafting pauses; None measures the break-even.
     """
 
-    _WINDOW = 16  # drafted steps that are judged together; the first judgement comes after so many
+    _WINDOW = 16  # drafted steps that are judged together
+    _FEW = 4  # of them, after which drafting pauses early, where the mean is a standard error below what it has to be
+    _LEAST_DEVIATION = 1.0  # tokens of a step, where a few happened to be equal
     _PROBE = 4  # drafted steps of a later probe
     _PAUSE, _LONGEST_PAUSE = 16, 512  # autoregressive steps
     _MEASURED = 3  # autoregressive steps that tell what one costs, where that is not known yet
@@ -39,19 +44,24 @@ class SpeculationControl:
         """Whether the next step drafts, behind so many tokens of the longest sequence."""
         if self._waiting > 0:
             return False
-        if len(self._recent) < self._needed:
+        enough = len(self._recent) >= self._needed
+        if not enough and len(self._recent) < self._FEW:
             return True
         least = self._least
         if least is None:
             if self._costs.unknown(context, drafted=True):
                 return True
             if self._costs.unknown(context, drafted=False):
-                self._waiting = self._MEASURED
-                return False
+                self._waiting = self._MEASURED if enough else 0
+                return not enough
             least = self._costs.break_even(context)
-        if sum(self._recent) / len(self._recent) >= least:
+        if enough and fmean(self._recent) >= least:
             self._needed, self._costs.pause = self._WINDOW, None
             return True
+        if not enough:
+            deviation = max(stdev(self._recent), self._LEAST_DEVIATION)
+            if fmean(self._recent) + deviation / sqrt(len(self._recent)) >= least:
+                return True
         self._recent.clear()
         self._needed = self._PROBE
         pause = self._costs.pause

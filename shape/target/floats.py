@@ -27,6 +27,7 @@ from shape.target.kernels import F32, FLOATS, I8, I32, I64, INTS, TILE, Bfloat, 
 
 _TILES = 4  # weights are filled up to so many, as kernels of few tokens take several at a time
 _MOST, _MOST_AVX2 = 14, 6  # tokens whose sums fit into the registers
+_MANY = 8  # of many, at a time: their activations stay in the first cache
 _AHEAD = 1024  # bytes from memory asked for early, where several tokens keep the core from asking by itself
 _PAIRS = ir.VectorType(Bfloat(), 2 * TILE)
 _ARGUMENTS = ("weights", "bias", "x", "out", "inputs", "tiles", "tokens", "chunks")
@@ -92,7 +93,10 @@ class Packed:
         """Go on with x times the transposed weights plus bias: (T, 16 * tiles) in a dtype, written when it runs."""
         tiles, tokens = len(self.weights), len(x)
         out = program.buffers.empty(tokens, tiles * TILE, dtype=dtype)
-        rows = -(-tokens // -(-tokens // (_MOST if kernels.has("avx512f") else _MOST_AVX2)))
+        most = _MOST_AVX2
+        if kernels.has("avx512f"):
+            most = _MOST if tokens <= _MOST else _MANY
+        rows = -(-tokens // -(-tokens // most))
         chunks = -(-tokens // rows)
         given = (self.weights, self.bias, x, out, self.weights.shape[1], tiles, tokens, chunks)
         program.add(_multiplier(self.weights.dtype, self.pairs, rows, dtype)[0], *given)
