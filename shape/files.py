@@ -13,6 +13,11 @@ from shape.errors import DiskSpaceError, ShapeError, is_full_disk
 T = TypeVar("T")
 
 
+def cache_folder() -> Path:
+    """For what can be made again: the folder that SHAPE_CACHE names, or ~/.cache/shape-decoding."""
+    return Path(os.environ.get("SHAPE_CACHE") or Path.home() / ".cache" / "shape-decoding")
+
+
 @contextmanager
 def written_whole(path: Path, writer: str = "") -> Iterator[Path]:
     """A temporary name beside `path` to write to, renamed to `path` once it is written; after an error nothing is left.

@@ -1,7 +1,7 @@
 """Every training of an ablation, checked before any work begins."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +71,16 @@ def plan(options: AblationOptions) -> list[Run]:
         for changes in (options.common, *map(_nested, options.override), places):
             values = _with(reader, values, changes)
     output = options.home
-    runs = [_run(reader, values, name, changes, 0, output) for name, changes in chosen.items()]
+    # All of them, so that others find their layers among the features if they are trained later.
+    every = replace(options, only=None).chosen()
+    runs = [_run(reader, values, name, changes, 0, output) for name, changes in every.items()]
     # What only the target can tell is checked with it. It is not kept, since the trainings have it to themselves.
     first = runs[0].options
     if first.token is not None:
         raise ConfigError("token would be written into the options of every training; leave it out, and set HF_TOKEN")
     target = Target.load(first.target, dtype=first.dtype, device_map="cpu", **of_target(first))
+    if not values.online:
+        values = _with(reader, values, {"extraction": {"more_layers": _layers(values, runs, target)}})
     runs = [
         _run(reader, values, name, changes, seed, output) for seed in options.seeds for name, changes in chosen.items()
     ]
@@ -102,13 +106,9 @@ def _run(reader: ArgumentParser, values: Namespace, name: str, changes: dict[str
         if file := changes.pop("config", None):
             values = _with(reader, values, yaml.safe_load(Path(find_config(file)).read_text()))
         values = _with(reader, values, changes)
-        # Variants that read other layers than those stored for all, or features stored otherwise, have a folder of
-        # their own.
-        layers = values.predictor.feature_layers
-        layers = [layers] if layers == "auto" else layers
-        apart = set(layers) - {-1, *values.extraction.more_layers}
+        # Features that are stored otherwise have a folder of their own.
         otherwise = [f"{option}-{value}" for option, value in changes.get("extraction", {}).items()]
-        store = output / "-".join(["features", *(map(str, layers) if apart else []), *otherwise])
+        store = output / "-".join(["features", *otherwise])
         ours: dict[str, Any] = {"seed": seed, "output": str(folder), "measurement": {"limit": 0}}
         if values.features is None and not values.online:
             ours["features"] = str(store)
@@ -118,6 +118,15 @@ def _run(reader: ArgumentParser, values: Namespace, name: str, changes: dict[str
     # Nulls too: where shape.train reads the file, they go before the defaults of the target that ships.
     text = reader.dump(values, skip_unset=False)
     return Run(name, seed, folder, options, {k: v for k, v in yaml.safe_load(text).items() if k != "config"})
+
+
+def _layers(values: Namespace, runs: Sequence[Run], target: Target) -> list[int]:
+    """What has to be stored for all variants to read the same features."""
+    found, size = set(values.extraction.more_layers), size_of(target.model)
+    for run in runs:
+        with one_sentence(f"variant {run.variant}"):
+            found |= set(resolve(run.options, size, None).predictor.feature_layers)
+    return sorted(found - {-1})
 
 
 def _with(reader: ArgumentParser, values: Namespace, changes: Mapping[str, Any]) -> Namespace:

@@ -94,8 +94,9 @@ def search(options: AblationOptions) -> AblationOptions:
             for place, candidate in enumerate(found)
         }
         asked = replace(
-            options, variants=trials, only=None, search=None, seeds=options.seeds[:1], trainings=None,
-            output=str(home / f"round-{number + 1}"), features=options.features or str(options.home / "features"),
+            options, variants={**options.variants, **trials}, only=list(trials), search=None, seeds=options.seeds[:1],
+            trainings=None, output=str(home / f"round-{number + 1}"),
+            features=options.features or str(options.home / "features"),
         )  # fmt: skip
         runs = plan(asked)
         trained = train_all(runs, options.jobs, needed=False)

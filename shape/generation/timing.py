@@ -13,7 +13,7 @@ import torch
 from shape.drafters import Drafter, TreeShape
 from shape.drafters.base import Committed
 from shape.drafters.cost import Costs
-from shape.files import typed
+from shape.files import cache_folder, typed
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.rules import Match
 from shape.verification.forward import new_cache, prefill, tree_forward
@@ -32,15 +32,15 @@ def measure_costs(
 
     Args:
         context: tokens in the cache; rounded up to a power of two, and down to what the target's positions allow.
-        cache: a JSON file of earlier measurements; default: costs.json in the folder that SHAPE_CACHE names, or in
-            ~/.cache/shape-decoding. Machine, threads, versions, target and drafter are part of the key.
+        cache: a JSON file of earlier measurements; default: costs.json in ``cache_folder``. Machine, threads, versions,
+            target and drafter are part of the key.
     """
     target = decoder.target
     limit = target.max_positions or context
     sizes = [size for size in _SIZES if decoder.support.mode == "tree" or size <= 17]
     context = max(1, min(1 << (context - 1).bit_length(), limit - max(sizes)))
     key = json.dumps([*_machine(decoder), batch_size, context, repeats])
-    cache = cache or Path(os.environ.get("SHAPE_CACHE") or Path.home() / ".cache" / "shape-decoding") / "costs.json"
+    cache = cache or cache_folder() / "costs.json"
     known = _kept(cache)
     costs = known.get(key)
     if costs is None:

@@ -61,7 +61,7 @@ class _Product:
                 program.wait()
                 bias = F.pad(bias, (0, y.shape[1] - outputs))
                 given = (y, row_bytes(y), bias, 0, y.shape[1] // TILE, rows)
-                program.add(elements.add(torch.float32, TILE)[0], *given)
+                program.add(elements.add(torch.float32, TILE), *given)
         self.x, self.y = x[:, :inputs].numpy(), y[:rows, :outputs].numpy()
 
 

@@ -22,7 +22,7 @@ _REASSOC = ("reassoc",)
 
 
 @cache
-def norm(dtype: torch.dtype, width: int, adds: bool) -> tuple[int, Any]:
+def norm(dtype: torch.dtype, width: int, adds: bool) -> int:
     """y = RMS norm of x (rows, width), whose rows lie `inner` in one; before, x += added where it adds.
 
     Arguments: x, x_bytes, added, added_bytes, y, y_bytes, weight (width,), epsilon's bits, inner, rows.
@@ -60,11 +60,11 @@ def norm(dtype: torch.dtype, width: int, adds: bool) -> tuple[int, Any]:
     inner.put(dtype, inner.fmul(value, weight), inner.at(y, offset))
     code = inner.again(at, behind)
     code.again(number, done).ret_void()
-    return _address(module, "norm")
+    return kernels.compiled(module)["norm"]
 
 
 @cache
-def turn(dtype: torch.dtype, size: int, cached: bool) -> tuple[int, Any]:
+def turn(dtype: torch.dtype, size: int, cached: bool) -> int:
     """Rotary embedding of projected heads, whose units are rows times heads.
 
     Arguments: x, x_bytes, cosines and sines (rows, size), heads, rows, and
@@ -112,7 +112,7 @@ def turn(dtype: torch.dtype, size: int, cached: bool) -> tuple[int, Any]:
             else:
                 code.write(value, code.at(y, (at + some) * 4))
     code.again(number, done).ret_void()
-    return _address(module, "turn")
+    return kernels.compiled(module)["turn"]
 
 
 def queries_at_a_time(count: int) -> int:
@@ -121,7 +121,7 @@ def queries_at_a_time(count: int) -> int:
 
 
 @cache
-def attend(dtype: torch.dtype, size: int, rows: int, masked: bool) -> tuple[int, Any]:
+def attend(dtype: torch.dtype, size: int, rows: int, masked: bool) -> int:
     """Attention of queries that share a key head, so many at a time, over a KV cache (B, slots, heads, size).
 
     Scores of all keys are written down, in a part of `scratch` that is the thread's own; units are sequences times key
@@ -221,11 +221,11 @@ def attend(dtype: torch.dtype, size: int, rows: int, masked: bool) -> tuple[int,
             for at, value in zip(some, found[row], strict=True):
                 code.put(dtype, code.fmul(value, inverse[row]), code.at(out, at * width))
     code.again(number, done).ret_void()
-    return _address(module, "attend")
+    return kernels.compiled(module)["attend"]
 
 
 @cache
-def gated(dtype: torch.dtype, grain: int) -> tuple[int, Any]:
+def gated(dtype: torch.dtype, grain: int) -> int:
     """y = silu(gate) up, whose units are so many columns of a row.
 
     Arguments: gate, gate_bytes, up, up_bytes, y, y_bytes, grains (of a row), rows.
@@ -246,22 +246,22 @@ def gated(dtype: torch.dtype, grain: int) -> tuple[int, Any]:
         value = code.stored(dtype, code.fdiv(value, below))
         code.put(dtype, code.fmul(value, code.take(dtype, code.at(up, at), lanes)), code.at(y, at))
     code.again(number, done).ret_void()
-    return _address(module, "gated")
+    return kernels.compiled(module)["gated"]
 
 
 @cache
-def add(dtype: torch.dtype, lanes: int) -> tuple[int, Any]:
+def add(dtype: torch.dtype, lanes: int) -> int:
     """x += y by rows, so many numbers at a time. Arguments: x, x_bytes, y, y_bytes, vectors (of a row), rows."""
     return _by_rows("add", dtype, lanes)
 
 
 @cache
-def copy(dtype: torch.dtype, lanes: int) -> tuple[int, Any]:
+def copy(dtype: torch.dtype, lanes: int) -> int:
     """x = y, as ``add``."""
     return _by_rows("copy", dtype, lanes)
 
 
-def _by_rows(name: str, dtype: torch.dtype, lanes: int) -> tuple[int, Any]:
+def _by_rows(name: str, dtype: torch.dtype, lanes: int) -> int:
     module, size = ir.Module(), dtype.itemsize
     code, given = begin(module, name, ("x", "x_bytes", "y", "y_bytes", "vectors", "rows"))
     first, count, code = share(code, given["rows"])
@@ -275,14 +275,9 @@ def _by_rows(name: str, dtype: torch.dtype, lanes: int) -> tuple[int, Any]:
         value = inner.fadd(inner.take(dtype, inner.at(x, offset), lanes), value)
     inner.put(dtype, value, inner.at(x, offset))
     inner.again(at, behind).again(number, done).ret_void()
-    return _address(module, name)
+    return kernels.compiled(module)[name]
 
 
 def _now(code: Code, given: dict[str, Any], name: str) -> Any:
     """What stands at a place, which is an argument, of the array `now` of what changes from call to call."""
     return code.read(I64, code.at(given["now"], code.times(given[name], 8)))
-
-
-def _address(module: ir.Module, name: str) -> tuple[int, Any]:
-    engine = kernels.compiled(module)
-    return engine.get_function_address(name), engine

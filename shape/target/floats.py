@@ -86,7 +86,7 @@ class Packed:
         if x.dtype == torch.float32 or self.pairs:
             return x
         wide = program.buffers.empty(*x.shape, dtype=torch.float32)
-        program.add(_widener(gcd(grain, TILE))[0], x, wide, x.numel() // grain, grain)
+        program.add(_widener(gcd(grain, TILE)), x, wide, x.numel() // grain, grain)
         return wide
 
     def multiply(self, program: Program, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -99,7 +99,7 @@ class Packed:
         rows = -(-tokens // -(-tokens // most))
         chunks = -(-tokens // rows)
         given = (self.weights, self.bias, x, out, self.weights.shape[1], tiles, tokens, chunks)
-        program.add(_multiplier(self.weights.dtype, self.pairs, rows, dtype)[0], *given)
+        program.add(_multiplier(self.weights.dtype, self.pairs, rows, dtype), *given)
         return out
 
 
@@ -126,7 +126,7 @@ def product(x: Tensor, packed: Packed) -> Tensor:
 
 
 @cache
-def _widener(lanes: int) -> tuple[int, Any]:
+def _widener(lanes: int) -> int:
     """bfloat16 to float32, a unit of `grain` numbers, so many at a time, after the other."""
     module = ir.Module()
     code, given = begin(module, "widen", ("x", "wide", "units", "grain"))
@@ -137,13 +137,12 @@ def _widener(lanes: int) -> tuple[int, Any]:
     numbers = code.take(torch.bfloat16, code.at(given["x"], code.times(at, 2)), lanes)
     code.write(numbers, code.at(given["wide"], code.times(at, 4)))
     code.again(number, done).ret_void()
-    engine = kernels.compiled(module)
-    return engine.get_function_address("widen"), engine
+    return kernels.compiled(module)["widen"]
 
 
 @cache
-def _multiplier(dtype: torch.dtype, pairs: bool, rows: int, result: torch.dtype) -> tuple[int, Any]:
-    """The address of a kernel of ``_ARGUMENTS``, and what keeps it alive.
+def _multiplier(dtype: torch.dtype, pairs: bool, rows: int, result: torch.dtype) -> int:
+    """The address of a kernel of ``_ARGUMENTS``.
 
     Args:
         dtype: of the weights. result: of what comes out.
@@ -188,8 +187,7 @@ def _multiplier(dtype: torch.dtype, pairs: bool, rows: int, result: torch.dtype)
             code.put(result, value, code.at(given["out"], at))
     code = code.again(chunk, after)
     code.again(number, done).ret_void()
-    engine = kernels.compiled(module)
-    return engine.get_function_address("multiply"), engine
+    return kernels.compiled(module)["multiply"]
 
 
 def _at_a_time(rows: int) -> int:

@@ -122,7 +122,7 @@ class Packed:
         )
         units = x.numel() // grain
         given = (x, made.numbers, made.offsets, made.steps, units, grain // GROUP, groups)
-        program.add(_kernels(self.bits, x.dtype, rows).quantise, *given)
+        program.add(_kernels(self.bits, x.dtype, rows)["quantise"], *given)
         return made
 
     def multiply(self, program: Program, x: Digits, dtype: torch.dtype) -> Tensor:
@@ -131,17 +131,8 @@ class Packed:
         tiles = len(self.weights)
         out = program.buffers.empty(chunks * rows, tiles * TILE, dtype=dtype)
         given = (self.weights, self.scales, x.numbers, x.offsets, x.steps, out, chunks, groups, tiles)
-        program.add(_kernels(self.bits, dtype, rows).multiply, *given)
+        program.add(_kernels(self.bits, dtype, rows)["multiply"], *given)
         return out
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """Addresses of kernels of ``_QUANTISER`` and ``_MULTIPLIER``, and what keeps them alive."""
-
-    quantise: int
-    multiply: int
-    engine: Any
 
 
 def serves(dtype: torch.dtype) -> bool:
@@ -172,13 +163,12 @@ def product(x: Tensor, weights: Tensor, scales: Tensor, bits: int, outputs: int)
 
 
 @cache
-def _kernels(bits: int, dtype: torch.dtype, rows: int) -> Kernels:
-    """Of a ``Kind``."""
+def _kernels(bits: int, dtype: torch.dtype, rows: int) -> dict[str, int]:
+    """Addresses of kernels of ``_QUANTISER`` and ``_MULTIPLIER``, of a ``Kind``."""
     kind, module = Kind(bits, dtype, rows), ir.Module()
     _quantiser(module, kind)
     _multiplier(module, kind)
-    engine = kernels.compiled(module)
-    return Kernels(engine.get_function_address("quantise"), engine.get_function_address("multiply"), engine)
+    return kernels.compiled(module)
 
 
 def _quantiser(module: ir.Module, kind: Kind) -> None:

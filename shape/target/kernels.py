@@ -6,15 +6,22 @@ several, one after the other: threads are woken once for all of them.
 """
 
 import ctypes
+import hashlib
+import os
 import struct
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
+import llvmlite
 import llvmlite.binding as llvm
 import psutil
 import torch
 from llvmlite import ir
 from torch import Tensor
+
+from shape.errors import ShapeError
+from shape.files import cache_folder, written_whole
 
 TILE = 16  # outputs of a tile: one vector of 32-bit numbers, or what a CPU makes several of
 PARALLEL = 1 << 18  # multiplications that are worth waking threads for
@@ -110,14 +117,14 @@ class Program:
             self._array = (ctypes.c_int64 * (len(self._steps) + 1))(len(self), *self._steps)
         library = openmp()
         if library is None:
-            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_runner()[0])(ctypes.addressof(self._array))
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_runner())(ctypes.addressof(self._array))
         else:
-            library.GOMP_parallel(_runner()[0], ctypes.addressof(self._array), threads, 0)
+            library.GOMP_parallel(_runner(), ctypes.addressof(self._array), threads, 0)
 
 
 @cache
-def _runner() -> tuple[int, Any]:
-    """The address of what each thread runs, given a program's array, and what keeps it alive."""
+def _runner() -> int:
+    """The address of what each thread runs, given a program's array."""
     module = ir.Module()
     code = Code(ir.Function(module, ir.FunctionType(ir.VoidType(), [I64]), "run").append_basic_block())
     given, thread, threads = code.function.args[0], I64(0), I64(1)
@@ -137,8 +144,7 @@ def _runner() -> tuple[int, Any]:
         code.branch(on)
         code = Code(on)
     code.again(number, done).ret_void()
-    engine = compiled(module)
-    return engine.get_function_address("run"), engine
+    return compiled(module)["run"]
 
 
 @cache
@@ -147,25 +153,56 @@ def has(feature: str) -> bool:
     return bool(llvm.get_host_cpu_features().get(feature))
 
 
-def compiled(module: ir.Module) -> Any:
-    """What keeps a module's machine code, made for this CPU in a tenth of a second or two, and knows its addresses."""
+_ENGINES: list[Any] = []  # what keeps machine code alive
+
+
+def compiled(module: ir.Module) -> dict[str, int]:
+    """Addresses of a module's functions by name, made for the CPU at hand.
+
+    Machine code takes a tenth of a second or two to make, and is kept in ``cache_folder`` for later processes.
+    """
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     if (library := openmp()) is not None:
         for name in ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier"):
             llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
-    machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(),
-        features=llvm.get_host_cpu_features().flatten() + (",-prefer-256-bit" if has("avx512f") else ""),
-        opt=2,
-    )
-    parsed = llvm.parse_assembly(str(module))
-    parsed.verify()
-    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=2))
-    passes.getModulePassManager().run(parsed, passes)
-    engine = llvm.create_mcjit_compiler(parsed, machine)
+    target = llvm.Target.from_default_triple()
+    features = llvm.get_host_cpu_features().flatten() + (",-prefer-256-bit" if has("avx512f") else "")
+    machine = target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=features, opt=2, jit=True)
+    source = str(module)
+    made_of = (source, target.triple, llvm.get_host_cpu_name(), features, llvmlite.__version__)
+    name = hashlib.sha256(repr(made_of).encode()).hexdigest()
+    if (code := _kept(name)) is None:
+        parsed = llvm.parse_assembly(source)
+        parsed.verify()
+        passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=2))
+        passes.getModulePassManager().run(parsed, passes)
+        code = machine.emit_object(parsed)
+        _keep(name, code)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
-    return engine
+    _ENGINES.append(engine)
+    return {one.name: engine.get_function_address(one.name) for one in module.functions if not one.is_declaration}
+
+
+def _kept(name: str) -> bytes | None:
+    """Machine code as it was written; None where there is none, or it is damaged."""
+    try:
+        content = (cache_folder() / "kernels" / name).read_bytes()
+    except (OSError, RuntimeError):  # the latter: there is no home
+        return None
+    digest, code = content[:32], content[32:]
+    return code if hashlib.sha256(code).digest() == digest else None
+
+
+def _keep(name: str, code: bytes) -> None:
+    """Behind its digest, where there is a place for it."""
+    with (
+        suppress(OSError, RuntimeError, ShapeError),
+        written_whole(cache_folder() / "kernels" / name, str(os.getpid())) as file,
+    ):
+        file.write_bytes(hashlib.sha256(code).digest() + code)
 
 
 class Code(ir.IRBuilder):

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from shape import bundled
 from shape.errors import ConfigError, UnsupportedTarget
+from shape.files import cache_folder
 from shape.target.loading import commit_of, first_line, only, read_tokenizer, resolve_dtype
 from shape.target.model import Target, read_config
 from shape.target.openvino_conversion import (
@@ -349,10 +350,7 @@ def _computed_in(dtype: str | torch.dtype | None, config: Any) -> torch.dtype:
 
 
 def _folder_of(where: str, revision: str, quantize: str | None, options: dict[str, Any]) -> Path:
-    """Where a target's conversion is kept: another one when its files, a version or an option is another.
-
-    SHAPE_CACHE names the folder that ours is in; default: ~/.cache/shape-decoding.
-    """
+    """Where a target's conversion is kept: another one when its files, a version or an option is another."""
     files = [
         (file.name, file.stat().st_size, file.stat().st_mtime_ns)
         for file in sorted(Path(where).iterdir() if Path(where).is_dir() else ())
@@ -362,5 +360,4 @@ def _folder_of(where: str, revision: str, quantize: str | None, options: dict[st
     packages = [version(name) for name in ("openvino", "nncf", "transformers") if quantize or name != "nncf"]
     given = {name: str(value) for name, value in options.items() if name != "token"}
     key = hashlib.sha256(json.dumps([_VERSION, source, packages, quantize, given], sort_keys=True).encode()).hexdigest()
-    root = Path(os.environ.get("SHAPE_CACHE") or Path.home() / ".cache" / "shape-decoding")
-    return root / "openvino" / f"{Path(where).name}-{quantize or 'float'}-{key[:16]}"
+    return cache_folder() / "openvino" / f"{Path(where).name}-{quantize or 'float'}-{key[:16]}"

@@ -238,9 +238,6 @@ class _Forward:
     def _temporary(self, *shape: int) -> Tensor:
         return self._buffers.empty(*shape, dtype=self._dtype)
 
-    def _add(self, kernel: tuple[int, Any], *arguments: Any) -> None:
-        self._program.add(kernel[0], *arguments)
-
     def _end(self) -> None:
         """Of a program: what follows is called."""
         if len(self._program):
@@ -252,7 +249,9 @@ class _Forward:
         norm, x = parts[name], self._x
         kernel = elements.norm(self._dtype, x.shape[1], added is not None)
         more = (0, 0) if added is None else (added, row_bytes(added))
-        self._add(kernel, x, row_bytes(x), *more, y, row_bytes(y), norm.weight, bits(norm.variance_epsilon), 1, len(x))
+        self._program.add(
+            kernel, x, row_bytes(x), *more, y, row_bytes(y), norm.weight, bits(norm.variance_epsilon), 1, len(x)
+        )
 
     def _attend(self, layer: _Layer, number: int, y: Tensor) -> None:
         of, (batch, nodes), tokens = self._of, self._shape, self._tokens
@@ -261,13 +260,15 @@ class _Forward:
         for name, x, heads in (("q_norm", q, of.heads), ("k_norm", k, of.shared)):
             if (norm := layer.attention.get(name)) is not None:
                 kernel, epsilon = elements.norm(self._dtype, of.size, False), bits(norm.variance_epsilon)
-                self._add(kernel, x, row_bytes(x), 0, 0, x, row_bytes(x), norm.weight, epsilon, heads, tokens * heads)
+                self._program.add(
+                    kernel, x, row_bytes(x), 0, 0, x, row_bytes(x), norm.weight, epsilon, heads, tokens * heads
+                )
                 self._program.wait()
-        self._add(
+        self._program.add(
             elements.turn(self._dtype, of.size, False),
             *(q, row_bytes(q), *self._turn, of.heads, tokens, self._query, nodes),
         )
-        self._add(
+        self._program.add(
             elements.turn(self._dtype, of.size, True),
             *(k, row_bytes(k), *self._turn, of.shared, tokens, v, row_bytes(v)),
             *(self._now, self._keys + number, self._values + number, _SLOTS),
@@ -276,7 +277,7 @@ class _Forward:
         queries = of.heads // of.shared * nodes
         self._rows = elements.queries_at_a_time(queries)
         mask = _MASKS + 3 * of.kinds.index(layer.kind)
-        self._add(
+        self._program.add(
             elements.attend(self._dtype, of.size, self._rows, self._masked),
             *(self._query, self._attended, row_bytes(self._attended), bits(of.scale), batch, of.shared, nodes, queries),
             *(self._now, self._keys + number, self._values + number, _END, _CAPACITY, _SCRATCH, _SCRATCH_BYTES),
@@ -291,7 +292,7 @@ class _Forward:
         gate, up = self._linear(mlp._modules, _MLP[:2], y, [width] * 2)
         active, grain = self._temporary(len(y), width), gcd(width, integers.GROUP)
         given = (gate, row_bytes(gate), up, row_bytes(up), active, row_bytes(active), width // grain, len(y))
-        self._add(elements.gated(self._dtype, grain), *given)
+        self._program.add(elements.gated(self._dtype, grain), *given)
         return self._linear(mlp._modules, _MLP[2:], active, [y.shape[1]], grain)[0]
 
     def _linear(
@@ -321,7 +322,7 @@ class _Forward:
                     self._program.wait()
                     lanes = gcd(width, TILE)
                     given = (found[-1], row_bytes(found[-1]), bias, 0, width // lanes, len(x))
-                    self._add(elements.add(self._dtype, lanes), *given)
+                    self._program.add(elements.add(self._dtype, lanes), *given)
         if len(self._program):
             self._program.wait()
         return found
@@ -342,7 +343,7 @@ class _Forward:
         for at in (at for at, one in enumerate(wanted) if one == layer):
             place = self._out[:, at * width :]
             given = (place, row_bytes(self._out), states, row_bytes(states), width // lanes, len(states))
-            self._add(elements.copy(self._dtype, lanes), *given)
+            self._program.add(elements.copy(self._dtype, lanes), *given)
 
 
 def _packed(module: Any) -> floats.Packed | integers.Packed | None:

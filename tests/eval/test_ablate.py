@@ -188,6 +188,20 @@ def test_runs_have_all_their_options_and_only_their_own_changes(file, tmp_path):
         assert parsing.parse([f"--config={written}"]) == run.options
 
 
+@pytest.mark.parametrize("only", [None, ["root"]])
+def test_features_hold_what_any_variant_reads(file, tmp_path, only):
+    """So that others can be trained later, from the same ones."""
+    values = yaml.safe_load(file.read_text())
+    values["variants"]["deep"] = {
+        "predictor": {"kind": "eagle", "feature_layers": "auto", "intermediate_size": None, "markov_rank": 0}
+    }
+    path = tmp_path / "layers.yaml"
+    path.write_text(yaml.safe_dump(values))
+    runs = plan(parse([str(path), f"--output={tmp_path}", *([f"--only={only}"] if only else [])]))
+    assert {tuple(run.options.extraction.more_layers) for run in runs} == {(1,)}
+    assert {run.options.features for run in runs} == {str(tmp_path / "features")}
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_ablations_are_sound(name, tmp_path):
     options = parse([name, f"--output={tmp_path}", "--seeds=[0]"])

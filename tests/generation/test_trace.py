@@ -112,7 +112,9 @@ def test_tokens_behind_a_stop_do_not_go_out(tiny_model):
 
 
 def test_rejection_shows_p_q_and_the_draw(tiny_model):
-    decoder = ShapeDecoder(tiny_model("llama"), TrainedDrafter(predictor(), TreeShape(depth=4, width=1)), fall_back=False)
+    decoder = ShapeDecoder(
+        tiny_model("llama"), TrainedDrafter(predictor(), TreeShape(depth=4, width=1)), fall_back=False
+    )
     out = decoder.generate(
         **prompts([6]), max_new_tokens=30, do_sample=True, top_k=0, acceptance="rejection", eos_token_id=[], seed=0,
         return_dict_in_generate=True, trace=True,

@@ -20,7 +20,7 @@ def numbers(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
 
 def run(kernel: tuple, *arguments: int | Tensor) -> None:
     program = Program()
-    program.add(kernel[0], *arguments)
+    program.add(kernel, *arguments)
     program.run(ALL)
 
 
