@@ -69,14 +69,16 @@ def test_a_token_does_not_depend_on_the_others(bits, dtype, threads):
     assert torch.equal(beside[[1, 3, 4]], alone[[1, 3, 4]])
 
 
+@pytest.mark.parametrize("features", [(), ("avx2",)])
+@pytest.mark.parametrize("count", [3, 9])  # with sums of whole tiles, and of halves
 @pytest.mark.parametrize(("bits", "dtype"), KINDS)
-def test_ordinary_instructions_give_the_same(bits, dtype, monkeypatch):
+def test_other_instructions_give_the_same(bits, dtype, count, features, monkeypatch):
     """On a CPU without VNNI, and where torch computes with the threads of another library."""
     weights, scales, _ = packed(bits, 40, 96)
-    x = tokens(dtype, 3, 96)
+    x = tokens(dtype, count, 96)
     expected = product(x, weights, scales, bits, 40)
     made = (integers._kernels, kernels._runner)
-    monkeypatch.setattr(kernels, "has", lambda feature: False)
+    monkeypatch.setattr(kernels, "has", lambda feature: feature in features)
     monkeypatch.setattr(kernels, "openmp", lambda: None)
     try:
         for one in made:
