@@ -26,7 +26,7 @@ class SpeculationControl:
     """
 
     _WINDOW = 16  # drafted steps that are judged together
-    _FEW = 4  # of them, after which drafting pauses early, where the mean is a standard error below what it has to be
+    _FEW = 3  # of them, after which drafting pauses early, where the mean is a standard error below what it has to be
     _LEAST_DEVIATION = 1.0  # tokens of a step, where a few happened to be equal
     _PROBE = 4  # drafted steps of a later probe
     _PAUSE, _LONGEST_PAUSE = 16, 512  # autoregressive steps
@@ -52,8 +52,8 @@ class SpeculationControl:
             if self._costs.unknown(context, drafted=True):
                 return True
             if self._costs.unknown(context, drafted=False):
-                self._waiting = self._MEASURED if enough else 0
-                return not enough
+                self._waiting = self._MEASURED
+                return False
             least = self._costs.break_even(context)
         if enough and fmean(self._recent) >= least:
             self._needed, self._costs.pause = self._WINDOW, None

@@ -126,9 +126,11 @@ def decode(steps: Steps, trace: Trace | None = None) -> Generator[tuple[int, lis
             trace.prefill(numbers, lengths, first, prefilled - started)
         live = unfinished(sequences)
         while live:
+            began = perf_counter()
             done = steps.step(live)
             emitted = [sequence.extend(tokens) for sequence, tokens in zip(live, done.tokens, strict=True)]
             _count(stats, live, done, emitted)
+            seconds = perf_counter() - began  # the caller's time is not among them, who may be slow
             if trace is not None and (seen := done.verified) is not None:
                 trace.step(
                     done.step, seen.tree, seen.logits, seen.sampler, seen.paths, done.tokens, done.accepted, emitted
@@ -136,8 +138,7 @@ def decode(steps: Steps, trace: Trace | None = None) -> Generator[tuple[int, lis
             if control is not None:
                 each = sum(map(len, done.tokens)) / len(live)
                 stats.autoregressive_steps += not done.drafts
-                control.observe(done.step.nodes > 1, each, done.step.seconds, max(done.step.lengths))
-            # Behind the step's times, which decide whether drafting pays: the caller may be slow.
+                control.observe(done.step.nodes > 1, each, seconds, max(done.step.lengths))
             for sequence, tokens, count in zip(live, done.tokens, emitted, strict=True):
                 yield sequence.index, tokens[:count]
             live = unfinished(live)

@@ -43,7 +43,7 @@ def run(
 def test_good_drafts_go_on_and_plain_steps_are_timed_once():
     times = StepCosts()
     first = run(SpeculationControl(times), lambda _: 3.0, 200)
-    assert first.count(False) == 3 and all(first[:16]) and not any(first[16:19])
+    assert first.count(False) == 3 and all(first[:3]) and not any(first[3:6])
     assert times.break_even(100) == pytest.approx(1.6)
     assert all(run(SpeculationControl(times), lambda _: 3.0, 200))  # another call knows
 
@@ -56,12 +56,19 @@ def test_bad_drafts_are_looked_at_ever_less_often():
     assert True in record[-800:]  # it never stops looking
 
 
-@pytest.mark.parametrize(("tokens", "steps"), [([1, 1, 2, 1], 4), ([1, 7, 1, 1], 16), ([2, 3, 2, 3], 16)])
+@pytest.mark.parametrize(("tokens", "steps"), [([1, 1, 2, 1], 3), ([1, 7, 1, 1], 16), ([2, 3, 2, 3], 16)])
 def test_what_is_clear_is_not_waited_for(tokens, steps):
     """A standard error below the break-even after few steps; a long draft among them, or little below, is not clear."""
     control = SpeculationControl(StepCosts(), least=2.7)
     record = run(control, lambda at: tokens[at % 4], 40)
     assert record.index(False) == steps
+
+
+def test_short_answers_are_judged_too():
+    """None of these has as many drafted steps as are judged together in a long one."""
+    times = StepCosts()
+    calls = [run(SpeculationControl(times), lambda _: 1.5, 12, drafted_seconds=3.0) for _ in range(10)]
+    assert [call.count(True) for call in calls] == [3] * 10
 
 
 def test_another_call_begins_with_what_was_found():
