@@ -21,7 +21,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shape.evaluation.environment import Environment
 
 ROOT = Path(__file__).resolve().parents[1]
 NETWORKS = {"default": "quickstart", "EAGLE-3": "eagle", "DFlash": "dflash"}
@@ -170,22 +173,26 @@ def padding(file: str, batch_size: int) -> dict[str, Any]:
 
 
 def run(options: SpeedOptions) -> None:
+    import torch
+
+    from shape.evaluation.environment import Environment
+
+    environment = Environment.capture(torch.device("cpu"))  # before the results that are written differ from the commit
     path = Path(options.output, "speed.json")
     known = json.loads(path.read_text()) if path.is_file() else {}
     rows, counted = known.get("rows", []), known.get("padding", [])
     counted += [padding(file, size) for file in options.texts for size in (1024, 8192)]
-    text = write(options, rows, counted)
+    text = write(options, rows, counted, environment)
     for name in options.networks:
         rows.append(measured(name, options))
-        text = write(options, rows, counted)
+        text = write(options, rows, counted, environment)
     print(text)
 
 
-def write(options: SpeedOptions, rows: Sequence[dict[str, Any]], counted: Sequence[dict[str, Any]]) -> str:
-    import torch
-
+def write(
+    options: SpeedOptions, rows: Sequence[dict[str, Any]], counted: Sequence[dict[str, Any]], environment: "Environment"
+) -> str:
     from eval import commands
-    from shape.evaluation.environment import Environment
     from shape.evaluation.markdown import DASH, markdown
 
     lines = []
@@ -196,7 +203,6 @@ def write(options: SpeedOptions, rows: Sequence[dict[str, Any]], counted: Sequen
         ratio = statistics.mean(rates["now"]) / statistics.mean(rates["before"]) if "before" in rates else None
         with_what = " ".join([*row["more"], *row["now"]])
         lines.append([f"{row['network']} {with_what}".strip(), *cells, DASH if ratio is None else f"{ratio:.2f}"])
-    environment = Environment.capture(torch.device("cpu"))
     speed = [
         f"At the quickstart's size: shipped target, stored features, {options.limit} conversations, steps of "
         f"{options.batch_size:,} positions; mean (least to most) of {options.rounds} trainings of 16 steps or more.",
