@@ -77,6 +77,7 @@ def run(options: DraftShapesOptions) -> None:
         temperature=options.temperature,
         label=f"Draft shapes of {Path(options.predictor).name}, {options.dtype}, temperature {options.temperature:g}",
         source=source,
+        fall_back=False,
     )
     text = results.to_markdown(detail=False)
     print(text)

@@ -113,7 +113,7 @@ def drafter(source: str | Path) -> TrainedDrafter:
 
 def compared(target: Target, drafters: dict[str, TrainedDrafter], count: int) -> SpeedResults:
     prompts, _ = chosen_prompts(None, count)
-    return measure(target, {"autoregressive": None, **drafters}, prompts, max_new_tokens=64)
+    return measure(target, {"autoregressive": None, **drafters}, prompts, max_new_tokens=64, fall_back=False)
 
 
 def run(options: WarmStartOptions) -> None:

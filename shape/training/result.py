@@ -145,6 +145,7 @@ def _measure(options: TrainOptions, decoder: ShapeDecoder, prompts: Sequence[Pro
         seed=options.seed,
         progress=options.trainer.enable_progress_bar,
         label=f"{options.output}, measured after training",
+        fall_back=False,  # so that the acceptance length is the predictor's own
     )
 
 

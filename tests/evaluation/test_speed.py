@@ -17,6 +17,8 @@ from shape.evaluation.environment import Environment
 from shape.evaluation.methods import describe
 from shape.evaluation.results import PromptRecord, SpeedResults, Tally
 from shape.evaluation.speed import Contexts, measure
+from shape.generation import engine
+from shape.generation.control import StepCosts
 from shape.networks.config import ShapeConfig
 from shape.networks.shape import ShapePredictor
 from shape.target.chat import Message
@@ -86,6 +88,15 @@ def test_sampled_tokens_equal_those_of_the_plain_loop(tiny_target):
     again = run(tiny_target, {"transformers": "transformers"}, temperature=1.0, prompts=PROMPTS[:1])
     once_more = run(tiny_target, {"transformers": "transformers"}, temperature=1.0, prompts=PROMPTS[:1])
     assert again.total["transformers"].distinct_bigrams == once_more.total["transformers"].distinct_bigrams
+
+
+@pytest.mark.parametrize("fall_back", [True, False])
+def test_the_clock_decides_when_to_fall_back(tiny_target, monkeypatch, fall_back):
+    """As in a call without a seed, though every answer has one: reproducible calls go by a fixed number."""
+    monkeypatch.setattr(engine, "FIXED_BREAK_EVEN", 0.0)
+    monkeypatch.setattr(StepCosts, "break_even", lambda *_: 1000.0)
+    wild = run(tiny_target, max_new_tokens=16, fall_back=fall_back).total["wild"]
+    assert (wild.draft_steps < wild.forwards) == fall_back
 
 
 def test_measuring_leaves_the_global_generator_alone(tiny_target):

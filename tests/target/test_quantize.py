@@ -65,7 +65,7 @@ def test_a_layer_that_is_cast_copied_traced_or_learned_through(bits):
 @pytest.mark.parametrize("how", ["int8", "int4"])
 def test_decoding_writes_what_the_quantised_model_writes(how):
     """By transformers with the same layers, by the plain loop, and with the predictor of the unquantised target."""
-    drafted = ShapeDecoder.from_pretrained("quickstart-shape", dtype="float32", quantize=how)
+    drafted = ShapeDecoder.from_pretrained("quickstart-shape", dtype="float32", quantize=how, fall_back=False)
     target = drafted.target
     assert target.precision == f"float32, {how} weights" and drafted.support.mode == "tree"
     plain, emitted, forwards = ShapeDecoder(target), 0, 0
