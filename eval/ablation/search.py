@@ -118,7 +118,7 @@ def search(options: AblationOptions) -> AblationOptions:
     settled: dict[str, dict[str, Any] | None] = {
         label: _merged(variants[label], candidate, chosen.tree) for label, candidate in best.items()
     }
-    return replace(options, variants=settled, search=None)
+    return replace(options, variants={**options.variants, **settled}, search=None)
 
 
 def _merged(

@@ -13,7 +13,7 @@ import torch
 from shape.drafters import Drafter, TreeShape
 from shape.drafters.base import Committed
 from shape.drafters.cost import Costs
-from shape.files import cache_folder, typed
+from shape.files import cache_folder, typed, written_whole
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.rules import Match
 from shape.verification.forward import new_cache, prefill, tree_forward
@@ -45,10 +45,8 @@ def measure_costs(
     costs = known.get(key)
     if costs is None:
         costs = known[key] = _measure(decoder, batch_size, context, sizes, repeats)
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        part = cache.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps({name: asdict(each) for name, each in known.items()}))
-        part.replace(cache)
+        with written_whole(cache, f".{os.getpid()}") as part:
+            part.write_text(json.dumps({name: asdict(each) for name, each in known.items()}))
     return costs
 
 

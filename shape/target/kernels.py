@@ -11,6 +11,7 @@ import os
 import struct
 from contextlib import suppress
 from functools import cache
+from threading import get_ident
 from typing import Any
 
 import llvmlite
@@ -200,7 +201,7 @@ def _keep(name: str, code: bytes) -> None:
     """Behind its digest, where there is a place for it."""
     with (
         suppress(OSError, RuntimeError, ShapeError),
-        written_whole(cache_folder() / "kernels" / name, str(os.getpid())) as file,
+        written_whole(cache_folder() / "kernels" / name, f".{os.getpid()}.{get_ident()}") as file,
     ):
         file.write_bytes(hashlib.sha256(code).digest() + code)
 

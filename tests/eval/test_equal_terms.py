@@ -20,6 +20,7 @@ def tiny(file, tmp_path, monkeypatch) -> Path:
     talks = Path(values["common"]["data"]).read_text().replace("say", "tell").splitlines()
     (tmp_path / "validation.jsonl").write_text("\n".join(talks[:6]) + "\n")
     values["common"] |= {"validation_data": str(tmp_path / "validation.jsonl")}
+    values["variants"]["root"]["predictor"]["feature_layers"] = [0, -1]  # which the others do not read
     values["search"] = {"over": {"training.learning_rate": [0.001, 0.01]}, "candidates": 2, "rounds": 1}
     values["measure"] |= {"methods": ["autoregressive"], "temperatures": [0], "fit": 1, "limit": 1}
     path = tmp_path / "tiny.yaml"

@@ -18,7 +18,7 @@ def numbers(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def run(kernel: tuple, *arguments: int | Tensor) -> None:
+def run(kernel: int, *arguments: int | Tensor) -> None:
     program = Program()
     program.add(kernel, *arguments)
     program.run(ALL)

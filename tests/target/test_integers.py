@@ -70,10 +70,10 @@ def test_a_token_does_not_depend_on_the_others(bits, dtype, threads):
 
 
 @pytest.mark.parametrize("features", [(), ("avx2",)])
-@pytest.mark.parametrize("count", [3, 9])  # with sums of whole tiles, and of halves
+@pytest.mark.parametrize("count", [3, 9])
 @pytest.mark.parametrize(("bits", "dtype"), KINDS)
 def test_other_instructions_give_the_same(bits, dtype, count, features, monkeypatch):
-    """On a CPU without VNNI, and where torch computes with the threads of another library."""
+    """On a CPU with AVX2 alone and without it, and where torch computes with the threads of another library."""
     weights, scales, _ = packed(bits, 40, 96)
     x = tokens(dtype, count, 96)
     expected = product(x, weights, scales, bits, 40)

@@ -29,7 +29,7 @@ def answer(made: dict[str, int]) -> int:
 @pytest.fixture
 def made(monkeypatch, tmp_path):
     """What was compiled and is to be kept, in an empty folder."""
-    kernels._runner()  # beforehand, as all programs share it
+    kernels._runner()  # which all programs share
     found: list[bytes] = []
     keep = kernels._keep
     monkeypatch.setenv("SHAPE_CACHE", str(tmp_path / "cache"))
