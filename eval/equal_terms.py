@@ -5,11 +5,11 @@
     python -m eval.equal_terms --work WORK --targets '[shipped]' --comparisons '[time]' --prompts '[bench]'
     python -m eval.equal_terms --render docs/research/baselines.md         # the tables between a document's markers
 
-First a search, in the same seconds for every method, finds learning rate, steps and draft vocabulary by the acceptance
-length on validation prompts (`configs/ablations/baselines.yaml`, `eval.ablation.search`). Then all are trained in the
-same *time*, with the same *positions*, and, at a constant learning rate with averaged weights, until that length has
-*no rise* any more; each is given the shape of draft that decodes the validation prompts fastest. Only then they meet
-the prompts that are reported: `bench` (like the training text), `kinds` (unlike it), and `public` ones.
+First a search, in the same seconds or steps for every method, finds learning rate, draft tokens and draft vocabulary by
+the acceptance length on validation prompts (`configs/ablations/baselines.yaml`, `eval.ablation.search`). Then all are
+trained in the same *time*, with the same *positions*, and, at a constant learning rate with averaged weights, until
+that length has *no rise* any more; each is given the shape of draft that decodes the validation prompts fastest. Only
+then they meet the prompts that are reported: `bench` (like the training text), `kinds` (unlike it), and `public` ones.
 
 Of the second target, chat-12m, and the public prompts SHAPE_SHARED names the folder; neither ships. Finished parts are
 kept in the work folder, so the same command goes on, with more methods too. In the end tables go to the results folder.
@@ -68,6 +68,7 @@ class EqualTermsOptions:
         prompts: bench, kinds, public.
         seeds: one training of each method with each; default: the file's.
         search_seconds: of training in the search, for each method; default: the file's.
+        search_steps: of 1,024 positions in the search, for each method, instead of seconds.
         minutes: of each training in the comparison by time.
         steps: of 1,024 positions in the comparison by positions; ten times as many at most where validation ends it.
         file: the ablation's, below configs/ablations or a path.
@@ -84,6 +85,7 @@ class EqualTermsOptions:
     prompts: list[str] = field(default_factory=lambda: list(PROMPTS))
     seeds: list[int] | None = None
     search_seconds: float | None = None
+    search_steps: int | None = None
     minutes: float = 3.0
     steps: int = 400
     file: str = "baselines"
@@ -144,10 +146,11 @@ def training(options: EqualTermsOptions, comparison: str) -> tuple[str, dict[str
 def asked(base: AblationOptions, options: EqualTermsOptions, target: str) -> AblationOptions:
     """The file's options, as they are asked for, for a target."""
     chosen = base.search or SearchOptions()
+    seconds = chosen.seconds if options.search_seconds is None else options.search_seconds
     return replace(
         base,
         common=over(base.common, TARGETS[target]),
-        search=chosen if options.search_seconds is None else replace(chosen, seconds=options.search_seconds),
+        search=replace(chosen, seconds=seconds, steps=options.search_steps),
         seeds=base.seeds if options.seeds is None else options.seeds,
         only=options.methods,
         jobs=options.jobs,
@@ -202,7 +205,7 @@ def estimate(base: AblationOptions, options: EqualTermsOptions, target: str) -> 
     """Hours of each part, where all is still to be done."""
     methods, seeds, chosen = list(base.chosen()), len(base.seeds), base.search or SearchOptions()
     trials = chosen.candidates + (chosen.rounds - 1) * max(2, -(-chosen.candidates // 3))
-    seconds = {"search": len(methods) * (chosen.seconds + trials * _STARTS) / base.jobs}
+    seconds = {} if chosen.steps else {"search": len(methods) * (chosen.seconds + trials * _STARTS) / base.jobs}
     kept = Path(base.output, "search/search.json")
     tried = json.loads(kept.read_text())["tried"] if kept.exists() else {}
     rates = {name: tried[name][0]["positions_per_second"] for name in methods if name in tried}

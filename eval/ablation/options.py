@@ -63,12 +63,13 @@ class MeasureOptions:
 
 @dataclass
 class SearchOptions:
-    """What is searched for every variant before it is trained: in the same time for each, by validation alone.
+    """What is searched for every variant before it is trained: in equal time or equal steps, by validation alone.
 
     Attributes:
         over: option -> values, as in {training.learning_rate: [0.001, 0.002]}. A variant that lacks one of these has
             values of its own under `search`.
         seconds: of training for each variant, over all rounds alike.
+        steps: of training for each, instead of seconds, so that what is found depends on no clock.
         candidates: settings that share the first round: the variant's own, and others, drawn so that each value is in
             as many.
         rounds: the best third of a round, two at least, share the next one.
@@ -77,6 +78,7 @@ class SearchOptions:
 
     over: dict[str, list[Any]] = field(default_factory=dict)
     seconds: float = 600.0
+    steps: int | None = None
     candidates: int = 6
     rounds: int = 2
     tree: TreeShape = field(default_factory=lambda: TreeShape(depth=8, width=3, nodes=16))
@@ -87,6 +89,8 @@ class SearchOptions:
             raise ConfigError(
                 "search needs seconds, candidates and rounds above 0, and a value of each option; give them"
             )
+        if self.steps is not None and self.steps < self.candidates * self.rounds:
+            raise ConfigError(f"search.steps is {self.steps}; give a step to every candidate in each round at least")
 
 
 @dataclass

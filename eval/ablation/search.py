@@ -87,7 +87,7 @@ def search(options: AblationOptions) -> AblationOptions:
     }  # of each variant
     tried: dict[str, list[dict[str, Any]]] = {label: [] for label in variants}
     for number in range(chosen.rounds):
-        shares = {label: chosen.seconds / chosen.rounds / len(found) for label, found in left.items()}
+        shares = {label: _share(chosen, len(found)) for label, found in left.items()}
         trials: dict[str, dict[str, Any] | None] = {
             f"{label} {place}": _merged(variants[label], candidate, chosen.tree, shares[label])
             for label, found in left.items()
@@ -107,7 +107,7 @@ def search(options: AblationOptions) -> AblationOptions:
                 raise CheckpointError(f"no training of {label} came to its end in the search; see {home}")
             records.sort(key=lambda one: -one[0].record["validation"]["value"])
             tried[label] += [
-                {"round": number + 1, "seconds": shares[label], "options": candidate, "steps": one.steps,
+                {"round": number + 1, "given": shares[label], "options": candidate, "steps": one.steps,
                  "positions_per_second": one.positions_per_second, **one.record["validation"]}
                 for one, candidate in records
             ]  # fmt: skip
@@ -121,13 +121,19 @@ def search(options: AblationOptions) -> AblationOptions:
     return replace(options, variants={**options.variants, **settled}, search=None)
 
 
+def _share(chosen: SearchOptions, among: int) -> dict[str, Any]:
+    """The options that end the training of each of so many candidates of a round."""
+    if chosen.steps is not None:
+        return {"training.steps": chosen.steps // chosen.rounds // among, "training.max_minutes": None}
+    return {"training.max_minutes": chosen.seconds / chosen.rounds / among / 60}
+
+
 def _merged(
-    variant: Mapping[str, Any], candidate: Mapping[str, Any], tree: TreeShape, seconds: float | None = None
+    variant: Mapping[str, Any], candidate: Mapping[str, Any], tree: TreeShape, share: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What a variant changes, with a candidate's options, the search's shape of draft, and the time that it has."""
+    """What a variant changes, with a candidate's options, the search's shape of draft, and its share of training."""
     merged = {**variant, "tree": asdict(tree)}
-    timed = {} if seconds is None else {"training.max_minutes": seconds / 60}
-    for option, value in {**candidate, **timed}.items():
+    for option, value in {**candidate, **(share or {})}.items():
         merged = over(merged, nested(option, value))
     return merged
 

@@ -59,7 +59,7 @@ def rounds(monkeypatch):
         seen.append(runs)
         found = {}
         for run in runs:
-            value = 100 * run.options.training.learning_rate - run.options.training.max_minutes
+            value = 100 * run.options.training.learning_rate - (run.options.training.max_minutes or 0)
             record = {"validation": {"prompts": 2, "value": value, "low": value, "high": value, "step": 3}}
             if run.variant != "root 0" or len(seen) > 1:
                 found[run.variant] = {run.seed: Trained(1, 3, 1.0, 7.0, record, {})}
@@ -86,6 +86,17 @@ def test_a_search_chooses_by_validation_in_equal_time(searched, tmp_path, rounds
     assert {one["round"] for one in tried} == {1, 2} and {} not in [one["options"] for one in tried]
     by_round = [one["value"] for one in tried if one["round"] == 1]
     assert by_round == sorted(by_round, reverse=True) and all(one["positions_per_second"] == 7.0 for one in tried)
+
+
+def test_a_search_by_steps_asks_no_clock(searched, tmp_path, rounds):
+    options = parse([str(searched), f"--output={tmp_path}", "--search.steps=40"])
+    search(options)
+    for variant, first in (("path 1.0", 5), ("affine", 3), ("root", 5)):
+        spent = [[r.options.training.steps for r in runs if r.variant.startswith(variant)] for runs in rounds]
+        assert spent == [[20 // first] * first, [10, 10]]
+    assert {run.options.training.max_minutes for runs in rounds for run in runs} == {None}
+    kept = json.loads((tmp_path / "search/search.json").read_text())
+    assert kept["tried"]["root"][0]["given"] == {"training.steps": 4, "training.max_minutes": None}
 
 
 def test_a_variant_without_any_finished_training_ends_the_search(searched, tmp_path, rounds, monkeypatch):
@@ -152,3 +163,5 @@ def test_shapes_that_a_drafter_can_have(tiny_target):
 def test_wrong_searches(wrong):
     with pytest.raises(ConfigError, match="search needs"):
         SearchOptions(**wrong).check()
+    with pytest.raises(ConfigError, match=r"search\.steps is 11; give a step"):
+        SearchOptions(OVER, steps=11).check()
