@@ -19,6 +19,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 from jsonargparse import ArgumentParser
@@ -28,6 +29,7 @@ from eval.ablation.options import AblationOptions, find_config, one_sentence
 from eval.ablation.plan import plan
 from eval.ablation.results import Ablation
 from eval.ablation.search import search, tuning_prompts
+from eval.ablation.texts import FOLDER
 from eval.ablation.training import train_all, train_together
 from shape.data.conversations import evenly
 from shape.drafters import TreeShape
@@ -57,6 +59,8 @@ def ablate(options: AblationOptions) -> Ablation:
     (output / "ablation.md").write_text(found.to_markdown())
     for temperature in options.measure.temperatures:
         journal_of(output, temperature).unlink()
+    if options.measure.lossy:
+        rmtree(output / FOLDER)
     return found
 
 

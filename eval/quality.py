@@ -269,10 +269,36 @@ def run(options: QualityOptions) -> QualityResults:
     decoder = ShapeDecoder.from_pretrained(
         predictor=options.predictor, target=options.target, dtype=options.dtype, **of_pair(options)
     )
-    target = decoder.target
-    announce(target)
-    writer = _Writer(options, decoder)
-    encoder = None if options.encoder is None else Encoder.load(options.encoder, target.device)
+    announce(decoder.target)
+    encoder = None if options.encoder is None else Encoder.load(options.encoder, decoder.target.device)
+    source = "+".join(name for _, name in suites)
+    results, texts = written(options, decoder, prompts, source, encoder, isolation)
+    folder = Path(options.output)
+    (folder / "quality.json").write_text(results.to_json())
+    (folder / "quality.md").write_text(results.to_markdown())
+    (folder / "answers.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    (folder / JOURNAL).unlink()
+    return results
+
+
+def written(
+    options: QualityOptions,
+    decoder: ShapeDecoder,
+    prompts: Sequence[Prompt],
+    source: str,
+    encoder: Encoder | None = None,
+    isolation: str | None = None,
+) -> tuple[QualityResults, list[dict[str, Any]]]:
+    """What a decoder writes in every mode, and the texts; kept prompt by prompt in a journal of the output folder.
+
+    Args:
+        source: what the prompts are, for the record.
+        isolation: how programs are confined that are run.
+
+    Raises:
+        DataError: no prompt leaves room for an answer.
+    """
+    target, writer = decoder.target, _Writer(options, decoder)
     measurement = _Measurement(options, writer, encoder)
     rooms = [measurement.fits(target.encode(prompt.opening, prompt.template)) for prompt in prompts]
     measured = [prompt for prompt, room in zip(prompts, rooms, strict=True) if room]
@@ -285,7 +311,7 @@ def run(options: QualityOptions) -> QualityResults:
         **target_settings(target),
         "predictor": Path(options.predictor).name,
         "encoder": None if options.encoder is None else Path(options.encoder).name,
-        "prompts": "+".join(name for _, name in suites),
+        "prompts": source,
         "prompts_hash": prompts_hash(prompts),
         "modes": {name: writer.describe(mode) for name, (mode, _) in writer.labels.items()},
         "isolation": isolation,
@@ -312,13 +338,7 @@ def run(options: QualityOptions) -> QualityResults:
         records=tuple(QualityRecord.from_dict(line["record"]) for line in lines),
         skipped={**left_out, **{line["record"]["id"]: line["cut"] for line in lines if line["cut"]}},
     )
-    (folder / "quality.json").write_text(results.to_json())
-    (folder / "quality.md").write_text(results.to_markdown())
-    texts_of = (json.dumps(text) + "\n" for line in lines for text in line["texts"])
-    (folder / "answers.jsonl").write_text("".join(texts_of))
-    assert journal.path is not None
-    journal.path.unlink()
-    return results
+    return results, [text for line in lines for text in line["texts"]]
 
 
 def _check(options: QualityOptions) -> None:

@@ -15,6 +15,7 @@ from eval.ablation.options import AblationOptions, folder_name
 from eval.ablation.plan import Run
 from eval.ablation.results import Ablation, Anatomy, Figures, Line, Trained
 from eval.ablation.search import SHAPES, shaped, speeds_by_shape
+from eval.ablation.texts import texts_of
 from shape.data.conversations import Prompt, evenly_by_category
 from shape.drafters import Drafter, TrainedDrafter, TreeShape, make_drafter
 from shape.drafters.base import Committed, Wrapped
@@ -202,6 +203,7 @@ def measure_all(
             for temperature, result in results.items()
         },
         Environment.capture(target.device),
+        texts_of(options, runs, target, prompts, source),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from shape import bundled
 from shape.drafters import TreeShape
 from shape.errors import ConfigError, ShapeError
+from shape.generation.rules import RULES
 
 
 @dataclass
@@ -33,6 +34,8 @@ class MeasureOptions:
         device_map: where the target is put; default: on a GPU where there is one.
         fit: on so many validation prompts every trained variant is measured with every shape of `eval.ablation.search`,
             at each temperature, and drafts in the fastest; 0 leaves each its own.
+        lossy: lossy rules by which every variant answers, too, for the quality of the text (`eval.quality`).
+        encoder: folder or hub id of what compares these texts with the target's own; null compares none.
     """
 
     prompts: str | None = None
@@ -47,6 +50,8 @@ class MeasureOptions:
     examined: int = 8
     device_map: str | dict[str, str | int] | None = None
     fit: int = 0
+    lossy: list[str] = field(default_factory=list)
+    encoder: str | None = None
 
     def check(self) -> None:
         """Raises ConfigError for the first value out of range."""
@@ -59,6 +64,9 @@ class MeasureOptions:
             raise ConfigError(f"measure.temperatures {self.temperatures} holds one twice; give each once")
         if not {"autoregressive", "transformers"} & set(self.methods):
             raise ConfigError("measure.methods holds no baseline to compare with; add autoregressive or transformers")
+        lossy = [name for name, rule in RULES.items() if not rule.lossless]
+        if unknown := [name for name in self.lossy if name not in lossy]:
+            raise ConfigError(f"measure.lossy holds {unknown[0]}; use some of {', '.join(lossy)}")
 
 
 @dataclass

@@ -6,8 +6,10 @@ from dataclasses import asdict, dataclass, field
 from statistics import mean
 from typing import Any
 
+from eval.text_quality.results import AheadFigures
+from eval.text_quality.results import Figures as TextFigures
 from shape.evaluation.environment import Environment
-from shape.evaluation.markdown import DASH, markdown, show
+from shape.evaluation.markdown import DASH, markdown, share, show
 from shape.evaluation.results import Summary
 
 SCHEMA_VERSION = 1
@@ -85,6 +87,21 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Text:
+    """What a variant wrote by lossy rules, beside the target's own text; seeds are pooled.
+
+    Attributes:
+        modes: by rule and temperature, as in "trs-lossy, T = 0".
+        perplexities: of each seed.
+        ahead: how often its drafts are right on the target's own text, by distance from 1.
+    """
+
+    modes: dict[str, TextFigures]
+    perplexities: dict[str, dict[int, float | None]]
+    ahead: list[AheadFigures]
+
+
+@dataclass(frozen=True)
 class Ablation:
     """Everything that was found out.
 
@@ -93,6 +110,7 @@ class Ablation:
         trained: by variant and seed.
         others: by temperature, the methods without training.
         settings: of the measurements, by temperature.
+        texts: by variant, where lossy rules were asked for.
     """
 
     title: str
@@ -105,6 +123,7 @@ class Ablation:
     others: dict[float, dict[str, Summary]]
     settings: dict[float, dict[str, Any]]
     environment: Environment
+    texts: dict[str, Text] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Everything but single prompts, indented."""
@@ -115,6 +134,8 @@ class Ablation:
         parts = [f"### {self.title}", markdown(*self._main()), *self._notes()]
         for temperature in self.others:
             parts += [f"Drafts looked into, temperature {temperature:g}:", markdown(*self._detail(temperature))]
+        if self.texts:
+            parts += [_TEXTS, markdown(*self._written()), _AHEAD, markdown(*self._ahead())]
         return "\n\n".join(parts) + "\n"
 
     @property
@@ -181,6 +202,35 @@ class Ablation:
             )
         return header, rows
 
+    def _written(self) -> tuple[list[str], list[list[str]]]:
+        several = len(self.seeds) > 1
+        header = ["mode", "variant", "perplexity (95 %)", *(["over seeds"] if several else [])]
+        header += ["equal to the target's own", "BERTScore F1", "sentence similarity", "tokens per answer"]
+        rows = [
+            [
+                mode,
+                variant,
+                figures.perplexity.text(),
+                *([_range(text.perplexities[mode])] if several else []),
+                share(figures.equal, figures.answers),
+                show(figures.bert_score, ".3f"),
+                show(figures.sentence, ".3f"),
+                show(figures.tokens_per_answer, ".1f"),
+            ]
+            for mode in next(iter(self.texts.values())).modes
+            for variant, text in self.texts.items()
+            for figures in [text.modes[mode]]
+        ]
+        return header, rows
+
+    def _ahead(self) -> tuple[list[str], list[list[str]]]:
+        depth = max(len(text.ahead) for text in self.texts.values())
+        rows = [
+            [variant, *(one.accuracy.text() for one in text.ahead), *[DASH] * (depth - len(text.ahead))]
+            for variant, text in self.texts.items()
+        ]
+        return ["variant", *(f"{n} ahead (95 %)" for n in range(1, depth + 1))], rows
+
     def _notes(self) -> list[str]:
         settings = next(iter(self.settings.values()))
         baselines = ", ".join(f"{self.settings[t]['baseline']} at {t:g}" for t in self.settings)
@@ -206,6 +256,14 @@ class Ablation:
             '"accepted at": of drafts that reached a depth, the share of which a token was accepted there.',
             self.environment.line(),
         ]
+
+
+_TEXTS = (
+    "Text by lossy rules, on the same prompts: perplexity is of what was written, under the target at temperature 1; "
+    "equal, BERTScore and similarity are to the target's own text of the same temperature and seed, by the encoder "
+    "that was named:"
+)
+_AHEAD = "Token accuracy by distance, on the target's own greedy text, by teacher forcing:"
 
 
 def _cells(

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers import predictor
+from helpers import predictor, tiny_bert
 
 from eval.ablate import main, parse
 from eval.ablation import training
 from eval.ablation.measuring import examine
 from eval.ablation.plan import Run, plan
+from eval.quality import _Measurement
 from shape import bundled
 from shape.drafters import OracleDrafter, TrainedDrafter, TreeShape
 from shape.errors import CheckpointError, ConfigError
@@ -69,6 +70,37 @@ def test_trains_every_variant_with_every_seed_and_measures_them_together(file, t
     with pytest.raises(SystemExit):  # what lies there was another training
         main([*arguments, "--override=[training.steps=4]"])
     assert "other options (training.steps was 3 and is 4)" in capsys.readouterr().err
+
+
+def test_what_variants_write_by_lossy_rules(file, tmp_path, launched, monkeypatch, capsys):
+    bert = tiny_bert(tmp_path / "bert")
+    arguments = [str(file), f"--output={tmp_path}", "--only=[path 1.0,affine]", f"--measure.encoder={bert}"]
+    arguments += ["--measure.lossy=[trs-lossy]"]
+    record, calls = _Measurement.record, []
+
+    def interrupted(self, prompt, number):
+        calls.append(prompt.id)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return record(self, prompt, number)
+
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+        patched.setattr(_Measurement, "record", interrupted)
+        main(arguments)
+    monkeypatch.setattr(_Measurement, "record", lambda self, *given: calls.append(given[0].id) or record(self, *given))
+    main(arguments)
+    assert len(calls) == 6 + 2 * 2 * 2 - 5 and not (tmp_path / "texts").exists()  # what was written is kept
+    found = json.loads((tmp_path / "ablation.json").read_text())["texts"]
+    assert list(found) == ["path 1.0", "affine"]
+    for text in found.values():
+        own, lossy = (text["modes"][f"{mode}, T = 0"] for mode in ("autoregressive", "trs-lossy"))
+        assert own["answers"] == own["equal"] == 4  # two prompts, two seeds
+        assert lossy["perplexity"]["value"] != own["perplexity"]["value"] and lossy["bert_score"] < 1
+        by_seed = text["perplexities"]["trs-lossy, T = 0"]
+        assert min(by_seed.values()) <= lossy["perplexity"]["value"] <= max(by_seed.values()) and len(by_seed) == 2
+        assert {one["positions"] for one in text["ahead"]} and text["ahead"][0]["accuracy"]["value"] is not None
+    table = (tmp_path / "ablation.md").read_text()
+    assert "| trs-lossy, T = 1 | affine |" in table and "1 ahead (95 %)" in table
 
 
 def test_interrupted_work_goes_on(file, tmp_path, launched, monkeypatch):
@@ -286,6 +318,7 @@ def test_acceptance_by_depth_counts_drafts_that_came_so_far(tiny_target, tempera
         (["--measure.temperatures=[0,0]"], "once"),
         (["--measure.temperatures=[-1]"], "none below 0"),
         (["--measure.limit=0"], "measure.limit is 0"),
+        (["--measure.lossy=[match]"], "measure.lossy holds match"),
         (["--trees={a: {depht: 2}}"], "tiny.yaml: "),
         (["--unknown=1"], "tiny.yaml: "),
     ],
