@@ -124,12 +124,15 @@ class RecentTimes:
 class VerificationTimes:
     """Seconds of a verification by its nodes, measured while decoding: a straight line through medians.
 
+    The first of a size is not counted, as it may include the making of its kernels.
+
     Attributes:
         line: (seconds without nodes, seconds of a node); None until something has been measured.
         recent: the last verifications, whatever their size.
     """
 
     _FITTED = 8  # verifications between one line and the next
+    _ENOUGH = 3  # of a size, for their median to count
 
     def __init__(self) -> None:
         self.line: tuple[float, float] | None = None
@@ -139,13 +142,19 @@ class VerificationTimes:
 
     def add(self, nodes: int, seconds: float) -> None:
         self.recent.add(seconds)
-        self._by_size.setdefault(nodes, RecentTimes()).add(seconds)
+        if nodes not in self._by_size:
+            self._by_size[nodes] = RecentTimes()
+            return
+        self._by_size[nodes].add(seconds)
         self._count += 1
-        if self._count % self._FITTED == 1:
+        if self.line is None or self._count % self._FITTED == 0:
             self.line = self._fit()
 
-    def _fit(self) -> tuple[float, float]:
-        points = [(size, times.median or 0.0, len(times)) for size, times in self._by_size.items()]
+    def _fit(self) -> tuple[float, float] | None:
+        known = [(size, times) for size, times in self._by_size.items() if len(times) >= self._ENOUGH]
+        points = [(size, times.median or 0.0, len(times)) for size, times in known]
+        if not points:
+            return None
         total = sum(weight for _, _, weight in points)
         size = sum(weight * at for at, _, weight in points) / total
         mean = sum(weight * time for _, time, weight in points) / total

@@ -46,7 +46,8 @@ class BenchOptions(DraftOptions):
             default: where there is room.
         pack: recipes that the method recipes looks up.
         label: heading of the table.
-        fall_back: decode without drafts for a while where drafting does not pay; false always drafts, a number is the
+        fall_back: decode without drafts for a while where drafting does not pay, and on a CPU verify no more of a draft
+            than is worth it; false always drafts, and shows the drafter's own acceptance length; a number is the
             acceptance length below which drafting pauses.
     """
 

@@ -1,10 +1,17 @@
-"""Whether the next step drafts: the cost model of ``shape.drafters.cost``, measured while decoding on this text."""
+"""Whether the next step drafts, and how much of its draft is verified: the cost model of ``shape.drafters.cost``,
+measured while decoding on this text.
+"""
 
 from collections import deque
 from math import sqrt
 from statistics import fmean, stdev
 
-from shape.drafters.cost import RecentTimes
+import numpy as np
+
+from shape.drafters.cost import RecentTimes, VerificationTimes
+from shape.generation.stats import Step
+from shape.verification.compiled import serves
+from shape.verification.tree import TokenTree, keep_best
 
 # Where the clock must not decide, the acceptance length at which a drafted step is taken to be worth its time: a tree
 # costs 1.1 to 1.3 single tokens, and its draft 0.1 to 0.3 (``python eval/forwards.py``, efficiency).
@@ -12,7 +19,8 @@ FIXED_BREAK_EVEN = 1.4
 
 
 class SpeculationControl:
-    """Decides before each step whether it drafts, by what drafting has brought in this call.
+    """Decides before each step whether it drafts, by what drafting has brought in this call, and which nodes of a draft
+    are verified, by their chances and what a node costs.
 
     Speculation pays while a drafted step commits more tokens per second than autoregressive ones would, so acceptance
     is compared with the break-even: seconds of a drafted step over seconds of an autoregressive one, both as measured
@@ -38,6 +46,7 @@ class SpeculationControl:
         # Where drafting did not pay last, a probe has to do at the start of the next text too.
         self._needed = self._WINDOW if costs.pause is None else self._PROBE
         self._waiting = 0  # autoregressive steps to come
+        self._hoped = 0.0  # tokens of the next step's draft
         self.pauses = 0
 
     def draft_next(self, context: int) -> bool:
@@ -70,22 +79,41 @@ class SpeculationControl:
         self.pauses += 1
         return False
 
-    def observe(self, drafted: bool, tokens: float, seconds: float, context: int) -> None:
-        """A step that committed `tokens` per sequence.
+    def worthwhile(self, tree: TokenTree, context: int) -> TokenTree:
+        """The nodes of a draft that are likely enough to be worth the time that they add to verification, the likeliest
+        one at least. Trees stay whole where a node's chances are not known or a rule wants what was drawn, hybrids',
+        which choose for themselves, and those on a device, where many nodes cost little more than one.
 
         Args:
-            drafted: anything was proposed; a drafter without a proposal costs nothing, and is not judged by it.
+            context: tokens of the longest sequence.
         """
+        self._hoped, whole = 0.0, tree.joint is None or tree.log_q is not None or tree.source is not None
+        if self._least is not None or whole or tree.size == 1 or not serves(tree.parent):
+            return tree
+        assert tree.joint is not None
+        chances = np.sort(np.exp(tree.joint.numpy()[:, 1:]), axis=1).mean(0)[::-1]
+        kept = max(int((chances >= self._costs.least_chance(context)).sum()), 1)
+        kept += 1 - kept % 2  # with the root an even number, as kernels take tokens in pairs: the other one is for free
+        self._hoped = float(chances[:kept].sum())
+        return tree if kept + 1 >= tree.size else keep_best(tree, kept + 1)
+
+    def observe(self, step: Step, tokens: float, seconds: float) -> None:
+        """A step that committed `tokens` per sequence. A drafter without a proposal costs nothing, and is not judged by
+        it.
+        """
+        drafted, context = step.nodes > 1, max(step.lengths)
         self._costs.add(drafted, seconds, context)
+        self._costs.add_verification(step.nodes, step.verify, context)
         if drafted:
+            self._costs.add_draft(tokens, seconds, self._hoped)
             self._recent.append(tokens)
         elif self._waiting > 0:
             self._waiting -= 1
 
 
 class StepCosts:
-    """Seconds of recent drafted and autoregressive steps by context length, kept over the calls of a decoder. Lengths
-    between two powers of two count as one, as do all short ones.
+    """What steps took by context length, and what drafts brought, kept over the calls of a decoder. Lengths between two
+    powers of two count as one, as do all short ones.
 
     Attributes:
         pause: autoregressive steps of the last pause; None where drafting paid last.
@@ -94,11 +122,16 @@ class StepCosts:
     _KEPT, _ENOUGH = 16, 3
     _SHORT = 128  # tokens of context, below which it makes no difference
     _TRUSTED = 512  # drafted steps, after which autoregressive ones are measured anew
+    _MEMORY = 0.95  # of what drafts brought, per drafted step
+    _DOUBT = 8.0  # tokens that drafts hope for and bring, before there is any
 
     def __init__(self) -> None:
         self.pause: int | None = None
         self._times: dict[tuple[int, bool], RecentTimes] = {}
         self._drafted_since: dict[int, int] = {}  # the last autoregressive step, by context length
+        self._verifications: dict[int, VerificationTimes] = {}
+        self._tokens = self._seconds = 0.0  # of drafted steps
+        self._hoped = self._brought = self._DOUBT  # drafted tokens, by their chances, and those accepted
 
     def add(self, drafted: bool, seconds: float, context: int) -> None:
         kind = self._kind(context)
@@ -107,6 +140,26 @@ class StepCosts:
             self._times.pop((kind, False), None)
         self._drafted_since[kind] = since + 1 if drafted else 0
         self._times.setdefault((kind, drafted), RecentTimes(self._KEPT)).add(seconds)
+
+    def add_verification(self, nodes: int, seconds: float, context: int) -> None:
+        self._verifications.setdefault(self._kind(context), VerificationTimes()).add(nodes, seconds)
+
+    def add_draft(self, tokens: float, seconds: float, hoped: float) -> None:
+        """A drafted step that committed so many tokens, and its draft's sum of chances; 0 where they are not known."""
+        self._tokens = self._MEMORY * self._tokens + tokens
+        self._seconds = self._MEMORY * self._seconds + seconds
+        if hoped > 0:
+            self._hoped = self._MEMORY * self._hoped + hoped
+            self._brought = self._MEMORY * self._brought + tokens - 1
+
+    def least_chance(self, context: int) -> float:
+        """Chance of being accepted, by the drafter's own estimate, from which on verifying a node makes more tokens per
+        second: in the time that it adds drafted steps commit as many tokens (Dinkelbach 1967). 0 until that is known.
+        """
+        line = self._verifications[kind].line if (kind := self._kind(context)) in self._verifications else None
+        if line is None or self._seconds == 0:
+            return 0.0
+        return self._tokens / self._seconds * line[1] * self._hoped / self._brought
 
     def unknown(self, context: int, drafted: bool) -> bool:
         """Whether too few steps of this kind have been measured, or autoregressive ones too long ago."""

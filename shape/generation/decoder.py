@@ -46,9 +46,10 @@ class ShapeDecoder(Engine):
         drafter: a Drafter, the name of one that needs no training ("ngram"), or None for autoregressive decoding in the
             same loop.
         tokenizer: the target's; only needed where text goes in or out.
-        fall_back: decode autoregressively for a while where drafting does not pay (see ``generation.control``): by the
-            times measured on the way, or where the acceptance length is below a given number. False always drafts.
-            Reproducible calls (see ``generate``) measure no times and take ``FIXED_BREAK_EVEN`` for the number.
+        fall_back: decode autoregressively for a while where drafting does not pay, and on a CPU verify no more of a
+            draft than is worth it (see ``generation.control``): by the times measured on the way. A number is an
+            acceptance length below which drafting pauses; drafts are then verified whole, as with False, which always
+            drafts. Reproducible calls (see ``generate``) measure no times and take ``FIXED_BREAK_EVEN`` for the number.
         graphs: decode in steps of fixed shapes, captured as CUDA graphs on a GPU, wherever a call allows it (see
             ``shape.generation.fixed``); a FixedSteps says how. Off by default: it has not been run on a GPU yet.
 

@@ -138,7 +138,7 @@ def decode(steps: Steps, trace: Trace | None = None) -> Generator[tuple[int, lis
             if control is not None:
                 each = sum(map(len, done.tokens)) / len(live)
                 stats.autoregressive_steps += not done.drafts
-                control.observe(done.step.nodes > 1, each, seconds, max(done.step.lengths))
+                control.observe(done.step, each, seconds)
             for sequence, tokens, count in zip(live, done.tokens, emitted, strict=True):
                 yield sequence.index, tokens[:count]
             live = unfinished(live)

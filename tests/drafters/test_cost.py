@@ -82,6 +82,10 @@ def test_a_source_that_did_not_pay_is_asked_again_ever_more_rarely():
 def test_times_are_a_line_through_medians():
     times = VerificationTimes()
     assert times.line is None and times.recent.median is None
+    times.add(10, 60.0)  # the first of a size is not counted
+    for _ in range(2):
+        times.add(10, 1.2)
+        assert times.line is None
     times.add(10, 1.2)
     start, slope = times.line
     assert start + 10 * slope == pytest.approx(1.2) and slope > 0

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -13,6 +14,7 @@ from shape.drafters import (
     OracleDrafter,
     SuffixDrafter,
     TrainedDrafter,
+    TreeShape,
     hybrid,
     model,
 )
@@ -20,7 +22,9 @@ from shape.drafters.lengths import Adaptive, ByCost
 from shape.generation import clock, eager, loop, stage
 from shape.generation.control import SpeculationControl, StepCosts
 from shape.generation.decoder import ShapeDecoder
+from shape.generation.stats import Step
 from shape.target.model import Target
+from shape.verification.tree import TokenTree
 
 
 def run(
@@ -35,9 +39,14 @@ def run(
     record = []
     for i in range(steps):
         drafted = control.draft_next(context)
-        control.observe(drafted, tokens(i) if drafted else 1.0, drafted_seconds if drafted else baseline, context)
+        seconds = drafted_seconds if drafted else baseline
+        control.observe(step(13 if drafted else 1, context=context), tokens(i) if drafted else 1.0, seconds)
         record.append(drafted)
     return record
+
+
+def step(nodes: int, verify: float = 0.0, context: int = 100) -> Step:
+    return Step([0], [context], nodes, nodes > 1, 0.0, verify, 0.0)
 
 
 def test_good_drafts_go_on_and_plain_steps_are_timed_once():
@@ -160,11 +169,95 @@ def test_good_drafts_are_never_held_back_by_a_number(tiny_model):
 def test_a_drafter_with_nothing_to_say_is_not_judged_by_it():
     """Prompt lookup proposes seldom, and at no cost where it does not."""
     control = SpeculationControl(StepCosts(), least=1.5)
-    for step in range(200):
+    for at in range(200):
         assert control.draft_next(100)
-        proposed = step % 10 == 0
-        control.observe(proposed, 4.0 if proposed else 1.0, 1.0, 100)
+        proposed = at % 10 == 0
+        control.observe(step(13 if proposed else 1), 4.0 if proposed else 1.0, 1.0)
     assert control.pauses == 0
+
+
+# ------------------------------------------------------------------------------------ how much of a draft is verified
+
+NODE = 0.1  # seconds, where a step of twelve takes 2 and commits 4 tokens: a chance of 0.2 is worth its time
+
+
+def knows_costs(least: float | None = None, brought: float = 1.0) -> SpeculationControl:
+    """After steps of 1 and 13 nodes, of whose drafts so much came true of what they hoped for."""
+    control = SpeculationControl(StepCosts(), least)
+    for _ in range(200):
+        for nodes in (1, 13):
+            chances = [[brought and 3.0 / brought / 12.0] * 12]
+            control.worthwhile(drafted(chances if nodes > 1 else [[]]), 100)
+            control.observe(step(nodes, 0.7 + NODE * nodes), 4.0 if nodes > 1 else 1.0, 2.0)
+    return control
+
+
+def drafted(chances: list[list[float]]) -> TokenTree:
+    """Trees of nodes with these chances, each behind the last one that is at least as likely."""
+    parents = [[-1, *(max([0, *(n + 1 for n in range(at) if row[n] >= row[at])]) for at in range(len(row)))]
+               for row in chances]  # fmt: skip
+    joint = torch.tensor([[1.0, *row] for row in chances]).log()
+    joint[:, 0] = 1.0
+    tokens = torch.arange(joint.shape[1]).expand_as(joint)
+    return TokenTree(tokens, torch.tensor(parents), joint=joint)
+
+
+def test_nodes_are_verified_that_are_worth_their_time():
+    control = knows_costs()
+    kept = control.worthwhile(drafted([[0.9, 0.5, 0.21, 0.19, 0.7, 0.05]]), 100)
+    assert kept.tokens.tolist() == [[0, 1, 2, 3, 4, 5]]  # four of them, and the fifth for free
+    assert kept.parent.tolist() == [[-1, 0, 1, 2, 3, 1]]
+    assert control.worthwhile(drafted([[0.1, 0.01, 0.001]]), 100).tokens.tolist() == [[0, 1]]  # one at least
+    whole = drafted([[0.9, 0.8, 0.7, 0.6]])
+    assert control.worthwhile(whole, 100) is whole
+    assert control.worthwhile(drafted([[]]), 100).size == 1
+    both = control.worthwhile(drafted([[0.9, 0.3, 0.1], [0.9, 0.08, 0.07]]), 100)
+    assert both.tokens.tolist() == [[0, 1], [0, 1]]  # by the mean over sequences: 0.19 is too little
+    assert control.worthwhile(drafted([[0.9, 0.3, 0.1], [0.9, 0.12, 0.07]]), 100).size == 4
+
+
+def test_chances_are_taken_by_what_became_of_them():
+    """Of drafts that hoped for twice as much as they brought, a chance of 0.3 is one of 0.15."""
+    chances = [[0.9, 0.5, 0.3, 0.3, 0.3]]
+    assert knows_costs().worthwhile(drafted(chances), 100).size == 6
+    assert knows_costs(brought=0.5).worthwhile(drafted(chances), 100).size == 4
+
+
+def test_the_time_of_the_first_steps_of_a_size_is_no_cost_of_its_nodes():
+    """It may include the compilation of kernels."""
+    control = knows_costs()
+    for nodes in (3, 5, 7):
+        control.observe(step(nodes, 100.0), 4.0, 2.0)
+    assert control.worthwhile(drafted([[0.9, 0.5, 0.21, 0.19, 0.7, 0.05]]), 100).size == 6
+
+
+def test_whole_trees_are_verified_where_chances_do_not_count():
+    tree = drafted([[0.9, 0.1, 0.1, 0.1]])
+    control = knows_costs()
+    drawn = replace(tree, log_q=torch.zeros(1, 5, 7))
+    hybrid = replace(tree, source=[[None, "a", "a", "b", "b"]])
+    for each in (drawn, hybrid, replace(tree, joint=None)):
+        assert control.worthwhile(each, 100) is each
+    assert knows_costs(least=1.4).worthwhile(tree, 100) is tree  # a call that looks at no clock
+    assert SpeculationControl(StepCosts()).worthwhile(tree, 100) is tree  # nothing is known yet
+    assert control.worthwhile(tree, 5000) is tree  # nor of so long a text
+    assert control.worthwhile(tree, 100).size == 2
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("least", [0.0, 0.02, 2.0])
+def test_what_is_not_verified_changes_no_token(tiny_model, monkeypatch, sample, least):
+    model, batch = tiny_model("llama"), prompts([5, 9])
+    options = {"max_new_tokens": 40, "do_sample": sample, "seed": 0, "eos_token_id": [], "reproducible": False}
+    plain = ShapeDecoder(model).generate(**batch, **options)
+    monkeypatch.setattr(StepCosts, "least_chance", lambda self, context: least)
+    monkeypatch.setattr(SpeculationControl, "draft_next", lambda self, context: True)
+    tree = TreeShape(width=3, depth=4, nodes=11)
+    for drafter in (AdversaryDrafter(), TrainedDrafter(predictor(), tree)):
+        out = ShapeDecoder(model, drafter).generate(**batch, **options, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, plain)
+    sizes = {one.nodes for one in out.stats.steps}
+    assert {0.0: sizes == {12}, 0.02: len(sizes) > 2 and not any(size % 2 for size in sizes), 2.0: sizes == {2}}[least]
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {

@@ -2,13 +2,16 @@
 and behind the change.
 """
 
+import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from functools import wraps
 
 import pytest
 import torch
+import transformers
 from helpers import prompts
+from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from eval.architectures import build
@@ -25,6 +28,7 @@ from shape.verification.forward import new_cache, prefill
 
 BOUNDARY = 24  # of the table's LongRoPE families
 LENGTHS = [30, 9, 24, 3, 25]
+OLD = Version(transformers.__version__) < Version("5.24")
 GREEDY = {"max_new_tokens": 22, "do_sample": False, "eos_token_id": []}
 FAMILIES = ["llama, LongRoPE", "phi3, LongRoPE", "minicpm3, LongRoPE", "phimoe, LongRoPE"]
 
@@ -109,8 +113,12 @@ def test_steps_of_fixed_shapes_stay_on_one_side(tiny_model):
         expected = ShapeDecoder(target).generate(**batch, **options)
         texts = [row[mask].tolist() for row, mask in zip(expected, expected >= 0, strict=True)]
         decoder = ShapeDecoder(target, OracleDrafter(texts, depth=4), fall_back=False, graphs=FixedSteps(slots=16))
-        out = decoder.generate(**batch, **options, return_dict_in_generate=True)
-        assert torch.equal(out.sequences, expected) and out.stats.graphs == served
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            out = decoder.generate(**batch, **options, return_dict_in_generate=True)
+        # transformers 5.17 asks the host for the last position, so that the eager loop goes on.
+        waits = any("waits for the host" in str(one.message) for one in said) and OLD
+        assert torch.equal(out.sequences, expected) and out.stats.graphs == (served and not waits)
 
 
 def test_features_have_the_table_of_their_own_text():
