@@ -68,6 +68,7 @@ MEASURES = {
     "training-speed/": ("shape/training", "shape/networks", "eval/training_speed.py"),
     "transport-cost/": ("shape/networks", "shape/training", "eval/transport_cost.py"),
     "warm-start/": (*_MEASURED, *_TRAINING[:3], "eval/warm_start.py"),
+    "worthwhile/": (*_MEASURED, "eval/worthwhile.py"),
 }
 _LOST = "of a commit that is not in the history; measure again"
 _DIRTY = "of code that differed from its commit; measure again"
