@@ -75,7 +75,7 @@ def run(options: WorthwhileOptions) -> None:
     settings += [(options.prompts[0], 0.0, batch) for batch in options.batch_sizes]
     lines: list[list[str]] = []
     record: dict[str, Any] = {}
-    about, environment = "", Environment.capture(target.device)
+    environment = Environment.capture(target.device)
     for suite, temperature, batch in settings:
         prompts, source = chosen_prompts(suite, options.limit)
         prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
@@ -87,14 +87,15 @@ def run(options: WorthwhileOptions) -> None:
         label = f"{Path(source).stem}, T = {temperature:g}" + (f", batches of {batch}" if batch > 1 else "")
         lines += [[label, *line] for line in found.lines(SHORT)]
         record[label] = {name: asdict(summary) for name, summary in found.summary.items()}
-        about = about or found.about
     print(
         commands.write_results(
             options.output,
             "worthwhile",
             {"environment": asdict(environment), "summaries": record},
             "# Verifying what is worth it",
-            f"Both pause where drafting does not pay. {about}",
+            f"Target {found.settings['target']} ({found.settings['dtype']}), first turns of {options.limit} prompts, "
+            f"at most {options.max_new_tokens} new tokens, taking turns; intervals are over prompts. Both ways pause "
+            "where drafting does not pay.",
             markdown(["prompts", "method", *SHORT], lines),
             environment.line(),
         )
