@@ -54,11 +54,11 @@ def answer(
 
 def choosing(options: GenerateOptions) -> dict[str, Any]:
     """How tokens are chosen, in the words of ``ShapeDecoder.generate``."""
-    given = {"seed": options.seed, "acceptance": rule_of(options), "eos_aware": options.eos_aware}
-    if options.temperature == 0:
+    given = {"acceptance": rule_of(options), "eos_aware": options.eos_aware}
+    if options.temperature == 0:  # a seed would be of no use, and forbid to look at the clock
         return {**given, "do_sample": False}
     warped = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
-    return {**given, "do_sample": True, **warped}
+    return {**given, "do_sample": True, "seed": options.seed, **warped}
 
 
 def rule_of(options: GenerateOptions) -> Rule:
