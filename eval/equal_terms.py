@@ -147,10 +147,11 @@ def asked(base: AblationOptions, options: EqualTermsOptions, target: str) -> Abl
     """The file's options, as they are asked for, for a target."""
     chosen = base.search or SearchOptions()
     seconds = chosen.seconds if options.search_seconds is None else options.search_seconds
+    steps = chosen.steps if options.search_steps is None else options.search_steps
     return replace(
         base,
         common=over(base.common, TARGETS[target]),
-        search=replace(chosen, seconds=seconds, steps=options.search_steps),
+        search=replace(chosen, seconds=seconds, steps=steps),
         seeds=base.seeds if options.seeds is None else options.seeds,
         only=options.methods,
         jobs=options.jobs,

@@ -4,7 +4,7 @@
 
 Decoding as it is (`shape.generation.control`) and the same without knowing its drafts' chances, so that they are
 verified whole, in turns on the same prompts: by suite, temperature and batch size. For CPUs, since elsewhere drafts are
-always verified whole. Writes `worthwhile.json` and `worthwhile.md`; on two idle cores it takes five minutes.
+always verified whole. Writes `worthwhile.json` and `worthwhile.md`; on two idle cores it takes two minutes.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from typing import Any
 
 from eval import commands
 from shape.drafters.base import Committed, Drafter, Wrapped
+from shape.errors import ConfigError
 from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import markdown
 from shape.evaluation.prompts import SUITES, chosen_prompts
@@ -66,6 +67,8 @@ class WorthwhileOptions:
 
 
 def run(options: WorthwhileOptions) -> None:
+    if not options.prompts or not options.temperatures:
+        raise ConfigError("prompts or temperatures are empty; give at least one of each")
     decoder = ShapeDecoder.from_pretrained(
         options.predictor, target=options.target, dtype=options.dtype, device_map="cpu"
     )

@@ -32,7 +32,9 @@ def test_both_ways_are_measured_side_by_side(tiny_target, tiny_target_folder, tm
     assert "| prompts, T = 1 | whole drafts |" in table and table == capsys.readouterr().out.rstrip("\n") + "\n"
 
 
-def test_a_predictor_is_needed(tmp_path, capsys):
+@pytest.mark.parametrize("wrong", ["--predictor=absent", "--prompts=[]"])
+def test_mistakes_get_one_sentence(capsys, wrong):
     with pytest.raises(SystemExit):
-        main([f"--predictor={tmp_path / 'absent'}"])
-    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("error: ")
+        main([wrong])
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith("error: ") and wrong.strip("-").partition("=")[0] in said

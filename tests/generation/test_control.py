@@ -5,6 +5,8 @@ from random import Random
 import pytest
 import torch
 from helpers import predictor, prompts, weaker_model
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shape.drafters import (
     AdversaryDrafter,
@@ -202,6 +204,9 @@ def drafted(chances: list[list[float]]) -> TokenTree:
     return TokenTree(tokens, torch.tensor(parents), joint=joint)
 
 
+KNOWN = knows_costs()
+
+
 def test_nodes_are_verified_that_are_worth_their_time():
     control = knows_costs()
     kept = control.worthwhile(drafted([[0.9, 0.5, 0.21, 0.19, 0.7, 0.05]]), 100)
@@ -214,6 +219,20 @@ def test_nodes_are_verified_that_are_worth_their_time():
     both = control.worthwhile(drafted([[0.9, 0.3, 0.1], [0.9, 0.08, 0.07]]), 100)
     assert both.tokens.tolist() == [[0, 1], [0, 1]]  # by the mean over sequences: 0.19 is too little
     assert control.worthwhile(drafted([[0.9, 0.3, 0.1], [0.9, 0.12, 0.07]]), 100).size == 4
+
+
+@given(st.lists(st.lists(st.floats(1e-6, 1.0), min_size=9, max_size=9), min_size=1, max_size=3))
+def test_what_is_kept_is_a_tree_of_the_likeliest_nodes(rows):
+    tree, least = drafted(rows), KNOWN._costs.least_chance(100)
+    kept = KNOWN.worthwhile(tree, 100)
+    assert kept.size == tree.size or (kept.size >= 2 and kept.size % 2 == 0)
+    for row, chances in enumerate(rows):
+        numbers = kept.tokens[row].tolist()
+        assert numbers[0] == 0 and numbers == sorted(numbers)
+        assert [numbers[above] for above in kept.parent[row, 1:]] == [tree.parent[row, node] for node in numbers[1:]]
+        left_out = [chance for node, chance in enumerate(chances, 1) if node not in numbers]
+        assert max(left_out, default=0) <= min(chances[node - 1] for node in numbers[1:]) + 1e-6
+        assert len(rows) > 1 or max(left_out, default=0) < least
 
 
 def test_chances_are_taken_by_what_became_of_them():
