@@ -78,7 +78,6 @@ WAITING = {
     "analysis/shipped/analysis.json": _LOST,
     "parity/parity.json": _DIRTY,
     "serving/vllm.json": _UNSAID,
-    "training-memory/memory.json": _DIRTY,
 }
 _CLEAN = re.compile(r"[0-9a-f]{7,40}")
 _NAMED = re.compile(r"\bcommit ([0-9a-f]{7,40}(?:-dirty)?|unknown)")
