@@ -9,6 +9,7 @@ import torch
 from shape.cli.generate import main
 from shape.cli.terminal import answer, coloured, report
 from shape.generation.decoder import ShapeDecoder
+from shape.generation.engine import Engine
 from shape.generation.options import GenerateOptions
 from shape.generation.trace import STYLES, pieces
 from shape.networks.config import ShapeConfig
@@ -51,6 +52,20 @@ def test_streams_the_answer_alone_to_stdout_and_figures_to_stderr(capsys, predic
 def test_the_seed_fixes_the_answer_for_every_drafter(capsys, predictor_folder, drafter):
     sampled = ["--predictor", predictor_folder, "--prompt", "Hello", "--temperature", "1", "--seed", "3"]
     assert run(capsys, *sampled)[:-1] == run(capsys, *sampled, "--drafter", drafter)[:-1]
+
+
+@pytest.mark.parametrize(
+    ("more", "fixed"),
+    [([], False), (["--show-draft"], True), (["--trace", "trace.jsonl"], True), (["--temperature", "1"], True)],
+)
+def test_greedy_answers_that_nobody_looks_into_may_look_at_the_clock(
+    capsys, predictor_folder, monkeypatch, tmp_path, more, fixed
+):
+    asked, control = [], Engine._control
+    monkeypatch.setattr(Engine, "_control", lambda self, *given: asked.append(given[-1]) or control(self, *given))
+    monkeypatch.chdir(tmp_path)
+    run(capsys, "--predictor", predictor_folder, "--prompt", "Hello", *more)
+    assert asked[-1] is fixed  # the first is the warm-up
 
 
 def test_a_target_alone(capsys, predictor_folder, tiny_target_folder):
