@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import mean
 from typing import Any
 
-from eval.text_quality.results import AheadFigures
+from eval.text_quality.results import AHEAD_NOTE, AheadFigures
 from eval.text_quality.results import Figures as TextFigures
 from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import DASH, markdown, share, show
@@ -135,7 +135,7 @@ class Ablation:
         for temperature in self.others:
             parts += [f"Drafts looked into, temperature {temperature:g}:", markdown(*self._detail(temperature))]
         if self.texts:
-            parts += [_TEXTS, markdown(*self._written()), _AHEAD, markdown(*self._ahead())]
+            parts += [_TEXTS, markdown(*self._written()), AHEAD_NOTE, markdown(*self._ahead())]
         return "\n\n".join(parts) + "\n"
 
     @property
@@ -263,7 +263,6 @@ _TEXTS = (
     "equal, BERTScore and similarity are to the target's own text of the same temperature and seed, by the encoder "
     "that was named:"
 )
-_AHEAD = "Token accuracy by distance, on the target's own greedy text, by teacher forcing:"
 
 
 def _cells(

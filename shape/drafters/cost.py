@@ -151,8 +151,11 @@ class VerificationTimes:
             self.line = self._fit()
 
     def _fit(self) -> tuple[float, float] | None:
-        known = [(size, times) for size, times in self._by_size.items() if len(times) >= self._ENOUGH]
-        points = [(size, times.median or 0.0, len(times)) for size, times in known]
+        points = [
+            (size, times.median or 0.0, len(times))
+            for size, times in self._by_size.items()
+            if len(times) >= self._ENOUGH
+        ]
         if not points:
             return None
         total = sum(weight for _, _, weight in points)

@@ -156,10 +156,11 @@ class StepCosts:
         """Chance of being accepted, by the drafter's own estimate, from which on verifying a node makes more tokens per
         second: in the time that it adds drafted steps commit as many tokens (Dinkelbach 1967). 0 until that is known.
         """
-        line = self._verifications[kind].line if (kind := self._kind(context)) in self._verifications else None
-        if line is None or self._seconds == 0:
+        times = self._verifications.get(self._kind(context))
+        if times is None or times.line is None or self._seconds == 0:
             return 0.0
-        return self._tokens / self._seconds * line[1] * self._hoped / self._brought
+        _, node = times.line
+        return self._tokens / self._seconds * node * self._hoped / self._brought
 
     def unknown(self, context: int, drafted: bool) -> bool:
         """Whether too few steps of this kind have been measured, or autoregressive ones too long ago."""
