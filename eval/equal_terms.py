@@ -225,7 +225,8 @@ def estimate(base: AblationOptions, options: EqualTermsOptions, target: str) -> 
     shapes = len(methods) * base.measure.fit * len(SHAPES) * len(base.measure.temperatures)
     seconds["shapes of drafts"] = len(options.comparisons) * shapes * _ANSWERS
     lines = [f"{target}: {part} {taken / 3600:.1f} h" for part, taken in seconds.items()]
-    note = "at most; it ends by itself" if known else "positions and no-rise are known once the search has run"
+    unknown = f"{'a search by steps, ' if chosen.steps else ''}positions and no-rise"
+    note = "at most; it ends by itself" if known else f"{unknown} are known once the search has run"
     return [*lines, f"{target}: {sum(seconds.values()) / 3600:.1f} h in all ({note})"]
 
 
