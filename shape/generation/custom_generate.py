@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from shape.errors import CheckpointError, UnsupportedGeneration
+from shape.errors import CheckpointError
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
 from shape.target.loading import HUB_OPTIONS
@@ -81,8 +81,6 @@ def generate(
     with ExitStack() as until_decoding:
         if streamer is not None:
             until_decoding.callback(streamer.end)
-        if inputs is not None and input_ids is not None:
-            raise UnsupportedGeneration("the prompt is given twice, as inputs and as input_ids; give one of them")
         source = predictor or repository
         if source is None:
             raise CheckpointError(
@@ -92,10 +90,9 @@ def generate(
         hub = {name: given.pop(name) for name in HUB_OPTIONS & given.keys()}
         if predictor is None:
             hub["revision"] = commit  # of the code, so that both are of one export
-        prompt: Any = inputs if input_ids is None else input_ids
         decoder = _decoder(model, source, hub)
         until_decoding.pop_all()  # from here on the decoder ends it
-    return decoder.generate(prompt, streamer=streamer, **given)
+    return decoder.generate(input_ids, inputs=inputs, streamer=streamer, **given)
 
 
 def _decoder(model: PreTrainedModel, source: str | Path, hub: dict[str, Any]) -> ShapeDecoder:

@@ -1,7 +1,7 @@
 """ShapeDecoder: ``generate`` with the meaning of ``model.generate``, several tokens per target forward."""
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -106,7 +106,7 @@ class ShapeDecoder(Engine):
             draft_device: where the predictor drafts; None is beside the target.
             pack: file of recipes (see ``shape.drafters.recipes.drafter``), which by themselves are the drafter
                 "recipes", and beside a predictor come before it.
-            num_draft_tokens: drafted tokens per step at most; None takes the drafter's own. A smaller LM also takes
+            num_draft_tokens: drafted tokens in a row at most; None takes the drafter's own. A smaller LM also takes
                 "adaptive" (its default), "cost", or one's own (see ``shape.drafters.lengths``).
                 ``num_assistant_tokens`` and ``num_speculative_tokens``, as in transformers and vLLM, are the same.
             prepacked: see ``Target.load``; for the predictor too.
@@ -119,8 +119,7 @@ class ShapeDecoder(Engine):
                 trust_remote_code a smaller LM.
 
         Raises:
-            ConfigError: neither predictor nor target, a predictor for a drafter that takes none, a device that is not
-                there, or an unknown option.
+            ConfigError: neither predictor nor target, a device that is not there, or an unknown option.
             CheckpointError: no predictor can be read there.
             TargetMismatch: predictor and target do not belong together.
             UnsupportedTarget: no target can be loaded from there, or none that can be verified exactly.
@@ -227,12 +226,13 @@ class ShapeDecoder(Engine):
 
     def generate(  # type: ignore[misc]
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         generation_config: GenerationConfig | None = None,
         *,
+        inputs: Tensor | None = None,
         streamer: BaseStreamer | None = None,
-        return_dict_in_generate: bool = False,
+        return_dict_in_generate: bool | None = None,
         **options: Any,
     ) -> Tensor | ShapeOutput:
         """Continue the prompts, with the meaning of ``model.generate``.
@@ -244,6 +244,7 @@ class ShapeDecoder(Engine):
             input_ids: (B, L) int64, padded on either side where attention_mask is 0.
             attention_mask: (B, L); None infers padding from the pad token as transformers does.
             generation_config: None takes the target's; options given by name go before it.
+            inputs: another name of input_ids, as for transformers.
             seed: of the sampling noise, one integer (also numpy's or torch's) or one per prompt; None draws one from
                 torch's global generator.
             reproducible: whether what is drafted, and with it the sizes of forwards, depends on nothing but this call,
@@ -258,7 +259,7 @@ class ShapeDecoder(Engine):
             eos_aware: no end token among the first four: for targets that end an answer at once after an empty turn.
                 The same as min_new_tokens=4.
             memory: see ``session``.
-            num_draft_tokens: drafted tokens per step at most, for this call; ``num_assistant_tokens`` and
+            num_draft_tokens: drafted tokens in a row at most, for this call; ``num_assistant_tokens`` and
                 ``num_speculative_tokens`` are the same.
             trace: record what became of every token (see ``shape.generation.trace``).
             options: those of ``model.generate`` that greedy search and sampling have (see
@@ -271,9 +272,14 @@ class ShapeDecoder(Engine):
                 anything is computed.
         """
         with streams.ended(streamer):
+            if inputs is not None and input_ids is not None:
+                raise UnsupportedGeneration("the prompt is given twice, as inputs and as input_ids; give one of them")
+            prompt: Any = inputs if input_ids is None else input_ids
             streaming = streamer is not None
-            pieces = self._start(input_ids, attention_mask, generation_config, streaming=streaming, **options)
-            out = finish(pieces, input_ids, streamer)
+            pieces = self._start(prompt, attention_mask, generation_config, streaming=streaming, **options)
+            out = finish(pieces, prompt, streamer)
+        if return_dict_in_generate is None and generation_config is not None:
+            return_dict_in_generate = generation_config.return_dict_in_generate
         return out if return_dict_in_generate else out.sequences
 
     def chat(
@@ -437,11 +443,11 @@ class ShapeDecoder(Engine):
     ) -> Pieces:
         """A call of ``generate``, computed as it is iterated over; its mistakes are raised here."""
         num_draft_tokens = draft_length(options)
-        if num_draft_tokens is not None and not isinstance(num_draft_tokens, int):
-            raise UnsupportedGeneration(f"num_draft_tokens is {num_draft_tokens!r}; a call takes a number")
-        if eos_aware:
-            options["min_new_tokens"] = max(_EOS_AWARE_TOKENS, options.get("min_new_tokens") or 0)
+        if num_draft_tokens is not None and (not isinstance(num_draft_tokens, int) or num_draft_tokens < 0):
+            raise UnsupportedGeneration(f"num_draft_tokens is {num_draft_tokens!r}; a call takes a number from 0 on")
         request = Request.resolve(self.target, input_ids, attention_mask, generation_config, options)
+        if eos_aware:
+            request = replace(request, min_new_tokens=max(_EOS_AWARE_TOKENS, request.min_new_tokens))
         if memory is not None and len(request.prompts) > 1:
             raise UnsupportedGeneration(
                 f"a session continues one text, and {len(request.prompts)} sequences were asked for; give each its own"

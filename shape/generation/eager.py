@@ -77,7 +77,8 @@ class EagerSteps(Steps):
         times = draft, committing - drafting.host - draft, perf_counter() - committing
         numbers, passes = [sequence.index for sequence in live], 0 if drafter is None else drafter.passes
         self._last = tokens, accepted.counts
-        verified = Verified(tree, logits, sampler, paths)
+        nodes = [path[1 : 1 + count] for path, count in zip(rest[1], drafted, strict=True)]
+        verified = Verified(tree, logits, sampler, paths, nodes)
         return Outcome(Step(numbers, lengths, tree.size, passes, *times), tokens, proposed, drafted, drafts, verified)
 
     def __exit__(self, *raised: Any) -> None:

@@ -109,7 +109,9 @@ class Engine:
             new: dict[int, list[int]] = {}
             for group in groups:
                 sequences, sampler = request.sequences(group), request.sampler(group, keys, rule)
-                batch = Batch(self.target, self.support, drafter, sequences, sampler, rule, stats)
+                batch = Batch(
+                    self.target, self.support, drafter, sequences, sampler, rule, stats, reproducible=reproducible
+                )
                 fixed = None
                 if self.graphs is not None and memory is None and record is None and why_not(batch) is None:
                     batch.control = self._control(drafter, (len(group), True), reproducible)

@@ -9,7 +9,7 @@ torch.compile; elsewhere it runs as it is, which is how tests compare it.
 
 All that a call will need is captured before its prefill, so that no answer waits in the middle and what cannot be
 captured is decoded by ``eager``, with one warning. A batch that shrinks moves to steps of a smaller one where these are
-at hand already, from ``warm_up`` or an earlier call.
+at hand already, from ``warm_up`` or an earlier call, unless it has to be reproducible.
 
 Steps are pipelined: one is enqueued before the tokens of the step before it are read, which come back by one
 asynchronous copy. So the host learns of a stop one step late; what sequences compute behind their end is dropped.
@@ -296,7 +296,7 @@ class StagedSteps(Steps):
         needed = self._needed(longest, len(self._flights))
         # None is gone back to: sequences that have ended may be longer than those that go on.
         self._widths = [width for width in self._widths if width >= needed]
-        if 2 * bucket(len(live)) <= self._stage.batch:
+        if 2 * bucket(len(live)) <= self._stage.batch and not self.batch.reproducible:
             self._shrink(live)
         drafts = self._drafter.depth > 0 and (control is None or control.draft_next(longest))
         self._flights.append((self._stage.launch(drafts, self._widths[0]), self._staged))

@@ -34,6 +34,7 @@ class Batch:
         sampler: the target's choice, for these sequences.
         stats: counted into.
         control: decides whether a step drafts; None always drafts.
+        reproducible: whether sizes of forwards must depend on nothing but the call.
     """
 
     target: Target
@@ -44,6 +45,7 @@ class Batch:
     rule: Rule
     stats: DecodeStats
     control: SpeculationControl | None = None
+    reproducible: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,15 @@ class Verified:
     Attributes:
         tree: what was proposed. logits: (B, N, V), the target's at its nodes.
         sampler: as it was before the step.
-        paths: per sequence the accepted nodes, root first.
+        paths: per sequence the nodes that were gone through, root first: one for each of its tokens.
+        accepted: per sequence the drafted nodes whose tokens are among them.
     """
 
     tree: TokenTree
     logits: Tensor
     sampler: Sampler
     paths: list[list[int]]
+    accepted: list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -115,22 +119,24 @@ def decode(steps: Steps, trace: Trace | None = None) -> Generator[tuple[int, lis
     started = perf_counter()
     with steps:
         first = steps.prefill()
+        prefill = perf_counter() - started
         for sequence, token in zip(sequences, first, strict=True):
             sequence.extend([token])
             yield sequence.index, [token]
+        began = perf_counter()  # the caller's time is not among ours, who may be slow
         steps.start()
-        prefilled = perf_counter()
-        stats.prefill_seconds += prefilled - started
+        prefill += perf_counter() - began
+        stats.prefill_seconds += prefill
         if trace is not None:
             numbers, lengths = [one.index for one in sequences], [len(one.prompt) for one in sequences]
-            trace.prefill(numbers, lengths, first, prefilled - started)
+            trace.prefill(numbers, lengths, first, prefill)
         live = unfinished(sequences)
         while live:
             began = perf_counter()
             done = steps.step(live)
             emitted = [sequence.extend(tokens) for sequence, tokens in zip(live, done.tokens, strict=True)]
             _count(stats, live, done, emitted)
-            seconds = perf_counter() - began  # the caller's time is not among them, who may be slow
+            seconds = perf_counter() - began
             if trace is not None and (seen := done.verified) is not None:
                 trace.step(
                     done.step, seen.tree, seen.logits, seen.sampler, seen.paths, done.tokens, done.accepted, emitted
@@ -139,10 +145,10 @@ def decode(steps: Steps, trace: Trace | None = None) -> Generator[tuple[int, lis
                 each = sum(map(len, done.tokens)) / len(live)
                 stats.autoregressive_steps += not done.drafts
                 control.observe(done.step, each, seconds)
+            stats.decode_seconds += perf_counter() - began
             for sequence, tokens, count in zip(live, done.tokens, emitted, strict=True):
                 yield sequence.index, tokens[:count]
             live = unfinished(live)
-        stats.decode_seconds += perf_counter() - prefilled
         if control is not None:
             stats.pauses += control.pauses
 
@@ -162,4 +168,4 @@ def _count(stats: DecodeStats, live: list[SequenceState], done: Outcome, emitted
         accepted = min(done.accepted[at], count)
         stats.count(sequence.index, done.proposed[at], accepted, count)
         if done.verified is not None and (source := done.verified.tree.source) is not None:
-            stats.count_sources(source[at], done.verified.paths[at][1 : 1 + accepted])
+            stats.count_sources(source[at], done.verified.accepted[at][:accepted])

@@ -72,7 +72,7 @@ class DraftOptions(RuleOptions):
     Attributes:
         draft_device: where predictors draft, for example cuda:1 or cpu; default: beside the target.
         tree: shape of the predictors' token trees; default: each predictor's own.
-        num_draft_tokens: drafted tokens per step at most; of smaller models that draft adaptive (the default) or cost
+        num_draft_tokens: drafted tokens in a row at most; of smaller models that draft adaptive (the default) or cost
             too.
     """
 

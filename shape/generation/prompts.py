@@ -21,6 +21,8 @@ def width_of(input_ids: Tensor | None) -> int:
         raise UnsupportedGeneration(
             f"input_ids has shape {tuple(input_ids.shape)} and dtype {input_ids.dtype}; give int64 ids of shape (B, L)"
         )
+    if len(input_ids) == 0:
+        raise UnsupportedGeneration("input_ids holds no prompt; give at least one")
     return input_ids.shape[1]
 
 
@@ -48,7 +50,7 @@ def prompts_of(target: Target, input_ids: Tensor, mask: Tensor, positions: Tenso
         if kept[-1] - kept[0] + 1 != len(kept):
             raise UnsupportedGeneration(
                 f"attention_mask of prompt {row} hides tokens in the middle of the prompt; only padding on either side "
-                "can be masked"
+                "can be masked (and is taken to be where pad tokens are, if no mask is given)"
             )
         prompts.append([ids[i] for i in kept])
         require_tokens(target, prompts[-1], f"prompt {row} has")

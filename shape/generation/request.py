@@ -36,7 +36,7 @@ from shape.errors import UnsupportedGeneration
 from shape.generation.prompts import mask_of, prompts_of, seen_prompts, width_of
 from shape.generation.rules import Rule
 from shape.generation.sequence import SequenceState, StopCriteria
-from shape.generation.served import NEUTRAL, given_of, merged, refuse, with_stop_strings
+from shape.generation.served import NEUTRAL, given_of, merged, refuse, with_stop_strings, without_stop_strings
 from shape.target.model import Target
 from shape.target.support import CACHE_NAMES
 from shape.verification.noise import sequence_keys
@@ -58,8 +58,13 @@ _SCORES_ALONE = (
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
 )
-# Carried out here, for sequences of unequal length.
-_OURS = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor, MaxLengthCriteria, EosTokenCriteria)
+# Carried out here, for sequences of unequal length. Each stands for an option, whose name its attribute has too.
+_OURS = {
+    MinLengthLogitsProcessor: "min_length",
+    MinNewTokensLengthLogitsProcessor: "min_new_tokens",
+    MaxLengthCriteria: "max_length",
+    EosTokenCriteria: "eos_token_id",
+}
 
 
 class Prepared(NamedTuple):
@@ -72,12 +77,28 @@ class Prepared(NamedTuple):
     @property
     def processors_look_back(self) -> bool:
         """Whether any processor depends on the text before a token."""
-        return any(not isinstance(one, _SCORES_ALONE) for one in _others(self.processors))
+        return any(type(one) not in _SCORES_ALONE for one in _others(self.processors))
 
     @property
     def looks_back(self) -> bool:
         """Whether anything here depends on the text before a token, and so on the sequence."""
         return self.processors_look_back or bool(_others(self.criteria))
+
+    def refuse_own(self) -> None:
+        """Raises for what a caller's processor or criterion says of lengths and end tokens otherwise than the options,
+        which are carried out here.
+        """
+        for one in (*self.processors, *self.criteria):
+            if (option := _OURS.get(type(one))) is None:
+                continue
+            told = getattr(self.config, option)
+            ends = getattr(one, "eos_token_id", None)
+            same_ends = ends is None or sorted(ends.flatten().tolist()) == sorted(_end_tokens(self.config))
+            if not same_ends or (option != "eos_token_id" and getattr(one, option) != told):
+                raise UnsupportedGeneration(
+                    f"{type(one).__name__} in logits_processor or stopping_criteria is not carried out here; say what "
+                    f"it says by the option {option}"
+                )
 
     def processors_of(self, seen: list[int], prompt: list[int]) -> LogitsProcessorList:
         """Those that are not carried out here, for a prompt that they see with its padding."""
@@ -171,6 +192,7 @@ class Request:
             if not getattr(given.get(name), "_is_user_defined", False):
                 given.pop(name, None)
         refuse(target, given)
+        prepared.refuse_own()
         input_ids = input_ids[::samples]
         prompts = prompts_of(target, input_ids, mask_of(input_ids, mask, None, ()), positions)
         if len(prompts) * samples > 1 and prepared.looks_back:
@@ -313,6 +335,7 @@ def _understood(
     width = width_of(input_ids)
     # A prompt as wide as the batch: lengths count from there, padding included, as in transformers.
     prepared = _prepare(target, [0] * width, None, config, options)
+    prepared.refuse_own()
     found = _Understood(config, options, given.get("pad_token_id"), prepared, width)
     counts_new_tokens = given.get("max_new_tokens") is not None and not given.get("min_length")
     if key is not None and counts_new_tokens and not prepared.looks_back:
@@ -352,10 +375,10 @@ def _prepare(
     ) -> Prepared:
         return Prepared(generation_config, logits_processor, stopping_criteria)
 
-    prompt = torch.tensor([ids], device=target.device)
+    model, prompt = without_stop_strings(target.model), torch.tensor([ids], device=target.device)
     attended = torch.tensor([mask or [True] * len(ids)], device=target.device).long()
     try:
-        return target.model.generate(
+        return model.generate(
             prompt,
             attention_mask=attended,
             generation_config=generation_config,
@@ -371,7 +394,7 @@ def _prepare(
 
 def _others(found: Sequence[Any]) -> list[Any]:
     """Processors or criteria without those that are carried out here."""
-    return [one for one in found if not isinstance(one, _OURS)]
+    return [one for one in found if type(one) not in _OURS]
 
 
 def _end_tokens(config: GenerationConfig) -> tuple[int, ...]:
@@ -390,7 +413,7 @@ def _new_tokens(target: Target, config: GenerationConfig, width: int, longest: i
     """How many new tokens are allowed; the config's max_length counts padding too, as in transformers."""
     new = config.max_length - width
     limit = target.max_positions
-    if limit is not None and longest + new > limit:
+    if limit is not None and longest + new - 1 > limit:  # the last one does not go through the target
         raise UnsupportedGeneration(
             f"a prompt of {longest} tokens and max_new_tokens {new} exceed the {limit} positions of target "
             f"{target.name}; shorten the prompt or lower max_new_tokens"

@@ -108,8 +108,9 @@ def with_stop_strings(
     options = dict(options)
     tokenizer = options.pop("tokenizer", None) or target.tokenizer
     strings = options.pop("stop_strings", None)
-    if strings is None and generation_config is not None:
-        strings = generation_config.stop_strings
+    for config in (generation_config, target.model.generation_config):
+        if strings is None and config is not None:
+            strings = config.stop_strings
     if strings is None:
         return generation_config, options
     if tokenizer is None:
@@ -117,5 +118,15 @@ def with_stop_strings(
     if generation_config is not None:
         generation_config = copy(generation_config)
         generation_config.stop_strings = None
-    criteria = StoppingCriteriaList([*options.get("stopping_criteria", ()), StopStringCriteria(tokenizer, strings)])
+    criteria = StoppingCriteriaList([*(options.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)])
     return generation_config, {**options, "stopping_criteria": criteria}
+
+
+def without_stop_strings(model: Any) -> Any:
+    """The model, with its parts, whose own configuration asks for no stop strings: see ``with_stop_strings``."""
+    if model.generation_config is None or model.generation_config.stop_strings is None:
+        return model
+    other = copy(model)
+    other.generation_config = copy(model.generation_config)
+    other.generation_config.stop_strings = None
+    return other

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from time import perf_counter
 from typing import Any
 from warnings import warn
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shape.generation.capture import Pool, captured, current, refuse_waiting
+from shape.generation.clock import Moment
 from shape.generation.static_drafters import StaticCache, StaticDrafter, StaticTree, slot_bytes
 from shape.target.loading import first_line
 from shape.target.model import Target
@@ -71,25 +71,20 @@ class Plan:
 
 @dataclass(frozen=True)
 class Flight:
-    """A step under way.
-
-    Attributes:
-        launched: seconds that launching took, which off CUDA is all of the step.
-    """
+    """A step under way."""
 
     nodes: int
     passes: int
     drafts: bool
     arrival: Tensor
-    events: list[Any]
-    launched: float
+    began: Moment
+    ended: Moment
 
     def wait(self) -> tuple[list[list[int]], float]:
         """``Stage.out`` on the host, and seconds of the step on the device."""
-        if not self.events:
-            return self.arrival.tolist(), self.launched
-        self.events[1].synchronize()
-        return self.arrival.tolist(), self.events[0].elapsed_time(self.events[1]) / 1e3
+        if self.ended.event is not None:
+            self.ended.event.synchronize()
+        return self.arrival.tolist(), self.began.until(self.ended)
 
 
 class Stage:
@@ -150,14 +145,11 @@ class Stage:
         own = sum(cache.nbytes for cache in caches) + sum(one.nbytes for one in tensors if one is not None)
         return own + self._graph_bytes
 
-    def prepared(self, drafts: bool, width: int | None = None) -> bool:
-        return (drafts, width or self.capacity) in self._steps
+    def prepared(self, drafts: bool, width: int) -> bool:
+        return (drafts, width) in self._steps
 
-    def prepare(self, drafts: bool, width: int | None = None) -> None:
+    def prepare(self, drafts: bool, width: int) -> None:
         """Try, compile and capture a step, before there is any content: the runs that warm up leave nothing of meaning.
-
-        Args:
-            width: None stands for all slots.
 
         Raises:
             UnsupportedTarget: it cannot be captured.
@@ -165,7 +157,7 @@ class Stage:
         """
         if self.prepared(drafts, width):
             return
-        at, run = (drafts, width or self.capacity), partial(self._run, drafts, width)
+        at, run = (drafts, width), partial(self._run, drafts, width)
         with _PREPARING, torch.no_grad(), current(self.target.device):
             self._steps[at] = Stage.step
             try:
@@ -180,9 +172,9 @@ class Stage:
                 del self._steps[at]
                 raise
 
-    def _compile(self, drafts: bool, width: int | None) -> None:
+    def _compile(self, drafts: bool, width: int) -> None:
         """What goes wrong in a compiler costs speed alone, and each compiler fails in a way of its own."""
-        at = drafts, width or self.capacity
+        at = drafts, width
         self._steps[at] = torch.compile(Stage.step, fullgraph=True, dynamic=False)
         try:
             # Each stage and width is another program to the compiler, which would give up on the ninth.
@@ -198,12 +190,12 @@ class Stage:
                 stacklevel=2,
             )
 
-    def _run(self, drafts: bool, width: int | None) -> None:
+    def _run(self, drafts: bool, width: int) -> None:
         for cache in (self.cache, self.memory):
             if cache is not None:
-                cache.width = width or self.capacity
+                cache.width = width
         with attending(self.target, self.support):  # around it all: a compiled step cannot change configurations
-            self._steps[drafts, width or self.capacity](self, drafts)
+            self._steps[drafts, width](self, drafts)
 
     def step(self, drafts: bool) -> None:
         """Draft, mask, forward, choose, match, commit: static tensors in, static tensors out."""
@@ -252,28 +244,22 @@ class Stage:
     def content(self) -> Content:
         return Content(self.cache, self.memory, self.root, self.state, self.sampler.keys, self.sampler.prompt_lengths)
 
-    def launch(self, drafts: bool, width: int | None = None) -> Flight:
+    def launch(self, drafts: bool, width: int) -> Flight:
         """Enqueue a step, and the copy of what it emits. No more than ``AHEAD`` may be under way.
 
         Args:
-            width: at least as long as sequences can be behind the step, and no less than at the step before; None
-                stands for all slots.
+            width: at least as long as sequences can be behind the step, and no less than at the step before.
         """
         arrival = self._arrivals[self._next_arrival]
         self._next_arrival = (self._next_arrival + 1) % AHEAD
-        on_cuda = self.target.device.type == "cuda"
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_cuda else []
-        started = perf_counter()
         with current(self.target.device):
-            if events:
-                events[0].record()
-            replay = self._replays.get((drafts, width or self.capacity))
+            began = Moment.now(self.target.device)
+            replay = self._replays.get((drafts, width))
             if replay is None:
                 self._run(drafts, width)
             else:
                 replay()
             arrival.copy_(self.out, non_blocking=True)
-            if events:
-                events[1].record()
+            ended = Moment.now(self.target.device)
         nodes, passes = (self.drafter.nodes, self.drafter.passes) if drafts else (1, 0)
-        return Flight(nodes, passes, drafts, arrival, events, perf_counter() - started)
+        return Flight(nodes, passes, drafts, arrival, began, ended)

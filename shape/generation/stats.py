@@ -81,10 +81,10 @@ class DecodeStats:
         autoregressive_steps: steps that did not draft because drafting had not paid.
         pauses: how often that was found.
         steps: what each step did, in order.
-        prompt_tokens: of distinct prompts.
+        prompt_tokens: of prompts; samples that are decoded in one batch have theirs once.
         reused_tokens: of these, the ones that a session had in its cache.
-        prefill_seconds: until the first token of every sequence.
-        decode_seconds: from there to the end.
+        prefill_seconds: of the prompts, the drafter's part in it included.
+        decode_seconds: of all steps behind it; the time of who takes the tokens is in neither.
     """
 
     drafter: str = "none"

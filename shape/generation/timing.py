@@ -81,10 +81,11 @@ class _Setup:
 
     def __init__(self, decoder: ShapeDecoder, batch_size: int, context: int, room: int) -> None:
         self.target, self.support = decoder.target, decoder.support
+        self.layers = (-1,) if decoder.drafter is None else decoder.drafter.layers
         self.cache = new_cache(self.target, self.support, batch_size, context + room)
         generator = torch.Generator().manual_seed(0)
         text = torch.randint(self.target.vocab_size, (batch_size, context), generator=generator).to(self.target.device)
-        self.hidden = prefill(self.target, self.cache, text, [context] * batch_size)
+        self.hidden = prefill(self.target, self.cache, text, [context] * batch_size, layers=self.layers)
         self.root = text[:, -1]
         self.committed = Committed([[*ids, ids[-1]] for ids in text.tolist()], self.cache.lengths + 1, self.root)
         self.sampler = Sampler(self.cache.lengths)
@@ -94,8 +95,8 @@ class _Setup:
         """A forward over so many tokens, the choice and the acceptance."""
         root = self.root
         tree = root_only(root) if size == 1 else chain(root, root[:, None].expand(-1, size - 1))
-        states = tree_forward(self.target, self.support, self.cache, tree)
-        Match()(tree, self.target.logits(states), self.sampler)
+        states = tree_forward(self.target, self.support, self.cache, tree, self.layers)
+        Match()(tree, self.target.logits(states[..., -self.target.hidden_size :]), self.sampler)
 
     def drafts(self, drafter: Drafter) -> partial:
         """What drafts once, of a drafter that is bound."""

@@ -3,7 +3,7 @@
 A record is a dict of plain values. `type` "step" is a `stats.Step` (of the prefill: rows, lengths and seconds), "token"
 is one token:
 
-    step, row     which step of the call (0 is the prefill) and which sequence of its batch
+    step, row     which step of the call (a batch's first is its prefill) and which of its sequences
     event         "prefill": the first token
                   "accepted": drafted, and the target's choice
                   "rejected": drafted, and the target, asked at its parent, chose otherwise
@@ -81,7 +81,7 @@ class Trace:
     def prefill(self, rows: Sequence[int], lengths: Sequence[int], tokens: Sequence[int], seconds: float) -> None:
         """The first token of every sequence."""
         prefill = {"rows": list(rows), "lengths": list(lengths), "prefill": seconds}
-        self.records.append({"type": "step", "step": 0, **prefill})
+        self.records.append({"type": "step", "step": self._steps, **prefill})
         for row, length, token in zip(rows, lengths, tokens, strict=True):
             self._token(row=row, event="prefill", token=token, position=length, emitted=True)
         self._steps += 1

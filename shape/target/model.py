@@ -123,8 +123,10 @@ class Target:
                     f"backend {backend} loads a target by itself, while the model {given.name} is at hand; give its "
                     "folder or hub id"
                 )
-            if quantize is not None:
-                options["quantize"] = quantize
+            loading = {"dtype": dtype, "device_map": device_map, "quantize": quantize}
+            options |= {name: value for name, value in loading.items() if value is not None}
+            if isinstance(target, Target) and tokenizer not in (None, given.tokenizer):
+                raise ConfigError(f"target {given.name} has a tokenizer of its own already; give it to Target alone")
             if options:
                 raise ConfigError(
                     f"option {min(options)} is unknown, or says how a target is loaded, while {given.name} is at hand; "

@@ -318,10 +318,10 @@ class _Forward:
                 found.append(self._called(modules[name], x, width))
             else:
                 found.append(one.multiply(self._program, prepared[type(one)], self._dtype))
-                if (bias := _own_bias(modules[name])) is not None:
-                    self._program.wait()
+                if isinstance(modules[name], QuantizedLinear) and modules[name].bias is not None:
+                    self._program.wait()  # kernels for floats add theirs themselves
                     lanes = gcd(width, TILE)
-                    given = (found[-1], row_bytes(found[-1]), bias, 0, width // lanes, len(x))
+                    given = (found[-1], row_bytes(found[-1]), modules[name].bias, 0, width // lanes, len(x))
                     self._program.add(elements.add(self._dtype, lanes), *given)
         if len(self._program):
             self._program.wait()
@@ -357,12 +357,6 @@ def _packed(module: Any) -> floats.Packed | integers.Packed | None:
     if type(module) is QuantizedLinear and own is None:
         return module.blocks
     return None
-
-
-def _own_bias(module: Any) -> Tensor | None:
-    """What is added to a product behind it: kernels for floats do it themselves."""
-    bias: Tensor | None = module.bias if isinstance(module, QuantizedLinear) else None
-    return bias
 
 
 def _plain(mlp: Any) -> bool:

@@ -262,8 +262,6 @@ class Sampler:
         Returns:
             (B, N) int64.
         """
-        if self.greedy and not self.warpers:
-            return best(_at_least_single(self._forbid_early_eos(logits, tree.depth)))
         return self.pick(self.tree_scores(logits, tree), tree)
 
     def pick(self, scores: Tensor, tree: TokenTree) -> Tensor:
@@ -280,14 +278,12 @@ class Sampler:
         """What rule "match" accepts, or rejection sampling, by whichever form costs least here; arguments as of
         ``choose``.
         """
-        if self.draws:
-            if self._draws_on_host(logits):
-                return reject_scores(tree, *self._decided_by(logits, tree))
+        if self.draws and self._draws_on_host(logits):
+            return reject_scores(tree, *self._decided_by(logits, tree))
+        if self.draws or self.node_by_node:
             return follow(tree, partial(self.choose_at, logits, tree))
         if self.on_host:
             return self._follow(logits, tree)
-        if self.node_by_node:
-            return follow(tree, partial(self.choose_at, logits, tree))
         return match(tree, self.choose(logits, tree))
 
     def traverse(self, logits: Tensor, tree: TokenTree) -> Accepted:
@@ -369,7 +365,7 @@ class Sampler:
         if self.processors is None:
             return self.warp(scores)
         texts = ([[*self._texts[row], *path]] for row, path in zip(rows, paths, strict=True))
-        each = zip(rows, texts, scores.float(), strict=True)
+        each = zip(rows, texts, scores.to(torch.float32, copy=True), strict=True)  # processors may write to them
         found = [
             self.processors[row](torch.tensor(text, device=scores.device), one[None])  # type: ignore[arg-type]
             for row, text, one in each

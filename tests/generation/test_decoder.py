@@ -1,6 +1,7 @@
 """ShapeDecoder end to end: equal to transformers when greedy, to the plain loop at the same seed when sampling."""
 
 import inspect
+from copy import copy
 from itertools import pairwise, product
 
 import numpy as np
@@ -17,7 +18,15 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
     WatermarkingConfig,
+)
+from transformers.generation import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
 )
 from transformers.generation.streamers import BaseStreamer
 
@@ -758,8 +767,14 @@ def test_eos_aware_is_a_minimum_of_four_tokens(tiny_model):
             early = decoder.generate(**prompts(), **options, **sampling)
             assert early.shape[1] < max(LENGTHS) + 4
             assert torch.equal(decoder.generate(**prompts(), **options, **sampling, eos_aware=True), expected)
-    longer = decoder.generate(**prompts(), **options, eos_aware=True, min_new_tokens=7)
-    assert longer.shape[1] >= max(LENGTHS) + 7
+    longest = max(LENGTHS)
+    for more in (
+        {"min_new_tokens": 7},
+        {"min_length": longest + 7},
+        {"generation_config": GenerationConfig(min_new_tokens=7)},
+    ):
+        longer = decoder.generate(**prompts(), **options, eos_aware=True, **more)
+        assert longer.shape[1] >= longest + 7, more
 
 
 def test_stop_strings(tiny_target):
@@ -773,6 +788,12 @@ def test_stop_strings(tiny_target):
         assert ids.shape[1] < expected.shape[1] < ids.shape[1] + 30
         for drafter in (None, AdversaryDrafter(seed=2)):
             assert torch.equal(ShapeDecoder(tiny_target, drafter).generate(ids, max_new_tokens=30, **config), expected)
+    model = copy(tiny_target.model)
+    model.generation_config = GenerationConfig(stop_strings=stops)
+    for config in ({}, {"generation_config": GenerationConfig()}, {"stopping_criteria": None}):
+        found = ShapeDecoder(model, tokenizer=tiny_target.tokenizer).generate(ids, max_new_tokens=30, **config)
+        assert torch.equal(found, expected), config
+    assert model.generation_config.stop_strings == stops
 
 
 class Recorder(BaseStreamer):
@@ -840,9 +861,27 @@ def test_the_drafter_alone_writes_what_it_drafts(tiny_model):
     assert torch.equal(out.sequences, own)
 
 
+def own_stops() -> dict[str, tuple[dict, str]]:
+    """What says of lengths and ends otherwise than the options, which transformers then follows."""
+    return {
+        "longest": ({"stopping_criteria": [MaxLengthCriteria(9)]}, "by the option max_length"),
+        "ends": ({"stopping_criteria": [EosTokenCriteria(7)]}, "by the option eos_token_id"),
+        "shortest": ({"logits_processor": [MinLengthLogitsProcessor(9, 2)]}, "by the option min_length"),
+        "fewest": (
+            {"logits_processor": [MinNewTokensLengthLogitsProcessor(4, 9, 2)]},
+            "by the option min_new_tokens",
+        ),
+        "others' ends": (
+            {"logits_processor": [MinNewTokensLengthLogitsProcessor(4, 9, 7)], "min_new_tokens": 9},
+            "by the option min_new_tokens",
+        ),
+    }
+
+
 def bad_requests() -> dict[str, tuple[dict, str]]:
     ids = prompts([4])["input_ids"]
     return {
+        **own_stops(),
         "beams": ({"num_beams": 4}, "option num_beams=4 is not supported"),
         "contrastive": ({"penalty_alpha": 0.6}, "option penalty_alpha=0.6 is not supported"),
         "assistant": ({"assistant_model": object()}, "option assistant_model is not supported"),
@@ -863,6 +902,9 @@ def bad_requests() -> dict[str, tuple[dict, str]]:
         "mask shape": ({"attention_mask": torch.ones(1, 9)}, "give one of equal shape"),
         "empty": ({"attention_mask": torch.zeros(1, 4)}, "prompt 0 is empty"),
         "hole": ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "hides tokens in the middle"),
+        "nothing": ({"input_ids": ids[:0]}, "input_ids holds no prompt"),
+        "twice": ({"inputs": ids}, "given twice, as inputs and as input_ids"),
+        "drafts": ({"num_draft_tokens": -1}, "num_draft_tokens is -1; a call takes a number from 0 on"),
     }
 
 
@@ -873,6 +915,74 @@ def test_bad_requests_get_one_sentence(tiny_model, case):
     with pytest.raises(UnsupportedGeneration, match=message) as caught:
         ShapeDecoder(tiny_model("llama"), AdversaryDrafter()).generate(**arguments)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("case", own_stops())
+def test_a_custom_generate_refuses_stops_of_the_callers_own(tiny_model, case):
+    options, message = own_stops()[case]
+    model = tiny_model("llama")
+    options = {name: type_of(value) for name, value in options.items()} | {"max_new_tokens": 20}
+    with pytest.raises(UnsupportedGeneration, match=message):
+        model.generate(**prompts([4]), **options, custom_generate=ShapeDecoder(model).as_custom_generate())
+
+
+def type_of(given: object) -> object:
+    if not isinstance(given, list):
+        return given
+    return (LogitsProcessorList if isinstance(given[0], LogitsProcessor) else StoppingCriteriaList)(given)
+
+
+def test_stops_that_say_what_the_options_say_are_carried_out(tiny_model):
+    model, batch = tiny_model("llama"), prompts([4])
+    same = {"max_new_tokens": 20, "min_new_tokens": 9, "eos_token_id": 2}
+    given = {
+        "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(24), EosTokenCriteria(2)]),
+        "logits_processor": LogitsProcessorList([MinNewTokensLengthLogitsProcessor(4, 9, 2)]),
+    }
+    expected = model.generate(**batch, **same)
+    assert torch.equal(ShapeDecoder(model).generate(**batch, **same, **given), expected)
+
+
+class Backwards(TopKLogitsWarper):
+    """Looks at the text, which the class that it comes from does not."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] % 2:
+            scores.scatter_(1, scores.argmax(-1, keepdim=True), -float("inf"))  # in place, as some do
+        return super().__call__(input_ids, scores)
+
+
+class Few(TemperatureLogitsWarper):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.masked_fill(torch.arange(scores.shape[-1]) > 20, -float("inf"))
+
+
+@pytest.mark.parametrize("own", [Backwards(5), Few(0.7)], ids=["looks back", "with a rule of its own"])
+def test_processors_that_inherit_from_transformers_are_called(tiny_model, own):
+    model, batch = tiny_model("llama"), prompts([7])
+    options = {"max_new_tokens": 20, "logits_processor": LogitsProcessorList([own])}
+    expected = model.generate(**batch, **options)
+    assert not torch.equal(expected, model.generate(**batch, max_new_tokens=20))
+    for drafter in (None, AdversaryDrafter(seed=3)):
+        assert torch.equal(ShapeDecoder(model, drafter).generate(**batch, **options), expected)
+
+
+def test_the_last_position_is_used(tiny_model):
+    """The last token is chosen and does not go through the target, so that there may be one more than positions."""
+    model, batch = tiny_model("gpt2"), prompts([250])
+    limit = model.config.max_position_embeddings
+    options = {"max_new_tokens": limit - 250 + 1, "eos_token_id": []}
+    expected = model.generate(**batch, **options, pad_token_id=0)
+    assert expected.shape[1] == limit + 1
+    for drafter in (None, AdversaryDrafter(seed=3)):
+        assert torch.equal(ShapeDecoder(model, drafter).generate(**batch, **options), expected)
+
+
+def test_a_prompt_and_what_to_return_may_be_said_as_to_transformers(tiny_model):
+    decoder, ids = ShapeDecoder(tiny_model("llama")), prompts([4])["input_ids"]
+    config = GenerationConfig(max_new_tokens=5, return_dict_in_generate=True)
+    out = decoder.generate(inputs=ids, generation_config=config)
+    assert torch.equal(out.sequences, decoder.generate(ids, generation_config=config, return_dict_in_generate=False))
 
 
 def test_from_pretrained(tiny_target, tiny_target_folder, tmp_path):
@@ -936,6 +1046,11 @@ def test_from_pretrained_mistakes(tiny_target, tiny_target_folder, tiny_model, t
         ShapeDecoder.from_pretrained(None, target=tiny_target, drafter="shape")
     with pytest.raises(ConfigError, match="option drafer is unknown, or says how a target is loaded"):
         ShapeDecoder.from_pretrained(None, target=tiny_target, drafer="ngram")
+    for said in ({"dtype": "float32"}, {"device_map": "cpu"}):
+        with pytest.raises(ConfigError, match="says how a target is loaded, while tiny is at hand"):
+            ShapeDecoder.from_pretrained(None, target=tiny_target, **said)
+    with pytest.raises(ConfigError, match="target tiny has a tokenizer of its own already"):
+        ShapeDecoder(tiny_target, tokenizer=object())
     with pytest.raises(ConfigError, match="drafter 'sufix' is unknown"):
         ShapeDecoder.from_pretrained(None, target=tiny_target, drafter="sufix")
     with pytest.raises(CheckpointError, match="cannot be read"):

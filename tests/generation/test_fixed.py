@@ -195,6 +195,9 @@ def test_nothing_is_made_in_the_middle_of_an_answer(tiny_model, monkeypatch):
     monkeypatch.setattr(Stage, "launch", lambda stage, *how: (used.append(stage.batch), launch(stage, *how))[1])
     assert torch.equal(warm.generate(**batch, **options), expected)
     assert len(prepared) == 4 * 6 and len(set(used)) > 1 and used == sorted(used, reverse=True)
+    used.clear()
+    assert torch.equal(warm.generate(**batch, **options, reproducible=True), expected)
+    assert set(used) == {8}  # whatever earlier calls have left
 
 
 BASE = {

@@ -1,3 +1,6 @@
+from time import perf_counter, sleep
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import FAMILIES, predictor, prompts
@@ -86,6 +89,19 @@ def test_samples_of_one_prompt_share_its_prefill(tiny_model):
     assert out.stats.prompt_tokens == 11
     again = decoder.generate(**prompts([7, 4]), num_return_sequences=3, **options | {"max_new_tokens": 3})
     assert torch.equal(out.sequences[:, :10], again.sequences)
+
+
+def test_the_time_of_who_takes_the_tokens_is_not_counted(tiny_model):
+    def slowly(value: torch.Tensor) -> None:
+        sleep(0.1)
+
+    streamer = SimpleNamespace(put=slowly, end=lambda: None)
+    began = perf_counter()
+    out = ShapeDecoder(tiny_model("llama")).generate(
+        **prompts([4]), max_new_tokens=8, eos_token_id=[], streamer=streamer, return_dict_in_generate=True
+    )
+    assert out.stats.prefill_seconds > 0 and out.stats.decode_seconds > 0
+    assert out.stats.prefill_seconds + out.stats.decode_seconds < perf_counter() - began - 0.85
 
 
 @pytest.mark.parametrize("stopped", [[], [0], [4], [1, 2], [0, 3, 4], [0, 1, 2, 3], [0, 1, 2, 3, 4]])

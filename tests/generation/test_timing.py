@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import predictor
+from helpers import BASELINES, predictor
 
 from shape.drafters import NgramDrafter, TrainedDrafter
 from shape.drafters.cost import Costs
@@ -20,6 +20,14 @@ def test_costs_are_kept(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setenv("SHAPE_CACHE", str(tmp_path / "other"))
     assert measure_costs(ShapeDecoder(tiny_model("gpt2"), NgramDrafter()), context=40).draft == {}
     assert (tmp_path / "other" / "costs.json").exists()
+
+
+@pytest.mark.parametrize("name", ["shape of three layers", "eagle of three layers"])
+def test_drafters_that_read_several_layers_are_timed(tiny_model, tmp_path, name):
+    decoder = ShapeDecoder(tiny_model("llama"), TrainedDrafter(predictor(**BASELINES[name])))
+    costs = measure_costs(decoder, context=40, repeats=1, cache=tmp_path / "costs.json")
+    assert min(costs.verify.values()) > 0 and costs.draft
+    assert min(draft_cost(decoder, repeats=1)) > 0
 
 
 def test_drafts_from_few_tokens_by_prepacked_layers_are_timed(tiny_model, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import predictor, prompts
 from rich.console import Console
+from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from shape.drafters import (
     AdversaryDrafter,
@@ -109,6 +110,42 @@ def test_tokens_behind_a_stop_do_not_go_out(tiny_model):
     )
     events = [(record["event"], record["emitted"]) for record in tokens_of(out.trace)]
     assert events == [("prefill", True)] + [("accepted", True)] * 3 + [("accepted", False)] * 3 + [("bonus", False)]
+
+
+@pytest.mark.parametrize("rule", ["match", "unverified-lossy"])
+def test_of_several_drafters_all_that_was_accepted_is_somebodys(tiny_model, rule):
+    decoder = ShapeDecoder(tiny_model("llama"), DRAFTERS["hybrid"]())
+    asked = {"acceptance": rule, "eos_token_id": [], "return_dict_in_generate": True}
+    stats = decoder.generate(**prompts([9]), max_new_tokens=30, **asked).stats
+    shares = [accepted for _, accepted in stats.sources.values()]
+    assert max(shares) <= stats.accepted <= sum(shares) and stats.accepted > 0
+
+
+def test_batches_of_one_call_have_steps_of_their_own():
+    """Those of targets that are decoded sequence by sequence, whose numbers go on."""
+    config = GPTNeoConfig(
+        vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, window_size=5, max_position_embeddings=128,
+        attention_types=[[["global", "local"], 1]], bos_token_id=None, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    decoder = ShapeDecoder(GPTNeoForCausalLM(config).double().eval())
+    out = decoder.generate(
+        **prompts([4, 6]), max_new_tokens=5, eos_token_id=[], trace=True, return_dict_in_generate=True
+    )
+    steps = [record["step"] for record in out.trace.records if record["type"] == "step"]
+    assert steps == list(range(10))
+    assert {record["step"] for record in tokens_of(out.trace) if record["event"] == "prefill"} == {0, 5}
+
+
+def test_processors_that_write_to_the_scores_change_no_odds(tiny_model):
+    model, batch = tiny_model("llama", torch.float32), prompts([9])
+
+    def odds(halve) -> list[float]:
+        out = ShapeDecoder(model).generate(
+            **batch, max_new_tokens=9, logits_processor=[halve], trace=True, return_dict_in_generate=True
+        )
+        return [record["p"] for record in tokens_of(out.trace) if record["p"] is not None]
+
+    assert odds(lambda ids, scores: scores.mul_(0.5)) == odds(lambda ids, scores: scores * 0.5)
 
 
 def test_rejection_shows_p_q_and_the_draw(tiny_model):
