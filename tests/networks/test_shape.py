@@ -2,6 +2,7 @@ import itertools
 
 import pytest
 import torch
+from helpers import matrix
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -274,7 +275,7 @@ class TestRefinement:
             assert isinstance(refinement, SinkhornRefinement)
             here, there = refinement._reduced(current), refinement._reduced(raw)
             cost = squared_distances(refinement.expand.weight.T)
-            plan = sinkhorn(here.softmax(-1), there.softmax(-1), cost, 0.1, 3, last_update).matrix()
+            plan = matrix(sinkhorn(here.softmax(-1), there.softmax(-1), cost, 0.1, 3, last_update))
             arriving = torch.einsum("bij,bi->bj", plan, here) / plan.sum(-2)
             size = current.square().mean(-1, keepdim=True).sqrt()
             expected = 0.5 * raw + 0.5 * size * refinement.expand(arriving)
