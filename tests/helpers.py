@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel, PreTrained
 from shape.drafters import PREDICTORS
 from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
+from shape.networks.transport import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
 FAMILIES = ["llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "mistral"]
@@ -69,6 +70,11 @@ def program(name: str, folder: str = "eval") -> Iterator[ModuleType]:
         yield module
     finally:
         del sys.modules[name]
+
+
+def matrix(plan: Plan) -> torch.Tensor:
+    """The transport plans themselves, (..., d, d), which nothing but a test makes."""
+    return plan.u.unsqueeze(-1) * plan.kernel * plan.v.unsqueeze(-2)
 
 
 def weaker_model(arch: str = "llama", noise: float = 0.02) -> PreTrainedModel:

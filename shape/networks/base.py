@@ -281,8 +281,8 @@ class Predictor(PreTrainedModel):
         if self.embed_tokens is not None:
             tokens = torch.arange(target.vocab_size).split(_EMBEDDED)
             fitted = self._fitted(lambda: (target.embed(some.to(target.device)) for some in tokens))
-            for some in tokens:
-                self.embed_tokens.weight[some] = fitted(target.embed(some.to(target.device)))
+            for own, some in zip(self.embed_tokens.weight.split(_EMBEDDED), tokens, strict=True):
+                own.copy_(fitted(target.embed(some.to(target.device))))
 
     def _fitted(self, parts: Callable[[], Iterable[Tensor]]) -> Callable[[Tensor], Tensor]:
         """What makes rows of the target's width, which come in parts, of the network's: in another one, coordinates in

@@ -68,13 +68,12 @@ class Adapters(nn.Module):
         self.down = nn.Linear(inner, steps * size)  # its rows are those of the steps' matrices, one after the other
         self.inner, self.size, self.dropout = inner, size, dropout
 
-    def forward(self, x: Tensor, first: int, last: int) -> Tensor:
-        """Steps first..last - 1: (..., M) -> (..., S', M)."""
-        rows, columns = slice(first * self.inner, last * self.inner), slice(first * self.size, last * self.size)
-        inner = F.silu(F.linear(normalise(x), self.up.weight[rows], self.up.bias[rows]))
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., M) -> (..., S, M)."""
+        inner = F.silu(self.up(normalise(x)))
         inner = F.dropout(inner, self.dropout, self.training).unflatten(-1, (-1, self.inner))
-        down = self.down.weight[columns].unflatten(0, (-1, self.size))
-        added = torch.einsum("...si,soi->...so", inner, down) + self.down.bias[columns].unflatten(0, (-1, self.size))
+        down = self.down.weight.unflatten(0, (-1, self.size))
+        added = torch.einsum("...si,soi->...so", inner, down) + self.down.bias.unflatten(0, (-1, self.size))
         return x.unsqueeze(-2) + added
 
 
@@ -141,7 +140,7 @@ class ShapePredictor(Predictor):
         if self.config.step_mode == "recursive":
             return (known.window.to(self.delta.weight.dtype),)
         embeddings = None if root is None else root.unsqueeze(-2)
-        return (self(known.window, embeddings, self.config.num_steps, known),)
+        return (self(known.window, embeddings, known),)
 
     def advance(self, known: Known, carried: Carried, embedding: Tensor | None, n: int) -> tuple[Tensor, Carried]:
         if self.config.step_mode == "parallel":
@@ -152,42 +151,28 @@ class ShapePredictor(Predictor):
     # -- its steps
 
     def step(self, window: Tensor, embedding: Tensor | None, n: int, known: Known | None = None) -> Tensor:
-        """Predict h_{t+n}: (..., W, F), (..., H) -> (..., H).
+        """Predict h_{t+n} in recursive mode: (..., W, F), (..., H) -> (..., H).
 
-        Parallel: `window` ends in h_{t-1} for every n < num_steps, `embedding` is x_t's (root conditioning).
-        Recursive: `window` ends in h_{t+n-1}, predicted or not; `embedding` is x_{t+n}'s (path), or x_t's,
-        which counts at n = 0 only (root). Without token conditioning `embedding` is not read and may be None.
+        `window` ends in h_{t+n-1}, predicted or not; `embedding` is x_{t+n}'s (path), or x_t's, which counts at n = 0
+        only (root). Without token conditioning `embedding` is not read and may be None.
 
         Raises:
-            ValueError: n is beyond a parallel predictor's steps, or the embedding is missing.
+            ValueError: the embedding is missing.
         """
-        x, current, normalised = self._trunk(window, embedding, n, known)
-        if self.adapters is not None:
-            self._require_steps(n + 1)
-            x = self.adapters(x, n, n + 1).squeeze(-2)
-        return self._read_out(x, current, normalised)
+        return self._read_out(*self._trunk(window, embedding, n, known))
 
-    def forward(
-        self,
-        window: Tensor,
-        embeddings: Tensor | None = None,
-        steps: int | None = None,
-        known: Known | None = None,
-    ) -> Tensor:
+    def forward(self, window: Tensor, embeddings: Tensor | None = None, known: Known | None = None) -> Tensor:
         """Predict h_t..h_{t+S-1}: (..., W, F), (..., S, H) -> (..., S, H).
 
         `window` ends in h_{t-1}. `embeddings[..., n, :]` is the embedding of x_{t+n}: the true tokens in
         training (path conditioning), or only that of x_t at n = 0 (root). A recursive predictor reads its own
-        predictions from the second step on, in training as in decoding. `steps` defaults to the
-        configuration's `num_steps`.
+        predictions from the second step on, in training as in decoding.
         """
-        steps = self.config.num_steps if steps is None else steps
         if self.adapters is not None:
-            self._require_steps(steps)
             root = None if embeddings is None else embeddings[..., 0, :]
             x, current, normalised = self._trunk(window, root, 0, known)
-            return self._read_out(self.adapters(x, 0, steps), current.unsqueeze(-2), normalised.unsqueeze(-2))
-        return self.unroll(known or Known(window, [], None, None), embeddings, steps)
+            return self._read_out(self.adapters(x), current.unsqueeze(-2), normalised.unsqueeze(-2))
+        return self.unroll(known or Known(window, [], None, None), embeddings)
 
     def _trunk(
         self, window: Tensor, embedding: Tensor | None, n: int, known: Known | None
@@ -225,13 +210,6 @@ class ShapePredictor(Predictor):
         """Whether a token enters at step n: in recursive mode the root is the latest token at n = 0 only."""
         conditioning, every_step = self.config.token_conditioning, self.config.step_mode == "parallel"
         return conditioning == "path" or (conditioning == "root" and (every_step or n == 0))
-
-    def _require_steps(self, steps: int) -> None:
-        if steps > self.config.num_steps:
-            raise ValueError(
-                f"a parallel predictor with {self.config.num_steps} steps cannot predict {steps}: draft no "
-                "deeper, or train one with more num_steps"
-            )
 
     def _std(self, module: nn.Linear) -> float:
         if module is self.delta or module is self.gate:

@@ -1,6 +1,6 @@
 """The size of a network: how many parameters it has, and the default sizes that follow from a target and its data.
 
-What each rule was measured by is in `eval/results/sizes`; docs/train.md explains it.
+What each rule was measured by is in `eval/results/sizes`; docs/guides/train.md explains it.
 
 - **Draft vocabulary**: the tokens that make up 99.5 % of the answers, from 2,048 to a quarter of the target's, and at
   most 32,768. Reading the output embedding is most of what a small drafter costs, in decoding and in training.

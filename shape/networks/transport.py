@@ -2,7 +2,7 @@
 
 Where all pairs share the d x d cost they share the Gibbs kernel K = exp(-C / epsilon), and every entropic plan has
 the form T = diag(u) K diag(v). So a plan is kept as its two scalings, and everything asked of it is a product
-with the shared d x d matrix: no (batch, d, d) tensor exists outside `Plan.matrix`, for tests and analysis.
+with the shared d x d matrix, and no (batch, d, d) tensor exists.
 Pairs on supports of their own bring a kernel each, (batch, d, d), and take the same functions.
 
 Which update comes last matters. A column update sets v = q / (K^T u), after which
@@ -47,10 +47,6 @@ class Plan:
     kernel: Tensor
     reached: Tensor
 
-    def row_marginal(self) -> Tensor:
-        """T 1, (..., d): how much leaves each point. Equals p after a row update."""
-        return self.u * _rows(self.kernel, self.v)
-
     def column_marginal(self) -> Tensor:
         """T^T 1, (..., d): how much arrives at each point. Equals q after a column update."""
         return self.v * self.reached
@@ -65,14 +61,6 @@ class Plan:
     def arrivals(self, values: Tensor) -> Tensor:
         """Mean of source values (..., d) over what arrives at each point: diag(T^T 1)^-1 T^T values."""
         return _columns(self.kernel, self.u * values) / self.reached
-
-    def cost(self, cost: Tensor) -> Tensor:
-        """<T, C>, (...): the transport cost under a cost of the kernel's shape, entropy not included."""
-        return (self.u * _rows(self.kernel * cost, self.v)).sum(-1)
-
-    def matrix(self) -> Tensor:
-        """The plans themselves, (..., d, d). For tests and analysis: this is the size the rest avoids."""
-        return self.u.unsqueeze(-1) * self.kernel * self.v.unsqueeze(-2)
 
 
 def sinkhorn(

@@ -162,14 +162,15 @@ def portion_bytes(config: ShapeConfig, roots: float, known: float, precision: st
     rows = roots * steps
     logits = _LOGITS * min(4 * rows * config.draft_size, CHUNK_BYTES)
     states = rows * size * (3 * 4 + half)  # predicted, stacked, their gradient, and the true ones
-    if config.kind not in ("eagle", "block"):
+    if not config.has_decoder_layers:
         width, reads = cast(int, config.intermediate_size), config.window * config.feature_size
         passes = steps if config.step_mode == "recursive" else 1
         inner = passes * roots * 2 * 4 * reads + rows * 4 * (3 * width + 6 * size)
         return logits + states + (inner / passes if checkpointing and config.step_mode == "recursive" else inner)
     layer = config.layer_config()
     heads, inner_size = layer.num_attention_heads, layer.intermediate_size
-    passes, places = (steps, 1) if config.kind == "eagle" else (config.num_layers, config.block_size)
+    passes = steps if config.kind == "eagle" else config.num_layers  # of one place, or of all through a layer
+    places = {"eagle": 1, "peagle": steps, "block": config.block_size}[config.kind]
     inputs = 4 * roots * places * size  # of a step, or of a layer
     each = roots * places * (size * (40 + 8 * half) + 4 * half * inner_size)
     read = known * (4 + half) * (config.feature_size + 2 * size)

@@ -31,8 +31,8 @@ class PredictorOptions:
         window: known states that the predictor reads.
         hidden_size: of eagle, peagle and block, a width other than the target's, with own_heads and own_embeddings;
             null is the target's.
-        intermediate_size: its width; null follows from the target (`shape.networks.sizing`), and is twice its hidden
-            size for baselines.
+        intermediate_size: its width; null follows from the target: shape's by `shape.networks.sizing`, that of eagle,
+            peagle and block is that of the target's own layers. medusa has none.
         num_layers: residual blocks at that width; residual layers of each of medusa's heads; decoder layers of the
             others.
         attention: SHAPE's steps also attend to all known positions.
@@ -60,7 +60,6 @@ class PredictorOptions:
             own.
         coupling: keep the steps' marginals under the bias, by a coupling over so many candidates; 0 does not.
         confidence: estimate where the target will agree, for dynamic trees.
-        own_heads: output embeddings of medusa's and eagle's own, started from the target's.
         shared_head: one output embedding of its own for all of medusa's steps.
         residual_bias: biases in medusa's residual layers.
         own_heads: output embeddings of its own, started from the target's.

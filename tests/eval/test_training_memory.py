@@ -2,7 +2,8 @@
 
 import pytest
 
-from eval.training_memory import NETWORKS, WAYS, Sizes, config_of, learned, peak
+from eval.training_memory import NETWORKS, WAYS, Sizes, config_of, learned, peak, target_config
+from shape.networks.decoder import layers_like
 from shape.training import forecast
 from shape.training.forecast import portion_bytes
 
@@ -21,10 +22,23 @@ def test_bounds_hold_and_the_forecast_is_near(name, monkeypatch):
     assert measured["checkpointed"] <= measured["in parts"]
     found = peak(network, SIZES, fake=True, scale=SCALE, **WAYS["in parts"])
     assert 0.9 < found / measured["in parts"] < 1.25  # it takes what depends on numbers as large as can be
-    for module, bound in ((forecast, "CHUNK_BYTES"), (forecast, "SCORES_BYTES")):
-        monkeypatch.setattr(module, bound, getattr(module, bound) // SCALE**2)
-    config, roots = config_of(network, SIZES), SIZES.tokens - 1
-    least, most = (0.7, 1.4) if network is NETWORKS["EAGLE-3, 7 steps"] else (0.45, 1.7)
+    bounds = (0.7, 1.4) if network is NETWORKS["EAGLE-3, 7 steps"] else (0.45, 1.7)
+    assert_near(network, measured, bounds, monkeypatch)
+
+
+def test_the_forecast_of_p_eagle_is_near(monkeypatch):
+    network = {
+        "kind": "peagle", "num_layers": 4, "own_heads": True, "feature_layers": [2, 16, 29], "num_steps": 8,
+        "mask_token_id": 0, "transformer_layer_config": layers_like(target_config(SIZES)),
+    }  # fmt: skip
+    measured = {way: peak(network, SIZES, fake=False, scale=SCALE, **WAYS[way]) for way in ("in parts", "checkpointed")}
+    assert_near(network, measured, (0.7, 1.4), monkeypatch)
+
+
+def assert_near(network, measured, bounds, monkeypatch):
+    for bound in ("CHUNK_BYTES", "SCORES_BYTES"):
+        monkeypatch.setattr(forecast, bound, getattr(forecast, bound) // SCALE**2)
+    config, roots, (least, most) = config_of(network, SIZES), SIZES.tokens - 1, bounds
     for way in ("in parts", "checkpointed"):
         said = portion_bytes(config, roots, SIZES.tokens, "bf16-mixed", way == "checkpointed")
         assert least < said / measured[way] < most, (way, said, measured[way])

@@ -1,5 +1,6 @@
 """The parts that trained networks share, against their definitions."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from shape.errors import ConfigError
 from shape.networks.base import known_at
 from shape.networks.config import ShapeConfig
 from shape.networks.shape import windows
+from shape.target.model import Target
 
 KINDS = {**BASELINES, **WIDTHS}
 
@@ -61,6 +63,15 @@ def test_untrained_heads_draft_what_the_target_says():
     known = known_at(network, state[:, 0], None, torch.tensor([[1]]), state)
     logits = network.own_head(network.unroll(known, None))
     torch.testing.assert_close(logits, F.linear(state, weight).expand_as(logits))
+
+
+def test_a_target_of_another_dtype_gives_embeddings_and_heads(tiny_target):
+    target = Target(copy.deepcopy(tiny_target.model).bfloat16())
+    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+    network = predictor(torch.float32, kind="eagle", own_heads=True, own_embeddings=True, **sizes)
+    network.adopt(target)
+    assert torch.equal(network.embed_tokens.weight, target.embed(torch.arange(target.vocab_size)).float())
+    assert torch.equal(network.lm_head.weight, target.output_rows().float())
 
 
 @pytest.mark.parametrize("kind", WIDTHS)

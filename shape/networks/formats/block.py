@@ -18,6 +18,7 @@ from shape.networks.formats.layers import (
     shared_options,
     take_vocabulary,
     with_mask,
+    written_dtype,
     written_layers,
     written_width,
 )
@@ -103,6 +104,7 @@ def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
         )
     chosen = [layer - 1 for layer in config.feature_layers]
     written = {**written_layers(config, target), **common, "target_layer_ids": chosen}
+    written["torch_dtype"] = written_dtype(predictor)
     if config.markov_rank:
         written["architectures"] = ["Qwen3DSparkModel"]
     else:

@@ -1,5 +1,9 @@
 """EAGLE-3's checkpoints, and P-EAGLE's: those of SafeAILab and SpecForge (`midlayer`), and of speculators
 (`layers.0`).
+
+The layers that are read have two numberings. At the top of a configuration, where speculators writes and vLLM looks
+first, layer i is transformers' `hidden_states[i]`, as here. In `eagle_config`, where SpecForge writes and SGLang looks,
+it is the output of the target's decoder layer i, which is `hidden_states[i + 1]`.
 """
 
 from typing import Any
@@ -15,6 +19,7 @@ from shape.networks.formats.layers import (
     shared_options,
     take_vocabulary,
     with_mask,
+    written_dtype,
     written_layers,
     written_width,
 )
@@ -50,7 +55,7 @@ def _read(
     nested = config.get("eagle_config") or {}
     if not nested.get("use_aux_hidden_state", True):
         raise CheckpointError("it reads the last layer alone, as EAGLE-1; give an EAGLE-3 checkpoint")
-    chosen = config.get(_LAYER_IDS) or nested.get(_LAYER_IDS)
+    chosen = config.get(_LAYER_IDS) or [layer + 1 for layer in nested.get(_LAYER_IDS) or []]
     if not chosen:
         count = target.layers()
         chosen = [2, count // 2, count - 3]
@@ -102,8 +107,9 @@ def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
         "rope_theta": rope["rope_theta"],
         "rope_scaling": scaling if scaled else None,
         "architectures": ["LlamaForCausalLMEagle3"],
+        "torch_dtype": written_dtype(predictor),
         "draft_vocab_size": config.draft_size,
-        "eagle_config": {"use_aux_hidden_state": True, _LAYER_IDS: config.feature_layers},
+        "eagle_config": {"use_aux_hidden_state": True, _LAYER_IDS: [layer - 1 for layer in config.feature_layers]},
         **_written(predictor),
     }
     weights = own_weights(predictor)
@@ -120,7 +126,6 @@ def write_speculators(predictor: Predictor, target: TargetFacts) -> Checkpoint:
         "speculators_model_type": "peagle" if parallel else "eagle3",
         "transformer_layer_config": written_layers(config, target),
         "draft_vocab_size": config.draft_size,
-        _LAYER_IDS: config.feature_layers,
         **_written(predictor),
     }
     return Checkpoint(written, own_weights(predictor))
@@ -133,9 +138,15 @@ def _written(predictor: Predictor) -> dict[str, Any]:
         CheckpointError: what engines would not compute as it is.
     """
     config = predictor.config
-    norms = {**written_width(config), **{name: getattr(config, name) for name in _NORMS}}
+    if min(config.feature_layers) < 0:
+        raise CheckpointError(
+            f"it reads layers {config.feature_layers} of the target, and engines know those from 0 on; train with "
+            "--predictor.feature_layers of these"
+        )
+    shared = {_LAYER_IDS: config.feature_layers, **written_width(config)}
+    shared |= {name: getattr(config, name) for name in _NORMS}
     if config.kind != "peagle":
-        return norms
+        return shared
     if config.fc_norm:
         raise CheckpointError("it has fc_norm, which engines know of EAGLE-3 alone and not of P-EAGLE")
-    return {**norms, "mask_token_id": config.mask_token_id, "embed_requires_grad": config.own_embeddings}
+    return {**shared, "mask_token_id": config.mask_token_id, "embed_requires_grad": config.own_embeddings}

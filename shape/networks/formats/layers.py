@@ -61,6 +61,12 @@ def written_layers(config: ShapeConfig, target: TargetFacts) -> dict[str, Any]:
     return {**layers, "vocab_size": config.vocab_size, "tie_word_embeddings": False}
 
 
+def written_dtype(predictor: Predictor) -> str:
+    """What engines compute in. Of float32 weights SGLang makes float16, which a target in bfloat16 does not go with."""
+    dtype = predictor.dtype if predictor.dtype.itemsize == 2 else torch.bfloat16
+    return str(dtype).removeprefix("torch.")
+
+
 def take_vocabulary(weights: Weights, vocab_size: int) -> Weights:
     """The weights with `draft_vocabulary` in place of `d2t` (differences to the tokens' own numbers) and `t2d`.
 

@@ -25,6 +25,7 @@ SLIDING = {
     },
 }  # fmt: skip
 WIDTH = {"hidden_size": 16, "target_hidden_size": 48, "own_heads": True, "own_embeddings": True}
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 DSPARK = {**BLOCK, "markov_rank": 4, "confidence": True, "sample_from_anchor": True}
 OURS = {
     "eagle": ({**EAGLE}, ["speculators", "eagle3"]),
@@ -126,6 +127,27 @@ def test_what_engines_read_of_a_configuration(tmp_path):
     )
 
 
+def test_engines_number_layers_of_eagle_in_two_ways(tmp_path):
+    """At the top they are of states, with the embedding as 0; in `eagle_config` of decoder layers' outputs."""
+    save(made(OURS["eagle"][0]), tmp_path, "eagle3", TARGET)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config[LAYER_IDS] == [2, 4, 5] and config["eagle_config"][LAYER_IDS] == [1, 3, 4]
+    for left_out in ("eagle_config", LAYER_IDS):
+        (tmp_path / "config.json").write_text(json.dumps({**config, left_out: None}))
+        assert load(tmp_path).config.feature_layers == [2, 4, 5]
+
+
+@pytest.mark.parametrize(("name", "form"), [("eagle", "eagle3"), ("dspark", "dspark")])
+@pytest.mark.parametrize(
+    ("stored", "computed"),
+    [(torch.float32, "bfloat16"), (torch.bfloat16, "bfloat16"), (torch.float16, "float16")],
+)
+def test_engines_compute_in_two_bytes(name, form, stored, computed, tmp_path):
+    save(made(OURS[name][0]).to(stored), tmp_path, form, TARGET)
+    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == computed
+    assert load(tmp_path).dtype == stored
+
+
 def test_specforge_nests_its_options_and_pickles_are_read(tmp_path):
     save(made(OURS["dspark"][0]), tmp_path, "dspark", TARGET)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -147,11 +169,12 @@ def test_parallel_drafting_in_the_layout_of_eagle3(tmp_path):
     theirs = json.loads((tmp_path / "config.json").read_text())
     config = {
         **theirs["transformer_layer_config"], "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 64,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}, "ptd_token_id": "63",
+        "eagle_config": {LAYER_IDS: [1, 3, 4]}, "ptd_token_id": "63",
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     again = load(tmp_path)
     assert again.kind == "peagle" and again.config.mask_token_id == 63 and again.config.num_layers == 2
+    assert again.config.feature_layers == [2, 4, 5]
     assert torch.equal(again.mask_hidden, network.mask_hidden)
     (tmp_path / "config.json").write_text(json.dumps({**config, "ptd_token_id": None}))
     with pytest.raises(CheckpointError, match="has no mask_token_id"):
@@ -192,7 +215,7 @@ def test_fasterdecoding_counts_its_layers(tmp_path):
 def test_default_layers_depend_on_the_target(tmp_path, tiny_model):
     save(made(OURS["eagle"][0]), tmp_path, "eagle3", TARGET)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "eagle_config": None}))
+    (tmp_path / "config.json").write_text(json.dumps({**config, LAYER_IDS: None, "eagle_config": None}))
     with pytest.raises(CheckpointError, match=r"cannot be read as eagle3: .* give --target"):
         load(tmp_path)
     target = tiny_model().config.__class__(num_hidden_layers=8)
@@ -216,6 +239,7 @@ def test_tokens_in_place_of_differences_are_refused(tmp_path):
         ({**EAGLE, "transformer_layer_config": {"model_type": "qwen3"}}, "eagle3", "use --to speculators"),
         ({**EAGLE, "num_layers": 2}, "eagle3", "one layer, and it has 2: use --to speculators"),
         ({**PEAGLE, "fc_norm": True}, "speculators", "fc_norm, which engines know of EAGLE-3 alone"),
+        ({**EAGLE, "feature_layers": [1, -1]}, "eagle3", "engines know those from 0 on"),
         ({**PEAGLE}, "eagle3", "kind peagle, and the format eagle3 is for eagle"),
         ({**BLOCK, "sample_from_anchor": True}, "dspark", "with a markov_rank alone"),
         ({**DSPARK, "markov_head_type": "gated"}, "dspark", "markov_head_type is gated"),
