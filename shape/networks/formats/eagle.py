@@ -3,7 +3,8 @@
 
 The layers that are read have two numberings. At the top of a configuration, where speculators writes and vLLM looks
 first, layer i is transformers' `hidden_states[i]`, as here. In `eagle_config`, where SpecForge writes and SGLang looks,
-it is the output of the target's decoder layer i, which is `hidden_states[i + 1]`.
+it is the output of the target's decoder layer i, which is `hidden_states[i + 1]`, where the first is 1; files in which
+it is another have been published with the other numbering (sgl-project/sglang, pull request 25454).
 """
 
 from typing import Any
@@ -55,7 +56,9 @@ def _read(
     nested = config.get("eagle_config") or {}
     if not nested.get("use_aux_hidden_state", True):
         raise CheckpointError("it reads the last layer alone, as EAGLE-1; give an EAGLE-3 checkpoint")
-    chosen = config.get(_LAYER_IDS) or [layer + 1 for layer in nested.get(_LAYER_IDS) or []]
+    chosen = config.get(_LAYER_IDS)
+    if not chosen and (outputs := nested.get(_LAYER_IDS)):
+        chosen = [layer + 1 for layer in outputs] if outputs[0] == 1 else outputs
     if not chosen:
         count = target.layers()
         chosen = [2, count // 2, count - 3]

@@ -128,12 +128,15 @@ def test_what_engines_read_of_a_configuration(tmp_path):
 
 
 def test_engines_number_layers_of_eagle_in_two_ways(tmp_path):
-    """At the top they are of states, with the embedding as 0; in `eagle_config` of decoder layers' outputs."""
+    """At the top they are of states, with the embedding as 0; in `eagle_config` of decoder layers' outputs, where the
+    first is 1.
+    """
     save(made(OURS["eagle"][0]), tmp_path, "eagle3", TARGET)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config[LAYER_IDS] == [2, 4, 5] and config["eagle_config"][LAYER_IDS] == [1, 3, 4]
-    for left_out in ("eagle_config", LAYER_IDS):
-        (tmp_path / "config.json").write_text(json.dumps({**config, left_out: None}))
+    outputs, states = config["eagle_config"], {**config["eagle_config"], LAYER_IDS: [2, 4, 5]}
+    for top, nested in (([2, 4, 5], None), (None, outputs), (None, states)):
+        (tmp_path / "config.json").write_text(json.dumps({**config, LAYER_IDS: top, "eagle_config": nested}))
         assert load(tmp_path).config.feature_layers == [2, 4, 5]
 
 
