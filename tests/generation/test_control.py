@@ -21,7 +21,7 @@ from shape.drafters import (
     model,
 )
 from shape.drafters.lengths import Adaptive, ByCost
-from shape.generation import clock, eager, loop, stage
+from shape.generation import clock, eager, loop
 from shape.generation.control import SpeculationControl, StepCosts
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.stats import Step
@@ -303,7 +303,7 @@ def forwards(decoder: ShapeDecoder, monkeypatch, ticks: int, **options) -> list[
         return now.seconds
 
     now.seconds = 0.0
-    for module in (clock, loop, eager, stage, hybrid, model):
+    for module in (clock, loop, eager, hybrid, model):
         monkeypatch.setattr(module, "perf_counter", now)
     stats = decoder.generate(
         **prompts([5]), max_new_tokens=40, eos_token_id=[], return_dict_in_generate=True, **options

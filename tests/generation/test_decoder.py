@@ -954,7 +954,7 @@ class Backwards(TopKLogitsWarper):
 
 class Few(TemperatureLogitsWarper):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores.masked_fill(torch.arange(scores.shape[-1]) > 20, -float("inf"))
+        return scores.masked_fill(torch.arange(scores.shape[-1]) < 20, -float("inf"))
 
 
 @pytest.mark.parametrize("own", [Backwards(5), Few(0.7)], ids=["looks back", "with a rule of its own"])
