@@ -90,15 +90,15 @@ def _renamed(row: object, stem: str) -> object:
 
 def _conversation(row: dict[str, Any], identity: str) -> Conversation | None:
     """The messages of a row; None for no known format."""
+    system = (Message("system", _text(row["system"], "system")),) if row.get("system") else ()
     for key in ("conversations", "conversation", "messages"):
         if row.get(key) is not None:
-            return Conversation(identity, _messages(row[key], key))
+            return Conversation(identity, _behind(system, _messages(row[key], key)))
     if row.get("turns") is not None:
         turns = row["turns"]
         if not isinstance(turns, list) or not turns:
             raise DataError(f"'turns' is {_shown(turns)}; expected a list of user strings")
-        return Conversation(identity, tuple(Message("user", _text(turn, "turns")) for turn in turns))
-    system = (Message("system", _text(row["system"], "system")),) if row.get("system") else ()
+        return Conversation(identity, (*system, *(Message("user", _text(turn, "turns")) for turn in turns)))
     if "instruction" in row and "output" in row:
         parts = _text(row["instruction"], "instruction"), _text(row.get("input") or "", "input")
         question = Message("user", "\n\n".join(filter(None, parts)))
@@ -107,8 +107,10 @@ def _conversation(row: dict[str, Any], identity: str) -> Conversation | None:
     if "prompt" in row and "completion" in row:
         if isinstance(row["prompt"], list) and isinstance(row["completion"], list):
             both = _messages(row["prompt"], "prompt") + _messages(row["completion"], "completion")
-            return Conversation(identity, both)
-        prompt = Message("user", _text(row["prompt"], "prompt"))
+            return Conversation(identity, _behind(system, both))
+        # A completion has no place for a third message, so what leads the conversation leads the prompt's text.
+        leading = [message.content for message in system]
+        prompt = Message("user", "\n\n".join([*leading, _text(row["prompt"], "prompt")]))
         completion = Message("assistant", _text(row["completion"], "completion"), finished)
         return Conversation(identity, (prompt, completion), "completion")
     if "prompt" in row:
@@ -116,6 +118,11 @@ def _conversation(row: dict[str, Any], identity: str) -> Conversation | None:
     if "text" in row:
         return Conversation(identity, (Message("assistant", _text(row["text"], "text"), finished),), "text")
     return None
+
+
+def _behind(system: tuple[Message, ...], messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Messages behind a row's own system message, unless they begin with one."""
+    return messages if messages[0].role == "system" else (*system, *messages)
 
 
 def _texts(row: dict[str, Any]) -> tuple[Tokens, ...]:
