@@ -197,6 +197,27 @@ def test_parquet(tmp_path):
     assert "\n" not in str(caught.value)
 
 
+def test_null_is_no_value_wherever_rows_come_from(tmp_path, monkeypatch):
+    """Tables give every row, and every message, the columns of all."""
+    import datasets
+
+    nothing = {"id": None, "category": None, "question_id": None, "messages": None, "prompt": None, "completion": None}
+    message = {"from": None, "value": None, "role": "user", "content": "Q", "weight": None}
+    rows = [{**nothing, "messages": [message]}, {**nothing, "prompt": "Q"}]
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet(tmp_path / "rows.parquet")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: table)
+    for source in (write(tmp_path / "rows.jsonl", *rows), "org/rows"):
+        found = load_conversations(source, require_answers=False)
+        assert found == [Conversation("rows-0", (USER,)), Conversation("rows-1", (USER,))]
+        assert [(one.id, one.category, one.turns) for one in load_prompts(source)] == [
+            ("rows-0", "", ("Q",)),
+            ("rows-1", "", ("Q",)),
+        ]
+    monkeypatch.undo()
+    assert load_conversations(tmp_path / "rows.parquet", require_answers=False) == found
+
+
 GOOD = {"text": "fine"}
 
 
@@ -214,7 +235,8 @@ GOOD = {"text": "fine"}
             r"a\.jsonl:3: unknown format \(it has foo\); expected conversations",
         ),
         ("a.jsonl", [GOOD, [1]], r"a\.jsonl:2: expected an object with .*, found \[1\]"),
-        ("a.jsonl", [{"text": None}], r"a\.jsonl:1: text is null; expected a string"),
+        ("a.jsonl", [{"text": None}], r"a\.jsonl:1: unknown format \(it has no values\)"),
+        ("a.jsonl", [{"text": 1}], r"a\.jsonl:1: text is 1; expected a string"),
         ("a.jsonl", [{"messages": []}], r"a\.jsonl:1: 'messages' is \[\]; expected a list of messages"),
         ("a.jsonl", [{"messages": ["hi"]}], r"message 1 of 'messages' is \"hi\"; expected an object"),
         ("a.jsonl", [{"messages": [{"role": "user"}]}], r"message 1 of 'messages' lacks its text"),
