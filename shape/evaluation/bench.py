@@ -15,7 +15,7 @@ from shape.errors import ConfigError, DataError
 from shape.evaluation.journal import JOURNAL
 from shape.evaluation.methods import Assisted, Method, Outside, Ruled
 from shape.evaluation.options import BenchOptions, several
-from shape.evaluation.prompts import SUITES, chosen_prompts
+from shape.evaluation.prompts import SUITES, chosen_prompts, refuse_shared_ids
 from shape.evaluation.results import AUTOREGRESSIVE, SpeedResults
 from shape.evaluation.speed import measure_in
 from shape.generation.decoder import ShapeDecoder
@@ -43,6 +43,7 @@ def bench(options: BenchOptions) -> list[SpeedResults]:
     ]
     names = [name for _, name in suites]
     prompts = [replace(each, turns=each.turns[: options.max_turns]) for some, _ in suites for each in some]
+    refuse_shared_ids(prompts, "+".join(names))
     given = training_text(options.training_data) if options.training_data else {}
     target, methods = load_methods(options)
     if target.name == _SHIPPED_TARGET and not given:

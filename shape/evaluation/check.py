@@ -21,7 +21,7 @@ from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import Estimate
 from shape.evaluation.markdown import show
 from shape.evaluation.options import CheckOptions
-from shape.evaluation.prompts import chosen_prompts
+from shape.evaluation.prompts import chosen_prompts, refuse_shared_ids
 from shape.evaluation.runner import sampling
 from shape.evaluation.speed import measure
 from shape.generation.decoder import ShapeDecoder
@@ -58,6 +58,7 @@ def check(options: CheckOptions) -> dict[str, Any]:
         )
     asked = options.prompts or bundled.path("data", "validation.jsonl.gz")
     prompts, source = chosen_prompts(asked, options.limit, options.chat_template_kwargs)
+    refuse_shared_ids(prompts, source)
     if options.predictor is not None:
         decoder = ShapeDecoder.from_pretrained(
             predictor=options.predictor, target=options.target, dtype=options.dtype, **of_pair(options)

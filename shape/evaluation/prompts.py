@@ -1,13 +1,13 @@
 """Which prompts a measurement asks: one convention for all of them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shape import bundled
 from shape.data.conversations import Prompt, evenly_by_category
 from shape.data.reading import load_prompts
-from shape.errors import ConfigError
+from shape.errors import ConfigError, DataError
 
 SUITES = ("bench", "kinds")
 
@@ -34,3 +34,12 @@ def chosen_prompts(
     is_suite = given in SUITES and not Path(given).exists()
     source = bundled.path("data", f"{given}.jsonl") if is_suite else given
     return evenly_by_category(load_prompts(source, template), limit), Path(source).name
+
+
+def refuse_shared_ids(prompts: Sequence[Prompt], source: str) -> None:
+    """Measurements know a prompt by its id. Raises DataError, naming the source and an id that two prompts share."""
+    seen: set[str] = set()
+    for prompt in prompts:
+        if prompt.id in seen:
+            raise DataError(f"{source}: two prompts share the id {prompt.id}; give every prompt its own")
+        seen.add(prompt.id)

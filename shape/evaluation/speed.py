@@ -35,6 +35,7 @@ from shape.evaluation.methods import (
     prompts_hash,
     target_settings,
 )
+from shape.evaluation.prompts import refuse_shared_ids
 from shape.evaluation.results import Detail, PromptRecord, SpeedResults, Tally
 from shape.evaluation.runner import Run, Runner, by_decoder, by_transformers, rotated, sampling
 from shape.generation.decoder import ShapeDecoder
@@ -103,8 +104,7 @@ def measure(
         raise ConfigError(
             f"transformers decodes one prompt at a time for {single[0]}; leave it out, or give a batch of 1"
         )
-    if len({prompt.id for prompt in prompts}) < len(prompts):
-        raise DataError("two prompts share an id; give every prompt its own")
+    refuse_shared_ids(prompts, source or "the given prompts")
     if target.tokenizer is None:
         raise DataError(f"target {target.name} has no tokenizer to encode prompts with; give a folder that has one")
     settings = {

@@ -265,6 +265,7 @@ def test_defaults_are_those_of_the_documentation():
     ("extra", "sentence"),
     [
         (["--limit", "0"], "limit 0 leaves no prompt"),
+        (["--prompts", "TWICE", "--predictor", "other=/nowhere"], "twice.jsonl: two prompts share the id 7;"),
         (["--prompts", "absent.jsonl"], "absent.jsonl"),
         (["--methods", "[shape]"], "no baseline"),
         (["--methods", "[autoregressive,magic]", "--target", "TARGET"], "drafter 'magic' is unknown"),
@@ -284,7 +285,9 @@ def test_defaults_are_those_of_the_documentation():
     ],
 )
 def test_errors_are_one_sentence_and_status_2(capsys, arguments, extra, sentence, tiny_target_folder, tmp_path):
-    places = {"TARGET": str(tiny_target_folder), "EMPTY": str(tmp_path)}
+    twice = tmp_path / "twice.jsonl"
+    twice.write_text('{"id": 7, "prompt": "Hello"}\n' * 2)
+    places = {"TARGET": str(tiny_target_folder), "EMPTY": str(tmp_path), "TWICE": str(twice)}
     extra = [places.get(argument, argument) for argument in extra]
     with pytest.raises(SystemExit) as stopped:
         main([*arguments, *extra])

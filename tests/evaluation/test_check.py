@@ -113,6 +113,14 @@ def test_mistakes_are_one_sentence_and_status_2(capsys, arguments, sentence):
     assert sentence in capsys.readouterr().err
 
 
+def test_prompts_that_share_an_id_are_refused_before_anything_is_loaded(capsys, tmp_path):
+    file = tmp_path / "twice.jsonl"
+    file.write_text(json.dumps({"id": 7, "prompt": "Hello"}) + "\n" + json.dumps({"id": 7, "prompt": "Hi"}) + "\n")
+    with pytest.raises(SystemExit):
+        main(["--target", "/nowhere", "--prompts", str(file)])
+    assert "twice.jsonl: two prompts share the id 7;" in capsys.readouterr().err
+
+
 def test_prompts_that_do_not_fit(capsys, tiny_target_folder, tmp_path):
     file = tmp_path / "long.jsonl"
     file.write_text(json.dumps({"prompt": "x" * 400}) + "\n")
