@@ -12,10 +12,9 @@ come with it are left out).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import chain, pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -73,7 +72,7 @@ def measure(
     Args:
         methods: name -> drafter, None (our loop without one), "transformers", "transformers-lookup" or Assisted; None
             or "transformers" has to be among them.
-        repeats: timed runs per answer, of which the median counts.
+        repeats: timed runs per answer, of which the one of median decode time counts.
         warmup: prompts whose first turn every method answers, untimed, before the measurement.
         label: heading of the table.
         source: what the prompts are, for the record.
@@ -296,17 +295,15 @@ class Bench:
         )
 
     def _answers(self, contexts: Sequence[Tensor], seeds: list[int], turn: int) -> dict[str, Run]:
-        """One run per method: the interleaved repeats with their median times."""
+        """One run per method: of the interleaved repeats the one of median decode time, whole, so that its parts are
+        parts of that time.
+        """
         runs: dict[str, list[Run]] = {name: [] for name in self.runners}
         for repeat in range(self.repeats):
             for name in rotated(list(runs), turn + repeat):
                 runs[name].append(self.runners[name](contexts, seeds))
         return {
-            name: replace(
-                tries[0],
-                decode_seconds=median(run.decode_seconds for run in tries),
-                prefill_seconds=median(run.prefill_seconds for run in tries),
-            )
+            name: sorted(tries, key=lambda run: run.decode_seconds)[(len(tries) - 1) // 2]
             for name, tries in runs.items()
         }
 

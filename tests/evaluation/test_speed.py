@@ -16,9 +16,11 @@ from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
 from shape.evaluation.methods import describe
 from shape.evaluation.results import PromptRecord, SpeedResults, Tally
-from shape.evaluation.speed import Contexts, measure
+from shape.evaluation.runner import Run
+from shape.evaluation.speed import Bench, Contexts, measure
 from shape.generation import engine
 from shape.generation.control import StepCosts
+from shape.generation.stats import DecodeStats
 from shape.networks.config import ShapeConfig
 from shape.networks.shape import ShapePredictor
 from shape.target.chat import Message
@@ -43,6 +45,19 @@ def run(target, methods=METHODS, prompts=PROMPTS, **options) -> SpeedResults:
 @pytest.fixture(scope="module")
 def results(tiny_target) -> SpeedResults:
     return run(tiny_target, repeats=2)
+
+
+def test_of_repeated_runs_the_one_of_median_decode_time_counts_as_a_whole(tiny_target):
+    """So that shares of its time are shares of one run's, whatever the others took."""
+    times = [(1.9, 0.3), (0.35, 0.1), (0.3, 0.2), (0.4, 0.4)]  # of decoding, of the prefill
+    made = [
+        Run([[5, 6]], 1, decode, prefill, [decode], DecodeStats(drafted=number))
+        for number, (decode, prefill) in enumerate(times)
+    ]
+    for count, kept in ((1, 0), (2, 1), (3, 1), (4, 1)):
+        runs = iter(made)
+        bench = Bench(tiny_target, {"ngram": lambda *_, runs=runs: next(runs)}, {"ngram": NgramDrafter()}, None, count)
+        assert bench._answers([], [0], 0) == {"ngram": made[kept]}
 
 
 def test_counts_every_answer_and_token(results):
