@@ -294,6 +294,17 @@ def test_answers_of_one_token_are_undefined_not_infinite():
     assert "NaN" not in results.to_json() and "nan" not in results.to_markdown()
 
 
+def test_the_mean_over_categories_is_of_those_where_a_speed_up_is_defined():
+    several = made_up(*[(tally(1.0, 20), tally(0.5, 20))] * 2, (tally(0.0, 0, 0), tally(0.0, 0, 0)))
+    records = tuple(
+        replace(record, category=name) for record, name in zip(several.records, ("x", "y", "z"), strict=True)
+    )
+    _, lines = replace(several, records=records).by_category()
+    assert lines[-1] == ["mean of these", "1.00x", "2.00x"]
+    _, lines = replace(several, records=records[2:]).by_category()
+    assert lines[-1] == ["mean of these", "–", "–"]
+
+
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=2, max_size=8))
 def test_intervals_hold_the_figure_and_stay_within_the_extremes(rows):
