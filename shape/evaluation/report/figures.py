@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from shape.evaluation.estimates import Estimate
+from shape.evaluation.estimates import Estimate, number, ratio
 from shape.evaluation.markdown import DASH, Table, show
 from shape.evaluation.report import plots
 from shape.evaluation.report.sources import Source
@@ -206,12 +206,12 @@ def _batches(title: str, by_batch: Mapping[int, Sequence[Mapping[str, Any]]]) ->
     series: dict[str, list[tuple[float, float]]] = {}
     lines = []
     for batch, cases in sorted(by_batch.items()):
-        rates = {case["method"]: case["tokens"] / case["seconds"] for case in cases}
+        rates = {case["method"]: ratio(case["tokens"], case["seconds"]) for case in cases}
         for method, rate in rates.items():
-            ratio = rate / rates[AUTOREGRESSIVE]
-            lines.append([str(batch), method, f"{rate:.0f}", show(ratio, unit="x")])
-            if method != AUTOREGRESSIVE:
-                series.setdefault(method, []).append((batch, ratio))
+            gain = number(ratio(rate, rates[AUTOREGRESSIVE]))
+            lines.append([str(batch), method, show(number(rate), ".0f"), show(gain, unit="x")])
+            if method != AUTOREGRESSIVE and gain is not None:
+                series.setdefault(method, []).append((batch, gain))
     drawing = partial(plots.curves, series, "batch size", "speed-up", log=True, at=1.0)
     table = (["batch size", "method", "tokens/s", "against autoregressive"], lines)
     return Plot(title, table, drawing, _SIMULATED)
