@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shape.errors import exit_on_error
 from shape.evaluation.options import CheckOptions
+from shape.files import prepare_file
 from shape.parsing import CommandParser, command_parser, options_of
 
 COMMON = (
@@ -35,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     reader = parser()
     with exit_on_error():
         options = options_of(CheckOptions, reader.instantiate(reader.parse_args(arguments)))
+        if options.output is not None:
+            prepare_file(options.output)
         import json
 
         from rich.console import Console

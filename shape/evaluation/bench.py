@@ -45,6 +45,7 @@ def bench(options: BenchOptions) -> list[SpeedResults]:
     prompts = [replace(each, turns=each.turns[: options.max_turns]) for some, _ in suites for each in some]
     refuse_shared_ids(prompts, "+".join(names))
     given = training_text(options.training_data) if options.training_data else {}
+    Path(options.output).mkdir(parents=True, exist_ok=True)  # where it cannot be made, nothing is loaded in vain
     target, methods = load_methods(options)
     if target.name == _SHIPPED_TARGET and not given:
         given = training_text([bundled.path("data", name) for name in _SHIPPED_TEXT])

@@ -269,6 +269,7 @@ def run(options: EfficiencyOptions) -> list[Case]:
     batches = several(options.batch_size)
     prompts, source = chosen_prompts(options.prompts, options.limit, options.chat_template_kwargs)
     _refuse_unfilled(batches, len(prompts), source)
+    Path(options.output).mkdir(parents=True, exist_ok=True)  # where it cannot be made, nothing is measured in vain
     predictor = None if options.predictor == "none" else options.predictor
     cases: list[Case] = []
     for dtype in several(options.dtype):
@@ -337,7 +338,6 @@ def _refuse_unfilled(batches: Sequence[int], count: int, source: str) -> None:
 
 def _write(options: EfficiencyOptions, target: Target, measured: str, cases: Sequence[Case]) -> None:
     folder, environment = Path(options.output), Environment.capture(target.device)
-    folder.mkdir(parents=True, exist_ok=True)
     figures = [{**asdict(case), "gaps": [case.gap(0.5), case.gap(0.95)]} for case in cases]
     head = {"options": recorded(options), "measured": measured, "environment": asdict(environment)}
     (folder / "efficiency.json").write_text(json_by_line(head, "cases", figures))

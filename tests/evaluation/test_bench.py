@@ -264,6 +264,7 @@ def test_defaults_are_those_of_the_documentation():
 @pytest.mark.parametrize(
     ("extra", "sentence"),
     [
+        (["--output", "TWICE", "--predictor", "other=/nowhere"], "twice.jsonl cannot be read or written (File exists)"),
         (["--limit", "0"], "limit 0 leaves no prompt"),
         (["--prompts", "TWICE", "--predictor", "other=/nowhere"], "twice.jsonl: two prompts share the id 7;"),
         (["--prompts", "absent.jsonl"], "absent.jsonl"),

@@ -138,6 +138,16 @@ def test_prompts_that_share_an_id_are_refused_before_anything_is_loaded(capsys, 
     assert "twice.jsonl: two prompts share the id 7;" in capsys.readouterr().err
 
 
+def test_the_report_has_its_place_before_anything_is_loaded(capsys, questions, tiny_target_folder, tmp_path):
+    file = tmp_path / "made" / "report.json"
+    run(capsys, questions, "--target", str(tiny_target_folder), "--drafter", "[]", "--output", str(file))
+    assert json.loads(file.read_text())["measured"] == []
+    for wrong in (tmp_path, file / "below.json"):
+        with pytest.raises(SystemExit) as stopped:
+            main(["--target", "/nowhere", "--output", str(wrong)])
+        assert stopped.value.code == 2 and "cannot be read or written" in capsys.readouterr().err
+
+
 def test_prompts_that_do_not_fit(capsys, tiny_target_folder, tmp_path):
     file = tmp_path / "long.jsonl"
     file.write_text(json.dumps({"prompt": "x" * 400}) + "\n")

@@ -159,9 +159,16 @@ def test_prompts_that_do_not_fit_are_left_out_and_those_measured_are_counted(tin
         ({"limit": 200, "batch_size": 200}, "cannot be filled with the 96 prompts of bench"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(options, sentence):
+def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(options, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ShapeError, match=sentence):
         run(EfficiencyOptions(predictor="/nowhere", **options))
+
+
+def test_an_output_that_is_no_folder_is_found_before_anything_is_loaded(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        run(EfficiencyOptions(predictor="/nowhere", output=str(tmp_path / "file")))
 
 
 def test_answers_that_end_with_the_prefill_have_no_rate(tiny_target, monkeypatch):
