@@ -26,6 +26,7 @@ from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
 from shape.evaluation.journal import JOURNAL, Journal
 from shape.evaluation.methods import (
+    ASSISTED,
     LOOKUP,
     Assisted,
     Method,
@@ -89,21 +90,17 @@ def measure(
             of another run.
         DataError: no prompt can be measured, or two share an id.
     """
-    if not any(method is None or method == "transformers" for method in methods.values()):
-        raise ConfigError("the methods hold no baseline to compare with; add autoregressive or transformers")
-    if min(max_new_tokens, repeats) < 1 or warmup < 0 or temperature < 0:
-        raise ConfigError(
-            "max_new_tokens and repeats must be at least 1, warmup and temperature at least 0; "
-            f"got {max_new_tokens}, {repeats}, {warmup} and {temperature:g}"
-        )
-    if batch < 1 or (context_length is not None and context_length < 1):
-        raise ConfigError(f"batch is {batch} and context_length {context_length}; give positive numbers")
-    single = [name for name, method in methods.items() if isinstance(method, Assisted) or method == LOOKUP]
-    if batch > 1 and single:
-        raise ConfigError(
-            f"transformers decodes one prompt at a time for {single[0]}; leave it out, or give a batch of 1"
-        )
-    refuse_shared_ids(prompts, source or "the given prompts")
+    check_setting(
+        methods,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        repeats=repeats,
+        warmup=warmup,
+        source=source,
+        batch=batch,
+        context_length=context_length,
+    )
     if target.tokenizer is None:
         raise DataError(f"target {target.name} has no tokenizer to encode prompts with; give a folder that has one")
     settings = {
@@ -129,11 +126,8 @@ def measure(
     if not fitting:
         reason = next(iter(reasons.values()), None) or "none was given"
         raise DataError(f"no prompt can be measured: {reason}; give other prompts or a smaller max_new_tokens")
+    _refuse_unfilled(batch, len(fitting))
     groups = [fitting[start : start + batch] for start in range(0, len(fitting) - batch + 1, batch)]
-    if not groups:
-        raise DataError(
-            f"a batch of {batch} cannot be filled with {len(fitting)} prompts; give more, or a smaller batch"
-        )
     reasons |= {prompt.id: f"it fills no batch of {batch}" for prompt in fitting[len(groups) * batch :]}
     environment = Environment.capture(target.device)
     written = Journal(journal, settings | environment.machine())
@@ -159,6 +153,47 @@ def measure(
             **{record.id: record.cut for record in records if record.cut},
         },
     )
+
+
+def check_setting(
+    methods: Mapping[str, Method | str],
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    repeats: int,
+    warmup: int,
+    source: str,
+    batch: int,
+    context_length: int | None,
+) -> None:
+    """What can be said of a setting before anything is loaded, as `measure` raises it.
+
+    Args:
+        methods: as of `measure`; a name stands for one that is not made yet.
+    """
+    if not any(method is None or method == "transformers" for method in methods.values()):
+        raise ConfigError("the methods hold no baseline to compare with; add autoregressive or transformers")
+    if min(max_new_tokens, repeats) < 1 or warmup < 0 or temperature < 0:
+        raise ConfigError(
+            "max_new_tokens and repeats must be at least 1, warmup and temperature at least 0; "
+            f"got {max_new_tokens}, {repeats}, {warmup} and {temperature:g}"
+        )
+    if batch < 1 or (context_length is not None and context_length < 1):
+        raise ConfigError(f"batch is {batch} and context_length {context_length}; give positive numbers")
+    single = [name for name, one in methods.items() if isinstance(one, Assisted) or one in (LOOKUP, ASSISTED)]
+    if batch > 1 and single:
+        raise ConfigError(
+            f"transformers decodes one prompt at a time for {single[0]}; leave it out, or give a batch of 1"
+        )
+    refuse_shared_ids(prompts, source or "the given prompts")
+    if prompts:
+        _refuse_unfilled(batch, len(prompts))
+
+
+def _refuse_unfilled(batch: int, count: int) -> None:
+    if count < batch:
+        raise DataError(f"a batch of {batch} cannot be filled with {count} prompts; give more, or a smaller batch")
 
 
 def measure_in(

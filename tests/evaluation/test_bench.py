@@ -170,6 +170,23 @@ def test_several_temperatures_batches_and_contexts(arguments, tmp_path, monkeypa
     assert "temperature 1, batch 3, contexts of 64" in capsys.readouterr().out.replace("\n", " ")
 
 
+@pytest.mark.parametrize(
+    ("extra", "sentence"),
+    [
+        (["--temperature", "[0,-1]"], "temperature at least 0"),
+        (["--context_length", "[64,0]"], "give positive numbers"),
+        (["--batch_size", "[1,9]"], "a batch of 9 cannot be filled with 3 prompts"),
+        (["--methods", "[ngram,shape@rejection]"], "no baseline"),
+        (["--batch_size", "[1,2]", "--methods", "[autoregressive,transformers-lookup]"], "one prompt at a time for"),
+        (["--batch_size", "[1,2]", "--methods", "[transformers,transformers-assisted]"], "one prompt at a time for"),
+    ],
+)
+def test_every_setting_is_checked_before_anything_is_loaded(prompts, tmp_path, capsys, extra, sentence):
+    with pytest.raises(SystemExit):
+        main(["--target", "/nowhere", "--prompts", str(prompts), "--output", str(tmp_path / "out"), *extra])
+    assert sentence in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 def test_sampling_is_the_same_for_every_drafter(arguments, tmp_path):
     main([*arguments, "--temperature", "1"])
     summary = json.loads((tmp_path / "out" / "results.json").read_text())["summary"]
