@@ -10,7 +10,7 @@ from pathlib import Path
 from shape.errors import exit_on_error
 from shape.evaluation.options import CheckOptions
 from shape.files import prepare_file
-from shape.parsing import CommandParser, command_parser, options_of
+from shape.parsing import CommandParser, command_parser
 
 COMMON = (
     "target",
@@ -33,9 +33,8 @@ def parser() -> CommandParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    reader = parser()
     with exit_on_error():
-        options = options_of(CheckOptions, reader.instantiate(reader.parse_args(arguments)))
+        options = parser().options(CheckOptions, arguments)
         if options.output is not None:
             prepare_file(options.output)
         import json

@@ -169,17 +169,14 @@ def efficiency(source: Source[Any]) -> Iterator[Plot]:
     groups: dict[tuple[str, float], dict[int, list[dict[str, Any]]]] = {}
     for case in source.data["cases"]:
         by_batch = groups.setdefault((case["dtype"], case["temperature"]), {})
-        by_batch.setdefault(case["batch"], []).append({**case, "method": _oracle(case["method"])})
+        method = ORACLE if case["method"] == "oracle" else case["method"]
+        by_batch.setdefault(case["batch"], []).append({**case, "method": method})
     for (dtype, temperature), by_batch in groups.items():
         setting = f"{dtype}, T = {temperature:g}"
         if 1 in by_batch:
             yield _steps(f"A step against bare forwards, {setting}", by_batch[1])
         if len(by_batch) > 1:
             yield _batches(f"Speed-up by batch size, {setting}", by_batch)
-
-
-def _oracle(method: str) -> str:
-    return ORACLE if method == "oracle" else method
 
 
 _SIMULATED = "The oracle drafts the truth with known errors, at no cost: simulated."
