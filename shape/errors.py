@@ -109,6 +109,8 @@ def _explained(error: OSError | RuntimeError) -> str | None:
     """What happened, and what to do about it; None for an error that is nobody's input."""
     if is_full_disk(error):
         return f"there is no space left to write ({error}); free some, and give the same command again"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename} cannot be read or written ({error.strerror}); give another path"
     if "torch" not in sys.modules:  # which nobody should wait for before it is needed
         return None
     import torch

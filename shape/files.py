@@ -1,5 +1,6 @@
 """Files are written completely or not at all, also in a crash or on a full disk, and are read or refused."""
 
+import errno
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,17 @@ T = TypeVar("T")
 def cache_folder() -> Path:
     """For what can be made again: the folder that SHAPE_CACHE names, or ~/.cache/shape-decoding."""
     return Path(os.environ.get("SHAPE_CACHE") or Path.home() / ".cache" / "shape-decoding")
+
+
+def prepare_file(path: str | Path) -> None:
+    """Make the folder of a file before the work whose result it takes.
+
+    Raises:
+        OSError: with the name of what stands in the way.
+    """
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    if Path(path).is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
 
 
 @contextmanager

@@ -42,6 +42,10 @@ class CommandParser(ArgumentParser):
         given = sys.argv[1:] if args is None else args
         return super().parse_args([self._in_current_words(each) for each in given], *rest, **named)
 
+    def options(self, kind: type[Options], args: Sequence[str] | None = None) -> Options:
+        """The options of a command, of a dataclass, as its arguments give them."""
+        return options_of(kind, self.instantiate(self.parse_args(args)))
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """One sentence and exit status 2."""
         if not self.exit_on_error:

@@ -21,6 +21,19 @@ def test_running_out_of_memory_names_the_knobs(capsys):
     assert caught.value.code == 2 and "--training.batch_size" in capsys.readouterr().err
 
 
+def test_a_path_that_cannot_be_used_is_one_line(tmp_path, capsys):
+    file = tmp_path / "file"
+    file.touch()
+    for path, reason in ((file, "File exists"), (file / "below", "Not a directory")):
+        with pytest.raises(SystemExit) as caught, exit_on_error():
+            path.mkdir(exist_ok=True)
+        error = capsys.readouterr().err
+        assert caught.value.code == 2 and error.count("\n") == 1
+        assert error.startswith(f"error: {path} cannot be read or written ({reason}); ")
+    with pytest.raises(OSError, match="of the system's own"), exit_on_error():
+        raise OSError("of the system's own")
+
+
 def test_an_interrupt_has_the_shells_status():
     with pytest.raises(SystemExit) as caught, exit_on_error():
         raise KeyboardInterrupt

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from shape.errors import exit_on_error
 from shape.evaluation.options import CheckOptions
-from shape.parsing import CommandParser, command_parser, options_of
+from shape.files import prepare_file
+from shape.parsing import CommandParser, command_parser
 
 COMMON = (
     "target",
@@ -32,9 +33,10 @@ def parser() -> CommandParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    reader = parser()
     with exit_on_error():
-        options = options_of(CheckOptions, reader.instantiate(reader.parse_args(arguments)))
+        options = parser().options(CheckOptions, arguments)
+        if options.output is not None:
+            prepare_file(options.output)
         import json
 
         from rich.console import Console

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from shape.errors import exit_on_error
 from shape.evaluation.options import EfficiencyOptions
-from shape.parsing import CommandParser, command_parser, options_of
+from shape.parsing import CommandParser, command_parser
 
 COMMON = (
     "output",
@@ -38,9 +38,8 @@ def parser() -> CommandParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    reader = parser()
     with exit_on_error():
-        options = options_of(EfficiencyOptions, reader.instantiate(reader.parse_args(arguments)))
+        options = parser().options(EfficiencyOptions, arguments)
         from rich.console import Console
         from rich.markdown import Markdown
 

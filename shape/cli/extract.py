@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from shape.errors import exit_on_error
 from shape.features.options import CostOptions, ExtractOptions
 from shape.features.trainer import quiet
-from shape.parsing import CommandParser, command_parser, options_of
+from shape.parsing import CommandParser, command_parser
 
 COMMON = (
     "target",
@@ -44,14 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
     with exit_on_error():
         if set(_DRY_RUN) & set(given):
-            reader = parser(CostOptions)
-            costs = options_of(CostOptions, reader.instantiate(reader.parse_args(given)))
+            costs = parser(CostOptions).options(CostOptions, given)
             from shape.features.costs import dry_run
 
             print(dry_run(costs))
             return
-        reader = parser()
-        options = options_of(ExtractOptions, reader.instantiate(reader.parse_args(given)))
+        options = parser().options(ExtractOptions, given)
         from shape.features.extraction import extract_from, rank_zero_only
 
         with quiet():

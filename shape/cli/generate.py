@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from shape.errors import exit_on_error
 from shape.generation.options import GenerateOptions
-from shape.parsing import CommandParser, command_parser, options_of
+from shape.parsing import CommandParser, command_parser
 
 COMMON = (
     *("prompt", "predictor", "target", "drafter", "system", "max_new_tokens", "temperature", "seed", "acceptance"),
@@ -28,9 +28,8 @@ def parser() -> CommandParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    reader = parser()
     with exit_on_error():
-        options = options_of(GenerateOptions, reader.instantiate(reader.parse_args(arguments)))
+        options = parser().options(GenerateOptions, arguments)
         from shape.cli.terminal import generate  # behind the parser, which answers --help without it
 
         generate(options)

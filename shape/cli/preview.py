@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from shape.data.options import PreviewOptions
 from shape.errors import exit_on_error
-from shape.parsing import CommandParser, command_parser, options_of
+from shape.parsing import CommandParser, command_parser
 
 
 def parser() -> CommandParser:
@@ -17,9 +17,8 @@ def parser() -> CommandParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    reader = parser()
     with exit_on_error():
-        options = options_of(PreviewOptions, reader.instantiate(reader.parse_args(arguments)))
+        options = parser().options(PreviewOptions, arguments)
         from shape.data.preview import preview
 
         preview(options)

@@ -15,6 +15,7 @@ from typing import Any
 
 from shape.data.options import CompileOptions
 from shape.errors import exit_on_error
+from shape.files import prepare_file
 from shape.parsing import CommandParser, command_parser, options_of
 from shape.target.options import PlacedOptions
 
@@ -60,6 +61,7 @@ def _compile(values: Any) -> None:
 
     options = options_of(CompileOptions, values)
     options.check()
+    prepare_file(options.output)
     decoder = ShapeDecoder.from_pretrained(
         target=options.target, dtype=options.dtype, drafter="suffix", **of_target(options)
     )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from shape.errors import exit_on_error
 from shape.features.trainer import quiet
 from shape.generation.options import RegenerationOptions
-from shape.parsing import CommandParser, command_parser, options_of
+from shape.parsing import CommandParser, command_parser
 
 COMMON = (
     *("data", "output", "target", "endpoint", "model", "limit", "sampled_share", "temperature", "max_new_tokens"),
@@ -26,9 +26,8 @@ def parser() -> CommandParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    reader = parser()
     with exit_on_error():
-        options = options_of(RegenerationOptions, reader.instantiate(reader.parse_args(arguments)))
+        options = parser().options(RegenerationOptions, arguments)
         from shape.generation.answers import regenerate_from
 
         with quiet():

@@ -14,6 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
+from shape.files import prepare_file
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
 from shape.generation.options import GenerateOptions
@@ -186,6 +187,8 @@ def generate(options: GenerateOptions) -> None:
     prompt = options.prompt if options.prompt is not None or interactive else sys.stdin.read().strip()
     if not interactive and not prompt:
         raise DataError("the prompt is empty; give --prompt TEXT, or text on standard input")
+    if options.trace is not None:
+        prepare_file(options.trace)
     disable_progress_bar()  # transformers', beside an answer
     decoder, console = load(options), Console(highlight=False)
     decoder.warm_up(**choosing(options))  # the figures below an answer are about answers

@@ -222,7 +222,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, object]]:
     try:
         rows = iter(load_dataset("parquet", data_files=str(path), split="train", streaming=True))
         for number, row in enumerate(rows, 1):
-            yield f"{path}: row {number}", {name: value for name, value in row.items() if value is not None}
+            yield f"{path}: row {number}", row
     except ValueError as error:  # pyarrow's errors
         raise DataError(f"{path} cannot be read: {first_line(error)}") from None
 

@@ -30,15 +30,16 @@ def parse_row(row: object, default_id: str) -> Conversation:
     """One row of any known format; a row without `id` gets `default_id`. Raises DataError without a file name."""
     if isinstance(row, DataError):
         raise row
+    row = _filled(row)
     if not isinstance(row, dict):
         raise DataError(f"expected an object with {FORMATS}, found {_shown(row)}")
     identity = str(row.get("id", default_id))
     found = _conversation(row, identity)
-    texts = _texts(row) if row.get("loss_mask") is not None or (found is None and "input_ids" in row) else ()
+    texts = _texts(row) if "loss_mask" in row or (found is None and "input_ids" in row) else ()
     if found is None and texts:
         found = Conversation(identity, (), "tokens")
     if found is None:
-        keys = ", ".join(map(str, row)) or "no keys"
+        keys = ", ".join(map(str, row)) or "no values"
         raise DataError(f"unknown format (it has {keys}); expected {FORMATS}")
     return replace(found, template=_template(row) if found.asks else {}, texts=texts)
 
@@ -47,7 +48,7 @@ def parse_prompt(row: object, default_id: str) -> Prompt:
     """A row as a benchmark prompt. The turns to answer are the last user message or, where no message is an answer, all
     of them. Raises DataError without a file name.
     """
-    row = _renamed(row, default_id.rpartition("-")[0])
+    row = _renamed(_filled(row), default_id.rpartition("-")[0])
     conversation = parse_row(row, default_id)
     assert isinstance(row, dict)
     messages = conversation.messages
@@ -69,6 +70,11 @@ def parse_prompt(row: object, default_id: str) -> Prompt:
     )
 
 
+def _filled(given: object) -> object:
+    """Without what is null: tables, of the hub or parquet, give every row the columns of all."""
+    return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+
+
 def _renamed(row: object, stem: str) -> object:
     """A row of a known benchmark under our names: Spec-Bench and SPEED-Bench (`question_id`), MT-Bench (`prompt` is a
     list of turns), GSM8K (`question`, `answer`), MATH-500 and AIME (`problem`, `answer`), HumanEval and MBPP
@@ -76,7 +82,7 @@ def _renamed(row: object, stem: str) -> object:
     """
     if not isinstance(row, dict):
         return row
-    if (own := next((row[name] for name in _IDS if row.get(name) is not None), None)) is not None:
+    if (own := next((row[name] for name in _IDS if name in row), None)) is not None:
         row = {"id": f"{stem}-{own}", **row}
     if "turns" in row or "messages" in row:
         return row
@@ -90,15 +96,15 @@ def _renamed(row: object, stem: str) -> object:
 
 def _conversation(row: dict[str, Any], identity: str) -> Conversation | None:
     """The messages of a row; None for no known format."""
+    system = (Message("system", _text(row["system"], "system")),) if row.get("system") else ()
     for key in ("conversations", "conversation", "messages"):
-        if row.get(key) is not None:
-            return Conversation(identity, _messages(row[key], key))
-    if row.get("turns") is not None:
+        if key in row:
+            return Conversation(identity, _behind(system, _messages(row[key], key)))
+    if "turns" in row:
         turns = row["turns"]
         if not isinstance(turns, list) or not turns:
             raise DataError(f"'turns' is {_shown(turns)}; expected a list of user strings")
-        return Conversation(identity, tuple(Message("user", _text(turn, "turns")) for turn in turns))
-    system = (Message("system", _text(row["system"], "system")),) if row.get("system") else ()
+        return Conversation(identity, (*system, *(Message("user", _text(turn, "turns")) for turn in turns)))
     if "instruction" in row and "output" in row:
         parts = _text(row["instruction"], "instruction"), _text(row.get("input") or "", "input")
         question = Message("user", "\n\n".join(filter(None, parts)))
@@ -107,8 +113,10 @@ def _conversation(row: dict[str, Any], identity: str) -> Conversation | None:
     if "prompt" in row and "completion" in row:
         if isinstance(row["prompt"], list) and isinstance(row["completion"], list):
             both = _messages(row["prompt"], "prompt") + _messages(row["completion"], "completion")
-            return Conversation(identity, both)
-        prompt = Message("user", _text(row["prompt"], "prompt"))
+            return Conversation(identity, _behind(system, both))
+        # A completion has no place for a third message, so what leads the conversation leads the prompt's text.
+        leading = [message.content for message in system]
+        prompt = Message("user", "\n\n".join([*leading, _text(row["prompt"], "prompt")]))
         completion = Message("assistant", _text(row["completion"], "completion"), finished)
         return Conversation(identity, (prompt, completion), "completion")
     if "prompt" in row:
@@ -116,6 +124,11 @@ def _conversation(row: dict[str, Any], identity: str) -> Conversation | None:
     if "text" in row:
         return Conversation(identity, (Message("assistant", _text(row["text"], "text"), finished),), "text")
     return None
+
+
+def _behind(system: tuple[Message, ...], messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Messages behind a row's own system message, unless they begin with one."""
+    return messages if messages[0].role == "system" else (*system, *messages)
 
 
 def _texts(row: dict[str, Any]) -> tuple[Tokens, ...]:
@@ -157,6 +170,7 @@ def _messages(turns: object, key: str) -> tuple[Message, ...]:
 
 
 def _message(turn: object, name: str) -> Message:
+    turn = _filled(turn)
     if not isinstance(turn, dict):
         raise DataError(f"{name} is {_shown(turn)}; expected an object with role and content")
     speaker, content = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))

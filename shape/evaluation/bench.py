@@ -13,11 +13,11 @@ from shape.data.reading import load_conversations
 from shape.drafters import DRAFTERS
 from shape.errors import ConfigError, DataError
 from shape.evaluation.journal import JOURNAL
-from shape.evaluation.methods import Assisted, Method, Outside, Ruled
+from shape.evaluation.methods import ASSISTED, Assisted, Method, Outside, Ruled
 from shape.evaluation.options import BenchOptions, several
 from shape.evaluation.prompts import SUITES, chosen_prompts
 from shape.evaluation.results import AUTOREGRESSIVE, SpeedResults
-from shape.evaluation.speed import measure_in
+from shape.evaluation.speed import check_setting, measure_in
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.loading import is_language_model
 from shape.generation.rules import Match, make_rule
@@ -25,7 +25,6 @@ from shape.target.loading import SOURCE, of_pair, of_predictor, of_target, only
 from shape.target.model import Target, announce
 from shape.target.openvino import OpenVinoTarget
 
-_ASSISTED = "transformers-assisted"
 _SHIPPED_TARGET, _SHIPPED_TEXT = "quickstart-target", ("train.jsonl.gz", "answers.jsonl.gz")
 
 
@@ -33,6 +32,8 @@ def bench(options: BenchOptions) -> list[SpeedResults]:
     """Measures every setting, and writes results.json and results.md of each into `options.output` or below it."""
     if options.max_turns is not None and options.max_turns < 1:
         raise ConfigError(f"max_turns {options.max_turns} leaves nothing to answer; give at least 1")
+    if options.methods:
+        options = replace(options, methods=list(map(_today, options.methods)))
     lengths: Sequence[int | None] = several(options.context_length)
     settings = list(product(several(options.temperature), several(options.batch_size), lengths))
     if len(set(settings)) < len(settings) or not settings:
@@ -43,7 +44,18 @@ def bench(options: BenchOptions) -> list[SpeedResults]:
     ]
     names = [name for _, name in suites]
     prompts = [replace(each, turns=each.turns[: options.max_turns]) for some, _ in suites for each in some]
+    shared: dict[str, Any] = {
+        "max_new_tokens": options.max_new_tokens,
+        "repeats": options.repeats,
+        "warmup": options.warmup,
+        "source": "+".join(names),
+    }
+    bare = [name.partition("@")[0] for name in options.methods or [AUTOREGRESSIVE]]  # a default has a baseline
+    asked = {name: None if name == AUTOREGRESSIVE else name for name in bare}
+    for temperature, batch, context in settings:
+        check_setting(asked, prompts, temperature=temperature, batch=batch, context_length=context, **shared)
     given = training_text(options.training_data) if options.training_data else {}
+    Path(options.output).mkdir(parents=True, exist_ok=True)  # where it cannot be made, nothing is loaded in vain
     target, methods = load_methods(options)
     if target.name == _SHIPPED_TARGET and not given:
         given = training_text([bundled.path("data", name) for name in _SHIPPED_TEXT])
@@ -63,16 +75,13 @@ def bench(options: BenchOptions) -> list[SpeedResults]:
                 prompts,
                 keep_journal=len(settings) > 1,
                 training=given,
-                max_new_tokens=options.max_new_tokens,
                 temperature=temperature,
-                repeats=options.repeats,
-                warmup=options.warmup,
                 seed=options.seed,
                 label=label if options.label and len(settings) == 1 else label + told,
-                source="+".join(names),
                 fall_back=options.fall_back,
                 batch=batch,
                 context_length=context,
+                **shared,
             )
         )
         journals.append(folder / JOURNAL)
@@ -114,11 +123,11 @@ def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
         target = ShapeDecoder.from_pretrained(predictor=first, drafter="none", **how, **pair).target
     announce(target)
     if isinstance(target, OpenVinoTarget):
-        if asked := sorted({*get_args(Outside), _ASSISTED}.intersection(options.methods or ())):
+        if asked := sorted({*get_args(Outside), ASSISTED}.intersection(options.methods or ())):
             raise ConfigError(f"method {asked[0]} decodes in torch, and the backend is openvino; leave one of them out")
         names = [name for name in names if name != "transformers"]
     methods: dict[str, Method] = {}
-    for entry in map(_today, names):
+    for entry in names:
         name, _, acceptance = entry.partition("@")
         rule = make_rule(acceptance or Match.name, options.typical_lossy, options.trs_lossy)
         for label, method in _methods(name, predictors, target, options).items():
@@ -142,7 +151,7 @@ def _methods(name: str, predictors: Mapping[str, str], target: Target, options: 
         return {name: cast(Outside, name)}
     if name == AUTOREGRESSIVE:
         return {name: None}
-    if name == _ASSISTED:
+    if name == ASSISTED:
         hub = of_predictor(options)
         smaller = {label: folder for label, folder in predictors.items() if is_language_model(folder, **hub)}
         if not smaller:
@@ -179,7 +188,7 @@ def named_predictors(predictors: Sequence[str]) -> dict[str, str]:
     for entry in predictors:
         name, separator, folder = entry.partition("=")
         name, folder = (name, folder) if separator else ("shape", entry)
-        if name in {*named, *DRAFTERS, AUTOREGRESSIVE, "plain", "recipes", _ASSISTED, *get_args(Outside)}:
+        if name in {*named, *DRAFTERS, AUTOREGRESSIVE, "plain", "recipes", ASSISTED, *get_args(Outside)}:
             raise ConfigError(f"predictor name {name} is taken; give each its own with --predictor NAME=DIR")
         named[name] = folder
     return named

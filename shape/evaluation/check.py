@@ -21,7 +21,7 @@ from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import Estimate
 from shape.evaluation.markdown import show
 from shape.evaluation.options import CheckOptions
-from shape.evaluation.prompts import chosen_prompts
+from shape.evaluation.prompts import chosen_prompts, refuse_shared_ids
 from shape.evaluation.runner import sampling
 from shape.evaluation.speed import measure
 from shape.generation.decoder import ShapeDecoder
@@ -56,8 +56,13 @@ def check(options: CheckOptions) -> dict[str, Any]:
             "batch_size, limit and max_new_tokens have to be at least 1 and temperature at least 0; got "
             f"{options.batch_size}, {options.limit}, {options.max_new_tokens} and {options.temperature:g}"
         )
+    if options.limit < options.batch_size:
+        raise ConfigError(
+            f"batch_size {options.batch_size} cannot be filled with limit {options.limit} prompts; raise the limit"
+        )
     asked = options.prompts or bundled.path("data", "validation.jsonl.gz")
     prompts, source = chosen_prompts(asked, options.limit, options.chat_template_kwargs)
+    refuse_shared_ids(prompts, source)
     if options.predictor is not None:
         decoder = ShapeDecoder.from_pretrained(
             predictor=options.predictor, target=options.target, dtype=options.dtype, **of_pair(options)
@@ -77,6 +82,11 @@ def check(options: CheckOptions) -> dict[str, Any]:
             f"positions of target {target.name}; give shorter ones or a smaller max_new_tokens"
         )
     fitting = [prompt for prompt, ids in zip(prompts, encoded, strict=True) if len(ids) <= room]
+    if len(fitting) < options.batch_size and len(methods) > 1:
+        raise DataError(
+            f"batch_size {options.batch_size} cannot be filled with the {len(fitting)} prompts of {source} that fit; "
+            "give more, or a smaller batch_size"
+        )
     costs = measure_costs(decoder, options.batch_size, max(map(len, contexts)) + options.max_new_tokens)
     report: dict[str, Any] = {
         "environment": asdict(Environment.capture(target.device)),
@@ -153,6 +163,7 @@ def _measured(
         temperature=options.temperature,
         warmup=1,
         seed=options.seed,
+        batch=options.batch_size,
         label="check",
     )
     lines = [

@@ -1,5 +1,6 @@
 """How little the engine adds to the forwards that decoding is made of (`shape efficiency`)."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -12,9 +13,9 @@ import torch
 from tqdm.auto import tqdm
 
 from shape.drafters import Drafter, OracleDrafter, make_drafter
-from shape.errors import ConfigError
+from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
-from shape.evaluation.estimates import Estimate, estimate, ratio
+from shape.evaluation.estimates import Estimate, estimate, number, ratio
 from shape.evaluation.files import json_by_line
 from shape.evaluation.markdown import markdown, show
 from shape.evaluation.options import EfficiencyOptions, several
@@ -24,7 +25,7 @@ from shape.evaluation.runner import Run, by_decoder, by_transformers, rotated, s
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.stats import Step, quantile
 from shape.target.chat import prompt_ids
-from shape.target.loading import of_pair, recorded
+from shape.target.loading import of_pair, recorded, resolve_dtype
 from shape.target.model import Target, announce
 from shape.verification.forward import new_cache, node_states, tree_inputs
 from shape.verification.tree import chain
@@ -91,20 +92,20 @@ class Case:
 
     @property
     def rate(self) -> float:
-        """Tokens per second."""
-        return self.tokens / self.seconds
+        """Tokens per second; nan where all answers ended with the prefill."""
+        return float(ratio(self.tokens, self.seconds))
 
     def speed_up(self, other: "Case") -> Estimate:
         """This rate over that of another method of the same setting, with its interval over prompts."""
         if not self.answers or len(self.answers) != len(other.answers):  # of records from before they were kept
-            return Estimate(self.rate / other.rate)
+            return Estimate(number(ratio(self.rate, other.rate)))
 
         def rate(case: Case, weights: np.ndarray) -> Any:
             tokens, seconds = np.array(case.answers).T
             return ratio(weights @ tokens, weights @ seconds)
 
         prompts = len(self.answers) // self.repeats
-        return estimate(lambda weights: rate(self, weights) / rate(other, weights), prompts, self.repeats)
+        return estimate(lambda weights: ratio(rate(self, weights), rate(other, weights)), prompts, self.repeats)
 
     def add(self, tokens: int, seconds: float) -> None:
         """One answer, or group of answers decoded together."""
@@ -178,11 +179,11 @@ def measure(
     runners = {name: by_decoder(decoder, **options) for name, decoder in decoders.items()}
     names = ["transformers", AUTOREGRESSIVE, "oracle", *drafters]
 
-    def answer(group: Sequence[list[int]], number: int, cases: dict[str, Case]) -> None:
-        seeds = [number * batch + place for place in range(batch)]
-        oracle = _oracle(target, group, runners[AUTOREGRESSIVE](group, seeds), number)
+    def answer(group: Sequence[list[int]], turn: int, cases: dict[str, Case]) -> None:
+        seeds = [turn * batch + place for place in range(batch)]
+        oracle = _oracle(target, group, runners[AUTOREGRESSIVE](group, seeds), turn)
         decoders["oracle"], runners["oracle"] = oracle, by_decoder(oracle, **options)
-        for name in rotated(names, number):
+        for name in rotated(names, turn):
             if name == "transformers":
                 _add(cases[name], transformers(group, seeds))
             else:
@@ -194,8 +195,8 @@ def measure(
     groups = [contexts[start : start + batch] for start in range(0, len(contexts) - batch + 1, batch)]
     answer(groups[0], 0, empty())  # warms up
     cases = empty()
-    for number, group in enumerate(groups * repeats):
-        answer(group, number, cases)
+    for turn, group in enumerate(groups * repeats):
+        answer(group, turn, cases)
         progress()
     return list(cases.values())
 
@@ -252,8 +253,8 @@ def report(cases: Sequence[Case]) -> str:
                     show(case.milliseconds(s) if ours else None)
                     for s in (case.forward_seconds, case.draft_seconds, rest)
                 ),
-                show(case.tokens / case.forwards if ours else None),
-                show(case.rate, ".0f"),
+                show(number(ratio(case.tokens, case.forwards)) if ours else None),
+                show(number(case.rate), ".0f"),
                 *(case.speed_up(found[*setting, base]).text("x") for base in (AUTOREGRESSIVE, "transformers")),
                 show(case.gap(0.5)),
                 show(case.gap(0.95)),
@@ -264,10 +265,11 @@ def report(cases: Sequence[Case]) -> str:
 
 def run(options: EfficiencyOptions) -> list[Case]:
     """Measures, and writes efficiency.json and efficiency.md."""
+    _check(options)
     batches = several(options.batch_size)
-    if max(batches, default=0) > options.limit or min(batches, default=0) < 1:
-        raise ConfigError(f"batch_size {batches} has to lie between 1 and limit {options.limit}; raise the limit")
     prompts, source = chosen_prompts(options.prompts, options.limit, options.chat_template_kwargs)
+    _refuse_unfilled(batches, len(prompts), source)
+    Path(options.output).mkdir(parents=True, exist_ok=True)  # where it cannot be made, nothing is measured in vain
     predictor = None if options.predictor == "none" else options.predictor
     cases: list[Case] = []
     for dtype in several(options.dtype):
@@ -284,7 +286,10 @@ def run(options: EfficiencyOptions) -> list[Case]:
         drafters = {name: made for name in options.drafter if (made := make_drafter(name)) is not None}
         if decoder.drafter is not None:
             drafters[decoder.drafter.name] = decoder.drafter
-        contexts = [prompt_ids(prompt.messages, target.tokenizer, prompt.template) for prompt in prompts]
+        room = (target.max_positions or sys.maxsize) - options.max_new_tokens
+        encoded = [prompt_ids(prompt.messages, target.tokenizer, prompt.template) for prompt in prompts]
+        contexts = [ids for ids in encoded if len(ids) <= room]
+        _refuse_unfilled(batches, len(contexts), f"{source} that leave room for {options.max_new_tokens} new tokens")
         for batch in batches:
             for temperature in several(options.temperature):
                 with tqdm(
@@ -300,20 +305,46 @@ def run(options: EfficiencyOptions) -> list[Case]:
                         repeats=options.repeats,
                         progress=bar.update,
                     )
-    _write(options, target, source, cases)
+    _write(options, target, f"{len(contexts)} prompts of {source}", cases)
     return cases
 
 
-def _write(options: EfficiencyOptions, target: Target, source: str, cases: Sequence[Case]) -> None:
+def _check(options: EfficiencyOptions) -> None:
+    """Raises ConfigError for values out of range, before anything is loaded."""
+    batches, temperatures, dtypes = map(several, (options.batch_size, options.temperature, options.dtype))
+    if max(batches, default=0) > options.limit or min(batches, default=0) < 1:
+        raise ConfigError(f"batch_size {batches} has to lie between 1 and limit {options.limit}; raise the limit")
+    if options.max_new_tokens < 2:
+        raise ConfigError(
+            f"max_new_tokens is {options.max_new_tokens}, and the first token comes with the prefill, which is not "
+            "measured; give at least 2"
+        )
+    if options.repeats < 1 or min(temperatures, default=-1) < 0 or not dtypes:
+        raise ConfigError(
+            f"repeats must be at least 1, temperature at least 0, and dtype at least one; got {options.repeats}, "
+            f"{temperatures} and {dtypes}"
+        )
+    for dtype in dtypes:
+        resolve_dtype(dtype)
+
+
+def _refuse_unfilled(batches: Sequence[int], count: int, source: str) -> None:
+    if count < max(batches):
+        raise DataError(
+            f"batch_size {max(batches)} cannot be filled with the {count} prompts of {source}; give more, or a smaller "
+            "batch_size"
+        )
+
+
+def _write(options: EfficiencyOptions, target: Target, measured: str, cases: Sequence[Case]) -> None:
     folder, environment = Path(options.output), Environment.capture(target.device)
-    folder.mkdir(parents=True, exist_ok=True)
     figures = [{**asdict(case), "gaps": [case.gap(0.5), case.gap(0.95)]} for case in cases]
-    head = {"options": recorded(options), "environment": asdict(environment)}
+    head = {"options": recorded(options), "measured": measured, "environment": asdict(environment)}
     (folder / "efficiency.json").write_text(json_by_line(head, "cases", figures))
     times = f"each answered {options.repeats} times, " if options.repeats > 1 else ""
     title = options.label or f"Engine efficiency, {Path(target.name).name}"
     note = (
-        f"{options.limit} prompts of {source}, {times}at most {options.max_new_tokens} new tokens. Efficiency: "
+        f"{measured}, {times}at most {options.max_new_tokens} new tokens. Efficiency: "
         "bare forwards of target and drafter over measured time, median over answers; the parts of a step are means; "
         "ranges are 95 % bootstrap intervals over prompts (`shape/evaluation/efficiency.py`). `oracle` drafts the "
         "truth with every fifth token corrupted, at no cost: its speed-up is simulated. Gaps are between arrivals of "

@@ -33,6 +33,7 @@ class Assisted:
 # transformers' `generate`, by itself or with its prompt lookup.
 Outside = Literal["transformers", "transformers-lookup"]
 LOOKUP: Outside = "transformers-lookup"
+ASSISTED = "transformers-assisted"  # with each predictor that is a smaller model
 Method = Drafter | Ruled | Assisted | Outside | None  # None is our loop without a drafter
 
 

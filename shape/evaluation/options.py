@@ -39,7 +39,7 @@ class BenchOptions(DraftOptions):
         batch_size: prompts answered at once. One number, or several.
         context_length: tokens that every context is filled up to with other prompts' text; default: as they are. One
             number, or several.
-        repeats: timed runs per answer, of which the median counts.
+        repeats: timed runs per answer, of which the one of median decode time counts.
         warmup: prompts answered once by every method before the measurement.
         seed: of the sampling.
         prepacked: weights in the layout of the CPU's matrix kernels, for all methods (see `shape.target.prepack`);

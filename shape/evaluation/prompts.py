@@ -1,13 +1,13 @@
 """Which prompts a measurement asks: one convention for all of them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shape import bundled
 from shape.data.conversations import Prompt, evenly_by_category
 from shape.data.reading import load_prompts
-from shape.errors import ConfigError
+from shape.errors import ConfigError, DataError
 
 SUITES = ("bench", "kinds")
 
@@ -18,7 +18,8 @@ def chosen_prompts(
     """The prompts of a source, or so many of them, spread evenly over it and of every category its share.
 
     Args:
-        given: the name of a suite that ships, or what `load_prompts` takes; None is the bench split.
+        given: the name of a suite that ships, also beside a folder of that name (./bench is the folder), or what
+            `load_prompts` takes; None is the bench split.
         limit: at most so many; None is all.
         template: given to the chat template with every prompt.
 
@@ -31,6 +32,14 @@ def chosen_prompts(
     if limit is not None and limit < 1:
         raise ConfigError(f"limit {limit} leaves no prompt; give at least 1")
     given = given or SUITES[0]
-    is_suite = given in SUITES and not Path(given).exists()
-    source = bundled.path("data", f"{given}.jsonl") if is_suite else given
+    source = bundled.path("data", f"{given}.jsonl") if given in SUITES else given
     return evenly_by_category(load_prompts(source, template), limit), Path(source).name
+
+
+def refuse_shared_ids(prompts: Sequence[Prompt], source: str) -> None:
+    """Measurements know a prompt by its id. Raises DataError, naming the source and an id that two prompts share."""
+    seen: set[str] = set()
+    for prompt in prompts:
+        if prompt.id in seen:
+            raise DataError(f"{source}: two prompts share the id {prompt.id}; give every prompt its own")
+        seen.add(prompt.id)

@@ -344,7 +344,7 @@ class SpeedResults(Results):
         """Speed-up and acceptance length of every method in every category, and the share of seen 4-grams."""
         found = {one: [self.summarise(name, one) for name in self.methods] for one in self.categories}
         lines = [[category, *map(_speed_and_length, summaries)] for category, summaries in found.items()]
-        means = [fmean(one.speed_up.value or 0.0 for one in column) for column in zip(*found.values(), strict=True)]
+        means = [_mean_speed_up(column) for column in zip(*found.values(), strict=True)]
         lines.append(["mean of these", *(show(mean, unit="x") for mean in means)])
         if not self.overlap():
             return ["category", *self.methods], lines
@@ -370,6 +370,12 @@ class SpeedResults(Results):
         for line in figures:
             table.add_row(*line)
         return table
+
+
+def _mean_speed_up(lines: Sequence[Summary]) -> float | None:
+    """Over those where it is defined."""
+    known = [line.speed_up.value for line in lines if line.speed_up.value is not None]
+    return fmean(known) if known else None
 
 
 def _speed_and_length(line: Summary) -> str:

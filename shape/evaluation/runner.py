@@ -4,8 +4,7 @@ A call of transformers' `generate` and one of `ShapeDecoder.generate` give the s
 ends the prefill, and the last one, read to the host, ends decoding.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, TypeVar
@@ -83,14 +82,6 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-@contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Within it torch's global generators begin at a seed; afterwards they are as before."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
-
-
 class Stopwatch(Arrivals):
     """Streamed to: the prompt first, then the prefill's tokens, then the others."""
 
@@ -124,7 +115,8 @@ def by_transformers(target: Target, **options: Any) -> Runner:
     def run(contexts: Sequence[Context], seeds: Sequence[int]) -> Run:
         ids, mask = side_by_side(contexts, target.device)
         padding = {} if len(contexts) == 1 else {"pad_token_id": next(iter(target.eos_token_ids), 0)}
-        with seeded(seeds[0], target.device):
+        with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
+            torch.manual_seed(seeds[0])
             watch = Stopwatch()
             streamer = None if "num_beams" in options else watch  # of which transformers streams none
             output = target.model.generate(ids, attention_mask=mask, streamer=streamer, **padding, **options)

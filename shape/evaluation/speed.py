@@ -12,10 +12,9 @@ come with it are left out).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import chain, pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
 from shape.evaluation.journal import JOURNAL, Journal
 from shape.evaluation.methods import (
+    ASSISTED,
     LOOKUP,
     Assisted,
     Method,
@@ -35,6 +35,7 @@ from shape.evaluation.methods import (
     prompts_hash,
     target_settings,
 )
+from shape.evaluation.prompts import refuse_shared_ids
 from shape.evaluation.results import Detail, PromptRecord, SpeedResults, Tally
 from shape.evaluation.runner import Run, Runner, by_decoder, by_transformers, rotated, sampling
 from shape.generation.decoder import ShapeDecoder
@@ -72,7 +73,7 @@ def measure(
     Args:
         methods: name -> drafter, None (our loop without one), "transformers", "transformers-lookup" or Assisted; None
             or "transformers" has to be among them.
-        repeats: timed runs per answer, of which the median counts.
+        repeats: timed runs per answer, of which the one of median decode time counts.
         warmup: prompts whose first turn every method answers, untimed, before the measurement.
         label: heading of the table.
         source: what the prompts are, for the record.
@@ -89,22 +90,17 @@ def measure(
             of another run.
         DataError: no prompt can be measured, or two share an id.
     """
-    if not any(method is None or method == "transformers" for method in methods.values()):
-        raise ConfigError("the methods hold no baseline to compare with; add autoregressive or transformers")
-    if min(max_new_tokens, repeats) < 1 or warmup < 0 or temperature < 0:
-        raise ConfigError(
-            "max_new_tokens and repeats must be at least 1, warmup and temperature at least 0; "
-            f"got {max_new_tokens}, {repeats}, {warmup} and {temperature:g}"
-        )
-    if batch < 1 or (context_length is not None and context_length < 1):
-        raise ConfigError(f"batch is {batch} and context_length {context_length}; give positive numbers")
-    single = [name for name, method in methods.items() if isinstance(method, Assisted) or method == LOOKUP]
-    if batch > 1 and single:
-        raise ConfigError(
-            f"transformers decodes one prompt at a time for {single[0]}; leave it out, or give a batch of 1"
-        )
-    if len({prompt.id for prompt in prompts}) < len(prompts):
-        raise DataError("two prompts share an id; give every prompt its own")
+    check_setting(
+        methods,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        repeats=repeats,
+        warmup=warmup,
+        source=source,
+        batch=batch,
+        context_length=context_length,
+    )
     if target.tokenizer is None:
         raise DataError(f"target {target.name} has no tokenizer to encode prompts with; give a folder that has one")
     settings = {
@@ -130,11 +126,8 @@ def measure(
     if not fitting:
         reason = next(iter(reasons.values()), None) or "none was given"
         raise DataError(f"no prompt can be measured: {reason}; give other prompts or a smaller max_new_tokens")
+    _refuse_unfilled(batch, len(fitting))
     groups = [fitting[start : start + batch] for start in range(0, len(fitting) - batch + 1, batch)]
-    if not groups:
-        raise DataError(
-            f"a batch of {batch} cannot be filled with {len(fitting)} prompts; give more, or a smaller batch"
-        )
     reasons |= {prompt.id: f"it fills no batch of {batch}" for prompt in fitting[len(groups) * batch :]}
     environment = Environment.capture(target.device)
     written = Journal(journal, settings | environment.machine())
@@ -160,6 +153,47 @@ def measure(
             **{record.id: record.cut for record in records if record.cut},
         },
     )
+
+
+def check_setting(
+    methods: Mapping[str, Method | str],
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    repeats: int,
+    warmup: int,
+    source: str,
+    batch: int,
+    context_length: int | None,
+) -> None:
+    """What can be said of a setting before anything is loaded, as `measure` raises it.
+
+    Args:
+        methods: as of `measure`; a name stands for one that is not made yet.
+    """
+    if not any(method is None or method == "transformers" for method in methods.values()):
+        raise ConfigError("the methods hold no baseline to compare with; add autoregressive or transformers")
+    if min(max_new_tokens, repeats) < 1 or warmup < 0 or temperature < 0:
+        raise ConfigError(
+            "max_new_tokens and repeats must be at least 1, warmup and temperature at least 0; "
+            f"got {max_new_tokens}, {repeats}, {warmup} and {temperature:g}"
+        )
+    if batch < 1 or (context_length is not None and context_length < 1):
+        raise ConfigError(f"batch is {batch} and context_length {context_length}; give positive numbers")
+    single = [name for name, one in methods.items() if isinstance(one, Assisted) or one in (LOOKUP, ASSISTED)]
+    if batch > 1 and single:
+        raise ConfigError(
+            f"transformers decodes one prompt at a time for {single[0]}; leave it out, or give a batch of 1"
+        )
+    refuse_shared_ids(prompts, source or "the given prompts")
+    if prompts:
+        _refuse_unfilled(batch, len(prompts))
+
+
+def _refuse_unfilled(batch: int, count: int) -> None:
+    if count < batch:
+        raise DataError(f"a batch of {batch} cannot be filled with {count} prompts; give more, or a smaller batch")
 
 
 def measure_in(
@@ -296,17 +330,15 @@ class Bench:
         )
 
     def _answers(self, contexts: Sequence[Tensor], seeds: list[int], turn: int) -> dict[str, Run]:
-        """One run per method: the interleaved repeats with their median times."""
+        """One run per method: of the interleaved repeats the one of median decode time, whole, so that its parts are
+        parts of that time.
+        """
         runs: dict[str, list[Run]] = {name: [] for name in self.runners}
         for repeat in range(self.repeats):
             for name in rotated(list(runs), turn + repeat):
                 runs[name].append(self.runners[name](contexts, seeds))
         return {
-            name: replace(
-                tries[0],
-                decode_seconds=median(run.decode_seconds for run in tries),
-                prefill_seconds=median(run.prefill_seconds for run in tries),
-            )
+            name: sorted(tries, key=lambda run: run.decode_seconds)[(len(tries) - 1) // 2]
             for name, tries in runs.items()
         }
 

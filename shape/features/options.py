@@ -89,26 +89,20 @@ class FeatureOptions(StorageOptions):
 
 
 @dataclass(kw_only=True)
-class ExtractOptions(FeatureOptions, TargetOptions):
-    """What to extract, from what, to where.
+class _RunOptions(FeatureOptions, TargetOptions):
+    """Of the command, whether it extracts or says what that would take.
 
     Attributes:
-        target: folder or hub id of the target, or quickstart-target.
-        data: file, folder or hub dataset with conversations.
-        output: folder of the features, or an address that fsspec knows (s3://...).
         endpoint: base URL of a vLLM that computes the states instead, started with `extract_hidden_states`, for example
             http://localhost:8000/v1; batch_size conversations are requested at a time.
         model: the name under which the endpoint serves the target.
         chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
-        limit: at most so many conversations.
+        limit: at most so many conversations of `data`.
         dtype: dtype to run the target in; null is its checkpoint's own.
         device_map: spreads the target over devices, for example auto; null puts it where the trainer computes.
         trainer: devices, processes and nodes, as Lightning's Trainer has them.
     """
 
-    target: str
-    data: str
-    output: str
     endpoint: str | None = None
     model: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -119,8 +113,24 @@ class ExtractOptions(FeatureOptions, TargetOptions):
 
 
 @dataclass(kw_only=True)
-class CostOptions(FeatureOptions, TargetOptions):
-    """What would be extracted, and on what.
+class ExtractOptions(_RunOptions):
+    """What to extract, from what, to where.
+
+    Attributes:
+        target: folder or hub id of the target, or quickstart-target.
+        data: file, folder or hub dataset with conversations.
+        output: folder of the features, or an address that fsspec knows (s3://...).
+    """
+
+    target: str
+    data: str
+    output: str
+
+
+@dataclass(kw_only=True)
+class CostOptions(_RunOptions):
+    """What would be extracted, and on what. How the target runs (endpoint, model, dtype, device_map, trainer) has no
+    influence; it is taken so that --dry-run can be added to a command as it is.
 
     Attributes:
         target: folder or hub id, of which config.json is read; or give parameters and hidden_size.
@@ -131,8 +141,6 @@ class CostOptions(FeatureOptions, TargetOptions):
         tokens: of a conversation, in the mean.
         answers: share of the tokens that are the assistant's.
         turns: answers in a conversation, in the mean.
-        chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
-        limit: at most so many conversations of `data`.
         output: where features would be stored; its free space decides, unless disk_gigabytes says so.
         disk_gigabytes: free for features.
         passes: over the data in training; each costs online mode a forward of all of it.
@@ -151,8 +159,6 @@ class CostOptions(FeatureOptions, TargetOptions):
     tokens: float = 1000.0
     answers: float = 0.6
     turns: float = 2.0
-    chat_template_kwargs: dict[str, Any] | None = None
-    limit: int | None = None
     output: str | None = None
     disk_gigabytes: float | None = None
     passes: float = 10.0

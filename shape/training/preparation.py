@@ -1,5 +1,6 @@
 """Before training: the target, the conversations to learn from, and what is validated and measured on."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -17,6 +18,7 @@ from shape.data.reading import load_conversations, load_prompts
 from shape.data.regeneration import answers_file, own_answers
 from shape.data.statistics import Text, counted
 from shape.errors import ConfigError, DataError, FeatureStoreError
+from shape.evaluation.prompts import refuse_shared_ids
 from shape.features.extraction import place, rows_of
 from shape.features.manifest import MANIFEST, refuse_others
 from shape.features.storage import Storage
@@ -260,18 +262,26 @@ def _measurement_prompts(options: TrainOptions) -> list[Prompt]:
     path = options.measurement.prompts
     if path is None and options.data is None:
         path = str(bundled.path("data", "bench.jsonl"))
-    return [] if path is None else load_prompts(path, options.chat_template_kwargs)
+    prompts = [] if path is None else load_prompts(path, options.chat_template_kwargs)
+    if options.measurement.limit:
+        refuse_shared_ids(prompts, str(path))
+    return prompts
 
 
 def _as_prompts(conversations: Sequence[Conversation]) -> list[Prompt]:
-    """Chats up to their first answer."""
-    found = []
+    """Chats up to their first answer; ids that repeat get a number, as measurements know prompts by them."""
+    found: dict[str, Prompt] = {}
+    repeated: Counter[str] = Counter()
     for each in conversations:
         roles = [message.role for message in each.messages]
         if each.kind == "chat" and "assistant" in roles and "user" in roles[: roles.index("assistant")]:
             opening = each.messages[: roles.index("assistant")]
-            found.append(Prompt(each.id, "", (opening[-1].content,), opening, each.template))
-    return found
+            name = each.id
+            while name in found:
+                repeated[each.id] += 1
+                name = f"{each.id}-{repeated[each.id] + 1}"
+            found[name] = Prompt(name, "", (opening[-1].content,), opening, each.template)
+    return list(found.values())
 
 
 def _fitting(prompts: Sequence[Prompt], target: Target, options: TrainOptions) -> list[Prompt]:

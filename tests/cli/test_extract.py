@@ -69,6 +69,19 @@ def test_options_reach_the_store(tiny_target_folder, data, tmp_path):
     assert len(store) == 7 and store.manifest.layers == (0, -1) and store.manifest.dtype == "bfloat16"
 
 
+def test_a_dry_run_is_asked_for_by_adding_it_to_the_command(tiny_target_folder, data, tmp_path, capsys):
+    """Options of where the target runs are taken, also those of a file."""
+    given = arguments(tiny_target_folder, data, tmp_path / "out")
+    main([*given, "--dry-run"])
+    estimate = capsys.readouterr().out
+    file = tmp_path / "extract.yaml"
+    file.write_text("device_map: auto\ntrainer:\n  devices: 1\n  num_nodes: 2\n")
+    more = ["--dtype", "float32", "--endpoint", "http://localhost:1/v1", "--model", "served", "--config", str(file)]
+    main([*given, *more, "--dry-run"])
+    assert capsys.readouterr().out == estimate and "300 conversations" in estimate
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

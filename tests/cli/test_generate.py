@@ -103,7 +103,7 @@ def test_show_draft_prints_the_same_text(capsys, predictor_folder):
 
 
 def test_the_trace_is_shown_and_written(capsys, predictor_folder, tmp_path):
-    file = tmp_path / "trace.jsonl"
+    file = tmp_path / "made" / "trace.jsonl"
     shown = run(capsys, "--predictor", predictor_folder, "--prompt", "Hello", "--show-trace", "--trace", str(file))
     assert shown[0].split()[0] == "step"
     records = [json.loads(line) for line in file.read_text().splitlines()]
@@ -162,6 +162,7 @@ def test_report_counts_every_token(tiny_target):
     ("arguments", "sentence"),
     [
         (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "x", "--predictor", "/nowhere", "--trace", "."], ". cannot be read or written (Is a directory)"),
         (["--prompt", "x", "--temperature", "-1"], "temperature at least 0"),
         (["--prompt", "x", "--predictor", "/nowhere"], "predictor /nowhere cannot be read"),
         (

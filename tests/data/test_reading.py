@@ -31,7 +31,7 @@ def write(path: Path, *rows: object) -> Path:
     return path
 
 
-USER, BOT = Message("user", "Q"), Message("assistant", "A")
+SYSTEM, USER, BOT = Message("system", "S"), Message("user", "Q"), Message("assistant", "A")
 THINKS = Message("assistant", "A", more={"reasoning_content": "T"})
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 ROWS = [
@@ -61,7 +61,27 @@ ROWS = [
     ),
     ({"text": "A"}, (BOT,), "text"),
     ({"turns": ["Q", "Q"]}, (USER, USER), "chat"),
-    ({"system": "S", "prompt": "Q"}, (Message("system", "S"), USER), "chat"),
+    ({"system": "S", "prompt": "Q"}, (SYSTEM, USER), "chat"),
+    ({"system": "S", "turns": ["Q", "Q"]}, (SYSTEM, USER, USER), "chat"),
+    ({"system": "S", "instruction": "Q", "output": "A"}, (SYSTEM, USER, BOT), "chat"),
+    ({"system": "S", "messages": [{"role": "user", "content": "Q"}]}, (SYSTEM, USER), "chat"),
+    ({"system": "S", "conversations": [{"from": "human", "value": "Q"}]}, (SYSTEM, USER), "chat"),
+    ({"system": "", "conversations": [{"from": "human", "value": "Q"}]}, (USER,), "chat"),
+    (
+        {"system": "S", "messages": [{"role": "developer", "content": "D"}, {"role": "user", "content": "Q"}]},
+        (Message("system", "D"), USER),
+        "chat",
+    ),
+    (
+        {
+            "system": "S",
+            "prompt": [{"role": "user", "content": "Q"}],
+            "completion": [{"role": "assistant", "content": "A"}],
+        },
+        (SYSTEM, USER, BOT),
+        "chat",
+    ),
+    ({"system": "S", "prompt": "Q", "completion": "A"}, (Message("user", "S\n\nQ"), BOT), "completion"),
     ({"messages": [{"role": "assistant", "content": "A", "reasoning_content": "T"}]}, (THINKS,), "chat"),
     ({"messages": [{"role": "assistant", "content": "A", "reasoning": "T", "tool_calls": None}]}, (THINKS,), "chat"),
     ({"messages": [{"role": "assistant", "content": "A", "weight": 0}]}, (replace(BOT, learned=False),), "chat"),
@@ -177,6 +197,27 @@ def test_parquet(tmp_path):
     assert "\n" not in str(caught.value)
 
 
+def test_null_is_no_value_wherever_rows_come_from(tmp_path, monkeypatch):
+    """Tables give every row, and every message, the columns of all."""
+    import datasets
+
+    nothing = {"id": None, "category": None, "question_id": None, "messages": None, "prompt": None, "completion": None}
+    message = {"from": None, "value": None, "role": "user", "content": "Q", "weight": None}
+    rows = [{**nothing, "messages": [message]}, {**nothing, "prompt": "Q"}]
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet(tmp_path / "rows.parquet")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: table)
+    for source in (write(tmp_path / "rows.jsonl", *rows), "org/rows"):
+        found = load_conversations(source, require_answers=False)
+        assert found == [Conversation("rows-0", (USER,)), Conversation("rows-1", (USER,))]
+        assert [(one.id, one.category, one.turns) for one in load_prompts(source)] == [
+            ("rows-0", "", ("Q",)),
+            ("rows-1", "", ("Q",)),
+        ]
+    monkeypatch.undo()
+    assert load_conversations(tmp_path / "rows.parquet", require_answers=False) == found
+
+
 GOOD = {"text": "fine"}
 
 
@@ -194,7 +235,8 @@ GOOD = {"text": "fine"}
             r"a\.jsonl:3: unknown format \(it has foo\); expected conversations",
         ),
         ("a.jsonl", [GOOD, [1]], r"a\.jsonl:2: expected an object with .*, found \[1\]"),
-        ("a.jsonl", [{"text": None}], r"a\.jsonl:1: text is null; expected a string"),
+        ("a.jsonl", [{"text": None}], r"a\.jsonl:1: unknown format \(it has no values\)"),
+        ("a.jsonl", [{"text": 1}], r"a\.jsonl:1: text is 1; expected a string"),
         ("a.jsonl", [{"messages": []}], r"a\.jsonl:1: 'messages' is \[\]; expected a list of messages"),
         ("a.jsonl", [{"messages": ["hi"]}], r"message 1 of 'messages' is \"hi\"; expected an object"),
         ("a.jsonl", [{"messages": [{"role": "user"}]}], r"message 1 of 'messages' lacks its text"),
@@ -385,12 +427,14 @@ def test_prompts(tmp_path):
         {"id": 7, "category": "math", "turns": ["one", "two"], "reference": ["x"]},
         {"prompt": "ask"},
         {"messages": [{"role": r, "content": c} for r, c in [("system", "S"), ("user", "Q"), ("assistant", "A")]]},
+        {"system": "S", "turns": ["Q", "Q"]},
     )
-    turns, prompt, messages = load_prompts(path)
+    turns, prompt, messages, led = load_prompts(path)
+    assert (led.turns, led.messages) == (("Q", "Q"), (SYSTEM, USER))
     assert (turns.id, turns.category, turns.turns) == ("7", "math", ("one", "two"))
     assert turns.messages == (Message("user", "one"),)
     assert (prompt.id, prompt.category, prompt.turns) == ("prompts-1", "", ("ask",))
-    assert (messages.turns, messages.messages) == (("Q",), (Message("system", "S"), USER))
+    assert (messages.turns, messages.messages) == (("Q",), (SYSTEM, USER))
     with pytest.raises(DataError, match=r"bad\.jsonl:2: no user message to answer"):
         load_prompts(write(tmp_path / "bad.jsonl", {"prompt": "x"}, {"text": "x"}))
     with pytest.raises(DataError, match=r"bad\.jsonl:1: unknown format"):

@@ -170,6 +170,23 @@ def test_several_temperatures_batches_and_contexts(arguments, tmp_path, monkeypa
     assert "temperature 1, batch 3, contexts of 64" in capsys.readouterr().out.replace("\n", " ")
 
 
+@pytest.mark.parametrize(
+    ("extra", "sentence"),
+    [
+        (["--temperature", "[0,-1]"], "temperature at least 0"),
+        (["--context_length", "[64,0]"], "give positive numbers"),
+        (["--batch_size", "[1,9]"], "a batch of 9 cannot be filled with 3 prompts"),
+        (["--methods", "[ngram,shape@rejection]"], "no baseline"),
+        (["--batch_size", "[1,2]", "--methods", "[autoregressive,transformers-lookup]"], "one prompt at a time for"),
+        (["--batch_size", "[1,2]", "--methods", "[transformers,transformers-assisted]"], "one prompt at a time for"),
+    ],
+)
+def test_every_setting_is_checked_before_anything_is_loaded(prompts, tmp_path, capsys, extra, sentence):
+    with pytest.raises(SystemExit):
+        main(["--target", "/nowhere", "--prompts", str(prompts), "--output", str(tmp_path / "out"), *extra])
+    assert sentence in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 def test_sampling_is_the_same_for_every_drafter(arguments, tmp_path):
     main([*arguments, "--temperature", "1"])
     summary = json.loads((tmp_path / "out" / "results.json").read_text())["summary"]
@@ -264,7 +281,9 @@ def test_defaults_are_those_of_the_documentation():
 @pytest.mark.parametrize(
     ("extra", "sentence"),
     [
+        (["--output", "TWICE", "--predictor", "other=/nowhere"], "twice.jsonl cannot be read or written (File exists)"),
         (["--limit", "0"], "limit 0 leaves no prompt"),
+        (["--prompts", "TWICE", "--predictor", "other=/nowhere"], "twice.jsonl: two prompts share the id 7;"),
         (["--prompts", "absent.jsonl"], "absent.jsonl"),
         (["--methods", "[shape]"], "no baseline"),
         (["--methods", "[autoregressive,magic]", "--target", "TARGET"], "drafter 'magic' is unknown"),
@@ -284,7 +303,9 @@ def test_defaults_are_those_of_the_documentation():
     ],
 )
 def test_errors_are_one_sentence_and_status_2(capsys, arguments, extra, sentence, tiny_target_folder, tmp_path):
-    places = {"TARGET": str(tiny_target_folder), "EMPTY": str(tmp_path)}
+    twice = tmp_path / "twice.jsonl"
+    twice.write_text('{"id": 7, "prompt": "Hello"}\n' * 2)
+    places = {"TARGET": str(tiny_target_folder), "EMPTY": str(tmp_path), "TWICE": str(twice)}
     extra = [places.get(argument, argument) for argument in extra]
     with pytest.raises(SystemExit) as stopped:
         main([*arguments, *extra])

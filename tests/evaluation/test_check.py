@@ -10,6 +10,7 @@ from helpers import predictor
 from shape.cli.check import main
 from shape.drafters.recipes.pack import Pack, Recipe
 from shape.evaluation.check import _untrained
+from shape.evaluation.speed import Bench
 from shape.networks.export import export
 from shape.networks.shape import ShapePredictor
 from shape.target.model import Target
@@ -79,6 +80,21 @@ def test_which_drafter_suits_the_task(capsys, questions, tiny_target, tiny_targe
     assert "measured on these prompts" not in run(capsys, questions, *own, "--drafter", "[]")
 
 
+def test_drafters_are_measured_in_the_batch_that_was_asked_for(capsys, questions, tiny_target_folder, monkeypatch):
+    groups, record = [], Bench.record
+    monkeypatch.setattr(
+        Bench,
+        "record",
+        lambda self, group, *rest, **more: groups.append(len(group)) or record(self, group, *rest, **more),
+    )
+    own = ["--target", str(tiny_target_folder), "--drafter", "[ngram,suffix]"]
+    assert "measured on these prompts" in run(capsys, questions, *own, "--batch_size", "2")
+    assert groups == [2]  # the third prompt does not fit
+    with pytest.raises(SystemExit):
+        run(capsys, questions, *own, "--batch_size", "3")
+    assert "batch_size 3 cannot be filled with the 2 prompts of prompts.jsonl that fit" in capsys.readouterr().err
+
+
 def test_what_does_not_belong_together_is_said_at_once(capsys, questions, tiny_target, tiny_target_folder, tmp_path):
     pack = tmp_path / "task.pack"
     Pack(replace(tiny_target.identity, tokenizer_hash="others"), (Recipe((5, 6), (7,), 3),), 1, 1).save(pack)
@@ -104,6 +120,7 @@ def test_what_does_not_belong_together_is_said_at_once(capsys, questions, tiny_t
     [
         (["--target", "/nowhere"], "target /nowhere cannot be loaded"),
         (["--batch_size", "0"], "batch_size, limit and max_new_tokens have to be at least 1"),
+        (["--batch_size", "16"], "batch_size 16 cannot be filled with limit 12 prompts; raise the limit"),
     ],
 )
 def test_mistakes_are_one_sentence_and_status_2(capsys, arguments, sentence):
@@ -111,6 +128,24 @@ def test_mistakes_are_one_sentence_and_status_2(capsys, arguments, sentence):
         main(arguments)
     assert stopped.value.code == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_prompts_that_share_an_id_are_refused_before_anything_is_loaded(capsys, tmp_path):
+    file = tmp_path / "twice.jsonl"
+    file.write_text(json.dumps({"id": 7, "prompt": "Hello"}) + "\n" + json.dumps({"id": 7, "prompt": "Hi"}) + "\n")
+    with pytest.raises(SystemExit):
+        main(["--target", "/nowhere", "--prompts", str(file)])
+    assert "twice.jsonl: two prompts share the id 7;" in capsys.readouterr().err
+
+
+def test_the_report_has_its_place_before_anything_is_loaded(capsys, questions, tiny_target_folder, tmp_path):
+    file = tmp_path / "made" / "report.json"
+    run(capsys, questions, "--target", str(tiny_target_folder), "--drafter", "[]", "--output", str(file))
+    assert json.loads(file.read_text())["measured"] == []
+    for wrong in (tmp_path, file / "below.json"):
+        with pytest.raises(SystemExit) as stopped:
+            main(["--target", "/nowhere", "--output", str(wrong)])
+        assert stopped.value.code == 2 and "cannot be read or written" in capsys.readouterr().err
 
 
 def test_prompts_that_do_not_fit(capsys, tiny_target_folder, tmp_path):

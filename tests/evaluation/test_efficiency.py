@@ -1,16 +1,17 @@
 """Engine efficiency: what is counted, and that the command writes it down. Speed itself is no test's business."""
 
 import json
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import pytest
 import torch
 from helpers import predictor
 
 from shape.drafters import NgramDrafter, TrainedDrafter
-from shape.errors import ConfigError
+from shape.errors import ConfigError, DataError, ShapeError
 from shape.evaluation.efficiency import Case, bare_seconds, measure, report, run
 from shape.evaluation.options import EfficiencyOptions
+from shape.evaluation.report.sources import find
 from shape.generation.decoder import ShapeDecoder
 
 CONTEXTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16], [17, 18, 19]]
@@ -129,3 +130,49 @@ def test_the_command_writes_what_it_measured(tiny_target_folder, tmp_path):
     assert "### Tiny" in written and "each answered 2 times" in written
     with pytest.raises(ConfigError, match="has to lie between 1 and limit 2"):
         run(EfficiencyOptions(limit=2, batch_size=[4]))
+
+
+def test_prompts_that_do_not_fit_are_left_out_and_those_measured_are_counted(tiny_target_folder, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    texts = ("Hello", "x" * 400, "Good day", "What is the time?")
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    options = EfficiencyOptions(
+        output=str(tmp_path / "out"), predictor="none", target=str(tiny_target_folder), prompts=str(prompts),
+        max_new_tokens=4, dtype="float32", temperature=0.0, batch_size=3,
+    )  # fmt: skip
+    run(options)
+    assert "3 prompts of prompts.jsonl, at most" in (tmp_path / "out" / "efficiency.md").read_text()
+    (found,) = find(tmp_path / "out")
+    assert "3 prompts of prompts.jsonl, at most 4 new tokens" in found.about
+    with pytest.raises(DataError, match=r"with the 3 prompts of prompts\.jsonl that leave room for 4 new tokens"):
+        run(replace(options, batch_size=4))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"max_new_tokens": 1}, "give at least 2"),
+        ({"repeats": 0}, "repeats must be at least 1"),
+        ({"temperature": [0.0, -1.0]}, "temperature at least 0"),
+        ({"dtype": []}, "dtype at least one"),
+        ({"dtype": ["float32", "flaot16"]}, "dtype flaot16 is not a floating-point dtype"),
+        ({"limit": 200, "batch_size": 200}, "cannot be filled with the 96 prompts of bench"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(options, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ShapeError, match=sentence):
+        run(EfficiencyOptions(predictor="/nowhere", **options))
+
+
+def test_an_output_that_is_no_folder_is_found_before_anything_is_loaded(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        run(EfficiencyOptions(predictor="/nowhere", output=str(tmp_path / "file")))
+
+
+def test_answers_that_end_with_the_prefill_have_no_rate(tiny_target, monkeypatch):
+    monkeypatch.setattr(tiny_target.model.generation_config, "eos_token_id", list(range(tiny_target.vocab_size)))
+    monkeypatch.setattr(tiny_target, "eos_token_ids", tuple(range(tiny_target.vocab_size)))
+    cases = measure(tiny_target, {"ngram": NgramDrafter()}, CONTEXTS, batch=1, temperature=0.0, max_new_tokens=6)
+    assert [case.tokens for case in cases] == [0] * 4 and "nan" not in report(cases)

@@ -33,11 +33,17 @@ def test_kinds_that_take_turns_are_all_there(count):
             assert abs(found - shares[category] * count / len(whole)) < 1
 
 
-def test_prompts_of_one_category_and_bad_limits(tmp_path):
+def test_prompts_of_one_category_and_bad_limits(tmp_path, monkeypatch):
     prompts = [Prompt(str(number), "", ("x",), ()) for number in range(10)]
     assert evenly_by_category(prompts, 4) == evenly(prompts, 4)
     (tmp_path / "bench.jsonl").write_text('{"prompt": "own"}\n')
     found, name = chosen_prompts(tmp_path / "bench.jsonl", 3)
     assert [prompt.turns for prompt in found] == [("own",)] and name == "bench.jsonl"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench.jsonl").rename(tmp_path / "bench" / "own.jsonl")
+    for suite in (None, "bench"):  # whatever lies there, such as what --output bench wrote
+        assert len(chosen_prompts(suite, 3)[0]) == 3
+    assert [prompt.turns for prompt in chosen_prompts("./bench")[0]] == [("own",)]
     with pytest.raises(ConfigError, match="limit 0 leaves no prompt"):
         chosen_prompts(None, 0)

@@ -16,9 +16,11 @@ from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
 from shape.evaluation.methods import describe
 from shape.evaluation.results import PromptRecord, SpeedResults, Tally
-from shape.evaluation.speed import Contexts, measure
+from shape.evaluation.runner import Run
+from shape.evaluation.speed import Bench, Contexts, measure
 from shape.generation import engine
 from shape.generation.control import StepCosts
+from shape.generation.stats import DecodeStats
 from shape.networks.config import ShapeConfig
 from shape.networks.shape import ShapePredictor
 from shape.target.chat import Message
@@ -43,6 +45,19 @@ def run(target, methods=METHODS, prompts=PROMPTS, **options) -> SpeedResults:
 @pytest.fixture(scope="module")
 def results(tiny_target) -> SpeedResults:
     return run(tiny_target, repeats=2)
+
+
+def test_of_repeated_runs_the_one_of_median_decode_time_counts_as_a_whole(tiny_target):
+    """So that shares of its time are shares of one run's, whatever the others took."""
+    times = [(1.9, 0.3), (0.35, 0.1), (0.3, 0.2), (0.4, 0.4)]  # of decoding, of the prefill
+    made = [
+        Run([[5, 6]], 1, decode, prefill, [decode], DecodeStats(drafted=number))
+        for number, (decode, prefill) in enumerate(times)
+    ]
+    for count, kept in ((1, 0), (2, 1), (3, 1), (4, 1)):
+        runs = iter(made)
+        bench = Bench(tiny_target, {"ngram": lambda *_, runs=runs: next(runs)}, {"ngram": NgramDrafter()}, None, count)
+        assert bench._answers([], [0], 0) == {"ngram": made[kept]}
 
 
 def test_counts_every_answer_and_token(results):
@@ -217,7 +232,7 @@ def test_a_journal_continues_where_it_was_cut(tiny_target, tmp_path):
         ({"context_length": 8}, DataError, "longer than the contexts of 8"),
         ({"temperature": -0.5}, ConfigError, "at least 0"),
         ({"prompts": []}, DataError, "none was given"),
-        ({"prompts": [PROMPTS[0], PROMPTS[0]]}, DataError, "share an id"),
+        ({"prompts": [PROMPTS[0], PROMPTS[0]]}, DataError, "the given prompts: two prompts share the id a;"),
         ({"max_new_tokens": 256}, DataError, "exceed the target's 256 positions"),
     ],
 )
@@ -277,6 +292,17 @@ def test_answers_of_one_token_are_undefined_not_infinite():
     line = results.summary["shape"]
     assert line.tokens_per_second is None and line.speed_up.value is None and line.acceptance_length.value is None
     assert "NaN" not in results.to_json() and "nan" not in results.to_markdown()
+
+
+def test_the_mean_over_categories_is_of_those_where_a_speed_up_is_defined():
+    several = made_up(*[(tally(1.0, 20), tally(0.5, 20))] * 2, (tally(0.0, 0, 0), tally(0.0, 0, 0)))
+    records = tuple(
+        replace(record, category=name) for record, name in zip(several.records, ("x", "y", "z"), strict=True)
+    )
+    _, lines = replace(several, records=records).by_category()
+    assert lines[-1] == ["mean of these", "1.00x", "2.00x"]
+    _, lines = replace(several, records=records[2:]).by_category()
+    assert lines[-1] == ["mean of these", "–", "–"]
 
 
 @settings(deadline=None)

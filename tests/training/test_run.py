@@ -288,6 +288,24 @@ def test_what_is_measured_on_chose_nothing(tiny_target_folder, data, tmp_path):
         prepare([replace(options, validation_data=str(tmp_path / "one.jsonl"))], Storage(tmp_path))
 
 
+def test_ids_that_repeat_do_not_stop_the_measurement_at_the_end(tiny_target_folder, data, tmp_path):
+    names = ["a", "a", "a-2", "b", "a", "a"]
+    given = tmp_path / "given.jsonl"
+    turns = [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]
+    rows = [{"id": name, "conversations": turns} for name in names for _ in range(2)]
+    given.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = TrainOptions(target=str(tiny_target_folder), data=str(data), regenerate=False, max_length=128)
+    material = prepare([replace(options, validation_data=str(given))], Storage(tmp_path))
+    assert [prompt.id for prompt in material.prompts] == ["a", "a-2", "a-2-2", "b", "a-3", "a-4"]
+    twice = tmp_path / "twice.jsonl"
+    twice.write_text('{"id": 7, "prompt": "Hello"}\n' * 2)
+    measured = MeasurementOptions(prompts=str(twice))
+    with pytest.raises(DataError, match=r"twice\.jsonl: two prompts share the id 7;"):
+        prepare([replace(options, measurement=measured)], Storage(tmp_path))
+    unmeasured = replace(options, measurement=replace(measured, limit=0))
+    assert len(prepare([unmeasured], Storage(tmp_path)).prompts) == 2
+
+
 def test_validation_prompts_end_where_answers_begin(tiny_target):
     turns = [Message("user", "a"), Message("assistant", "b"), Message("user", "c"), Message("assistant", "d")]
     conversations = [Conversation(str(i), tuple(turns[: 2 + 2 * (i % 2)])) for i in range(6)]

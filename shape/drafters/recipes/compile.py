@@ -51,7 +51,6 @@ def compile_pack(options: CompileOptions, target: Target, generate: Callable[...
     Args:
         generate: ``ShapeDecoder.generate`` of the target.
     """
-    options.check()
     verify = None if options.verify is None else make_verify(options.verify)
     prompts = load_prompts(Path(options.prompts), options.chat_template_kwargs)
     prompts = evenly_by_category(prompts, options.limit)

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from shape.evaluation.estimates import Estimate
+from shape.evaluation.estimates import Estimate, number, ratio
 from shape.evaluation.markdown import DASH, Table, show
 from shape.evaluation.report import plots
 from shape.evaluation.report.sources import Source
@@ -169,17 +169,14 @@ def efficiency(source: Source[Any]) -> Iterator[Plot]:
     groups: dict[tuple[str, float], dict[int, list[dict[str, Any]]]] = {}
     for case in source.data["cases"]:
         by_batch = groups.setdefault((case["dtype"], case["temperature"]), {})
-        by_batch.setdefault(case["batch"], []).append({**case, "method": _oracle(case["method"])})
+        method = ORACLE if case["method"] == "oracle" else case["method"]
+        by_batch.setdefault(case["batch"], []).append({**case, "method": method})
     for (dtype, temperature), by_batch in groups.items():
         setting = f"{dtype}, T = {temperature:g}"
         if 1 in by_batch:
             yield _steps(f"A step against bare forwards, {setting}", by_batch[1])
         if len(by_batch) > 1:
             yield _batches(f"Speed-up by batch size, {setting}", by_batch)
-
-
-def _oracle(method: str) -> str:
-    return ORACLE if method == "oracle" else method
 
 
 _SIMULATED = "The oracle drafts the truth with known errors, at no cost: simulated."
@@ -206,12 +203,12 @@ def _batches(title: str, by_batch: Mapping[int, Sequence[Mapping[str, Any]]]) ->
     series: dict[str, list[tuple[float, float]]] = {}
     lines = []
     for batch, cases in sorted(by_batch.items()):
-        rates = {case["method"]: case["tokens"] / case["seconds"] for case in cases}
+        rates = {case["method"]: ratio(case["tokens"], case["seconds"]) for case in cases}
         for method, rate in rates.items():
-            ratio = rate / rates[AUTOREGRESSIVE]
-            lines.append([str(batch), method, f"{rate:.0f}", show(ratio, unit="x")])
-            if method != AUTOREGRESSIVE:
-                series.setdefault(method, []).append((batch, ratio))
+            gain = number(ratio(rate, rates[AUTOREGRESSIVE]))
+            lines.append([str(batch), method, show(number(rate), ".0f"), show(gain, unit="x")])
+            if method != AUTOREGRESSIVE and gain is not None:
+                series.setdefault(method, []).append((batch, gain))
     drawing = partial(plots.curves, series, "batch size", "speed-up", log=True, at=1.0)
     table = (["batch size", "method", "tokens/s", "against autoregressive"], lines)
     return Plot(title, table, drawing, _SIMULATED)

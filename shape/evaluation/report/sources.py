@@ -91,9 +91,10 @@ def _speed(name: str, text: str) -> Source[SpeedResults]:
 def _efficiency(name: str, text: str) -> Source[Any]:
     record = loads(text)
     options = record["options"]
+    asked = f"{options['limit']} prompts of {options['prompts'] or 'bench.jsonl'}"  # of records from before it was kept
     about = (
-        f"Predictor {options['predictor']}, {options['limit']} prompts of {options['prompts'] or 'bench.jsonl'}, at "
-        f"most {options['max_new_tokens']} new tokens."
+        f"Predictor {options['predictor']}, {record.get('measured', asked)}, at most {options['max_new_tokens']} new "
+        "tokens."
     )
     return _recorded("efficiency", name, options["label"] or "Engine efficiency", about, record)
 
