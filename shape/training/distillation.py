@@ -56,21 +56,12 @@ class DistillModule(DrafterModule):
 
     As DistillSpec (arXiv 2310.08461) with text of the target alone. The target's head makes the distribution of the
     states that features hold.
-
-    Raises:
-        ConfigError: a loss on states, which the two do not share.
     """
 
     def __init__(self, predictor: PreTrainedModel, *arguments: Any, **options: Any) -> None:
         super().__init__(predictor, *arguments, **options)
         if self.options.gradient_checkpointing:
             predictor.gradient_checkpointing_enable()
-        if self.losses.on_states:
-            given = ", ".join(self.losses.on_states)
-            raise ConfigError(
-                f"a draft model has states of its own, and the losses are on states ({given}); give losses on "
-                "distributions alone, such as losses.kl"
-            )
 
     def drafter(self, network: PreTrainedModel) -> Drafter:
         return ModelDrafter(Target(network, self.target.tokenizer))

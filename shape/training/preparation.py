@@ -69,6 +69,11 @@ def prepare(runs: Sequence[TrainOptions], home: Storage) -> Material:
     """
     options = runs[0]
     trainer = options.trainer.for_extraction()
+    if options.shard_target and trainer.world_size < 2:
+        raise ConfigError(
+            "shard_target shares the target out among processes, and there is one; give --trainer.devices and "
+            "--trainer.strategy ddp, or leave it out"
+        )
     target = load_target(options, trainer)
     if target.tokenizer is None:
         raise DataError(f"target {target.name} has no tokenizer, and conversations are text; put one into its folder")

@@ -26,6 +26,7 @@ from shape.features.store import FeatureStore
 from shape.features.trainer import TrainerOptions
 from shape.generation.decoder import ShapeDecoder
 from shape.networks.config import ShapeConfig
+from shape.networks.registry import PREDICTORS
 from shape.target.chat import Message
 from shape.target.size import size_of
 from shape.training.defaults import network_config, resolve
@@ -375,6 +376,11 @@ def long_talks(path: Path) -> Path:
         (["--regenerate=true", "--validation_data=missing.jsonl"], "missing.jsonl"),
         (["--logger=wandb"], "the logger wandb is not installed; pip install wandb"),
         (["--losses.kl=-1"], "the weight of the loss kl is -1.0"),
+        (["--predictor.kind=model"], "on states (smooth_l1)"),
+        (["--extraction.before=4"], "reads a window of 8; give --extraction.before 8"),
+        (["--extraction.before=8", "--predictor.attention=true"], "whole texts; give --extraction.before null"),
+        (["--extraction.before=8", "--predictor.kind=eagle", "--predictor.markov_rank=0"], "attends to whole texts"),
+        (["--features=memory://there", "--predictor.attention=true"], "copy it into a folder"),
         (["--trainer.nonsense=3"], "trainer.nonsense is no option of Lightning's Trainer"),
         (["--trainer.max_steps=3"], "trainer.max_steps is no option of Lightning's Trainer that can be given here"),
     ],
@@ -388,6 +394,22 @@ def test_mistakes_get_one_sentence_before_any_work(
     said = capsys.readouterr().err
     assert exit_.value.code == 2
     assert said.startswith("error: ") and message in said and said.count("\n") == 1
+
+
+def test_a_target_for_several_processes_is_not_loaded_by_one(tiny_target_folder, data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("shape.training.preparation.load_target", lambda *_: pytest.fail("the target is loaded"))
+    with pytest.raises(SystemExit):
+        main(arguments(tiny_target_folder, data, tmp_path, "--online=true", "--shard_target=true"))
+    assert "shares the target out among processes, and there is one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["shape", "medusa", "eagle", "peagle", "block"])
+def test_what_options_say_is_read_is_what_networks_read(kind, tiny_target):
+    for attention in (False, True) if kind == "shape" else (False,):
+        chosen = PredictorOptions(kind=kind, attention=attention, markov_rank=0, draft_vocab_size=None)
+        options = resolve(TrainOptions(predictor=chosen), size_of(tiny_target.model), None)
+        predictor = PREDICTORS[kind](network_config(options, tiny_target))
+        assert chosen.known_states == (None if predictor.memory_shapes else predictor.config.window)
 
 
 def test_unwritable_output(tiny_target_folder, data, tmp_path, capsys):
