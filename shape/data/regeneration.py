@@ -84,14 +84,15 @@ def regenerate(
     turn: one text, or several where the chat template rewrites earlier turns. These are what is learned from.
 
     About `sampled_share` of the conversations are sampled, the others greedy. Which, and their noise, is a function of
-    (seed, conversation id) alone. Batches are fixed too, so that a resumed run repeats them. An endpoint has no
-    batches: `concurrency` conversations are answered at a time, independently of each other.
+    (seed, conversation id) alone. Batches are fixed too, so that a resumed run of the same batch size repeats them. An
+    endpoint has no batches: `concurrency` conversations are answered at a time, independently of each other.
 
     Args:
         output: .jsonl or .jsonl.gz in the order of `conversations`; it appears only when complete. What is finished is
             kept in `output` + ".partial" (".partial.1" and so on of other processes), so that a killed run loses what
             is at hand only, and another number of processes may continue.
-        batch_size: conversations answered together.
+        batch_size: conversations answered together; another one may continue. In bfloat16 and float16 near-ties may
+            fall otherwise in it.
         progress: show a bar.
         share: which part of the work is this process's.
 
@@ -114,11 +115,12 @@ def regenerate(
     size = 1 if backend.concurrency > 1 else batch_size
     batches = _batches(conversations, [sampled for sampled, _ in kinds], size)
     output.parent.mkdir(parents=True, exist_ok=True)
-    settings = _settings(conversations, backend, sampled_share, seed, batch_size)
+    settings = _settings(conversations, backend, sampled_share, seed)
     journal = AnswerJournal(output.with_name(output.name + ".partial"), settings, share.rank)
     share.barrier()  # all have seen what is done, and nobody has cleared it away
     mine = batches[share.rank :: share.world_size]
-    left = [batch for batch in mine if not journal.entries.keys() >= set(batch)]
+    # Of a batch of another size, a part may be answered.
+    left = [rest for batch in mine if (rest := [each for each in batch if each not in journal.entries])]
 
     def answer(batch: list[int], ask: Ask) -> None:
         results = _answer_batch([conversations[i] for i in batch], [kinds[i] for i in batch], ask)
@@ -144,10 +146,12 @@ def check_output(output: Path) -> None:
 
 
 def _settings(
-    conversations: Sequence[Conversation], backend: Backend, sampled_share: float, seed: int, batch_size: int
+    conversations: Sequence[Conversation], backend: Backend, sampled_share: float, seed: int
 ) -> dict[str, Any]:
-    """All that answers depend on."""
-    chosen = {"sampled_share": sampled_share, "seed": seed, "batch_size": batch_size}
+    """All that answers depend on, but for the batch size, by which near-ties may fall: a run that is short of memory
+    goes on with a smaller one.
+    """
+    chosen = {"sampled_share": sampled_share, "seed": seed}
     return {"data": fingerprint(conversations), **chosen, **backend.describe()}
 
 
@@ -360,7 +364,7 @@ def own_answers(
 def answers_file(conversations: Sequence[Conversation], backend: Backend, folder: Path, options: AnswerOptions) -> Path:
     """Where `own_answers` keeps the answers: another file for other questions, backends or options."""
     chats = [conversation for conversation in conversations if conversation.asks]
-    settings = _settings(chats, backend, options.sampled_share, options.seed, options.batch_size)
+    settings = _settings(chats, backend, options.sampled_share, options.seed)
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     return folder / f"answers-{digest[:12]}.jsonl"
 
