@@ -30,7 +30,7 @@ from shape.target.chat import Message
 
 BATCHES_PER_CHUNK = 32
 
-Ask = Callable[[Sequence[Request]], list[Answer | DataError]]
+Ask = Callable[[Sequence[Request]], Sequence[Answer | DataError | None]]
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,10 @@ def regenerate(
 
     In a conversation the answers are written in order, each based on those before it. An answer that is cut before its
     end is kept, marked `"finished": false`, and ends its conversation, for what followed would be based on something
-    that the target did not say; so does a prompt that cannot be answered (too long, say). Conversations without any
-    answer are left out. Existing assistant turns are ignored, but for calls of tools whose results follow: the target
-    is asked there too, and the dialogue continues with the recorded call and its results.
+    that the target did not say; so does a prompt that cannot be answered (too long, say), and, without a warning, one
+    whose answer nobody would read. Conversations without any answer are left out. Existing assistant turns are ignored,
+    but for calls of tools whose results follow: the target is asked there too, and the dialogue continues with the
+    recorded call and its results.
 
     Where the backend knows token ids, rows hold them (`input_ids`, `loss_mask`), as they were read and written at every
     turn: one text, or several where the chat template rewrites earlier turns. These are what is learned from.
@@ -194,7 +195,7 @@ def _answer_all(
         return
     stopped = threading.Event()
 
-    def ask(requests: Sequence[Request]) -> list[Answer | DataError]:
+    def ask(requests: Sequence[Request]) -> Sequence[Answer | DataError | None]:
         if stopped.is_set():
             raise CancelledError
         return backend.generate(requests)
@@ -220,7 +221,10 @@ def _finish(journal: AnswerJournal, output: Path) -> Summary:
             stacklevel=3,
         )
     if not rows:
-        raise DataError(f"none of the {len(entries)} conversations has a user message that could be answered")
+        raise DataError(
+            f"none of the {len(entries)} conversations has a user message that could be answered; give data with "
+            "messages that fit the target's positions and, in training, max_length"
+        )
     if unknown := sum("input_ids" not in row for row in rows):
         warnings.warn(
             f"{unknown} of {len(rows)} conversations hold text alone, for the endpoint gives no token ids: where "
@@ -269,6 +273,8 @@ def _answer_batch(
         for index, (history, _), answer in zip(active, asked, answers, strict=True):
             if isinstance(answer, DataError):
                 problems[index] = f"{conversations[index].id}: {answer}"
+                continue
+            if answer is None:
                 continue
             written[index].append(answer)
             histories[index] = list(history)

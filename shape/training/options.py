@@ -317,7 +317,8 @@ class TrainOptions(TargetOptions):
         training: optimisation.
         validation: decoding during training.
         measurement: the comparison at the end.
-        regeneration: how the target answers; an answer is at most half of `max_length`.
+        regeneration: how the target answers; an answer is at most half of `max_length`, and a prompt that reaches it
+            ends its conversation.
         extraction: how features are stored.
         trainer: devices, precision and so on, as Lightning's Trainer has them.
     """

@@ -165,7 +165,7 @@ def _regenerated(
     folder = home.folder or Path(options.output)
     place(target, trainer.strategy.root_device)
     chosen = replace(options.regeneration, max_new_tokens=longest_answer(options))
-    backend = LocalBackend(ShapeDecoder(target), chosen.max_new_tokens, chosen.temperature)
+    backend = LocalBackend(ShapeDecoder(target), chosen.max_new_tokens, chosen.temperature, options.max_length)
     answers = answers_file(conversations, backend, folder, chosen)
     asked = any(conversation.asks for conversation in conversations)
     if asked and home.exists(MANIFEST) and not answers.exists():
