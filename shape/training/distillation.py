@@ -12,7 +12,7 @@ from shape.networks.teacher_forcing import examples
 from shape.target.model import Target
 from shape.training.batches import Batch
 from shape.training.chunks import chunked_sum, rows_in_chunk
-from shape.training.losses import supervised
+from shape.training.losses import step_sum, supervised
 from shape.training.module import DrafterModule
 
 _HEAD_SIZE = 32
@@ -74,7 +74,8 @@ class DistillModule(DrafterModule):
         batch_numbers = torch.arange(len(states), device=states.device)[:, None]
         own = states[batch_numbers, texts.roots].unsqueeze(-2)[kept]
         head, target = self.predictor.get_output_embeddings(), self.target
-        true, steps, whole = cut.states[kept], kept[-1], batch.whole(1)
+        true, steps, counts = cut.states[kept], kept[-1], batch.counts(1)
+        whole = step_sum(self.losses, counts)
         output = target.output_rows() if self.losses.sinkhorn > 0 else None
         sums: dict[str, Tensor] = {}
 
@@ -88,6 +89,6 @@ class DistillModule(DrafterModule):
                 sums[name] = sums.get(name, 0.0) + part.detach()
             return loss
 
-        loss = chunked_sum(loss_of, [own], [head.weight], rows_in_chunk(4 * target.vocab_size), len(whole))
+        loss = chunked_sum(loss_of, [own], [head.weight], rows_in_chunk(4 * target.vocab_size), int(counts))
         self.log("train/agreement", sums.pop("agreement"), prog_bar=True, batch_size=len(cut.mask))
         return self._share(batch, loss, sums)

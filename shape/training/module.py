@@ -35,7 +35,7 @@ from shape.training.batches import Batch
 from shape.training.checkpoints import require_same_run
 from shape.training.chunks import chunked_sum, in_chunks, rows_in_chunk
 from shape.training.compiling import compiled
-from shape.training.losses import acceptance_loss, agreement_loss, supervised, weighted_loss
+from shape.training.losses import acceptance_loss, agreement_loss, step_sum, supervised, weighted_loss
 from shape.training.optimization import learning_rate_factor, parameter_groups
 from shape.training.options import Losses, TrainingOptions
 from shape.training.order import derive_seed
@@ -316,7 +316,8 @@ class ShapeModule(DrafterModule):
             learned: (B, P, S) bool, steps that count.
         """
         predictor, reader, losses = self.predictor, self._reader, self.losses
-        steps, whole = predictor.config.num_steps, batch.whole(predictor.config.num_steps)
+        steps, counts = predictor.config.num_steps, batch.counts(predictor.config.num_steps)
+        count, whole = int(counts.sum()), step_sum(losses, counts)
         reading = bool(losses.on_logits) or predictor.config.confidence or measuring
         reduced = predictor.reduced(cut.tokens, embeddings, predicted) if reading else None
         vocabulary = reader.reduced_vocabulary() if reading else None
@@ -342,7 +343,7 @@ class ShapeModule(DrafterModule):
                 along = estimate[kept], predicted_logits, target_logits
                 accepted = predictor.confidence_learns == "acceptance"
                 parts["confidence"] = (
-                    acceptance_loss(losses, *along, step, whole) if accepted else agreement_loss(*along, len(whole))
+                    acceptance_loss(losses, *along, step, whole) if accepted else agreement_loss(*along, count)
                 )
                 loss = loss + parts["confidence"]
             for name, part in parts.items():
@@ -355,7 +356,7 @@ class ShapeModule(DrafterModule):
         shared = [] if not reading else predictor.matrices_over_tokens
         shared = shared if vocabulary is None else [*shared, vocabulary]
         size = rows_in_chunk(4 * steps * predictor.config.draft_size) if reading else len(mask)
-        return chunked_sum(loss_of, rows, shared, size, len(whole)), sums, drafts.view_as(cut.tokens)
+        return chunked_sum(loss_of, rows, shared, size, count), sums, drafts.view_as(cut.tokens)
 
     @torch.no_grad()
     def _true_logits(self, texts: Texts, positions: Tensor) -> Tensor:
