@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
+import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
@@ -37,6 +39,20 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 torch.save(checkpoint, file)
             if final.exists():
                 os.replace(final, _before(final))
+
+
+class LastCheckpoint(ModelCheckpoint):
+    """last.ckpt: every so many steps, and at the end, with the last validation in it.
+
+    None is written where a step is interrupted, which may have changed a part of the weights.
+    """
+
+    def __init__(self, folder: Path, every: int) -> None:
+        super().__init__(folder, save_last=True, save_top_k=0, every_n_train_steps=every, enable_version_counter=False)
+        self._last = folder / "last.ckpt"
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.save_checkpoint(self._last)
 
 
 def _before(path: Path) -> Path:

@@ -188,6 +188,9 @@ class DrafterModule(TrainingModule):
         torch.manual_seed(derive_seed(self.seed, batch.step, batch.part))  # for dropout
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        self._look_at_clock()
+
+    def _look_at_clock(self) -> None:
         if self.options.max_minutes is None:
             return
         # One clock for all processes: learning rates that differ would let their weights drift apart.
@@ -227,6 +230,7 @@ class DrafterModule(TrainingModule):
 
     def start_clock(self) -> None:
         self._started = monotonic()
+        self._look_at_clock()  # a run whose time was up is not resumed for a step
 
     @property
     def seconds(self) -> float:
@@ -244,8 +248,12 @@ class DrafterModule(TrainingModule):
             raise CheckpointError("the checkpoint was not written by shape.train; give one of its last.ckpt files")
         require_same_run(saved["recipe"], self.recipe)
         self._seconds_before = saved["seconds"]
-        # A run that had ended goes on where more steps are asked for: its last batch is not the last any more.
-        checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
+        # A run that had ended goes on where more steps are asked for: its last batch is not the last any more, nor its
+        # one epoch over.
+        loop = checkpoint["loops"]["fit_loop"]
+        loop["epoch_loop.batch_progress"]["is_last_batch"] = False
+        for counted in ("total", "current"):
+            loop["epoch_progress"][counted] |= {"processed": 0, "completed": 0}
 
 
 class ShapeModule(DrafterModule):

@@ -94,18 +94,26 @@ class DecodingValidation(pl.Callback):
         self.history, self.seconds = list(state_dict["history"]), state_dict["seconds"]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.history and self.history[-1]["step"] % self.every:
+            self.history.pop()  # of an end that is none any more: an undisturbed run would not have measured here
         if self.at_start and not trainer.global_step:
             self._validate(trainer, pl_module)
+        self._stop_without_progress(trainer)  # a run that had ended so
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         if trainer.global_step and trainer.global_step % self.every == 0:
             self._validate(trainer, pl_module)
-            values = [entry["value"] for entry in self.history]
-            if self.patience is not None and len(values) - 1 - values.index(max(values)) >= self.patience:
-                trainer.should_stop = True
+            self._stop_without_progress(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._validate(trainer, pl_module)
+
+    def _stop_without_progress(self, trainer: pl.Trainer) -> None:
+        if self.patience is None or not self.history:
+            return
+        values = [entry["value"] for entry in self.history]
+        if len(values) - 1 - values.index(max(values)) >= self.patience:
+            trainer.should_stop = True
 
     def _validate(self, trainer: pl.Trainer, trained: pl.LightningModule) -> None:
         if self.history and self.history[-1]["step"] == trainer.global_step:

@@ -89,7 +89,7 @@ def test_a_part_of_the_conversations_can_be_learned_from(trained, tiny_target_fo
 
 def test_checkpoint_holds_the_predictor_alone_and_no_pickled_objects(trained):
     saved = torch.load(trained / "checkpoints/last.ckpt", weights_only=True)
-    assert saved["global_step"] == 56
+    assert saved["global_step"] == 60
     assert all(name.startswith("predictor.") for name in saved["state_dict"])
 
 
@@ -105,6 +105,35 @@ def test_killed_run_resumes_to_the_same_bytes(trained, tiny_target_folder, data,
         assert (output / name).read_bytes() == (trained / name).read_bytes()
     for shard in sorted((trained / "features").glob("[!.]*")):
         assert (output / "features" / shard.name).read_bytes() == shard.read_bytes()
+
+
+def test_a_finished_run_is_wholly_in_its_checkpoint(trained, tiny_target_folder, data, tmp_path):
+    """Given again it has nothing left to do; with more steps it goes on where it ended, between two checkpoints."""
+    more = [
+        "--training.decay=none",
+        "--validation.every=4",
+        "--trainer.accumulate_grad_batches=2",
+        f"--features={trained / 'features'}",
+    ]
+    output, whole = tmp_path / "out", tmp_path / "whole"
+    given = arguments(tiny_target_folder, data, output, *more)
+    main([*given, "--training.steps=10"])
+    assert ended(output)[1] == [4, 8, 10]
+    first = (output / "model.safetensors").read_bytes()
+    main([*given, "--training.steps=10", "--ckpt_path=last"])
+    assert (output / "model.safetensors").read_bytes() == first
+    main([*given, "--training.steps=17", "--ckpt_path=last"])
+    main([*arguments(tiny_target_folder, data, whole, *more), "--training.steps=17"])
+    (state, measured), (expected, wanted) = ended(output), ended(whole)
+    assert measured == wanted == [4, 8, 12, 16, 17]
+    assert all(torch.equal(state[name], weight) for name, weight in expected.items())
+
+
+def ended(output: Path) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Of the last checkpoint: its weights, and the steps after which was validated."""
+    saved = torch.load(output / "checkpoints/last.ckpt", weights_only=True)
+    (history,) = (state["history"] for key, state in saved["callbacks"].items() if "DecodingValidation" in key)
+    return saved["state_dict"], [entry["step"] for entry in history]
 
 
 def test_two_processes_train(trained, tiny_target_folder, data, tmp_path):
@@ -171,7 +200,7 @@ def test_a_new_run_sets_older_checkpoints_aside(trained, tiny_target_folder, dat
     assert "checkpoints.1" in capsys.readouterr().out
     steps = {name: torch.load(output / name / "last.ckpt", weights_only=True)["global_step"]
              for name in ("checkpoints", "checkpoints.1")}  # fmt: skip
-    assert steps == {"checkpoints": 2, "checkpoints.1": 56}
+    assert steps == {"checkpoints": 2, "checkpoints.1": 60}
 
 
 # ------------------------------------------------------------------------------------------------- options
