@@ -38,6 +38,8 @@ def test_validation_decodes_with_the_weights_of_the_moment(store, tiny_target, t
     module.predictor.eval()
     one_by_one = [decode_counts(tiny_target, module.drafter(module.network), [p], 12) for p in prompts(store)]
     emitted, forwards = ([counts[i][0] for counts in one_by_one] for i in (0, 1))
+    counts = validation._counts(module.trainer, module, module.drafter(module.network))
+    assert counts.dtype == torch.int64 and counts.tolist() == [emitted, forwards]  # Apple's GPUs have no float64
     last = validation.history[-1]
     assert last["value"] == acceptance_length(emitted, forwards).value == sum(emitted) / sum(forwards)
     assert last["low"] <= last["value"] <= last["high"]
