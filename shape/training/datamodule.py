@@ -1,6 +1,7 @@
 """The Lightning data module: which batches a process gets, and where a resumed run goes on in them."""
 
 import math
+import signal
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -52,6 +53,11 @@ class _ResumableLoader(DataLoader[Batch]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         del state
+
+
+def _leave_interrupts(worker: int) -> None:
+    """Of the terminal to the process that trains, which needs a worker up to the end of its step."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class ShapeDataModule(pl.LightningDataModule):
@@ -138,6 +144,7 @@ class ShapeDataModule(pl.LightningDataModule):
             num_workers=self.workers,
             pin_memory=trainer.strategy.root_device.type == "cuda",
             persistent_workers=self.workers > 0,
+            worker_init_fn=_leave_interrupts,
             generator=torch.Generator(),  # the loader draws a worker seed, and not from the global generator
         )
 

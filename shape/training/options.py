@@ -211,7 +211,7 @@ class TrainingOptions:
             of keeping what they computed: more time for less memory, and the same result.
         compile: losses, and steps of networks that do not attend to whole texts, through torch.compile, which takes a
             minute or more before the first step; the same up to rounding, but for dropout's draws.
-        checkpoint_every: steps between resumable checkpoints; one more is written at the end.
+        checkpoint_every: steps between resumable checkpoints; one more is written at the end, and at Ctrl-C.
         workers: processes that read features ahead; 0 reads in the training process.
     """
 
