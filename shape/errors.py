@@ -117,8 +117,10 @@ def _explained(error: OSError | RuntimeError) -> str | None:
 
     if isinstance(error, torch.OutOfMemoryError):
         return (
-            "the accelerator ran out of memory; lower the batch size, the sequence length or the tree "
-            f"(--training.batch_size, --max_length, --tree.nodes) or use a smaller dtype ({error})"
+            "the accelerator ran out of memory; in training give a higher --trainer.accumulate_grad_batches, which "
+            "changes no result, or, where it happened before the first step, a lower --regeneration.batch_size or "
+            "--extraction.batch_size; elsewhere a lower --batch_size or --tree.nodes, where the command has them; or a "
+            f"lower --max_length, or a smaller --dtype ({error})"
         )
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
     if several and (isinstance(error, torch.distributed.DistError) or any(phrase in str(error) for phrase in _GONE)):

@@ -1,11 +1,14 @@
 """Commands end with one sentence and status 2 for a user's mistakes, and with a traceback for ours."""
 
 import errno
+import re
+from operator import attrgetter
 
 import pytest
 import torch
 
 from shape.errors import DataError, exit_on_error
+from shape.training.options import TrainOptions
 
 
 def test_a_users_mistake_is_one_line(capsys):
@@ -18,7 +21,13 @@ def test_a_users_mistake_is_one_line(capsys):
 def test_running_out_of_memory_names_the_knobs(capsys):
     with pytest.raises(SystemExit) as caught, exit_on_error():
         raise torch.OutOfMemoryError("tried to allocate 9 GiB")
-    assert caught.value.code == 2 and "--training.batch_size" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    training, elsewhere = said.split("elsewhere")
+    knobs = ["trainer.accumulate_grad_batches", "regeneration.batch_size", "extraction.batch_size"]
+    assert caught.value.code == 2 and re.findall(r"--([\w.]+)", training) == knobs
+    assert re.findall(r"--([\w.]+)", elsewhere) == ["batch_size", "tree.nodes", "max_length", "dtype"]
+    options = TrainOptions()
+    assert all(attrgetter(knob)(options) for knob in knobs) and "training.batch_size" not in said
 
 
 def test_a_path_that_cannot_be_used_is_one_line(tmp_path, capsys):

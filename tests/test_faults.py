@@ -150,13 +150,13 @@ def test_without_a_sound_checkpoint_training_says_so(copy, tiny_target_folder, d
 
 
 def test_a_disk_that_fills_up_keeps_the_checkpoint(copy, undisturbed, tiny_target_folder, data, capsys):
-    """Of step 14, where that of step 21 does not fit any more."""
+    """Of step 21, where that of step 24 does not fit any more."""
     last = copy / "checkpoints/last.ckpt"
     os.replace(last.with_name("last.before.ckpt"), last)
     with files_of_at_most(last.stat().st_size // 2):
         said = stops(capsys, *arguments(tiny_target_folder, data, copy, *SHORT, "--ckpt_path=last"))
     assert "no space left to write" in said and "same command again" in said
-    assert torch.load(sound_checkpoint(last), weights_only=True)["global_step"] == 14
+    assert torch.load(sound_checkpoint(last), weights_only=True)["global_step"] == 21
     assert not list(last.parent.glob(".*.tmp"))
     main(arguments(tiny_target_folder, data, copy, *SHORT, "--ckpt_path=last"))
     assert same_weights(copy, undisturbed)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import Checkpoint
 
 from shape.data.conversations import Conversation
 from shape.drafters import PREDICTORS
@@ -126,7 +127,7 @@ def fit(
         accumulate_grad_batches=accumulate,
         precision=precision,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=any(isinstance(each, Checkpoint) for each in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,

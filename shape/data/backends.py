@@ -55,6 +55,8 @@ class Backend(Protocol):
         """What the answers depend on, as JSON; a resumed run must agree with it."""
         ...
 
-    def generate(self, requests: Sequence[Request]) -> list[Answer | DataError]:
-        """An answer to each request, in order, or why this one cannot be answered."""
+    def generate(self, requests: Sequence[Request]) -> Sequence[Answer | DataError | None]:
+        """An answer to each request, in order, or why this one cannot be answered, or None where nobody would read it
+        and its conversation ends.
+        """
         ...

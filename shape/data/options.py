@@ -15,7 +15,8 @@ class AnswerOptions:
         sampled_share: share of conversations answered by sampling; the others are greedy.
         temperature: of the sampled ones.
         max_new_tokens: longest answer.
-        batch_size: conversations answered together.
+        batch_size: conversations answered together; may be another when a run is continued. In bfloat16 and float16
+            near-ties may fall otherwise in another size.
         seed: of the choice and the noise.
     """
 

@@ -30,7 +30,7 @@ from shape.target.chat import Message
 
 BATCHES_PER_CHUNK = 32
 
-Ask = Callable[[Sequence[Request]], list[Answer | DataError]]
+Ask = Callable[[Sequence[Request]], Sequence[Answer | DataError | None]]
 
 
 @dataclass(frozen=True)
@@ -76,22 +76,24 @@ def regenerate(
 
     In a conversation the answers are written in order, each based on those before it. An answer that is cut before its
     end is kept, marked `"finished": false`, and ends its conversation, for what followed would be based on something
-    that the target did not say; so does a prompt that cannot be answered (too long, say). Conversations without any
-    answer are left out. Existing assistant turns are ignored, but for calls of tools whose results follow: the target
-    is asked there too, and the dialogue continues with the recorded call and its results.
+    that the target did not say; so does a prompt that cannot be answered (too long, say), and, without a warning, one
+    whose answer nobody would read. Conversations without any answer are left out. Existing assistant turns are ignored,
+    but for calls of tools whose results follow: the target is asked there too, and the dialogue continues with the
+    recorded call and its results.
 
     Where the backend knows token ids, rows hold them (`input_ids`, `loss_mask`), as they were read and written at every
     turn: one text, or several where the chat template rewrites earlier turns. These are what is learned from.
 
     About `sampled_share` of the conversations are sampled, the others greedy. Which, and their noise, is a function of
-    (seed, conversation id) alone. Batches are fixed too, so that a resumed run repeats them. An endpoint has no
-    batches: `concurrency` conversations are answered at a time, independently of each other.
+    (seed, conversation id) alone. Batches are fixed too, so that a resumed run of the same batch size repeats them. An
+    endpoint has no batches: `concurrency` conversations are answered at a time, independently of each other.
 
     Args:
         output: .jsonl or .jsonl.gz in the order of `conversations`; it appears only when complete. What is finished is
             kept in `output` + ".partial" (".partial.1" and so on of other processes), so that a killed run loses what
             is at hand only, and another number of processes may continue.
-        batch_size: conversations answered together.
+        batch_size: conversations answered together; another one may continue. In bfloat16 and float16 near-ties may
+            fall otherwise in it.
         progress: show a bar.
         share: which part of the work is this process's.
 
@@ -114,11 +116,12 @@ def regenerate(
     size = 1 if backend.concurrency > 1 else batch_size
     batches = _batches(conversations, [sampled for sampled, _ in kinds], size)
     output.parent.mkdir(parents=True, exist_ok=True)
-    settings = _settings(conversations, backend, sampled_share, seed, batch_size)
+    settings = _settings(conversations, backend, sampled_share, seed)
     journal = AnswerJournal(output.with_name(output.name + ".partial"), settings, share.rank)
     share.barrier()  # all have seen what is done, and nobody has cleared it away
     mine = batches[share.rank :: share.world_size]
-    left = [batch for batch in mine if not journal.entries.keys() >= set(batch)]
+    # Of a batch of another size, a part may be answered.
+    left = [rest for batch in mine if (rest := [each for each in batch if each not in journal.entries])]
 
     def answer(batch: list[int], ask: Ask) -> None:
         results = _answer_batch([conversations[i] for i in batch], [kinds[i] for i in batch], ask)
@@ -144,10 +147,12 @@ def check_output(output: Path) -> None:
 
 
 def _settings(
-    conversations: Sequence[Conversation], backend: Backend, sampled_share: float, seed: int, batch_size: int
+    conversations: Sequence[Conversation], backend: Backend, sampled_share: float, seed: int
 ) -> dict[str, Any]:
-    """All that answers depend on."""
-    chosen = {"sampled_share": sampled_share, "seed": seed, "batch_size": batch_size}
+    """All that answers depend on, but for the batch size, by which near-ties may fall: a run that is short of memory
+    goes on with a smaller one.
+    """
+    chosen = {"sampled_share": sampled_share, "seed": seed}
     return {"data": fingerprint(conversations), **chosen, **backend.describe()}
 
 
@@ -190,7 +195,7 @@ def _answer_all(
         return
     stopped = threading.Event()
 
-    def ask(requests: Sequence[Request]) -> list[Answer | DataError]:
+    def ask(requests: Sequence[Request]) -> Sequence[Answer | DataError | None]:
         if stopped.is_set():
             raise CancelledError
         return backend.generate(requests)
@@ -216,7 +221,10 @@ def _finish(journal: AnswerJournal, output: Path) -> Summary:
             stacklevel=3,
         )
     if not rows:
-        raise DataError(f"none of the {len(entries)} conversations has a user message that could be answered")
+        raise DataError(
+            f"none of the {len(entries)} conversations has a user message that could be answered; give data with "
+            "messages that fit the target's positions and, in training, max_length"
+        )
     if unknown := sum("input_ids" not in row for row in rows):
         warnings.warn(
             f"{unknown} of {len(rows)} conversations hold text alone, for the endpoint gives no token ids: where "
@@ -265,6 +273,8 @@ def _answer_batch(
         for index, (history, _), answer in zip(active, asked, answers, strict=True):
             if isinstance(answer, DataError):
                 problems[index] = f"{conversations[index].id}: {answer}"
+                continue
+            if answer is None:
                 continue
             written[index].append(answer)
             histories[index] = list(history)
@@ -360,7 +370,7 @@ def own_answers(
 def answers_file(conversations: Sequence[Conversation], backend: Backend, folder: Path, options: AnswerOptions) -> Path:
     """Where `own_answers` keeps the answers: another file for other questions, backends or options."""
     chats = [conversation for conversation in conversations if conversation.asks]
-    settings = _settings(chats, backend, options.sampled_share, options.seed, options.batch_size)
+    settings = _settings(chats, backend, options.sampled_share, options.seed)
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     return folder / f"answers-{digest[:12]}.jsonl"
 

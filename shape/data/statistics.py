@@ -44,6 +44,10 @@ class Text:
             return self.conversations * self.tokens
         return self.conversations * min(self.tokens, self.tokens * self.answers + before * self.turns)
 
+    def stored_bytes(self, before: int | None, each: int) -> float:
+        """Of features: those states, of `each` bytes, and an id and a mask of every token."""
+        return self.stored(before) * each + 5 * self.conversations * self.tokens
+
 
 def counted(conversations: Sequence[Conversation], tokenizer: Any, max_length: int, skip_bad_rows: bool) -> Text:
     """Estimated on a random sample, as many data sets are ordered."""

@@ -65,7 +65,7 @@ def costs(size: Size, text: Text, options: CostOptions, free: float) -> Costs:
     layers, dtype, window = len(options.stored), options.feature_dtype or "bfloat16", options.before or _WINDOW
     stored = {
         f"{kind}, {'all positions' if before is None else f'answers and {before} positions before each'}":
-            text.stored(before) * state_bytes(kind, size.hidden_size, layers) + 5 * tokens
+            text.stored_bytes(before, state_bytes(kind, size.hidden_size, layers))
         for kind, before in ((dtype, options.before), (dtype, window), ("int8", window))
     }  # fmt: skip
     fitting = [way for way, needed in stored.items() if needed <= free]

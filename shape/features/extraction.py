@@ -38,6 +38,7 @@ from shape.target.loading import of_target
 from shape.target.model import Target, announce
 
 _ESTIMATE_SAMPLE = 256
+_FORWARD_TOKENS = 2**14  # of one forward: every layer's states of them may be held at a time
 
 States = Callable[[Sequence[Encoded], Sequence[int]], Iterable[Tensor]]
 """Of texts and layers: for each text at least (T, layers * H)."""
@@ -124,14 +125,21 @@ def compute_features(target: Target, batch: Sequence[Encoded], layers: Sequence[
     """States of a batch of conversations, (B, T, layers * H) in the target's dtype, on its device.
 
     T is the longest conversation; beyond a conversation's end are states of padding, to be ignored. The store and the
-    online mode both call this, the latter within a step whose autocast must not apply here.
+    online mode both call this, the latter within a step whose autocast must not apply here. One forward takes as many
+    conversations as have `_FORWARD_TOKENS` with their padding, at least one.
     """
     lengths = [max(1, len(encoded.input_ids)) for encoded in batch]
     ids = torch.zeros(len(batch), max(lengths), dtype=torch.int64)
     for own, encoded in zip(ids, batch, strict=True):
         own[: len(encoded.input_ids)] = encoded.input_ids
+    # Processes that share a target's weights have to run as many forwards as each other, whatever their batches.
+    rows = len(batch) if target.sharded else max(1, _FORWARD_TOKENS // max(lengths))
     with torch.autocast(target.device.type, enabled=False):
-        return target.features(ids.to(target.device), layers, lengths)
+        parts = [
+            target.features(some, layers, lengths[number * rows : (number + 1) * rows])
+            for number, some in enumerate(ids.to(target.device).split(rows))
+        ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def rows_of(target: Target, conversations: Sequence[Conversation]) -> list[list[Conversation]]:

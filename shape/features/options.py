@@ -25,7 +25,7 @@ class StorageOptions:
             the target's own.
         before: states stored before each answer, beside the answer's own: the predictor's window suffices where it does
             not attend to the whole text; null stores all.
-        batch_size: conversations per forward of the target.
+        batch_size: conversations per forward of the target; fewer where they have more than 16,384 tokens together.
         shard_size: conversations per shard, the unit of work and of resuming.
         more_layers: layers stored beside those that are read, so that predictors of other layers can share the folder.
         cache: folder below which copies of shards from elsewhere (s3://...) are kept; null is ~/.cache/shape.

@@ -28,27 +28,31 @@ class LocalBackend:
         decoder: with a drafter, which changes the time and not the answers, or without.
         max_new_tokens: longest answer, in tokens.
         temperature: of the sampled answers.
+        max_length: tokens of a conversation that are learned from: prompts that reach it are not answered.
     """
 
     decoder: ShapeDecoder
     max_new_tokens: int = 512
     temperature: float = 1.0
+    max_length: int | None = None
     concurrency: ClassVar[int] = 1
 
     def describe(self) -> dict[str, Any]:
         target = self.decoder.target
         identity = {k: v for k, v in target.identity.to_dict().items() if k not in ("name", "revision")}
         sampling = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
-        return {"dtype": str(target.dtype), **sampling, **identity}
+        bound = {} if self.max_length is None else {"max_length": self.max_length}
+        return {"dtype": str(target.dtype), **sampling, **bound, **identity}
 
-    def generate(self, requests: Sequence[Request]) -> list[Answer | DataError]:
-        answers: dict[int, Answer | DataError] = {}
+    def generate(self, requests: Sequence[Request]) -> list[Answer | DataError | None]:
+        answers: list[Answer | DataError | None] = [None] * len(requests)
         for sampled in (False, True):
             prompts: dict[int, list[int]] = {}
             for index, request in enumerate(requests):
                 if request.sampled == sampled:
                     try:
-                        prompts[index] = self._prompt(request)
+                        if (prompt := self._prompt(request)) is not None:
+                            prompts[index] = prompt
                     except DataError as error:
                         answers[index] = error
             if prompts:
@@ -56,13 +60,16 @@ class LocalBackend:
                 written = self._decode(list(prompts.values()), sampled, seeds)
                 for (index, prompt), ids in zip(prompts.items(), written, strict=True):
                     answers[index] = self._answer(requests[index], prompt, ids)
-        return [answers[index] for index in range(len(requests))]
+        return answers
 
-    def _prompt(self, request: Request) -> list[int]:
+    def _prompt(self, request: Request) -> list[int] | None:
+        """Token ids; None where nothing behind them would be learned from."""
         target = self.decoder.target
         if target.tokenizer is None:
             raise ConfigError(f"target {target.name} has no tokenizer; give a folder that has one")
         ids = prompt_ids(request.prompt, target.tokenizer, request.template)
+        if self.max_length is not None and len(ids) >= self.max_length:
+            return None
         room = None if target.max_positions is None else target.max_positions - self.max_new_tokens
         if not ids or (room is not None and len(ids) > room):
             raise DataError(

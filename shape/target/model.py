@@ -158,7 +158,8 @@ class Target:
         except torch.OutOfMemoryError as error:
             raise UnsupportedTarget(
                 f"target {target} does not fit into the memory of {device_map}; give device_map auto, which spreads "
-                f"it, or cpu, or a smaller dtype ({first_line(error)})"
+                "it, or cpu, or a smaller dtype; in training, which has no device_map, shard_target or a smaller dtype "
+                f"({first_line(error)})"
             ) from error
         except TypeError as error:  # transformers gives what it does not know to the model
             raise ConfigError(

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from shape.errors import ConfigError, UnsupportedTarget
+from shape.errors import UnsupportedTarget
 from shape.target.model import Target
 
 
@@ -16,7 +16,6 @@ class ShardTarget(pl.Callback):
     Each process loads the target into its machine's memory first, and moves parts to its device block by block.
 
     Raises:
-        ConfigError: there is one process only.
         UnsupportedTarget: the target does not say what its blocks are.
     """
 
@@ -24,11 +23,6 @@ class ShardTarget(pl.Callback):
         self.target = target
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if trainer.world_size < 2:
-            raise ConfigError(
-                "shard_target shares the target out among processes, and there is one; give --trainer.devices and "
-                "--trainer.strategy ddp, or leave it out"
-            )
         shard(self.target, init_device_mesh(trainer.strategy.root_device.type, (trainer.world_size,)))
         if trainer.is_global_zero:
             mine, whole = held(self.target)

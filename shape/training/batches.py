@@ -52,13 +52,12 @@ class Batch:
     texts: Texts | None = None
     conversations: list[Encoded] | None = None
 
-    def whole(self, steps: int) -> Tensor:
-        """(M,) int64: n of every unrolled step n < `steps` that counts in the whole optimiser step, in rising order.
+    def counts(self, steps: int) -> Tensor:
+        """(steps,) int64: of each unrolled step n, how many count in the whole optimiser step.
 
         A loss is a mean over these, so that a position weighs the same whatever portion it is in.
         """
-        each = torch.arange(steps)
-        return each.repeat_interleave((self.followers > each[:, None]).sum(-1))
+        return (self.followers > torch.arange(steps)[:, None]).sum(-1)
 
     def to(self, device: torch.device) -> "Batch":
         moved = self.texts and Texts(*(tensor.to(device, non_blocking=True) for tensor in self.texts))

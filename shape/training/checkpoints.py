@@ -1,12 +1,16 @@
 """Checkpoints: written as a whole, the one before kept, checked before they are resumed from, and of which run."""
 
 import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any
 from zipfile import ZipFile
 
+import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
@@ -37,6 +41,50 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 torch.save(checkpoint, file)
             if final.exists():
                 os.replace(final, _before(final))
+
+
+class LastCheckpoint(ModelCheckpoint):
+    """last.ckpt: every so many steps, at the end, with the last validation in it, and where the run is interrupted.
+
+    A step that is broken off may have changed a part of the weights. So the first Ctrl-C waits for its end, and the
+    second does not. Of several processes, which are at different steps then, none writes.
+    """
+
+    def __init__(self, folder: Path, every: int) -> None:
+        super().__init__(folder, save_last=True, save_top_k=0, every_n_train_steps=every, enable_version_counter=False)
+        self._last = folder / "last.ckpt"
+        self._step, self._interrupted = 0, False
+        self._handler: Any = None  # of the interrupt, elsewhere than in training
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._step = trainer.global_step
+        if trainer.world_size == 1 and current_thread() is main_thread():
+            self._handler = signal.signal(signal.SIGINT, self._wait)
+
+    def _wait(self, *_: Any) -> None:
+        self._interrupted = True
+        self._let_go()
+        print("interrupted: a checkpoint follows this step; once more ends at once", flush=True)
+
+    def _let_go(self) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+            self._handler = None
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
+        super().on_train_batch_end(trainer, *arguments)
+        ended, self._step = trainer.global_step > self._step, trainer.global_step
+        if self._interrupted and ended:  # not between the portions of a step
+            trainer.save_checkpoint(self._last)
+            raise KeyboardInterrupt
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.save_checkpoint(self._last)
+        self._let_go()
+
+    def on_exception(self, *_: Any) -> None:
+        self._let_go()
 
 
 def _before(path: Path) -> Path:

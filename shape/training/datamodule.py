@@ -1,6 +1,7 @@
 """The Lightning data module: which batches a process gets, and where a resumed run goes on in them."""
 
 import math
+import signal
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from shape.data.conversations import Conversation
 from shape.data.encoding import encode_row
-from shape.errors import ConfigError, DataError
+from shape.errors import DataError
 from shape.features.store import FeatureStore
 from shape.target.model import Target
 from shape.training.batches import (
@@ -52,6 +53,11 @@ class _ResumableLoader(DataLoader[Batch]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         del state
+
+
+def _leave_interrupts(worker: int) -> None:
+    """Of the terminal to the process that trains, which needs a worker up to the end of its step."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class ShapeDataModule(pl.LightningDataModule):
@@ -96,8 +102,8 @@ class ShapeDataModule(pl.LightningDataModule):
         self.numbers = [number for number in range(len(source)) if number not in exclude]
         self.conversations: list[Conversation] = []
         self.roots_each = 0.0
-        if self.store is not None:
-            self._require_states(self.store, window)
+        if self.store is not None and self.store.storage.folder is None:
+            self.store.require_room(math.ceil(SHARDS_SHUFFLED * (1 + _EARLY)))
         if self.store is not None and window is None:
             self.texts_with_roots = len(self.store.owner(self.roots).unique())
             self.roots_each = len(self.roots) / max(self.texts_with_roots, 1)
@@ -109,27 +115,6 @@ class ShapeDataModule(pl.LightningDataModule):
                 "the data has no two supervised tokens in a row within max_length, so there is nothing to learn; "
                 "raise max_length, or give conversations with longer assistant turns"
             )
-
-    @staticmethod
-    def _require_states(store: FeatureStore, window: int | None) -> None:
-        """Raises ConfigError for a predictor that reads states which the store has left out, or all of a store that
-        lies elsewhere at a time, and for too little room for copies of it.
-        """
-        before = store.manifest.before
-        if before is not None and (window is None or window > before):
-            reads = "attends to whole texts" if window is None else f"reads a window of {window}"
-            raise ConfigError(
-                f"features in {store.storage} hold {before} states before each answer, and this predictor {reads}; "
-                f"extract with --before {'null' if window is None else window}"
-            )
-        if store.storage.folder is not None:
-            return
-        if window is None:
-            raise ConfigError(
-                f"this predictor attends to whole texts, whose order needs all of {store.storage} at hand; copy it "
-                "into a folder, or compute features online"
-            )
-        store.require_room(math.ceil(SHARDS_SHUFFLED * (1 + _EARLY)))
 
     def texts(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(input_ids, loss_mask) of every conversation that is learned from."""
@@ -159,6 +144,7 @@ class ShapeDataModule(pl.LightningDataModule):
             num_workers=self.workers,
             pin_memory=trainer.strategy.root_device.type == "cuda",
             persistent_workers=self.workers > 0,
+            worker_init_fn=_leave_interrupts,
             generator=torch.Generator(),  # the loader draws a worker seed, and not from the global generator
         )
 

@@ -12,7 +12,7 @@ from shape.networks.teacher_forcing import examples
 from shape.target.model import Target
 from shape.training.batches import Batch
 from shape.training.chunks import chunked_sum, rows_in_chunk
-from shape.training.losses import supervised
+from shape.training.losses import step_sum, supervised
 from shape.training.module import DrafterModule
 
 _HEAD_SIZE = 32
@@ -56,21 +56,12 @@ class DistillModule(DrafterModule):
 
     As DistillSpec (arXiv 2310.08461) with text of the target alone. The target's head makes the distribution of the
     states that features hold.
-
-    Raises:
-        ConfigError: a loss on states, which the two do not share.
     """
 
     def __init__(self, predictor: PreTrainedModel, *arguments: Any, **options: Any) -> None:
         super().__init__(predictor, *arguments, **options)
         if self.options.gradient_checkpointing:
             predictor.gradient_checkpointing_enable()
-        if self.losses.on_states:
-            given = ", ".join(self.losses.on_states)
-            raise ConfigError(
-                f"a draft model has states of its own, and the losses are on states ({given}); give losses on "
-                "distributions alone, such as losses.kl"
-            )
 
     def drafter(self, network: PreTrainedModel) -> Drafter:
         return ModelDrafter(Target(network, self.target.tokenizer))
@@ -83,7 +74,8 @@ class DistillModule(DrafterModule):
         batch_numbers = torch.arange(len(states), device=states.device)[:, None]
         own = states[batch_numbers, texts.roots].unsqueeze(-2)[kept]
         head, target = self.predictor.get_output_embeddings(), self.target
-        true, steps, whole = cut.states[kept], kept[-1], batch.whole(1)
+        true, steps, counts = cut.states[kept], kept[-1], batch.counts(1)
+        whole = step_sum(self.losses, counts)
         output = target.output_rows() if self.losses.sinkhorn > 0 else None
         sums: dict[str, Tensor] = {}
 
@@ -97,6 +89,6 @@ class DistillModule(DrafterModule):
                 sums[name] = sums.get(name, 0.0) + part.detach()
             return loss
 
-        loss = chunked_sum(loss_of, [own], [head.weight], rows_in_chunk(4 * target.vocab_size), len(whole))
+        loss = chunked_sum(loss_of, [own], [head.weight], rows_in_chunk(4 * target.vocab_size), int(counts))
         self.log("train/agreement", sums.pop("agreement"), prog_bar=True, batch_size=len(cut.mask))
         return self._share(batch, loss, sums)

@@ -75,8 +75,7 @@ class Forecast:
         if not options.online:
             stored = options.extraction.feature_dtype or str(dtype).removeprefix("torch.")
             each = state_bytes(stored, size.hidden_size, len(options.feature_options().stored))
-            states = text.stored(options.extraction.before) * each
-            self.disk = {"features": states + 5 * text.conversations * text.tokens, **self.disk}
+            self.disk = {"features": text.stored_bytes(options.extraction.before, each), **self.disk}
         read = weights_read(options, size, self.learned)
         self.draft = draft or Draft(read / size.read, "by the weights read, not measured")
         self.hours = hours or assumed(options, size, text, self.learned)

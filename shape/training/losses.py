@@ -163,7 +163,7 @@ def weighted_loss(
         predicted_logits, target_logits: (N, V); None where `losses.on_logits` is empty.
         steps: (N,) int64, the step n = 0..S-1 that each one is.
         embeddings: (V, H) rows of the output embedding that the logits are for; only `losses.sinkhorn` asks for them.
-        whole: (M,) int64, `steps` of the whole batch of which these are a portion; None where they are all of it.
+        whole: scalar, the `step_sum` of the whole batch of which these are a portion; None where they are all of it.
 
     Returns:
         The scalar sum_k weight_k mean_k, and every mean_k detached, by name: mean_k is the mean of term k over the
@@ -219,10 +219,16 @@ def acceptance_loss(
     return (each * _step_weights(losses, steps, whole)).sum()
 
 
+def step_sum(losses: Losses, counts: Tensor) -> Tensor:
+    """What all steps of a batch count together, a scalar; of step n there are counts[n], (S,) int64."""
+    return (losses.step_decay ** torch.arange(len(counts)) * counts).sum()
+
+
 def _step_weights(losses: Losses, steps: Tensor, whole: Tensor | None) -> Tensor:
     """(N,): step n counts `step_decay ** n`, as a share of the whole batch's."""
-    every = losses.step_decay ** (steps if whole is None else whole).float()
-    return losses.step_decay ** steps.float() / every.sum().clamp(min=torch.finfo(every.dtype).tiny)
+    weights = losses.step_decay ** steps.float()
+    whole = weights.sum() if whole is None else whole
+    return weights / whole.clamp(min=torch.finfo(weights.dtype).tiny)
 
 
 _ON_STATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

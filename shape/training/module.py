@@ -35,7 +35,7 @@ from shape.training.batches import Batch
 from shape.training.checkpoints import require_same_run
 from shape.training.chunks import chunked_sum, in_chunks, rows_in_chunk
 from shape.training.compiling import compiled
-from shape.training.losses import acceptance_loss, agreement_loss, supervised, weighted_loss
+from shape.training.losses import acceptance_loss, agreement_loss, step_sum, supervised, weighted_loss
 from shape.training.optimization import learning_rate_factor, parameter_groups
 from shape.training.options import Losses, TrainingOptions
 from shape.training.order import derive_seed
@@ -188,6 +188,9 @@ class DrafterModule(TrainingModule):
         torch.manual_seed(derive_seed(self.seed, batch.step, batch.part))  # for dropout
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        self._look_at_clock()
+
+    def _look_at_clock(self) -> None:
         if self.options.max_minutes is None:
             return
         # One clock for all processes: learning rates that differ would let their weights drift apart.
@@ -227,6 +230,7 @@ class DrafterModule(TrainingModule):
 
     def start_clock(self) -> None:
         self._started = monotonic()
+        self._look_at_clock()  # a run whose time was up is not resumed for a step
 
     @property
     def seconds(self) -> float:
@@ -244,8 +248,12 @@ class DrafterModule(TrainingModule):
             raise CheckpointError("the checkpoint was not written by shape.train; give one of its last.ckpt files")
         require_same_run(saved["recipe"], self.recipe)
         self._seconds_before = saved["seconds"]
-        # A run that had ended goes on where more steps are asked for: its last batch is not the last any more.
-        checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
+        # A run that had ended goes on where more steps are asked for: its last batch is not the last any more, nor its
+        # one epoch over.
+        loop = checkpoint["loops"]["fit_loop"]
+        loop["epoch_loop.batch_progress"]["is_last_batch"] = False
+        for counted in ("total", "current"):
+            loop["epoch_progress"][counted] |= {"processed": 0, "completed": 0}
 
 
 class ShapeModule(DrafterModule):
@@ -316,7 +324,8 @@ class ShapeModule(DrafterModule):
             learned: (B, P, S) bool, steps that count.
         """
         predictor, reader, losses = self.predictor, self._reader, self.losses
-        steps, whole = predictor.config.num_steps, batch.whole(predictor.config.num_steps)
+        steps, counts = predictor.config.num_steps, batch.counts(predictor.config.num_steps)
+        count, whole = int(counts.sum()), step_sum(losses, counts)
         reading = bool(losses.on_logits) or predictor.config.confidence or measuring
         reduced = predictor.reduced(cut.tokens, embeddings, predicted) if reading else None
         vocabulary = reader.reduced_vocabulary() if reading else None
@@ -342,7 +351,7 @@ class ShapeModule(DrafterModule):
                 along = estimate[kept], predicted_logits, target_logits
                 accepted = predictor.confidence_learns == "acceptance"
                 parts["confidence"] = (
-                    acceptance_loss(losses, *along, step, whole) if accepted else agreement_loss(*along, len(whole))
+                    acceptance_loss(losses, *along, step, whole) if accepted else agreement_loss(*along, count)
                 )
                 loss = loss + parts["confidence"]
             for name, part in parts.items():
@@ -355,7 +364,7 @@ class ShapeModule(DrafterModule):
         shared = [] if not reading else predictor.matrices_over_tokens
         shared = shared if vocabulary is None else [*shared, vocabulary]
         size = rows_in_chunk(4 * steps * predictor.config.draft_size) if reading else len(mask)
-        return chunked_sum(loss_of, rows, shared, size, len(whole)), sums, drafts.view_as(cut.tokens)
+        return chunked_sum(loss_of, rows, shared, size, count), sums, drafts.view_as(cut.tokens)
 
     @torch.no_grad()
     def _true_logits(self, texts: Texts, positions: Tensor) -> Tensor:

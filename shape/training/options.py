@@ -114,6 +114,13 @@ class PredictorOptions:
     fc_norm: bool = False
     norm_output: bool = False
 
+    @property
+    def known_states(self) -> int | None:
+        """States before a root that are read: a window of so many, or None for all of the text."""
+        if self.kind == "medusa":
+            return 1
+        return self.window if self.kind == "shape" and not self.attention else None
+
 
 @dataclass(frozen=True)
 class Losses:
@@ -203,7 +210,7 @@ class TrainingOptions:
             of keeping what they computed: more time for less memory, and the same result.
         compile: losses, and steps of networks that do not attend to whole texts, through torch.compile, which takes a
             minute or more before the first step; the same up to rounding, but for dropout's draws.
-        checkpoint_every: steps between resumable checkpoints.
+        checkpoint_every: steps between resumable checkpoints; one more is written at the end, and at Ctrl-C.
         workers: processes that read features ahead; 0 reads in the training process.
     """
 
@@ -309,7 +316,8 @@ class TrainOptions(TargetOptions):
         training: optimisation.
         validation: decoding during training.
         measurement: the comparison at the end.
-        regeneration: how the target answers; an answer is at most half of `max_length`.
+        regeneration: how the target answers; an answer is at most half of `max_length`, and a prompt that reaches it
+            ends its conversation.
         extraction: how features are stored.
         trainer: devices, precision and so on, as Lightning's Trainer has them.
     """
@@ -368,6 +376,14 @@ class TrainOptions(TargetOptions):
                 "shard_target shares out the target within training, which neither stores its features nor answers "
                 "with it; give --online true, --regenerate false, and data with its answers (shape.regenerate)"
             )
+        if self.predictor.kind == "model" and self.losses.on_states:
+            raise ConfigError(
+                "a draft model has states of its own, and the losses are on states "
+                f"({', '.join(self.losses.on_states)}); set these to 0 and give losses on distributions alone, such as "
+                "--losses.kl 1"
+            )
+        if not self.online:
+            self._check_features()
         for name in ("prompts", "max_new_tokens", "every", "patience"):
             value = getattr(self.validation, name)
             if value is not None and value < 1:
@@ -377,6 +393,23 @@ class TrainOptions(TargetOptions):
         for name in {"wandb", "mlflow"} & set(self.loggers):
             if find_spec(name) is None:
                 raise ConfigError(f"the logger {name} is not installed; pip install {name}, or give another --logger")
+
+    def _check_features(self) -> None:
+        """Raises ConfigError for a predictor that reads states which are not stored, or all of a store at a time that
+        lies elsewhere.
+        """
+        before, window = self.extraction.before, self.predictor.known_states
+        if before is not None and (window is None or window > before):
+            reads = "attends to whole texts" if window is None else f"reads a window of {window}"
+            raise ConfigError(
+                f"extraction.before is {before}, and this predictor {reads}; give --extraction.before "
+                f"{'null' if window is None else window}"
+            )
+        if window is None and self.features is not None and "://" in self.features:
+            raise ConfigError(
+                f"this predictor attends to whole texts, whose order needs all of {self.features} at hand; copy it "
+                "into a folder, or compute features online"
+            )
 
     def feature_options(self) -> FeatureOptions:
         """Of resolved options, whose layers are known."""

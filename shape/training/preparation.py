@@ -71,6 +71,11 @@ def prepare(runs: Sequence[TrainOptions], home: Storage) -> Material:
     """
     options = runs[0]
     trainer = options.trainer.for_extraction()
+    if options.shard_target and trainer.world_size < 2:
+        raise ConfigError(
+            "shard_target shares the target out among processes, and there is one; give --trainer.devices and "
+            "--trainer.strategy ddp, or leave it out"
+        )
     target = load_target(options, trainer)
     if target.tokenizer is None:
         raise DataError(f"target {target.name} has no tokenizer, and conversations are text; put one into its folder")
@@ -162,7 +167,7 @@ def _regenerated(
     folder = home.folder or Path(options.output)
     place(target, trainer.strategy.root_device)
     chosen = replace(options.regeneration, max_new_tokens=longest_answer(options))
-    backend = LocalBackend(ShapeDecoder(target), chosen.max_new_tokens, chosen.temperature)
+    backend = LocalBackend(ShapeDecoder(target), chosen.max_new_tokens, chosen.temperature, options.max_length)
     answers = answers_file(conversations, backend, folder, chosen)
     asked = any(conversation.asks for conversation in conversations)
     if asked and home.exists(MANIFEST) and not answers.exists():

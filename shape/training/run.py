@@ -133,14 +133,13 @@ def make_module(
             if config is None
             else PREDICTORS[config.kind](config)
         )
-    reads_window = isinstance(predictor, Predictor) and not predictor.memory_shapes
     data = ShapeDataModule(
         material.conversations if store is None else store,
         target,
         steps=cast(int, options.training.steps),
         batch_size=options.training.batch_size,
         workers=options.training.workers,
-        window=predictor.config.window if reads_window else None,
+        window=chosen.known_states,
         ahead=1 if config is None else config.num_steps,
         exclude=excluded_numbers(options, len(material.conversations), material.held_out),
         max_length=cast(int, options.max_length),
@@ -161,7 +160,7 @@ def make_module(
         options.training,
         seed=options.seed,
         log_every=options.trainer.log_every_n_steps,
-        recipe=_recipe(options, material, in_pools=options.online or not reads_window),
+        recipe=_recipe(options, material, in_pools=options.online or chosen.known_states is None),
     )
     return module, data
 

@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import cast
 
 import pytorch_lightning as pl
-from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from shape.target.model import Target
 from shape.target.sharding import ShardTarget
 from shape.training.callbacks import StopOnDivergence
-from shape.training.checkpoints import AtomicCheckpointIO
+from shape.training.checkpoints import AtomicCheckpointIO, LastCheckpoint
 from shape.training.options import TrainOptions
 
 
@@ -34,13 +33,6 @@ def make_loggers(options: TrainOptions, output: Path) -> list[Logger]:
 
 def make_trainer(options: TrainOptions, target: Target, output: Path, callbacks: Sequence[pl.Callback]) -> pl.Trainer:
     """The Trainer of a run, with its loggers, checkpoints and more callbacks."""
-    checkpoints = ModelCheckpoint(
-        output / "checkpoints",
-        save_last=True,
-        save_top_k=0,
-        every_n_train_steps=options.training.checkpoint_every,
-        enable_version_counter=False,
-    )
     return options.trainer.for_training(
         cast(int, options.training.steps),
         logger=make_loggers(options, output),
@@ -48,7 +40,7 @@ def make_trainer(options: TrainOptions, target: Target, output: Path, callbacks:
             *([ShardTarget(target)] if options.shard_target else []),
             StopOnDivergence(options.trainer.log_every_n_steps),
             *callbacks,
-            checkpoints,
+            LastCheckpoint(output / "checkpoints", options.training.checkpoint_every),
         ],
         plugins=[AtomicCheckpointIO()],
     )

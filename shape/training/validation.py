@@ -94,18 +94,26 @@ class DecodingValidation(pl.Callback):
         self.history, self.seconds = list(state_dict["history"]), state_dict["seconds"]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.history and self.history[-1]["step"] % self.every:
+            self.history.pop()  # of an end that is none any more: an undisturbed run would not have measured here
         if self.at_start and not trainer.global_step:
             self._validate(trainer, pl_module)
+        self._stop_without_progress(trainer)  # a run that had ended so
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         if trainer.global_step and trainer.global_step % self.every == 0:
             self._validate(trainer, pl_module)
-            values = [entry["value"] for entry in self.history]
-            if self.patience is not None and len(values) - 1 - values.index(max(values)) >= self.patience:
-                trainer.should_stop = True
+            self._stop_without_progress(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._validate(trainer, pl_module)
+
+    def _stop_without_progress(self, trainer: pl.Trainer) -> None:
+        if self.patience is None or not self.history:
+            return
+        values = [entry["value"] for entry in self.history]
+        if len(values) - 1 - values.index(max(values)) >= self.patience:
+            trainer.should_stop = True
 
     def _validate(self, trainer: pl.Trainer, trained: pl.LightningModule) -> None:
         if self.history and self.history[-1]["step"] == trainer.global_step:
@@ -117,7 +125,7 @@ class DecodingValidation(pl.Callback):
         with evaluating([network]), torch.autocast(module.device.type, enabled=False):
             counts = self._counts(trainer, module, module.drafter(network))
         counts = trainer.strategy.reduce(counts, reduce_op="sum")
-        measured = acceptance_length(counts[0].long().tolist(), counts[1].long().tolist())
+        measured = acceptance_length(*counts.tolist())
         best = self.best
         if trainer.is_global_zero and (best is None or measured.value > best["value"]):
             save_weights(network, self.best_path)
@@ -129,13 +137,13 @@ class DecodingValidation(pl.Callback):
         self.seconds += monotonic() - started
 
     def _counts(self, trainer: pl.Trainer, module: DrafterModule, drafter: Drafter) -> Tensor:
-        """(2, prompts) float64: tokens and forwards of each prompt that this process decodes, 0 of the others."""
-        counts = torch.zeros(2, len(self.prompts), dtype=torch.float64, device=module.device)
+        """(2, prompts) int64: tokens and forwards of each prompt that this process decodes, 0 of the others."""
+        counts = torch.zeros(2, len(self.prompts), dtype=torch.int64, device=module.device)
         shared, rank, world = module.target.sharded, trainer.global_rank, trainer.world_size
         mine = range(len(self.prompts)) if shared else range(rank, len(self.prompts), world)
         found = decode_counts(module.target, drafter, [self.prompts[i] for i in mine], self.max_new_tokens)
         if not shared or rank == 0:  # of those that decoded the same, one counts
-            counts[:, list(mine)] = torch.tensor(found, dtype=torch.float64, device=counts.device)
+            counts[:, list(mine)] = torch.tensor(found, device=counts.device)
         return counts
 
 

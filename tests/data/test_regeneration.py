@@ -1,19 +1,22 @@
 """Every answer the target's own, in fixed batches, through SIGKILL and by several processes."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from regenerated import Echo, asking, many, written
 
 from shape.data.conversations import Conversation
 from shape.data.encoding import encode
+from shape.data.options import AnswerOptions
 from shape.data.reading import load_conversations
-from shape.data.regeneration import Share, Summary, regenerate
+from shape.data.regeneration import Share, Summary, answers_file, regenerate
 from shape.errors import ConfigError, DataError
 from shape.target.chat import Message
 
@@ -127,8 +130,6 @@ def test_resuming_with_other_options_is_refused(tmp_path):
     output = tmp_path / "out.jsonl"
     with pytest.raises(KeyboardInterrupt):
         regenerate(many(30), Stopping(), output, batch_size=4, progress=False)
-    with pytest.raises(ConfigError, match=r"begun with other options \(batch_size 4 against 5\)"):
-        regenerate(many(30), Echo(), output, batch_size=5, progress=False)
     with pytest.raises(ConfigError, match=r"begun with other options .*data "):
         regenerate(many(29), Echo(), output, batch_size=4, progress=False)
     with pytest.raises(ConfigError, match="name echo against other"):
@@ -136,6 +137,23 @@ def test_resuming_with_other_options_is_refused(tmp_path):
     assert regenerate(many(30), Echo(), output, batch_size=4, progress=False).rows == 30
     with pytest.raises(ConfigError, match="exists already; delete it or name another"):
         regenerate(many(30), Echo(), output, batch_size=4, progress=False)
+
+
+@pytest.mark.parametrize("size", [2, 7])
+def test_another_batch_size_goes_on(tmp_path, size):
+    """As after running out of memory: nothing that was answered is asked for again."""
+    straight, output, rest = tmp_path / "straight.jsonl", tmp_path / "out.jsonl", Echo()
+    regenerate(many(30), Echo(), straight, batch_size=4, progress=False)
+    with pytest.raises(KeyboardInterrupt):
+        regenerate(many(30), Stopping(), output, batch_size=4, progress=False)
+    lines = Path(f"{output}.partial").read_text().splitlines()[1:]
+    done = {entry[0] for line in lines for entry in json.loads(line)}
+    regenerate(many(30), rest, output, batch_size=size, progress=False)
+    assert output.read_bytes() == straight.read_bytes()
+    first = [request.prompt for batch in rest.batches for request in batch if len(request.prompt) == 1]
+    assert done and len(first) == 30 - len(done) and max(map(len, rest.batches)) <= size
+    files = [answers_file(many(3), Echo(), tmp_path, AnswerOptions(batch_size=each)) for each in (4, size)]
+    assert files[0] == files[1]
 
 
 def test_bad_input(tmp_path):

@@ -11,9 +11,12 @@ from shape.cli.extract import main
 from shape.data.reading import load_conversations
 from shape.features import costs
 from shape.features.extraction import extract
-from shape.features.options import CostOptions, FeatureOptions
+from shape.features.options import CostOptions, FeatureOptions, StorageOptions
 from shape.features.trainer import TrainerOptions
 from shape.target.size import Size, size_of
+from shape.training.defaults import resolve
+from shape.training.forecast import Forecast
+from shape.training.options import TrainOptions
 
 LLAMA_70B = {
     "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
@@ -64,7 +67,11 @@ def test_bytes_are_those_of_a_real_store(tiny_target, tmp_path):
         stored = FeatureOptions(max_length=256, feature_dtype=dtype, before=before, shard_size=24)
         extract(tiny_target, conversations, folder, stored, trainer)
         (shard,) = folder.glob("shard-*")
-        assert next(iter(found.stored.values())) == pytest.approx(shard.stat().st_size, rel=0.05)
+        needed = next(iter(found.stored.values()))
+        assert needed == pytest.approx(shard.stat().st_size, rel=0.05)
+        training = TrainOptions(max_length=256, extraction=StorageOptions(feature_dtype=dtype, before=before))
+        resolved = resolve(training, size_of(tiny_target.model), text)
+        assert Forecast(resolved, size_of(tiny_target.model), text, torch.float32).disk["features"] == needed
 
 
 def test_the_command_says_what_a_70b_target_takes_without_weights(tmp_path, capsys):

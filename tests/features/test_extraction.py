@@ -17,6 +17,7 @@ from hypothesis.extra import numpy as hnp
 from shape.data.conversations import Conversation
 from shape.data.encoding import encode
 from shape.errors import ConfigError, DataError, DiskSpaceError, FeatureStoreError, TargetMismatch
+from shape.features import extraction
 from shape.features.extraction import compute_features, extract
 from shape.features.options import FeatureOptions
 from shape.features.positions import eligible
@@ -69,6 +70,22 @@ def test_store_holds_what_the_target_computes(folder, tiny_target):
         assert torch.equal(stored.loss_mask, encoded.loss_mask)
         fresh = compute_features(tiny_target, [encoded])[0]
         torch.testing.assert_close(stored.hidden, fresh, rtol=1e-4, atol=1e-4)
+
+
+def test_a_forward_takes_so_many_tokens_at_most(tiny_target, monkeypatch):
+    """With their padding, whatever the batch; a conversation that has more goes by itself."""
+    texts = [encode(talk(number), tiny_target.tokenizer, 128) for number in range(9)]
+    longest, sizes = max(len(text.input_ids) for text in texts), []
+    whole = compute_features(tiny_target, texts, [1, -1])
+    forward = Target.hidden
+    monkeypatch.setattr(
+        Target, "hidden", lambda self, ids, **more: sizes.append(ids.shape) or forward(self, ids, **more)
+    )
+    for bound, rows in ((2 * longest + 1, [2, 2, 2, 2, 1]), (1, [1] * 9), (9 * longest, [9])):
+        monkeypatch.setattr(extraction, "_FORWARD_TOKENS", bound)
+        sizes.clear()
+        torch.testing.assert_close(compute_features(tiny_target, texts, [1, -1]), whole, rtol=1e-4, atol=1e-4)
+        assert [size[0] for size in sizes] == rows and all(size[1] == longest for size in sizes)
 
 
 def test_gather_equals_slicing_one_conversation(folder, tiny_target):

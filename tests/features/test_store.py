@@ -168,11 +168,6 @@ def test_processes_share_shards_and_steps_do_not_depend_on_their_number(elsewher
     assert max(asked) < whole.manifest.shards
 
 
-def test_networks_that_read_whole_texts_need_a_folder(elsewhere, tiny_target):
-    with pytest.raises(ConfigError, match="copy it into a folder"):
-        data_of(elsewhere, tiny_target, window=None)
-
-
 # ------------------------------------------------------------------------------------------------- smaller
 
 
@@ -233,9 +228,6 @@ def test_training_reads_no_more_than_is_kept(whole, tiny_target, tmp_path):
     store.verify(tiny_target)
     mine, theirs = (fit(tiny_target, each, options=replace(OPTIONS, noise=0.1)) for each in (store, whole))
     assert torch.equal(weights(mine), weights(theirs))
-    for window, reads in ((4, "a window of 4"), (None, "whole texts")):
-        with pytest.raises(ConfigError, match=reads):
-            data_of(store, tiny_target, window=window)
     with pytest.raises(FeatureStoreError, match=r"states before each answer \(3 there, all wanted\)"):
         run(tiny_target, tmp_path)
     assert len(run(tiny_target, tmp_path, before=2)) == len(store)

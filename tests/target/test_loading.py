@@ -171,6 +171,7 @@ def test_a_target_that_is_too_large_for_the_accelerator(tiny_target_folder, monk
         generate.main(["--target", str(tiny_target_folder), "--prompt", "x"])
     said = capsys.readouterr().err
     assert stopped.value.code == 2 and "does not fit into the memory of cuda; give device_map auto" in said
+    assert "in training, which has no device_map, shard_target or a smaller dtype" in said
 
 
 def test_the_token_stays_a_secret(monkeypatch):

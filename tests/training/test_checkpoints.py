@@ -1,8 +1,11 @@
 """Checkpoints: a resumed run ends in the same weights, and what is written is whole."""
 
+import os
+import signal
 from dataclasses import replace
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from training_runs import (
     OPTIONS,
@@ -12,7 +15,7 @@ from training_runs import (
 )
 
 from shape.errors import CheckpointError
-from shape.training.checkpoints import AtomicCheckpointIO
+from shape.training.checkpoints import AtomicCheckpointIO, LastCheckpoint
 from shape.training.options import TrainingOptions
 
 
@@ -61,3 +64,31 @@ def test_checkpoint_is_replaced_as_a_whole(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         writer.save_checkpoint({"step": 2}, path)
     assert torch.load(path, weights_only=True) == {"step": 1}
+
+
+class InterruptAt(pl.Callback):
+    """Ctrl-C in the middle of a step's first portion."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_before_backward(self, trainer, *args) -> None:
+        if trainer.global_step == self.step:
+            self.step = -1
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_interrupted_run_is_in_its_checkpoint_to_the_step(store, tiny_target, tmp_path, accumulate):
+    straight = fit(tiny_target, store, accumulate=accumulate)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit):
+            watching = [InterruptAt(4), LastCheckpoint(tmp_path, 100)]
+            fit(tiny_target, store, accumulate=accumulate, callbacks=watching)
+    finally:
+        signal.signal(signal.SIGINT, handler)  # Lightning lets the rest of the process ignore it
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 5
+    last = LastCheckpoint(tmp_path, 100)
+    resumed = fit(tiny_target, store, accumulate=accumulate, callbacks=[last], ckpt_path=tmp_path / "last.ckpt")
+    assert torch.equal(weights(resumed), weights(straight)) and signal.getsignal(signal.SIGINT) is handler

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shape.errors import ConfigError
 from shape.training import losses as module
-from shape.training.losses import mse, smooth_l1, squared_norm, supervised, weighted_loss
+from shape.training.losses import mse, smooth_l1, squared_norm, step_sum, supervised, weighted_loss
 from shape.training.options import Losses
 
 
@@ -245,6 +245,21 @@ class TestSupervised:
 
 
 class TestWeightedLoss:
+    @given(seeds, st.floats(0.1, 1))
+    @settings(deadline=None, max_examples=25)
+    def test_portions_add_up_by_one_number_of_the_whole(self, seed: int, decay: float) -> None:
+        losses = Losses(mse=0.3, smooth_l1=0.0, kl=0.7, step_decay=decay)
+        states, logits = pair(seed, 12, 4), pair(seed + 1, 12, 7)
+        steps = torch.randint(3, (12,), generator=torch.Generator().manual_seed(seed))
+        whole = step_sum(losses, steps.bincount(minlength=3))
+        assert whole.shape == () and float(whole) == pytest.approx(sum(decay**n for n in steps.tolist()), rel=1e-5)
+        portions = [
+            weighted_loss(losses, *(each[some] for each in (*states, *logits, steps)), whole=whole)[0]
+            for some in (slice(0, 5), slice(5, 5), slice(5, 12))
+        ]
+        at_once, _ = weighted_loss(losses, *states, *logits, steps)
+        torch.testing.assert_close(torch.stack(portions).sum(), at_once, rtol=1e-5, atol=1e-6)
+
     @given(seeds, st.floats(0.1, 1))
     @settings(deadline=None)
     def test_against_a_loop(self, seed: int, decay: float) -> None:

@@ -26,6 +26,7 @@ from shape.features.store import FeatureStore
 from shape.features.trainer import TrainerOptions
 from shape.generation.decoder import ShapeDecoder
 from shape.networks.config import ShapeConfig
+from shape.networks.registry import PREDICTORS
 from shape.target.chat import Message
 from shape.target.size import size_of
 from shape.training.defaults import network_config, resolve
@@ -88,7 +89,7 @@ def test_a_part_of_the_conversations_can_be_learned_from(trained, tiny_target_fo
 
 def test_checkpoint_holds_the_predictor_alone_and_no_pickled_objects(trained):
     saved = torch.load(trained / "checkpoints/last.ckpt", weights_only=True)
-    assert saved["global_step"] == 56
+    assert saved["global_step"] == 60
     assert all(name.startswith("predictor.") for name in saved["state_dict"])
 
 
@@ -104,6 +105,35 @@ def test_killed_run_resumes_to_the_same_bytes(trained, tiny_target_folder, data,
         assert (output / name).read_bytes() == (trained / name).read_bytes()
     for shard in sorted((trained / "features").glob("[!.]*")):
         assert (output / "features" / shard.name).read_bytes() == shard.read_bytes()
+
+
+def test_a_finished_run_is_wholly_in_its_checkpoint(trained, tiny_target_folder, data, tmp_path):
+    """Given again it has nothing left to do; with more steps it goes on where it ended, between two checkpoints."""
+    more = [
+        "--training.decay=none",
+        "--validation.every=4",
+        "--trainer.accumulate_grad_batches=2",
+        f"--features={trained / 'features'}",
+    ]
+    output, whole = tmp_path / "out", tmp_path / "whole"
+    given = arguments(tiny_target_folder, data, output, *more)
+    main([*given, "--training.steps=10"])
+    assert ended(output)[1] == [4, 8, 10]
+    first = (output / "model.safetensors").read_bytes()
+    main([*given, "--training.steps=10", "--ckpt_path=last"])
+    assert (output / "model.safetensors").read_bytes() == first
+    main([*given, "--training.steps=17", "--ckpt_path=last"])
+    main([*arguments(tiny_target_folder, data, whole, *more), "--training.steps=17"])
+    (state, measured), (expected, wanted) = ended(output), ended(whole)
+    assert measured == wanted == [4, 8, 12, 16, 17]
+    assert all(torch.equal(state[name], weight) for name, weight in expected.items())
+
+
+def ended(output: Path) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Of the last checkpoint: its weights, and the steps after which was validated."""
+    saved = torch.load(output / "checkpoints/last.ckpt", weights_only=True)
+    (history,) = (state["history"] for key, state in saved["callbacks"].items() if "DecodingValidation" in key)
+    return saved["state_dict"], [entry["step"] for entry in history]
 
 
 def test_two_processes_train(trained, tiny_target_folder, data, tmp_path):
@@ -170,7 +200,7 @@ def test_a_new_run_sets_older_checkpoints_aside(trained, tiny_target_folder, dat
     assert "checkpoints.1" in capsys.readouterr().out
     steps = {name: torch.load(output / name / "last.ckpt", weights_only=True)["global_step"]
              for name in ("checkpoints", "checkpoints.1")}  # fmt: skip
-    assert steps == {"checkpoints": 2, "checkpoints.1": 56}
+    assert steps == {"checkpoints": 2, "checkpoints.1": 60}
 
 
 # ------------------------------------------------------------------------------------------------- options
@@ -393,6 +423,11 @@ def long_talks(path: Path) -> Path:
         (["--regenerate=true", "--validation_data=missing.jsonl"], "missing.jsonl"),
         (["--logger=wandb"], "the logger wandb is not installed; pip install wandb"),
         (["--losses.kl=-1"], "the weight of the loss kl is -1.0"),
+        (["--predictor.kind=model"], "on states (smooth_l1)"),
+        (["--extraction.before=4"], "reads a window of 8; give --extraction.before 8"),
+        (["--extraction.before=8", "--predictor.attention=true"], "whole texts; give --extraction.before null"),
+        (["--extraction.before=8", "--predictor.kind=eagle", "--predictor.markov_rank=0"], "attends to whole texts"),
+        (["--features=memory://there", "--predictor.attention=true"], "copy it into a folder"),
         (["--trainer.nonsense=3"], "trainer.nonsense is no option of Lightning's Trainer"),
         (["--trainer.max_steps=3"], "trainer.max_steps is no option of Lightning's Trainer that can be given here"),
     ],
@@ -406,6 +441,22 @@ def test_mistakes_get_one_sentence_before_any_work(
     said = capsys.readouterr().err
     assert exit_.value.code == 2
     assert said.startswith("error: ") and message in said and said.count("\n") == 1
+
+
+def test_a_target_for_several_processes_is_not_loaded_by_one(tiny_target_folder, data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("shape.training.preparation.load_target", lambda *_: pytest.fail("the target is loaded"))
+    with pytest.raises(SystemExit):
+        main(arguments(tiny_target_folder, data, tmp_path, "--online=true", "--shard_target=true"))
+    assert "shares the target out among processes, and there is one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["shape", "medusa", "eagle", "peagle", "block"])
+def test_what_options_say_is_read_is_what_networks_read(kind, tiny_target):
+    for attention in (False, True) if kind == "shape" else (False,):
+        chosen = PredictorOptions(kind=kind, attention=attention, markov_rank=0, draft_vocab_size=None)
+        options = resolve(TrainOptions(predictor=chosen), size_of(tiny_target.model), None)
+        predictor = PREDICTORS[kind](network_config(options, tiny_target))
+        assert chosen.known_states == (None if predictor.memory_shapes else predictor.config.window)
 
 
 def test_unwritable_output(tiny_target_folder, data, tmp_path, capsys):

@@ -15,6 +15,7 @@ from training_runs import (
 from shape.drafters import TrainedDrafter
 from shape.evaluation.doctor import acceptance, in_chains
 from shape.training import validation as program
+from shape.training.checkpoints import LastCheckpoint
 from shape.training.options import Losses, TrainingOptions
 from shape.training.validation import (
     DecodingValidation,
@@ -37,6 +38,8 @@ def test_validation_decodes_with_the_weights_of_the_moment(store, tiny_target, t
     module.predictor.eval()
     one_by_one = [decode_counts(tiny_target, module.drafter(module.network), [p], 12) for p in prompts(store)]
     emitted, forwards = ([counts[i][0] for counts in one_by_one] for i in (0, 1))
+    counts = validation._counts(module.trainer, module, module.drafter(module.network))
+    assert counts.dtype == torch.int64 and counts.tolist() == [emitted, forwards]  # Apple's GPUs have no float64
     last = validation.history[-1]
     assert last["value"] == acceptance_length(emitted, forwards).value == sum(emitted) / sum(forwards)
     assert last["low"] <= last["value"] <= last["high"]
@@ -95,3 +98,20 @@ def test_patience_ends_training_without_a_new_best(store, tiny_target, tmp_path,
     best = values.index(3.0)
     assert [entry["value"] for entry in validation.history] == values[: best + 4] and validation.best["value"] == 3.0
     assert module.trainer.global_step == 2 * (best + 4)
+
+
+def test_a_run_that_ended_early_ends_at_once_when_resumed(store, tiny_target, tmp_path, monkeypatch):
+    """By patience, or by its time: the same command gives the same again."""
+    monkeypatch.setattr(program, "acceptance_length", lambda *_: Measured(2.0, 1.0, 9.0))
+    patient, timed = (
+        TrainingOptions(steps=40, batch_size=16),
+        TrainingOptions(steps=40, batch_size=16, max_minutes=1e-4),
+    )
+    for name, options, patience in (("patience", patient, 2), ("time", timed, None)):
+        folder, found = tmp_path / name, []
+        for resumed in (None, folder / "last.ckpt"):
+            validation = DecodingValidation(prompts(store), 2, 4, tmp_path / "best", patience=patience)
+            watching = [validation, LastCheckpoint(folder, 100)]
+            module = fit(tiny_target, store, options=options, callbacks=watching, ckpt_path=resumed)
+            found.append((module.trainer.global_step, weights(module)))
+        assert 0 < found[0][0] == found[1][0] < 40 and torch.equal(found[0][1], found[1][1]), name
