@@ -38,6 +38,8 @@ class HybridDrafter(Drafter):
     def __init__(self, drafters: Sequence[Drafter], nodes: int = 24) -> None:
         self.drafters, self.nodes = list(drafters), nodes
         self.name = "+".join(drafter.name for drafter in drafters)
+        # Of those whose drawn nodes are dropped; merged trees have none that count as drawn.
+        self.draws_one_child = all(each.draws_one_child for each in drafters if each.drops_drawn_nodes)
         self.layers = (*sorted({layer for each in drafters for layer in each.layers} - {-1}), -1)
         # Kept over the calls of a decoder, whose copies share them.
         self._calibrations = [Calibration() for _ in drafters]
@@ -60,6 +62,10 @@ class HybridDrafter(Drafter):
     @property
     def networks(self) -> Sequence[nn.Module]:
         return [network for drafter in self.drafters for network in drafter.networks]
+
+    @property
+    def drops_drawn_nodes(self) -> bool:
+        return any(drafter.drops_drawn_nodes for drafter in self.drafters)
 
     def describe(self, beside: torch.device | None = None) -> str:
         return f"{self.nodes} nodes of {' + '.join(drafter.describe(beside) for drafter in self.drafters)}"
