@@ -221,6 +221,14 @@ def test_nodes_are_verified_that_are_worth_their_time():
     assert control.worthwhile(drafted([[0.9, 0.3, 0.1], [0.9, 0.12, 0.07]]), 100).size == 4
 
 
+def test_of_a_hybrid_it_stays_known_who_proposed_what_is_kept():
+    source = [[None, "a", "b", "a+b", "b"], [None, "a", "b", None, None]]
+    tree = replace(drafted([[0.9, 0.1, 0.6, 0.5], [0.3, 0.9, 0.1, 0.1]]), source=source)
+    kept = knows_costs().worthwhile(tree, 100)
+    assert kept.tokens.tolist() == [[0, 1, 3, 4], [0, 1, 2, 3]]
+    assert kept.source == [[None, "a", "a+b", "b"], [None, "a", "b", None]]
+
+
 @given(st.lists(st.lists(st.floats(1e-6, 1.0), min_size=9, max_size=9), min_size=1, max_size=3))
 def test_what_is_kept_is_a_tree_of_the_likeliest_nodes(rows):
     tree, least = drafted(rows), KNOWN._costs.least_chance(100)
@@ -254,8 +262,7 @@ def test_whole_trees_are_verified_where_chances_do_not_count():
     tree = drafted([[0.9, 0.1, 0.1, 0.1]])
     control = knows_costs()
     drawn = replace(tree, log_q=torch.zeros(1, 5, 7))
-    hybrid = replace(tree, source=[[None, "a", "a", "b", "b"]])
-    for each in (drawn, hybrid, replace(tree, joint=None)):
+    for each in (drawn, replace(tree, joint=None)):
         assert control.worthwhile(each, 100) is each
     assert knows_costs(least=1.4).worthwhile(tree, 100) is tree  # a call that looks at no clock
     assert SpeculationControl(StepCosts()).worthwhile(tree, 100) is tree  # nothing is known yet
