@@ -73,6 +73,7 @@ class Drafter(ABC):
     tree: TreeShape | None = None  # how its trees grow, where they have such a shape
     # With ``Sampler.one_drawn`` it draws one child of a node alone, and leaves it out only by what was known before.
     draws_one_child: bool = False
+    verified_whole: bool = False  # its nodes are there to be verified, however unlikely they are to be accepted
 
     def __str__(self) -> str:
         """For reports, and to tell settings apart."""
@@ -173,6 +174,7 @@ class Wrapped(Drafter):
 
     def __init__(self, inner: Drafter) -> None:
         self.inner, self.name, self.layers, self.predictor = inner, inner.name, inner.layers, inner.predictor
+        self.verified_whole = inner.verified_whole
 
     @property
     def networks(self) -> Sequence[nn.Module]:

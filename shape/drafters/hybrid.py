@@ -36,6 +36,7 @@ class HybridDrafter(Drafter):
     def __init__(self, drafters: Sequence[Drafter], nodes: int = 24) -> None:
         self.drafters, self.nodes = list(drafters), nodes
         self.name = "+".join(drafter.name for drafter in drafters)
+        self.verified_whole = any(each.verified_whole for each in drafters)
         # Of those whose drawn nodes are dropped; merged trees have none that count as drawn.
         self.draws_one_child = all(each.draws_one_child for each in drafters if each.drops_drawn_nodes)
         self.layers = (*sorted({layer for each in drafters for layer in each.layers} - {-1}), -1)

@@ -25,7 +25,7 @@ class LookaheadDrafter(Drafter):
     make each column an n-gram for the pool, and the second level the first. It needs no training and no computation of
     its own; the target verifies more nodes.
 
-    A hybrid drops unlikely nodes, and with them the window: this drafter works best alone.
+    A hybrid whose tree is full drops the window first, as its nodes are unlikely: this drafter works best alone.
 
     Args:
         window: columns.
@@ -35,6 +35,7 @@ class LookaheadDrafter(Drafter):
     """
 
     name = "lookahead"
+    verified_whole = True  # what the target says behind the window's nodes goes on in the next one
 
     def __init__(self, window: int = 3, size: int = 3, guesses: int = 3, from_text: bool = True) -> None:
         self.window, self.size, self.guesses, self.from_text = window, size, guesses, from_text

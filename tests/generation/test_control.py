@@ -12,6 +12,7 @@ from shape.drafters import (
     AdversaryDrafter,
     Drafter,
     HybridDrafter,
+    LookaheadDrafter,
     ModelDrafter,
     OracleDrafter,
     SuffixDrafter,
@@ -284,6 +285,15 @@ def test_what_is_not_verified_changes_no_token(tiny_model, monkeypatch, sample, 
         assert torch.equal(out.sequences, plain)
     sizes = {one.nodes for one in out.stats.steps}
     assert {0.0: sizes == {12}, 0.02: len(sizes) > 2 and not any(size % 2 for size in sizes), 2.0: sizes == {2}}[least]
+
+
+@pytest.mark.parametrize("make", [LookaheadDrafter, lambda: HybridDrafter([SuffixDrafter(), LookaheadDrafter()])])
+def test_lookaheads_window_is_verified_however_unlikely_it_is(tiny_model, monkeypatch, make):
+    monkeypatch.setattr(StepCosts, "least_chance", lambda self, context: 0.1)
+    monkeypatch.setattr(SpeculationControl, "draft_next", lambda self, context: True)
+    decoder = ShapeDecoder(tiny_model("llama"), make())
+    out = decoder.generate(**prompts([9]), max_new_tokens=20, eos_token_id=[], return_dict_in_generate=True)
+    assert min(step.nodes for step in out.stats.steps[2:]) > 6  # three columns of two levels
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
