@@ -94,19 +94,19 @@ class CompressedDrafter(ModelDrafter):
     ) -> None:
         self.compression = Compression(int8=True) if compression is None else compression
         self.texts, self.length = [list(text) for text in texts], make_length(num_draft_tokens)
+        self._as_given = deepcopy(self.length)
 
     def __str__(self) -> str:
         texts = f", calibrated with {len(self.texts)} texts" if self.texts else ""
-        return f"{self.compression}{texts}, {self.length}"
+        return f"{self.compression}{texts}, {self._as_given}"
 
     def bind(self, target: Target) -> None:
         if isinstance(target, OpenVinoTarget):
             raise ConfigError(f"drafter {self.name} copies a target in torch, and the backend is openvino; use another")
         support_of(target)
         texts = self.texts or (own_texts(target) if self.compression.needs_texts else [])
-        small, self.energy = compress(target, self.compression, texts)
-        self._bases = None if self.compression.cache is None else cache_bases(small, self.compression.cache, texts)
-        super().__init__(small, self.length)
+        self.model, self.energy = compress(target, self.compression, texts)
+        self._bases = None if self.compression.cache is None else cache_bases(self.model, self.compression.cache, texts)
         super().bind(target)
 
     def _new_cache(self, rows: int, capacity: int) -> KVCache:

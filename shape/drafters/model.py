@@ -36,15 +36,15 @@ class ModelDrafter(Drafter):
     """
 
     name = "model"
+    _by_clock = True
 
     def __init__(self, model: Target, num_draft_tokens: str | int | DraftLength = "adaptive") -> None:
         self.model = model
         self.length = make_length(num_draft_tokens)
-        self._as_given = deepcopy(self.length)
-        self._by_clock = True
+        self._as_given = deepcopy(self.length)  # it adapts
 
     def __str__(self) -> str:
-        return f"{self.model!r}, {self.length}"
+        return f"{self.model!r}, {self._as_given}"
 
     @property
     def networks(self) -> Sequence[nn.Module]:

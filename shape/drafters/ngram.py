@@ -25,6 +25,9 @@ class NgramDrafter(Drafter):
     def __init__(self, depth: int = 8, longest: int = 4, shortest: int = 2) -> None:
         self.depth, self.longest, self.shortest = depth, longest, shortest
 
+    def __str__(self) -> str:
+        return f"ngram, {self.depth} tokens behind {self.longest} to {self.shortest} equal ones"
+
     def limit_draft(self, num_draft_tokens: int) -> None:
         self.depth = num_draft_tokens
 

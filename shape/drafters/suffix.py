@@ -1,11 +1,13 @@
 """Trees of what followed earlier occurrences of the text's last tokens, found by a suffix automaton."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from hashlib import sha256
 from heapq import merge
 from itertools import islice
-from math import log
+from math import exp, log
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from shape.drafters.base import Committed, Drafter
@@ -53,6 +55,17 @@ class SuffixDrafter(Drafter):
         for text in corpus:
             for token in (*text, _BREAK):
                 self.corpus.extend(token)
+
+    def __str__(self) -> str:
+        corpus = f", a corpus of {len(self.corpus)} tokens" if len(self.corpus) else ""
+        return (
+            f"suffix, depth {self.depth}, {self.nodes} nodes, threshold {exp(self.least):g}, "
+            f"behind {self.shortest} equal tokens{corpus}"
+        )
+
+    def describe(self, beside: torch.device | None = None) -> str:
+        content = sha256(repr(self.corpus.following).encode()).hexdigest()[:8]  # which only this text has
+        return f"{self}, {content}" if len(self.corpus) else str(self)
 
     def limit_draft(self, num_draft_tokens: int) -> None:
         self.depth = num_draft_tokens

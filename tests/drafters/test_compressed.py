@@ -214,6 +214,16 @@ def test_less_is_drafted_right_the_more_is_left_out(tiny_model):
     assert lengths[0] > 2.5 and lengths[0] > lengths[1] > lengths[2]
 
 
+def test_binding_again_keeps_the_length_that_was_given(tiny_model):
+    drafter = CompressedDrafter(Compression(int8=True))
+    said = drafter.describe()
+    for _ in range(2):
+        decoder = ShapeDecoder(tiny_model("llama"), drafter, fall_back=False)
+        decoder.generate(**prompts([9]), max_new_tokens=30, eos_token_id=[])
+        assert drafter.length.length > 4 == drafter.reproducible().length.length
+        assert drafter.describe() == said
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -122,6 +122,13 @@ def test_a_row_drafts_once_the_one_that_is_too_long_for_it_has_left(tiny_model):
     assert torch.equal(found.tokens, drafter.draft(committed(texts[1]), Sampler(torch.tensor([1]))).tokens)
 
 
+def test_what_it_is_called_does_not_change_as_it_adapts(small):
+    drafter = ModelDrafter(small)
+    said = drafter.describe()
+    drafter.length.observe(accepted=4.0, drafted=4, entropy=0.0, cost=None)
+    assert drafter.length.length > 4 and drafter.describe() == said
+
+
 def test_another_tokenizer_is_refused(tiny_target, tiny_model, tiny_tokenizer):
     with pytest.raises(TargetMismatch, match="has 64 tokens and target tiny has 259"):
         ModelDrafter(Target(tiny_model())).bind(Target(tiny_target.model, None, name="tiny"))

@@ -38,6 +38,9 @@ class RecipeDrafter(Drafter):
         self.pack, self.nodes = pack, nodes
         self.misses = None if misses is None else Path(misses)
 
+    def __str__(self) -> str:
+        return f"recipes, {self.nodes} nodes, pack {self.pack.hash[:8]}"
+
     def bind(self, target: Target) -> None:
         self.pack.require(target)
         self._prefix = self.pack.prefix

@@ -40,6 +40,13 @@ def test_looks_up_what_stands_there_and_then_its_shape(tiny_target):
     assert drafter.lookup([letter_c, three]) == [] and drafter.lookup([one]) == []
 
 
+def test_descriptions_tell_packs_and_settings_apart(tiny_target):
+    one, other = pack(tiny_target, ((5, 6), (7,), 1)), pack(tiny_target, ((5, 6), (8,), 1))
+    made = [RecipeDrafter(one), RecipeDrafter(other), RecipeDrafter(one, nodes=3)]
+    assert len({drafter.describe() for drafter in made}) == 3
+    assert RecipeDrafter(one, misses="log").describe() == made[0].describe()  # drafts alike
+
+
 def test_misses_are_logged_with_what_followed(tiny_target, tmp_path):
     log = tmp_path / "misses.jsonl"
     drafter = RecipeDrafter(pack(tiny_target, ((5, 6), (7,), 1)), misses=log)
