@@ -103,6 +103,11 @@ class CompressedDrafter(ModelDrafter):
     def bind(self, target: Target) -> None:
         if isinstance(target, OpenVinoTarget):
             raise ConfigError(f"drafter {self.name} copies a target in torch, and the backend is openvino; use another")
+        if any(weight.is_meta for weight in target.model.parameters()):
+            raise ConfigError(
+                f"drafter {self.name} copies a target whose weights are in memory, and some of {target.name} are "
+                "offloaded; use another"
+            )
         support_of(target)
         texts = self.texts or (own_texts(target) if self.compression.needs_texts else [])
         self.model, self.energy = compress(target, self.compression, texts)
