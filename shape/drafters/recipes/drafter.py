@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shape.drafters.base import Committed, Drafter
 from shape.drafters.growing import Paths
-from shape.drafters.recipes.misses import miss_of, write_misses
+from shape.drafters.recipes.misses import miss_of, open_log, write_misses
 from shape.drafters.recipes.pack import CONTINUATIONS, Counts, Pack, Recipe
 from shape.target.model import Target
 from shape.verification.sampling import Sampler
@@ -43,6 +43,8 @@ class RecipeDrafter(Drafter):
 
     def bind(self, target: Target) -> None:
         self.pack.require(target)
+        if self.misses is not None:
+            open_log(self.misses)
         self._prefix = self.pack.prefix
         self._kinds = kinds_of_tokens(target)
         self._literal: dict[tuple[int, ...], list[Recipe]] = defaultdict(list)
