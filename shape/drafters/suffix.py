@@ -5,7 +5,6 @@ from hashlib import sha256
 from heapq import merge
 from itertools import islice
 from math import exp, log
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -40,6 +39,7 @@ class SuffixDrafter(Drafter):
     """
 
     name = "suffix"
+    kept: "list[_Sequence]"
 
     def __init__(
         self,
@@ -71,22 +71,16 @@ class SuffixDrafter(Drafter):
         self.depth = num_draft_tokens
 
     def start(self, committed: Committed, hidden: Tensor) -> None:
-        self._sequences = [_Sequence(SuffixAutomaton()) for _ in committed.texts]
+        self.kept = [_Sequence(SuffixAutomaton()) for _ in committed.texts]
 
     def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
         drafts = []
-        for sequence, text in zip(self._sequences, committed.texts, strict=True):
+        for sequence, text in zip(self.kept, committed.texts, strict=True):
             for token in text[len(sequence.own) :]:
                 sequence.own.extend(token)
                 sequence.in_corpus = self.corpus.follow(sequence.in_corpus, token)
             drafts.append(self._grow(sequence))
         return ragged_tree(committed.root, drafts)
-
-    def select(self, rows: Tensor) -> None:
-        self._sequences = [self._sequences[sequence] for sequence in rows.tolist()]
-
-    def join(self, other: Self) -> None:
-        self._sequences += other._sequences
 
     def _grow(self, sequence: "_Sequence") -> Drafted:
         def follow(places: tuple[Place, Place], token: int) -> tuple[Place, Place]:

@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from math import log
 from pathlib import Path
-from typing import Self
 
 from torch import Tensor
 
@@ -33,6 +32,7 @@ class RecipeDrafter(Drafter):
     """
 
     name = "recipes"
+    kept: list[tuple[int, list[Recipe]]]  # length of the text at the last look-up, and what that found
 
     def __init__(self, pack: Pack, nodes: int = 12, misses: str | Path | None = None) -> None:
         self.pack, self.nodes = pack, nodes
@@ -58,20 +58,13 @@ class RecipeDrafter(Drafter):
                 known.append(Recipe(shape, tokens, times))
 
     def start(self, committed: Committed, hidden: Tensor) -> None:
-        # Per sequence the length of its text at the last look-up, and what that found.
-        self._found: list[tuple[int, list[Recipe]]] = [(len(text), []) for text in committed.texts]
-
-    def select(self, rows: Tensor) -> None:
-        self._found = [self._found[row] for row in rows.tolist()]
-
-    def join(self, other: Self) -> None:
-        self._found += other._found
+        self.kept = [(len(text), []) for text in committed.texts]
 
     def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
         if self.misses is not None:
             self._log(committed.texts, self.misses)
-        self._found = [(len(text), self.lookup(text[-self._prefix :])) for text in committed.texts]
-        return ragged_tree(committed.root, [self._grown(recipes) for _, recipes in self._found])
+        self.kept = [(len(text), self.lookup(text[-self._prefix :])) for text in committed.texts]
+        return ragged_tree(committed.root, [self._grown(recipes) for _, recipes in self.kept])
 
     def lookup(self, prefix: Sequence[int]) -> list[Recipe]:
         """Recipes for the last tokens of a text, the most frequent first."""
@@ -93,7 +86,7 @@ class RecipeDrafter(Drafter):
 
     def _log(self, texts: Sequence[Sequence[int]], file: Path) -> None:
         misses = []
-        for text, (start, recipes) in zip(texts, self._found, strict=True):
+        for text, (start, recipes) in zip(texts, self.kept, strict=True):
             miss = miss_of(text, start, [recipe.tokens for recipe in recipes], self._prefix)
             misses += [] if miss is None else [miss]
         write_misses(file, misses)
