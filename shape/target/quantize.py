@@ -141,6 +141,12 @@ def quantized(model: nn.Module) -> str | None:
     return f"int{min(bits)}" if bits else None
 
 
+def check_name(how: str) -> None:
+    """Raises ConfigError: neither int8 nor int4."""
+    if how not in get_args(Quantization):
+        raise ConfigError(f"quantize {how} is unknown; use {' or '.join(get_args(Quantization))}")
+
+
 def check(how: str, place: Any, dtype: torch.dtype | None, config: Any, options: dict[str, Any]) -> None:
     """Whether a target can be quantised, before it is read.
 
@@ -151,8 +157,7 @@ def check(how: str, place: Any, dtype: torch.dtype | None, config: Any, options:
     Raises:
         ConfigError: with the reason.
     """
-    if how not in get_args(Quantization):
-        raise ConfigError(f"quantize {how} is unknown; use {' or '.join(get_args(Quantization))}")
+    check_name(how)
     if "quantization_config" in options or getattr(config, "quantization_config", None) is not None:
         raise ConfigError(f"quantize {how} and a quantization_config are given; leave one of them out")
     if str(place or "cpu") != "cpu":
