@@ -42,6 +42,8 @@ def test_an_offloaded_target(tiny_target, tiny_target_folder, tmp_path, on_disk)
     expected = tiny_target.head_of(rows, torch.float32)(states)
     assert torch.equal(target.head_of(rows, torch.float32)(states), expected)
 
+    with pytest.raises(ConfigError, match="copies a target whose weights are in memory, and some of"):
+        ShapeDecoder(target, "compressed")
     decoder = ShapeDecoder(target, AdversaryDrafter(nodes=5))
     assert decoder.support.mode == "tree"
     for options in ({}, {"do_sample": True, "seed": 3}):

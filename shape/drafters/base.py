@@ -73,6 +73,8 @@ class Drafter(ABC):
     tree: TreeShape | None = None  # how its trees grow, where they have such a shape
     # With ``Sampler.one_drawn`` it draws one child of a node alone, and leaves it out only by what was known before.
     draws_one_child: bool = False
+    kept: Sequence[Any] = ()  # something for each sequence, made in ``start``; ``select`` and ``join`` go along
+    verified_whole: bool = False  # its nodes are there to be verified, however unlikely they are to be accepted
 
     def __str__(self) -> str:
         """For reports, and to tell settings apart."""
@@ -160,12 +162,13 @@ class Drafter(ABC):
         """
 
     def select(self, rows: Tensor) -> None:
-        """Keep only these sequences, (B',) int64."""
+        """Keep only these sequences, (B',) int64. To be overridden, as ``join``, where more than `kept` is kept."""
+        if self.kept:
+            self.kept = [self.kept[row] for row in rows.tolist()]
 
     def join(self, other: Self) -> None:
-        """Take in the sequences of another copy of this drafter, behind its own: in engines requests come and go. To be
-        overridden, as ``select``, where something is kept for each sequence.
-        """
+        """Take in the sequences of another copy of this drafter, behind its own: in engines requests come and go."""
+        self.kept = [*self.kept, *other.kept]
 
 
 class Wrapped(Drafter):
@@ -173,6 +176,7 @@ class Wrapped(Drafter):
 
     def __init__(self, inner: Drafter) -> None:
         self.inner, self.name, self.layers, self.predictor = inner, inner.name, inner.layers, inner.predictor
+        self.verified_whole = inner.verified_whole
 
     @property
     def networks(self) -> Sequence[nn.Module]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from typing import Any, cast
@@ -17,12 +17,15 @@ from transformers.pytorch_utils import Conv1D
 from shape.drafters.lengths import DraftLength, make_length
 from shape.drafters.model import ModelDrafter
 from shape.errors import ConfigError
+from shape.target.integers import serves
 from shape.target.model import Target
 from shape.target.openvino import OpenVinoTarget
 from shape.target.prepack import is_plain, linear
-from shape.target.support import LayerShape
+from shape.target.quantize import QuantizedLinear
+from shape.target.support import LayerShape, Support
 from shape.verification.cache import KVCache, KVCacheLayer, Slots
 from shape.verification.forward import new_cache, prefill
+from shape.verification.fused import FusedLayers
 from shape.verification.probe import support_of
 
 _LEVELS = 127  # of 8 bits, on either side of zero
@@ -39,7 +42,8 @@ class Compression:
         mlp: likewise, of the other matrices of its blocks.
         calibrated: choose the directions that outputs have in texts (PCA of activations), rather than those of the
             matrix itself (SVD).
-        int8: matrices and output embedding in 8 bits, a scale per output; activations in 8 bits, a scale per token.
+        int8: matrices and output embedding in 8 bits, a scale per output; activations in 8 bits, a scale per token. On
+            a CPU in float32 or bfloat16 by the kernels of ``shape.target.integers``, which round activations less.
         cache: rank of the cached keys and values of a head, as a share of its size, in the directions that they have in
             texts; None keeps them whole.
         residuals: strength of block attention residuals (0.35 in OTT-Decode): see ``BlockResiduals``.
@@ -90,19 +94,24 @@ class CompressedDrafter(ModelDrafter):
     ) -> None:
         self.compression = Compression(int8=True) if compression is None else compression
         self.texts, self.length = [list(text) for text in texts], make_length(num_draft_tokens)
+        self._as_given = deepcopy(self.length)
 
     def __str__(self) -> str:
         texts = f", calibrated with {len(self.texts)} texts" if self.texts else ""
-        return f"{self.compression}{texts}, {self.length}"
+        return f"{self.compression}{texts}, {self._as_given}"
 
     def bind(self, target: Target) -> None:
         if isinstance(target, OpenVinoTarget):
             raise ConfigError(f"drafter {self.name} copies a target in torch, and the backend is openvino; use another")
+        if any(weight.is_meta for weight in target.model.parameters()):
+            raise ConfigError(
+                f"drafter {self.name} copies a target whose weights are in memory, and some of {target.name} are "
+                "offloaded; use another"
+            )
         support_of(target)
         texts = self.texts or (own_texts(target) if self.compression.needs_texts else [])
-        small, self.energy = compress(target, self.compression, texts)
-        self._bases = None if self.compression.cache is None else cache_bases(small, self.compression.cache, texts)
-        super().__init__(small, self.length)
+        self.model, self.energy = compress(target, self.compression, texts)
+        self._bases = None if self.compression.cache is None else cache_bases(self.model, self.compression.cache, texts)
         super().bind(target)
 
     def _new_cache(self, rows: int, capacity: int) -> KVCache:
@@ -148,15 +157,21 @@ def compress(
         kept.append(energy)
     if compression.int8:
         for name, module in _matrices(blocks):
-            _replace(blocks, name, Int8Linear(module))
+            _replace(blocks, name, in_8_bits(module))
         head = model.get_output_embeddings()
         if is_plain(head):
-            model.set_output_embeddings(Int8Linear(head))
+            model.set_output_embeddings(in_8_bits(head))
     if compression.residuals:
         BlockResiduals(compression.residuals).attach(blocks)
     small = Target(model, target.tokenizer, name=f"{target.name}, compressed")
-    small.support = target.support
+    small.support = None if target.support is None else _own_support(small, target.support)
     return small, sum(kept) / len(kept) if kept else None
+
+
+def _own_support(small: Target, theirs: Support) -> Support:
+    """The target's, with the copy's own layers where the target's are fused: those hold the target's modules."""
+    fused = None if theirs.fused is None else FusedLayers.of(small.model.base_model, small.config)
+    return replace(theirs, fused=fused)
 
 
 def own_texts(target: Target, rows: int = _OWN_TEXTS, length: int = _OWN_LENGTH) -> list[list[int]]:
@@ -196,10 +211,16 @@ def lower_rank(module: nn.Module, rank: int, moment: Tensor | None) -> tuple[nn.
     return nn.Sequential(linear(down.to(weight.dtype), None), linear(basis.to(weight.dtype).contiguous(), bias)), energy
 
 
+def in_8_bits(module: nn.Module) -> nn.Module:
+    """A linear layer with weights of 8 bits: by our own kernels where these serve, by torch's elsewhere."""
+    weight = cast(Tensor, module.weight)
+    return QuantizedLinear(module, 8) if weight.is_cpu and serves(weight.dtype) else Int8Linear(module)
+
+
 class Int8Linear(nn.Module):
     """A linear map in 8 bits: a scale per output for weights, a scale per token for activations, sums in 32 bits.
 
-    A token's result does not depend on other tokens.
+    For devices and dtypes that ``QuantizedLinear`` does not serve. A token's result does not depend on other tokens.
     """
 
     weight_int8: Tensor

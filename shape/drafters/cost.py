@@ -128,7 +128,6 @@ class VerificationTimes:
 
     Attributes:
         line: (seconds without nodes, seconds of a node); None until something has been measured.
-        recent: the last verifications, whatever their size.
     """
 
     _FITTED = 8  # verifications between one line and the next
@@ -136,12 +135,10 @@ class VerificationTimes:
 
     def __init__(self) -> None:
         self.line: tuple[float, float] | None = None
-        self.recent = RecentTimes()
         self._count = 0
         self._by_size: dict[int, RecentTimes] = {}
 
     def add(self, nodes: int, seconds: float) -> None:
-        self.recent.add(seconds)
         if nodes not in self._by_size:
             self._by_size[nodes] = RecentTimes()
             return

@@ -35,6 +35,7 @@ class GeodesicDrafter(Drafter):
     """
 
     name = "geodesic"
+    kept: list[Tensor]  # states of the text
     tree: TreeShape
 
     def __init__(self, path: str = "analogue", tree: TreeShape | None = None) -> None:
@@ -55,16 +56,13 @@ class GeodesicDrafter(Drafter):
 
     def start(self, committed: Committed, hidden: Tensor) -> None:
         lengths = (committed.lengths - 1).tolist()
-        self._states = [row[:length].float() for row, length in zip(hidden, lengths, strict=True)]
+        self.kept = [row[:length].float() for row, length in zip(hidden, lengths, strict=True)]
 
     def update(self, tokens: list[list[int]], hidden: Tensor, counts: Tensor) -> None:
-        self._states = [
+        self.kept = [
             torch.cat([states, new[:count].float()])
-            for states, new, count in zip(self._states, hidden, counts.tolist(), strict=True)
+            for states, new, count in zip(self.kept, hidden, counts.tolist(), strict=True)
         ]
-
-    def select(self, rows: Tensor) -> None:
-        self._states = [self._states[row] for row in rows.tolist()]
 
     @torch.no_grad()
     def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
@@ -72,7 +70,7 @@ class GeodesicDrafter(Drafter):
         points = torch.stack(
             [
                 follow(states, torch.tensor(text, device=states.device), self.path, depth)
-                for states, text in zip(self._states, committed.texts, strict=True)
+                for states, text in zip(self.kept, committed.texts, strict=True)
             ]
         )
         offsets = torch.arange(depth, device=points.device)

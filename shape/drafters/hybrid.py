@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
-from math import exp
 from time import perf_counter
 from typing import Self
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from shape.drafters.base import Committed, Drafter
 from shape.drafters.calibration import Calibration
-from shape.drafters.cost import NODE, DraftValue, VerificationTimes, fastest
+from shape.drafters.cost import DraftValue, RecentTimes
 from shape.drafters.proposal import Proposal
 from shape.target.model import Target
 from shape.verification.sampling import Sampler
@@ -25,10 +24,9 @@ class HybridDrafter(Drafter):
     """Drafts of several sources in one tree under one budget.
 
     Paths that several propose are one path. A source's probabilities are calibrated by what became of such tokens
-    before (`Calibration`), so that the likeliest nodes of all can be kept: as many as make the most tokens per second,
-    by what a node has been measured to cost (`VerificationTimes`). Where one source alone proposes, its tree is taken
-    as it is. Sources are asked in their order, cheap ones first: a later one only where what it adds to the others has
-    so far been worth its time (`DraftValue`). So a predictor need not run while a text is being copied.
+    before (`Calibration`), so that the likeliest nodes of all can be kept. Where one source alone proposes, its tree is
+    taken as it is. Sources are asked in their order, cheap ones first: a later one only where what it adds to the
+    others has so far been worth its time (`DraftValue`). So a predictor need not run while a text is being copied.
 
     Args:
         drafters: the sources, at least one; their names, joined by "+", are its name.
@@ -38,11 +36,14 @@ class HybridDrafter(Drafter):
     def __init__(self, drafters: Sequence[Drafter], nodes: int = 24) -> None:
         self.drafters, self.nodes = list(drafters), nodes
         self.name = "+".join(drafter.name for drafter in drafters)
+        self.verified_whole = any(each.verified_whole for each in drafters)
+        # Of those whose drawn nodes are dropped; merged trees have none that count as drawn.
+        self.draws_one_child = all(each.draws_one_child for each in drafters if each.drops_drawn_nodes)
         self.layers = (*sorted({layer for each in drafters for layer in each.layers} - {-1}), -1)
         # Kept over the calls of a decoder, whose copies share them.
         self._calibrations = [Calibration() for _ in drafters]
         self._value = [DraftValue() for _ in drafters]
-        self._times = VerificationTimes()
+        self._times = RecentTimes()  # of verifications
         self._passes = [0] * len(self.drafters)
         self._by_clock = True
 
@@ -60,6 +61,10 @@ class HybridDrafter(Drafter):
     @property
     def networks(self) -> Sequence[nn.Module]:
         return [network for drafter in self.drafters for network in drafter.networks]
+
+    @property
+    def drops_drawn_nodes(self) -> bool:
+        return any(drafter.drops_drawn_nodes for drafter in self.drafters)
 
     def describe(self, beside: torch.device | None = None) -> str:
         return f"{self.nodes} nodes of {' + '.join(drafter.describe(beside) for drafter in self.drafters)}"
@@ -81,7 +86,7 @@ class HybridDrafter(Drafter):
     def update(self, tokens: list[list[int]], hidden: Tensor, counts: Tensor) -> None:
         if self._drafted_at is not None:
             if self._by_clock:
-                self._times.add(self._size, perf_counter() - self._drafted_at)
+                self._times.add(perf_counter() - self._drafted_at)
             self._drafted_at = None
         for drafter in self.drafters:
             drafter.update(tokens, self._columns(drafter, hidden), counts)
@@ -121,7 +126,7 @@ class HybridDrafter(Drafter):
         for number, drafter in enumerate(self.drafters):
             self._add_trees(proposals, found)
             expected = sum(each.expected for each in proposals) / len(proposals)
-            verify = self._times.recent.median if self._by_clock else 1.0
+            verify = self._times.median if self._by_clock else 1.0
             if number and not self._value[number].pays(expected, spent, verify):
                 continue
             for proposal in proposals:
@@ -141,8 +146,8 @@ class HybridDrafter(Drafter):
             tree = self._only_tree(proposals, *found[0])
         else:
             self._add_trees(proposals, found)
-            tree = self._merged(committed, proposals, self._best_count(proposals, spent))
-        self._drafted_at, self._size = perf_counter(), tree.size
+            tree = self._merged(committed, proposals)
+        self._drafted_at = perf_counter()
         return tree
 
     def _add_trees(self, proposals: Sequence[Proposal], found: list[tuple[int, TokenTree]]) -> None:
@@ -162,24 +167,12 @@ class HybridDrafter(Drafter):
             source.append([name if parent >= 0 else None for parent in parents])
         return replace(tree, source=source)
 
-    def _merged(self, committed: Committed, proposals: Sequence[Proposal], count: int) -> TokenTree:
+    def _merged(self, committed: Committed, proposals: Sequence[Proposal]) -> TokenTree:
         """The likeliest nodes of all."""
-        best = [each.best(count) for each in proposals]
+        best = [each.best(self.nodes) for each in proposals]
         tree = ragged_tree(committed.root, [drafted for drafted, _ in best])
         names = [["+".join(self.drafters[each].name for each in sources) for sources in row] for _, row in best]
         return replace(tree, source=[[None, *row, *[None] * (tree.size - 1 - len(row))] for row in names])
-
-    def _best_count(self, proposals: Sequence[Proposal], spent: float) -> int:
-        """How many nodes per sequence, the likeliest first, make the most tokens per second."""
-        odds = [sorted((exp(node.joint) for node in each.nodes), reverse=True)[: self.nodes] for each in proposals]
-        known = self._times.line
-        start, slope = known or (1.0, NODE)
-        if known or not self._by_clock:  # or else these are not seconds, as `spent` is
-            start += spent
-        tokens = [float(len(odds))]
-        for count in range(max(map(len, odds))):
-            tokens.append(tokens[-1] + sum(row[count] for row in odds if count < len(row)))
-        return fastest(tokens, [start + slope * (count + 1) for count in range(len(tokens))])
 
     def _learn(self, committed: Committed) -> None:
         """What became of the last proposals, by the text that has been committed since."""

@@ -25,7 +25,7 @@ class LookaheadDrafter(Drafter):
     make each column an n-gram for the pool, and the second level the first. It needs no training and no computation of
     its own; the target verifies more nodes.
 
-    A hybrid drops unlikely nodes, and with them the window: this drafter works best alone.
+    A hybrid whose tree is full drops the window first, as its nodes are unlikely: this drafter works best alone.
 
     Args:
         window: columns.
@@ -35,6 +35,8 @@ class LookaheadDrafter(Drafter):
     """
 
     name = "lookahead"
+    kept: "list[_Window]"
+    verified_whole = True  # what the target says behind the window's nodes goes on in the next one
 
     def __init__(self, window: int = 3, size: int = 3, guesses: int = 3, from_text: bool = True) -> None:
         self.window, self.size, self.guesses, self.from_text = window, size, guesses, from_text
@@ -44,19 +46,16 @@ class LookaheadDrafter(Drafter):
         return f"lookahead, {self.window} columns, {self.guesses} guesses of {self.size} tokens{where}"
 
     def start(self, committed: Committed, hidden: Tensor) -> None:
-        self._windows = [_Window(self, len(text)) for text in committed.texts]
+        self.kept = [_Window(self, len(text)) for text in committed.texts]
 
     def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
-        drafts = [window.draft(text) for window, text in zip(self._windows, committed.texts, strict=True)]
+        drafts = [window.draft(text) for window, text in zip(self.kept, committed.texts, strict=True)]
         return ragged_tree(committed.root, drafts)
 
     def inspect(self, tree: TokenTree, logits: Tensor) -> None:
         parts = (part.tolist() for part in (tree.tokens, tree.parent, best(logits.float())))
-        for window, tokens, parents, choices in zip(self._windows, *parts, strict=True):
+        for window, tokens, parents, choices in zip(self.kept, *parts, strict=True):
             window.learn(tokens, parents, choices)
-
-    def select(self, rows: Tensor) -> None:
-        self._windows = [self._windows[at] for at in rows.tolist()]
 
 
 class _Window:

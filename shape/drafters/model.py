@@ -36,15 +36,15 @@ class ModelDrafter(Drafter):
     """
 
     name = "model"
+    _by_clock = True
 
     def __init__(self, model: Target, num_draft_tokens: str | int | DraftLength = "adaptive") -> None:
         self.model = model
         self.length = make_length(num_draft_tokens)
-        self._as_given = deepcopy(self.length)
-        self._by_clock = True
+        self._as_given = deepcopy(self.length)  # it adapts
 
     def __str__(self) -> str:
-        return f"{self.model!r}, {self.length}"
+        return f"{self.model!r}, {self._as_given}"
 
     @property
     def networks(self) -> Sequence[nn.Module]:
@@ -89,7 +89,8 @@ class ModelDrafter(Drafter):
         longest = max(map(len, known))
         self.cache = self._new_cache(len(known), longest + _SLOTS)
         padded = torch.tensor([text + [0] * (longest - len(text)) for text in known], device=self.model.device)
-        prefill(self.model, self.cache, padded, [len(text) for text in known])
+        if self.model.max_positions is None or longest < self.model.max_positions:  # it drafts nothing behind more
+            prefill(self.model, self.cache, padded, [len(text) for text in known])
         # The last draft, of which all but the last token lie in the slots behind the cache's lengths.
         self._drafted: list[list[int]] = [[] for _ in known]
         self._entropy, self._seconds = 0.0, 0.0

@@ -1,7 +1,5 @@
 """Prompt lookup: propose what followed the latest earlier occurrence of the text's last n tokens."""
 
-from typing import Self
-
 from torch import Tensor
 
 from shape.drafters.base import Committed, Drafter
@@ -21,27 +19,23 @@ class NgramDrafter(Drafter):
     """
 
     name = "ngram"
+    kept: "list[_SuffixIndex]"
 
     def __init__(self, depth: int = 8, longest: int = 4, shortest: int = 2) -> None:
         self.depth, self.longest, self.shortest = depth, longest, shortest
+
+    def __str__(self) -> str:
+        return f"ngram, {self.depth} tokens behind {self.longest} to {self.shortest} equal ones"
 
     def limit_draft(self, num_draft_tokens: int) -> None:
         self.depth = num_draft_tokens
 
     def start(self, committed: Committed, hidden: Tensor) -> None:
-        self._indices = [_SuffixIndex(self.shortest, self.longest) for _ in committed.texts]
+        self.kept = [_SuffixIndex(self.shortest, self.longest) for _ in committed.texts]
 
     def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
-        drafts = [
-            index.continuation(text, self.depth) for index, text in zip(self._indices, committed.texts, strict=True)
-        ]
+        drafts = [index.continuation(text, self.depth) for index, text in zip(self.kept, committed.texts, strict=True)]
         return ragged_chain(committed.root, drafts)
-
-    def select(self, rows: Tensor) -> None:
-        self._indices = [self._indices[row] for row in rows.tolist()]
-
-    def join(self, other: Self) -> None:
-        self._indices += other._indices
 
 
 class _SuffixIndex:

@@ -1,11 +1,12 @@
 """Trees of what followed earlier occurrences of the text's last tokens, found by a suffix automaton."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from hashlib import sha256
 from heapq import merge
 from itertools import islice
-from math import log
-from typing import Self
+from math import exp, log
 
+import torch
 from torch import Tensor
 
 from shape.drafters.base import Committed, Drafter
@@ -38,6 +39,7 @@ class SuffixDrafter(Drafter):
     """
 
     name = "suffix"
+    kept: "list[_Sequence]"
 
     def __init__(
         self,
@@ -54,26 +56,31 @@ class SuffixDrafter(Drafter):
             for token in (*text, _BREAK):
                 self.corpus.extend(token)
 
+    def __str__(self) -> str:
+        corpus = f", a corpus of {len(self.corpus)} tokens" if len(self.corpus) else ""
+        return (
+            f"suffix, depth {self.depth}, {self.nodes} nodes, threshold {exp(self.least):g}, "
+            f"behind {self.shortest} equal tokens{corpus}"
+        )
+
+    def describe(self, beside: torch.device | None = None) -> str:
+        content = sha256(repr(self.corpus.following).encode()).hexdigest()[:8]  # which only this text has
+        return f"{self}, {content}" if len(self.corpus) else str(self)
+
     def limit_draft(self, num_draft_tokens: int) -> None:
         self.depth = num_draft_tokens
 
     def start(self, committed: Committed, hidden: Tensor) -> None:
-        self._sequences = [_Sequence(SuffixAutomaton()) for _ in committed.texts]
+        self.kept = [_Sequence(SuffixAutomaton()) for _ in committed.texts]
 
     def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
         drafts = []
-        for sequence, text in zip(self._sequences, committed.texts, strict=True):
+        for sequence, text in zip(self.kept, committed.texts, strict=True):
             for token in text[len(sequence.own) :]:
                 sequence.own.extend(token)
                 sequence.in_corpus = self.corpus.follow(sequence.in_corpus, token)
             drafts.append(self._grow(sequence))
         return ragged_tree(committed.root, drafts)
-
-    def select(self, rows: Tensor) -> None:
-        self._sequences = [self._sequences[sequence] for sequence in rows.tolist()]
-
-    def join(self, other: Self) -> None:
-        self._sequences += other._sequences
 
     def _grow(self, sequence: "_Sequence") -> Drafted:
         def follow(places: tuple[Place, Place], token: int) -> tuple[Place, Place]:

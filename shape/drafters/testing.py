@@ -23,6 +23,7 @@ class OracleDrafter(Drafter):
     """
 
     name = "oracle"
+    kept: list[int]  # which text is its own
 
     def __init__(self, texts: list[list[int]], error_rate: float = 0.0, depth: int = 4, seed: int = 0) -> None:
         self.texts, self.error_rate, self.depth, self.seed = texts, error_rate, depth, seed
@@ -34,11 +35,11 @@ class OracleDrafter(Drafter):
         return None
 
     def start(self, committed: Committed, hidden: Tensor) -> None:
-        self._rows = [self._row_of(row, text) for row, text in enumerate(committed.texts)]
+        self.kept = [self._row_of(row, text) for row, text in enumerate(committed.texts)]
         self.drafts = [self._corrupted(row, text) for row, text in enumerate(self.texts)]
 
     def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
-        drafts = zip(self._rows, map(len, committed.texts), strict=True)
+        drafts = zip(self.kept, map(len, committed.texts), strict=True)
         return ragged_chain(committed.root, [self.drafts[row][start : start + self.depth] for row, start in drafts])
 
     def _row_of(self, row: int, text: list[int]) -> int:
@@ -53,9 +54,6 @@ class OracleDrafter(Drafter):
             (token + 1) % self._vocab_size if wrong else token
             for token, wrong in zip(text, (uniform < self.error_rate).tolist(), strict=True)
         ]
-
-    def select(self, rows: Tensor) -> None:
-        self._rows = [self._rows[row] for row in rows.tolist()]
 
 
 class AdversaryDrafter(Drafter):

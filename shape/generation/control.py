@@ -81,13 +81,13 @@ class SpeculationControl:
 
     def worthwhile(self, tree: TokenTree, context: int) -> TokenTree:
         """The nodes of a draft that are likely enough to be worth the time that they add to verification, the likeliest
-        one at least. Trees stay whole where a node's chances are not known or a rule wants what was drawn, hybrids',
-        which choose for themselves, and those on a device, where many nodes cost little more than one.
+        one at least. Trees stay whole where a node's chances are not known or a rule wants what was drawn, and on a
+        device, where many nodes cost little more than one.
 
         Args:
             context: tokens of the longest sequence.
         """
-        self._hoped, whole = 0.0, tree.joint is None or tree.log_q is not None or tree.source is not None
+        self._hoped, whole = 0.0, tree.joint is None or tree.log_q is not None
         if self._least is not None or whole or tree.size == 1 or not serves(tree.parent):
             return tree
         assert tree.joint is not None

@@ -54,7 +54,7 @@ class EagerSteps(Steps):
         drafts = batch.control is None or batch.control.draft_next(cache.longest)
         drafter = batch.drafter if drafts else None
         tree = self._fit(root_only(committed.root) if drafter is None else drafter.draft(committed, sampler))
-        if batch.control is not None:
+        if batch.control is not None and (drafter is None or not drafter.verified_whole):
             tree = batch.control.worthwhile(tree, cache.longest)
         verifying = Moment.now(batch.target.device)
         cache.reserve(tree.size)

@@ -39,7 +39,7 @@ class TargetIdentity:
             vocab_size,
             tokenizer_hash=_tokenizer_hash(tokenizer),
             head_hash=_head_hash(head),
-            template_hash=_digest(getattr(tokenizer, "chat_template", None) or ""),
+            template_hash=_template_hash(tokenizer),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -79,6 +79,12 @@ def _tokenizer_hash(tokenizer: Any) -> str:
         return ""
     vocabulary = sorted(tokenizer.get_vocab().items())
     return _digest(json.dumps([vocabulary, tokenizer(_TOKENIZER_PROBE)["input_ids"]]))
+
+
+def _template_hash(tokenizer: Any) -> str:
+    """Hash of the chat template, or of all where a tokenizer has several by name."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return _digest(template if isinstance(template, str) else json.dumps(template, sort_keys=True))
 
 
 def float_weight(module: Any) -> Tensor | None:

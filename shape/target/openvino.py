@@ -38,10 +38,10 @@ from shape.target.openvino_conversion import (
     released,
     skeleton,
 )
+from shape.target.quantize import check_name
 from shape.target.support import Support
 
 DEVICES = ("CPU", "GPU", "NPU")
-QUANTIZED = ("int8", "int4")
 _VERSION = 1  # of what a conversion writes
 _HINTS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 _CODE = frozenset({"trust_remote_code", "code_revision"})
@@ -104,7 +104,9 @@ class OpenVinoTarget(Target):
             ConfigError: OpenVINO is not installed, or has no such device.
             UnsupportedTarget: nothing can be loaded from there.
         """
-        place, quantize = _place(device or device_map), _known_quantization(quantize)
+        place = _place(device or device_map)
+        if quantize is not None:
+            check_name(quantize)
         config = read_config(target, **options)
         compute = _computed_in(dtype, config)
         where = bundled.resolve(str(target))
@@ -328,12 +330,6 @@ def _place(device: str | None) -> str:
             f"device {device} is not there for backend openvino, which finds {', '.join(there)}; give one"
         )
     return place
-
-
-def _known_quantization(quantize: str | None) -> str | None:
-    if quantize not in (None, *QUANTIZED):
-        raise ConfigError(f"quantize {quantize} is unknown; give {' or '.join(QUANTIZED)}")
-    return quantize
 
 
 def _computed_in(dtype: str | torch.dtype | None, config: Any) -> torch.dtype:

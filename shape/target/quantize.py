@@ -114,10 +114,19 @@ def quantize_model(model: Any, how: Quantization) -> None:
     """Replace a model's plain linear layers on the CPU, one after the other, each weight let go of before the next.
 
     Whatever else is left as it is: embeddings, norms, and experts that are not linear layers.
+
+    Raises:
+        ConfigError: no layer but the output embedding is a plain one, as in families with linear layers of their own.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     made: dict[int, QuantizedLinear] = {}  # layers that stand at several places stay one
-    for name, layer in [one for one in model.named_modules(remove_duplicate=False) if is_plain(one[1])]:
+    layers = [one for one in model.named_modules(remove_duplicate=False) if is_plain(one[1])]
+    if all(layer is head for _, layer in layers):
+        raise ConfigError(
+            f"quantize {how} is for plain linear layers, and a {type(model).__name__} has none but its output "
+            "embedding; leave it out, or give quantization_config"
+        )
+    for name, layer in layers:
         if id(layer) not in made:
             made[id(layer)] = QuantizedLinear(layer, 4 if how == "int4" and layer is not head else 8).train(
                 layer.training
@@ -132,6 +141,12 @@ def quantized(model: nn.Module) -> str | None:
     return f"int{min(bits)}" if bits else None
 
 
+def check_name(how: str) -> None:
+    """Raises ConfigError: neither int8 nor int4."""
+    if how not in get_args(Quantization):
+        raise ConfigError(f"quantize {how} is unknown; use {' or '.join(get_args(Quantization))}")
+
+
 def check(how: str, place: Any, dtype: torch.dtype | None, config: Any, options: dict[str, Any]) -> None:
     """Whether a target can be quantised, before it is read.
 
@@ -142,8 +157,7 @@ def check(how: str, place: Any, dtype: torch.dtype | None, config: Any, options:
     Raises:
         ConfigError: with the reason.
     """
-    if how not in get_args(Quantization):
-        raise ConfigError(f"quantize {how} is unknown; use {' or '.join(get_args(Quantization))}")
+    check_name(how)
     if "quantization_config" in options or getattr(config, "quantization_config", None) is not None:
         raise ConfigError(f"quantize {how} and a quantization_config are given; leave one of them out")
     if str(place or "cpu") != "cpu":

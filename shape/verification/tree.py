@@ -199,12 +199,14 @@ def root_only(root: Tensor) -> TokenTree:
 
 
 def first_path(tree: TokenTree) -> TokenTree:
-    """The chain that follows each node's first child, for targets that cannot attend to trees. One sequence only."""
-    parents = tree.parent[0].tolist()
-    path, node = [0], 0
-    while node in parents[1:]:
-        node = parents.index(node, 1)
-        path.append(node)
+    """The chain that follows each node's likeliest child, for targets that cannot attend to trees. One sequence only.
+
+    Its first child where no chances are known, or where nodes were drawn: a choice among these would bias them.
+    """
+    parents, path = tree.parent[0].tolist(), [0]
+    joint = [0.0] * tree.size if tree.joint is None or tree.log_q is not None else tree.joint[0].tolist()
+    while children := [node for node in range(1, tree.size) if parents[node] == path[-1]]:
+        path.append(max(children, key=joint.__getitem__))  # the first of equals
     log_q, drawn = (None if part is None else part[:, path] for part in (tree.log_q, tree.drawn))
     source = None if tree.source is None else [[tree.source[0][node] for node in path]]
     return replace(chain(tree.tokens[:, 0], tree.tokens[:, path[1:]]), log_q=log_q, drawn=drawn, source=source)
@@ -223,8 +225,9 @@ def keep_best(tree: TokenTree, nodes: int) -> TokenTree:
     """
     assert tree.joint is not None
     if tree.log_q is None and serves(tree.parent):
-        parts = best_nodes(tree.tokens.numpy(), tree.parent.numpy(), tree.joint.numpy(), tree.size, nodes)
-        return of_arrays(*parts[:3])
+        *parts, kept = best_nodes(tree.tokens.numpy(), tree.parent.numpy(), tree.joint.numpy(), tree.size, nodes)
+        source = tree.source and [[row[at] for at in own] for row, own in zip(tree.source, kept.tolist(), strict=True)]
+        return replace(of_arrays(*parts), source=source)
     return keep_best_on_device(tree, nodes)
 
 

@@ -1,5 +1,7 @@
 """Compressed copies of a target: as close as their ranks allow, sharing what is not compressed, harmless to it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers import FAMILIES, prompts
@@ -20,8 +22,11 @@ from shape.drafters.compressed import (
 from shape.errors import ConfigError
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
-from shape.verification.forward import new_cache, prefill
-from shape.verification.probe import probe
+from shape.target.quantize import QuantizedLinear
+from shape.target.support import Support
+from shape.verification.forward import new_cache, prefill, tree_forward
+from shape.verification.probe import probe, support_of
+from shape.verification.tree import chain
 
 TEXTS = [row.tolist() for row in torch.randint(64, (6, 24), generator=torch.Generator().manual_seed(1))]
 IDS = torch.tensor(TEXTS[:2])
@@ -116,6 +121,34 @@ def test_what_is_not_compressed_is_shared_and_the_target_unchanged(tiny_model):
     assert small.model.get_input_embeddings().weight is target.model.get_input_embeddings().weight
 
 
+@pytest.mark.parametrize(
+    "compression",
+    [Compression(int8=True), Compression(attention=0.3, mlp=0.3, calibrated=False), Compression(residuals=0.35)],
+)
+def test_the_copy_goes_through_its_own_layers(tiny_model, compression):
+    """Fused forwards hold the modules of the model that they were made of."""
+    target = Target(tiny_model("llama", torch.float32))
+    fused = support_of(target).fused is not None
+    small, _ = compress(target, compression)
+
+    def states(model: Target, support: Support) -> torch.Tensor:
+        with torch.inference_mode():
+            cache = new_cache(model, support, len(IDS), 40)
+            return tree_forward(model, support, cache, chain(IDS[:, 0], IDS[:, 1:]))
+
+    found, whole = states(small, support_of(small)), states(target, support_of(target))
+    own = states(small, replace(support_of(small), fused=None))
+    assert (found - own).norm() < 0.1 * (found - whole).norm()
+    assert (support_of(small).fused is not None) == (fused and not compression.residuals)  # which are hooks
+
+
+def test_eight_bits_are_multiplied_by_the_kernels_that_are_there(tiny_model):
+    kinds = {torch.float32: QuantizedLinear, torch.bfloat16: QuantizedLinear, torch.float64: Int8Linear}
+    for dtype, kind in kinds.items():
+        small, _ = compress(Target(tiny_model("llama", dtype)), Compression(int8=True))
+        assert {type(each) for each in (small.model.model.layers[0].mlp.up_proj, small.head)} == {kind}
+
+
 def test_equal_attention_is_the_residual_stream():
     torch.manual_seed(0)
     part = torch.randn(3, 5)
@@ -179,6 +212,16 @@ def test_less_is_drafted_right_the_more_is_left_out(tiny_model):
         assert torch.equal(out.sequences, expected)
         lengths.append(out.stats.acceptance_length)
     assert lengths[0] > 2.5 and lengths[0] > lengths[1] > lengths[2]
+
+
+def test_binding_again_keeps_the_length_that_was_given(tiny_model):
+    drafter = CompressedDrafter(Compression(int8=True))
+    said = drafter.describe()
+    for _ in range(2):
+        decoder = ShapeDecoder(tiny_model("llama"), drafter, fall_back=False)
+        decoder.generate(**prompts([9]), max_new_tokens=30, eos_token_id=[])
+        assert drafter.length.length > 4 == drafter.reproducible().length.length
+        assert drafter.describe() == said
 
 
 @pytest.mark.parametrize(

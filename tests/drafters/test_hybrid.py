@@ -100,16 +100,12 @@ def test_what_a_source_adds_is_what_would_not_have_stood_without_it():
         assert value._gained[int(before)] == gained
 
 
-@pytest.mark.parametrize(("node", "kept"), [(0.0, 4), (0.2, 2), (10.0, 0)])
-def test_nodes_are_kept_while_they_pay(node, kept):
-    sources = [Fixed("a", (5, 0, 0.9), (6, 1, 0.8), (7, 0, 0.05)), Fixed("b", (5, 0, 0.9), (6, 1, 0.8), (8, 2, 0.1))]
-    hybrid = started(HybridDrafter(sources))
-    for _ in range(9):
-        for nodes in (1, 11):
-            hybrid._times.add(nodes, 1.0 + node * nodes)
-    assert draft(hybrid, [1, 2]).size == 1 + kept
-    # What is reproducible does not depend on times.
-    assert draft(started(hybrid.reproducible()), [1, 2]).size == draft(started(HybridDrafter(sources)), [1, 2]).size
+def test_unlikely_nodes_are_left_to_speculation_control():
+    """As other drafters', its drafts do not depend on what a node costs to verify."""
+    sources = [Fixed("a", (5, 0, 0.9), (6, 1, 0.8), (7, 0, 1e-3)), Fixed("b", (5, 0, 0.9), (6, 1, 0.8), (8, 2, 1e-3))]
+    hybrid = HybridDrafter(sources)
+    for each in (hybrid, hybrid.reproducible()):
+        assert draft(started(each), [1, 2]).tokens[0].tolist() == [2, 5, 6, 7, 8]
 
 
 def test_nobody_is_asked_while_a_cheap_source_is_sure(monkeypatch):
@@ -121,7 +117,7 @@ def test_nobody_is_asked_while_a_cheap_source_is_sure(monkeypatch):
         for _ in range(9):
             hybrid._value[1].seconds.add(1.0)
         for _ in range(9):
-            hybrid._times.add(4, 1.0)
+            hybrid._times.add(1.0)
         text = [*text, 5, 5, 5, 5]
     assert cheap.asked == 8 and dear.asked == 1
 

@@ -38,7 +38,7 @@ def test_the_pool_has_what_the_target_said(window, size, moves):
     drafter = LookaheadDrafter(window, size, guesses=4, from_text=False)
     text = [3, 1, 4, 1, 5]
     drafter.start(committed(text), torch.empty(0))
-    kept = drafter._windows[0]
+    kept = drafter.kept[0]
     for moved in moves:
         tree = drafter.draft(committed(text), GREEDY)
         assert tree.size - 1 <= window * (size - 1) + 4 * (size - 1)
@@ -71,7 +71,7 @@ def test_nodes_that_were_not_verified_begin_anew():
     cut = TokenTree(tree.tokens[:, :2], tree.parent[:, :2])
     drafter.inspect(cut, answered(text, cut))
     drafter.inspect(cut, answered(text, cut))  # nothing was drafted since
-    kept = drafter._windows[0]
+    kept = drafter.kept[0]
     assert [len(level) for level in kept.levels] == [1, 1]
     drafter.draft(committed([1, 2, 3]), GREEDY)
     assert [len(level) for level in kept.levels] == [3, 3]

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from conftest import tiny_config
 from helpers import prompts, weaker_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from shape.drafters import Committed, HybridDrafter, ModelDrafter, make_drafter
 from shape.drafters.lengths import Fixed
@@ -92,6 +94,39 @@ def test_no_token_is_fed_twice(tiny_model, small, monkeypatch):
     rejected = out.stats.drafted - out.stats.accepted
     # All that went out but the last token, and of rejected drafts what had been fed: at most all of them.
     assert 9 + out.stats.emitted <= sum(fed) <= 9 + out.stats.emitted + rejected + 4
+
+
+def test_texts_longer_than_its_positions_are_decoded_without_drafts(tiny_model):
+    model, config = tiny_model("llama"), tiny_config("gpt2")
+    config.n_positions = 32
+    small = Target(AutoModelForCausalLM.from_config(config).double().eval())
+    decoder = ShapeDecoder(model, ModelDrafter(small), fall_back=False)
+    for lengths, drafts in (([40], False), ([32], False), ([20], True), ([40, 20], False)):
+        batch = prompts(lengths)
+        out = decoder.generate(**batch, max_new_tokens=20, eos_token_id=[], return_dict_in_generate=True)
+        assert torch.equal(out.sequences, ShapeDecoder(model).generate(**batch, max_new_tokens=20, eos_token_id=[]))
+        assert (out.stats.drafted > 0) == drafts
+
+
+def test_a_row_drafts_once_the_one_that_is_too_long_for_it_has_left(tiny_model):
+    config = tiny_config("gpt2")
+    config.n_positions = 32
+    drafter = bound(Target(AutoModelForCausalLM.from_config(config).double().eval()), Target(tiny_model()), 3)
+    texts = [[5, 6, 7] * 12, [8, 9, 10]]
+    sampler = Sampler(torch.tensor([1, 1]))
+    drafter.start(committed(*texts), torch.empty(0))
+    assert drafter.draft(committed(*texts), sampler).size == 1
+    drafter.select(torch.tensor([1]))
+    found = drafter.draft(committed(texts[1]), Sampler(torch.tensor([1])))
+    drafter.start(committed(texts[1]), torch.empty(0))
+    assert torch.equal(found.tokens, drafter.draft(committed(texts[1]), Sampler(torch.tensor([1]))).tokens)
+
+
+def test_what_it_is_called_does_not_change_as_it_adapts(small):
+    drafter = ModelDrafter(small)
+    said = drafter.describe()
+    drafter.length.observe(accepted=4.0, drafted=4, entropy=0.0, cost=None)
+    assert drafter.length.length > 4 and drafter.describe() == said
 
 
 def test_another_tokenizer_is_refused(tiny_target, tiny_model, tiny_tokenizer):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import prompts
 
-from shape.drafters import DRAFTERS, NgramDrafter, make_drafter
+from shape.drafters import DRAFTERS, NgramDrafter, SuffixDrafter, make_drafter
 from shape.errors import ConfigError
 from shape.generation.decoder import ShapeDecoder
 
@@ -16,6 +16,17 @@ EXAMPLE = Path(__file__).resolve().parents[1] / "example_package"
 def test_every_name_makes_its_drafter():
     for name in DRAFTERS:
         assert make_drafter(name).name == name
+
+
+def test_descriptions_tell_settings_apart():
+    """Records of other settings are not gone on from."""
+    made = [
+        *(NgramDrafter(), NgramDrafter(depth=9), NgramDrafter(longest=5), NgramDrafter(shortest=1)),
+        *(SuffixDrafter(), SuffixDrafter(depth=9), SuffixDrafter(nodes=9), SuffixDrafter(shortest=1)),
+        *(SuffixDrafter(threshold=0.2), SuffixDrafter(corpus=[[1, 2]]), SuffixDrafter(corpus=[[1, 3]])),
+    ]
+    assert len({drafter.describe() for drafter in made}) == len(made)
+    assert SuffixDrafter(corpus=[[1, 2], [3]]).describe() == SuffixDrafter(corpus=[[1, 2], [3]]).describe()
 
 
 def test_another_package_adds_a_drafter(tiny_model, monkeypatch):

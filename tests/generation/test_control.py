@@ -12,6 +12,7 @@ from shape.drafters import (
     AdversaryDrafter,
     Drafter,
     HybridDrafter,
+    LookaheadDrafter,
     ModelDrafter,
     OracleDrafter,
     SuffixDrafter,
@@ -221,6 +222,14 @@ def test_nodes_are_verified_that_are_worth_their_time():
     assert control.worthwhile(drafted([[0.9, 0.3, 0.1], [0.9, 0.12, 0.07]]), 100).size == 4
 
 
+def test_of_a_hybrid_it_stays_known_who_proposed_what_is_kept():
+    source = [[None, "a", "b", "a+b", "b"], [None, "a", "b", None, None]]
+    tree = replace(drafted([[0.9, 0.1, 0.6, 0.5], [0.3, 0.9, 0.1, 0.1]]), source=source)
+    kept = knows_costs().worthwhile(tree, 100)
+    assert kept.tokens.tolist() == [[0, 1, 3, 4], [0, 1, 2, 3]]
+    assert kept.source == [[None, "a", "a+b", "b"], [None, "a", "b", None]]
+
+
 @given(st.lists(st.lists(st.floats(1e-6, 1.0), min_size=9, max_size=9), min_size=1, max_size=3))
 def test_what_is_kept_is_a_tree_of_the_likeliest_nodes(rows):
     tree, least = drafted(rows), KNOWN._costs.least_chance(100)
@@ -254,8 +263,7 @@ def test_whole_trees_are_verified_where_chances_do_not_count():
     tree = drafted([[0.9, 0.1, 0.1, 0.1]])
     control = knows_costs()
     drawn = replace(tree, log_q=torch.zeros(1, 5, 7))
-    hybrid = replace(tree, source=[[None, "a", "a", "b", "b"]])
-    for each in (drawn, hybrid, replace(tree, joint=None)):
+    for each in (drawn, replace(tree, joint=None)):
         assert control.worthwhile(each, 100) is each
     assert knows_costs(least=1.4).worthwhile(tree, 100) is tree  # a call that looks at no clock
     assert SpeculationControl(StepCosts()).worthwhile(tree, 100) is tree  # nothing is known yet
@@ -277,6 +285,15 @@ def test_what_is_not_verified_changes_no_token(tiny_model, monkeypatch, sample, 
         assert torch.equal(out.sequences, plain)
     sizes = {one.nodes for one in out.stats.steps}
     assert {0.0: sizes == {12}, 0.02: len(sizes) > 2 and not any(size % 2 for size in sizes), 2.0: sizes == {2}}[least]
+
+
+@pytest.mark.parametrize("make", [LookaheadDrafter, lambda: HybridDrafter([SuffixDrafter(), LookaheadDrafter()])])
+def test_lookaheads_window_is_verified_however_unlikely_it_is(tiny_model, monkeypatch, make):
+    monkeypatch.setattr(StepCosts, "least_chance", lambda self, context: 0.1)
+    monkeypatch.setattr(SpeculationControl, "draft_next", lambda self, context: True)
+    decoder = ShapeDecoder(tiny_model("llama"), make())
+    out = decoder.generate(**prompts([9]), max_new_tokens=20, eos_token_id=[], return_dict_in_generate=True)
+    assert min(step.nodes for step in out.stats.steps[2:]) > 6  # three columns of two levels
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {

@@ -5,7 +5,7 @@ from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from shape.cli.bench import parser as bench_parser
 from shape.cli.generate import parser as generate_parser
-from shape.drafters import NgramDrafter, TrainedDrafter, TreeShape
+from shape.drafters import HybridDrafter, NgramDrafter, SuffixDrafter, TrainedDrafter, TreeShape
 from shape.errors import ConfigError, UnsupportedGeneration
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.rules import (
@@ -78,18 +78,24 @@ def test_rules_that_draw_refuse_trees_that_drop_what_was_drawn(tiny_model, rule:
         rule.fit(decoder.drafter, decoder.target)
     for drafter in (None, NgramDrafter(), shape_drafter(TreeShape(depth=3, width=2))):
         assert rule.fit(drafter, decoder.target) is drafter
+        if drafter is not None:  # a hybrid does what its sources do
+            assert rule.fit(hybrid := HybridDrafter([SuffixDrafter(), drafter]), decoder.target) is hybrid
+    with pytest.raises(UnsupportedGeneration, match=f"'{rule.name}' is biased where drawn nodes are dropped"):
+        rule.fit(HybridDrafter([SuffixDrafter(), decoder.drafter]), decoder.target)
 
 
 def test_transport_takes_trees_that_drop_nodes_by_what_was_known_before(tiny_model):
     decoder = ShapeDecoder(tiny_model(), shape_drafter(TreeShape(depth=3, width=2, nodes=4)))
-    assert Transport().fit(decoder.drafter, decoder.target) is decoder.drafter
+    for drafter in (decoder.drafter, HybridDrafter([SuffixDrafter(), decoder.drafter])):
+        assert Transport().fit(drafter, decoder.target) is drafter
 
     class Others(TrainedDrafter):
         draws_one_child = False
 
     others = Others(decoder.drafter.predictor, TreeShape(depth=3, width=2, nodes=4))
-    with pytest.raises(UnsupportedGeneration, match="'transport' is biased where drawn nodes are dropped"):
-        Transport().fit(others, decoder.target)
+    for drafter in (others, HybridDrafter([SuffixDrafter(), others])):
+        with pytest.raises(UnsupportedGeneration, match="'transport' is biased where drawn nodes are dropped"):
+            Transport().fit(drafter, decoder.target)
 
 
 def test_the_papers_rule_takes_full_trees_and_refuses_what_has_none(tiny_model):

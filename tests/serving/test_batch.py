@@ -7,7 +7,17 @@ import pytest
 import torch
 from helpers import BASELINES, predictor
 
-from shape.drafters import Committed, Drafter, HybridDrafter, NgramDrafter, SuffixDrafter, TrainedDrafter, TreeShape
+from shape.drafters import (
+    Committed,
+    Drafter,
+    GeodesicDrafter,
+    HybridDrafter,
+    LookaheadDrafter,
+    NgramDrafter,
+    SuffixDrafter,
+    TrainedDrafter,
+    TreeShape,
+)
 from shape.serving.batch import BatchDrafter, Computed, likeliest_chains
 from shape.target.model import Target
 from shape.verification.sampling import Sampler
@@ -142,6 +152,17 @@ def test_hybrids_of_requests_that_come_and_go(target):
     for scheduled in ([0], [0, 1], [1, 2], [2, 0, 1], [0, 2]):
         engine.step(scheduled)
         assert scheduled != [0] or engine.drafts[0]  # later only where it has been worth its time
+    for text, length in zip(engine.texts, engine.prompts, strict=True):
+        assert text == plain(target, text[:length], len(text) - length)
+
+
+@pytest.mark.parametrize("drafter", [LookaheadDrafter(), GeodesicDrafter()], ids=str)
+def test_drafts_that_depend_on_earlier_steps_or_on_the_batch(target, drafter):
+    drafter.bind(target)
+    engine = Engine(target, drafter, texts(12, 5, 8))
+    for scheduled in ([0], [0, 1], [1, 2], [2, 0, 1], [0, 2]):
+        engine.step(scheduled)
+        assert all(engine.drafts[request] for request in scheduled)
     for text, length in zip(engine.texts, engine.prompts, strict=True):
         assert text == plain(target, text[:length], len(text) - length)
 

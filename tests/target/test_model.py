@@ -1,5 +1,6 @@
 """Loading, identity, features and logits of targets."""
 
+import hashlib
 from copy import deepcopy
 
 import pytest
@@ -48,6 +49,18 @@ def test_identity_names_what_differs(tiny_target, tiny_model, tiny_tokenizer):
     assert [text.split(" (")[0] for text in tiny_target.identity.differences(other.identity)] == ["output embedding"]
     without_tokenizer = Target(tiny_target.model)
     assert tiny_target.identity.differences(without_tokenizer.identity) == []
+
+
+def test_several_templates_by_name_are_in_the_identity(tiny_target, tiny_tokenizer):
+    before, hashes = Target(tiny_target.model, tiny_tokenizer).identity, set()
+    assert before.template_hash == hashlib.sha256(tiny_tokenizer.chat_template.encode()).hexdigest()[:16]
+    for templates in ({"default": "a", "tool_use": "b"}, {"tool_use": "b", "default": "a"}, {"default": "a"}):
+        tokenizer = deepcopy(tiny_tokenizer)
+        tokenizer.chat_template = templates
+        identity = Target(tiny_target.model, tokenizer).identity
+        assert [text.split(" (")[0] for text in identity.differences(before)] == ["chat template"]
+        hashes.add(identity.template_hash)
+    assert len(hashes) == 2  # in whatever order
 
 
 def test_gradients_end_at_the_target(tiny_target, tiny_target_folder):

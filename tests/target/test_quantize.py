@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import FalconConfig, FalconForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
 from shape.cli.generate import main as generate
@@ -139,6 +139,14 @@ def test_what_cannot_be_quantised(tiny_model, tiny_target_folder):
     ):
         with pytest.raises(ConfigError, match=reason):
             Target.load(tiny_target_folder, **{"device_map": "cpu", **options})
+
+
+def test_a_family_with_linear_layers_of_its_own_is_refused(tmp_path):
+    """All of its weights but the output embedding's would stay floats."""
+    config = FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    FalconForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="a FalconForCausalLM has none but its output embedding"):
+        Target.load(tmp_path, device_map="cpu", quantize="int8")
 
 
 def test_the_option_of_commands(tiny_target_folder, capsys):

@@ -75,6 +75,16 @@ def test_first_path_follows_first_children(parent):
     assert path[-1] not in parent[1:]
 
 
+def test_the_path_of_a_target_for_chains_is_the_likeliest():
+    """A hybrid's trees have the nodes of its first source first."""
+    odds = torch.tensor([[1.0, 0.2, 0.7, 0.1, 0.6, 0.3]]).log()
+    tree = TokenTree(torch.arange(6)[None], torch.tensor([[-1, 0, 0, 1, 2, 2]]), joint=odds)
+    assert first_path(tree).tokens.tolist() == [[0, 2, 4]]
+    drawn = replace(tree, log_q=torch.zeros(1, 6, 7))
+    for other in (drawn, replace(tree, joint=None)):
+        assert first_path(other).tokens.tolist() == [[0, 1, 3]]
+
+
 @given(st.data())
 def test_keep_best_stays_a_tree_and_keeps_the_best(data):
     parent = [-1, *(data.draw(st.integers(0, i - 1)) for i in range(1, 10))]

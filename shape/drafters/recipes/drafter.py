@@ -4,13 +4,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from math import log
 from pathlib import Path
-from typing import Self
 
 from torch import Tensor
 
 from shape.drafters.base import Committed, Drafter
 from shape.drafters.growing import Paths
-from shape.drafters.recipes.misses import miss_of, write_misses
+from shape.drafters.recipes.misses import miss_of, open_log, write_misses
 from shape.drafters.recipes.pack import CONTINUATIONS, Counts, Pack, Recipe
 from shape.target.model import Target
 from shape.verification.sampling import Sampler
@@ -33,13 +32,19 @@ class RecipeDrafter(Drafter):
     """
 
     name = "recipes"
+    kept: list[tuple[int, list[Recipe]]]  # length of the text at the last look-up, and what that found
 
     def __init__(self, pack: Pack, nodes: int = 12, misses: str | Path | None = None) -> None:
         self.pack, self.nodes = pack, nodes
         self.misses = None if misses is None else Path(misses)
 
+    def __str__(self) -> str:
+        return f"recipes, {self.nodes} nodes, pack {self.pack.hash[:8]}"
+
     def bind(self, target: Target) -> None:
         self.pack.require(target)
+        if self.misses is not None:
+            open_log(self.misses)
         self._prefix = self.pack.prefix
         self._kinds = kinds_of_tokens(target)
         self._literal: dict[tuple[int, ...], list[Recipe]] = defaultdict(list)
@@ -53,20 +58,13 @@ class RecipeDrafter(Drafter):
                 known.append(Recipe(shape, tokens, times))
 
     def start(self, committed: Committed, hidden: Tensor) -> None:
-        # Per sequence the length of its text at the last look-up, and what that found.
-        self._found: list[tuple[int, list[Recipe]]] = [(len(text), []) for text in committed.texts]
-
-    def select(self, rows: Tensor) -> None:
-        self._found = [self._found[row] for row in rows.tolist()]
-
-    def join(self, other: Self) -> None:
-        self._found += other._found
+        self.kept = [(len(text), []) for text in committed.texts]
 
     def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
         if self.misses is not None:
             self._log(committed.texts, self.misses)
-        self._found = [(len(text), self.lookup(text[-self._prefix :])) for text in committed.texts]
-        return ragged_tree(committed.root, [self._grown(recipes) for _, recipes in self._found])
+        self.kept = [(len(text), self.lookup(text[-self._prefix :])) for text in committed.texts]
+        return ragged_tree(committed.root, [self._grown(recipes) for _, recipes in self.kept])
 
     def lookup(self, prefix: Sequence[int]) -> list[Recipe]:
         """Recipes for the last tokens of a text, the most frequent first."""
@@ -88,7 +86,7 @@ class RecipeDrafter(Drafter):
 
     def _log(self, texts: Sequence[Sequence[int]], file: Path) -> None:
         misses = []
-        for text, (start, recipes) in zip(texts, self._found, strict=True):
+        for text, (start, recipes) in zip(texts, self.kept, strict=True):
             miss = miss_of(text, start, [recipe.tokens for recipe in recipes], self._prefix)
             misses += [] if miss is None else [miss]
         write_misses(file, misses)

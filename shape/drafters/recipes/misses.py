@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from shape.drafters.base import common_length
 from shape.drafters.recipes.pack import Counts, recipes_of
-from shape.errors import CheckpointError
+from shape.errors import CheckpointError, ConfigError
 from shape.files import reading, typed
 
 
@@ -42,8 +42,23 @@ def miss_of(text: Sequence[int], start: int, found: Sequence[Sequence[int]], pre
     return Miss(list(text[at - prefix : at]), list(text[at:]), list(said[right:]))
 
 
+def open_log(path: Path) -> None:
+    """See to it that misses can be written there: not in the middle of a text is it found out that they cannot.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"misses cannot be written to {path} ({error}); give another file") from error
+
+
 def write_misses(path: Path, misses: Sequence[Miss]) -> None:
     """Add them to the log."""
+    if not misses:
+        return
     with path.open("a") as file:
         file.writelines(f"{json.dumps(miss._asdict())}\n" for miss in misses)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shape.errors import CheckpointError, TargetMismatch
+from shape.errors import CheckpointError, ConfigError, TargetMismatch
 from shape.files import reading, written_whole
 from shape.target.identity import TargetIdentity
 from shape.target.model import Target
@@ -147,6 +147,7 @@ def merged(packs: Sequence[Pack], most: int = 15_000, more: Counts | None = None
 
     Raises:
         TargetMismatch: they are of targets with other tokens.
+        ConfigError: their recipes are for other numbers of tokens, of which one alone is looked up.
     """
     first, counts = packs[0], Counts(more)
     for pack in packs:
@@ -156,6 +157,12 @@ def merged(packs: Sequence[Pack], most: int = 15_000, more: Counts | None = None
             )
         for recipe in pack.recipes:
             counts[recipe.prefix, recipe.tokens] += recipe.times
+    sizes = sorted({len(prefix) for prefix, _ in counts})
+    if len(sizes) > 1:
+        raise ConfigError(
+            f"recipes for {sizes[0]} and for {sizes[-1]} tokens cannot be in one pack, which looks up one number of "
+            "them; merge packs that were compiled with the same prefix"
+        )
     return pack_of(first.target, counts, min(p.samples for p in packs), sum(p.prompts for p in packs), most)
 
 

@@ -8,7 +8,7 @@ from shape.drafters import Committed
 from shape.drafters.recipes.drafter import RecipeDrafter
 from shape.drafters.recipes.misses import Miss, read_misses, recipes_of_misses
 from shape.drafters.recipes.pack import Pack, Recipe, merged, pack_of, recipes_of
-from shape.errors import CheckpointError
+from shape.errors import CheckpointError, ConfigError
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
 from shape.verification.sampling import Sampler
@@ -40,6 +40,13 @@ def test_looks_up_what_stands_there_and_then_its_shape(tiny_target):
     assert drafter.lookup([letter_c, three]) == [] and drafter.lookup([one]) == []
 
 
+def test_descriptions_tell_packs_and_settings_apart(tiny_target):
+    one, other = pack(tiny_target, ((5, 6), (7,), 1)), pack(tiny_target, ((5, 6), (8,), 1))
+    made = [RecipeDrafter(one), RecipeDrafter(other), RecipeDrafter(one, nodes=3)]
+    assert len({drafter.describe() for drafter in made}) == 3
+    assert RecipeDrafter(one, misses="log").describe() == made[0].describe()  # drafts alike
+
+
 def test_misses_are_logged_with_what_followed(tiny_target, tmp_path):
     log = tmp_path / "misses.jsonl"
     drafter = RecipeDrafter(pack(tiny_target, ((5, 6), (7,), 1)), misses=log)
@@ -51,6 +58,14 @@ def test_misses_are_logged_with_what_followed(tiny_target, tmp_path):
     log.write_text("nothing")
     with pytest.raises(CheckpointError, match=r"misses\.jsonl cannot be read"):
         read_misses(log)
+
+
+def test_the_log_is_there_before_anything_is_written(tiny_target, tmp_path):
+    log = tmp_path / "new" / "folder" / "misses.jsonl"
+    RecipeDrafter(pack(tiny_target, ((5, 6), (7,), 1)), misses=log).bind(tiny_target)
+    assert read_misses(log) == []
+    with pytest.raises(ConfigError, match=f"misses cannot be written to {tmp_path} "):
+        RecipeDrafter(pack(tiny_target, ((5, 6), (7,), 1)), misses=tmp_path).bind(tiny_target)
 
 
 def test_wrong_predictions_are_logged_and_the_next_pack_knows_better(tiny_target, tmp_path):

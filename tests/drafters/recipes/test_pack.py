@@ -8,7 +8,7 @@ import pytest
 
 from shape.drafters.recipes.drafter import RecipeDrafter
 from shape.drafters.recipes.pack import Pack, Recipe, merged, pack_of
-from shape.errors import CheckpointError, TargetMismatch
+from shape.errors import CheckpointError, ConfigError, TargetMismatch
 from shape.target.model import Target
 
 
@@ -50,6 +50,16 @@ def test_packs_of_other_tokens_are_refused(tiny_target, tiny_model):
         RecipeDrafter(pack(tiny_target)).bind(other)
     with pytest.raises(TargetMismatch, match="packs of tiny and other have other tokens"):
         merged([pack(tiny_target), Pack(other.identity, (), 3, 2)])
+
+
+def test_packs_that_look_up_other_numbers_of_tokens_are_not_merged(tiny_target):
+    """The shorter ones of their recipes would never be found."""
+    four, three = pack(tiny_target, ((1, 2, 3, 4), (5,), 9)), pack(tiny_target, ((1, 2, 3), (5,), 9))
+    with pytest.raises(ConfigError, match="recipes for 3 and for 4 tokens cannot be in one pack"):
+        merged([four, three])
+    with pytest.raises(ConfigError, match="merge packs that were compiled with the same prefix"):
+        merged([four], more=Counter({((1, 2), (3,)): 2}))
+    assert merged([four, pack(tiny_target)]).recipes == four.recipes  # one that is empty looks up nothing
 
 
 def test_merging_adds_up(tiny_target):
