@@ -79,10 +79,10 @@ def test_pushed_to_the_hub(tiny_target, tiny_predictor_folder, monkeypatch):
 
 
 def test_a_decoder_says_what_it_is(tiny_target):
-    said = repr(ShapeDecoder(tiny_target, "suffix"))
+    said = repr(ShapeDecoder(tiny_target, "ngram"))
     assert said == (
-        "ShapeDecoder(target='tiny', drafter='suffix', dtype='float32', device='cpu', acceptance='match', "
-        "lossless=True)"
+        "ShapeDecoder(target='tiny', drafter='ngram, 8 tokens behind 4 to 2 equal ones', dtype='float32', "
+        "device='cpu', acceptance='match', lossless=True)"
     )
     assert "drafter='none'" in repr(ShapeDecoder(tiny_target))
 

@@ -43,10 +43,10 @@ def test_the_trace_agrees_with_the_output_and_the_target(tiny_model, name, rule)
         options |= {"do_sample": True, "temperature": 0.8, "top_k": 0, "acceptance": rule}
 
     def decoder() -> ShapeDecoder:
-        if rule in ("rejection", "traversal") and name == "tree":
-            drafter = TrainedDrafter(predictor(), TreeShape(depth=3, width=2))
-        else:
-            drafter = DRAFTERS[name]()
+        drafter = DRAFTERS[name]()
+        if rule in ("rejection", "traversal") and name in ("tree", "hybrid"):  # which must not drop what was drawn
+            whole = TrainedDrafter(predictor(), TreeShape(depth=3, width=2))
+            drafter = whole if name == "tree" else HybridDrafter([SuffixDrafter(shortest=1), whole])
         return ShapeDecoder(model, drafter, fall_back=False)
 
     out = decoder().generate(**batch, **options, trace=True)
