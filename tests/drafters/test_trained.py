@@ -8,6 +8,7 @@ from helpers import predictor as build
 
 from shape.drafters import Committed, TrainedDrafter, TreeShape, biases
 from shape.errors import TargetMismatch
+from shape.networks.base import Known
 from shape.networks.config import ShapeConfig
 from shape.networks.shape import ShapePredictor, roll, windows
 from shape.networks.teacher_forcing import Reader, Texts, known_in
@@ -71,7 +72,7 @@ def test_children_are_the_best_of_each_nodes_own_path(target, mode, temperature)
             window = windows(hidden[row : row + 1], torch.tensor([[end]]), 4)[0, 0]
             tokens = tree.tokens[row, path]
             embeddings = target.embed(tokens if mode[1] == "path" else tokens[:1].expand(len(path)))
-            state = network(window, embeddings, len(path))[-1]
+            state = network.unroll(Known(window, [], None, None), embeddings, len(path))[-1]
             logits = target.logits(state).expand(2, 1, -1)
             noise = sampler.draft_noise(len(path), token_hashes(torch.arange(64)))[-1]
             scores = sampler.draft_scores(logits, len(path) - 1, noise)[row, 0]
