@@ -91,10 +91,9 @@ class Prepared(NamedTuple):
         for one in (*self.processors, *self.criteria):
             if (option := _OURS.get(type(one))) is None:
                 continue
-            told = getattr(self.config, option)
             ends = getattr(one, "eos_token_id", None)
             same_ends = ends is None or sorted(ends.flatten().tolist()) == sorted(_end_tokens(self.config))
-            if not same_ends or (option != "eos_token_id" and getattr(one, option) != told):
+            if not same_ends or (option != "eos_token_id" and getattr(one, option) != getattr(self.config, option)):
                 raise UnsupportedGeneration(
                     f"{type(one).__name__} in logits_processor or stopping_criteria is not carried out here; say what "
                     f"it says by the option {option}"
