@@ -64,7 +64,7 @@ class ModelDrafter(Drafter):
                 f"{target.vocab_size}, and no tokenizer says that they are the same; give one of the same vocabulary"
             )
         self._target_size = target.vocab_size
-        self._share = _size(self.model) / _size(target)
+        self._share = self.model.model.get_memory_footprint() / target.model.get_memory_footprint()
         support_of(self.model)
         # Tables of tokens are padded to other sizes in models of one family.
         self._size = min(self.model.vocab_size, target.vocab_size)
@@ -188,8 +188,3 @@ class ModelDrafter(Drafter):
         tree = root_only(torch.zeros(rows, dtype=torch.long, device=self.model.device))
         for _ in range(passes):
             self.model.logits(self._forward(tree))
-
-
-def _size(model: Target) -> int:
-    """Bytes of the weights."""
-    return max(sum(weight.nbytes for weight in model.model.parameters()), 1)

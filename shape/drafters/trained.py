@@ -77,7 +77,9 @@ class TrainedDrafter(Drafter):
         return (self.predictor,)
 
     def describe(self, beside: torch.device | None = None) -> str:
-        sums = [parameter.double().sum().item() for parameter in self.predictor.parameters()]
+        sums = [
+            weight.cpu().double().sum().item() for weight in self.predictor.parameters()
+        ]  # Apple's GPUs have no double
         where = "" if beside in (None, self.predictor.device) else f", on {self.predictor.device}"
         return f"{self.name}, {self.tree}, weights {sha256(repr(sums).encode()).hexdigest()[:8]}{where}"
 

@@ -57,6 +57,13 @@ def bench(options: BenchOptions) -> list[SpeedResults]:
     given = training_text(options.training_data) if options.training_data else {}
     Path(options.output).mkdir(parents=True, exist_ok=True)  # where it cannot be made, nothing is loaded in vain
     target, methods = load_methods(options)
+    longest = max((length for length in lengths if length is not None), default=None)
+    room = target.max_positions
+    if longest is not None and room is not None and longest + options.max_new_tokens > room:
+        raise ConfigError(  # now, and not when it is this length's turn
+            f"contexts of {longest} tokens and {options.max_new_tokens} new ones exceed the {room} positions of target "
+            f"{target.name}; give fewer"
+        )
     if target.name == _SHIPPED_TARGET and not given:
         given = training_text([bundled.path("data", name) for name in _SHIPPED_TEXT])
     suite_names = "+".join(name.split(".")[0] for name in names)

@@ -28,6 +28,7 @@ _VOCABULARY_SHARE = 4  # of the vocabulary, at most its quarter
 _VOCABULARY_UNIT = 256
 _READ_SHARE = 25  # of what the target's step reads, a twenty-fifth
 _NARROWEST, _WIDTH_UNIT = 512, 64
+_HEAD_SIZE = 32  # of a draft model
 
 
 def parameters(config: ShapeConfig) -> int:
@@ -76,6 +77,26 @@ def draft_vocabulary(texts: Iterable[tuple[Tensor, Tensor]], size: int, vocab_si
     for input_ids, loss_mask in texts:
         counts += input_ids[loss_mask].long().bincount(minlength=vocab_size)
     return counts.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def draft_model(hidden_size: int, width: int | None, layers: int, heads: int | None) -> tuple[int, int]:
+    """Width and attention heads of a draft model for a target of this hidden size.
+
+    Args:
+        width: None is a third of the target's, in whole heads.
+        heads: None makes them 32 wide.
+
+    Raises:
+        ConfigError: heads that do not divide the width into even parts, or no layer.
+    """
+    width = width or max(hidden_size // 3 // _HEAD_SIZE, 1) * _HEAD_SIZE
+    heads = heads or max(width // _HEAD_SIZE, 1)
+    if width % heads or width // heads % 2 or layers < 1:
+        raise ConfigError(
+            f"a draft model of width {width} with {heads} heads and {layers} layers cannot be made; give a width that "
+            "the heads divide into even parts, and at least one layer"
+        )
+    return width, heads
 
 
 def width(size: Size, parameters: Callable[[int], int]) -> int:

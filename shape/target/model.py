@@ -271,13 +271,14 @@ class Target:
             layers: -1 is h, before the output embedding (after the final norm); k >= 0 is the output of block k
                 (0 = embeddings). Several are laid side by side.
         """
+        kept = sorted({layer for layer in layers if layer >= 0})  # all others are freed on the way
         outputs = self._body(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
             use_cache=cache is not None,
             **{cache_name(type(self._body).forward): cache},
-            **({} if tuple(layers) == (-1,) else {"output_hidden_states": True}),
+            **({"output_hidden_states": kept} if kept else {}),
         )
         if tuple(layers) == (-1,):
             return outputs.last_hidden_state.to(self.device)

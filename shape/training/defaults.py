@@ -89,8 +89,9 @@ def network_config(options: TrainOptions, target: Target | Size) -> ShapeConfig 
     Raises:
         ConfigError: it cannot be for this target.
     """
-    given = asdict(options.predictor)
-    if options.predictor.kind == "model":
+    chosen, given = options.predictor, asdict(options.predictor)
+    if chosen.kind == "model":
+        sizing.draft_model(target.hidden_size, chosen.intermediate_size, chosen.num_layers, chosen.num_heads)
         return None
     if (given["draft_vocab_size"] or 0) > target.vocab_size:
         raise ConfigError(

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from shape.drafters import Drafter, ModelDrafter
-from shape.errors import ConfigError
+from shape.networks import sizing
 from shape.networks.teacher_forcing import examples
 from shape.target.model import Target
 from shape.training.batches import Batch
@@ -15,26 +15,13 @@ from shape.training.chunks import chunked_sum, rows_in_chunk
 from shape.training.losses import step_sum, supervised
 from shape.training.module import DrafterModule
 
-_HEAD_SIZE = 32
-
 
 def draft_model(target: Target, width: int | None, layers: int, heads: int | None) -> LlamaForCausalLM:
     """An untrained Llama with the target's vocabulary and positions, its embedding tied: most of its parameters.
 
-    Args:
-        width: of its states; None is a third of the target's, in whole heads.
-        heads: attention heads; None makes them 32 wide.
-
-    Raises:
-        ConfigError: heads that do not divide the width into even parts, or no layer.
+    Sizes are those of `shape.networks.sizing.draft_model`, which raises for what cannot be made.
     """
-    width = width or max(target.hidden_size // 3 // _HEAD_SIZE, 1) * _HEAD_SIZE
-    heads = heads or max(width // _HEAD_SIZE, 1)
-    if width % heads or width // heads % 2 or layers < 1:
-        raise ConfigError(
-            f"a draft model of width {width} with {heads} heads and {layers} layers cannot be made; give a width that "
-            "the heads divide into even parts, and at least one layer"
-        )
+    width, heads = sizing.draft_model(target.hidden_size, width, layers, heads)
     eos = target.eos_token_ids
     config = LlamaConfig(
         vocab_size=target.vocab_size,

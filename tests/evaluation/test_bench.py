@@ -293,6 +293,7 @@ def test_defaults_are_those_of_the_documentation():
         (["--batch_size", "[2,2]"], "holds no value, or one twice"),
         (["--batch_size", "9"], "cannot be filled with 3 prompts"),
         (["--context_length", "0"], "give positive numbers"),
+        (["--context_length", "[64,250]"], "contexts of 250 tokens and"),
         (
             ["--batch_size", "2", "--methods", "[autoregressive,transformers-lookup]"],
             "one prompt at a time for transformers-lookup",

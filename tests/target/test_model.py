@@ -1,6 +1,7 @@
 """Loading, identity, features and logits of targets."""
 
 import hashlib
+import weakref
 from copy import deepcopy
 
 import pytest
@@ -21,6 +22,19 @@ def test_features_are_the_states_behind_the_logits(tiny_target):
     assert torch.allclose(tiny_target.logits(features[..., 32:]), expected, atol=1e-5)
     states = tiny_target.model(ids, output_hidden_states=True).hidden_states
     assert torch.equal(features[..., :32], states[1])
+
+
+def test_states_that_nobody_reads_are_freed_on_the_way(tiny_target_folder):
+    target = Target.load(str(tiny_target_folder))
+    blocks, norm, alive = target.model.model.layers, target.model.model.norm, []
+    states: list[weakref.ref[torch.Tensor]] = []
+    for block in blocks:
+        block.register_forward_hook(
+            lambda _, __, out: states.append(weakref.ref(out[0] if isinstance(out, tuple) else out))
+        )
+    norm.register_forward_pre_hook(lambda *_: alive.extend(own() is not None for own in states))
+    target.features(torch.arange(6)[None], layers=(0, -1))
+    assert alive == [False, True]  # the last is the norm's input
 
 
 def test_output_rows_are_what_logits_are_made_of(tiny_target):

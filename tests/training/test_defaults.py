@@ -36,6 +36,12 @@ def test_a_draft_costs_a_small_part_of_a_step(config):
     assert Forecast(before, size, SHAREGPT, torch.bfloat16).draft.relative > 0.17
 
 
+def test_a_draft_model_that_cannot_be_made_is_told_before_anything_is_loaded():
+    options = TrainOptions(target="T", predictor=PredictorOptions(kind="model", num_heads=5))
+    with pytest.raises(ConfigError, match="with 5 heads and 1 layers cannot be made"):
+        network_config(options, size_of(LlamaConfig(**LLAMA_8B)))
+
+
 def test_processes_share_what_is_learned():
     size = size_of(LlamaConfig(**LLAMA_8B))
     given = ["--target=T", "--trainer.devices=8", "--trainer.accelerator=cpu"]
