@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import chdir
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from eval import commands
@@ -32,6 +33,7 @@ from eval.ablation.plan import over
 from eval.ablation.search import SHAPES, search
 from shape import bundled
 from shape.data.conversations import evenly
+from shape.drafters import TreeShape
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import Estimate
@@ -309,13 +311,13 @@ def table(found: Mapping[str, dict[str, Any]], at: str) -> str:
     same = ("seeds", "trained")  # a part of the methods may be all that is measured on the others yet
     names = [name for name in names if all(list(found[name][key]) == list(first[key]) for key in same)]
     searched = any(line["at"][at].get("drafts") for line in first["lines"])
-    header = ["method", "parameters", "positions/s", "steps", *(["found by the search", "draft"] if searched else [])]
+    header = ["method", "parameters", "positions/s", "steps", *(_SEARCHED if searched else [])]
     for name in names:
         header += [f"{part}{f', {name}' if len(names) > 1 else ''}" for part in _COLUMNS]
     rows = [
         [
             name,
-            *[DASH] * (3 + 2 * searched),
+            *[DASH] * (3 + len(_SEARCHED) * searched),
             *(cell for each in names for cell in _cells(found[each]["others"][at][name])),
         ]
         for name in first["others"][at]
@@ -324,12 +326,16 @@ def table(found: Mapping[str, dict[str, Any]], at: str) -> str:
         trained = list(first["trained"][line["variant"]].values())
         rates = [one["positions_per_second"] for one in trained if one["positions_per_second"]]
         steps = sorted({one["steps"] for one in trained})
-        settled = [_found(first, line["variant"]), next(iter(line["at"][at]["drafts"]))] if searched else []
+        settled = []
+        if searched:
+            lengths = [one["record"]["validation"]["value"] for one in trained]
+            alike = f"{mean(lengths):.2f} ({min(lengths):.2f}–{max(lengths):.2f})"
+            settled = [_found(first, line["variant"]), alike, next(iter(line["at"][at]["drafts"]))]
         ours = [found[each]["lines"][number]["at"][at] for each in names]
         rows.append([
             line["label"],
             f"{trained[0]['parameters'] / 1e6:.2f}M",
-            show(sum(rates) / len(rates) if rates else None, ",.0f"),
+            show(mean(rates) if rates else None, ",.0f"),
             "–".join(map(str, dict.fromkeys((steps[0], steps[-1])))),
             *settled,
             *(cell for one in ours for cell in _cells(one["summary"], one["anatomy"])),
@@ -342,6 +348,11 @@ def table(found: Mapping[str, dict[str, Any]], at: str) -> str:
         f"{', '.join(map(str, first['seeds']))} summed up; intervals are over prompts; speed-ups are over "
         f"{settings['baseline']}. Accepted: at each depth, of the drafts accepted so far."
     )
+    if searched:
+        note += (
+            " In one shape for all: acceptance length on validation prompts at temperature 0, a mean over the seeds "
+            f"and their range, where all draft alike, {_alike(first)}."
+        )
     return "\n\n".join([markdown(header, rows), note, place.line()])
 
 
@@ -352,6 +363,13 @@ def _found(record: Mapping[str, Any], name: str) -> str:
     return ", ".join(f"{name} {'all' if value is None else value}" for name, value in given.items()) or "as configured"
 
 
+def _alike(record: Mapping[str, Any]) -> str:
+    """The shape of drafts in the search."""
+    tree = TreeShape(**next(iter(record["options"]["variants"].values()))["tree"])
+    return f"{tree.depth} deep at most, {tree.width} wide, {tree.nodes} nodes"
+
+
+_SEARCHED = ("found by the search", "acceptance length in one shape for all", "its own draft")
 _COLUMNS = ("acceptance length (95 %)", "accepted at 1, 2, ...", "speed-up (95 %)")
 
 

@@ -6,7 +6,7 @@ decoding"; HyperTensor's paper C, OTT-Decode; and what publications of the peers
 
 from collections.abc import Sequence
 
-from eval.claims.committed import OTHER, SHIPPED, SMALL, Claim, Committed, Ours, numbers, shares, times
+from eval.claims.committed import BASELINES, OTHER, SHIPPED, SMALL, Claim, Committed, Ours, numbers, shares, times
 from eval.claims.paper import SHAPE
 from shape.drafters.cost import break_even
 
@@ -271,7 +271,7 @@ OTT = [
 
 
 def eagle(read: Committed) -> Ours:
-    found = [read.variant(name, "eagle") for name in ("rivals-shipped", "rivals-chat-12m")]
+    found = [read.variant(name, "eagle") for name in BASELINES]
     return "; ".join(f"{ratio:.2f}x ({length:.2f})" for ratio, length in found), None
 
 
@@ -299,7 +299,8 @@ def hybrids(read: Committed) -> Ours:
 
 PEERS = [
     Claim("EAGLE-3 on Llama-3.1-8B", "MT-Bench 2.4x (3.9 tokens), HumanEval 3.0x (4.9), MATH500 3.3x (5.4), "
-          "GSM8K 1.75x (3.0)", eagle, OTHERS + "; like acceptance, dearer drafts"),
+          "GSM8K 1.75x (3.0)", eagle,
+          "another target and text; drafts, by torch's operations, cost as much as this target's steps"),
     Claim("acceptance length from 5,000 dialogues", "about 1.5", few_dialogues,
           "4,000 here, of a few kinds, and a target that is easy to foresee"),
     Claim("chains beat trees at small budgets", "in most runs", chains,
