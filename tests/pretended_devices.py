@@ -25,8 +25,9 @@ from shape.generation.decoder import ShapeDecoder
 from shape.generation.eager import EagerSteps
 from shape.generation.fixed import FixedSteps
 from shape.generation.stage import Stage
+from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
-from shape.networks.shape import ShapePredictor
+from shape.networks.registry import PREDICTORS
 from shape.target.model import Target
 
 KIND = "pretended"
@@ -133,10 +134,11 @@ def model_of(config: PretrainedConfig) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
 
 
-def predictor_of(target: Target, **options: Any) -> ShapePredictor:
+def predictor_of(target: Target, **options: Any) -> Predictor:
     torch.manual_seed(0)
-    config = ShapeConfig(hidden_size=target.hidden_size, intermediate_size=48, num_layers=1, **options)
-    predictor = ShapePredictor(config).double().eval()
+    options = {"intermediate_size": 48, "num_layers": 1, "vocab_size": 64, **options}
+    config = ShapeConfig(hidden_size=target.hidden_size, **options)
+    predictor = PREDICTORS[config.kind](config).double().eval()
     if config.draft_vocab_size is not None:
         predictor.draft_vocabulary = torch.arange(8, 8 + config.draft_vocab_size)
     return predictor
@@ -249,12 +251,20 @@ def check_that_fixed_steps_are_silent(config: PretrainedConfig) -> None:
             silent = False
 
     def decoders(model: PreTrainedModel, **options: Any) -> Iterator[ShapeDecoder]:
-        network = predictor_of(Target(model), step_mode="recursive", token_conditioning="path")
-        if KIND in str(model.device):
-            put(network, model.device)
         texts = [row.tolist() for row in torch.cat([ids, ids, ids], dim=1)]
-        shapes = (TreeShape(depth=4, width=3, nodes=7), TreeShape(depth=3, width=1))
-        for drafter in (None, OracleDrafter(texts, 0.3), *(TrainedDrafter(network, shape) for shape in shapes)):
+        drafters = [None, OracleDrafter(texts, 0.3)]
+        tree, line = TreeShape(depth=4, width=3, nodes=7), TreeShape(depth=3, width=1)
+        for given, shapes in (
+            ({"step_mode": "recursive", "token_conditioning": "path"}, (tree, line)),
+            ({"kind": "eagle", "feature_layers": [1, 2, -1], "own_heads": True}, (tree, line)),
+            ({"kind": "peagle", "feature_layers": [1, 2], "num_steps": 4, "mask_token_id": 5}, (tree,)),
+            ({"kind": "block", "feature_layers": [0, 1], "markov_rank": 4, "mask_token_id": 5}, (tree,)),
+        ):
+            network = predictor_of(Target(model), **given)
+            if KIND in str(model.device):
+                put(network, model.device)
+            drafters += [TrainedDrafter(network, shape) for shape in shapes]
+        for drafter in drafters:
             yield ShapeDecoder(model, drafter, fall_back=False, **options)
 
     model = model_of(config)
@@ -264,8 +274,9 @@ def check_that_fixed_steps_are_silent(config: PretrainedConfig) -> None:
         put(model, device)
         for decoder in decoders(model, graphs=FixedSteps(slots=32)):
             for more in ({}, sampled):
-                found = decoder.generate(ids.to(device), mask.to(device), **options, **more)
-                assert torch.equal(found.cpu(), expected.pop(0))
+                here = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+                found = decoder.generate(**here, **options, **more, return_dict_in_generate=True)
+                assert found.stats.graphs and torch.equal(found.sequences.cpu(), expected.pop(0))
     assert steps > 50 and not expected
 
 

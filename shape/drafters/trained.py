@@ -93,8 +93,6 @@ class TrainedDrafter(Drafter):
         return other
 
     def why_not_fixed(self, target: Target) -> str | None:
-        if len(self.layers) > 1:
-            return f"drafter {self.name} reads several layers"
         return None if self.predictor.device == target.device else "drafts are made on another device"
 
     def limit_draft(self, num_draft_tokens: int) -> None:

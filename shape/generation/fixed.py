@@ -199,7 +199,7 @@ def plan_of(batch: Batch, drafter: StaticDrafter) -> Plan:
         # Sequences that have ended go on, but not across it.
         support = replace(support, positions=target.switch.positions)
     root = torch.zeros(1, dtype=torch.long, device=target.device)
-    hidden = torch.zeros(1, 1, target.hidden_size, dtype=target.dtype, device=target.device)
+    hidden = torch.zeros(1, 1, len(drafter.layers) * target.hidden_size, dtype=target.dtype, device=target.device)
     state = drafter.start(Committed([[0, 0]], root + 2, root), hidden)
     return Plan(target, support, drafter, batch.sampler, state)
 
@@ -261,7 +261,7 @@ class StagedSteps(Steps):
         self._staged: list[SequenceState] = batch.sequences  # whose steps the present stage computes
 
     def prefill(self) -> list[int]:
-        self._prompts = commit_prompts(self.batch, room=0)
+        self._prompts = commit_prompts(self.batch, room=0, layers=self._drafter.layers)
         return self._prompts[1].root.tolist()
 
     def start(self) -> None:

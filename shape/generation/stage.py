@@ -205,7 +205,7 @@ class Stage:
         drafted = drafter.draft(self.state, self.memory, lengths, self.root, sampler) if drafts else None
         tree = StaticTree.of(root_only(self.root) if drafted is None else drafted)
         states = self.forward(tree)
-        accepted = sampler.match(self.target.logits(states), tree)
+        accepted = sampler.match(self.target.logits(states[..., -self.target.hidden_size :]), tree)
         deepest = drafter.depth + 1 if drafts else 1
         path, tokens, counts = accepted.path[:, :deepest], accepted.tokens[:, :deepest], accepted.counts
         proposed = (tree.parent >= 0).sum(1)
@@ -225,7 +225,9 @@ class Stage:
         """``tree_forward`` over the whole width, under an explicit mask."""
         self.cache.expect(tree.size)
         positions, masks = tree_inputs(self.target, self.support, self.cache, tree)
-        return self.target.hidden(tree.tokens, attention_mask=masks, position_ids=positions, cache=self.cache)
+        return self.target.hidden(
+            tree.tokens, attention_mask=masks, position_ids=positions, cache=self.cache, layers=self.drafter.layers
+        )
 
     def fill(self, content: Content, rows: Tensor) -> None:
         """Take these sequences, (R,) int64, of a call; what those behind them compute is not read."""

@@ -82,6 +82,7 @@ class StaticDrafter(ABC):
     Attributes:
         depth: drafted tokens on the longest path. nodes: of a tree, its root included. passes: see ``Drafter``.
         contiguous: whether every tree is a chain, whose commits move nothing.
+        layers: of the target whose states it reads, see ``Drafter``.
         memory: keys and values of its own for committed positions, behind ``start``.
     """
 
@@ -89,6 +90,7 @@ class StaticDrafter(ABC):
     nodes: int = 1
     passes: int = 0
     contiguous: bool = True
+    layers: tuple[int, ...] = (-1,)
     memory: KVCache | None = None
 
     @property
@@ -138,7 +140,7 @@ class StaticPredictor(StaticDrafter):
         self._drafter = copy(drafter)
         self._drafter.tree = tree = replace(drafter.tree, threshold=0.0)
         self._drafter.on_host = False
-        config = drafter.predictor.config
+        config, self.layers = drafter.predictor.config, drafter.layers
         self.depth = tree.depth if config.step_mode == "recursive" else min(tree.depth, config.num_steps)
         self.passes = self.depth
         branching, expanded = tree.branching or tree.width, 1

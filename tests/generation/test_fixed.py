@@ -49,6 +49,12 @@ def drafters(batch: dict[str, torch.Tensor], answers: torch.Tensor) -> dict[str,
         "shape parallel": TrainedDrafter(parallel, TreeShape(depth=3, width=2)),
         "attending tree": TrainedDrafter(predictor(attention=True, loud=True), TreeShape(depth=4, width=2, nodes=6)),
         "eagle chain": TrainedDrafter(predictor(kind="eagle", loud=True), TreeShape(depth=3, width=1)),
+        "tree of several layers": TrainedDrafter(
+            predictor(kind="eagle", feature_layers=[0, 1], own_heads=True, loud=True), TreeShape(depth=3, width=2)
+        ),
+        "block of several layers": TrainedDrafter(
+            predictor(kind="block", feature_layers=[1, -1], loud=True), TreeShape(depth=3, width=2)
+        ),
         "deep eagle tree": TrainedDrafter(
             predictor(kind="eagle", num_layers=2, loud=True), TreeShape(depth=3, width=2)
         ),
@@ -289,7 +295,7 @@ def test_what_waits_for_the_host_is_decoded_by_the_loop(tiny_model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain", "shape tree"])
+@pytest.mark.parametrize("kind", ["plain", "shape tree", "tree of several layers"])
 def test_compiled_steps_give_the_same_tokens(tiny_model, kind):
     model = tiny_model("llama")
     for batch in (prompts([9]), prompts([9, 4, 3])):
