@@ -107,8 +107,8 @@ def search(options: AblationOptions) -> AblationOptions:
                 raise CheckpointError(f"no training of {label} came to its end in the search; see {home}")
             records.sort(key=lambda one: -one[0].record["validation"]["value"])
             tried[label] += [
-                {"round": number + 1, "given": shares[label], "options": candidate, "steps": one.steps,
-                 "positions_per_second": one.positions_per_second, **one.record["validation"]}
+                {"round": number + 1, "commit": one.environment.get("commit"), "given": shares[label],
+                 "options": candidate, "steps": one.steps, "positions_per_second": one.positions_per_second, **one.record["validation"]}
                 for one, candidate in records
             ]  # fmt: skip
             left[label] = [candidate for _, candidate in records[: max(2, -(-len(found) // 3))]]
