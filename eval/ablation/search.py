@@ -108,7 +108,8 @@ def search(options: AblationOptions) -> AblationOptions:
             records.sort(key=lambda one: -one[0].record["validation"]["value"])
             tried[label] += [
                 {"round": number + 1, "commit": one.environment.get("commit"), "given": shares[label],
-                 "options": candidate, "steps": one.steps, "positions_per_second": one.positions_per_second, **one.record["validation"]}
+                 "options": candidate, "steps": one.steps, "positions_per_second": one.positions_per_second,
+                 **one.record["validation"]}
                 for one, candidate in records
             ]  # fmt: skip
             left[label] = [candidate for _, candidate in records[: max(2, -(-len(found) // 3))]]
