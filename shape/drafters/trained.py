@@ -77,9 +77,8 @@ class TrainedDrafter(Drafter):
         return (self.predictor,)
 
     def describe(self, beside: torch.device | None = None) -> str:
-        sums = [
-            weight.cpu().double().sum().item() for weight in self.predictor.parameters()
-        ]  # Apple's GPUs have no double
+        weights = (weight.cpu() for weight in self.predictor.parameters())  # Apple's GPUs have no float64
+        sums = [weight.double().sum().item() for weight in weights]
         where = "" if beside in (None, self.predictor.device) else f", on {self.predictor.device}"
         return f"{self.name}, {self.tree}, weights {sha256(repr(sums).encode()).hexdigest()[:8]}{where}"
 

@@ -271,7 +271,7 @@ class Target:
             layers: -1 is h, before the output embedding (after the final norm); k >= 0 is the output of block k
                 (0 = embeddings). Several are laid side by side.
         """
-        kept = sorted({layer for layer in layers if layer >= 0})  # all others are freed on the way
+        kept = [layer for layer in layers if layer >= 0]  # all others are freed on the way
         outputs = self._body(
             input_ids=input_ids,
             attention_mask=attention_mask,

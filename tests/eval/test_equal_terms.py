@@ -2,14 +2,16 @@
 
 import json
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import yaml
 
 from eval import equal_terms as program
-from eval.equal_terms import main, rendered
+from eval.equal_terms import RESULTS, main, rendered
 from shape.errors import DataError
 
+ROOT = Path(__file__).parents[2]
 OPTIONS = ["--seeds=[0]", "--prompts=[bench,kinds]", "--targets=[tiny]", "--steps=2", "--minutes=1", "--jobs=1"]
 
 
@@ -72,6 +74,21 @@ def test_from_search_to_tables(tiny, tmp_path, launched, capsys):
     assert "| acceptance length in one shape for all |" in header and "8 deep at most, 3 wide, 16 nodes" in text
     main([f"--render={document}", f"--results={tmp_path / 'results/equal'}"])
     assert document.read_text() == text
+
+
+def test_documents_say_what_was_measured():
+    page, readme = ((ROOT / name).read_text() for name in ("docs/research/baselines.md", "README.md"))
+    assert rendered(page, RESULTS.parent) == page, "run python -m eval.equal_terms --render docs/research/baselines.md"
+    told = readme.partition("**Beside other drafters.**")[2].partition("**Beside llama.cpp.**")[0]
+    found = [json.loads((RESULTS / f"shipped/{one}/bench/ablation.json").read_text()) for one in ("time", "positions")]
+    time, positions = (
+        {
+            name: f"{mean(one['record']['validation']['value'] for one in seeds.values()):.2f}"
+            for name, seeds in each["trained"].items()
+        }
+        for each in found
+    )
+    assert all(length in told for length in time.values()) and positions["eagle"] in told and positions["shape"] in told
 
 
 def test_wrong_requests(tmp_path, monkeypatch, capsys):
