@@ -90,6 +90,21 @@ def test_other_instructions_give_the_same(bits, dtype, count, features, monkeypa
 
 
 @pytest.mark.parametrize(("bits", "dtype"), KINDS)
+def test_the_largest_products_fit(bits, dtype):
+    """Where an instruction would saturate: weights and activations, and their low digits, all as large as can be."""
+    weights, scales = pack(torch.stack([torch.ones(64), -torch.ones(64)]), bits)
+    meant = unpack(weights, scales.view(torch.uint8), torch.arange(2), bits).double()
+    x = torch.full((4, 64), 127.0 * 256)
+    x[1:3, 1:] = torch.tensor([[126 * 256 + 128.0], [128.0]])  # these digits are 127 and -128, 1 and -128
+    x[3:] *= -1
+    x = x.to(dtype)
+    found = product(x, weights, scales.view(torch.uint8), bits, 2)
+    torch.testing.assert_close(
+        found.double(), rounded(x) @ meant.T, rtol=8e-3 if dtype == torch.bfloat16 else 1e-5, atol=0
+    )
+
+
+@pytest.mark.parametrize(("bits", "dtype"), KINDS)
 def test_extremes(bits, dtype):
     weights, scales, _ = packed(bits, 16, 64)
     x = torch.zeros(5, 64, dtype=dtype)
