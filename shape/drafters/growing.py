@@ -126,6 +126,59 @@ def grow_by_depth(
         noise: keys (B,), positions (B,) and hashes (K,) of ``noise.gumbel``, for drafts that see the target's own.
         draws: for drafts that have their own instead.
     """
+    given, depths = _given(logits, ids, shape, temperature, noise, draws), logits.shape[1]
+    if isinstance(later, Biases):
+        return _with_draws(_grown(root.numpy(), numbers, given, first, later), given)
+    so_far = tokens, parents, joint, frontier = _planted(root.numpy(), numbers, given)
+    grown, width = _deepen(*so_far, 1, 1, 0, 1, given, first)
+    depth = 1
+    while depth < depths and width > 0:
+        biases = later(frontier[1, :, :width])
+        grown, width = _deepen(*so_far, grown, width, depth, depth + 1, given, biases)
+        depth += 1
+    return _with_draws(best_nodes(tokens, parents, joint, grown, given.nodes), given)
+
+
+def grow_by_path(
+    root: Tensor,
+    numbers: np.ndarray,
+    step: Callable[[int, np.ndarray, np.ndarray], Tensor],
+    ids: np.ndarray,
+    shape: TreeShape,
+    noise: tuple[Tensor, Tensor, Tensor] | None = None,
+    draws: Draws | None = None,
+) -> tuple[TokenTree, int]:
+    """The same where every node has a prediction of its own.
+
+    Args:
+        step: depth, numbers (B, M) of the tokens that are expanded there, and which of those expanded before each is
+            behind, (B, M), to logits (B, M, K) float32 over the temperature. Both are 0 where there is nothing to
+            expand.
+
+    Returns:
+        The trees, and how many steps there were.
+    """
+    nothing = torch.zeros(len(numbers), shape.depth, len(ids))
+    given = _given(nothing, ids, shape, 1.0, noise, draws)
+    so_far = tokens, parents, joint, frontier = _planted(root.numpy(), numbers, given)
+    behind, grown, width, depth = np.zeros((len(numbers), 1), np.int64), 1, 1, 0
+    while width > 0 and depth < shape.depth:
+        logits = step(depth, np.maximum(frontier[1, :, :width], 0), behind)
+        first, depth = grown, depth + 1
+        biases = Biases(logits.flatten(0, 1).numpy(), False)
+        grown, width = _deepen(*so_far, grown, width, depth - 1, depth, given, biases)
+        behind = np.maximum(frontier[0, :, :width] - first, 0) // given.branching
+    return _with_draws(best_nodes(tokens, parents, joint, grown, given.nodes), given), depth
+
+
+def _given(
+    logits: Tensor,
+    ids: np.ndarray,
+    shape: TreeShape,
+    temperature: float,
+    noise: tuple[Tensor, Tensor, Tensor] | None,
+    draws: Draws | None,
+) -> _Given:
     _, depths, size = logits.shape
     branching = min(shape.branching or shape.width, size)
     counts = [branching]
@@ -140,20 +193,9 @@ def grow_by_depth(
         keys, positions, hashes = draws.keys.numpy(), np.zeros(len(draws.keys), np.int64), draws.hashes.numpy()
         log_q = np.zeros((len(keys), room, draws.vocab_size), np.float32)
     one = draws is not None and draws.one
-    width, found = shape.width, logits.numpy()
-    given = _Given(
-        found, ids, temperature, keys, positions, hashes, width, branching, least, room, most, log_q, one
+    return _Given(
+        logits.numpy(), ids, temperature, keys, positions, hashes, shape.width, branching, least, room, most, log_q, one
     )  # fmt: skip
-    if isinstance(later, Biases):
-        return _with_draws(_grown(root.numpy(), numbers, given, first, later), given)
-    so_far = tokens, parents, joint, frontier = _planted(root.numpy(), numbers, given)
-    grown, width = _deepen(*so_far, 1, 1, 0, 1, given, first)
-    depth = 1
-    while depth < depths and width > 0:
-        biases = later(frontier[1, :, :width])
-        grown, width = _deepen(*so_far, grown, width, depth, depth + 1, given, biases)
-        depth += 1
-    return _with_draws(best_nodes(tokens, parents, joint, grown, most), given)
 
 
 _NO_NOISE = [np.empty(0, np.int64)] * 3

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from shape.drafters.base import Committed, Drafter
 from shape.drafters.biases import PathBias
-from shape.drafters.growing import Biases, Draws, first_children, grow_by_depth
+from shape.drafters.fused_eagle import FusedEagle, Paths
+from shape.drafters.growing import Biases, Draws, first_children, grow_by_depth, grow_by_path
 from shape.errors import TargetMismatch
 from shape.networks.base import Carried, Head, Known, Predictor, Remembered
 from shape.networks.shape import windows
@@ -56,6 +57,7 @@ class TrainedDrafter(Drafter):
         cache: keys and values of known positions (`Predictor.remember`), for networks that attend to them.
         on_host: whether trees may be grown by the host's compiled loops: where the predictor is on the CPU.
         single: its forward for one sequence as a compiled loop; None where it has none.
+        fused: its steps as kernels; None where it has none.
     """
 
     predictor: Predictor
@@ -65,6 +67,7 @@ class TrainedDrafter(Drafter):
     cache: KVCache | None = None
     on_host: bool = False
     single: SingleRoot | None = None
+    fused: FusedEagle | None = None
 
     def __init__(self, predictor: Predictor, tree: TreeShape | None = None) -> None:
         self.predictor = predictor
@@ -134,6 +137,8 @@ class TrainedDrafter(Drafter):
         self._embeddings = None if vocabulary is None else self._embedded(vocabulary).to(dtype)
         markov = self.predictor.token_bias
         self._bias = None if markov is None else PathBias(markov, tokens, self._embedded)
+        plain = self.on_host and markov is None and not self.predictor.config.confidence
+        self.fused = FusedEagle.of_predictor(self.predictor) if plain else None
 
     def _require_sizes(self, target: Target) -> None:
         """Raises TargetMismatch for what can be seen of a predictor that does not say its target."""
@@ -211,11 +216,20 @@ class TrainedDrafter(Drafter):
         """
         assert self.cache is not None
         size = tokens.shape[1] - 1
+        if (fused := self._fused(size)) is not None:
+            return fused.remember(features[:, 1:], self._embedded(tokens[:, 1:]), self.cache)
         positions = self.cache.lengths[:, None] + torch.arange(size, device=self._device)
         found = self.predictor.remember(features, self._embedded(tokens), positions, self._memory())
         self.cache.reserve(size)
         for layer, (keys, values) in zip(self.cache.views, found, strict=True):
             layer.update(keys, values)
+
+    def _fused(self, count: int) -> FusedEagle | None:
+        """What takes so many tokens of each sequence as kernels, where it does."""
+        fused, cache = self.fused, self.cache
+        if fused is None or cache is None or not self.on_host:
+            return None
+        return fused if fused.serves_behind(cache, count) else None
 
     @property
     def memory_layers(self) -> list[LayerShape]:
@@ -255,7 +269,10 @@ class TrainedDrafter(Drafter):
         width, branching = self.tree.width, self.tree.branching or self.tree.width
 
         root = committed.root[:, None]
-        embedding, known = self._embed_roots(root), self._known(depth)
+        embedding = self._embed_roots(root)
+        if (fused := self._fused(width * depth)) is not None:
+            return self._grown_by_kernels(fused, root, embedding, sampler)
+        known = self._known(depth)
         carried = self._begin(known, embedding)
         if not by_path:
             all_states, found = self._logits_of_all_depths(known, carried, embedding, depth)
@@ -331,13 +348,31 @@ class TrainedDrafter(Drafter):
         first = _NO_BIAS if bias is None else bias.first_on_host(numbers, root, embedding)
         later = _NO_BIAS if bias is None else bias.later_on_host()
         self.passes = logits.shape[1]
-        noise = draws = None
-        if sampler.draws:
-            draws = Draws(sampler.draft_keys, self._words, self._target.vocab_size, sampler.one_drawn)
-        elif not sampler.greedy:
-            noise = (*sampler.counters, self._words)
         behind_all = root[:, 0], numbers, logits, self._ids, first, later, self.tree
-        return grow_by_depth(*behind_all, sampler.temperature or 1.0, noise, draws)
+        return grow_by_depth(*behind_all, sampler.temperature or 1.0, *self._randomness(sampler))
+
+    def _grown_by_kernels(self, fused: FusedEagle, root: Tensor, embedding: Tensor, sampler: Sampler) -> TokenTree:
+        """The same where every node has a prediction of its own, root and embedding as above."""
+        assert self.cache is not None
+        paths = Paths(fused, self.cache, self.tree)
+
+        def step(depth: int, numbers: np.ndarray, behind: np.ndarray) -> Tensor:
+            if depth == 0:
+                states = paths.begin(self.window[:, -1:], embedding)
+            else:
+                states = paths.go_on(self._embed(torch.from_numpy(numbers)), torch.from_numpy(behind))
+            return sampler.draft_logits(self._logits(states), depth, self._vocabulary)
+
+        numbers = self._numbers[root[:, 0].numpy()]
+        grown = grow_by_path(root[:, 0], numbers, step, self._ids, self.tree, *self._randomness(sampler))
+        tree, self.passes = grown
+        return tree
+
+    def _randomness(self, sampler: Sampler) -> tuple[tuple[Tensor, Tensor, Tensor] | None, Draws | None]:
+        """Noise that drafts share with the target, or draws of their own, as trees are grown with on the host."""
+        if sampler.draws:
+            return None, Draws(sampler.draft_keys, self._words, self._target.vocab_size, sampler.one_drawn)
+        return None if sampler.greedy else (*sampler.counters, self._words), None
 
     def _tree(
         self,
@@ -391,6 +426,16 @@ class TrainedDrafter(Drafter):
     def run_forwards(self, rows: int, passes: int) -> None:
         network, config = self.predictor, self.predictor.config
         zeros = next(network.parameters()).new_zeros
+        if self.on_host and self.fused is not None:
+            cache = KVCache(self.memory_layers, rows, _MEASURED_LENGTH, network.dtype, self._device)
+            cache.set_lengths([_MEASURED_LENGTH] * rows)
+            paths = Paths(self.fused, cache, replace(self.tree, depth=max(passes, 1)))
+            behind = torch.zeros(rows, self.tree.width, dtype=torch.long)
+            embedding = zeros(rows, 1, config.hidden_size)
+            self._logits(paths.begin(zeros(rows, 1, config.feature_size), embedding))
+            for _ in range(1, passes):
+                self._logits(paths.go_on(embedding.expand(-1, self.tree.width, -1), behind))
+            return
         memory = [(zeros(rows, heads, _MEASURED_LENGTH, size),) * 2 for heads, size in network.memory_shapes]
         roots = torch.full((rows, 1), _MEASURED_LENGTH, device=self._device)
         ahead = network.rotary_ahead(roots, network.dtype, max(passes, config.num_steps)) if memory else None

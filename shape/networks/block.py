@@ -62,7 +62,7 @@ class BlockPredictor(MaskedPredictor):
 
     @property
     def memory_shapes(self) -> list[tuple[int, int]]:
-        return [(layer.self_attn.key_heads, layer.self_attn.head_size) for layer in self._layers()]
+        return [(layer.self_attn.key_heads, layer.self_attn.head_dim) for layer in self._layers()]
 
     @property
     def token_bias(self) -> MarkovTable | None:

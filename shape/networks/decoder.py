@@ -104,12 +104,13 @@ class DraftAttention(nn.Module):
 
     def __init__(self, stock: nn.Module, config: PreTrainedConfig, in_size: int) -> None:
         super().__init__()
-        self.head_size: int = stock.head_dim  # type: ignore[assignment]
+        self.head_dim: int = stock.head_dim  # type: ignore[assignment]
+        self.scaling = self.head_dim**-0.5
         self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
         bias = config.attention_bias
-        self.q_proj = nn.Linear(in_size, self.heads * self.head_size, bias=bias)
-        self.k_proj = nn.Linear(in_size, self.key_heads * self.head_size, bias=bias)
-        self.v_proj = nn.Linear(in_size, self.key_heads * self.head_size, bias=bias)
+        self.q_proj = nn.Linear(in_size, self.heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(in_size, self.key_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(in_size, self.key_heads * self.head_dim, bias=bias)
         self.o_proj: nn.Module = stock.o_proj  # type: ignore[assignment]
         self.q_norm: nn.Module | None = getattr(stock, "q_norm", None)
         self.k_norm: nn.Module | None = getattr(stock, "k_norm", None)
@@ -145,7 +146,7 @@ class DraftAttention(nn.Module):
         return self.o_proj(found.transpose(1, 2).flatten(-2))
 
     def _split(self, states: Tensor) -> Tensor:
-        return states.unflatten(-1, (-1, self.head_size))
+        return states.unflatten(-1, (-1, self.head_dim))
 
 
 class DraftLayer(nn.Module):

@@ -51,7 +51,7 @@ class EaglePredictor(Predictor):
 
     @property
     def memory_shapes(self) -> list[tuple[int, int]]:
-        return [(layer.self_attn.key_heads, layer.self_attn.head_size) for layer in self._layers()]
+        return [(layer.self_attn.key_heads, layer.self_attn.head_dim) for layer in self._layers()]
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         return self._rotary(positions, dtype)
@@ -59,7 +59,7 @@ class EaglePredictor(Predictor):
     def remember(
         self, features: Tensor, embeddings: Tensor, positions: Tensor, past: Remembered | None = None
     ) -> Remembered:
-        x, layers = self._joined(self._fused(features[:, 1:]), embeddings[:, 1:]), self._layers()
+        x, layers = self._joined(self.fused(features[:, 1:]), embeddings[:, 1:]), self._layers()
         rotary, left = self.rotary(positions, x.dtype), []
         for number, layer in enumerate(layers):
             seen, residual = layer.inputs(x)
@@ -71,7 +71,7 @@ class EaglePredictor(Predictor):
         return left
 
     def begin(self, known: Known, root: Tensor | None) -> Carried:
-        feature = self._fused(known.window[..., -1, :])
+        feature = self.fused(known.window[..., -1, :])
         nothing = [feature.new_zeros(*feature.shape[:2], 0, groups, size) for groups, size in self.memory_shapes]
         return feature, *nothing, *nothing
 
@@ -98,7 +98,7 @@ class EaglePredictor(Predictor):
         """What the first layer reads: (..., H) twice -> (..., 2 H)."""
         return torch.cat([embedding.to(feature.dtype), feature], dim=-1)
 
-    def _fused(self, features: Tensor) -> Tensor:
+    def fused(self, features: Tensor) -> Tensor:
         """(..., F) -> (..., H)."""
         features = features.to(self.fc.weight.dtype)
         if self.input_norm is not None:
@@ -129,8 +129,8 @@ class ParallelEaglePredictor(MaskedPredictor, EaglePredictor):
 
     def begin(self, known: Known, root: Tensor | None) -> Carried:
         assert root is not None and known.rotary is not None
-        feature, steps = self._fused(known.window[..., -1, :]), self.config.num_steps
-        masked = self._joined(self._fused(self.mask_hidden[0, 0]), self._mask())
+        feature, steps = self.fused(known.window[..., -1, :]), self.config.num_steps
+        masked = self._joined(self.fused(self.mask_hidden[0, 0]), self._mask())
         x = self._joined(feature, root).unsqueeze(-2)
         x = torch.cat([x, masked.to(x).expand(*root.shape[:-1], steps - 1, -1)], dim=-2)
         among = torch.ones(steps, steps, dtype=torch.bool, device=x.device).tril()

@@ -11,9 +11,10 @@ Which targets are served is a list of families whose code was read. ``shape.veri
 target's states with those of its own forward when it is loaded, and turns this off where they differ.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import gcd
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ _KEPT = 64  # programs, of which each has its own buffers
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _DTYPES = (torch.bfloat16, torch.float32)
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+Made = TypeVar("Made")
 _END, _CAPACITY, _SCRATCH, _SCRATCH_BYTES, _SLOTS, _MASKS = range(6)  # places of what changes from call to call
 
 
@@ -43,14 +45,18 @@ class _Layer(NamedTuple):
 
 
 class FusedLayers:
-    """The body of a Llama-like target, from token ids to states."""
+    """The body of a Llama-like target, from token ids to states.
 
-    def __init__(self, body: Any, config: PretrainedConfig) -> None:
+    Args:
+        kinds: of attention, by layer; None stands for one kind.
+    """
+
+    def __init__(self, body: Any, config: PretrainedConfig, kinds: list[str] | None = None) -> None:
         self._body, self._config = body, config
         attention = body.layers[0].self_attn
         self.scale, self.size = attention.scaling, attention.head_dim
         self.heads, self.shared = config.num_attention_heads, config.num_key_value_heads
-        kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(body.layers)
+        kinds = kinds or ["full_attention"] * len(body.layers)
         self.layers = [
             _Layer(block._modules, block.self_attn._modules, kind)
             for block, kind in zip(body.layers, kinds, strict=True)
@@ -74,7 +80,7 @@ class FusedLayers:
         self.weights += [
             one._parameters for layer in self.layers for name, one in layer.attention.items() if "norm" in name
         ]
-        self._programs: dict[Any, list[_Forward]] = {}
+        self._programs: dict[Any, list[Any]] = {}
         self._made_of: _Sources | None = None
 
     @classmethod
@@ -84,7 +90,7 @@ class FusedLayers:
             return None
         if body.layers[0].self_attn.head_dim != 2 * len(body.rotary_emb.inv_freq):  # all of a head is turned
             return None
-        made = cls(body, config)
+        made = cls(body, config, getattr(config, "layer_types", None))
         return made if made._unchanged() else None
 
     def serves(self, input_ids: Tensor, mask: Tensor | dict[str, Tensor] | None, cache: Any) -> bool:
@@ -119,17 +125,28 @@ class FusedLayers:
         """
         parts, (batch, nodes) = self._body._modules, input_ids.shape
         x: Tensor = parts["embed_tokens"](input_ids)
+        masks = [mask[kind] if isinstance(mask, dict) else mask for kind in self.kinds]
+        given = cache.slots.next(nodes, x.device), cache.slots.longest + nodes, masks
+        self.renew()
+        with self.program(Forward, batch, nodes, mask is not None, tuple(layers)) as forward:
+            return forward(x, parts["rotary_emb"](x, position_ids), cache, *given)
+
+    def renew(self) -> None:
+        """Forget programs of weights and modules that have changed."""
         if self._made_of is None or not self._made_of.holds():
             self._programs, self._made_of = {}, _Sources(self)
-        programs, key = self._programs, (batch, nodes, tuple(layers), mask is not None)
-        # Who runs one holds it alone, as several threads may decode at a time.
-        forward = free.pop() if (free := programs.get(key)) else _Forward(self, batch, nodes, layers, mask is not None)
-        masks = [mask[kind] if isinstance(mask, dict) else mask for kind in self.kinds]
-        found = forward(x, parts["rotary_emb"](x, position_ids), masks, cache)
+
+    @contextmanager
+    def program(self, made: Callable[..., Made], *given: Any) -> Iterator[Made]:
+        """What `made` gives for these layers and arguments, kept from call to call. Who runs one holds it alone, as
+        several threads may decode at a time.
+        """
+        programs, key = self._programs, (made, *given)
+        held = free.pop() if (free := programs.get(key)) else made(self, *given)
+        yield held
         if len(programs) >= _KEPT and key not in programs:
             programs.clear()
-        programs.setdefault(key, []).append(forward)
-        return found
+        programs.setdefault(key, []).append(held)
 
     def _unchanged(self) -> bool:
         return (
@@ -167,57 +184,90 @@ class _Sources:
         return [*map(len, self._hooks), *map(state_of, tensors)]
 
 
-class _Forward:
+class Forward:
     """The program of a forward, for a number of sequences and tokens, and the buffers that it computes in.
 
     Args:
-        layers: whose states are asked for.
         masked: whether masks are given.
+        layers: whose states are asked for.
     """
 
     @torch.inference_mode(False)  # buffers outlive the mode in which they are made
-    def __init__(self, of: FusedLayers, batch: int, nodes: int, layers: Sequence[int], masked: bool) -> None:
+    def __init__(self, of: FusedLayers, batch: int, nodes: int, masked: bool, layers: tuple[int, ...] = (-1,)) -> None:
         self._of, self._shape, self._masked = of, (batch, nodes), masked
         weight: Tensor = of.norms[-1][0]["norm"].weight
         self._dtype, width = weight.dtype, len(weight)
         self._tokens = tokens = batch * nodes
-        self._x, y = self._new(tokens, width), self._new(tokens, width)
+        self._x, self._y = self._new(tokens, width), self._new(tokens, width)
         self._turn = self._new(tokens, of.size), self._new(tokens, of.size)
         self._query = torch.empty(tokens, of.heads, of.size)
         self._attended, self._scratch = self._new(tokens, of.heads * of.size), torch.empty(0)
-        count = len(of.layers)
+        self._rows = 0  # queries that a thread takes at a time
         self._keys = _MASKS + 3 * len(of.kinds)
-        self._values = self._keys + count
-        self._now = torch.zeros(self._values + count, dtype=torch.int64)
-        self._out = y if tuple(layers) == (-1,) else self._new(tokens, len(layers) * width)
+        self._values = self._keys + len(of.layers)
+        self._now = torch.zeros(self._values + len(of.layers), dtype=torch.int64)
+        self._out = self._y if layers == (-1,) else self._new(tokens, len(layers) * width)
         self._steps: list[Program | Callable[[], Any]] = []
         self._buffers = Buffers()
         self._program = Program(self._buffers)
+        self._build(layers)
+        self._end()
+
+    def _build(self, layers: tuple[int, ...]) -> None:
+        of, y, count = self._of, self._y, len(self._of.layers)
         wanted = [layer % (count + 1) for layer in layers]  # transformers has the last block's behind the norm
-        self._norm(*of.norms[0], y)
+        seen = self._begin()
         self._take(wanted, 0, self._x)
         for number, layer in enumerate(of.layers):
             self._buffers.again()
-            self._attend(layer, number, y)
+            self._attend(layer, number, seen)
             grain = gcd(of.heads * of.size, integers.GROUP)
-            (found,) = self._linear(layer.attention, _ATTENTION[3:], self._attended, [width], grain)
-            self._norm(*of.norms[2 * number + 1], y, found)
-            self._norm(*of.norms[2 * number + 2], y, self._mlp(layer.parts["mlp"], y))
+            (found,) = self._linear(layer.attention, _ATTENTION[3:], self._attended, [y.shape[1]], grain)
+            self._norm(*of.norms[2 * number + 1], y, added=found)
+            self._norm(*of.norms[2 * number + 2], y, added=self._mlp(layer.parts["mlp"], y))
             self._take(wanted, number + 1, self._x if number + 1 < count else y)
-        self._end()
+            seen = y
 
-    def __call__(self, x: Tensor, turn: tuple[Tensor, Tensor], masks: list[Tensor | None], cache: Any) -> Tensor:
-        """Embeddings (B, N, H), cosines and sines (B or 1, N, D), and masks by kind -> (B, N, layers H)."""
-        batch, nodes = self._shape
+    def _begin(self) -> Tensor:
+        """What the first layer attends from."""
+        self._norm(*self._of.norms[0], self._y)
+        return self._y
+
+    def __call__(
+        self,
+        x: Tensor,
+        turn: tuple[Tensor, Tensor],
+        cache: Any,
+        slots: Tensor,
+        end: int,
+        masks: Sequence[Tensor | None],
+    ) -> Tensor:
+        """States (B, N, layers H).
+
+        Args:
+            x: (B, N, H), embeddings. turn: cosines and sines (B or 1, N or 1, D).
+            slots: (B * N,) int64, where the tokens go if the sequences' slots lie one behind the other.
+            end: slots of a sequence that are seen.
+            masks: by kind of attention.
+        """
         self._x.copy_(x.view(self._x.shape))
+        self._run(turn, cache, slots, end, masks)
+        return self._out.view(*self._shape, -1).clone()
+
+    def _run(
+        self,
+        turn: tuple[Tensor, Tensor],
+        cache: Any,
+        slots: Tensor,
+        end: int,
+        masks: Sequence[Tensor | None],
+    ) -> None:
         for held, given in zip(self._turn, turn, strict=True):
-            held.view(batch, nodes, -1).copy_(given)
-        end = cache.slots.longest + nodes
+            held.view(*self._shape, -1).copy_(given)
         scores = -(-end // TILE) * TILE * 4
         needed = torch.get_num_threads() * self._rows * scores // 4
         if self._scratch.numel() < needed:
             self._scratch = torch.empty(2 * needed)
-        slots = cache.slots.next(nodes, x.device)
         now = [end, cache.slots.capacity, self._scratch.data_ptr(), scores, slots.data_ptr()]
         size = self._dtype.itemsize
         for mask in masks:
@@ -230,7 +280,6 @@ class _Forward:
                 step.run(1 << 30)
             else:
                 step()
-        return self._out.view(batch, nodes, -1).clone()
 
     def _new(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._dtype)
@@ -244,36 +293,27 @@ class _Forward:
             self._steps.append(self._program)
         self._program = Program(self._buffers)
 
-    def _norm(self, parts: dict[str, Any], name: str, y: Tensor, added: Tensor | None = None) -> None:
-        """y = norm of x, after x += added."""
-        norm, x = parts[name], self._x
+    def _norm(
+        self, parts: dict[str, Any], name: str, y: Tensor, x: Tensor | None = None, added: Tensor | None = None
+    ) -> None:
+        """y = norm of x, which is the residual where none is given, after x += added."""
+        norm, x = parts[name], self._x if x is None else x
         kernel = elements.norm(self._dtype, x.shape[1], added is not None)
         more = (0, 0) if added is None else (added, row_bytes(added))
         self._program.add(
             kernel, x, row_bytes(x), *more, y, row_bytes(y), norm.weight, bits(norm.variance_epsilon), 1, len(x)
         )
 
-    def _attend(self, layer: _Layer, number: int, y: Tensor) -> None:
+    def _attend(self, layer: _Layer, number: int, seen: Tensor) -> None:
         of, (batch, nodes), tokens = self._of, self._shape, self._tokens
         widths = [heads * of.size for heads in (of.heads, of.shared, of.shared)]
-        q, k, v = self._linear(layer.attention, _ATTENTION[:3], y, widths)
-        for name, x, heads in (("q_norm", q, of.heads), ("k_norm", k, of.shared)):
-            if (norm := layer.attention.get(name)) is not None:
-                kernel, epsilon = elements.norm(self._dtype, of.size, False), bits(norm.variance_epsilon)
-                self._program.add(
-                    kernel, x, row_bytes(x), 0, 0, x, row_bytes(x), norm.weight, epsilon, heads, tokens * heads
-                )
-                self._program.wait()
+        q, k, v = self._linear(layer.attention, _ATTENTION[:3], seen, widths)
+        self._norm_heads(layer, "q_norm", q, of.heads)
         self._program.add(
             elements.turn(self._dtype, of.size, False),
             *(q, row_bytes(q), *self._turn, of.heads, tokens, self._query, nodes),
         )
-        self._program.add(
-            elements.turn(self._dtype, of.size, True),
-            *(k, row_bytes(k), *self._turn, of.shared, tokens, v, row_bytes(v)),
-            *(self._now, self._keys + number, self._values + number, _SLOTS),
-        )
-        self._program.wait()
+        self._keep(layer, number, k, v)
         queries = of.heads // of.shared * nodes
         self._rows = elements.queries_at_a_time(queries)
         mask = _MASKS + 3 * of.kinds.index(layer.kind)
@@ -282,6 +322,25 @@ class _Forward:
             *(self._query, self._attended, row_bytes(self._attended), bits(of.scale), batch, of.shared, nodes, queries),
             *(self._now, self._keys + number, self._values + number, _END, _CAPACITY, _SCRATCH, _SCRATCH_BYTES),
             *((mask, mask + 1, mask + 2) if self._masked else ()),
+        )
+        self._program.wait()
+
+    def _norm_heads(self, layer: _Layer, name: str, x: Tensor, heads: int) -> None:
+        """Of every head by itself, in place, where the layer has such a norm."""
+        if (norm := layer.attention.get(name)) is not None:
+            kernel, epsilon = elements.norm(self._dtype, self._of.size, False), bits(norm.variance_epsilon)
+            given = (x, row_bytes(x), 0, 0, x, row_bytes(x), norm.weight, epsilon, heads, self._tokens * heads)
+            self._program.add(kernel, *given)
+            self._program.wait()
+
+    def _keep(self, layer: _Layer, number: int, k: Tensor, v: Tensor) -> None:
+        """Put keys, turned, and values into the cache."""
+        of = self._of
+        self._norm_heads(layer, "k_norm", k, of.shared)
+        self._program.add(
+            elements.turn(self._dtype, of.size, True),
+            *(k, row_bytes(k), *self._turn, of.shared, self._tokens, v, row_bytes(v)),
+            *(self._now, self._keys + number, self._values + number, _SLOTS),
         )
         self._program.wait()
 
@@ -303,7 +362,7 @@ class _Forward:
         Args:
             grain: what each thread made of a row of x right before; None stands for all of it.
         """
-        packed = [_packed(modules[name]) for name in names]
+        packed = [blocks_of(modules[name]) for name in names]
         kinds = {type(one) for one in packed if one is not None}
         prepared: dict[type, Any] = {}
         if len(kinds) > 1:
@@ -311,7 +370,8 @@ class _Forward:
         for one in packed:
             if one is not None and type(one) not in prepared:
                 prepared[type(one)] = one.prepare(self._program, x, grain or x.shape[1])
-        self._program.wait()
+        if len(self._program):
+            self._program.wait()
         found: list[Tensor] = []
         for one, name, width in zip(packed, names, widths, strict=True):
             if one is None:
@@ -346,7 +406,7 @@ class _Forward:
             self._program.add(elements.copy(self._dtype, lanes), *given)
 
 
-def _packed(module: Any) -> floats.Packed | integers.Packed | None:
+def blocks_of(module: Any) -> floats.Packed | integers.Packed | None:
     """A linear layer's weight in the blocks of a kernel, where it is one of ours as it came."""
     own = vars(module).get("forward")
     if _is_hooked(module):

@@ -1,0 +1,164 @@
+"""EAGLE's steps by kernels: the trees and the memory of the network's own."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from helpers import BASELINES, WIDTHS, prompts
+from helpers import predictor as build
+
+from shape.drafters import Committed, TrainedDrafter, TreeShape
+from shape.drafters.fused_eagle import FusedEagle, Paths
+from shape.generation.decoder import ShapeDecoder
+from shape.target.model import Target
+from shape.target.prepack import prepack
+from shape.verification.fused import MOST
+from shape.verification.noise import sequence_keys
+from shape.verification.sampling import Sampler
+
+KINDS = ["eagle", "eagle of one layer", "eagle of Qwen3's layers"]
+NARROW = "eagle narrower than its target"
+SHAPES = [
+    TreeShape(depth=5, width=1),
+    TreeShape(depth=4, width=3, branching=2, nodes=5),
+    TreeShape(depth=4, width=2, threshold=0.02),
+    TreeShape(depth=1, width=2),
+    TreeShape.full(3, 3),
+]
+
+
+def made(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    network = build(**(BASELINES | WIDTHS)[name], dtype=dtype, loud=True)
+    assert prepack(network)
+    return network
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model) -> Target:
+    return Target(tiny_model("llama", torch.float32))
+
+
+def begin(network: Any, target: Target, tree: TreeShape, lengths: list[int]) -> tuple[TrainedDrafter, Committed]:
+    generator = torch.Generator().manual_seed(1)
+    texts = [torch.randint(3, 64, (length,), generator=generator).tolist() for length in lengths]
+    committed = Committed(texts, torch.tensor(lengths), torch.tensor([text[-1] for text in texts]))
+    drafter = TrainedDrafter(network, tree)
+    drafter.bind(target)
+    size = network.config.feature_size
+    drafter.start(committed, torch.randn(len(lengths), max(lengths) - 1, size, generator=generator))
+    return drafter, committed
+
+
+def eager(drafter: TrainedDrafter) -> TrainedDrafter:
+    other = deepcopy(drafter)
+    other.fused = None
+    return other
+
+
+def sampler_of(committed: Committed, how: str) -> Sampler:
+    noise = {} if how == "greedy" else {"temperature": 0.7, "keys": sequence_keys(0, len(committed.lengths))}
+    sampler = Sampler(committed.lengths - 1, **noise, coupled="drawn" not in how, one_drawn=how == "one drawn")
+    sampler.commit(committed.lengths)
+    return sampler
+
+
+@pytest.fixture
+def steps(monkeypatch) -> list[int]:
+    """Numbers of nodes that went through kernels."""
+    seen: list[int] = []
+    stock = Paths._step
+
+    def step(self, feature, embedding, new):
+        seen.append(embedding.shape[1])
+        return stock(self, feature, embedding, new)
+
+    monkeypatch.setattr(Paths, "_step", step)
+    return seen
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("lengths", [[9], [6, 6], [7, 3]])
+@pytest.mark.parametrize("how", ["greedy", "coupled", "drawn", "one drawn"])
+@pytest.mark.parametrize("name", [*KINDS, NARROW])
+def test_trees_are_those_of_the_network(target, steps, name, how, lengths, shape):
+    drafter, committed = begin(made(name), target, shape, lengths)
+    sampler = sampler_of(committed, how)
+    there = eager(drafter).draft(committed, sampler)
+    assert not steps
+    here = drafter.draft(committed, sampler)
+    assert steps[0] == 1 and len(steps) == drafter.passes <= shape.depth
+    assert torch.equal(here.tokens, there.tokens) and torch.equal(here.parent, there.parent)
+    torch.testing.assert_close(here.joint[:, 1:], there.joint[:, 1:], atol=1e-4, rtol=1e-4)
+    assert torch.equal(here.were_drawn[:, 1:], there.were_drawn[:, 1:])
+    for row, node in (here.were_drawn & (here.parent >= 0)).nonzero().tolist():
+        one, other = (tree.log_q[row, tree.parent[row, node]] for tree in (here, there))
+        torch.testing.assert_close(one, other, check_dtype=False, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [[9], [7, 3]])
+@pytest.mark.parametrize("name", [*KINDS, NARROW])
+def test_the_memory_is_that_of_the_network(target, name, lengths, dtype):
+    """Behind several commits with drafts in between, which leave nothing."""
+    drafter, committed = begin(made(name, dtype), target, TreeShape(depth=3, width=2), lengths)
+    other, sampler = eager(drafter), sampler_of(committed, "greedy")
+    generator = torch.Generator().manual_seed(2)
+    for counts in ([3, 1], [1, 2], [2, 4]):
+        counts = counts[: len(lengths)]
+        tokens = [torch.randint(3, 64, (count + 1,), generator=generator).tolist() for count in counts]
+        hidden = torch.randn(len(lengths), 4, drafter.predictor.config.feature_size, generator=generator)
+        for one in (drafter, other):
+            one.draft(committed, sampler)
+            one.update(tokens, hidden, torch.tensor(counts))
+    assert drafter.cache.host_lengths == other.cache.host_lengths
+    near = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    for row, length in enumerate(drafter.cache.host_lengths):
+        for held, expected in zip(drafter.cache.views, other.cache.views, strict=True):
+            for one, another in ((held.keys, expected.keys), (held.values, expected.values)):
+                one, another = one[row, :, :length], another[row, :, :length]
+                assert (one - another).norm() <= near * another.norm()
+
+
+@torch.no_grad()
+def test_weights_are_those_of_the_moment(target):
+    network = made("eagle")
+    drafter, committed = begin(network, target, TreeShape(depth=4, width=2), [9])
+    sampler = sampler_of(committed, "greedy")
+    before = drafter.draft(committed, sampler)
+    for weight in network.parameters():
+        weight.mul_(-1.5)
+    after = drafter.draft(committed, sampler)
+    assert not torch.equal(before.tokens, after.tokens)
+    assert torch.equal(after.tokens, eager(drafter).draft(committed, sampler).tokens)
+
+
+@torch.no_grad()
+def test_bare_forwards_are_those_that_a_draft_takes(target, steps):
+    drafter, _ = begin(made("eagle"), target, TreeShape(depth=2, width=3), [9])
+    drafter.run_forwards(rows=2, passes=3)
+    assert steps == [1, 3, 3]
+
+
+def test_what_is_served(target):
+    assert FusedEagle.of_predictor(build(**BASELINES["eagle"], dtype=torch.float32)) is None  # not prepacked
+    assert FusedEagle.of_predictor(made("eagle of three layers")) is None
+    assert FusedEagle.of_predictor(made("peagle")) is None
+    drafter, _ = begin(made("eagle"), target, TreeShape(), [9])
+    with torch.no_grad():
+        assert drafter.fused.serves_behind(drafter.cache, MOST)
+        assert not drafter.fused.serves_behind(drafter.cache, MOST + 1)
+        drafter.cache.set_lengths([0])
+        assert not drafter.fused.serves_behind(drafter.cache, 1)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_greedy_answers_are_the_targets_own(tiny_model, steps, name):
+    """Of prompts of unequal length, whose drafts are refused at unequal places."""
+    model = tiny_model("llama", torch.float32)
+    given = {**prompts([9, 4]), "do_sample": False, "max_new_tokens": 24}
+    decoder = ShapeDecoder(model, TrainedDrafter(made(name), TreeShape(depth=3, width=2)))
+    assert torch.equal(decoder.generate(**given, seed=0), model.generate(**given))
+    assert steps
