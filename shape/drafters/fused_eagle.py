@@ -73,8 +73,8 @@ class FusedEagle(FusedLayers):
             memory(features, embeddings, turn, cache, cache.slots.next(count, cache.device))
 
 
-class Paths:
-    """A draft behind what a cache holds: nodes of one depth after the other, each behind one of those before.
+class EagleDraft:
+    """A draft behind what the cache holds: nodes of one depth after the other, each behind one of those before.
 
     Args:
         shape: of the trees.

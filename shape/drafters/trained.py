@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shape.drafters.base import Committed, Drafter
 from shape.drafters.biases import PathBias
-from shape.drafters.fused_eagle import FusedEagle, Paths
+from shape.drafters.fused_eagle import EagleDraft, FusedEagle
 from shape.drafters.growing import Biases, Draws, first_children, grow_by_depth, grow_by_path
 from shape.errors import TargetMismatch
 from shape.networks.base import Carried, Head, Known, Predictor, Remembered
@@ -354,13 +354,13 @@ class TrainedDrafter(Drafter):
     def _grown_by_kernels(self, fused: FusedEagle, root: Tensor, embedding: Tensor, sampler: Sampler) -> TokenTree:
         """The same where every node has a prediction of its own, root and embedding as above."""
         assert self.cache is not None
-        paths = Paths(fused, self.cache, self.tree)
+        draft = EagleDraft(fused, self.cache, self.tree)
 
         def step(depth: int, numbers: np.ndarray, behind: np.ndarray) -> Tensor:
             if depth == 0:
-                states = paths.begin(self.window[:, -1:], embedding)
+                states = draft.begin(self.window[:, -1:], embedding)
             else:
-                states = paths.go_on(self._embed(torch.from_numpy(numbers)), torch.from_numpy(behind))
+                states = draft.go_on(self._embed(torch.from_numpy(numbers)), torch.from_numpy(behind))
             return sampler.draft_logits(self._logits(states), depth, self._vocabulary)
 
         numbers = self._numbers[root[:, 0].numpy()]
@@ -429,12 +429,12 @@ class TrainedDrafter(Drafter):
         if self.on_host and self.fused is not None:
             cache = KVCache(self.memory_layers, rows, _MEASURED_LENGTH, network.dtype, self._device)
             cache.set_lengths([_MEASURED_LENGTH] * rows)
-            paths = Paths(self.fused, cache, replace(self.tree, depth=max(passes, 1)))
+            draft = EagleDraft(self.fused, cache, replace(self.tree, depth=max(passes, 1)))
             behind = torch.zeros(rows, self.tree.width, dtype=torch.long)
             embedding = zeros(rows, 1, config.hidden_size)
-            self._logits(paths.begin(zeros(rows, 1, config.feature_size), embedding))
+            self._logits(draft.begin(zeros(rows, 1, config.feature_size), embedding))
             for _ in range(1, passes):
-                self._logits(paths.go_on(embedding.expand(-1, self.tree.width, -1), behind))
+                self._logits(draft.go_on(embedding.expand(-1, self.tree.width, -1), behind))
             return
         memory = [(zeros(rows, heads, _MEASURED_LENGTH, size),) * 2 for heads, size in network.memory_shapes]
         roots = torch.full((rows, 1), _MEASURED_LENGTH, device=self._device)

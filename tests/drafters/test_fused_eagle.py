@@ -9,7 +9,7 @@ from helpers import BASELINES, WIDTHS, prompts
 from helpers import predictor as build
 
 from shape.drafters import Committed, TrainedDrafter, TreeShape
-from shape.drafters.fused_eagle import FusedEagle, Paths
+from shape.drafters.fused_eagle import EagleDraft, FusedEagle
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
 from shape.target.prepack import prepack
@@ -67,13 +67,13 @@ def sampler_of(committed: Committed, how: str) -> Sampler:
 def steps(monkeypatch) -> list[int]:
     """Numbers of nodes that went through kernels."""
     seen: list[int] = []
-    stock = Paths._step
+    stock = EagleDraft._step
 
     def step(self, feature, embedding, new):
         seen.append(embedding.shape[1])
         return stock(self, feature, embedding, new)
 
-    monkeypatch.setattr(Paths, "_step", step)
+    monkeypatch.setattr(EagleDraft, "_step", step)
     return seen
 
 
