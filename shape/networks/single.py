@@ -1,19 +1,21 @@
-"""The states of all steps of a parallel predictor for a single root, on the host, by kernels and compiled loops.
+"""The states of all steps of a parallel predictor for a single root, on the host, in one call.
 
 A draft for one sequence reads every weight of the network once, and launches some forty operations for it, each of
-which costs more than what it computes. Here products are those of the target's kernels (``shape.target.floats``,
-``shape.target.integers``), by all threads, and what lies between them are compiled loops. `ShapePredictor.forward` is
-what it computes, up to rounding: activations and sums are in float32 here. Drafts may be rounded otherwise; no token
-depends on it.
+which costs more than what it computes. Here it is a program of kernels, as the target's forward is
+(``shape.verification.fused``): products (``shape.target.floats``, ``shape.target.integers``), by all threads, and what
+lies between them (``shape.target.elements``). `ShapePredictor.forward` is what it computes, up to rounding: activations
+and sums are in float32 here. Drafts may be rounded otherwise; no token depends on it.
 """
 
+from collections.abc import Callable
+from math import gcd
 from threading import Lock
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from shape.loops import compiled
 from shape.networks.base import Predictor
@@ -21,10 +23,8 @@ from shape.networks.refinement import SinkhornRefinement
 from shape.networks.shape import ShapePredictor
 from shape.target import elements, floats, integers
 from shape.target.inference import state_of
-from shape.target.kernels import TILE, Program, row_bytes
+from shape.target.kernels import TILE, Program, bits, row_bytes
 from shape.target.quantize import pack
-
-_EPSILON = np.float32(1e-5)  # of layer normalisation
 
 
 class _How(NamedTuple):
@@ -36,79 +36,81 @@ class _How(NamedTuple):
 
 
 class _Product:
-    """y = x W^T + b for a number of rows, as steps of a program.
+    """y = x W^T + b for a number of rows.
+
+    Args:
+        digits: 8 where the weight is to be quantised; None leaves it as it is.
 
     Attributes:
-        x, y: (rows, inputs) and (rows, outputs) float32, where the program reads and writes.
+        x, y: (rows, inputs) and (rows, outputs) float32, where a program reads and, once the product is part of it,
+            writes.
     """
 
-    def __init__(self, program: Program, weight: Tensor, bias: Tensor | None, rows: int, bits: int | None) -> None:
-        weight, bias = weight.detach(), None if bias is None else bias.detach().float()
-        outputs, inputs = weight.shape
+    y: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, rows: int, digits: int | None) -> None:
+        weight, self._bias = weight.detach(), None if bias is None else bias.detach().float()
+        self._outputs, inputs = weight.shape
         self.work = rows * weight.numel()
-        if bits is None:
-            packed: Any = floats.Packed.of(weight, bias, wide=True)
-            x = torch.zeros(rows, inputs)
-            y = packed.multiply(program, x, torch.float32)
+        self._packed: floats.Packed | integers.Packed
+        if digits is None:
+            self._packed = floats.Packed.of(weight, self._bias, wide=True)
         else:
-            blocks, scales = pack(weight, bits)
-            packed = integers.Packed(blocks, scales.view(torch.uint8), bits, outputs)
-            x = torch.zeros(rows, packed.inputs)
-            digits = packed.prepare(program, x, integers.GROUP)
+            blocks, scales = pack(weight, digits)
+            self._packed = integers.Packed(blocks, scales.view(torch.uint8), digits, self._outputs)
+        self._x = torch.zeros(rows, self._packed.inputs)
+        self.x = self._x[:, :inputs]
+
+    def add_to(self, program: Program) -> None:
+        """Go on with it, behind a wait for x; a wait for y has to follow."""
+        packed, rows = self._packed, len(self._x)
+        if isinstance(packed, floats.Packed):
+            y = packed.multiply(program, self._x, torch.float32)
+        else:
+            digits = packed.prepare(program, self._x, integers.GROUP)
             program.wait()
             y = packed.multiply(program, digits, torch.float32)
-            if bias is not None:
+            if self._bias is not None:
                 program.wait()
-                bias = F.pad(bias, (0, y.shape[1] - outputs))
+                bias = F.pad(self._bias, (0, y.shape[1] - self._outputs))
                 given = (y, row_bytes(y), bias, 0, y.shape[1] // TILE, rows)
                 program.add(elements.add(torch.float32, TILE), *given)
-        self.x, self.y = x[:, :inputs].numpy(), y[:rows, :outputs].numpy()
-
-
-class _Products:
-    """Several products that read nothing of each other: one call."""
-
-    def __init__(self, bits: int | None, *given: tuple[Tensor, Tensor | None, int]) -> None:
-        self._program = Program()
-        self.of = [_Product(self._program, *one, bits) for one in given]
-        self._work = sum(one.work for one in self.of)
-
-    @property
-    def x(self) -> np.ndarray:
-        return self.of[0].x
-
-    def __call__(self) -> np.ndarray:
-        """The first one's results."""
-        self._program.run(self._work)
-        return self.of[0].y
+        self.y = y[:rows, : self._outputs]
 
 
 class SingleRoot:
     """A predictor's weights in the kernels' layout, and what they make of a root.
 
     Args:
-        bits: 8 where weights are to be quantised, as the target's are.
+        digits: 8 where weights are to be quantised, as the target's are.
     """
 
-    def __init__(self, predictor: ShapePredictor, bits: int | None = None) -> None:
-        self._predictor, self._bits, self._dtype = predictor, bits, predictor.dtype
+    def __init__(self, predictor: ShapePredictor, digits: int | None = None) -> None:
+        self._predictor, self._digits, self._dtype = predictor, digits, predictor.dtype
         self._lock, self._state = Lock(), list[Any]()
         self._weights = [own for module in predictor.modules() if (own := module._parameters)]
         self._renew()
 
     @classmethod
-    def of(cls, predictor: Predictor, bits: int | None = None) -> Self | None:
+    def of(cls, predictor: Predictor, digits: int | None = None) -> Self | None:
         """None where it does not serve: networks that repeat their step or attend, or are not the CPU's."""
         if not isinstance(predictor, ShapePredictor) or predictor.device.type != "cpu":
             return None
         plain = predictor.adapters is not None and predictor.attention is None
-        return cls(predictor, bits) if plain and predictor.dtype in (torch.bfloat16, torch.float32) else None
+        return cls(predictor, digits) if plain and predictor.dtype in (torch.bfloat16, torch.float32) else None
 
     def __call__(self, window: Tensor, embedding: Tensor) -> Tensor:
         """(W, F) and the root's (H,), of any dtype -> (S, H) in the weights'."""
         with self._lock, torch.no_grad():  # its buffers are for one root
             self._renew()
-            return self._states(window, embedding)
+            self._known.copy_(window.to(self._dtype).reshape(self._known.shape))
+            self._token.copy_(embedding.to(self._dtype))
+            for part in self._parts:
+                if isinstance(part, Program):
+                    part.run(self._work)
+                else:
+                    part()
+            return self._states.to(self._dtype, copy=True)
 
     def _renew(self) -> None:
         """Take the weights as they are now, where they have changed."""
@@ -118,104 +120,120 @@ class SingleRoot:
                 self._make()
             self._state = state
 
+    # -- the program
+
     def _make(self) -> None:
-        network, steps, bits = self._predictor, self._predictor.config.num_steps, self._bits
-        adapters, token = network.adapters, network.token_projection
+        network, config, adapters = self._predictor, self._predictor.config, self._predictor.adapters
         assert adapters is not None
-
-        def of(layer: nn.Linear, rows: int = 1) -> tuple[Tensor, Tensor | None, int]:
-            return layer.weight, layer.bias, rows
-
-        first = [of(network.window_projection), *([] if token is None else [of(token)])]
-        self._window = _Products(bits, *first)
+        size, steps, projection = config.hidden_size, config.num_steps, network.token_projection
+        self._parts: list[Program | Callable[[], None]] = []
+        self._program, self._work = Program(), 0
+        self._known, self._token = torch.zeros(config.window * config.feature_size // size, size), torch.zeros(1, size)
+        window = self._of(network.window_projection)
+        normed = window.x[0].view(-1, size)
+        current, here = self._known[-1:], normed[-1:]  # the current state, and as the network reads it
+        self._add(elements.standardise(size), self._known, normed)
+        first = [window]
+        if projection is not None:
+            first.append(self._of(projection))
+            self._add(elements.standardise(size), self._token, first[1].x)
+        self._multiply(*first)
+        x = torch.zeros_like(window.y)
+        self._silu(x, *(one.y for one in first))
         blocks: Any = network.blocks
-        self._blocks = [(_Products(bits, of(block.up)), _Products(bits, of(block.down))) for block in blocks]
-        self._up = _Products(bits, of(adapters.up))
-        downs = zip(adapters.down.weight.chunk(steps), adapters.down.bias.chunk(steps), strict=True)
-        self._downs = _Products(bits, *((*one, 1) for one in downs))
-        self._delta = _Products(bits, of(network.delta, steps))
-        known, delta = network.gate.weight.chunk(2, dim=1)  # what it reads of either
-        self._gate = _Products(bits, (delta, None, steps), (known, network.gate.bias, 1))
-        if (refinement := network.refinement) is not None:
-            self._reduce, self._expand = (
-                _Products(bits, of(one, steps)) for one in (refinement.reduce, refinement.expand)
-            )
-            self._here = _Products(bits, of(refinement.reduce))
-
-    def _states(self, window: Tensor, embedding: Tensor) -> Tensor:
-        network, dtype, config = self._predictor, self._dtype, self._predictor.config
-        known = window.to(dtype).to(torch.float32, copy=True).reshape(-1, config.hidden_size).numpy()
-        current = known[-1:].copy()
-        _normalise(known, known)
-        self._window.x[:] = known.reshape(1, -1)
-        if len(self._window.of) > 1:
-            token = self._window.of[1].x
-            _normalise(embedding[None].to(dtype).float().numpy(), token)
-        x = self._window()
-        if len(self._window.of) > 1:
-            x += self._window.of[1].y
-        _silu(x, x)
-        for up, down in self._blocks:
-            _normalise(x, up.x)
-            _silu(up(), down.x)
-            x += down()
-        _normalise(x, self._up.x)
-        own = self._up().reshape(config.num_steps, -1)
-        for row, down_of in zip(own, self._downs.of, strict=True):
-            _silu(row[None], down_of.x)
-        self._downs()
-        for n, down_of in enumerate(self._downs.of):
-            self._delta.x[n] = x[0] + down_of.y[0]
-        delta = self._gate.x
-        delta[:] = self._delta()
-        self._gate.of[1].x[:] = known[-1:]
-        size = _gated(current, delta, self._gate(), self._gate.of[1].y)
+        for block in blocks:
+            up, down = self._of(block.up), self._of(block.down)
+            self._add(elements.standardise(x.shape[1]), x, up.x)
+            self._multiply(up)
+            self._silu(down.x, up.y)
+            self._multiply(down)
+            self._sum(x, x, down.y)
+        up = self._of(adapters.up)
+        self._add(elements.standardise(x.shape[1]), x, up.x)
+        self._multiply(up)
+        each = zip(adapters.down.weight.chunk(steps), adapters.down.bias.chunk(steps), strict=True)
+        downs = [_Product(*one, 1, self._digits) for one in each]
+        for own, down in zip(up.y.chunk(steps, 1), downs, strict=True):
+            self._silu(down.x, own, wait=False)
+        self._program.wait()
+        self._multiply(*downs)
+        delta = self._of(network.delta, steps)
+        for row, down in zip(delta.x.split(1), downs, strict=True):
+            self._sum(row, x, down.y, wait=False)
+        self._program.wait()
+        self._multiply(delta)
+        known, own = network.gate.weight.chunk(2, dim=1)  # what it reads of either
+        gate, shared = _Product(own, None, steps, self._digits), _Product(known, network.gate.bias, 1, self._digits)
+        self._copy(gate.x, delta.y)
+        self._copy(shared.x, here)
+        self._multiply(gate, shared)
+        self._states = torch.zeros(steps, size)
+        self._add(elements.residual(size), current, gate.y, shared.y, delta.y, self._states)
         if network.refinement is not None:
-            self._refine(delta, known[-1:], size)
-        return torch.from_numpy(delta).to(dtype, copy=True)
+            self._refine(network.refinement, current, here)
+        self._end()
 
-    def _refine(self, raw: np.ndarray, known: np.ndarray, size: np.float32) -> None:
-        """``shape.networks.refinement`` of states (S, H), in place; `known` is the current one, normalised, (1, H)."""
-        refinement: Any = self._predictor.refinement
-        alpha = np.float32(float(refinement.share.alpha))
-        amount, transport = alpha, isinstance(refinement, SinkhornRefinement)
+    def _refine(self, refinement: Any, current: Tensor, here: Tensor) -> None:
+        """``shape.networks.refinement`` of the states, in place."""
+        steps, size = self._states.shape
+        reduce, expand = self._of(refinement.reduce, steps), self._of(refinement.expand, steps)
+        transport = isinstance(refinement, SinkhornRefinement)
         if transport:
-            amount = alpha * size
-            _normalise(raw, self._reduce.x)
-        else:
-            self._reduce.x[:] = raw
-        reduced = self._expand.x
-        reduced[:] = self._reduce()
-        if transport:
-            _softmax(reduced)
+            self._add(elements.standardise(size), self._states, reduce.x)
+            self._multiply(reduce)
+            self._add(elements.softmax(reduce.y.shape[1]), reduce.y, expand.x)
             if refinement.iterates:
-                self._here.x[:] = known
+                reduced = self._of(refinement.reduce)
+                self._copy(reduced.x, here)
+                self._multiply(reduced)
+                self._end()
                 how = _How(refinement.iterations, refinement.last_update == "row", refinement.barycentric)
-                _transport(self._here(), reduced, refinement.kernel().numpy(), how)
-        raw *= np.float32(1) - alpha
-        raw += amount * self._expand()
+                given = reduced.y.numpy(), expand.x.numpy(), refinement.kernel().numpy(), how
+                self._parts.append(lambda: _transport(*given))
+        else:
+            self._copy(reduce.x, self._states)
+            self._multiply(reduce)
+            self._copy(expand.x, reduce.y)
+        self._multiply(expand)
+        share = bits(float(refinement.share.alpha))
+        self._add(elements.mix(size, transport), expand.y, current, self._states, others=(share,))
 
+    def _of(self, layer: Any, rows: int = 1) -> _Product:
+        return _Product(layer.weight, layer.bias, rows, self._digits)
 
-@compiled
-def _normalise(x: np.ndarray, y: np.ndarray) -> None:
-    """Layer normalisation of every row, (R, K) both, which may be the same."""
-    for row in range(x.shape[0]):
-        mean, square = np.float32(0), np.float32(0)
-        for k in range(x.shape[1]):
-            mean += x[row, k]
-        mean /= np.float32(x.shape[1])
-        for k in range(x.shape[1]):
-            square += (x[row, k] - mean) ** 2
-        factor = np.float32(1) / np.sqrt(square / np.float32(x.shape[1]) + _EPSILON)
-        for k in range(x.shape[1]):
-            y[row, k] = (x[row, k] - mean) * factor
+    def _multiply(self, *products: _Product) -> None:
+        """Products that read nothing of each other."""
+        for one in products:
+            one.add_to(self._program)
+            self._work += one.work
+        self._program.wait()
 
+    def _add(self, kernel: int, *rows: Tensor, others: tuple[int, ...] = (), wait: bool = True) -> None:
+        """Go on with a kernel of rows: as many as the last tensor has; where another has one, that is all rows' own."""
+        count = len(rows[-1])
+        given = [part for x in rows for part in (x, row_bytes(x) if len(x) == count else 0)]
+        self._program.add(kernel, *given, *others, count)
+        if wait:
+            self._program.wait()
 
-@compiled
-def _silu(x: np.ndarray, y: np.ndarray) -> None:
-    """y = silu(x) of a row, (1, K) both, which may be the same."""
-    for k in range(x.shape[1]):
-        y[0, k] = x[0, k] / (np.float32(1) + np.exp(-x[0, k]))
+    def _silu(self, out: Tensor, x: Tensor, *more: Tensor, wait: bool = True) -> None:
+        """out = silu of x, or of a sum."""
+        self._add(elements.combine(x.shape[1], len(more) > 0, True), x, *more or (x,), out, wait=wait)
+
+    def _sum(self, out: Tensor, x: Tensor, y: Tensor, wait: bool = True) -> None:
+        self._add(elements.combine(x.shape[1], True, False), x, y, out, wait=wait)
+
+    def _copy(self, out: Tensor, x: Tensor) -> None:
+        lanes = gcd(x.shape[1], TILE)
+        given = (out, row_bytes(out), x, row_bytes(x), x.shape[1] // lanes, len(x))
+        self._program.add(elements.copy(torch.float32, lanes), *given)
+        self._program.wait()
+
+    def _end(self) -> None:
+        """Of a program: what follows is a loop."""
+        if len(self._program):
+            self._parts.append(self._program)
+        self._program = Program()
 
 
 @compiled
@@ -285,21 +303,3 @@ def _transport(here: np.ndarray, q: np.ndarray, kernel: np.ndarray, how: _How) -
         q[:] = left / reached
     else:
         q[:] = v * reached
-
-
-@compiled
-def _gated(current: np.ndarray, delta: np.ndarray, gate: np.ndarray, shared: np.ndarray) -> Any:
-    """delta (S, H) becomes the states: gated residuals on the current one, (1, H), whose size is given back.
-
-    Args:
-        gate: (S, H), what the gate reads of delta; shared: (1, H), what it reads of the current state.
-    """
-    size = np.float32(0)
-    for k in range(current.shape[1]):
-        size += current[0, k] * current[0, k]
-    size = np.sqrt(size / np.float32(current.shape[1]))
-    for n in range(delta.shape[0]):
-        for k in range(delta.shape[1]):
-            share = np.float32(1) / (np.float32(1) + np.exp(-gate[n, k] - shared[0, k]))
-            delta[n, k] = current[0, k] + size * share * delta[n, k]
-    return size

@@ -6,6 +6,7 @@ them. Each token is computed by itself. Kernels divide their work over threads b
 Strides and sizes are in bytes where their names say so.
 """
 
+from collections.abc import Callable
 from functools import cache
 from math import gcd
 from typing import Any
@@ -276,6 +277,177 @@ def _by_rows(name: str, dtype: torch.dtype, lanes: int) -> int:
     inner.put(dtype, value, inner.at(x, offset))
     inner.again(at, behind).again(number, done).ret_void()
     return kernels.compiled(module)[name]
+
+
+@cache
+def standardise(width: int) -> int:
+    """y = layer normalisation of x, float32, without weights. Arguments: x, x_bytes, y, y_bytes, rows."""
+    lanes = gcd(width, TILE)
+    module, code, _, number, done, (x, y) = _begin_rows("standardise", ("x", "y"))
+    total, code = _summed(code, width, lanes, lambda inner, at: inner.take(torch.float32, inner.at(x, at), lanes))
+    mean = code.spread(code.fdiv(total, F32(width)), lanes)
+
+    def centred(inner: Code, at: Any) -> Any:
+        return inner.fsub(inner.take(torch.float32, inner.at(x, at), lanes), mean)
+
+    def square(inner: Code, at: Any) -> Any:
+        value = centred(inner, at)
+        return inner.fmul(value, value)
+
+    squares, code = _summed(code, width, lanes, square)
+    root = code.intrinsic("llvm.sqrt.f32", F32, code.fadd(code.fdiv(squares, F32(width)), F32(1e-5)))
+    scale = code.spread(code.fdiv(F32(1.0), root), lanes)
+
+    def scaled(inner: Code, at: Any) -> None:
+        inner.write(inner.fmul(centred(inner, at), scale), inner.at(y, at))
+
+    code = _each(code, width, lanes, scaled)
+    code.again(number, done).ret_void()
+    return kernels.compiled(module)["standardise"]
+
+
+@cache
+def combine(width: int, adds: bool, active: bool) -> int:
+    """y = x, plus `added` where it adds, through silu where it is active, float32.
+
+    Arguments: x, x_bytes, added, added_bytes, y, y_bytes, rows.
+    """
+    lanes = gcd(width, TILE)
+    module, code, _, number, done, (x, added, y) = _begin_rows("combine", ("x", "added", "y"))
+
+    def one(inner: Code, at: Any) -> None:
+        value = inner.take(torch.float32, inner.at(x, at), lanes)
+        if adds:
+            value = inner.fadd(value, inner.take(torch.float32, inner.at(added, at), lanes))
+        inner.write(inner.fmul(value, _sigmoid(inner, value)) if active else value, inner.at(y, at))
+
+    _each(code, width, lanes, one).again(number, done).ret_void()
+    return kernels.compiled(module)["combine"]
+
+
+@cache
+def residual(width: int) -> int:
+    """y = state + size sigmoid(gate + shared) delta, float32, where the size is the state's root mean square.
+
+    Arguments: state, gate, shared, delta and y, each with its bytes of a row, rows.
+    """
+    lanes = gcd(width, TILE)
+    names = ("state", "gate", "shared", "delta", "y")
+    module, code, _, number, done, (state, gate, shared, delta, y) = _begin_rows("residual", names)
+    size, code = _root_mean_square(code, state, width, lanes)
+
+    def one(inner: Code, at: Any) -> None:
+        here, opens, more, change = (
+            inner.take(torch.float32, inner.at(place, at), lanes) for place in (state, gate, shared, delta)
+        )
+        share_of = inner.fmul(size, _sigmoid(inner, inner.fadd(opens, more)))
+        inner.write(inner.fma(share_of, change, here), inner.at(y, at))
+
+    _each(code, width, lanes, one).again(number, done).ret_void()
+    return kernels.compiled(module)["residual"]
+
+
+@cache
+def softmax(width: int) -> int:
+    """y = softmax of x, float32. Arguments: x, x_bytes, y, y_bytes, rows."""
+    lanes = gcd(width, TILE)
+    kind = ir.VectorType(F32, lanes)
+    module, code, _, number, done, (x, y) = _begin_rows("softmax", ("x", "y"))
+    at, inner, behind = code.counted(I64(width // lanes), "largest")
+    largest = inner.phi(kind)
+    largest.add_incoming(every(float("-inf"), kind), code.block)
+    value = inner.take(torch.float32, inner.at(x, inner.times(at, lanes * 4)), lanes)
+    new = inner.intrinsic(f"llvm.maxnum.v{lanes}f32", kind, largest, value)
+    largest.add_incoming(new, inner.block)
+    code = inner.again(at, behind)
+    most = code.spread(code.intrinsic(f"llvm.vector.reduce.fmax.v{lanes}f32", F32, new), lanes)
+
+    def exponential(inner: Code, at: Any) -> Any:
+        value = inner.exp(inner.fsub(inner.take(torch.float32, inner.at(x, at), lanes), most))
+        inner.write(value, inner.at(y, at))
+        return value
+
+    total, code = _summed(code, width, lanes, exponential)
+    inverse = code.spread(code.fdiv(F32(1.0), total), lanes)
+
+    def scaled(inner: Code, at: Any) -> None:
+        place = inner.at(y, at)
+        inner.write(inner.fmul(inner.take(torch.float32, place, lanes), inverse), place)
+
+    _each(code, width, lanes, scaled).again(number, done).ret_void()
+    return kernels.compiled(module)["softmax"]
+
+
+@cache
+def mix(width: int, sized: bool) -> int:
+    """y = (1 - share) y + share x, float32, where x counts in units of a state's root mean square if it is sized.
+
+    Arguments: x, state and y, each with its bytes of a row, the share's bits, rows.
+    """
+    lanes = gcd(width, TILE)
+    module, code, given, number, done, (x, state, y) = _begin_rows("mix", ("x", "state", "y"), "share")
+    amount = code.spread(code.bitcast(code.trunc(given["share"], ir.IntType(32)), F32), lanes)
+    rest = code.fsub(every(1.0, amount.type), amount)
+    if sized:
+        size, code = _root_mean_square(code, state, width, lanes)
+        amount = code.fmul(amount, size)
+
+    def one(inner: Code, at: Any) -> None:
+        place = inner.at(y, at)
+        before = inner.fmul(rest, inner.take(torch.float32, place, lanes))
+        inner.write(inner.fma(amount, inner.take(torch.float32, inner.at(x, at), lanes), before), place)
+
+    _each(code, width, lanes, one).again(number, done).ret_void()
+    return kernels.compiled(module)["mix"]
+
+
+def _begin_rows(name: str, tensors: tuple[str, ...], *others: str) -> tuple[Any, ...]:
+    """A kernel whose units are rows of tensors, each an argument with its bytes of a row (none, where all rows read the
+    same): module, the code of a row, arguments, the loop's number and end, and where the row is in each tensor.
+    """
+    module = ir.Module()
+    names = tuple(part for one in tensors for part in (one, f"{one}_bytes"))
+    code, given = begin(module, name, (*names, *others, "rows"))
+    first, count, code = share(code, given["rows"])
+    number, code, done = code.counted(count, "rows")
+    row = code.at(number, first)
+    places = [code.at(given[one], code.times(row, given[f"{one}_bytes"])) for one in tensors]
+    return module, code, given, number, done, places
+
+
+def _each(code: Code, width: int, lanes: int, what: Callable[[Code, Any], None]) -> Code:
+    """Something for every vector of a row of float32, by its offset."""
+    at, inner, behind = code.counted(I64(width // lanes), "each")
+    what(inner, inner.times(at, lanes * 4))
+    return inner.again(at, behind)
+
+
+def _summed(code: Code, width: int, lanes: int, term: Callable[[Code, Any], Any]) -> tuple[Any, Code]:
+    """The sum over a row, a number, of what there is for every vector, and the code behind."""
+    kind = ir.VectorType(F32, lanes)
+    at, inner, behind = code.counted(I64(width // lanes), "sum")
+    sums = inner.phi(kind)
+    sums.add_incoming(every(0.0, kind), code.block)
+    new = inner.fadd(sums, term(inner, inner.times(at, lanes * 4)))
+    sums.add_incoming(new, inner.block)
+    code = inner.again(at, behind)
+    return code.total(new), code
+
+
+def _root_mean_square(code: Code, x: Any, width: int, lanes: int) -> tuple[Any, Code]:
+    """Of a row of float32, as a vector, and the code behind."""
+
+    def square(inner: Code, at: Any) -> Any:
+        value = inner.take(torch.float32, inner.at(x, at), lanes)
+        return inner.fmul(value, value)
+
+    squares, code = _summed(code, width, lanes, square)
+    return code.spread(code.intrinsic("llvm.sqrt.f32", F32, code.fdiv(squares, F32(width))), lanes), code
+
+
+def _sigmoid(code: Code, x: Any) -> Any:
+    one = every(1.0, x.type)
+    return code.fdiv(one, code.fadd(code.exp(code.fneg(x)), one))
 
 
 def _now(code: Code, given: dict[str, Any], name: str) -> Any:

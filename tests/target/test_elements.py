@@ -140,3 +140,49 @@ def test_what_is_not_a_number_stays_none(dtype):
     found = torch.zeros(1, 2, 8, dtype=dtype)
     run(elements.attend(dtype, 8, 2, False), query, found, 16 * found.itemsize, bits(1.0), 1, 1, 1, 2, now, *range(6))
     assert found[0, 0].isfinite().all() and found[0, 1].isnan().all()
+
+
+WIDTHS = [6, 24, 64]  # which vectors of 2, 8 and 16 divide
+
+
+def by_rows(kernel: int, *rows: Tensor, others: tuple[int, ...] = ()) -> Tensor:
+    """The last tensor, behind a kernel of as many rows; one row of another serves for all of them."""
+    count = len(rows[-1])
+    run(kernel, *(part for x in rows for part in (x, row_bytes(x) if len(x) == count else 0)), *others, count)
+    return rows[-1]
+
+
+def apart(width: int, seed: int, rows: int = 5) -> Tensor:
+    """Rows that are not one behind the other."""
+    return 3 * numbers(torch.float32, rows, width + 3, seed=seed)[:, :width]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rows_are_standardised_and_made_distributions(width):
+    x = apart(width, 0)
+    found = by_rows(elements.standardise(width), x, torch.zeros_like(x))
+    torch.testing.assert_close(found, F.layer_norm(x, (width,)), rtol=1e-5, atol=1e-5)
+    assert not by_rows(elements.standardise(width), torch.zeros_like(x), torch.ones_like(x)).any()
+    torch.testing.assert_close(by_rows(elements.softmax(width), x, torch.zeros_like(x)), x.softmax(-1))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rows_are_combined(width):
+    x, more = apart(width, 0), apart(width, 1, rows=1)
+    for adds, active in ((False, True), (True, False), (True, True)):
+        expected = x + more if adds else x
+        found = by_rows(elements.combine(width, adds, active), x, more, torch.zeros_like(x))
+        torch.testing.assert_close(found, F.silu(expected) if active else expected)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_residuals_are_gated_and_mixed_in_units_of_a_state(width):
+    state, shared = apart(width, 0, rows=1), apart(width, 1, rows=1)
+    gate, delta = apart(width, 2), apart(width, 3)
+    size = state.square().mean().sqrt()
+    found = by_rows(elements.residual(width), state, gate, shared, delta, torch.zeros_like(gate))
+    expected = state + size * (gate + shared).sigmoid() * delta
+    torch.testing.assert_close(found, expected)
+    for sized in (False, True):
+        mixed = by_rows(elements.mix(width, sized), delta, state, found.clone(), others=(bits(0.3),))
+        torch.testing.assert_close(mixed, 0.7 * found + 0.3 * delta * (size if sized else 1))
