@@ -142,7 +142,10 @@ class FusedLayers:
         several threads may decode at a time.
         """
         programs, key = self._programs, (made, *given)
-        held = free.pop() if (free := programs.get(key)) else made(self, *given)
+        try:
+            held = programs[key].pop()
+        except (KeyError, IndexError):
+            held = made(self, *given)
         yield held
         if len(programs) >= _KEPT and key not in programs:
             programs.clear()
