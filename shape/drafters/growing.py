@@ -148,12 +148,12 @@ def grow_by_path(
     noise: tuple[Tensor, Tensor, Tensor] | None = None,
     draws: Draws | None = None,
 ) -> tuple[TokenTree, int]:
-    """The same where every node has a prediction of its own.
+    """Trees of this shape, where every node has a prediction of its own; other arguments as of ``grow_by_depth``.
 
     Args:
-        step: depth, numbers (B, M) of the tokens that are expanded there, and which of those expanded before each is
-            behind, (B, M), to logits (B, M, K) float32 over the temperature. Both are 0 where there is nothing to
-            expand.
+        step: makes logits (B, M, K) float32, over the temperature, of the nodes that are expanded at a depth. It is
+            given the depth, the numbers of their tokens, (B, M), and which of the nodes expanded before each is behind,
+            (B, M). Both are 0 where there is nothing to expand.
 
     Returns:
         The trees, and how many steps there were.

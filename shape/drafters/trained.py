@@ -56,8 +56,8 @@ class TrainedDrafter(Drafter):
         window: (B, W, F), the last known states of each sequence.
         cache: keys and values of known positions (`Predictor.remember`), for networks that attend to them.
         on_host: whether trees may be grown by the host's compiled loops: where the predictor is on the CPU.
-        single: its forward for one sequence as a compiled loop; None where it has none.
-        fused: its steps as kernels; None where it has none.
+        single: its forward for one sequence in one call; None where it has none.
+        fused: its steps in one call each; None where it has none.
     """
 
     predictor: Predictor
@@ -225,7 +225,7 @@ class TrainedDrafter(Drafter):
             layer.update(keys, values)
 
     def _fused(self, count: int) -> FusedEagle | None:
-        """What takes so many tokens of each sequence as kernels, where it does."""
+        """What takes so many tokens of each sequence by kernels, where that is served."""
         fused, cache = self.fused, self.cache
         if fused is None or cache is None or not self.on_host:
             return None
@@ -364,8 +364,7 @@ class TrainedDrafter(Drafter):
             return sampler.draft_logits(self._logits(states), depth, self._vocabulary)
 
         numbers = self._numbers[root[:, 0].numpy()]
-        grown = grow_by_path(root[:, 0], numbers, step, self._ids, self.tree, *self._randomness(sampler))
-        tree, self.passes = grown
+        tree, self.passes = grow_by_path(root[:, 0], numbers, step, self._ids, self.tree, *self._randomness(sampler))
         return tree
 
     def _randomness(self, sampler: Sampler) -> tuple[tuple[Tensor, Tensor, Tensor] | None, Draws | None]:

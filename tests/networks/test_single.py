@@ -1,4 +1,4 @@
-"""The compiled loop for a single root against the network itself."""
+"""The program for a single root against the network itself."""
 
 import pytest
 import torch
@@ -72,6 +72,20 @@ def test_refined_states_are_those_of_the_network(name, dim, dtype) -> None:
     torch.testing.assert_close(found.float(), exact, rtol=precision, atol=precision)
     network.refinement = None
     assert not torch.allclose(exact, network.begin(known, embedding)[0][0, 0], rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("size", [SIZE, 64])
+@pytest.mark.parametrize("name", ["none", "affine", "column", "row"])
+def test_weights_of_8_bits_make_nearly_the_same(name, size) -> None:
+    """Also where widths are filled up to what the kernels take."""
+    options = {"hidden_size": size, "intermediate_size": size + 4, **REFINEMENTS.get(name, {})}
+    network = predictor(**options, num_layers=1, **({} if name == "none" else {"refinement_dim": 8}))
+    window, embedding = 5 * torch.randn(WINDOW, size), torch.randn(size)
+    exact = network.begin(Known(window[None, None], [], None, None), embedding[None, None])[0][0, 0]
+    single = SingleRoot.of(network, 8)
+    assert single is not None
+    change, found = exact - window[-1], single(window, embedding) - window[-1]
+    assert 0 < (found - change).norm() < 0.05 * change.norm()
 
 
 @pytest.mark.parametrize("name", ["column", "row"])
