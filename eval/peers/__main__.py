@@ -18,7 +18,7 @@ from tqdm import tqdm
 from eval import commands
 from eval.peers.environments import Program, model_of, python_of
 from eval.peers.sizes import SIZES, end_tokens, prompts, saved
-from eval.peers.systems import PEERS, System, available
+from eval.peers.systems import PEERS, PREDICTOR, System, available
 from eval.peers.table import lines_of, report
 from shape.data.conversations import evenly
 from shape.errors import ConfigError
@@ -26,7 +26,7 @@ from shape.evaluation.environment import Environment
 from shape.evaluation.journal import JOURNAL, Journal
 from shape.evaluation.runner import rotated
 
-_WARM_UP_TOKENS = 24  # in which the longest drafts come, whose kernels are compiled at the first
+_WARM_UP_TOKENS = 24  # in which drafts of all sizes come, whose kernels are compiled at the first of each
 
 
 @dataclass
@@ -94,7 +94,8 @@ def turns(size: str, options: PeersOptions, threads: int, done: set[tuple[str, s
                 if program is None:
                     program = loaded[system] = Program(system, size, options.work, threads)
                     for method in methods:  # warms up
-                        program.ask({**asked, "new_tokens": _WARM_UP_TOKENS, "prompt": texts[0], "method": method})
+                        for text in texts if method == PREDICTOR else texts[:1]:
+                            program.ask({**asked, "new_tokens": _WARM_UP_TOKENS, "prompt": text, "method": method})
                 answers: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
                 for text in texts:
                     for method in methods:
