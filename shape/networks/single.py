@@ -184,11 +184,13 @@ class SingleRoot:
             self._add(elements.softmax(reduce.y.shape[1]), reduce.y, expand.x)
             if refinement.iterates:
                 reduced = self._of(refinement.reduce)
+                known = torch.zeros(1, refinement.reduce.out_features)
                 self._copy(reduced.x, here)
                 self._multiply(reduced)
+                self._add(elements.softmax(known.shape[1]), reduced.y, known)
                 self._end()
                 how = _How(refinement.iterations, refinement.last_update == "row", refinement.barycentric)
-                given = reduced.y.numpy(), expand.x.numpy(), refinement.kernel().numpy(), how
+                given = reduced.y.numpy(), known.numpy(), expand.x.numpy(), refinement.kernel().numpy(), how
                 self._parts.append(lambda: _transport(*given))
         else:
             self._copy(reduce.x, self._states)
@@ -237,20 +239,6 @@ class SingleRoot:
 
 
 @compiled
-def _softmax(x: np.ndarray) -> None:
-    """Of every row."""
-    for row in range(x.shape[0]):
-        most, total = x[row, 0], np.float32(0)
-        for k in range(x.shape[1]):
-            most = max(most, x[row, k])
-        for k in range(x.shape[1]):
-            x[row, k] = np.exp(x[row, k] - most)
-            total += x[row, k]
-        for k in range(x.shape[1]):
-            x[row, k] /= total
-
-
-@compiled
 def _through(x: np.ndarray, kernel: np.ndarray, y: np.ndarray) -> None:
     """y = x K, (R, d) both, of a K that need not be symmetric: four of its rows at a time, each read once."""
     rows, size = x.shape
@@ -272,13 +260,12 @@ def _through(x: np.ndarray, kernel: np.ndarray, y: np.ndarray) -> None:
 
 
 @compiled
-def _transport(here: np.ndarray, q: np.ndarray, kernel: np.ndarray, how: _How) -> None:
-    """``scaled`` between the softmax of coordinates (1, d) and every row of q, (S, d), which becomes the read-out.
+def _transport(here: np.ndarray, p: np.ndarray, q: np.ndarray, kernel: np.ndarray, how: _How) -> None:
+    """``scaled`` between p, the softmax of coordinates here, (1, d) both, and every row of q, (S, d), which becomes the
+    read-out.
 
     The kernel is symmetric but for rounding, so that K serves for its transpose.
     """
-    p = here.copy()
-    _softmax(p)
     u, v = np.ones(q.shape, np.float32), np.ones(q.shape, np.float32)
     left, reached = np.empty(q.shape, np.float32), np.empty(q.shape, np.float32)
     _through(u[:1], kernel, reached[:1])

@@ -19,7 +19,7 @@ from shape.target.kernels import F32, FLOATS, I64, TILE, Code, begin, every, sha
 
 _MOST_ROWS = 6  # queries whose results stay in registers
 _PIECES = 4  # vectors of a value that do
-_REASSOC = ("reassoc",)
+_DOUBLES = ir.VectorType(ir.DoubleType(), TILE)
 
 
 @cache
@@ -190,16 +190,18 @@ def attend(dtype: torch.dtype, size: int, rows: int, masked: bool) -> int:
         largest.add_incoming(new, inner.block)
         code = inner.again(at, behind)
         most = code.spread(code.intrinsic("llvm.vector.reduce.fmax.v16f32", F32, new))
+        # In float64 the sum is the same in whatever slots a path's keys lie, of a tree or of committed tokens.
         at, inner, behind = code.counted(vectors, "exponentials")
-        totals = inner.phi(FLOATS)
-        totals.add_incoming(every(0.0, FLOATS), code.block)
+        totals = inner.phi(_DOUBLES)
+        totals.add_incoming(every(0.0, _DOUBLES), code.block)
         there = inner.at(score, inner.times(at, 4 * TILE))
         value = inner.exp(inner.fsub(inner.read(FLOATS, there), most))
         inner.write(inner.stored(dtype, value), there)  # as torch takes them to the products with values
-        new = inner.fadd(totals, value)
+        new = inner.fadd(totals, inner.fpext(value, _DOUBLES))
         totals.add_incoming(new, inner.block)
         code = inner.again(at, behind)
-        inverse.append(code.spread(code.fdiv(F32(1.0), code.total(new)), lanes))
+        total = code.fptrunc(code.total(new), F32)
+        inverse.append(code.spread(code.fdiv(F32(1.0), total), lanes))
 
     for begins in range(0, size, lanes * _PIECES):
         some = range(begins, min(size, begins + lanes * _PIECES), lanes)

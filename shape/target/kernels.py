@@ -240,21 +240,21 @@ class Code(ir.IRBuilder):
         undefined = ir.Constant(vector.type, ir.Undefined)
         return self.shuffle_vector(vector, undefined, ir.Constant(ir.VectorType(I32, count), list(places)))
 
-    def intrinsic(self, name: str, result: Any, *values: Any, relaxed: tuple[str, ...] = ()) -> Any:
-        """Args: relaxed: LLVM's fast-math flags."""
+    def intrinsic(self, name: str, result: Any, *values: Any) -> Any:
         function = self.module.globals.get(name) or ir.Function(
             self.module, ir.FunctionType(result, [value.type for value in values]), name
         )
-        return self.call(function, values, fastmath=relaxed)
+        return self.call(function, values)
 
     def fma(self, x: Any, y: Any, z: Any) -> Any:
         """x y + z, rounded once."""
         return self.intrinsic(f"llvm.fma.v{x.type.count}f32", x.type, x, y, z)
 
     def total(self, floats: Any) -> Any:
-        """The sum of a vector's numbers."""
-        name = f"llvm.vector.reduce.fadd.v{floats.type.count}f32"
-        return self.intrinsic(name, F32, F32(-0.0), floats, relaxed=("reassoc",))
+        """The sum of a vector's numbers, halves upon halves: always in this order, which LLVM's own need not be in."""
+        while floats.type.count > 1:
+            floats = self.fadd(self.half(floats, False), self.half(floats, True))
+        return self.extract_element(floats, I32(0))
 
     def widened(self, halves: Any) -> Any:
         """bfloat16 as float32."""

@@ -1,5 +1,6 @@
 """Few calls a layer: the states of the target's own forward, and its own forward wherever that is not sure."""
 
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
+from shape.target.prepack import prepack
 from shape.verification.cache import KVCacheLayer
 from shape.verification.forward import new_cache, prefill, tree_forward
 from shape.verification.fused import MOST, FusedLayers
@@ -225,3 +227,29 @@ def test_greedy_answers_are_the_targets_own(tiny_model, calls):
     expected = model.generate(ids, do_sample=False, max_new_tokens=40)
     assert torch.equal(decoder.generate(ids, do_sample=False, max_new_tokens=40), expected)
     assert max(calls) > 1 and sum(calls) >= 40
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_token_is_the_same_bit_for_bit_alone_and_in_a_tree(tiny_model, calls, arch, dtype):
+    """Where its path lies in other slots, beside other nodes. So drafts change nothing in bfloat16 either."""
+    model = deepcopy(tiny_model(arch, dtype))
+    assert prepack(model)  # torch's own products depend on how many tokens there are
+    target = made_of(model)
+    support, path, length = support_of(target), [0, 1, 3, 5], 37
+    ids = torch.randint(64, (1, length + 6), generator=torch.Generator().manual_seed(0))
+
+    def behind_prompt(trees: list[TokenTree]) -> Tensor:
+        cache = new_cache(target, support, 1, 64)
+        prefill(target, cache, ids[:, :length], [length])
+        calls.clear()
+        found = []
+        for tree in trees:
+            found.append(tree_forward(target, support, cache, tree))
+            cache.commit([[0]])
+        assert calls == [tree.size for tree in trees]
+        return torch.cat(found, dim=1)
+
+    with torch.inference_mode():
+        whole = behind_prompt([TokenTree(ids[:, length:], torch.tensor([PARENTS]))])[:, path]
+        assert torch.equal(whole, behind_prompt([root_only(ids[:, length + node]) for node in path]))
