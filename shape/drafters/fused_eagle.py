@@ -6,16 +6,14 @@ beside a small target most of a draft is that. Here a step is a program of kerne
 behind what is committed, and see of each other what a mask lets them; the next draft writes over them.
 """
 
-from math import gcd
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from shape.networks.base import Predictor
-from shape.networks.eagle import EagleLayer, EaglePredictor
+from shape.networks.eagle import EaglePredictor
 from shape.target import elements
-from shape.target.kernels import TILE, row_bytes
 from shape.verification.cache import KVCache
 from shape.verification.fused import MOST, Forward, FusedLayers, blocks_of
 from shape.verification.tree_shape import TreeShape
@@ -42,13 +40,7 @@ class FusedEagle(FusedLayers):
 
     def serves_behind(self, cache: KVCache, count: int) -> bool:
         """Whether so many tokens of each sequence can go through behind what this cache holds."""
-        return (
-            cache.longest > 0
-            and count * len(cache.lengths) <= MOST
-            and all(held.in_place for held in cache.views)
-            and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
-            and self._unchanged()
-        )
+        return cache.longest > 0 and count * len(cache.lengths) <= MOST and self.goes_behind(cache)
 
     def turns(self, lengths: list[int], count: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of so many positions behind each of these, (B or 1, count, D) both."""
@@ -70,7 +62,7 @@ class FusedEagle(FusedLayers):
         self.renew()
         turn = self.turns(cache.host_lengths, count)
         with self.program(_Memory, rows, count) as memory:
-            memory(features, embeddings, turn, cache, cache.slots.next(count, cache.device))
+            memory.write(features, embeddings, turn, cache, cache.slots.next(count, cache.device))
 
 
 class EagleDraft:
@@ -113,14 +105,13 @@ class EagleDraft:
     def _step(self, feature: Tensor, embedding: Tensor, new: int) -> Tensor:
         """Args: new: nodes that are seen beside those before: not the root's, which is in the cache."""
         cache, nodes = self._cache, embedding.shape[1]
-        slots = self._slots[:, self._used : self._used + nodes]
-        slots = slots if len(slots) == 1 else slots.contiguous()
+        slots = self._slots[:, self._used : self._used + nodes].contiguous()
         end = cache.longest + self._used + new
         cosines, sines = self._turns
         turn = cosines[:, self._depth : self._depth + 1], sines[:, self._depth : self._depth + 1]
         mask = None if self._above is None else self._mask(self._above, nodes, end)
         with self._of.program(_Step, len(embedding), nodes, mask is not None) as step:
-            state, self._carried = step(embedding, feature, turn, cache, slots, end, mask)
+            state, self._carried = step.advance(embedding, feature, turn, cache, slots, end, mask)
         self._used, self._depth = self._used + new, self._depth + 1
         return state
 
@@ -148,16 +139,13 @@ class _Eagle(Forward):
 
 class _Step(_Eagle):
     def _begin(self) -> Tensor:
-        seen, size = self._joined(self._x), self._y.shape[1]
-        self._carries = self._y if self._of.predictor.config.norm_output else self._x
-        first: EagleLayer = self._of.predictor.layers[0]  # type: ignore[assignment]
-        if first.norm_before_residual:
-            lanes = gcd(size, TILE)
-            given = (self._x, row_bytes(self._x), seen[:, size:], row_bytes(seen), size // lanes, self._tokens)
-            self._program.add(elements.copy(self._dtype, lanes), *given)
+        seen, config = self._joined(self._x), self._of.predictor.config
+        self._carries = self._y if config.norm_output else self._x
+        if config.norm_before_residual:
+            elements.copy_rows(self._program, self._x, seen[:, self._x.shape[1] :])
         return seen
 
-    def __call__(  # type: ignore[override]
+    def advance(
         self,
         embedding: Tensor,
         feature: Tensor,
@@ -174,9 +162,6 @@ class _Step(_Eagle):
 
 
 class _Memory(_Eagle):
-    def __init__(self, of: FusedEagle, batch: int, nodes: int) -> None:
-        super().__init__(of, batch, nodes, False)
-
     def _build(self, layers: tuple[int, ...]) -> None:
         of, network, layer = self._of, self._of.predictor, self._of.layers[0]
         fused = self._features = self._new(self._tokens, network.config.feature_size)
@@ -184,17 +169,16 @@ class _Memory(_Eagle):
             fused = torch.empty_like(self._features)
             self._norm(network._modules, "input_norm", fused, self._features)
         if network.fc_norm is not None:
-            source, fused = fused, torch.empty_like(self._features)
-            for name, here, there in zip(
-                network.fc_norm._modules, *(x.chunk(len(network.fc_norm), 1) for x in (source, fused)), strict=True
-            ):
-                self._norm(network.fc_norm._modules, name, there, here)
+            parts, before, fused = network.fc_norm._modules, fused, torch.empty_like(self._features)
+            each = (x.chunk(len(parts), dim=1) for x in (before, fused))
+            for name, here, there in zip(parts, *each, strict=True):
+                self._norm(parts, name, there, here)
         (feature,) = self._linear(network._modules, ["fc"], fused, [self._y.shape[1]])
         seen = self._joined(feature[:, : self._y.shape[1]])
         k, v = self._linear(layer.attention, ("k_proj", "v_proj"), seen, [of.shared * of.size] * 2)
         self._keep(layer, 0, k, v)
 
-    def __call__(  # type: ignore[override]
+    def write(
         self, features: Tensor, embeddings: Tensor, turn: tuple[Tensor, Tensor], cache: KVCache, slots: Tensor
     ) -> None:
         self._features.copy_(features.reshape(self._features.shape))

@@ -8,7 +8,6 @@ and sums are in float32 here. Drafts may be rounded otherwise; no token depends 
 """
 
 from collections.abc import Callable
-from math import gcd
 from threading import Lock
 from typing import Any, NamedTuple, Self
 
@@ -226,9 +225,7 @@ class SingleRoot:
         self._add(elements.combine(x.shape[1], True, False), x, y, out, wait=wait)
 
     def _copy(self, out: Tensor, x: Tensor) -> None:
-        lanes = gcd(x.shape[1], TILE)
-        given = (out, row_bytes(out), x, row_bytes(x), x.shape[1] // lanes, len(x))
-        self._program.add(elements.copy(torch.float32, lanes), *given)
+        elements.copy_rows(self._program, out, x)
         self._program.wait()
 
     def _end(self) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from llvmlite import ir
+from torch import Tensor
 
 from shape.target import kernels
-from shape.target.kernels import F32, FLOATS, I64, TILE, Code, begin, every, share
+from shape.target.kernels import F32, FLOATS, I64, TILE, Code, Program, begin, every, row_bytes, share
 
 _MOST_ROWS = 6  # queries whose results stay in registers
 _PIECES = 4  # vectors of a value that do
@@ -182,14 +183,7 @@ def attend(dtype: torch.dtype, size: int, rows: int, masked: bool) -> int:
 
     inverse = []
     for score in scores:
-        at, inner, behind = code.counted(vectors, "largest")
-        largest = inner.phi(FLOATS)
-        largest.add_incoming(every(float("-inf"), FLOATS), code.block)
-        value = inner.read(FLOATS, inner.at(score, inner.times(at, 4 * TILE)))
-        new = inner.intrinsic("llvm.maxnum.v16f32", FLOATS, largest, value)
-        largest.add_incoming(new, inner.block)
-        code = inner.again(at, behind)
-        most = code.spread(code.intrinsic("llvm.vector.reduce.fmax.v16f32", F32, new))
+        most, code = _largest(code, score, vectors, TILE)
         # In float64 the sum is the same in whatever slots a path's keys lie, of a tree or of committed tokens.
         at, inner, behind = code.counted(vectors, "exponentials")
         totals = inner.phi(_DOUBLES)
@@ -245,8 +239,7 @@ def gated(dtype: torch.dtype, grain: int) -> int:
     )
     for at in range(0, grain * size, lanes * size):
         value = code.take(dtype, code.at(gate, at), lanes)
-        below = code.fadd(code.exp(code.fneg(value)), every(1.0, value.type))
-        value = code.stored(dtype, code.fdiv(value, below))
+        value = code.stored(dtype, code.fdiv(value, _opening(code, value)))
         code.put(dtype, code.fmul(value, code.take(dtype, code.at(up, at), lanes)), code.at(y, at))
     code.again(number, done).ret_void()
     return kernels.compiled(module)["gated"]
@@ -264,13 +257,15 @@ def copy(dtype: torch.dtype, lanes: int) -> int:
     return _by_rows("copy", dtype, lanes)
 
 
+def copy_rows(program: Program, x: Tensor, y: Tensor) -> None:
+    """Go on with x = y, of as many columns and rows as y has."""
+    lanes = gcd(y.shape[1], TILE)
+    program.add(copy(y.dtype, lanes), x, row_bytes(x), y, row_bytes(y), y.shape[1] // lanes, len(y))
+
+
 def _by_rows(name: str, dtype: torch.dtype, lanes: int) -> int:
-    module, size = ir.Module(), dtype.itemsize
-    code, given = begin(module, name, ("x", "x_bytes", "y", "y_bytes", "vectors", "rows"))
-    first, count, code = share(code, given["rows"])
-    number, code, done = code.counted(count, "rows")
-    row = code.at(number, first)
-    x, y = (code.at(given[one], code.times(row, given[f"{one}_bytes"])) for one in ("x", "y"))
+    size = dtype.itemsize
+    module, code, given, number, done, (x, y) = _begin_rows(name, ("x", "y"), "vectors")
     at, inner, behind = code.counted(given["vectors"], "vectors")
     offset = inner.times(at, lanes * size)
     value = inner.take(dtype, inner.at(y, offset), lanes)
@@ -321,7 +316,7 @@ def combine(width: int, adds: bool, active: bool) -> int:
         value = inner.take(torch.float32, inner.at(x, at), lanes)
         if adds:
             value = inner.fadd(value, inner.take(torch.float32, inner.at(added, at), lanes))
-        inner.write(inner.fmul(value, _sigmoid(inner, value)) if active else value, inner.at(y, at))
+        inner.write(inner.fdiv(value, _opening(inner, value)) if active else value, inner.at(y, at))
 
     _each(code, width, lanes, one).again(number, done).ret_void()
     return kernels.compiled(module)["combine"]
@@ -342,7 +337,7 @@ def residual(width: int) -> int:
         here, opens, more, change = (
             inner.take(torch.float32, inner.at(place, at), lanes) for place in (state, gate, shared, delta)
         )
-        share_of = inner.fmul(size, _sigmoid(inner, inner.fadd(opens, more)))
+        share_of = inner.fdiv(size, _opening(inner, inner.fadd(opens, more)))
         inner.write(inner.fma(share_of, change, here), inner.at(y, at))
 
     _each(code, width, lanes, one).again(number, done).ret_void()
@@ -353,16 +348,8 @@ def residual(width: int) -> int:
 def softmax(width: int) -> int:
     """y = softmax of x, float32. Arguments: x, x_bytes, y, y_bytes, rows."""
     lanes = gcd(width, TILE)
-    kind = ir.VectorType(F32, lanes)
     module, code, _, number, done, (x, y) = _begin_rows("softmax", ("x", "y"))
-    at, inner, behind = code.counted(I64(width // lanes), "largest")
-    largest = inner.phi(kind)
-    largest.add_incoming(every(float("-inf"), kind), code.block)
-    value = inner.take(torch.float32, inner.at(x, inner.times(at, lanes * 4)), lanes)
-    new = inner.intrinsic(f"llvm.maxnum.v{lanes}f32", kind, largest, value)
-    largest.add_incoming(new, inner.block)
-    code = inner.again(at, behind)
-    most = code.spread(code.intrinsic(f"llvm.vector.reduce.fmax.v{lanes}f32", F32, new), lanes)
+    most, code = _largest(code, x, I64(width // lanes), lanes)
 
     def exponential(inner: Code, at: Any) -> Any:
         value = inner.exp(inner.fsub(inner.take(torch.float32, inner.at(x, at), lanes), most))
@@ -436,6 +423,19 @@ def _summed(code: Code, width: int, lanes: int, term: Callable[[Code, Any], Any]
     return code.total(new), code
 
 
+def _largest(code: Code, x: Any, vectors: Any, lanes: int) -> tuple[Any, Code]:
+    """Of so many vectors of float32, as a vector, and the code behind."""
+    kind = ir.VectorType(F32, lanes)
+    at, inner, behind = code.counted(vectors, "largest")
+    largest = inner.phi(kind)
+    largest.add_incoming(every(float("-inf"), kind), code.block)
+    value = inner.read(kind, inner.at(x, inner.times(at, lanes * 4)))
+    new = inner.intrinsic(f"llvm.maxnum.v{lanes}f32", kind, largest, value)
+    largest.add_incoming(new, inner.block)
+    code = inner.again(at, behind)
+    return code.spread(code.intrinsic(f"llvm.vector.reduce.fmax.v{lanes}f32", F32, new), lanes), code
+
+
 def _root_mean_square(code: Code, x: Any, width: int, lanes: int) -> tuple[Any, Code]:
     """Of a row of float32, as a vector, and the code behind."""
 
@@ -447,9 +447,9 @@ def _root_mean_square(code: Code, x: Any, width: int, lanes: int) -> tuple[Any, 
     return code.spread(code.intrinsic("llvm.sqrt.f32", F32, code.fdiv(squares, F32(width))), lanes), code
 
 
-def _sigmoid(code: Code, x: Any) -> Any:
-    one = every(1.0, x.type)
-    return code.fdiv(one, code.fadd(code.exp(code.fneg(x)), one))
+def _opening(code: Code, x: Any) -> Any:
+    """1 + exp(-x), by which the sigmoid and silu divide."""
+    return code.fadd(code.exp(code.fneg(x)), every(1.0, x.type))
 
 
 def _now(code: Code, given: dict[str, Any], name: str) -> Any:

@@ -102,10 +102,17 @@ class FusedLayers:
             and all(parameters["weight"].dtype == dtype for parameters in self.weights)
             and input_ids.device.type == "cpu"
             and cache is not None
-            and all(getattr(held, "in_place", False) and held.keys.dtype == dtype for held in cache.layers)
             and (mask is not None or input_ids.shape[1] == 1)
-            and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
             and "sdpa" in self._config._attn_implementation
+            and self.goes_behind(cache)
+        )
+
+    def goes_behind(self, cache: Any) -> bool:
+        """Whether tokens can go through behind what a cache holds, as modules and modes are now."""
+        dtype = self._body._modules["norm"].weight.dtype
+        return (
+            all(getattr(held, "in_place", False) and held.keys.dtype == dtype for held in cache.layers)
+            and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
             and self._unchanged()
         )
 
@@ -196,7 +203,9 @@ class Forward:
     """
 
     @torch.inference_mode(False)  # buffers outlive the mode in which they are made
-    def __init__(self, of: FusedLayers, batch: int, nodes: int, masked: bool, layers: tuple[int, ...] = (-1,)) -> None:
+    def __init__(
+        self, of: FusedLayers, batch: int, nodes: int, masked: bool = False, layers: tuple[int, ...] = (-1,)
+    ) -> None:
         self._of, self._shape, self._masked = of, (batch, nodes), masked
         weight: Tensor = of.norms[-1][0]["norm"].weight
         self._dtype, width = weight.dtype, len(weight)
@@ -401,12 +410,8 @@ class Forward:
         """Put a layer's states where they are asked for."""
         if self._out is states:
             return
-        width = states.shape[1]
-        lanes = gcd(width, TILE)
         for at in (at for at, one in enumerate(wanted) if one == layer):
-            place = self._out[:, at * width :]
-            given = (place, row_bytes(self._out), states, row_bytes(states), width // lanes, len(states))
-            self._program.add(elements.copy(self._dtype, lanes), *given)
+            elements.copy_rows(self._program, self._out[:, at * states.shape[1] :], states)
 
 
 def blocks_of(module: Any) -> floats.Packed | integers.Packed | None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
 from shape.target.prepack import prepack
+from shape.target.quantize import quantize_model
 from shape.verification.cache import KVCacheLayer
 from shape.verification.forward import new_cache, prefill, tree_forward
 from shape.verification.fused import MOST, FusedLayers
@@ -229,12 +230,16 @@ def test_greedy_answers_are_the_targets_own(tiny_model, calls):
     assert max(calls) > 1 and sum(calls) >= 40
 
 
+@pytest.mark.parametrize("quantized", [None, "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_a_token_is_the_same_bit_for_bit_alone_and_in_a_tree(tiny_model, calls, arch, dtype):
+def test_a_token_is_the_same_bit_for_bit_alone_and_in_a_tree(tiny_model, calls, arch, dtype, quantized):
     """Where its path lies in other slots, beside other nodes. So drafts change nothing in bfloat16 either."""
     model = deepcopy(tiny_model(arch, dtype))
-    assert prepack(model)  # torch's own products depend on how many tokens there are
+    if quantized is not None:
+        quantize_model(model, quantized)
+    else:
+        assert prepack(model)  # torch's own products depend on how many tokens there are
     target = made_of(model)
     support, path, length = support_of(target), [0, 1, 3, 5], 37
     ids = torch.randint(64, (1, length + 6), generator=torch.Generator().manual_seed(0))
