@@ -25,7 +25,8 @@ class Environment:
     Attributes:
         date: UTC, to the minute.
         command: as it was typed.
-        commit: of the checkout, "-dirty" appended where files differ from it; None outside a checkout.
+        commit: of the checkout, "-dirty" appended where files differ from it; outside a checkout what the variable
+            SHAPE_COMMIT says, which goes with a copy of the files to another machine; else None.
         device: name of the accelerator, or "CPU".
         cores: logical cores of the machine; `threads` is how many torch computed with.
     """
@@ -105,10 +106,10 @@ def _command() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this package is imported from; None for an installed wheel."""
+    """The commit of the checkout that this package is imported from."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
-        return None
+        return os.environ.get("SHAPE_COMMIT")
     try:
         found = subprocess.run(
             ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],

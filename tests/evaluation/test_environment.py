@@ -2,6 +2,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from shape.evaluation import environment
+from shape.evaluation.environment import Environment
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process starts with a count of its own, or with none")
@@ -22,3 +26,11 @@ print(before, peak_memory(torch.device("cpu")) - before)
     before, grown = map(float, ran.stdout.split())
     assert before < 2
     assert grown == pytest.approx(2**30 / 1e9, abs=0.1)
+
+
+def test_a_copy_without_its_history_says_its_commit(monkeypatch, tmp_path):
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "shape/evaluation/environment.py"))
+    monkeypatch.delenv("SHAPE_COMMIT", raising=False)
+    assert Environment.capture(torch.device("cpu")).commit is None
+    monkeypatch.setenv("SHAPE_COMMIT", "0123456789ab")
+    assert Environment.capture(torch.device("cpu")).commit == "0123456789ab"
