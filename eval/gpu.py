@@ -255,7 +255,7 @@ def decoding(options: GpuOptions, record: Record, device: torch.device) -> None:
 
     @cache
     def random(widths: Widths) -> tuple[Target, TrainedDrafter | None]:
-        return random_llama(widths, torch.bfloat16, device), None
+        return random_llama(widths, torch.bfloat16, device, repeating=True), None
 
     @cache
     def small() -> tuple[Target, TrainedDrafter | None]:
@@ -297,7 +297,7 @@ def decoding(options: GpuOptions, record: Record, device: torch.device) -> None:
     if not options.tiny:
         measured = [(Path(options.target or "quickstart-target").name, small, real_prompts, 0.4)]
         measured += [shaped("Llama-3.2-1B-shaped", LLAMA_1B, 0.5), shaped("Llama-3.1-8B-shaped", LLAMA_8B, 1.0)]
-    taking = {EAGER: 30, GRAPHS: 30, COMPILED: 200}
+    taking = {EAGER: 15, GRAPHS: 15, COMPILED: 100}
 
     record.part("read bandwidth", 0, lambda: {"bandwidth": [read_bandwidth(device, 2**24 if options.tiny else 2**32)]})
     if not record.bandwidth:
@@ -317,10 +317,10 @@ def decoding(options: GpuOptions, record: Record, device: torch.device) -> None:
     sweep(batches[:1], GRAPHS)
     sweep(batches[:1], EAGER)
     for label, load, prompts, weight in measured:
-        record.part(f"{label}, transformers", weight * 20, partial(outside, label, load, prompts, "dynamic cache"))
+        record.part(f"{label}, transformers", weight * 10, partial(outside, label, load, prompts, "dynamic cache"))
     sweep(batches[1:], GRAPHS)
     if compiles:
-        record.part(f"equality, {COMPILED}", 200, partial(equal, COMPILED))
+        record.part(f"equality, {COMPILED}", 90, partial(equal, COMPILED))
         sweep(batches[:1], COMPILED)
     sweep(batches[1:], EAGER)
     if compiles:
@@ -337,7 +337,8 @@ def launch(deadline: float, work: Path, *command: str | Path) -> bool:
         Whether it came to its end.
     """
     print("$ python", *command, flush=True)
-    place = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    place = {**os.environ, "PYTHONPATH": path}
     process = subprocess.Popen([sys.executable, *map(str, command)], cwd=work, env=place, start_new_session=True)
     try:
         status = process.wait(max(deadline - monotonic(), 0))

@@ -23,11 +23,23 @@ class Widths:
 
 
 def random_llama(
-    widths: Widths, dtype: torch.dtype, device: torch.device | str = "cpu", prepacked: bool = False
+    widths: Widths,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    prepacked: bool = False,
+    repeating: bool = False,
 ) -> Target:
-    """Made where it will run, the same at every call."""
+    """Made where it will run, the same at every call.
+
+    Args:
+        repeating: its likeliest next token is its last one, by a margin that no kernel's rounding reaches. Of other
+            random models the choices are near-ties, and an oracle's drafts wrong as soon as two kernels differ.
+    """
     torch.manual_seed(0)
     config = LlamaConfig(**asdict(widths), eos_token_id=None, pad_token_id=0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    if repeating:  # the residual stream is little more than the embedding, and so is the head
+        embedding, head = (one.weight.data for one in (model.get_input_embeddings(), model.get_output_embeddings()))
+        head.copy_(embedding.normal_(std=10))
     return Target.load(model, prepacked=prepacked)

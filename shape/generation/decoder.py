@@ -51,7 +51,7 @@ class ShapeDecoder(Engine):
             acceptance length below which drafting pauses; drafts are then verified whole, as with False, which always
             drafts. Reproducible calls (see ``generate``) measure no times and take ``FIXED_BREAK_EVEN`` for the number.
         graphs: decode in steps of fixed shapes, captured as CUDA graphs on a GPU, wherever a call allows it (see
-            ``shape.generation.fixed``); a FixedSteps says how. Off by default: it has not been run on a GPU yet.
+            ``shape.generation.fixed``); a FixedSteps says how. None does so on a GPU.
 
     Raises:
         UnsupportedTarget: the target cannot be verified exactly (found out by a probe at this point).
@@ -71,7 +71,7 @@ class ShapeDecoder(Engine):
         tree: TreeShape | None = None,
         fall_back: bool | float = True,
         draft_device: str | torch.device | None = None,
-        graphs: bool | FixedSteps = False,
+        graphs: bool | FixedSteps | None = None,
         num_draft_tokens: str | int | DraftLength | None = None,
         pack: str | Path | None = None,
         prepacked: bool | None = None,

@@ -54,7 +54,7 @@ class Engine:
         drafter: Drafter | str | None = None,
         tokenizer: object = None,
         fall_back: bool | float = True,
-        graphs: bool | FixedSteps = False,
+        graphs: bool | FixedSteps | None = None,
     ) -> None:
         self.target = Target.load(target, tokenizer=tokenizer)
         self.drafter = make_drafter(drafter) if isinstance(drafter, str) else drafter
@@ -64,6 +64,8 @@ class Engine:
             self.support: Support = support_of(self.target)
         self.gradientless = gradientless(self._networks)
         self.fall_back = fall_back
+        if graphs is None:  # launched one by one, a step's kernels leave a GPU idle for most of the time
+            graphs = self.target.device.type == "cuda"
         self.graphs = (FixedSteps() if graphs else None) if isinstance(graphs, bool) else graphs
         self._step_costs: dict[tuple[int, bool], StepCosts] = {}  # by batch size, and whether by fixed steps
         self._made_target, self._made_graphs = not isinstance(target, Target), isinstance(graphs, bool)

@@ -136,7 +136,8 @@ def decode(steps: Steps, trace: Trace | None = None) -> Generator[tuple[int, lis
             done = steps.step(live)
             emitted = [sequence.extend(tokens) for sequence, tokens in zip(live, done.tokens, strict=True)]
             _count(stats, live, done, emitted)
-            seconds = perf_counter() - began
+            # A device with steps under way goes on while the caller has what it was given.
+            seconds = max(perf_counter() - began, done.step.seconds)
             if trace is not None and (seen := done.verified) is not None:
                 trace.step(
                     done.step, seen.tree, seen.logits, seen.sampler, seen.paths, done.tokens, done.accepted, emitted
@@ -145,7 +146,7 @@ def decode(steps: Steps, trace: Trace | None = None) -> Generator[tuple[int, lis
                 each = sum(map(len, done.tokens)) / len(live)
                 stats.autoregressive_steps += not done.drafts
                 control.observe(done.step, each, seconds)
-            stats.decode_seconds += perf_counter() - began
+            stats.decode_seconds += max(perf_counter() - began, seconds)
             for sequence, tokens, count in zip(live, done.tokens, emitted, strict=True):
                 yield sequence.index, tokens[:count]
             live = unfinished(live)

@@ -159,6 +159,10 @@ class Stage:
             return
         at, run = (drafts, width), partial(self._run, drafts, width)
         with _PREPARING, torch.no_grad(), current(self.target.device):
+            # What earlier runs have left may be longer than this width, which a device does not forgive.
+            for cache in (self.cache, self.memory):
+                if cache is not None:
+                    cache.lengths.zero_()
             self._steps[at] = Stage.step
             try:
                 if all(kind != drafts for kind, other in self._steps if other != at[1]):  # operations are the same

@@ -84,7 +84,8 @@ class DecodeStats:
         prompt_tokens: of prompts; samples that are decoded in one batch have theirs once.
         reused_tokens: of these, the ones that a session had in its cache.
         prefill_seconds: of the prompts, the drafter's part in it included.
-        decode_seconds: of all steps behind it; the time of who takes the tokens is in neither.
+        decode_seconds: of all steps behind it; the time of who takes the tokens is in neither. A step takes no less
+            than the device needed for it.
     """
 
     drafter: str = "none"

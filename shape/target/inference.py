@@ -68,7 +68,7 @@ class evaluating(AbstractContextManager[None]):
             for held, modules in self._parts:
                 held.users += 1
                 for module in [module for module in modules if module.training]:
-                    module.training = False
+                    vars(module)["training"] = False  # nn.Module's way costs a microsecond
                     held.training.append(module)
 
     def __exit__(self, *raised: Any) -> None:
@@ -77,7 +77,7 @@ class evaluating(AbstractContextManager[None]):
                 held.users -= 1
                 if held.users == 0:
                     for module in held.training:
-                        module.training = True
+                        vars(module)["training"] = True
                     held.training.clear()
 
 

@@ -77,9 +77,10 @@ _step = _Step()
 
 
 def _for_groups(mask: Tensor, groups: int) -> Tensor:
-    masks, key = _step.masks, (id(mask), groups)
-    if masks is None or torch.compiler.is_compiling():  # which sees by itself what is computed twice
+    # A compiler sees by itself what is computed twice.
+    if torch.compiler.is_compiling() or (masks := _step.masks) is None:
         return repeated(mask, groups)
+    key = id(mask), groups
     if key not in masks:
         masks[key] = mask, repeated(mask, groups)
     return masks[key][1]

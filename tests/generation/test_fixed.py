@@ -63,6 +63,10 @@ def drafters(batch: dict[str, torch.Tensor], answers: torch.Tensor) -> dict[str,
     }
 
 
+def tree_of_attention() -> TrainedDrafter:
+    return TrainedDrafter(predictor(attention=True, loud=True), TreeShape(depth=3, width=2))
+
+
 def decode(model, drafter, batch, graphs, fall_back=False, **options) -> ShapeOutput:
     decoder = ShapeDecoder(model, drafter, fall_back=fall_back, graphs=graphs)
     return decoder.generate(**batch, return_dict_in_generate=True, **options)
@@ -132,12 +136,21 @@ def test_stages_serve_later_calls_and_not_two_at_once(tiny_model):
     assert decoder.generate(two, **options)[0, 4:].tolist() == expected[1]
 
 
+def test_steps_for_shorter_texts_are_made_where_a_longer_one_was(tiny_model):
+    """A slot behind the width is no place for a mask: on CUDA it ends the process's work on the device."""
+    decoder = ShapeDecoder(tiny_model("llama"), tree_of_attention(), fall_back=False, graphs=FixedSteps(slots=FEW))
+    decoder.generate(**prompts([9]), max_new_tokens=40, eos_token_id=[])
+    (stage,) = decoder.graphs._kept
+    assert stage.cache.lengths.item() > FEW
+    stage.prepare(False, FEW)
+    assert stage.cache.lengths.tolist() == stage.memory.lengths.tolist() == [1]
+
+
 def test_threads_have_stages_of_their_own(tiny_model):
     model, ids = tiny_model("llama"), [prompts([length])["input_ids"] for length in (9, 4, 12, 7)]
     options = {"max_new_tokens": 24, "eos_token_id": [], **SAMPLED}
     expected = [ShapeDecoder(model).generate(one, **options) for one in ids]
-    drafter = TrainedDrafter(predictor(attention=True, loud=True), TreeShape(depth=3, width=2))
-    decoder = ShapeDecoder(model, drafter, fall_back=False, graphs=FixedSteps(slots=FEW))
+    decoder = ShapeDecoder(model, tree_of_attention(), fall_back=False, graphs=FixedSteps(slots=FEW))
     with ThreadPoolExecutor(4) as threads:
         for _ in range(2):
             found = list(threads.map(lambda one: decoder.generate(one, **options), ids))
@@ -147,7 +160,7 @@ def test_threads_have_stages_of_their_own(tiny_model):
 
 def test_memory_is_counted_and_bounded(tiny_model):
     model = tiny_model("llama")
-    drafter = TrainedDrafter(predictor(attention=True, loud=True), TreeShape(depth=3, width=2))
+    drafter = tree_of_attention()
     steps = FixedSteps(slots=64)
     decoder = ShapeDecoder(model, drafter, graphs=steps)
     decoder.generate(**prompts([5, 3]), max_new_tokens=3, **SAMPLED)
