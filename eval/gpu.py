@@ -83,11 +83,9 @@ TINY = Widths(32, 48, 4, 2, 2, vocab_size=97, max_position_embeddings=8192)
 REPOSITORY = Path(__file__).resolve().parent.parent
 TARGET: dict[str, Any] = {
     "hidden_size": 768, "layers": 8, "heads": 12, "kv_heads": 4, "head_dim": 64, "intermediate_size": 2048,
-    "vocabulary": 8192, "batch": 64, "portion": 64, "steps": 1500,
+    "vocabulary": 8192, "batch": 64, "portion": 64,
 }  # fmt: skip
-CONVERSATIONS = 16_000
 VARIANTS: dict[str, Any] = {
-    "training.max_minutes": 1,
     "training.batch_size": 4096,
     "trainer.accumulate_grad_batches": 1,
     "predictor.intermediate_size": 1024,
@@ -104,7 +102,11 @@ class GpuOptions:
         output: folder for gpu.json and gpu.md, and for the table of the baselines.
         work: folder for what the baselines' trainings make on the way; without one they are left out.
         data: ShareGPT files to train the baselines' target on.
+        target_steps: so many steps are trained of it.
+        conversations: so many prompts it answers, for the drafters to learn from.
+        training_minutes: of each drafter.
         ablate: more options of eval.ablate for the baselines, for example '["--seeds=[0]"]'.
+        decoding: whether decoding is measured, or the baselines alone.
         target: the small target: folder, hub id or bundled name; default: the bundled one.
         predictor: its trained predictor; default: the shipped one of the bundled target.
         minutes: a call ends after so many.
@@ -116,6 +118,10 @@ class GpuOptions:
     output: str = "gpu"
     work: str | None = None
     data: list[str] = field(default_factory=list)
+    target_steps: int = 1500
+    conversations: int = 16_000
+    training_minutes: float = 1.0
+    decoding: bool = True
     ablate: list[str] = field(default_factory=list)
     target: str | None = None
     predictor: str | None = None
@@ -238,8 +244,9 @@ def run(options: GpuOptions) -> None:
     asked = ("target", "predictor", "tokens", "compile", "tiny")
     settings = {name: value for name, value in asdict(options).items() if name in asked}
     record = Record(Path(options.output), Environment.capture(device), settings, options.minutes)
-    decoding(options, record, device)
-    print(record.write())
+    if options.decoding:
+        decoding(options, record, device)
+        print(record.write())
     finished = not any(reason.endswith(": no time left") for reason in record.left_out)
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if options.work is not None and missing:
@@ -370,7 +377,7 @@ def baselines(options: GpuOptions, deadline: float) -> bool:
     work = Path(str(options.work)).resolve()
     work.mkdir(parents=True, exist_ok=True)
     if not (work / "target-is-done").exists():
-        sizes = [f"--{name}={value}" for name, value in TARGET.items()]
+        sizes = [f"--{name}={value}" for name, value in {**TARGET, "steps": options.target_steps}.items()]
         data = ["--data", *(str(Path(file).resolve()) for file in options.data)]
         recipe = REPOSITORY / "train/quickstart_target.py"
         if not launch(deadline, work, recipe, "--output=target", "--resume", *sizes, *data):
@@ -378,9 +385,12 @@ def baselines(options: GpuOptions, deadline: float) -> bool:
         (work / "target-is-done").touch()
     if not (work / "train.jsonl").exists():
         part = work / "train.part"
-        part.write_text("".join(json.dumps(row) + "\n" for row in conversations(CONVERSATIONS)), encoding="utf-8")
+        part.write_text(
+            "".join(json.dumps(row) + "\n" for row in conversations(options.conversations)), encoding="utf-8"
+        )
         part.replace(work / "train.jsonl")
-    changes = ",".join(f"{name}={value}" for name, value in VARIANTS.items())
+    given = {"training.max_minutes": options.training_minutes, **VARIANTS}
+    changes = ",".join(f"{name}={value}" for name, value in given.items())
     ended = launch(
         deadline, work, "-m", "eval.ablate", "baselines", "--target=target", "--data=train.jsonl",
         f"--measure.prompts={REPOSITORY / 'data/bench.jsonl'}", "--output=baselines", f"--override=[{changes}]",

@@ -15,10 +15,9 @@ from shape.evaluation.environment import Environment
 
 TARGET = {
     "hidden_size": 32, "layers": 4, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate_size": 64,
-    "vocabulary": 512, "batch": 2, "portion": 2, "steps": 4, "generated": 60, "save_every": 2, "held_out_blocks": 2,
+    "vocabulary": 512, "batch": 2, "portion": 2, "generated": 60, "save_every": 2, "held_out_blocks": 2,
 }  # fmt: skip
 VARIANTS = {
-    "training.max_minutes": 0.05,
     "training.batch_size": 32,
     "predictor.intermediate_size": 32,
     "predictor.draft_vocab_size": 128,
@@ -32,7 +31,7 @@ MEASURED = ["--measure.limit=2", "--measure.max_new_tokens=8", "--measure.examin
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     monkeypatch.setattr(gpu_steps, "REPEATS", 3)
-    for name, value in {"TARGET": TARGET, "VARIANTS": VARIANTS, "CONVERSATIONS": 40}.items():
+    for name, value in {"TARGET": TARGET, "VARIANTS": VARIANTS}.items():
         monkeypatch.setattr(program, name, value)
 
 
@@ -120,7 +119,7 @@ def test_a_command_ends_in_time(tmp_path):
 def test_baselines_call_by_call(tmp_path, capfd):
     chosen = ["--seeds=[0]", "--only=[medusa,shape]", *MEASURED]
     arguments = ["--tiny=true", f"--output={tmp_path / 'gpu'}", f"--work={tmp_path / 'work'}"]
-    arguments += [f"--ablate={json.dumps(chosen)}"]
+    arguments += ["--target_steps=4", "--conversations=40", "--training_minutes=0.05", f"--ablate={json.dumps(chosen)}"]
     program.main([*arguments, "--minutes=0"])
     assert "call it again" in capfd.readouterr().out and not (tmp_path / "gpu/baselines").exists()
     program.main(arguments)
