@@ -30,7 +30,7 @@ Then, with `--work`, SHAPE and its baselines for a target of 60M parameters, whi
 dialogues and on those of our own generator (on the latter alone without `--data`). It answers 16,000 prompts, all
 variants of `configs/ablations/baselines.yaml` are trained on its answers, a minute each, and measured on prompts that
 neither has seen. The table lies in `baselines` of the output folder. Each step is a command of the repository.
-(Written, and tried with tiny sizes on a CPU; not yet run on a GPU.)
+(The trainings were tried with tiny sizes on a CPU alone.)
 """
 
 import gc

@@ -43,6 +43,7 @@ MEASURES = {
     "drafters/": _MEASURED,
     "efficiency/": (*_DECODING, "shape/evaluation/efficiency.py"),
     "features/": ("shape/features", "eval/feature_throughput.py"),
+    "gpu/": (*_MEASURED, "eval/gpu.py", "eval/gpu_steps.py"),
     "products/": ("shape/target", "eval/products.py"),
     "forwards/": ("shape/target", "shape/verification", "eval/forwards.py"),
     "geodesic/": (*_MEASURED, "eval/drafters.py"),

@@ -35,6 +35,13 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
     torch.set_num_threads(share)
     os.environ["OMP_NUM_THREADS"] = str(share)
 
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests that are not marked `gpu` are about the CPU, where a GPU is too."""
+    if "not gpu" in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 # A busy machine must not fail a test for being slow.
 settings.register_profile("shape", deadline=None)
 settings.load_profile("shape")

@@ -25,8 +25,8 @@ class Environment:
     Attributes:
         date: UTC, to the minute.
         command: as it was typed.
-        commit: of the checkout, "-dirty" appended where files differ from it; outside a checkout what the variable
-            SHAPE_COMMIT says, which goes with a copy of the files to another machine; else None.
+        commit: of the checkout, "-dirty" appended where files differ from it; None outside a checkout. SHAPE_COMMIT
+            says it of a copy of the files on another machine, whose git would say something else, or nothing.
         device: name of the accelerator, or "CPU".
         cores: logical cores of the machine; `threads` is how many torch computed with.
     """
@@ -107,9 +107,11 @@ def _command() -> str:
 
 def _commit() -> str | None:
     """The commit of the checkout that this package is imported from."""
+    if "SHAPE_COMMIT" in os.environ:
+        return os.environ["SHAPE_COMMIT"]
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
-        return os.environ.get("SHAPE_COMMIT")
+        return None
     try:
         found = subprocess.run(
             ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],

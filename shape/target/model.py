@@ -328,7 +328,8 @@ class Target:
         Args:
             head: instead of the output embedding, for instance some rows of it (``head_of``).
         """
-        logits = (head or self._read)(hidden).to(hidden.device)
+        read = self._read if head is None else head
+        logits = read(hidden).to(hidden.device)
         config = self.config
         if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
             logits = logits * scale

@@ -100,7 +100,7 @@ def test_replayed_steps_do_not_wait(cuda_model, monkeypatch, how):
 
     monkeypatch.setattr(Stage, "launch", strictly)
     batch = on("cuda", prompts([3, 9]))
-    expected = ShapeDecoder(cuda_model).generate(**batch, max_new_tokens=40, **how)
+    expected = ShapeDecoder(cuda_model, graphs=False).generate(**batch, max_new_tokens=40, **how)
     decoder = ShapeDecoder(cuda_model, tree_drafter(), graphs=FixedSteps(slots=32))
     out = decoder.generate(**batch, max_new_tokens=40, return_dict_in_generate=True, **how)
     assert out.stats.graphs and count > 5 and torch.equal(out.sequences, expected)
@@ -110,7 +110,7 @@ def test_replayed_steps_do_not_wait(cuda_model, monkeypatch, how):
 def test_a_capture_that_fails_leaves_everything_usable(cuda_model):
     """What a trial run does not see: a wait that is no operation on tensors."""
     batch = on("cuda", prompts([3, 9]))
-    expected = ShapeDecoder(cuda_model).generate(**batch, max_new_tokens=20)
+    expected = ShapeDecoder(cuda_model, graphs=False).generate(**batch, max_new_tokens=20)
     hook = cuda_model.model.norm.register_forward_hook(lambda *_: torch.cuda.synchronize())
     decoder, stream = ShapeDecoder(cuda_model, graphs=True), torch.cuda.current_stream()
     with warnings.catch_warnings(record=True) as said:
@@ -129,7 +129,7 @@ def test_a_capture_that_fails_leaves_everything_usable(cuda_model):
 def test_memory_that_is_not_there(cuda_model):
     """A bound above what the device has: decoding goes on, and what was taken in vain is given back."""
     batch = on("cuda", prompts([3, 9]))
-    expected = ShapeDecoder(cuda_model).generate(**batch, max_new_tokens=20)
+    expected = ShapeDecoder(cuda_model, graphs=False).generate(**batch, max_new_tokens=20)
     decoder = ShapeDecoder(cuda_model, graphs=FixedSteps(slots=2**34, memory=1e30))
     with pytest.warns(UserWarning, match="there is no memory for them"):
         out = decoder.generate(**batch, max_new_tokens=20, return_dict_in_generate=True)
@@ -140,7 +140,7 @@ def test_memory_that_is_not_there(cuda_model):
 def test_memory_is_freed_at_the_end(cuda_model):
     batch, drafter = on("cuda", prompts([3, 9])), tree_drafter()
     decoder = ShapeDecoder(cuda_model, drafter, graphs=True)
-    ShapeDecoder(cuda_model, drafter).generate(**batch, max_new_tokens=20)  # what libraries keep for good
+    ShapeDecoder(cuda_model, drafter, graphs=False).generate(**batch, max_new_tokens=20)  # what libraries keep for good
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -163,7 +163,7 @@ def test_nothing_is_captured_in_the_middle_of_an_answer(cuda_model, monkeypatch)
         batch = on("cuda", prompts(lengths))
         out = decoder.generate(**batch, return_dict_in_generate=True, **options)
         assert out.stats.graphs
-        assert torch.equal(out.sequences, ShapeDecoder(cuda_model).generate(**batch, **options))
+        assert torch.equal(out.sequences, ShapeDecoder(cuda_model, graphs=False).generate(**batch, **options))
 
 
 @pytest.mark.gpu
@@ -171,7 +171,7 @@ def test_nothing_is_captured_in_the_middle_of_an_answer(cuda_model, monkeypatch)
 def test_threads_capture_and_replay_side_by_side(cuda_model, own_streams):
     batches = [on("cuda", prompts([length])) for length in (9, 4, 12, 7)]
     options = {"max_new_tokens": 40, "eos_token_id": [], **SAMPLED}
-    expected = [ShapeDecoder(cuda_model).generate(**batch, **options) for batch in batches]
+    expected = [ShapeDecoder(cuda_model, graphs=False).generate(**batch, **options) for batch in batches]
     decoder, together = ShapeDecoder(cuda_model, tree_drafter(), graphs=FixedSteps(slots=16)), threading.Barrier(4)
     torch.cuda.synchronize()
 
@@ -198,7 +198,7 @@ def test_a_target_that_is_not_on_the_current_device(tiny_model, compiled):
     for index in (1, 0):  # one after the other: nothing that the first leaves may be the second's
         device = torch.device("cuda", index)
         model, batch = tiny_model("llama").to(device), on(device, prompts([3, 9]))
-        expected = ShapeDecoder(model).generate(**batch, max_new_tokens=30)
+        expected = ShapeDecoder(model, graphs=False).generate(**batch, max_new_tokens=30)
         with torch.cuda.device(1 - index):
             decoder = ShapeDecoder(model, tree_drafter(device), graphs=FixedSteps(compiled, slots=32))
             out = decoder.generate(**batch, max_new_tokens=30, return_dict_in_generate=True)
