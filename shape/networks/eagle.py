@@ -77,9 +77,10 @@ class EaglePredictor(Predictor):
 
     def advance(self, known: Known, carried: Carried, embedding: Tensor | None, n: int) -> tuple[Tensor, Carried]:
         assert embedding is not None and known.rotary is not None
-        feature, *left = carried
-        x, rotary, count = self._joined(feature, embedding), known.rotary[:, :, n], len(known.memory)
-        keys, values = left[:count], left[count:]  # of the path, in each layer
+        count = len(known.memory)
+        # Of the path, in each layer.
+        feature, keys, values = carried[0], list(carried[1 : count + 1]), list(carried[count + 1 :])
+        x, rotary = self._joined(feature, embedding), known.rotary[:, :, n]
         for number, (layer, memory) in enumerate(zip(self._layers(), known.memory, strict=True)):
             (seen, residual), own = layer.inputs(x), None
             if n > 0:  # at the first step the node is position t - 1 itself, which is remembered

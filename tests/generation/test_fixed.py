@@ -315,8 +315,10 @@ def test_compiled_steps_give_the_same_tokens(tiny_model, kind):
         for more in ({}, SAMPLED):
             expected = decode(model, None, batch, False, max_new_tokens=30, **more)
             drafter = drafters(batch, expected.sequences)[kind]
-            compiled = decode(model, drafter, batch, FixedSteps(compiled=True), max_new_tokens=30, **more)
+            steps = FixedSteps(compiled=True)
+            compiled = decode(model, drafter, batch, steps, max_new_tokens=30, **more)
             assert compiled.stats.graphs and torch.equal(compiled.sequences, expected.sequences)
+            assert steps.compiled  # what fails to compile decodes on, with a warning
 
 
 @pytest.mark.slow
