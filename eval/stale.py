@@ -36,6 +36,7 @@ MEASURES = {
     "architectures": ("shape/target", "shape/verification", "eval/architectures.py"),
     "batches/": (*_DECODING, "shape/evaluation/efficiency.py"),
     "avx2/": (*_MEASURED, "checkpoints/quickstart-shape"),
+    "avx2/peers/": (*_DECODING, "eval/peers"),
     "avx2/precisions/": ("shape/target", "eval/precisions.py"),
     "chat-12m/": _MEASURED,
     "compressed/": (*_MEASURED, "eval/drafters.py"),

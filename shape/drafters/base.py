@@ -106,9 +106,16 @@ class Drafter(ABC):
         """
         raise ConfigError(f"drafter {self.name} has no draft length; leave num_draft_tokens out")
 
+    @property
+    def text_sizes(self) -> tuple[int, int] | None:
+        """Of drafters that look at nothing but ``Committed.texts``: how many nodes a draft has at most, and how many of
+        them on a path. None of others.
+        """
+        return None
+
     def why_not_fixed(self, target: Target) -> str | None:
         """Why it cannot draft in steps of fixed shapes (``shape.generation.fixed``); None where it can."""
-        return f"drafter {self.name} waits for the host"
+        return None if self.text_sizes is not None else f"drafter {self.name} waits for the host"
 
     @property
     def networks(self) -> Sequence[nn.Module]:

@@ -27,6 +27,10 @@ class NgramDrafter(Drafter):
     def __str__(self) -> str:
         return f"ngram, {self.depth} tokens behind {self.longest} to {self.shortest} equal ones"
 
+    @property
+    def text_sizes(self) -> tuple[int, int]:
+        return self.depth, self.depth
+
     def limit_draft(self, num_draft_tokens: int) -> None:
         self.depth = num_draft_tokens
 

@@ -53,6 +53,10 @@ class OneDecodeDrafter(Drafter):
             f"depth {self.depth}, {self.nodes} nodes"
         )
 
+    @property
+    def text_sizes(self) -> tuple[int, int]:
+        return self.nodes, min(self.depth, self.nodes)
+
     def limit_draft(self, num_draft_tokens: int) -> None:
         self.depth = num_draft_tokens
 

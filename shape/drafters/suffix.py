@@ -67,6 +67,10 @@ class SuffixDrafter(Drafter):
         content = sha256(repr(self.corpus.following).encode()).hexdigest()[:8]  # which only this text has
         return f"{self}, {content}" if len(self.corpus) else str(self)
 
+    @property
+    def text_sizes(self) -> tuple[int, int]:
+        return self.nodes, min(self.depth, self.nodes)
+
     def limit_draft(self, num_draft_tokens: int) -> None:
         self.depth = num_draft_tokens
 

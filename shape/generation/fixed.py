@@ -13,16 +13,19 @@ at hand already, from ``warm_up`` or an earlier call, unless it has to be reprod
 
 Steps are pipelined: one is enqueued before the tokens of the step before it are read, which come back by one
 asynchronous copy. So the host learns of a stop one step late; what sequences compute behind their end is dropped.
+Drafts that are made on the host, of the text so far, have to know these tokens: with them there is one step at a time.
 
 Serves rule "match", greedy or sampling, without processors that look at the text, on a target that verifies trees and
 lies on one device, for autoregressive decoding, TrainedDrafter (its threshold is not looked at: stopping early would be
-a wait) and OracleDrafter. Everything else is for ``eager``. Tokens are the same.
+a wait), drafters that look at the text alone ("ngram", "suffix", "onedecode", "recipes") and OracleDrafter. Everything
+else is for ``eager``. Tokens are the same.
 """
 
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
+from operator import itemgetter
 from threading import Lock
 from typing import Any
 from warnings import warn
@@ -47,7 +50,7 @@ from shape.generation.prefill import commit_prompts
 from shape.generation.rules import Match
 from shape.generation.sequence import SequenceState
 from shape.generation.stage import AHEAD, Content, Flight, Plan, Stage
-from shape.generation.static_drafters import StaticDrafter, static_drafter
+from shape.generation.static_drafters import StaticDrafter, StaticText, static_drafter, text_state
 from shape.generation.stats import Step
 from shape.target.loading import first_line
 from shape.target.openvino import OpenVinoTarget
@@ -204,6 +207,12 @@ def plan_of(batch: Batch, drafter: StaticDrafter) -> Plan:
     return Plan(target, support, drafter, batch.sampler, state)
 
 
+def on_host(texts: list[list[int]]) -> Committed:
+    """What a drafter is told that looks at texts alone."""
+    lengths, roots = ([one(text) for text in texts] for one in (len, itemgetter(-1)))
+    return Committed(texts, torch.tensor(lengths), torch.tensor(roots))
+
+
 def bucket(batch: int) -> int:
     """The batch size that steps are made for."""
     return next((size for size in _BATCHES if size >= batch), -(-batch // _BATCHES[-1]) * _BATCHES[-1])
@@ -247,8 +256,10 @@ class StagedSteps(Steps):
         self.batch, self._stages = batch, stages
         self._drafter = static_drafter(batch.drafter)
         self._plan = plan_of(batch, self._drafter)
-        drafts = self._drafter.depth > 0
-        self._kinds = [False] if not drafts else [True] if batch.control is None else [True, False]
+        # What drafts on the host may propose nothing.
+        self._host = batch.drafter if isinstance(self._drafter, StaticText) else None
+        always = batch.control is None and self._host is None
+        self._kinds = [False] if self._drafter.depth == 0 else [True] if always else [True, False]
         longest = max(len(one.prompt) for one in batch.sequences)
         self._widths = [stages.slots]
         while self._widths[-1] < self._needed(longest, 0):
@@ -270,10 +281,13 @@ class StagedSteps(Steps):
         state, root = self._drafter.start(committed, hidden), committed.root
         content = Content(cache, self._drafter.memory, root, state, sampler.keys, sampler.prompt_lengths)
         self._stage.fill(content, torch.arange(len(self._staged), device=self.batch.target.device))
+        if self._host is not None:
+            self._texts = [[*one.prompt, *one.new] for one in self._staged]
+            self._host.start(on_host(self._texts), hidden)
 
     def step(self, live: list[SequenceState]) -> Outcome:
         # Steps that nobody needs are not enqueued: each commits a token at least. Other stops cannot be foreseen.
-        while len(self._flights) < AHEAD and any(
+        while len(self._flights) < (AHEAD if self._host is None else 1) and any(
             len(one.new) + len(self._flights) < one.max_new_tokens for one in live
         ):
             self._launch(live)
@@ -299,7 +313,22 @@ class StagedSteps(Steps):
         if 2 * bucket(len(live)) <= self._stage.batch and not self.batch.reproducible:
             self._shrink(live)
         drafts = self._drafter.depth > 0 and (control is None or control.draft_next(longest))
-        self._flights.append((self._stage.launch(drafts, self._widths[0]), self._staged))
+        flight = self._stage.launch(drafts and self._propose(), self._widths[0])
+        self._flights.append((replace(flight, drafts=drafts), self._staged))
+
+    def _propose(self) -> bool:
+        """Hand over what is drafted on the host; whether there is anything to verify."""
+        if self._host is None:
+            return True
+        for text, one in zip(self._texts, self._staged, strict=True):
+            text += one.new[len(text) - len(one.prompt) :]
+        tree = self._host.draft(on_host(self._texts), self.batch.sampler)
+        if tree.size == 1:
+            return False
+        state = text_state(tree, self._drafter.nodes)
+        on_cuda = self.batch.target.device.type == "cuda"
+        self._stage.state[: len(state)].copy_(state.pin_memory() if on_cuda else state, non_blocking=True)
+        return True
 
     def _shrink(self, live: list[SequenceState]) -> None:
         """Go on in steps of a smaller batch, where these are at hand."""
@@ -307,6 +336,9 @@ class StagedSteps(Steps):
         if stage is not None:
             index = torch.tensor([self._staged.index(one) for one in live], device=self.batch.target.device)
             stage.fill(self._stage.content, index)
+            if self._host is not None:
+                self._texts = [self._texts[self._staged.index(one)] for one in live]
+                self._host.select(index.cpu())
             self._used.append(stage)
             self._stage, self._staged = stage, live
 

@@ -7,6 +7,7 @@ from itertools import chain as chain_of
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shape.drafters import Drafter, OracleDrafter, TrainedDrafter
@@ -184,6 +185,40 @@ class StaticPredictor(StaticDrafter):
         return self._drafter.window
 
 
+class StaticText(StaticDrafter):
+    """Trees that are made on the host, of the committed text alone; the state is the next ones, (B, 2, N) int64: tokens
+    and parents. What is committed has to be known first, so that there is one step under way.
+
+    Args:
+        most: drafted nodes of a tree. deepest: of them on a path.
+    """
+
+    contiguous = False
+
+    def __init__(self, most: int, deepest: int) -> None:
+        self.nodes, self.depth = most + 1, deepest
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return ("text", self.nodes, self.depth)
+
+    def start(self, committed: Committed, hidden: Tensor) -> Tensor:
+        return torch.zeros(len(hidden), 2, self.nodes, dtype=torch.long, device=hidden.device)
+
+    def draft(
+        self, state: Tensor, memory: StaticCache | None, lengths: Tensor, root: Tensor, sampler: Sampler
+    ) -> TokenTree:
+        tokens, parent = state[:, :, 1:].unbind(1)
+        no_parent = torch.full_like(root, -1)
+        return TokenTree(torch.cat([root[:, None], tokens], dim=1), torch.cat([no_parent[:, None], parent], dim=1))
+
+
+def text_state(tree: TokenTree, nodes: int) -> Tensor:
+    """The state of ``StaticText`` for a tree, filled up with nodes that nothing can accept."""
+    padding = 0, nodes - tree.size
+    return torch.stack([F.pad(tree.tokens, padding), F.pad(tree.parent, padding, value=-1)], dim=1)
+
+
 class StaticOracle(StaticDrafter):
     """Chains that an oracle foretells; the state is its drafts by position, (B, P) int64, -1 behind the last."""
 
@@ -214,4 +249,6 @@ def static_drafter(drafter: Drafter | None) -> StaticDrafter:
     """The static form of a drafter that ``Drafter.why_not_fixed`` has nothing against."""
     if isinstance(drafter, TrainedDrafter):
         return StaticPredictor(drafter)
+    if drafter is not None and (sizes := drafter.text_sizes) is not None:
+        return StaticText(*sizes)
     return StaticOracle(drafter) if isinstance(drafter, OracleDrafter) else NoDrafter()

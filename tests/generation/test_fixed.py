@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from helpers import predictor, prompts, without_compiler
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -18,7 +19,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from shape.drafters import Drafter, NgramDrafter, OracleDrafter, TrainedDrafter, TreeShape
+from shape.drafters import Drafter, LookaheadDrafter, OracleDrafter, TrainedDrafter, TreeShape
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
 from shape.generation.fixed import FixedSteps, bucket, buckets
@@ -105,6 +106,30 @@ def padded(steps, fixed: ShapeOutput):
     if fixed.stats.drafter != "oracle":
         return steps
     return [type(one)(**{**vars(one), "nodes": fixed.stats.steps[0].nodes}) for one in steps]
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("kind", ["ngram", "suffix", "onedecode"])
+def test_drafts_of_the_text_are_made_on_the_host(tiny_model, kind, sample):
+    """Rows end at different times, and go on in steps of smaller batches; texts repeat, so that there are drafts."""
+    given, model = prompts([3, 17, 9, 1, 12]), tiny_model("llama")
+    texts = [ids[mask].repeat(4) for ids, mask in zip(given["input_ids"], given["attention_mask"].bool(), strict=True)]
+    batch = {
+        name: pad_sequence(rows, batch_first=True, padding_side="left")
+        for name, rows in (("input_ids", texts), ("attention_mask", [torch.ones_like(one) for one in texts]))
+    }
+    options = {"max_new_tokens": 40, "eos_token_id": [2, 9, 11], "pad_token_id": 0, **(SAMPLED if sample else {})}
+    expected = decode(model, None, batch, False, **options)
+    for fall_back in (False, True):
+        steps = FixedSteps(slots=FEW)
+        decoder = ShapeDecoder(model, kind, fall_back=fall_back, graphs=steps)
+        decoder.warm_up(batch_size=5, prompt_length=batch["input_ids"].shape[1], **options)
+        fixed = decoder.generate(**batch, return_dict_in_generate=True, **options)
+        assert fixed.stats.graphs and torch.equal(fixed.sequences, expected.sequences)
+        assert fixed.stats.drafted > 0 and {len(stage.root) for stage in steps._kept} > {8}
+    eager = decode(model, ShapeDecoder(model, kind).drafter, batch, False, **options)
+    fixed = decode(model, ShapeDecoder(model, kind).drafter, batch, FixedSteps(slots=FEW), **options)
+    assert (fixed.stats.drafted, fixed.stats.accepted) == (eager.stats.drafted, eager.stats.accepted)
 
 
 def test_buckets_of_rows():
@@ -293,7 +318,7 @@ def test_falling_back_to_plain_steps(tiny_model):
 def test_what_waits_for_the_host_is_decoded_by_the_loop(tiny_model):
     model, batch = tiny_model("llama"), prompts([5])
     cases = [
-        (NgramDrafter(), {}),
+        (LookaheadDrafter(), {}),
         (None, {"repetition_penalty": 1.3}),
         (None, {**SAMPLED, "acceptance": "rejection"}),
         (None, {"trace": True}),

@@ -41,6 +41,10 @@ class RecipeDrafter(Drafter):
     def __str__(self) -> str:
         return f"recipes, {self.nodes} nodes, pack {self.pack.hash[:8]}"
 
+    @property
+    def text_sizes(self) -> tuple[int, int]:
+        return self.nodes, self.nodes
+
     def bind(self, target: Target) -> None:
         self.pack.require(target)
         if self.misses is not None:
