@@ -25,7 +25,6 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
-from operator import itemgetter
 from threading import Lock
 from typing import Any
 from warnings import warn
@@ -207,12 +206,6 @@ def plan_of(batch: Batch, drafter: StaticDrafter) -> Plan:
     return Plan(target, support, drafter, batch.sampler, state)
 
 
-def on_host(texts: list[list[int]]) -> Committed:
-    """What a drafter is told that looks at texts alone."""
-    lengths, roots = ([one(text) for text in texts] for one in (len, itemgetter(-1)))
-    return Committed(texts, torch.tensor(lengths), torch.tensor(roots))
-
-
 def bucket(batch: int) -> int:
     """The batch size that steps are made for."""
     return next((size for size in _BATCHES if size >= batch), -(-batch // _BATCHES[-1]) * _BATCHES[-1])
@@ -282,8 +275,8 @@ class StagedSteps(Steps):
         content = Content(cache, self._drafter.memory, root, state, sampler.keys, sampler.prompt_lengths)
         self._stage.fill(content, torch.arange(len(self._staged), device=self.batch.target.device))
         if self._host is not None:
-            self._texts = [[*one.prompt, *one.new] for one in self._staged]
-            self._host.start(on_host(self._texts), hidden)
+            self._committed = committed.to(torch.device("cpu"))
+            self._host.start(self._committed, hidden)
 
     def step(self, live: list[SequenceState]) -> Outcome:
         # Steps that nobody needs are not enqueued: each commits a token at least. Other stops cannot be foreseen.
@@ -320,9 +313,10 @@ class StagedSteps(Steps):
         """Hand over what is drafted on the host; whether there is anything to verify."""
         if self._host is None:
             return True
-        for text, one in zip(self._texts, self._staged, strict=True):
-            text += one.new[len(text) - len(one.prompt) :]
-        tree = self._host.draft(on_host(self._texts), self.batch.sampler)
+        pairs = zip(self._committed.texts, self._staged, strict=True)
+        new = [one.new[len(text) - len(one.prompt) :] for text, one in pairs]
+        self._committed.advance(new, torch.tensor([len(tokens) for tokens in new]))
+        tree = self._host.draft(self._committed, self.batch.sampler)
         if tree.size == 1:
             return False
         state = text_state(tree, self._drafter.nodes)
@@ -334,11 +328,11 @@ class StagedSteps(Steps):
         """Go on in steps of a smaller batch, where these are at hand."""
         stage = self._stages.at_hand(self._plan, len(live), self._widths, self._kinds)
         if stage is not None:
-            index = torch.tensor([self._staged.index(one) for one in live], device=self.batch.target.device)
-            stage.fill(self._stage.content, index)
+            rows = [self._staged.index(one) for one in live]
+            stage.fill(self._stage.content, torch.tensor(rows, device=self.batch.target.device))
             if self._host is not None:
-                self._texts = [self._texts[self._staged.index(one)] for one in live]
-                self._host.select(index.cpu())
+                self._committed = self._committed.select(rows)
+                self._host.select(torch.tensor(rows))
             self._used.append(stage)
             self._stage, self._staged = stage, live
 
