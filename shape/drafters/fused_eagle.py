@@ -6,7 +6,7 @@ beside a small target most of a draft is that. Here a step is a program of kerne
 behind what is committed, and see of each other what a mask lets them; the next draft writes over them.
 """
 
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -14,11 +14,10 @@ from torch import Tensor
 from shape.networks.base import Predictor
 from shape.networks.eagle import EaglePredictor
 from shape.target import elements
+from shape.target.rotary import RotaryTable
 from shape.verification.cache import KVCache
 from shape.verification.fused import MOST, Forward, FusedLayers, blocks_of
 from shape.verification.tree_shape import TreeShape
-
-_TABLE = 1024  # positions of rotary tables, at first
 
 
 class FusedEagle(FusedLayers):
@@ -28,7 +27,6 @@ class FusedEagle(FusedLayers):
         super().__init__(predictor, predictor.config.layer_config())
         self.predictor = predictor
         self.weights += [module._parameters for module in predictor.modules() if module._parameters]
-        self._turns = torch.empty(2, 0, self.size)
 
     @classmethod
     def of_predictor(cls, predictor: Predictor) -> Self | None:
@@ -44,14 +42,17 @@ class FusedEagle(FusedLayers):
 
     def turns(self, lengths: list[int], count: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of so many positions behind each of these, (B or 1, count, D) both."""
-        if max(lengths) + count > self._turns.shape[1]:
-            ahead = torch.arange(max(2 * (max(lengths) + count), _TABLE))
-            self._turns = self.predictor.rotary(ahead, self.predictor.dtype).transpose(0, 1).repeat(1, 1, 2)
+        assert self._table is not None
+        cosines, sines = self._table.until(max(lengths) + count)
         if min(lengths) == max(lengths):
-            cosines, sines = self._turns[:, None, lengths[0] : lengths[0] + count]
+            places: Any = None, slice(lengths[0], lengths[0] + count)
         else:
-            cosines, sines = self._turns[:, torch.tensor(lengths)[:, None] + torch.arange(count)]
-        return cosines, sines
+            places = torch.tensor(lengths)[:, None] + torch.arange(count)
+        return cosines[places], sines[places]
+
+    def _rotary_table(self) -> RotaryTable:
+        network = self.predictor
+        return RotaryTable(lambda places: network.rotary(places, network.dtype).transpose(0, 1).repeat(1, 1, 2))
 
     def remember(self, features: Tensor, embeddings: Tensor, cache: KVCache) -> None:
         """Write what positions (B, N) leave behind the committed ones: of their features (B, N, F) and the embeddings

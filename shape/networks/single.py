@@ -21,7 +21,7 @@ from shape.networks.base import Predictor
 from shape.networks.refinement import SinkhornRefinement
 from shape.networks.shape import ShapePredictor
 from shape.target import elements, floats, integers
-from shape.target.inference import state_of
+from shape.target.inference import states_of
 from shape.target.kernels import TILE, Program, bits, row_bytes
 from shape.target.quantize import pack
 
@@ -113,7 +113,7 @@ class SingleRoot:
 
     def _renew(self) -> None:
         """Take the weights as they are now, where they have changed."""
-        state = [state_of(one) for own in self._weights for one in own.values() if one is not None]
+        state = states_of([one for own in self._weights for one in own.values() if one is not None])
         if state != self._state:
             with torch.inference_mode(False), torch.no_grad():
                 self._make()

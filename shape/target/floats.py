@@ -77,6 +77,14 @@ class Packed:
         """Whether activations need not be filled up."""
         return self.inputs == self.weights[0].numel() // TILE
 
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        return self.weights.dtype, self.weights.shape
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.weights, self.bias
+
     def prepare(self, program: Program, x: Tensor, grain: int) -> Tensor:
         """Activations (T, inputs) as ``multiply`` takes them, made by a step of the program where they are others.
 
@@ -116,12 +124,7 @@ def product(x: Tensor, packed: Packed) -> Tensor:
     if not len(rows):
         return x.new_empty(*x.shape[:-1], packed.outputs)
     rows = rows if packed.whole else F.pad(rows, (0, 1))
-    program = Program()
-    prepared = packed.prepare(program, rows, rows.shape[1])
-    if len(program):
-        program.wait()
-    out = packed.multiply(program, prepared, x.dtype)
-    program.run(len(rows) * packed.weights.numel())
+    out = kernels.multiplied(packed, rows, rows.shape[1])
     return out[:, : packed.outputs].view(*x.shape[:-1], packed.outputs)
 
 

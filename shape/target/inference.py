@@ -1,6 +1,6 @@
 """The modes that forwards run in where nothing is trained. A network that is handed over stays as its owner has it."""
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
+_VERSION = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
 
 
 def gradientless(networks: Iterable[nn.Module]) -> type[torch.inference_mode] | type[torch.no_grad]:
@@ -27,14 +28,26 @@ def gradientless(networks: Iterable[nn.Module]) -> type[torch.inference_mode] | 
     modules = [module for network in networks for module in network.modules()]
     weights = chain.from_iterable((*module._parameters.values(), *module._buffers.values()) for module in modules)
     plain = all(type(weight) in (Tensor, nn.Parameter) for weight in weights if weight is not None)
-    rotary = " ".join(str(vars(module).get("rope_type")) for module in modules)  # a name, or one for each kind of layer
-    lasting = "dynamic" in rotary or "longrope" in rotary
-    return torch.no_grad if lasting or not plain else torch.inference_mode
+    steady = all(map(keeps_frequencies, modules))
+    return torch.inference_mode if plain and steady else torch.no_grad
+
+
+def keeps_frequencies(module: nn.Module) -> bool:
+    """Whether a module, if it is a rotary embedding, has the same frequencies for texts of every length."""
+    kinds = str(vars(module).get("rope_type"))  # a name, or one for each kind of layer
+    return "dynamic" not in kinds and "longrope" not in kinds
 
 
 def state_of(weight: Tensor) -> tuple[int, int]:
     """Where a weight lies, and how often it was changed in place, where that is counted."""
     return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+
+
+def states_of(weights: Sequence[Tensor]) -> list[Any]:
+    """``state_of`` many, as quickly as that can be asked."""
+    if any(map(Tensor.is_inference, weights)):
+        return [*map(state_of, weights)]
+    return [*map(Tensor.data_ptr, weights), *map(_VERSION, weights)]
 
 
 @dataclass

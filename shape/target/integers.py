@@ -106,6 +106,14 @@ class Packed:
         """Filled up to a multiple of 32."""
         return self.weights[0].numel() * 8 // self.bits // TILE
 
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        return self.bits, self.weights.shape
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.weights, self.scales
+
     def prepare(self, program: Program, x: Tensor, grain: int) -> Digits:
         """Activations (T, inputs) as ``multiply`` takes them, made by a step of the program.
 
@@ -151,14 +159,10 @@ def product(x: Tensor, weights: Tensor, scales: Tensor, bits: int, outputs: int)
         (..., outputs) in x's dtype.
     """
     rows = x.contiguous().view(-1, x.shape[-1])
-    tokens = len(rows)
+    tokens = rows.shape[0]
     if not tokens:
         return x.new_empty(*x.shape[:-1], outputs)
-    packed, program = Packed(weights, scales, bits, outputs), Program()
-    digits = packed.prepare(program, rows, GROUP)
-    program.wait()
-    out = packed.multiply(program, digits, x.dtype)
-    program.run(tokens * weights.numel())
+    out = kernels.multiplied(Packed(weights, scales, bits, outputs), rows, GROUP)
     return out[:tokens, :outputs].reshape(*x.shape[:-1], outputs)
 
 

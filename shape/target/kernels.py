@@ -9,10 +9,11 @@ import ctypes
 import hashlib
 import os
 import struct
-from contextlib import suppress
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from threading import get_ident
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import llvmlite
 import llvmlite.binding as llvm
@@ -26,6 +27,9 @@ from shape.files import cache_folder, written_whole
 
 TILE = 16  # outputs of a tile: one vector of 32-bit numbers, or what a CPU makes several of
 PARALLEL = 1 << 18  # multiplications that are worth waking threads for
+_FEW = 16  # tokens, for which products are kept ready: more have larger buffers, and time enough
+_KEPT = 256  # such products
+Made = TypeVar("Made")
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 INTS, FLOATS, HALVES = (ir.VectorType(kind, TILE) for kind in (I32, F32, I16))
@@ -103,7 +107,17 @@ class Program:
         given = [one.data_ptr() if isinstance(one, Tensor) else one for one in arguments]
         array = (ctypes.c_int64 * len(given))(*given)
         self._steps += kernel, ctypes.addressof(array), 0
-        self._kept.append((array, arguments))
+        self._kept.append((array, list(arguments)))
+
+    def vacate(self, tensor: Tensor) -> list[tuple[Any, int]]:
+        """Let go of a tensor: the arrays and places of its address, where another's is to be put before each run."""
+        places = []
+        for array, arguments in self._kept:
+            for at, one in enumerate(arguments):
+                if one is tensor:
+                    arguments[at] = None
+                    places.append((array, at))
+        return places
 
     def wait(self) -> None:
         """Until all threads are through with the last kernel. Where the next one divides its work alike, and takes from
@@ -121,6 +135,90 @@ class Program:
             ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_runner())(ctypes.addressof(self._array))
         else:
             library.GOMP_parallel(_runner(), ctypes.addressof(self._array), threads, 0)
+
+
+class Pool:
+    """What is made once for each of some keys, and used from then on, by one thread at a time.
+
+    Args:
+        most: keys, beyond which all is forgotten.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held: dict[Any, list[Any]] = {}
+
+    @contextmanager
+    def lend(self, key: Any, make: Callable[[], Made]) -> Iterator[Made]:
+        """Who has it holds it alone, as several threads may decode at a time."""
+        held = self._held
+        try:
+            one = held[key].pop()
+        except (KeyError, IndexError):
+            one = make()
+        yield one
+        if len(held) >= self._most and key not in held:
+            held.clear()
+        held.setdefault(key, []).append(one)
+
+
+class Blocks(Protocol):
+    """A weight in a layout of kernels, which make programs of products with it.
+
+    Attributes:
+        layout: equal for weights that the same program serves, if their ``tensors`` are exchanged.
+    """
+
+    @property
+    def weights(self) -> Tensor: ...
+    @property
+    def layout(self) -> tuple[Any, ...]: ...
+    @property
+    def tensors(self) -> Sequence[Tensor]: ...
+    def prepare(self, program: Program, x: Tensor, grain: int) -> Any: ...
+    def multiply(self, program: Program, x: Any, dtype: torch.dtype) -> Tensor: ...
+
+
+_PRODUCTS = Pool(_KEPT)
+
+
+def multiplied(blocks: Blocks, x: Tensor, grain: int) -> Tensor:
+    """x times the transposed weights, by a program of nothing else.
+
+    Args:
+        x: (T, inputs), contiguous, T > 0. grain: as of ``Blocks.prepare``.
+
+    Returns:
+        (T or more, outputs or more) in x's dtype.
+    """
+    make, tokens = partial(_Product, blocks, x, grain), x.shape[0]
+    if tokens > _FEW:
+        return make()(blocks, x)
+    with _PRODUCTS.lend((blocks.layout, x.dtype, tokens), make) as product:
+        return product(blocks, x)
+
+
+class _Product:
+    """The program of a product, for any weight of a layout and any x of a shape."""
+
+    def __init__(self, blocks: Blocks, x: Tensor, grain: int) -> None:
+        self._program = Program()
+        prepared = blocks.prepare(self._program, x, grain)
+        if len(self._program):
+            self._program.wait()
+        out = blocks.multiply(self._program, prepared, x.dtype)
+        self._program.buffers = Buffers()  # which would hold the memory of `out`
+        self._shape = out.shape
+        self._places = [self._program.vacate(one) for one in (out, x, *blocks.tensors)]
+
+    def __call__(self, blocks: Blocks, x: Tensor) -> Tensor:
+        out = torch.empty(self._shape, dtype=x.dtype)
+        for places, one in zip(self._places, (out, x, *blocks.tensors), strict=True):
+            address = one.data_ptr()
+            for array, at in places:
+                array[at] = address
+        self._program.run(x.shape[0] * blocks.weights.numel())
+        return out
 
 
 @cache

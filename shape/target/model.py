@@ -31,6 +31,8 @@ from shape.target.quantize import Quantization, QuantizedLinear, check, quantize
 from shape.target.rotary import Switch, find_switch
 from shape.target.support import Support, cache_name
 
+# What logits are scaled by, in this order: Cohere, Granite, Falcon-H1, and the cap of Gemma's.
+_SCALING = ("logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_softcapping")
 _HEAD_CHUNK = 256  # unit vectors sent through a quantised head at a time
 
 
@@ -66,6 +68,8 @@ class Target:
         self.name = str(label)
         self.revision = revision or str(getattr(model.config, "_commit_hash", None) or "")
         self.config = model.config.get_text_config()
+        # Asked for at every step, and transformers' configurations take their time to answer.
+        self._scaling = [getattr(self.config, name, None) for name in _SCALING]
         self.head, self._body = head, body
         self._embedding: Any = model.get_input_embeddings()
         self.hidden_size: int = self.config.hidden_size
@@ -330,14 +334,14 @@ class Target:
         """
         read = self._read if head is None else head
         logits = read(hidden).to(hidden.device)
-        config = self.config
-        if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
+        scale, scaling, multiplier, cap = self._scaling
+        if scale is not None:
             logits = logits * scale
-        if (scaling := getattr(config, "logits_scaling", None)) is not None:  # Granite
+        if scaling is not None:
             logits = logits / scaling
-        if (multiplier := getattr(config, "lm_head_multiplier", None)) is not None:  # Falcon-H1
+        if multiplier is not None:
             logits = logits * multiplier
-        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma
+        if cap is not None:
             logits = torch.tanh(logits / cap) * cap
         return logits
 

@@ -5,7 +5,7 @@ states depend on how a text is cut into forwards. What ``model.generate`` does i
 in one forward, and every later token in its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from shape.target.support import cache_name
 if TYPE_CHECKING:
     from shape.target.model import Target
 
+_TABLE = 1024  # positions of a table, at first
 _SEEN = 8  # tokens whose states tell the tables apart
 _LEAST = 1e-6  # relative change of states that counts, or the dtype's rounding where that is more
 
@@ -125,3 +126,23 @@ def _asked(target: "Target", positions: int) -> Switch:
     if given["input_ids"].shape[1] == size:
         return Switch(positions, recomputes=True)
     return Switch(positions, unserved="this version of transformers forgets the text there")
+
+
+class RotaryTable:
+    """Cosines and sines of positions from 0 on, made once: transformers' own module takes as long as a small target's
+    layer.
+
+    Args:
+        make: (P,) int64 positions -> (P, D) cosines and (P, D) sines, whatever the length of the text.
+    """
+
+    def __init__(self, make: Callable[[Tensor], Iterable[Tensor]]) -> None:
+        self._make = make
+        self._held: tuple[Tensor, ...] = (torch.empty(0, 0),) * 2
+
+    def until(self, end: int) -> tuple[Tensor, ...]:
+        """Cosines and sines (P, D) of at least so many positions."""
+        if len(self._held[0]) < end:
+            with torch.inference_mode(False), torch.no_grad():  # they outlive the mode in which they are made
+                self._held = tuple(self._make(torch.arange(max(end + end // 4, _TABLE))))
+        return self._held

@@ -11,10 +11,13 @@ Which targets are served is a list of families whose code was read. ``shape.veri
 target's states with those of its own forward when it is loaded, and turns this off where they differ.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import chain, repeat
 from math import gcd
-from typing import Any, NamedTuple, Self, TypeVar
+from operator import contains, is_
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -22,17 +25,18 @@ from transformers import PretrainedConfig
 from transformers.activations import SiLUActivation
 
 from shape.target import elements, floats, integers
-from shape.target.inference import state_of
-from shape.target.kernels import TILE, Buffers, Program, bits, row_bytes
+from shape.target.inference import keeps_frequencies, states_of
+from shape.target.kernels import TILE, Buffers, Made, Pool, Program, bits, row_bytes
 from shape.target.prepack import PrepackedForward
 from shape.target.quantize import QuantizedLinear
+from shape.target.rotary import RotaryTable
 
 MOST = 512  # tokens of all sequences together; for more torch's own calls cost little
 _KEPT = 64  # programs, of which each has its own buffers
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _DTYPES = (torch.bfloat16, torch.float32)
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
-Made = TypeVar("Made")
+_GET: Callable[..., Any] = dict.get
 _END, _CAPACITY, _SCRATCH, _SCRATCH_BYTES, _SLOTS, _MASKS = range(6)  # places of what changes from call to call
 
 
@@ -72,16 +76,16 @@ class FusedLayers:
         for layer in self.layers:
             seen += [(layer.parts, "self_attn")]
             seen += [(layer.attention, name) for name in ("q_norm", "k_norm") if name in layer.attention]
-        self._places = [(parts, name, parts[name]) for parts, name in seen]
-        modules = [body, *(module for _, _, module in self._places)]
+        self._places = _Places([(parts, name, parts[name]) for parts, name in seen])
+        modules = [body, *self._places.modules]
         self._hooks = [own for one in modules for own in (one._forward_hooks, one._forward_pre_hooks)]
         self._attributes = [vars(module) for module in modules]
         self.weights = [parts[name]._parameters for parts, name in self.norms]
         self.weights += [
             one._parameters for layer in self.layers for name, one in layer.attention.items() if "norm" in name
         ]
-        self._programs: dict[Any, list[Any]] = {}
         self._made_of: _Sources | None = None
+        self._table: RotaryTable | None = None
 
     @classmethod
     def of(cls, body: Any, config: PretrainedConfig) -> Self | None:
@@ -133,65 +137,88 @@ class FusedLayers:
         parts, (batch, nodes) = self._body._modules, input_ids.shape
         x: Tensor = parts["embed_tokens"](input_ids)
         masks = [mask[kind] if isinstance(mask, dict) else mask for kind in self.kinds]
-        given = cache.slots.next(nodes, x.device), cache.slots.longest + nodes, masks
+        end = cache.slots.longest + nodes
         self.renew()
+        turn = self._turned(x, position_ids, end)
         with self.program(Forward, batch, nodes, mask is not None, tuple(layers)) as forward:
-            return forward(x, parts["rotary_emb"](x, position_ids), cache, *given)
+            return forward(x, turn, cache, cache.slots.next(nodes, x.device), end, masks)
 
     def renew(self) -> None:
-        """Forget programs of weights and modules that have changed."""
+        """Forget what was made of weights and modules that have changed."""
         if self._made_of is None or not self._made_of.holds():
-            self._programs, self._made_of = {}, _Sources(self)
+            self._programs, self._made_of, self._table = Pool(_KEPT), _Sources(self), self._rotary_table()
 
-    @contextmanager
-    def program(self, made: Callable[..., Made], *given: Any) -> Iterator[Made]:
-        """What `made` gives for these layers and arguments, kept from call to call. Who runs one holds it alone, as
-        several threads may decode at a time.
-        """
-        programs, key = self._programs, (made, *given)
-        try:
-            held = programs[key].pop()
-        except (KeyError, IndexError):
-            held = made(self, *given)
-        yield held
-        if len(programs) >= _KEPT and key not in programs:
-            programs.clear()
-        programs.setdefault(key, []).append(held)
+    def _rotary_table(self) -> RotaryTable | None:
+        """None where its frequencies change with a text's length."""
+        rotary, like = self._body._modules["rotary_emb"], torch.empty(0, dtype=self.weights[0]["weight"].dtype)
+        if _is_hooked(rotary) or not keeps_frequencies(rotary):
+            return None
+        return RotaryTable(lambda positions: [part[0] for part in rotary(like, positions[None])])
+
+    def program(self, made: Callable[..., Made], *given: Any) -> AbstractContextManager[Made]:
+        """What `made` gives for these layers and arguments, kept from call to call."""
+        return self._programs.lend((made, *given), partial(made, self, *given))
+
+    def _turned(self, x: Tensor, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (B or 1, N or 1, D) of positions below `end`."""
+        if self._table is None:
+            return self._body._modules["rotary_emb"](x, positions)
+        cosines, sines = self._table.until(end)
+        return torch.embedding(cosines, positions), torch.embedding(sines, positions)
 
     def _unchanged(self) -> bool:
         return (
-            all(parts.get(name) is module for parts, name, module in self._places)
-            and not any(_hooked(own) for own in self._hooks if own)
-            and not any("forward" in own for own in self._attributes)
+            self._places.hold()
+            and not any(map(_hooked, filter(None, self._hooks)))
+            and not any(map(contains, self._attributes, repeat("forward")))
         )
+
+
+class _Places:
+    """Modules where they are found. That they still are is asked before every forward: by loops that are Python's own.
+
+    Args:
+        found: modules of a module by name, a name, and what it is for.
+    """
+
+    def __init__(self, found: Sequence[tuple[dict[str, Any], str, Any]]) -> None:
+        self._parts, self._names, self.modules = ([one[at] for one in found] for at in range(3))
+
+    def hold(self) -> bool:
+        return all(map(is_, map(_GET, self._parts, self._names), self.modules))
 
 
 class _Sources:
     """What programs are made of, and whether it still is as it was: modules may be replaced, and weights change."""
 
     def __init__(self, of: FusedLayers) -> None:
-        self._places: list[tuple[dict[str, Any], str, Any]] = []
+        places: list[tuple[dict[str, Any], str, Any]] = []
         for layer in of.layers:
             mlp = layer.parts["mlp"]
-            self._places.append((layer.parts, "mlp", mlp))
-            self._places += [(layer.attention, name, layer.attention[name]) for name in _ATTENTION]
-            self._places += [(mlp._modules, name, mlp._modules.get(name)) for name in _MLP]
-        modules = [module for _, _, module in self._places if module is not None]
+            places.append((layer.parts, "mlp", mlp))
+            places += [(layer.attention, name, layer.attention[name]) for name in _ATTENTION]
+            places += [(mlp._modules, name, mlp._modules.get(name)) for name in _MLP]
+        rotary = of._body._modules.get("rotary_emb")
+        places.append((of._body._modules, "rotary_emb", rotary))
+        self._places = _Places(places)
+        modules = [module for _, _, module in places if module is not None]
         self._hooks = [own for one in modules for own in (one._forward_hooks, one._forward_pre_hooks)]
-        self._attributes = [(vars(one), vars(one).get("forward")) for one in modules]
-        self._parameters = [*of.weights, *(one._parameters for one in modules)]
+        self._attributes = [vars(one) for one in modules]
+        self._forwards = [own.get("forward") for own in self._attributes]
+        self._weights = [*of.weights, *(one._parameters for one in modules)]
+        self._weights += [] if rotary is None else [rotary._buffers]
         self._state = self._now()
 
     def holds(self) -> bool:
         return (
-            all(parts.get(name) is module for parts, name, module in self._places)
-            and all(own.get("forward") is forward for own, forward in self._attributes)
+            self._places.hold()
+            and all(map(is_, map(_GET, self._attributes, repeat("forward")), self._forwards))
             and self._state == self._now()
         )
 
     def _now(self) -> list[Any]:
-        tensors = [one for own in self._parameters for one in own.values() if one is not None]
-        return [*map(len, self._hooks), *map(state_of, tensors)]
+        weights = chain.from_iterable(map(dict.values, self._weights))
+        return [*map(len, self._hooks), *states_of([one for one in weights if one is not None])]
 
 
 class Forward:

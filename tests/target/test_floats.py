@@ -22,6 +22,7 @@ def cpu(request, monkeypatch):
     """This one, and one with half of its registers and without products in bfloat16."""
     if request.param == "avx2":
         monkeypatch.setattr(kernels, "has", lambda feature: feature in ("avx2", "fma"))
+    monkeypatch.setattr(kernels, "_PRODUCTS", kernels.Pool(16))  # of those that are kept, none was made elsewhere
     floats._multiplier.cache_clear()
     yield request.param
     floats._multiplier.cache_clear()

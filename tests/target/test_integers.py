@@ -80,6 +80,7 @@ def test_other_instructions_give_the_same(bits, dtype, count, features, monkeypa
     made = (integers._kernels, kernels._runner)
     monkeypatch.setattr(kernels, "has", lambda feature: feature in features)
     monkeypatch.setattr(kernels, "openmp", lambda: None)
+    monkeypatch.setattr(kernels, "_PRODUCTS", kernels.Pool(16))
     try:
         for one in made:
             one.cache_clear()

@@ -1,11 +1,15 @@
-"""Machine code is made once on a machine, and anew where what was kept is damaged or cannot be kept."""
+"""Machine code is made once on a machine, and anew where what was kept is damaged or cannot be kept; programs of
+products are made once for all weights of a layout.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from llvmlite import ir
 
-from shape.target import kernels
-from shape.target.kernels import Program, begin
+from shape.target import floats, kernels
+from shape.target.kernels import Pool, Program, begin
 
 ANSWER = 42
 
@@ -55,3 +59,48 @@ def test_damaged_code_is_made_anew(made, tmp_path, damage):
 def test_nowhere_to_keep_it_is_no_error(made, tmp_path):
     (tmp_path / "cache").write_text("no folder")
     assert answer(kernel()) == ANSWER == answer(kernel()) and len(made) == 2
+
+
+def test_what_a_pool_lends_nobody_else_has():
+    pool, made = Pool(2), []
+
+    def make() -> list[int]:
+        made.append([len(made)])
+        return made[-1]
+
+    with pool.lend("a", make) as one, pool.lend("a", make) as other:
+        assert one is not other
+    with pool.lend("a", make) as again:
+        assert any(again is known for known in made[:2]) and len(made) == 2
+    for key in ("b", "c"):  # more keys than it keeps
+        with pool.lend(key, make):
+            pass
+    with pool.lend("a", make):
+        assert len(made) == 5
+
+
+def test_what_was_lent_to_a_call_that_failed_is_not_used_again():
+    pool = Pool(2)
+    with pytest.raises(RuntimeError), pool.lend("a", lambda: [1]):
+        raise RuntimeError
+    with pool.lend("a", lambda: [2]) as one:
+        assert one == [2]
+
+
+@pytest.mark.skipif(not floats.serves(torch.float32), reason="this CPU lacks AVX2, or torch GNU's OpenMP")
+@pytest.mark.parametrize("tokens", [1, 3, kernels._FEW + 1])
+def test_one_program_serves_many_weights_and_threads(tokens):
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(48, 33, generator=generator) for _ in range(4)]
+    x = torch.randn(tokens, 33, generator=generator)
+    packed = [floats.Packed.of(weight) for weight in weights]
+    expected = [x @ weight.T for weight in weights]
+
+    def multiply(number: int) -> None:
+        for turn in range(200):
+            at = (number + turn) % len(weights)
+            torch.testing.assert_close(floats.product(x, packed[at]), expected[at], rtol=1e-5, atol=1e-5)
+
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(multiply, number) for number in range(4)]:
+            done.result()

@@ -13,6 +13,7 @@ import transformers
 from helpers import prompts
 from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from eval.architectures import build
 from shape.data.encoding import Encoded
@@ -21,8 +22,9 @@ from shape.errors import UnsupportedGeneration
 from shape.features.extraction import compute_features
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.fixed import FixedSteps
+from shape.target.inference import keeps_frequencies
 from shape.target.model import Target
-from shape.target.rotary import Switch
+from shape.target.rotary import _TABLE, RotaryTable, Switch
 from shape.target.support import cache_name
 from shape.verification.forward import new_cache, prefill
 
@@ -193,3 +195,31 @@ def test_a_change_that_cannot_be_followed_is_refused(
         decoder.generate(ids, max_new_tokens=30, **options)
     short = decoder.generate(ids, max_new_tokens=12, **options)
     assert torch.equal(short, model.generate(ids, max_new_tokens=12, **options))
+
+
+ROPES = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rope", ROPES)
+def test_tables_hold_what_the_module_gives(rope, dtype):
+    """Bit for bit, also behind the positions that they begin with."""
+    config = AutoConfig.for_model(
+        "llama", hidden_size=32, num_attention_heads=2, rope_parameters={**ROPES[rope], "rope_theta": 10000.0}
+    )
+    rotary = LlamaRotaryEmbedding(config)
+    assert keeps_frequencies(rotary)
+    x = torch.empty(0, dtype=dtype)
+    table = RotaryTable(lambda positions: [part[0] for part in rotary(x, positions[None])])
+    for positions in (torch.tensor([[0, 1, 7], [5, 5, 900]]), torch.tensor([[2 * _TABLE + 3]])):
+        found = [part[positions] for part in table.until(int(positions.max()) + 1)]
+        for one, other in zip(found, rotary(x, positions), strict=True):
+            assert one.dtype == dtype and torch.equal(one, other)

@@ -180,6 +180,26 @@ def test_weights_that_change_are_noticed(tiny_model):
     torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-4)
 
 
+def halved(rotary: Any) -> None:
+    with torch.no_grad():
+        rotary.inv_freq.mul_(0.5)
+
+
+def reversed_by_a_hook(rotary: Any) -> None:
+    rotary.register_forward_hook(lambda module, given, found: (found[0], -found[1]))
+
+
+@pytest.mark.parametrize("change", [halved, reversed_by_a_hook])
+def test_rotary_frequencies_that_change_are_noticed(tiny_model, calls, change):
+    target = made(tiny_model)
+    before = both(target)[0]
+    change(target.model.model.rotary_emb)
+    calls.clear()
+    states, _, expected, _ = both(target)
+    assert calls == [6] and (states - before).norm() > 1e-3 * before.norm()
+    torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_serves_few_tokens_of_known_architectures(tiny_model):
     assert made(tiny_model, "gpt2").support.fused is None
     target = made(tiny_model)
