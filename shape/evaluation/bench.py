@@ -13,7 +13,7 @@ from shape.data.reading import load_conversations
 from shape.drafters import DRAFTERS
 from shape.errors import ConfigError, DataError
 from shape.evaluation.journal import JOURNAL
-from shape.evaluation.methods import ASSISTED, Assisted, Method, Outside, Ruled
+from shape.evaluation.methods import ASSISTED, Assisted, Method, Outside, Ruled, Whole
 from shape.evaluation.options import BenchOptions, several
 from shape.evaluation.prompts import SUITES, chosen_prompts
 from shape.evaluation.results import AUTOREGRESSIVE, SpeedResults
@@ -138,7 +138,7 @@ def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
         name, _, acceptance = entry.partition("@")
         rule = make_rule(acceptance or Match.name, options.typical_lossy, options.trs_lossy)
         for label, method in _methods(name, predictors, target, options).items():
-            if method is None or isinstance(method, str | Assisted | Ruled) or isinstance(rule, Match):
+            if method is None or isinstance(method, str | Assisted | Ruled | Whole) or isinstance(rule, Match):
                 methods[label] = method
             else:
                 methods[f"{label}@{rule.name}"] = Ruled(method, rule)

@@ -24,6 +24,13 @@ class Ruled:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """A drafter that drafts in every step and is verified whole, so that its acceptance length depends on no clock."""
+
+    drafter: Drafter | None
+
+
+@dataclass(frozen=True)
 class Assisted:
     """transformers' own assisted generation, with a smaller model."""
 
@@ -34,13 +41,15 @@ class Assisted:
 Outside = Literal["transformers", "transformers-lookup"]
 LOOKUP: Outside = "transformers-lookup"
 ASSISTED = "transformers-assisted"  # with each predictor that is a smaller model
-Method = Drafter | Ruled | Assisted | Outside | None  # None is our loop without a drafter
+Method = Drafter | Ruled | Whole | Assisted | Outside | None  # None is our loop without a drafter
 
 
 def describe(method: Method, beside: torch.device | None = None) -> str:
     """What a method is, in words that change when its settings or weights do, or its device is not the given one."""
     if isinstance(method, Ruled):
         return f"{describe(method.drafter, beside)}, acceptance {method.acceptance}"
+    if isinstance(method, Whole):
+        return f"{describe(method.drafter, beside)}, drafts verified whole"
     if method is None or isinstance(method, str):
         return method or AUTOREGRESSIVE
     if isinstance(method, Assisted):

@@ -31,6 +31,7 @@ from shape.evaluation.methods import (
     Assisted,
     Method,
     Ruled,
+    Whole,
     describe,
     prompts_hash,
     target_settings,
@@ -231,6 +232,8 @@ def _runner(method: Method, target: Target, fall_back: bool | float, options: di
     if isinstance(method, Assisted):
         return by_transformers(target, assistant_model=method.model.model, **options)
     drafter, rule = (method.drafter, method.acceptance) if isinstance(method, Ruled) else (method, None)
+    if isinstance(drafter, Whole):
+        drafter, fall_back = drafter.drafter, False
     decoder = ShapeDecoder(target, drafter, fall_back=fall_back)  # type: ignore[arg-type]
     # A seed is for the sampling alone: the clock decides when to fall back, as in a call without one.
     return by_decoder(decoder, rule, reproducible=False, **options)

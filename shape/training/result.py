@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from shape.data.conversations import Prompt, evenly, evenly_by_category
 from shape.evaluation.doctor import acceptance, in_chains
 from shape.evaluation.environment import Environment, matrix_product_peak, peak_memory
+from shape.evaluation.methods import Whole
 from shape.evaluation.results import SpeedResults
 from shape.evaluation.speed import measure
 from shape.generation.decoder import ShapeDecoder
@@ -24,6 +25,7 @@ from shape.training.module import DrafterModule
 from shape.training.options import TrainOptions
 from shape.training.validation import DecodingValidation, load_weights
 
+_WHOLE = "shape, drafts verified whole"
 _COMPARED = 8  # validation prompts on which decoding is compared with training
 _LEAST_OF_TRAINED = 0.9  # rounding moves single tokens, a mismatch most of them
 
@@ -77,10 +79,9 @@ def export_and_measure(
     if prompts and options.measurement.limit:
         results = _measure(options, decoder, prompts)
         console.print(results.table())
-        line = results.summary["shape"]  # whatever drafts
-        record["acceptance_length"] = asdict(line.acceptance_length)
+        record["acceptance_length"] = asdict(results.summary[_WHOLE].acceptance_length)
         record["measured_prompts"] = f"{min(len(prompts), options.measurement.limit)}, which chose nothing"
-        record["speed_up"] = asdict(line.speed_up)
+        record["speed_up"] = asdict(results.summary["shape"].speed_up)
         place = results.environment
         record["measured_on"] = f"{place.device}, {place.cpu}, {place.threads} threads, {place.date}"
         _export(predictor, output, target, record)
@@ -135,17 +136,17 @@ def warn_of_mismatch(target: Target, predictor: Predictor, validation: DecodingV
 
 
 def _measure(options: TrainOptions, decoder: ShapeDecoder, prompts: Sequence[Prompt]) -> SpeedResults:
-    chosen = options.measurement
+    """As a user decodes ("shape", whatever drafts), and so that the acceptance length is the predictor's own."""
+    chosen, drafter = options.measurement, decoder.drafter
     return measure(
         decoder.target,
-        {"transformers": "transformers", "autoregressive": None, "shape": decoder.drafter},
+        {"transformers": "transformers", "autoregressive": None, "shape": drafter, _WHOLE: Whole(drafter)},
         evenly_by_category(prompts, chosen.limit),
         max_new_tokens=chosen.max_new_tokens,
         temperature=chosen.temperature,
         seed=options.seed,
         progress=options.trainer.enable_progress_bar,
         label=f"{options.output}, measured after training",
-        fall_back=False,  # so that the acceptance length is the predictor's own
     )
 
 

@@ -14,7 +14,7 @@ from shape.data.conversations import Prompt
 from shape.drafters import AdversaryDrafter, HybridDrafter, NgramDrafter, TrainedDrafter, TreeShape
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
-from shape.evaluation.methods import describe
+from shape.evaluation.methods import Whole, describe
 from shape.evaluation.results import PromptRecord, SpeedResults, Tally
 from shape.evaluation.runner import Run
 from shape.evaluation.speed import Bench, Contexts, measure
@@ -112,6 +112,16 @@ def test_the_clock_decides_when_to_fall_back(tiny_target, monkeypatch, fall_back
     monkeypatch.setattr(StepCosts, "break_even", lambda *_: 1000.0)
     wild = run(tiny_target, max_new_tokens=16, fall_back=fall_back).total["wild"]
     assert (wild.draft_steps < wild.forwards) == fall_back
+
+
+def test_one_method_may_be_verified_whole_beside_others(tiny_target, monkeypatch):
+    monkeypatch.setattr(StepCosts, "break_even", lambda *_: 1000.0)
+    drafter = AdversaryDrafter(nodes=6, seed=2)
+    methods = {"autoregressive": None, "wild": drafter, "whole": Whole(drafter)}
+    results = run(tiny_target, methods, max_new_tokens=16)
+    wild, whole = results.total["wild"], results.total["whole"]
+    assert wild.draft_steps < wild.forwards and whole.draft_steps == whole.forwards
+    assert results.settings["methods"]["whole"] == f"{results.settings['methods']['wild']}, drafts verified whole"
 
 
 def test_measuring_leaves_the_global_generator_alone(tiny_target):
