@@ -21,10 +21,10 @@ from shape.errors import TargetMismatch
 from shape.networks.base import Carried, Head, Known, Predictor, Remembered
 from shape.networks.shape import windows
 from shape.networks.single import SingleRoot
+from shape.target import kernels
 from shape.target.identity import TargetIdentity
 from shape.target.integers import serves
 from shape.target.model import Target
-from shape.target.quantize import quantized
 from shape.target.support import LayerShape
 from shape.verification.cache import KVCache
 from shape.verification.noise import all_hashes, token_hashes
@@ -46,7 +46,8 @@ class TrainedDrafter(Drafter):
     takes no gradient and touches no global random state.
 
     It drafts on the predictor's device, which need not be the target's: new states go there and the tree comes back.
-    There, and with a draft vocabulary, it has a copy of its rows of the head.
+    There, and with a draft vocabulary, it has a copy of its rows of the head. On a CPU that copy, and the weights of
+    parallel steps, are computed with in 8 bits, whatever the target has: no token depends on how drafts are rounded.
 
     Args:
         predictor: the trained network.
@@ -120,7 +121,7 @@ class TrainedDrafter(Drafter):
         self._target, self._device = target, self.predictor.device
         self.on_host = self._device.type == "cpu"
         vocabulary, dtype = self.predictor.draft_vocabulary, self.predictor.dtype
-        bits = 8 if self.on_host and quantized(target.model) and serves(dtype) else None
+        bits = 8 if self.on_host and kernels.has("avx2") and serves(dtype) else None
         self.single = SingleRoot.of(self.predictor, bits)
         tokens = torch.arange(target.vocab_size, device=self._device) if vocabulary is None else vocabulary
         self._vocabulary = vocabulary

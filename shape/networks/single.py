@@ -56,7 +56,7 @@ class _Product:
             self._packed = floats.Packed.of(weight, self._bias, wide=True)
         else:
             blocks, scales = pack(weight, digits)
-            self._packed = integers.Packed(blocks, scales.view(torch.uint8), digits, self._outputs)
+            self._packed = integers.Packed(blocks, scales.view(torch.uint8), digits, self._outputs, digits=1)
         self._x = torch.zeros(rows, self._packed.inputs)
         self.x = self._x[:, :inputs]
 

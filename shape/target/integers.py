@@ -56,17 +56,15 @@ class Kind:
 
     Attributes:
         bits: of a weight, 8 (a float32 scale per output) or 4 (a bfloat16 scale per output and group).
-        dtype: of activations and results: bfloat16, whose own 8 bits become 8; or float32, which become 16.
+        dtype: of activations and results, bfloat16 or float32.
         rows: tokens that it takes at a time.
+        digits: of an activation, of 8 bits each.
     """
 
     bits: int
     dtype: torch.dtype
     rows: int
-
-    @property
-    def digits(self) -> int:
-        return _DIGITS[self.dtype]
+    digits: int
 
 
 @dataclass(frozen=True)
@@ -94,12 +92,14 @@ class Packed:
         scales: the bytes of (tiles, 16) float32 for 8 bits, of (tiles, inputs / 32, 16) bfloat16 for 4.
         bits: 8 or 4.
         outputs: of the weight as it was.
+        digits: of activations, of 8 bits each; None: one in bfloat16, which has no more itself, and two in float32.
     """
 
     weights: Tensor
     scales: Tensor
     bits: int
     outputs: int
+    digits: int | None = None
 
     @property
     def inputs(self) -> int:
@@ -108,7 +108,7 @@ class Packed:
 
     @property
     def layout(self) -> tuple[Any, ...]:
-        return self.bits, self.weights.shape
+        return self.bits, self.digits, self.weights.shape
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
@@ -120,7 +120,7 @@ class Packed:
         Args:
             grain: of a row, that the same thread makes: a divisor of `inputs`, and a multiple of 32.
         """
-        tokens, groups, digits = len(x), self.inputs // GROUP, _DIGITS[x.dtype]
+        tokens, groups, digits = len(x), self.inputs // GROUP, self.digits or _DIGITS[x.dtype]
         chunks = -(-tokens // _MOST_ROWS[digits])
         rows = -(-tokens // chunks)
         made = Digits(
@@ -130,16 +130,16 @@ class Packed:
         )
         units = x.numel() // grain
         given = (x, made.numbers, made.offsets, made.steps, units, grain // GROUP, groups)
-        program.add(_kernels(self.bits, x.dtype, rows)["quantise"], *given)
+        program.add(_kernels(Kind(self.bits, x.dtype, rows, digits))["quantise"], *given)
         return made
 
     def multiply(self, program: Program, x: Digits, dtype: torch.dtype) -> Tensor:
         """Go on with x times the transposed weights: (T or more, 16 * tiles) in a dtype, written when it runs."""
-        chunks, groups, _, rows, _ = x.numbers.shape
+        chunks, groups, digits, rows, _ = x.numbers.shape
         tiles = len(self.weights)
         out = program.buffers.empty(chunks * rows, tiles * TILE, dtype=dtype)
         given = (self.weights, self.scales, x.numbers, x.offsets, x.steps, out, chunks, groups, tiles)
-        program.add(_kernels(self.bits, dtype, rows)["multiply"], *given)
+        program.add(_kernels(Kind(self.bits, dtype, rows, digits))["multiply"], *given)
         return out
 
 
@@ -167,9 +167,9 @@ def product(x: Tensor, weights: Tensor, scales: Tensor, bits: int, outputs: int)
 
 
 @cache
-def _kernels(bits: int, dtype: torch.dtype, rows: int) -> dict[str, int]:
-    """Addresses of kernels of ``_QUANTISER`` and ``_MULTIPLIER``, of a ``Kind``."""
-    kind, module = Kind(bits, dtype, rows), ir.Module()
+def _kernels(kind: Kind) -> dict[str, int]:
+    """Addresses of kernels of ``_QUANTISER`` and ``_MULTIPLIER``."""
+    module = ir.Module()
     _quantiser(module, kind)
     _multiplier(module, kind)
     return kernels.compiled(module)
