@@ -19,6 +19,7 @@ from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.utils import output_capturing
 
 from shape import bundled
 from shape.errors import ConfigError, DataError, UnsupportedTarget
@@ -33,6 +34,8 @@ from shape.target.support import Support, cache_name
 
 # What logits are scaled by, in this order: Cohere, Granite, Falcon-H1, and the cap of Gemma's.
 _SCALING = ("logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_softcapping")
+# Whether a model that is asked for some layers' states counts embeddings among them, as in the tuple that it gives.
+_SELECTS = hasattr(output_capturing, "selected_hidden_states")
 _HEAD_CHUNK = 256  # unit vectors sent through a quantised head at a time
 
 
@@ -275,14 +278,14 @@ class Target:
             layers: -1 is h, before the output embedding (after the final norm); k >= 0 is the output of block k
                 (0 = embeddings). Several are laid side by side.
         """
-        kept = [layer for layer in layers if layer >= 0]  # all others are freed on the way
+        kept = [layer for layer in layers if layer >= 0]  # all others are freed on the way, where that can be said
         outputs = self._body(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
             use_cache=cache is not None,
             **{cache_name(type(self._body).forward): cache},
-            **({"output_hidden_states": kept} if kept else {}),
+            **({"output_hidden_states": kept if _SELECTS else True} if kept else {}),
         )
         if tuple(layers) == (-1,):
             return outputs.last_hidden_state.to(self.device)

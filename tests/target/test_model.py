@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGenerat
 from shape.errors import ConfigError, DataError, UnsupportedTarget
 from shape.target.identity import TargetIdentity
 from shape.target.loading import resolve_dtype
-from shape.target.model import Target
+from shape.target.model import _SELECTS, Target
 
 
 def test_features_are_the_states_behind_the_logits(tiny_target):
@@ -34,7 +34,7 @@ def test_states_that_nobody_reads_are_freed_on_the_way(tiny_target_folder):
         )
     norm.register_forward_pre_hook(lambda *_: alive.extend(own() is not None for own in states))
     target.features(torch.arange(6)[None], layers=(0, -1))
-    assert alive == [False, True]  # the last is the norm's input
+    assert alive == [not _SELECTS, True]  # the last is the norm's input
 
 
 def test_output_rows_are_what_logits_are_made_of(tiny_target):
