@@ -4,7 +4,8 @@ A draft for one sequence reads every weight of the network once, and launches so
 which costs more than what it computes. Here it is a program of kernels, as the target's forward is
 (``shape.verification.fused``): products (``shape.target.floats``, ``shape.target.integers``), by all threads, and what
 lies between them (``shape.target.elements``). `ShapePredictor.forward` is what it computes, up to rounding: activations
-and sums are in float32 here. Drafts may be rounded otherwise; no token depends on it.
+and sums are in float32 here, and products in 8 bits where that is asked for. Drafts may be rounded otherwise; no token
+depends on it.
 """
 
 from collections.abc import Callable
@@ -81,7 +82,7 @@ class SingleRoot:
     """A predictor's weights in the kernels' layout, and what they make of a root.
 
     Args:
-        digits: 8 where weights are to be quantised, as the target's are.
+        digits: 8 where weights are to be quantised, and activations rounded to 8 bits for every product.
     """
 
     def __init__(self, predictor: ShapePredictor, digits: int | None = None) -> None:

@@ -59,11 +59,12 @@ class Slots:
 
     def next(self, new: int, device: torch.device) -> Tensor:
         """(B * new,) int64, where the next tokens go if the sequences' slots lie one behind the other."""
-        if (new, device) not in self._next and self.uniform and len(self.host_lengths) == 1:
-            self._next[new, device] = torch.arange(self.longest, self.longest + new, device=device)
-        elif (new, device) not in self._next:
-            starts = self.lengths + torch.arange(len(self.lengths), device=self.device) * self.capacity
-            slots = (starts[:, None] + torch.arange(new, device=self.device)).flatten()
+        if (new, device) not in self._next:
+            if self.uniform and len(self.host_lengths) == 1:  # in one operation
+                slots = torch.arange(self.longest, self.longest + new, device=self.device)
+            else:
+                starts = self.lengths + torch.arange(len(self.lengths), device=self.device) * self.capacity
+                slots = (starts[:, None] + torch.arange(new, device=self.device)).flatten()
             self._next[new, device] = slots.to(device)
         return self._next[new, device]
 
