@@ -4,13 +4,12 @@ measured while decoding on this text.
 
 from collections import deque
 from math import sqrt
-from statistics import fmean, stdev
 
 import numpy as np
 
 from shape.drafters.cost import RecentTimes, VerificationTimes
 from shape.generation.stats import Step
-from shape.verification.compiled import serves
+from shape.verification.compiled import compiled, serves
 from shape.verification.tree import TokenTree, keep_best
 
 # Where the clock must not decide, the acceptance length at which a drafted step is taken to be worth its time: a tree
@@ -64,12 +63,14 @@ class SpeculationControl:
                 self._waiting = self._MEASURED
                 return False
             least = self._costs.break_even(context)
-        if enough and fmean(self._recent) >= least:
+        mean = sum(self._recent) / len(self._recent)
+        if enough and mean >= least:
             self._needed, self._costs.pause = self._WINDOW, None
             return True
         if not enough:
-            deviation = max(stdev(self._recent), self._LEAST_DEVIATION)
-            if fmean(self._recent) + deviation / sqrt(len(self._recent)) >= least:
+            squares = sum((one - mean) ** 2 for one in self._recent)
+            deviation = max(sqrt(squares / (len(self._recent) - 1)), self._LEAST_DEVIATION)
+            if mean + deviation / sqrt(len(self._recent)) >= least:
                 return True
         self._recent.clear()
         self._needed = self._PROBE
@@ -91,11 +92,8 @@ class SpeculationControl:
         if self._least is not None or whole or tree.size == 1 or not serves(tree.parent):
             return tree
         assert tree.joint is not None
-        chances = np.sort(np.exp(tree.joint.numpy()[:, 1:]), axis=1).mean(0)[::-1]
-        kept = max(int((chances >= self._costs.least_chance(context)).sum()), 1)
-        kept += 1 - kept % 2  # with the root an even number, as kernels take tokens in pairs: the other one is for free
-        self._hoped = float(chances[:kept].sum())
-        return tree if kept + 1 >= tree.size else keep_best(tree, kept + 1)
+        kept, self._hoped = _likely(tree.joint.numpy(), self._costs.least_chance(context))
+        return tree if kept >= tree.size else keep_best(tree, kept)
 
     def observe(self, step: Step, tokens: float, seconds: float) -> None:
         """A step that committed `tokens` per sequence. A drafter without a proposal costs nothing, and is not judged by
@@ -109,6 +107,22 @@ class SpeculationControl:
             self._recent.append(tokens)
         elif self._waiting > 0:
             self._waiting -= 1
+
+
+@compiled
+def _likely(joint: np.ndarray, least: float) -> tuple[int, float]:
+    """How many nodes to keep of trees whose nodes have joint log-probabilities (B, N), and the sum of their chances,
+    the root left out: ranks whose chances are at least so large in the mean over the trees.
+    """
+    chances = np.zeros(joint.shape[1] - 1)
+    for row in joint:
+        chances += np.sort(np.exp(row[1:]))[::-1]
+    chances /= len(joint)
+    kept = 1
+    while kept < len(chances) and chances[kept] >= least:
+        kept += 1
+    kept += 1 - kept % 2  # with the root an even number, as kernels take tokens in pairs: the other one is for free
+    return kept + 1, chances[:kept].sum()
 
 
 class StepCosts:

@@ -226,8 +226,11 @@ def keep_best(tree: TokenTree, nodes: int) -> TokenTree:
     assert tree.joint is not None
     if tree.log_q is None and serves(tree.parent):
         *parts, kept = best_nodes(tree.tokens.numpy(), tree.parent.numpy(), tree.joint.numpy(), tree.size, nodes)
-        source = tree.source and [[row[at] for at in own] for row, own in zip(tree.source, kept.tolist(), strict=True)]
-        return replace(of_arrays(*parts), source=source)
+        found = of_arrays(*parts)
+        if tree.source is None:
+            return found
+        source = [[row[at] for at in own] for row, own in zip(tree.source, kept.tolist(), strict=True)]
+        return replace(found, source=source)
     return keep_best_on_device(tree, nodes)
 
 
