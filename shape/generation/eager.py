@@ -15,6 +15,8 @@ from shape.verification.acceptance import Accepted
 from shape.verification.forward import recompute, tree_forward
 from shape.verification.tree import TokenTree, first_path, of_lists, root_only, shallow, to_lists
 
+_UNTOLD = 16  # autoregressive steps, of which the drafter is told together: pauses are as long, or multiples
+
 
 class EagerSteps(Steps):
     """To be used where nothing is kept for gradients (see ``shape.target.inference``).
@@ -31,6 +33,7 @@ class EagerSteps(Steps):
         self._needs_updates = batch.drafter is not None and batch.drafter.needs_updates
         self._last: tuple[list[list[int]], Tensor] | None = None  # tokens and counts of the last step
         self._hidden: Tensor | None = None  # of the prompts, until the drafter has them
+        self._untold: list[tuple[list[list[int]], Tensor, Tensor]] = []  # what autoregressive steps made known
         self._states: list[Tensor] = []  # of all committed tokens, where a memory will keep them
 
     def prefill(self) -> list[int]:
@@ -53,6 +56,8 @@ class EagerSteps(Steps):
         sampler.commit(committed.lengths, committed.texts)
         drafts = batch.control is None or batch.control.draft_next(cache.longest)
         drafter = batch.drafter if drafts else None
+        if drafter is not None:
+            self._tell()
         tree = self._fit(root_only(committed.root) if drafter is None else drafter.draft(committed, sampler))
         if batch.control is not None and (drafter is None or not drafter.verified_whole):
             tree = batch.control.worthwhile(tree, cache.longest)
@@ -73,6 +78,8 @@ class EagerSteps(Steps):
         if drafter is not None:
             drafter.inspect(tree, logits)
         self._update(tokens, states, accepted, max(counts))
+        if drafter is not None or len(self._untold) == _UNTOLD:
+            self._tell()
         draft = drafting.until(verifying)
         times = draft, committing - drafting.host - draft, perf_counter() - committing
         numbers, passes = [sequence.index for sequence in live], 0 if drafter is None else drafter.passes
@@ -96,6 +103,7 @@ class EagerSteps(Steps):
     def _drop_finished(self, live: list[SequenceState]) -> None:
         if len(live) == len(self._live):
             return
+        self._tell()
         kept = [self._live.index(sequence) for sequence in live]
         index = of_lists(kept, self._committed.root.device)
         self._live, self._committed = live, self._committed.select(kept)
@@ -121,18 +129,29 @@ class EagerSteps(Steps):
         return tree
 
     def _update(self, tokens: list[list[int]], states: Tensor, accepted: Accepted, most: int) -> None:
-        """Tell the drafter and the memory the states of the accepted nodes."""
+        """Keep the states of the accepted nodes for the drafter and the memory."""
         if not self._needs_updates and self._memory is None:
             return
         path = accepted.path[:, :most]
-        if len(path) == 1:  # in half of the time
+        if states.shape[1] > 1 and len(path) == 1:  # in half of the time
             states = states.index_select(1, path.view(-1))
-        else:
+        elif states.shape[1] > 1:
             states = states.gather(1, path[:, :, None].expand(-1, -1, states.shape[-1]))
-        if self.batch.drafter is not None and self._needs_updates:
+        if self._needs_updates:
             before = zip(self._committed.texts, tokens, strict=True)
-            self.batch.drafter.update([[text[-1], *own] for text, own in before], states, accepted.counts)
+            self._untold.append(([[text[-1], *own] for text, own in before], states, accepted.counts))
         self._remember(states)
+
+    def _tell(self) -> None:
+        """Update the drafter: of autoregressive steps, each of which commits a token, not before it is asked."""
+        if self.batch.drafter is None or not self._untold:
+            return
+        told, hidden, counts = zip(*self._untold, strict=True)
+        self._untold = []
+        if len(told) == 1:
+            return self.batch.drafter.update(told[0], hidden[0], counts[0])
+        tokens = [[each[0][0], *(token for own in each for token in own[1:])] for each in zip(*told, strict=True)]
+        self.batch.drafter.update(tokens, torch.cat(hidden, dim=1), torch.stack(counts).sum(0))
 
     def _remember(self, states: Tensor) -> None:
         if self._memory is not None:

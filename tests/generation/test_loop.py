@@ -6,6 +6,7 @@ import torch
 from helpers import FAMILIES, predictor, prompts
 
 from shape.drafters import NgramDrafter, TrainedDrafter, TreeShape
+from shape.drafters.base import Wrapped
 from shape.errors import UnsupportedGeneration
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.eager import EagerSteps
@@ -154,3 +155,51 @@ def test_a_step_on_a_gpu_waits_for_nothing_but_its_answer(tiny_model, kind, samp
     expected = decoder.generate(**batch, **options)
     monkeypatch.setattr(EagerSteps, "step", strictly)
     assert torch.equal(decoder.generate(**batch, **options), expected) and steps
+
+
+class Listening(Wrapped):
+    """Compares what it was told of its sequences with their texts, and with the target's states, whenever it drafts."""
+
+    def __init__(self, inner, target, drafts):
+        super().__init__(inner)
+        self.target, self.drafts = target, drafts
+
+    def start(self, committed, hidden):
+        super().start(committed, hidden)
+        self.texts = [list(text) for text in committed.texts]
+        self.states = [own[: len(text) - 1] for own, text in zip(hidden, self.texts, strict=True)]
+
+    def update(self, tokens, hidden, counts):
+        super().update(tokens, hidden, counts)
+        for row, (own, count) in enumerate(zip(tokens, counts.tolist(), strict=True)):
+            assert own[0] == self.texts[row][-1] and len(own) == count + 1
+            self.texts[row] += own[1:]
+            self.states[row] = torch.cat([self.states[row], hidden[row, :count]])
+
+    def select(self, rows):
+        super().select(rows)
+        self.texts, self.states = ([kept[row] for row in rows.tolist()] for kept in (self.texts, self.states))
+
+    def draft(self, committed, sampler):
+        assert self.texts == committed.texts
+        for text, states in zip(self.texts, self.states, strict=True):
+            expected = self.target.hidden(torch.tensor([text[:-1]]))[0]
+            torch.testing.assert_close(states, expected, rtol=1e-9, atol=1e-9)
+        self.drafts.append(len(self.texts))
+        return super().draft(committed, sampler)
+
+
+@pytest.mark.parametrize("attention", [False, True])
+def test_a_drafter_that_pauses_knows_all_when_it_is_asked_again(tiny_model, attention):
+    """Though it is told of many autoregressive steps at once, between which a sequence ended."""
+    target, options = ShapeDecoder(tiny_model("llama")).target, {**prompts([9, 4, 6]), "max_new_tokens": 80}
+    whole = ShapeDecoder(target).generate(**options, eos_token_id=[])[:, 9:]
+    end = next(int(one) for one in whole[1, 12:] if one not in whole[2])  # behind the first pause began
+    drafts = []
+    listening = Listening(TrainedDrafter(predictor(attention=attention), TreeShape(depth=3, width=2)), target, drafts)
+    decoder = ShapeDecoder(target, listening, fall_back=100.0)
+    out = decoder.generate(**options, eos_token_id=[end], pad_token_id=0, return_dict_in_generate=True)
+    assert out.stats.autoregressive_steps > 16 and out.stats.pauses >= 2
+    assert drafts[0] == 3 and drafts[-1] < 3 and len(drafts) > 3
+    expected = ShapeDecoder(target).generate(**options, eos_token_id=[end], pad_token_id=0)
+    assert torch.equal(out.sequences, expected)
