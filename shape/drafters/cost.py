@@ -108,21 +108,17 @@ class RecentTimes:
 
     def __init__(self, kept: int = 9) -> None:
         self._seconds: deque[float] = deque(maxlen=kept)
-        self._median: float | None = None
 
     def __len__(self) -> int:
         return len(self._seconds)
 
     def add(self, seconds: float) -> None:
         self._seconds.append(seconds)
-        self._median = None
 
     @property
     def median(self) -> float | None:
         """None where nothing has run yet."""
-        if self._median is None and self._seconds:
-            self._median = median(self._seconds)
-        return self._median
+        return median(self._seconds) if self._seconds else None
 
 
 class VerificationTimes:

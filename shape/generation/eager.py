@@ -15,7 +15,7 @@ from shape.verification.acceptance import Accepted
 from shape.verification.forward import recompute, tree_forward
 from shape.verification.tree import TokenTree, first_path, of_lists, root_only, shallow, to_lists
 
-_UNTOLD = 16  # autoregressive steps, of which the drafter is told together: pauses are as long, or multiples
+_UNTOLD = 16  # autoregressive steps that the drafter hears of together; pauses take as many, or a multiple
 
 
 class EagerSteps(Steps):
@@ -143,7 +143,7 @@ class EagerSteps(Steps):
         self._remember(states)
 
     def _tell(self) -> None:
-        """Update the drafter: of autoregressive steps, each of which commits a token, not before it is asked."""
+        """Pass what it has not heard yet on to the drafter. Every autoregressive step committed one token."""
         if self.batch.drafter is None or not self._untold:
             return
         told, hidden, counts = zip(*self._untold, strict=True)

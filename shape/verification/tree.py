@@ -188,9 +188,11 @@ def _deepest(drafted: Drafted) -> int:
     return max(depths)
 
 
-def of_arrays(tokens: np.ndarray, parents: np.ndarray, joint: np.ndarray) -> TokenTree:
+def of_arrays(
+    tokens: np.ndarray, parents: np.ndarray, joint: np.ndarray, source: list[list[str | None]] | None = None
+) -> TokenTree:
     """Trees that the host's loops made."""
-    return TokenTree(torch.from_numpy(tokens), torch.from_numpy(parents), joint=torch.from_numpy(joint))
+    return TokenTree(torch.from_numpy(tokens), torch.from_numpy(parents), None, torch.from_numpy(joint), source)
 
 
 def root_only(root: Tensor) -> TokenTree:
@@ -225,12 +227,10 @@ def keep_best(tree: TokenTree, nodes: int) -> TokenTree:
     """
     assert tree.joint is not None
     if tree.log_q is None and serves(tree.parent):
-        *parts, kept = best_nodes(tree.tokens.numpy(), tree.parent.numpy(), tree.joint.numpy(), tree.size, nodes)
-        found = of_arrays(*parts)
-        if tree.source is None:
-            return found
-        source = [[row[at] for at in own] for row, own in zip(tree.source, kept.tolist(), strict=True)]
-        return replace(found, source=source)
+        given = tree.tokens.numpy(), tree.parent.numpy(), tree.joint.numpy()
+        tokens, parents, joint, kept = best_nodes(*given, tree.size, nodes)
+        source = tree.source and [[row[at] for at in own] for row, own in zip(tree.source, kept.tolist(), strict=True)]
+        return of_arrays(tokens, parents, joint, source)
     return keep_best_on_device(tree, nodes)
 
 
