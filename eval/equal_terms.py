@@ -45,7 +45,7 @@ EVERY = 8  # of 12,200 dialogues are learned from, and others validated and meas
 HELD_OUT = 96
 SUITES = ("mt_bench", "alpaca", "gsm8k", "humaneval", "qa", "summarization")
 PROMPTS = ("bench", "kinds", "public")
-_NOT_YET = "Not measured yet."
+NOT_YET = "Not measured yet."
 # What each target changes in the file's common options.
 TARGETS: dict[str, dict[str, Any]] = {
     "shipped": {},
@@ -295,7 +295,7 @@ def rendered(document: str, results: Path) -> str:
             raise DataError("the document has <!-- equal-terms:begin --> without a folder; name one behind begin")
         paths = sorted((results / words[0]).rglob("ablation.json"))
         found = {path.parent.name: json.loads(path.read_text()) for path in paths}
-        return "\n\n".join(table(found, at) for at in next(iter(found.values()))["others"]) if found else _NOT_YET
+        return "\n\n".join(table(found, at) for at in next(iter(found.values()))["others"]) if found else NOT_YET
 
     return rewritten(document, "equal-terms", tables)
 

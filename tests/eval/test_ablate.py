@@ -31,6 +31,7 @@ SHIPPED = [
     "refinement-steps",
     "refinement-sweep",
     "baselines",
+    "sizes",
     "tokens",
     "training",
     "trees",
@@ -242,7 +243,7 @@ def test_shipped_ablations_are_sound(name, tmp_path):
     for run in runs:  # the budget ends a training, or all have the same steps; and the clock does not count validation
         assert (
             run.options.training.max_minutes
-            or name in ("curve", "data", "features", "refinement-steps", "refinement-sweep")
+            or name in ("curve", "data", "features", "refinement-steps", "refinement-sweep", "sizes")
         ) and run.options.validation.every > run.options.training.steps
     # Nulls of the file go before the defaults of the target that ships.
     run = next((run for run in runs if run.options.predictor.draft_vocab_size is None), runs[0])
