@@ -76,7 +76,8 @@ class EqualTermsOptions:
         file: the ablation's, below configs/ablations or a path.
         jobs: trainings at once.
         estimate: say how long it takes, and do nothing.
-        results: folder that the tables go to; default: eval/results/ablations/equal-terms.
+        results: folder that the tables go to, and what the searches tried; what is there already is not searched for
+            again. Default: eval/results/ablations/equal-terms.
         render: a document whose tables are written anew from the results, and nothing else.
     """
 
@@ -118,6 +119,7 @@ def run(options: EqualTermsOptions) -> None:
             prepare(options, shared)
         for target in options.targets:
             base = asked(parse([file]), options, target)
+            recall(results / target, Path(base.output))
             if options.estimate:
                 print("\n".join(estimate(base, options, target)))
                 continue
@@ -127,6 +129,14 @@ def run(options: EqualTermsOptions) -> None:
                     compare(found, Path(base.output, comparison, prompts), *training(options, comparison))
         if not options.estimate:  # not before, so that what is measured is measured from a clean checkout
             shutil.copytree("runs", results, ignore=_but_tables, dirs_exist_ok=True)
+
+
+def recall(results: Path, output: Path) -> None:
+    """Take what a search tried elsewhere into the work folder, which may be a new one."""
+    known, kept = (folder / "search/search.json" for folder in (results, output))
+    if known.exists() and not kept.exists():
+        kept.parent.mkdir(parents=True)
+        shutil.copy(known, kept)
 
 
 def training(options: EqualTermsOptions, comparison: str) -> tuple[str, dict[str, Any]]:
@@ -208,9 +218,10 @@ def estimate(base: AblationOptions, options: EqualTermsOptions, target: str) -> 
     """Hours of each part, where all is still to be done."""
     methods, seeds, chosen = list(base.chosen()), len(base.seeds), base.search or SearchOptions()
     trials = chosen.candidates + (chosen.rounds - 1) * max(2, -(-chosen.candidates // 3))
-    seconds = {} if chosen.steps else {"search": len(methods) * (chosen.seconds + trials * _STARTS) / base.jobs}
     kept = Path(base.output, "search/search.json")
     tried = json.loads(kept.read_text())["tried"] if kept.exists() else {}
+    left = sum(name not in tried for name in methods)
+    seconds = {} if chosen.steps else {"search": left * (chosen.seconds + trials * _STARTS) / base.jobs}
     rates = {name: tried[name][0]["positions_per_second"] for name in methods if name in tried}
     known = len(rates) == len(methods)
     positions = [1024 * options.steps / rate for rate in rates.values() if rate]

@@ -72,7 +72,8 @@ def candidates(chosen: SearchOptions, own: Mapping[str, Sequence[Any]] | None) -
 def search(options: AblationOptions) -> AblationOptions:
     """The options with those of every variant that its search found; the same options where none is asked for.
 
-    A round is a training of every candidate. What was tried is kept in `search/search.json` of the trainings' folder.
+    A round is a training of every candidate. What was tried is kept in `search/search.json` of the trainings' folder,
+    and a variant for which that already has the answer of the same search is not searched for again.
 
     Raises:
         CheckpointError: no training of a variant came to its end.
@@ -82,11 +83,12 @@ def search(options: AblationOptions) -> AblationOptions:
     chosen, home = options.search, options.home / "search"
     chosen.check()
     variants = options.chosen()
-    left = {
-        label: candidates(chosen, (options.variants[label] or {}).get("search")) for label in variants
-    }  # of each variant
-    tried: dict[str, list[dict[str, Any]]] = {label: [] for label in variants}
-    for number in range(chosen.rounds):
+    every = {label: candidates(chosen, (options.variants[label] or {}).get("search")) for label in variants}
+    kept = home / "search.json"
+    tried = _tried(kept, chosen)
+    left = {label: found for label, found in every.items() if not _same(found, tried.get(label, []))}
+    tried |= {label: [] for label in left}
+    for number in range(chosen.rounds if left else 0):
         shares = {label: _share(chosen, len(found)) for label, found in left.items()}
         trials: dict[str, dict[str, Any] | None] = {
             f"{label} {place}": _merged(variants[label], candidate, chosen.tree, shares[label])
@@ -113,13 +115,33 @@ def search(options: AblationOptions) -> AblationOptions:
                 for one, candidate in records
             ]  # fmt: skip
             left[label] = [candidate for _, candidate in records[: max(2, -(-len(found) // 3))]]
-    best = {label: found[0] for label, found in left.items()}
-    home.mkdir(parents=True, exist_ok=True)
-    (home / "search.json").write_text(json.dumps({"asked": asdict(chosen), "found": best, "tried": tried}, indent=1))
+    best = {label: _best(records)["options"] for label, records in tried.items()}
+    if left:
+        home.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps({"asked": asdict(chosen), "found": best, "tried": tried}, indent=1))
     settled: dict[str, dict[str, Any] | None] = {
-        label: _merged(variants[label], candidate, chosen.tree) for label, candidate in best.items()
+        label: _merged(what, best[label], chosen.tree) for label, what in variants.items()
     }
     return replace(options, variants={**options.variants, **settled}, search=None)
+
+
+def _tried(kept: Path, chosen: SearchOptions) -> dict[str, list[dict[str, Any]]]:
+    """What an earlier search tried, by variant, where it was asked for the same."""
+    if not kept.exists():
+        return {}
+    record = json.loads(kept.read_text())
+    return record["tried"] if record["asked"] == json.loads(json.dumps(asdict(chosen))) else {}
+
+
+def _same(found: Sequence[dict[str, Any]], tried: Sequence[dict[str, Any]]) -> bool:
+    """Whether these candidates were tried, of which some may not have come to their end."""
+    return bool(tried) and all(one["options"] in found for one in tried)
+
+
+def _best(tried: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of the last round the first, which has the longest acceptance."""
+    last = max(one["round"] for one in tried)
+    return next(one for one in tried if one["round"] == last)
 
 
 def _share(chosen: SearchOptions, among: int) -> dict[str, Any]:

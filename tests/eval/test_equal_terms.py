@@ -60,6 +60,11 @@ def test_from_search_to_tables(tiny, tmp_path, launched, capsys):
     )
     main([*arguments, "--methods=[path 1.0,root]", "--estimate=true"])
     assert "tiny: positions" in capsys.readouterr().out
+    fresh = [argument.replace("/work", "/elsewhere") for argument in arguments]
+    main([*fresh, "--methods=[root]", "--comparisons=[positions]"])  # the results know what the search found
+    assert len(launched) == 11 and "search" not in launched[-1][0]
+    search = json.loads((tmp_path / "results/equal/tiny/search/search.json").read_text())
+    assert search["found"].keys() == {"path 1.0", "root"}
 
     document = tmp_path / "page.md"
     begin, end = "<!-- equal-terms:begin {} -->", "<!-- equal-terms:end -->"

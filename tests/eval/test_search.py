@@ -88,6 +88,20 @@ def test_a_search_chooses_by_validation_in_equal_time(searched, tmp_path, rounds
     assert by_round == sorted(by_round, reverse=True) and all(one["positions_per_second"] == 7.0 for one in tried)
 
 
+def test_what_a_search_has_answered_is_not_searched_for_again(searched, tmp_path, rounds):
+    first = search(parse([str(searched), f"--output={tmp_path}", "--only=[path 1.0,root]"]))
+    assert len(rounds) == 2
+    again = search(parse([str(searched), f"--output={tmp_path}"]))
+    assert {run.variant.split(" ")[0] for runs in rounds[2:] for run in runs} == {"affine"} and len(rounds) == 4
+    assert all(again.variants[name] == first.variants[name] for name in ("path 1.0", "root"))
+    kept = json.loads((tmp_path / "search/search.json").read_text())
+    assert kept["tried"].keys() == kept["found"].keys() == {"path 1.0", "root", "affine"}
+    search(parse([str(searched), f"--output={tmp_path}", "--only=[root]"]))
+    assert len(rounds) == 4 and json.loads((tmp_path / "search/search.json").read_text()) == kept
+    search(parse([str(searched), f"--output={tmp_path}", "--only=[root]", "--search.candidates=4"]))  # another search
+    assert len(rounds) == 6
+
+
 def test_a_search_by_steps_asks_no_clock(searched, tmp_path, rounds):
     options = parse([str(searched), f"--output={tmp_path}", "--search.steps=40"])
     search(options)
