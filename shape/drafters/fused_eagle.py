@@ -1,69 +1,116 @@
-"""Steps of an EAGLE drafter on a CPU, in one call each instead of sixty.
+"""Steps of EAGLE on a CPU, in one call each, and those of P-EAGLE, all in one (see ``shape.drafters.fused``).
 
-Drafting goes token by token, so that what each operation of torch costs before it begins is paid for every one of them:
-beside a small target most of a draft is that. Here a step is a program of kernels, as the target's forward is
-(``shape.verification.fused``), and so is what committed positions leave. Drafted nodes lie in the drafter's own cache,
-behind what is committed, and see of each other what a mask lets them; the next draft writes over them.
+EAGLE drafts token by token: nodes of one depth after the other. P-EAGLE's places all go through at once.
 """
-
-from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from shape.networks.base import Predictor
-from shape.networks.eagle import EaglePredictor
+from shape.drafters.fused import FusedPredictor
+from shape.networks.eagle import EaglePredictor, ParallelEaglePredictor
 from shape.target import elements
-from shape.target.rotary import RotaryTable
 from shape.verification.cache import KVCache
-from shape.verification.fused import MOST, Forward, FusedLayers, blocks_of
+from shape.verification.fused import Forward
 from shape.verification.tree_shape import TreeShape
 
 
-class FusedEagle(FusedLayers):
-    """An EAGLE predictor of one layer, by kernels."""
+class _Eagle(Forward):
+    """What steps and committed positions have in common."""
 
-    def __init__(self, predictor: EaglePredictor) -> None:
-        super().__init__(predictor, predictor.config.layer_config())
-        self.predictor = predictor
-        self.weights += [module._parameters for module in predictor.modules() if module._parameters]
+    _of: FusedPredictor
 
-    @classmethod
-    def of_predictor(cls, predictor: Predictor) -> Self | None:
-        """None for other kinds, for several layers, and where weights are not in the kernels' blocks."""
-        if type(predictor) is not EaglePredictor or len(predictor.layers) > 1 or blocks_of(predictor.fc) is None:
-            return None
-        made = cls(predictor)
-        return made if made._unchanged() else None
+    def _joined(self, feature: Tensor) -> Tensor:
+        """What the first layer attends from, of the embeddings and the features: both normalised, side by side."""
+        size, layer = self._y.shape[1], self._of.layers[0]
+        self._embedding, seen = torch.empty_like(self._y), self._new(self._tokens, 2 * size)
+        self._norm(layer.parts, "input_layernorm", seen[:, :size], self._embedding)
+        self._norm(layer.parts, "hidden_norm", seen[:, size:], feature)
+        if self._of.predictor.config.norm_before_residual:
+            elements.copy_rows(self._program, self._x, seen[:, size:])
+        elif feature is not self._x:
+            elements.copy_rows(self._program, self._x, feature)
+        return seen
 
-    def serves_behind(self, cache: KVCache, count: int) -> bool:
-        """Whether so many tokens of each sequence can go through behind what this cache holds."""
-        return cache.longest > 0 and count * len(cache.lengths) <= MOST and self.goes_behind(cache)
 
-    def turns(self, lengths: list[int], count: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of so many positions behind each of these, (B or 1, count, D) both."""
-        assert self._table is not None
-        cosines, sines = self._table.until(max(lengths) + count)
-        if min(lengths) == max(lengths):
-            places: Any = None, slice(lengths[0], lengths[0] + count)
-        else:
-            places = torch.tensor(lengths)[:, None] + torch.arange(count)
-        return cosines[places], sines[places]
+class _Step(_Eagle):
+    def _begin(self) -> Tensor:
+        self._carries = self._y if self._of.predictor.config.norm_output else self._x
+        return self._joined(self._x)
 
-    def _rotary_table(self) -> RotaryTable:
-        network = self.predictor
-        return RotaryTable(lambda places: network.rotary(places, network.dtype).transpose(0, 1).repeat(1, 1, 2))
+    def advance(
+        self,
+        embedding: Tensor,
+        feature: Tensor,
+        turn: tuple[Tensor, Tensor],
+        cache: KVCache,
+        slots: Tensor,
+        end: int,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        self._embedding.copy_(embedding.reshape(self._x.shape))
+        self._x.copy_(feature.reshape(self._x.shape))
+        self.run(turn, cache, slots, end, [mask])
+        return self._y.view(*self._shape, -1).clone(), self._carries.view(*self._shape, -1).clone()
 
-    def remember(self, features: Tensor, embeddings: Tensor, cache: KVCache) -> None:
-        """Write what positions (B, N) leave behind the committed ones: of their features (B, N, F) and the embeddings
-        (B, N, H) of the tokens after them.
+
+class _Memory(_Eagle):
+    def _build(self, layers: tuple[int, ...]) -> None:
+        of, network, size = self._of, self._of.predictor, self._y.shape[1]
+        fused = self._features = self._new(self._tokens, network.config.feature_size)
+        if network.input_norm is not None:
+            fused = torch.empty_like(self._features)
+            self._norm(network._modules, "input_norm", fused, self._features)
+        if network.fc_norm is not None:
+            parts, before, fused = network.fc_norm._modules, fused, torch.empty_like(self._features)
+            each = (x.chunk(len(parts), dim=1) for x in (before, fused))
+            for name, here, there in zip(parts, *each, strict=True):
+                self._norm(parts, name, there, here)
+        (feature,) = self._linear(network._modules, ["fc"], fused, [size])
+        seen, last = self._joined(feature[:, :size]), len(of.layers) - 1
+        for number, layer in enumerate(of.layers[:last]):
+            self._through(layer, number, seen)
+            seen = self._y
+        k, v = self._linear(of.layers[last].attention, ("k_proj", "v_proj"), seen, [of.shared * of.size] * 2)
+        self._keep(of.layers[last], last, k, v)
+
+    def write(self, features: Tensor, embeddings: Tensor) -> None:
+        self._features.copy_(features.reshape(self._features.shape))
+        self._embedding.copy_(embeddings.reshape(self._y.shape))
+
+
+class FusedEagle(FusedPredictor):
+    """An EAGLE predictor, by kernels."""
+
+    kind, memory = EaglePredictor, _Memory
+
+    def _in_order(self, cache: KVCache, count: int) -> Tensor | None:
+        several = len(self.layers) > 1 and not (count == 1 and cache.uniform)
+        return self.seen(cache, count, torch.ones(count, count, dtype=torch.bool).tril()) if several else None
+
+
+class FusedParallelEagle(FusedEagle):
+    """The same of P-EAGLE."""
+
+    kind = ParallelEaglePredictor
+
+    def begin(self, features: Tensor, embedding: Tensor, cache: KVCache) -> Tensor:
+        """States (B, S, H) of all steps, behind the last known positions: of their features (B, 1, F) and the
+        embeddings (B, 1, H) of what follows.
         """
-        rows, count = features.shape[:2]
-        cache.reserve(count)
+        network, rows = self.predictor, len(features)
+        steps = network.config.num_steps
+        cache.reserve(steps)
         self.renew()
-        turn = self.turns(cache.host_lengths, count)
-        with self.program(_Memory, rows, count) as memory:
-            memory.write(features, embeddings, turn, cache, cache.slots.next(count, cache.device))
+        read = torch.cat([features, network.mask_hidden.expand(rows, -1, -1)], dim=1)
+        first, masked = network.fused(read).chunk(2, dim=1)
+        feature = torch.cat([first, masked.expand(-1, steps - 1, -1)], dim=1)
+        embedding = torch.cat([embedding, network.mask.to(embedding).expand(rows, steps - 1, -1)], dim=1)
+        among = torch.ones(steps, steps, dtype=torch.bool).tril()
+        among[:, 0] = False  # the first place is the last known position, which is remembered
+        turn = self.turns([max(length - 1, 0) for length in cache.host_lengths], steps)
+        slots, end = cache.slots.next(steps, cache.device), cache.longest + steps
+        with self.program(_Step, rows, steps, True) as step:
+            return step.advance(embedding, feature, turn, cache, slots, end, self.seen(cache, steps, among))[0]
 
 
 class EagleDraft:
@@ -73,7 +120,7 @@ class EagleDraft:
         shape: of the trees.
     """
 
-    def __init__(self, of: FusedEagle, cache: KVCache, shape: TreeShape) -> None:
+    def __init__(self, of: FusedPredictor, cache: KVCache, shape: TreeShape) -> None:
         nodes = shape.width * shape.depth
         cache.reserve(nodes)
         of.renew()
@@ -122,66 +169,3 @@ class EagleDraft:
         seen = torch.full((len(above), nodes, end), torch.finfo(dtype).min, dtype=dtype)
         seen[..., : self._cache.longest].masked_fill_(self._known, 0)
         return seen.scatter_(2, above.expand(-1, nodes, -1), 0)[:, None]
-
-
-class _Eagle(Forward):
-    """What steps and committed positions have in common."""
-
-    _of: FusedEagle
-
-    def _joined(self, feature: Tensor) -> Tensor:
-        """What the first layer attends from, of the embeddings and the features: both normalised, side by side."""
-        size, layer = self._y.shape[1], self._of.layers[0]
-        self._embedding, seen = torch.empty_like(self._y), self._new(self._tokens, 2 * size)
-        self._norm(layer.parts, "input_layernorm", seen[:, :size], self._embedding)
-        self._norm(layer.parts, "hidden_norm", seen[:, size:], feature)
-        return seen
-
-
-class _Step(_Eagle):
-    def _begin(self) -> Tensor:
-        seen, config = self._joined(self._x), self._of.predictor.config
-        self._carries = self._y if config.norm_output else self._x
-        if config.norm_before_residual:
-            elements.copy_rows(self._program, self._x, seen[:, self._x.shape[1] :])
-        return seen
-
-    def advance(
-        self,
-        embedding: Tensor,
-        feature: Tensor,
-        turn: tuple[Tensor, Tensor],
-        cache: KVCache,
-        slots: Tensor,
-        end: int,
-        mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        self._embedding.copy_(embedding.reshape(self._x.shape))
-        self._x.copy_(feature.reshape(self._x.shape))
-        self._run(turn, cache, slots, end, [mask])
-        return self._y.view(*self._shape, -1).clone(), self._carries.view(*self._shape, -1).clone()
-
-
-class _Memory(_Eagle):
-    def _build(self, layers: tuple[int, ...]) -> None:
-        of, network, layer = self._of, self._of.predictor, self._of.layers[0]
-        fused = self._features = self._new(self._tokens, network.config.feature_size)
-        if network.input_norm is not None:
-            fused = torch.empty_like(self._features)
-            self._norm(network._modules, "input_norm", fused, self._features)
-        if network.fc_norm is not None:
-            parts, before, fused = network.fc_norm._modules, fused, torch.empty_like(self._features)
-            each = (x.chunk(len(parts), dim=1) for x in (before, fused))
-            for name, here, there in zip(parts, *each, strict=True):
-                self._norm(parts, name, there, here)
-        (feature,) = self._linear(network._modules, ["fc"], fused, [self._y.shape[1]])
-        seen = self._joined(feature[:, : self._y.shape[1]])
-        k, v = self._linear(layer.attention, ("k_proj", "v_proj"), seen, [of.shared * of.size] * 2)
-        self._keep(layer, 0, k, v)
-
-    def write(
-        self, features: Tensor, embeddings: Tensor, turn: tuple[Tensor, Tensor], cache: KVCache, slots: Tensor
-    ) -> None:
-        self._features.copy_(features.reshape(self._features.shape))
-        self._embedding.copy_(embeddings.reshape(self._y.shape))
-        self._run(turn, cache, slots, 0, [None])

@@ -1,6 +1,8 @@
-"""How trees are grown on the host: the likeliest path first, depth by depth, or from given paths."""
+"""How trees are grown, on the host: the likeliest path first, depth by depth, or from given paths; and what is made of
+depths that were grown on a device.
+"""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from shape.verification.compiled import compiled, first_largest, sum_of_exp
 from shape.verification.noise import fill_gumbel
-from shape.verification.tree import Drafted, TokenTree, best_nodes, of_arrays, rows_of
+from shape.verification.tree import Drafted, TokenTree, best_nodes, keep_best, of_arrays, rows_of
 from shape.verification.tree_shape import TreeShape
 
 Place = TypeVar("Place")
@@ -63,10 +65,13 @@ class Biases(NamedTuple):
     Attributes:
         table: (R, K) float32; of no columns if nothing is added.
         by_number: whether a node's row is its token's number; if not there is one for each node, row after row.
+        estimates: log-probability, by an estimate of its own, that a node's likeliest child is accepted, row after row,
+            float32; of its other children the odds to that one stay as they are. Empty where the logits tell.
     """
 
     table: np.ndarray
     by_number: bool
+    estimates: np.ndarray = np.empty(0, np.float32)
 
 
 class Draws(NamedTuple):
@@ -110,6 +115,7 @@ def grow_by_depth(
     first: Biases,
     later: Biases | Callable[[np.ndarray], Biases],
     shape: TreeShape,
+    estimate: Callable[[int, np.ndarray], np.ndarray] | None = None,
     temperature: float = 1.0,
     noise: tuple[Tensor, Tensor, Tensor] | None = None,
     draws: Draws | None = None,
@@ -122,18 +128,21 @@ def grow_by_depth(
         ids: (K,) int64, the tokens that they are for.
         first, later: biases behind the roots, and behind all other nodes: in one table, or from the numbers of the
             tokens, (B, M), that are expanded at a depth.
+        estimate: makes the estimates of the biases, of the depth and these numbers.
         temperature: that of the biases.
         noise: keys (B,), positions (B,) and hashes (K,) of ``noise.gumbel``, for drafts that see the target's own.
         draws: for drafts that have their own instead.
     """
     given, depths = _given(logits, ids, shape, temperature, noise, draws), logits.shape[1]
-    if isinstance(later, Biases):
+    if isinstance(later, Biases) and estimate is None:
         return _with_draws(_grown(root.numpy(), numbers, given, first, later), given)
     so_far = tokens, parents, joint, frontier = _planted(root.numpy(), numbers, given)
-    grown, width = _deepen(*so_far, 1, 1, 0, 1, given, first)
-    depth = 1
+    grown, width, depth = 1, 1, 0
     while depth < depths and width > 0:
-        biases = later(frontier[1, :, :width])
+        expanded = frontier[1, :, :width]
+        biases = first if depth == 0 else later if isinstance(later, Biases) else later(expanded)
+        if estimate is not None:
+            biases = biases._replace(estimates=estimate(depth, expanded))
         grown, width = _deepen(*so_far, grown, width, depth, depth + 1, given, biases)
         depth += 1
     return _with_draws(best_nodes(tokens, parents, joint, grown, given.nodes), given)
@@ -311,6 +320,9 @@ def _deepen(
                         if not given.one:
                             total = _log_sum(scores, number)
                         gain = (rest if given.one else scores[number]) - total
+                    if child == 0 and len(biases.estimates) > 0:
+                        total += gain - biases.estimates[row * width + place]
+                        gain = biases.estimates[row * width + place]
                     tokens[row, slot], parents[row, slot] = given.ids[number], above
                     joint[row, slot] = joint[row, above] + gain
                     numbers[slot - grown] = number
@@ -348,6 +360,56 @@ def _write_rest(scores: np.ndarray, total: np.float32, ids: np.ndarray, out: np.
     if total > -np.inf:
         for k in range(len(ids)):
             out[ids[k]] = scores[k] - total
+
+
+def tree_of_depths(
+    root: Tensor,
+    numbers: Sequence[Tensor],
+    children: Sequence[Tensor],
+    scores: Sequence[Tensor],
+    branching: int,
+    drawn: Sequence[Tensor],
+    one_drawn: bool,
+    vocabulary: Tensor | None,
+    nodes: int | None,
+) -> TokenTree:
+    """The best of what was grown on a device, behind the roots (B, 1).
+
+    Args:
+        numbers, children, scores: of every depth which nodes were expanded, (B, M), their children's numbers among
+            the tokens that can be drafted, and these ones' joint log-probabilities, (B, M branching).
+        drawn: of every depth the log-probabilities, (B, M, V), that children were drawn from; none where they were not.
+        one_drawn: of a node's children one alone was.
+        vocabulary: (K,), the tokens that can be drafted; None is all.
+        nodes: at most, beside the root; None keeps all.
+    """
+    drafted = torch.cat([*children], dim=1)
+    if vocabulary is not None:
+        drafted = vocabulary[drafted]
+    expanded = torch.cat([*numbers], dim=1)
+    parents = expanded.repeat_interleave(branching, dim=1)
+    # Above every log-probability, so that the root always stays.
+    joint = torch.cat([torch.ones(root.shape, device=root.device), *scores], dim=1)
+    tree = TokenTree(
+        torch.cat([root, drafted], dim=1),
+        torch.cat([torch.full_like(root, -1), parents], dim=1),
+        _scattered(expanded, drawn, joint.shape[1]),
+        joint,
+        deepest=len(children),
+    )
+    if drawn and one_drawn:
+        numbered = torch.arange(tree.size, device=root.device).expand_as(joint)
+        tree = replace(tree, drawn=first_children(numbered, branching))
+    return tree if nodes is None or nodes + 1 >= tree.size else keep_best(tree, nodes + 1)
+
+
+def _scattered(expanded: Tensor, drawn: Sequence[Tensor], nodes: int) -> Tensor | None:
+    """(B, N, V): what the children of expanded nodes were drawn from, laid out by the nodes' numbers."""
+    if not drawn:
+        return None
+    log_q = torch.cat([*drawn], dim=1)
+    full = log_q.new_zeros(log_q.shape[0], nodes, log_q.shape[2])
+    return full.scatter_(1, expanded[..., None].expand_as(log_q), log_q)
 
 
 def likeliest(drafted: Drafted, nodes: int) -> list[int]:

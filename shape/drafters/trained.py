@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from shape.drafters.base import Committed, Drafter
 from shape.drafters.biases import PathBias
-from shape.drafters.fused_eagle import EagleDraft, FusedEagle
-from shape.drafters.growing import Biases, Draws, first_children, grow_by_depth, grow_by_path
+from shape.drafters.fused import FusedPredictor
+from shape.drafters.fused_block import FusedBlock
+from shape.drafters.fused_eagle import EagleDraft, FusedEagle, FusedParallelEagle
+from shape.drafters.growing import Biases, Draws, grow_by_depth, grow_by_path, tree_of_depths
 from shape.errors import TargetMismatch
 from shape.networks.base import Carried, Head, Known, Predictor, Remembered
 from shape.networks.shape import windows
@@ -29,12 +31,13 @@ from shape.target.support import LayerShape
 from shape.verification.cache import KVCache
 from shape.verification.noise import all_hashes, token_hashes
 from shape.verification.sampling import Sampler
-from shape.verification.tree import TokenTree, keep_best, of_lists, root_only
+from shape.verification.tree import TokenTree, of_lists, root_only
 from shape.verification.tree_shape import TreeShape
 
 _SLOTS = 256  # of the memory, at first
 _MEASURED_LENGTH = 256  # known positions that ``run_forwards`` attends to
 _NO_BIAS = Biases(np.empty((0, 0), np.float32), True)
+_FUSED = (FusedEagle, FusedParallelEagle, FusedBlock)
 
 
 class TrainedDrafter(Drafter):
@@ -58,7 +61,7 @@ class TrainedDrafter(Drafter):
         cache: keys and values of known positions (`Predictor.remember`), for networks that attend to them.
         on_host: whether trees may be grown by the host's compiled loops: where the predictor is on the CPU.
         single: its forward for one sequence in one call; None where it has none.
-        fused: its steps in one call each; None where it has none.
+        fused: its passes in one call each; None where it has none.
     """
 
     predictor: Predictor
@@ -68,7 +71,7 @@ class TrainedDrafter(Drafter):
     cache: KVCache | None = None
     on_host: bool = False
     single: SingleRoot | None = None
-    fused: FusedEagle | None = None
+    fused: FusedPredictor | None = None
 
     def __init__(self, predictor: Predictor, tree: TreeShape | None = None) -> None:
         self.predictor = predictor
@@ -138,8 +141,8 @@ class TrainedDrafter(Drafter):
         self._embeddings = None if vocabulary is None else self._embedded(vocabulary).to(dtype)
         markov = self.predictor.token_bias
         self._bias = None if markov is None else PathBias(markov, tokens, self._embedded)
-        plain = self.on_host and markov is None and not self.predictor.config.confidence
-        self.fused = FusedEagle.of_predictor(self.predictor) if plain else None
+        if self.on_host and not (self.predictor.by_path and (markov or self.predictor.config.confidence)):
+            self.fused = next(filter(None, (kind.of_predictor(self.predictor) for kind in _FUSED)), None)
 
     def _require_sizes(self, target: Target) -> None:
         """Raises TargetMismatch for what can be seen of a predictor that does not say its target."""
@@ -225,7 +228,7 @@ class TrainedDrafter(Drafter):
         for layer, (keys, values) in zip(self.cache.views, found, strict=True):
             layer.update(keys, values)
 
-    def _fused(self, count: int) -> FusedEagle | None:
+    def _fused(self, count: int) -> FusedPredictor | None:
         """What takes so many tokens of each sequence by kernels, where that is served."""
         fused, cache = self.fused, self.cache
         if fused is None or cache is None or not self.on_host:
@@ -271,16 +274,14 @@ class TrainedDrafter(Drafter):
 
         root = committed.root[:, None]
         embedding = self._embed_roots(root)
-        if (fused := self._fused(width * depth)) is not None:
+        if by_path and (fused := self._fused(width * depth)) is not None:
             return self._grown_by_kernels(fused, root, embedding, sampler)
-        known = self._known(depth)
-        carried = self._begin(known, embedding)
+        known, carried = self._begin(depth, embedding)
         if not by_path:
             all_states, found = self._logits_of_all_depths(known, carried, embedding, depth)
             all_logits = sampler.draft_logits(found, None, self._vocabulary)
-            on_host = self.on_host and not config.confidence
-            if on_host and not (self._bias and self._bias.reads_states):
-                return self._grown_on_host(root, embedding, all_logits, sampler)
+            if self.on_host and not (self._bias and self._bias.reads_states):
+                return self._grown_on_host(root, embedding, all_states, all_logits, sampler)
         rows = torch.arange(root.shape[0], device=root.device)[:, None]
         noise = sampler.draft_noise(depth, self._words, width)
         # The frontier: nodes expanded next, with numbers, joint log-probabilities, embeddings and what they carry.
@@ -326,7 +327,7 @@ class TrainedDrafter(Drafter):
             drafted = candidates.gather(1, chosen)
             if by_path or config.confidence:
                 embedding = self._embed(drafted)
-                token = drafted if self._vocabulary is None else self._vocabulary[drafted]
+                token = self._ids_of(drafted)
             read = None if bias is None else bias.behind(drafted)
             if width > 1 and (by_path or beside is not None):  # a child inherits what its parent carries
                 parents = chosen // branching
@@ -337,10 +338,15 @@ class TrainedDrafter(Drafter):
             kept = 1 + sum(takewhile(bool, [one >= log(self.tree.threshold) for one in torch.stack(best).tolist()]))
             numbers, children, scores, drawn = (of_depth[:kept] for of_depth in (numbers, children, scores, drawn))
             self.passes = kept
-        return self._tree(root, numbers, children, scores, branching, drawn, sampler.one_drawn)
+        return tree_of_depths(
+            root, numbers, children, scores, branching, drawn, sampler.one_drawn, self._vocabulary, self.tree.nodes
+        )
 
-    def _grown_on_host(self, root: Tensor, embedding: Tensor, logits: Tensor, sampler: Sampler) -> TokenTree:
-        """The same from the logits of all depths, (B, depth, K), of which each serves all nodes of its depth.
+    def _grown_on_host(
+        self, root: Tensor, embedding: Tensor, states: Tensor, logits: Tensor, sampler: Sampler
+    ) -> TokenTree:
+        """The same from the states (B, depth, H) and logits (B, depth, K) of all depths, of which each serves all nodes
+        of its depth.
 
         Args:
             root: (B, 1) int64. embedding: (B, 1, H), its.
@@ -348,11 +354,21 @@ class TrainedDrafter(Drafter):
         numbers, bias = self._numbers[root[:, 0].numpy()], self._bias
         first = _NO_BIAS if bias is None else bias.first_on_host(numbers, root, embedding)
         later = _NO_BIAS if bias is None else bias.later_on_host()
+        estimate = None
+        if self.predictor.config.confidence and sampler.greedy:
+
+            def estimate(depth: int, numbers: np.ndarray) -> np.ndarray:
+                token, read, drafted = root, embedding, torch.from_numpy(numbers)
+                if depth > 0:
+                    token, read = self._ids_of(drafted), self._embed(drafted)
+                found = self.predictor.estimate(states[:, depth : depth + 1], token, read)
+                return F.logsigmoid(found).float().flatten().numpy()
+
         self.passes = logits.shape[1]
-        behind_all = root[:, 0], numbers, logits, self._ids, first, later, self.tree
+        behind_all = root[:, 0], numbers, logits, self._ids, first, later, self.tree, estimate
         return grow_by_depth(*behind_all, sampler.temperature or 1.0, *self._randomness(sampler))
 
-    def _grown_by_kernels(self, fused: FusedEagle, root: Tensor, embedding: Tensor, sampler: Sampler) -> TokenTree:
+    def _grown_by_kernels(self, fused: FusedPredictor, root: Tensor, embedding: Tensor, sampler: Sampler) -> TokenTree:
         """The same where every node has a prediction of its own, root and embedding as above."""
         assert self.cache is not None
         draft = EagleDraft(fused, self.cache, self.tree)
@@ -374,38 +390,6 @@ class TrainedDrafter(Drafter):
             return None, Draws(sampler.draft_keys, self._words, self._target.vocab_size, sampler.one_drawn)
         return None if sampler.greedy else (*sampler.counters, self._words), None
 
-    def _tree(
-        self,
-        root: Tensor,
-        numbers: list[Tensor],
-        children: list[Tensor],
-        scores: list[Tensor],
-        branching: int,
-        drawn: list[Tensor],
-        one_drawn: bool,
-    ) -> TokenTree:
-        """The best of what was grown, behind the root."""
-        drafted = torch.cat(children, dim=1)
-        if self._vocabulary is not None:
-            drafted = self._vocabulary[drafted]
-        expanded = torch.cat(numbers, dim=1)
-        parents = expanded.repeat_interleave(branching, dim=1)
-        # Above every log-probability, so that the root always stays.
-        joint = torch.cat([torch.ones(root.shape, device=root.device), *scores], dim=1)
-        tree = TokenTree(
-            torch.cat([root, drafted], dim=1),
-            torch.cat([torch.full_like(root, -1), parents], dim=1),
-            _rows_of(expanded, drawn, joint.shape[1]),
-            joint,
-            deepest=len(children),
-        )
-        if drawn and one_drawn:
-            numbered = torch.arange(tree.size, device=root.device).expand_as(joint)
-            tree = replace(tree, drawn=first_children(numbered, branching))
-        if self.tree.nodes is None or self.tree.nodes + 1 >= tree.size:
-            return tree
-        return keep_best(tree, self.tree.nodes + 1)
-
     def _embed_roots(self, root: Tensor) -> Tensor:
         """(B, 1) tokens -> (B, 1, H)."""
         if self.on_host and self._embeddings is not None and len(root) == 1:
@@ -418,30 +402,32 @@ class TrainedDrafter(Drafter):
     def _embedded(self, tokens: Tensor) -> Tensor:
         return self.predictor.embed(tokens, self._target)
 
+    def _ids_of(self, candidates: Tensor) -> Tensor:
+        """Tokens by their numbers in the draft vocabulary."""
+        return candidates if self._vocabulary is None else self._vocabulary[candidates]
+
     def _embed(self, candidates: Tensor) -> Tensor:
         """Input embeddings of tokens by their numbers in the draft vocabulary."""
         return self._embedded(candidates) if self._embeddings is None else F.embedding(candidates, self._embeddings)
 
     @torch.no_grad()
     def run_forwards(self, rows: int, passes: int) -> None:
-        network, config = self.predictor, self.predictor.config
+        network, config, like = self.predictor, self.predictor.config, copy(self)
         zeros = next(network.parameters()).new_zeros
-        if self.on_host and self.fused is not None:
-            cache = KVCache(self.memory_layers, rows, _MEASURED_LENGTH, network.dtype, self._device)
-            cache.set_lengths([_MEASURED_LENGTH] * rows)
-            draft = EagleDraft(self.fused, cache, replace(self.tree, depth=max(passes, 1)))
+        like.window, embedding = zeros(rows, config.window, config.feature_size), zeros(rows, 1, config.hidden_size)
+        if network.memory_shapes:
+            like.cache = KVCache(self.memory_layers, rows, _MEASURED_LENGTH, network.dtype, self._device)
+            like.cache.set_lengths([_MEASURED_LENGTH] * rows)
+        fused = like._fused(self.tree.width * passes) if network.by_path else None
+        if fused is not None and like.cache is not None:
+            draft = EagleDraft(fused, like.cache, replace(self.tree, depth=max(passes, 1)))
             behind = torch.zeros(rows, self.tree.width, dtype=torch.long)
-            embedding = zeros(rows, 1, config.hidden_size)
-            self._logits(draft.begin(zeros(rows, 1, config.feature_size), embedding))
+            self._logits(draft.begin(like.window[:, -1:], embedding))
             for _ in range(1, passes):
                 self._logits(draft.go_on(embedding.expand(-1, self.tree.width, -1), behind))
             return
-        memory = [(zeros(rows, heads, _MEASURED_LENGTH, size),) * 2 for heads, size in network.memory_shapes]
         roots = torch.full((rows, 1), _MEASURED_LENGTH, device=self._device)
-        ahead = network.rotary_ahead(roots, network.dtype, max(passes, config.num_steps)) if memory else None
-        known = Known(zeros(rows, 1, config.window, config.feature_size), memory, None, ahead)
-        embedding = zeros(rows, 1, config.hidden_size)
-        carried = self._begin(known, embedding)
+        known, carried = like._begin(passes, embedding)
         bias = self._bias if self._bias and not (self.on_host and self._bias.table is not None) else None
         state, beside = zeros(rows, 1, config.hidden_size), None
         if bias is not None:
@@ -461,11 +447,16 @@ class TrainedDrafter(Drafter):
                 carried = tuple(part[:, wide] for part in carried)
                 embedding = embedding[:, wide]
 
-    def _begin(self, known: Known, root: Tensor) -> Carried:
-        """``Predictor.begin`` behind the roots with embeddings (B, 1, H)."""
+    def _begin(self, steps: int, root: Tensor) -> tuple[Known, Carried]:
+        """What is known for so many steps, and ``Predictor.begin`` behind the roots with embeddings (B, 1, H)."""
+        fused = None if self.predictor.by_path else self._fused(self.predictor.config.block_size)
+        if isinstance(fused, FusedBlock | FusedParallelEagle) and self.cache is not None:
+            states = fused.begin(self.window[:, -1:], root, self.cache)
+            return Known(self.window[:, None], [], None, None), (states[:, None],)
+        known = self._known(steps)
         if self.single is None or not self.on_host or len(root) > 1:
-            return self.predictor.begin(known, root)
-        return (self.single(known.window[0, 0], root[0, 0])[None, None],)
+            return known, self.predictor.begin(known, root)
+        return known, (self.single(known.window[0, 0], root[0, 0])[None, None],)
 
     def _logits_of_all_depths(
         self, known: Known, carried: tuple[Tensor, ...], root: Tensor, depth: int
@@ -487,12 +478,3 @@ class TrainedDrafter(Drafter):
         if self._head is None:
             states = states.to(self._target.dtype)
         return self._target.logits(states, self._head)
-
-
-def _rows_of(expanded: Tensor, drawn: list[Tensor], nodes: int) -> Tensor | None:
-    """(B, N, V): what the children of expanded nodes were drawn from, laid out by the nodes' numbers."""
-    if not drawn:
-        return None
-    log_q = torch.cat(drawn, dim=1)
-    full = log_q.new_zeros(log_q.shape[0], nodes, log_q.shape[2])
-    return full.scatter_(1, expanded[..., None].expand_as(log_q), log_q)

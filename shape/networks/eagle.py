@@ -131,7 +131,7 @@ class ParallelEaglePredictor(MaskedPredictor, EaglePredictor):
     def begin(self, known: Known, root: Tensor | None) -> Carried:
         assert root is not None and known.rotary is not None
         feature, steps = self.fused(known.window[..., -1, :]), self.config.num_steps
-        masked = self._joined(self.fused(self.mask_hidden[0, 0]), self._mask())
+        masked = self._joined(self.fused(self.mask_hidden[0, 0]), self.mask)
         x = self._joined(feature, root).unsqueeze(-2)
         x = torch.cat([x, masked.to(x).expand(*root.shape[:-1], steps - 1, -1)], dim=-2)
         among = torch.ones(steps, steps, dtype=torch.bool, device=x.device).tril()

@@ -39,7 +39,8 @@ class MaskedPredictor(Predictor):
         token = torch.tensor(self.config.mask_token_id, device=target.device)
         self.mask_embedding.copy_(target.embed(token))
 
-    def _mask(self) -> Tensor:
+    @property
+    def mask(self) -> Tensor:
         """(H,)."""
         if self.mask_embedding is not None:
             return self.mask_embedding

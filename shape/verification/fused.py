@@ -253,19 +253,24 @@ class Forward:
         self._end()
 
     def _build(self, layers: tuple[int, ...]) -> None:
-        of, y, count = self._of, self._y, len(self._of.layers)
+        y, count = self._y, len(self._of.layers)
         wanted = [layer % (count + 1) for layer in layers]  # transformers has the last block's behind the norm
         seen = self._begin()
         self._take(wanted, 0, self._x)
-        for number, layer in enumerate(of.layers):
-            self._buffers.again()
-            self._attend(layer, number, seen)
-            grain = gcd(of.heads * of.size, integers.GROUP)
-            (found,) = self._linear(layer.attention, _ATTENTION[3:], self._attended, [y.shape[1]], grain)
-            self._norm(*of.norms[2 * number + 1], y, added=found)
-            self._norm(*of.norms[2 * number + 2], y, added=self._mlp(layer.parts["mlp"], y))
+        for number, layer in enumerate(self._of.layers):
+            self._through(layer, number, seen)
             self._take(wanted, number + 1, self._x if number + 1 < count else y)
             seen = y
+
+    def _through(self, layer: _Layer, number: int, seen: Tensor) -> None:
+        """A layer, and the norm behind it: y is what the next one attends from."""
+        of, y = self._of, self._y
+        self._buffers.again()
+        self._attend(layer, number, seen)
+        grain = gcd(of.heads * of.size, integers.GROUP)
+        (found,) = self._linear(layer.attention, _ATTENTION[3:], self._attended, [y.shape[1]], grain)
+        self._norm(*of.norms[2 * number + 1], y, added=found)
+        self._norm(*of.norms[2 * number + 2], y, added=self._mlp(layer.parts["mlp"], y))
 
     def _begin(self) -> Tensor:
         """What the first layer attends from."""
@@ -290,10 +295,10 @@ class Forward:
             masks: by kind of attention.
         """
         self._x.copy_(x.view(self._x.shape))
-        self._run(turn, cache, slots, end, masks)
+        self.run(turn, cache, slots, end, masks)
         return self._out.view(*self._shape, -1).clone()
 
-    def _run(
+    def run(
         self,
         turn: tuple[Tensor, Tensor],
         cache: Any,

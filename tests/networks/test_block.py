@@ -168,7 +168,7 @@ def test_own_embeddings_have_the_mask(tiny_target):
     sizes = {"hidden_size": tiny_target.hidden_size, "vocab_size": tiny_target.vocab_size, "num_steps": 3}
     network = BlockPredictor(ShapeConfig(kind="block", mask_token_id=5, own_embeddings=True, **sizes))
     network.adopt(tiny_target)
-    torch.testing.assert_close(network._mask(), tiny_target.embed(torch.tensor(5)).to(network.dtype))
+    torch.testing.assert_close(network.mask, tiny_target.embed(torch.tensor(5)).to(network.dtype))
 
 
 @pytest.mark.parametrize(

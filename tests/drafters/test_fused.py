@@ -1,4 +1,4 @@
-"""EAGLE's steps by kernels: the trees and the memory of the network's own."""
+"""Drafting networks by kernels: the trees and the memory of the networks' own."""
 
 from copy import deepcopy
 from typing import Any
@@ -9,7 +9,8 @@ from helpers import BASELINES, WIDTHS, prompts
 from helpers import predictor as build
 
 from shape.drafters import Committed, TrainedDrafter, TreeShape
-from shape.drafters.fused_eagle import EagleDraft, FusedEagle
+from shape.drafters.fused_block import FusedBlock
+from shape.drafters.fused_eagle import EagleDraft, FusedEagle, FusedParallelEagle
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
 from shape.target.prepack import prepack
@@ -17,8 +18,23 @@ from shape.verification.fused import MOST
 from shape.verification.noise import sequence_keys
 from shape.verification.sampling import Sampler
 
-KINDS = ["eagle", "eagle of one layer", "eagle of Qwen3's layers"]
-NARROW = "eagle narrower than its target"
+STEP_BY_STEP = [
+    "eagle",
+    "eagle of one layer",
+    "eagle of Qwen3's layers",
+    "eagle of three layers",
+    "eagle narrower than its target",
+]
+ESTIMATED = "block with Markov bias and confidence"
+AT_ONCE = [
+    "peagle",
+    "peagle narrower than its target",
+    "block",
+    "block wider than its target",
+    "block with gated Markov bias",
+    "block with recurrent Markov bias",
+    ESTIMATED,
+]
 SHAPES = [
     TreeShape(depth=5, width=1),
     TreeShape(depth=4, width=3, branching=2, nodes=5),
@@ -51,8 +67,9 @@ def begin(network: Any, target: Target, tree: TreeShape, lengths: list[int]) -> 
 
 
 def eager(drafter: TrainedDrafter) -> TrainedDrafter:
+    """By torch's operations, as on a device."""
     other = deepcopy(drafter)
-    other.fused = None
+    other.fused, other.on_host = None, False
     return other
 
 
@@ -65,15 +82,18 @@ def sampler_of(committed: Committed, how: str) -> Sampler:
 
 @pytest.fixture
 def steps(monkeypatch) -> list[int]:
-    """Numbers of nodes that went through kernels."""
+    """Numbers of nodes, of each sequence, that went through kernels, pass by pass; places of masks are not counted."""
     seen: list[int] = []
-    stock = EagleDraft._step
 
-    def step(self, feature, embedding, new):
-        seen.append(embedding.shape[1])
-        return stock(self, feature, embedding, new)
+    def counting(stock):
+        def counted(self, feature, embedding, *rest):
+            seen.append(embedding.shape[1])
+            return stock(self, feature, embedding, *rest)
 
-    monkeypatch.setattr(EagleDraft, "_step", step)
+        return counted
+
+    for kind, name in ((EagleDraft, "_step"), (FusedParallelEagle, "begin"), (FusedBlock, "begin")):
+        monkeypatch.setattr(kind, name, counting(getattr(kind, name)))
     return seen
 
 
@@ -81,14 +101,16 @@ def steps(monkeypatch) -> list[int]:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("lengths", [[9], [6, 6], [7, 3]])
 @pytest.mark.parametrize("how", ["greedy", "coupled", "drawn", "one drawn"])
-@pytest.mark.parametrize("name", [*KINDS, NARROW])
+@pytest.mark.parametrize("name", [*STEP_BY_STEP, *AT_ONCE])
 def test_trees_are_those_of_the_network(target, steps, name, how, lengths, shape):
     drafter, committed = begin(made(name), target, shape, lengths)
+    if name in AT_ONCE:
+        drafter.limit_draft(min(shape.depth, drafter.predictor.config.num_steps))
     sampler = sampler_of(committed, how)
     there = eager(drafter).draft(committed, sampler)
     assert not steps
     here = drafter.draft(committed, sampler)
-    assert steps[0] == 1 and len(steps) == drafter.passes <= shape.depth
+    assert steps[0] == 1 and len(steps) == (1 if name in AT_ONCE else drafter.passes) <= shape.depth
     assert torch.equal(here.tokens, there.tokens) and torch.equal(here.parent, there.parent)
     torch.testing.assert_close(here.joint[:, 1:], there.joint[:, 1:], atol=1e-4, rtol=1e-4)
     assert torch.equal(here.were_drawn[:, 1:], there.were_drawn[:, 1:])
@@ -100,7 +122,7 @@ def test_trees_are_those_of_the_network(target, steps, name, how, lengths, shape
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lengths", [[9], [7, 3]])
-@pytest.mark.parametrize("name", [*KINDS, NARROW])
+@pytest.mark.parametrize("name", [*STEP_BY_STEP, *AT_ONCE])
 def test_the_memory_is_that_of_the_network(target, name, lengths, dtype):
     """Behind several commits with drafts in between, which leave nothing."""
     drafter, committed = begin(made(name, dtype), target, TreeShape(depth=3, width=2), lengths)
@@ -123,8 +145,24 @@ def test_the_memory_is_that_of_the_network(target, name, lengths, dtype):
 
 
 @torch.no_grad()
-def test_weights_are_those_of_the_moment(target):
-    network = made("eagle")
+@pytest.mark.parametrize("threshold, depth", [(0.3, 2), (0.2, 3)])
+def test_estimates_end_drafts(target, threshold, depth):
+    """Where that of the likeliest path falls below the threshold, behind the next depth."""
+    network = made(ESTIMATED)
+    network.confidence_head.proj.weight.zero_()
+    network.confidence_head.proj.bias.zero_()  # a half of every likeliest child
+    drafter, committed = begin(network, target, TreeShape(depth=3, width=2, threshold=threshold), [9])
+    sampler = sampler_of(committed, "greedy")
+    here, there = (one.draft(committed, sampler) for one in (drafter, eager(drafter)))
+    assert torch.equal(here.tokens, there.tokens)
+    likeliest = [here.joint[here.depth == at].max().exp().item() for at in range(1, int(here.depth.max()) + 1)]
+    assert likeliest == pytest.approx([0.5**at for at in range(1, depth + 1)])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["eagle", "peagle", "block"])
+def test_weights_are_those_of_the_moment(target, name):
+    network = made(name)
     drafter, committed = begin(network, target, TreeShape(depth=4, width=2), [9])
     sampler = sampler_of(committed, "greedy")
     before = drafter.draft(committed, sampler)
@@ -140,12 +178,16 @@ def test_bare_forwards_are_those_that_a_draft_takes(target, steps):
     drafter, _ = begin(made("eagle"), target, TreeShape(depth=2, width=3), [9])
     drafter.run_forwards(rows=2, passes=3)
     assert steps == [1, 3, 3]
+    for name in ("peagle", "block"):
+        steps.clear()
+        begin(made(name), target, TreeShape(depth=2, width=3), [9])[0].run_forwards(rows=2, passes=2)
+        assert steps == [1]
 
 
 def test_what_is_served(target):
     assert FusedEagle.of_predictor(build(**BASELINES["eagle"], dtype=torch.float32)) is None  # not prepacked
-    assert FusedEagle.of_predictor(made("eagle of three layers")) is None
     assert FusedEagle.of_predictor(made("peagle")) is None
+    assert FusedBlock.of_predictor(made("block with windows")) is None
     drafter, _ = begin(made("eagle"), target, TreeShape(), [9])
     with torch.no_grad():
         assert drafter.fused.serves_behind(drafter.cache, MOST)
@@ -154,7 +196,7 @@ def test_what_is_served(target):
         assert not drafter.fused.serves_behind(drafter.cache, 1)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*STEP_BY_STEP, *AT_ONCE])
 def test_greedy_answers_are_the_targets_own(tiny_model, steps, name):
     """Of prompts of unequal length, whose drafts are refused at unequal places."""
     model = tiny_model("llama", torch.float32)
