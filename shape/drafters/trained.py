@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from itertools import takewhile
 from math import log
@@ -141,8 +142,10 @@ class TrainedDrafter(Drafter):
         self._embeddings = None if vocabulary is None else self._embedded(vocabulary).to(dtype)
         markov = self.predictor.token_bias
         self._bias = None if markov is None else PathBias(markov, tokens, self._embedded)
-        if self.on_host and not (self.predictor.by_path and (markov or self.predictor.config.confidence)):
-            self.fused = next(filter(None, (kind.of_predictor(self.predictor) for kind in _FUSED)), None)
+        biased = markov is not None or self.predictor.config.confidence
+        served = self.on_host and not (self.predictor.by_path and biased)
+        made = (kind.of_predictor(self.predictor) for kind in _FUSED)
+        self.fused = next(filter(None, made), None) if served else None
 
     def _require_sizes(self, target: Target) -> None:
         """Raises TargetMismatch for what can be seen of a predictor that does not say its target."""
@@ -354,19 +357,23 @@ class TrainedDrafter(Drafter):
         numbers, bias = self._numbers[root[:, 0].numpy()], self._bias
         first = _NO_BIAS if bias is None else bias.first_on_host(numbers, root, embedding)
         later = _NO_BIAS if bias is None else bias.later_on_host()
-        estimate = None
-        if self.predictor.config.confidence and sampler.greedy:
-
-            def estimate(depth: int, numbers: np.ndarray) -> np.ndarray:
-                token, read, drafted = root, embedding, torch.from_numpy(numbers)
-                if depth > 0:
-                    token, read = self._ids_of(drafted), self._embed(drafted)
-                found = self.predictor.estimate(states[:, depth : depth + 1], token, read)
-                return F.logsigmoid(found).float().flatten().numpy()
-
+        estimated = self.predictor.config.confidence and sampler.greedy
+        estimate = partial(self._estimates, root, embedding, states) if estimated else None
         self.passes = logits.shape[1]
         behind_all = root[:, 0], numbers, logits, self._ids, first, later, self.tree, estimate
         return grow_by_depth(*behind_all, sampler.temperature or 1.0, *self._randomness(sampler))
+
+    def _estimates(
+        self, root: Tensor, embedding: Tensor, states: Tensor, depth: int, numbers: np.ndarray
+    ) -> np.ndarray:
+        """Log-probabilities, (B M,), that the best children of nodes at a depth, with these numbers of their tokens,
+        are accepted.
+        """
+        if depth > 0:
+            drafted = torch.from_numpy(numbers)
+            root, embedding = self._ids_of(drafted), self._embed(drafted)
+        found = self.predictor.estimate(states[:, depth : depth + 1], root, embedding)
+        return F.logsigmoid(found).float().flatten().numpy()
 
     def _grown_by_kernels(self, fused: FusedPredictor, root: Tensor, embedding: Tensor, sampler: Sampler) -> TokenTree:
         """The same where every node has a prediction of its own, root and embedding as above."""
