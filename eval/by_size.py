@@ -5,19 +5,17 @@
 The ablations are those of `configs/ablations/sizes.yaml`, one of each target, in a folder of the results.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from eval import commands
-from eval.equal_terms import NOT_YET
-from shape.errors import DataError
+from eval.equal_terms import from_ablations, lengths_alike
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import Estimate
 from shape.evaluation.markdown import DASH, markdown, show
-from shape.evaluation.render import rewritten
 
 RESULTS = Path(__file__).resolve().parent / "results"
 _HEADER = [
@@ -46,37 +44,30 @@ def rendered(document: str, results: Path) -> str:
     """The document with every region between `<!-- by-size:begin FOLDER -->` and `<!-- by-size:end -->` written anew,
     from the ablations below that folder of the results.
     """
-
-    def tables(words: list[str]) -> str:
-        if not words:
-            raise DataError("the document has <!-- by-size:begin --> without a folder; name one behind begin")
-        found = [json.loads(path.read_text()) for path in sorted((results / words[0]).rglob("ablation.json"))]
-        return "\n\n".join(table(found, at) for at in found[0]["settings"]) if found else NOT_YET
-
-    return rewritten(document, "by-size", tables)
+    return from_ablations(document, "by-size", results, table)
 
 
-def table(found: Sequence[Mapping[str, Any]], at: str) -> str:
+def table(found: Mapping[str, Mapping[str, Any]], at: str) -> str:
     """Each method on every target, the smallest first.
 
     Args:
-        found: ablations of the same variants, a target each.
+        found: ablations of the same variants, a target each, by name.
         at: the temperature, as they name it.
     """
-    found = sorted(found, key=lambda one: one["settings"][at]["parameters"])
-    rows = [_row(name, one, one["others"][at][name]) for name in found[0]["others"][at] for one in found]
-    for number, line in enumerate(found[0]["lines"]):
-        for one in found:
+    targets = sorted(found.values(), key=lambda one: one["settings"][at]["parameters"])
+    first = targets[0]
+    rows = [_row(name, one, one["others"][at][name]) for name in first["others"][at] for one in targets]
+    for number, line in enumerate(first["lines"]):
+        for one in targets:
             figures = one["lines"][number]["at"][at]
-            lengths = [each["record"]["validation"]["value"] for each in one["trained"][line["variant"]].values()]
-            alike = show(sum(lengths) / len(lengths))
+            alike = show(mean(lengths_alike(one["trained"][line["variant"]].values())))
             rows.append(_row(line["label"], one, figures["summary"], alike, next(iter(figures["drafts"]))))
-    settings = found[0]["settings"][at]
+    settings = first["settings"][at]
     note = (
         f"Temperature {float(at):g}, {settings['dtype']}, {settings['count']} prompts; intervals are over prompts; "
         f"speed-ups are over {settings['baseline']} of the same target."
     )
-    places = dict.fromkeys(Environment(**one["environment"]).line() for one in found)
+    places = dict.fromkeys(Environment(**one["environment"]).line() for one in targets)
     return "\n\n".join([markdown(_HEADER, rows), note, *places])
 
 

@@ -19,7 +19,7 @@ import gzip
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import chdir
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -45,7 +45,7 @@ EVERY = 8  # of 12,200 dialogues are learned from, and others validated and meas
 HELD_OUT = 96
 SUITES = ("mt_bench", "alpaca", "gsm8k", "humaneval", "qa", "summarization")
 PROMPTS = ("bench", "kinds", "public")
-NOT_YET = "Not measured yet."
+_NOT_YET = "Not measured yet."
 # What each target changes in the file's common options.
 TARGETS: dict[str, dict[str, Any]] = {
     "shipped": {},
@@ -300,15 +300,26 @@ def rendered(document: str, results: Path) -> str:
     """The document with every region between `<!-- equal-terms:begin FOLDER -->` and `<!-- equal-terms:end -->` written
     anew: an ablation of that folder, or those of several sets of prompts in folders of it, side by side.
     """
+    return from_ablations(document, "equal-terms", results, table)
+
+
+def from_ablations(
+    document: str, region: str, results: Path, table: Callable[[Mapping[str, dict[str, Any]], str], str]
+) -> str:
+    """The document with every such region written anew, of the ablations below the folder that it names.
+
+    Args:
+        table: of these ablations by the names of their folders, at a temperature as they name it.
+    """
 
     def tables(words: list[str]) -> str:
         if not words:
-            raise DataError("the document has <!-- equal-terms:begin --> without a folder; name one behind begin")
+            raise DataError(f"the document has <!-- {region}:begin --> without a folder; name one behind begin")
         paths = sorted((results / words[0]).rglob("ablation.json"))
         found = {path.parent.name: json.loads(path.read_text()) for path in paths}
-        return "\n\n".join(table(found, at) for at in next(iter(found.values()))["others"]) if found else NOT_YET
+        return "\n\n".join(table(found, at) for at in next(iter(found.values()))["others"]) if found else _NOT_YET
 
-    return rewritten(document, "equal-terms", tables)
+    return rewritten(document, region, tables)
 
 
 def table(found: Mapping[str, dict[str, Any]], at: str) -> str:
@@ -339,7 +350,7 @@ def table(found: Mapping[str, dict[str, Any]], at: str) -> str:
         steps = sorted({one["steps"] for one in trained})
         settled = []
         if searched:
-            lengths = [one["record"]["validation"]["value"] for one in trained]
+            lengths = lengths_alike(trained)
             alike = f"{mean(lengths):.2f} ({min(lengths):.2f}–{max(lengths):.2f})"
             settled = [_found(first, line["variant"]), alike, next(iter(line["at"][at]["drafts"]))]
         ours = [found[each]["lines"][number]["at"][at] for each in names]
@@ -365,6 +376,11 @@ def table(found: Mapping[str, dict[str, Any]], at: str) -> str:
             f"and their range, where all draft alike, {_alike(first)}."
         )
     return "\n\n".join([markdown(header, rows), note, place.line()])
+
+
+def lengths_alike(trained: Iterable[Mapping[str, Any]]) -> list[float]:
+    """Acceptance lengths on validation prompts, where all draft alike, of each training."""
+    return [one["record"]["validation"]["value"] for one in trained]
 
 
 def _found(record: Mapping[str, Any], name: str) -> str:

@@ -130,7 +130,7 @@ def _tried(kept: Path, chosen: SearchOptions) -> dict[str, list[dict[str, Any]]]
     if not kept.exists():
         return {}
     record = json.loads(kept.read_text())
-    return record["tried"] if record["asked"] == json.loads(json.dumps(asdict(chosen))) else {}
+    return record["tried"] if record["asked"] == asdict(chosen) else {}
 
 
 def _same(found: Sequence[dict[str, Any]], tried: Sequence[dict[str, Any]]) -> bool:
@@ -139,9 +139,8 @@ def _same(found: Sequence[dict[str, Any]], tried: Sequence[dict[str, Any]]) -> b
 
 
 def _best(tried: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of the last round the first, which has the longest acceptance."""
-    last = max(one["round"] for one in tried)
-    return next(one for one in tried if one["round"] == last)
+    """Of the last round, whose records are behind the others', the first, which has the longest acceptance."""
+    return next(one for one in tried if one["round"] == tried[-1]["round"])
 
 
 def _share(chosen: SearchOptions, among: int) -> dict[str, Any]:

@@ -20,7 +20,9 @@ def test_a_method_stands_once_for_each_target_the_smallest_first():
         for one in seeds.values():
             one["record"]["validation"]["value"] += 1
     at = next(iter(kept["settings"]))
-    rows = [line.split(" | ") for line in table([larger, kept], at).splitlines() if line.startswith("| ")][2:]
+    rows = [
+        line.split(" | ") for line in table({"larger": larger, "kept": kept}, at).splitlines() if line.startswith("| ")
+    ][2:]
     names = [*kept["others"][at], *(line["label"] for line in kept["lines"])]
     assert [row[0].removeprefix("| ") for row in rows] == [name for name in names for _ in range(2)]
     assert [row[1] for row in rows] == ["12.6M", "37.8M"] * len(names)
