@@ -126,7 +126,6 @@ class TrainedDrafter(Drafter):
         self.on_host = self._device.type == "cpu"
         vocabulary, dtype = self.predictor.draft_vocabulary, self.predictor.dtype
         bits = 8 if self.on_host and kernels.has("avx2") and serves(dtype) else None
-        self.single = SingleRoot.of(self.predictor, bits)
         tokens = torch.arange(target.vocab_size, device=self._device) if vocabulary is None else vocabulary
         self._vocabulary = vocabulary
         # Of all tokens verification's own, so that it finds the noise that drafting made.
@@ -139,6 +138,7 @@ class TrainedDrafter(Drafter):
         self._head: Head | None = target.head_of(tokens, dtype, bits) if apart else None
         if self.predictor.heads:
             self._head = self.predictor.own_head
+        self.single = SingleRoot.of(self.predictor, bits, self._head)
         self._embeddings = None if vocabulary is None else self._embedded(vocabulary).to(dtype)
         markov = self.predictor.token_bias
         self._bias = None if markov is None else PathBias(markov, tokens, self._embedded)
@@ -161,6 +161,8 @@ class TrainedDrafter(Drafter):
                 )
 
     def start(self, committed: Committed, hidden: Tensor) -> None:
+        if self.single is not None:
+            self.single.renew()
         hidden = self._read(hidden)
         rows, longest = hidden.shape[:2]
         # What lies before the known states is forgotten: positions are read relative to each other.
@@ -463,21 +465,21 @@ class TrainedDrafter(Drafter):
         known = self._known(steps)
         if self.single is None or not self.on_host or len(root) > 1:
             return known, self.predictor.begin(known, root)
-        return known, (self.single(known.window[0, 0], root[0, 0])[None, None],)
+        return known, tuple(found[None, None] for found in self.single(known.window[0, 0], root[0, 0]))
 
     def _logits_of_all_depths(
         self, known: Known, carried: tuple[Tensor, ...], root: Tensor, depth: int
     ) -> tuple[Tensor, Tensor]:
         """States (B, depth, H) and logits (B, depth, K) where one prediction per depth serves every path."""
         if self.predictor.config.step_mode == "parallel":
-            found = carried[0][:, 0, :depth]
+            found, *read = (one[:, 0, :depth] for one in carried)
         else:
             states = []
             for n in range(depth):
                 state, carried = self.predictor.advance(known, carried, root, n)
                 states.append(state)
-            found = torch.cat(states, dim=1)
-        logits = self._logits(found)
+            found, read = torch.cat(states, dim=1), []
+        logits = self._target.logits(found, lambda _: read[0]) if read else self._logits(found)
         return found, self.predictor.couple(logits, None if self._bias is None else self._bias.reduced)
 
     def _logits(self, states: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ class Memory:
         if cache is None or hidden is None or common == 0 or not same_table:
             return None
         cache.set_lengths([common])
+        cache.looked_at = None
         return cache, hidden[:, :common]
 
     def keep(self, tokens: list[int], hidden: Tensor | None, cache: KVCache | None, switched: bool) -> None:

@@ -1,4 +1,4 @@
-"""The states of all steps of a parallel predictor for a single root, on the host, in one call.
+"""The states and logits of all steps of a parallel predictor for a single root, on the host, in one call.
 
 A draft for one sequence reads every weight of the network once, and launches some forty operations for it, each of
 which costs more than what it computes. Here it is a program of kernels, as the target's forward is
@@ -24,7 +24,7 @@ from shape.networks.shape import ShapePredictor
 from shape.target import elements, floats, integers
 from shape.target.inference import states_of
 from shape.target.kernels import TILE, Program, bits, row_bytes
-from shape.target.quantize import pack
+from shape.target.quantize import QuantizedLinear, pack
 
 
 class _How(NamedTuple):
@@ -39,7 +39,7 @@ class _Product:
     """y = x W^T + b for a number of rows.
 
     Args:
-        digits: 8 where the weight is to be quantised; None leaves it as it is.
+        bias: what the weight's kernels do not add themselves.
 
     Attributes:
         x, y: (rows, inputs) and (rows, outputs) float32, where a program reads and, once the product is part of it,
@@ -48,18 +48,21 @@ class _Product:
 
     y: Tensor
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, rows: int, digits: int | None) -> None:
-        weight, self._bias = weight.detach(), None if bias is None else bias.detach().float()
-        self._outputs, inputs = weight.shape
-        self.work = rows * weight.numel()
-        self._packed: floats.Packed | integers.Packed
-        if digits is None:
-            self._packed = floats.Packed.of(weight, self._bias, wide=True)
-        else:
-            blocks, scales = pack(weight, digits)
-            self._packed = integers.Packed(blocks, scales.view(torch.uint8), digits, self._outputs, digits=1)
-        self._x = torch.zeros(rows, self._packed.inputs)
+    def __init__(self, packed: floats.Packed | integers.Packed, inputs: int, bias: Tensor | None, rows: int) -> None:
+        self._packed, self._bias, self._outputs = packed, bias, packed.outputs
+        self.work = rows * inputs * packed.outputs
+        self._x = torch.zeros(rows, packed.inputs)
         self.x = self._x[:, :inputs]
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, rows: int, digits: int | None) -> Self:
+        """Of a weight (outputs, inputs), to be quantised where digits, 8, are given."""
+        weight, bias = weight.detach(), None if bias is None else bias.detach().float()
+        outputs, inputs = weight.shape
+        if digits is None:
+            return cls(floats.Packed.of(weight, bias, wide=True), inputs, None, rows)
+        blocks, scales = pack(weight, digits)
+        return cls(integers.Packed(blocks, scales.view(torch.uint8), digits, outputs, digits=1), inputs, bias, rows)
 
     def add_to(self, program: Program) -> None:
         """Go on with it, behind a wait for x; a wait for y has to follow."""
@@ -83,26 +86,29 @@ class SingleRoot:
 
     Args:
         digits: 8 where weights are to be quantised, and activations rounded to 8 bits for every product.
+        head: what reads logits off the states; None leaves that to the caller, as all heads do that are not quantised.
     """
 
-    def __init__(self, predictor: ShapePredictor, digits: int | None = None) -> None:
+    def __init__(self, predictor: ShapePredictor, digits: int | None = None, head: Any = None) -> None:
         self._predictor, self._digits, self._dtype = predictor, digits, predictor.dtype
+        self._head = head if isinstance(head, QuantizedLinear) else None
         self._lock, self._state = Lock(), list[Any]()
         self._weights = [own for module in predictor.modules() if (own := module._parameters)]
-        self._renew()
+        self.renew()
 
     @classmethod
-    def of(cls, predictor: Predictor, digits: int | None = None) -> Self | None:
+    def of(cls, predictor: Predictor, digits: int | None = None, head: Any = None) -> Self | None:
         """None where it does not serve: networks that repeat their step or attend, or are not the CPU's."""
         if not isinstance(predictor, ShapePredictor) or predictor.device.type != "cpu":
             return None
         plain = predictor.adapters is not None and predictor.attention is None
-        return cls(predictor, digits) if plain and predictor.dtype in (torch.bfloat16, torch.float32) else None
+        return cls(predictor, digits, head) if plain and predictor.dtype in (torch.bfloat16, torch.float32) else None
 
-    def __call__(self, window: Tensor, embedding: Tensor) -> Tensor:
-        """(W, F) and the root's (H,), of any dtype -> (S, H) in the weights'."""
+    def __call__(self, window: Tensor, embedding: Tensor) -> tuple[Tensor, ...]:
+        """(W, F) and the root's (H,), of any dtype -> states (S, H) in the weights', and logits (S, K) float32 where it
+        has a head.
+        """
         with self._lock, torch.no_grad():  # its buffers are for one root
-            self._renew()
             self._known.copy_(window.to(self._dtype).reshape(self._known.shape))
             self._token.copy_(embedding.to(self._dtype))
             for part in self._parts:
@@ -110,15 +116,17 @@ class SingleRoot:
                     part.run(self._work)
                 else:
                     part()
-            return self._states.to(self._dtype, copy=True)
+            states = self._states.to(self._dtype, copy=True)
+            return (states,) if self._logits is None else (states, self._logits.clone())
 
-    def _renew(self) -> None:
+    def renew(self) -> None:
         """Take the weights as they are now, where they have changed."""
         state = states_of([one for own in self._weights for one in own.values() if one is not None])
-        if state != self._state:
-            with torch.inference_mode(False), torch.no_grad():
-                self._make()
-            self._state = state
+        with self._lock:
+            if state != self._state:
+                with torch.inference_mode(False), torch.no_grad():
+                    self._make()
+                self._state = state
 
     # -- the program
 
@@ -152,7 +160,7 @@ class SingleRoot:
         self._add(elements.standardise(x.shape[1]), x, up.x)
         self._multiply(up)
         each = zip(adapters.down.weight.chunk(steps), adapters.down.bias.chunk(steps), strict=True)
-        downs = [_Product(*one, 1, self._digits) for one in each]
+        downs = [_Product.of(*one, 1, self._digits) for one in each]
         for own, down in zip(up.y.chunk(steps, 1), downs, strict=True):
             self._silu(down.x, own, wait=False)
         self._program.wait()
@@ -163,7 +171,10 @@ class SingleRoot:
         self._program.wait()
         self._multiply(delta)
         known, own = network.gate.weight.chunk(2, dim=1)  # what it reads of either
-        gate, shared = _Product(own, None, steps, self._digits), _Product(known, network.gate.bias, 1, self._digits)
+        gate, shared = (
+            _Product.of(own, None, steps, self._digits),
+            _Product.of(known, network.gate.bias, 1, self._digits),
+        )
         self._copy(gate.x, delta.y)
         self._copy(shared.x, here)
         self._multiply(gate, shared)
@@ -171,6 +182,14 @@ class SingleRoot:
         self._add(elements.residual(size), current, gate.y, shared.y, delta.y, self._states)
         if network.refinement is not None:
             self._refine(network.refinement, current, here)
+        self._logits = None
+        if (head := self._head) is not None:
+            digits = 1 if self._dtype == torch.bfloat16 else 2
+            read = integers.Packed(head.packed, head.scales, head.bits, head.out_features, digits)
+            logits = _Product(read, size, None if head.bias is None else head.bias.float(), steps)
+            self._copy(logits.x, self._states)
+            self._multiply(logits)
+            self._logits = logits.y
         self._end()
 
     def _refine(self, refinement: Any, current: Tensor, here: Tensor) -> None:
@@ -201,7 +220,7 @@ class SingleRoot:
         self._add(elements.mix(size, transport), expand.y, current, self._states, others=(share,))
 
     def _of(self, layer: Any, rows: int = 1) -> _Product:
-        return _Product(layer.weight, layer.bias, rows, self._digits)
+        return _Product.of(layer.weight, layer.bias, rows, self._digits)
 
     def _multiply(self, *products: _Product) -> None:
         """Products that read nothing of each other."""

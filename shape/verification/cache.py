@@ -6,7 +6,7 @@ committed: what lies beyond is overwritten by the next step, so rejecting a draf
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -122,7 +122,13 @@ class KVCache(Cache):
         batch, capacity: sequences, and slots per sequence (committed tokens plus the largest tree).
         dtype: of layers that have none of their own; ``cache.dtype`` is that of the first layer's keys.
         device: of lengths and paths, and of layers that have none of their own.
+
+    Attributes:
+        looked_at: the layers that were found to be as they were (``FusedLayers``), and stay so for the call that this
+            is for.
     """
+
+    looked_at: Any = None
 
     def __init__(
         self, shapes: list[LayerShape], batch: int, capacity: int, dtype: torch.dtype, device: torch.device

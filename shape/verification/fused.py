@@ -14,9 +14,9 @@ target's states with those of its own forward when it is loaded, and turns this 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain
 from math import gcd
-from operator import contains, is_
+from operator import is_
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -36,7 +36,6 @@ _KEPT = 64  # programs, of which each has its own buffers
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _DTYPES = (torch.bfloat16, torch.float32)
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
-_GET: Callable[..., Any] = dict.get
 _END, _CAPACITY, _SCRATCH, _SCRATCH_BYTES, _SLOTS, _MASKS = range(6)  # places of what changes from call to call
 
 
@@ -46,6 +45,9 @@ class _Layer(NamedTuple):
     parts: dict[str, Any]
     attention: dict[str, Any]
     kind: str
+
+
+_Place = tuple[dict[str, Any], str, Any]  # modules by name, and which is found under one of these
 
 
 class FusedLayers:
@@ -76,8 +78,8 @@ class FusedLayers:
         for layer in self.layers:
             seen += [(layer.parts, "self_attn")]
             seen += [(layer.attention, name) for name in ("q_norm", "k_norm") if name in layer.attention]
-        self._places = _Places([(parts, name, parts[name]) for parts, name in seen])
-        modules = [body, *self._places.modules]
+        self._places = [(parts, name, parts[name]) for parts, name in seen]
+        modules = [body, *(module for _, _, module in self._places)]
         self._hooks = [own for one in modules for own in (one._forward_hooks, one._forward_pre_hooks)]
         self._attributes = [vars(module) for module in modules]
         self.weights = [parts[name]._parameters for parts, name in self.norms]
@@ -99,26 +101,37 @@ class FusedLayers:
 
     def serves(self, input_ids: Tensor, mask: Tensor | dict[str, Tensor] | None, cache: Any) -> bool:
         """Whether these tokens can go through: few, behind a cache of ours, and seen as one token or under a mask."""
-        dtype = self._body._modules["norm"].weight.dtype
         return (
             input_ids.numel() <= MOST
-            and dtype in _DTYPES
-            and all(parameters["weight"].dtype == dtype for parameters in self.weights)
             and input_ids.device.type == "cpu"
             and cache is not None
             and (mask is not None or input_ids.shape[1] == 1)
-            and "sdpa" in self._config._attn_implementation
+            and (getattr(cache, "looked_at", None) is self or self._computes_as_here())
             and self.goes_behind(cache)
         )
 
-    def goes_behind(self, cache: Any) -> bool:
-        """Whether tokens can go through behind what a cache holds, as modules and modes are now."""
+    def _computes_as_here(self) -> bool:
         dtype = self._body._modules["norm"].weight.dtype
-        return (
-            all(getattr(held, "in_place", False) and held.keys.dtype == dtype for held in cache.layers)
-            and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
-            and self._unchanged()
-        )
+        alike = dtype in _DTYPES and all(parameters["weight"].dtype == dtype for parameters in self.weights)
+        return alike and "sdpa" in self._config._attn_implementation
+
+    def goes_behind(self, cache: Any) -> bool:
+        """Whether tokens can go through behind what a cache holds, as modules and modes are now.
+
+        Modules and weights are looked at once for a call of ``generate``, by its cache: that takes as long as a layer.
+        """
+        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            return False
+        return getattr(cache, "looked_at", None) is self or self._look(cache)
+
+    def _look(self, cache: Any) -> bool:
+        dtype = self._body._modules["norm"].weight.dtype
+        in_place = all(getattr(held, "in_place", False) and held.keys.dtype == dtype for held in cache.layers)
+        if not (in_place and self._unchanged()):
+            return False
+        self.renew()
+        cache.looked_at = self
+        return True
 
     def __call__(
         self,
@@ -138,14 +151,15 @@ class FusedLayers:
         x: Tensor = parts["embed_tokens"](input_ids)
         masks = [mask[kind] if isinstance(mask, dict) else mask for kind in self.kinds]
         end = cache.slots.longest + nodes
-        self.renew()
+        self.renew(cache)
         turn = self._turned(x, position_ids, end)
         with self.program(Forward, batch, nodes, mask is not None, tuple(layers)) as forward:
             return forward(x, turn, cache, cache.slots.next(nodes, x.device), end, masks)
 
-    def renew(self) -> None:
-        """Forget what was made of weights and modules that have changed."""
-        if self._made_of is None or not self._made_of.holds():
+    def renew(self, behind: Any = None) -> None:
+        """Forget what was made of weights and modules that have changed, unless they were looked at for this cache."""
+        looked = behind is not None and behind.looked_at is self
+        if not looked and (self._made_of is None or not self._made_of.holds()):
             self._programs, self._made_of, self._table = Pool(_KEPT), _Sources(self), self._rotary_table()
 
     def _rotary_table(self) -> RotaryTable | None:
@@ -168,40 +182,25 @@ class FusedLayers:
 
     def _unchanged(self) -> bool:
         return (
-            self._places.hold()
-            and not any(map(_hooked, filter(None, self._hooks)))
-            and not any(map(contains, self._attributes, repeat("forward")))
+            _hold(self._places)
+            and not any(map(_hooked, self._hooks))
+            and not any("forward" in own for own in self._attributes)
         )
-
-
-class _Places:
-    """Modules where they are found. That they still are is asked before every forward: by loops that are Python's own.
-
-    Args:
-        found: modules of a module by name, a name, and what it is for.
-    """
-
-    def __init__(self, found: Sequence[tuple[dict[str, Any], str, Any]]) -> None:
-        self._parts, self._names, self.modules = ([one[at] for one in found] for at in range(3))
-
-    def hold(self) -> bool:
-        return all(map(is_, map(_GET, self._parts, self._names), self.modules))
 
 
 class _Sources:
     """What programs are made of, and whether it still is as it was: modules may be replaced, and weights change."""
 
     def __init__(self, of: FusedLayers) -> None:
-        places: list[tuple[dict[str, Any], str, Any]] = []
+        self._places: list[_Place] = []
         for layer in of.layers:
             mlp = layer.parts["mlp"]
-            places.append((layer.parts, "mlp", mlp))
-            places += [(layer.attention, name, layer.attention[name]) for name in _ATTENTION]
-            places += [(mlp._modules, name, mlp._modules.get(name)) for name in _MLP]
+            self._places.append((layer.parts, "mlp", mlp))
+            self._places += [(layer.attention, name, layer.attention[name]) for name in _ATTENTION]
+            self._places += [(mlp._modules, name, mlp._modules.get(name)) for name in _MLP]
         rotary = of._body._modules.get("rotary_emb")
-        places.append((of._body._modules, "rotary_emb", rotary))
-        self._places = _Places(places)
-        modules = [module for _, _, module in places if module is not None]
+        self._places.append((of._body._modules, "rotary_emb", rotary))
+        modules = [module for _, _, module in self._places if module is not None]
         self._hooks = [own for one in modules for own in (one._forward_hooks, one._forward_pre_hooks)]
         self._attributes = [vars(one) for one in modules]
         self._forwards = [own.get("forward") for own in self._attributes]
@@ -211,8 +210,8 @@ class _Sources:
 
     def holds(self) -> bool:
         return (
-            self._places.hold()
-            and all(map(is_, map(_GET, self._attributes, repeat("forward")), self._forwards))
+            _hold(self._places)
+            and all(map(is_, (own.get("forward") for own in self._attributes), self._forwards))
             and self._state == self._now()
         )
 
@@ -457,6 +456,10 @@ def blocks_of(module: Any) -> floats.Packed | integers.Packed | None:
     if type(module) is QuantizedLinear and own is None:
         return module.blocks
     return None
+
+
+def _hold(places: list[_Place]) -> bool:
+    return all(parts.get(name) is module for parts, name, module in places)
 
 
 def _plain(mlp: Any) -> bool:

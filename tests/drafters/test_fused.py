@@ -162,13 +162,17 @@ def test_estimates_end_drafts(target, threshold, depth):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["eagle", "peagle", "block"])
 def test_weights_are_those_of_the_moment(target, name):
+    """When a text begins."""
     network = made(name)
     drafter, committed = begin(network, target, TreeShape(depth=4, width=2), [9])
-    sampler = sampler_of(committed, "greedy")
-    before = drafter.draft(committed, sampler)
-    for weight in network.parameters():
-        weight.mul_(-1.5)
-    after = drafter.draft(committed, sampler)
+    sampler, states = sampler_of(committed, "greedy"), torch.randn(1, 8, network.config.feature_size)
+    found = []
+    for factor in (1, -1.5):
+        for weight in network.parameters():
+            weight.mul_(factor)
+        drafter.start(committed, states)
+        found.append(drafter.draft(committed, sampler))
+    before, after = found
     assert not torch.equal(before.tokens, after.tokens)
     assert torch.equal(after.tokens, eager(drafter).draft(committed, sampler).tokens)
 

@@ -3,10 +3,13 @@
 import pytest
 import torch
 
+from shape.drafters.base import Committed
+from shape.drafters.trained import TrainedDrafter
 from shape.networks.base import Known
 from shape.networks.config import ShapeConfig
 from shape.networks.shape import ShapePredictor
 from shape.networks.single import SingleRoot
+from shape.target.quantize import QuantizedLinear
 
 SIZE, WINDOW, STEPS = 12, 3, 4
 
@@ -46,7 +49,7 @@ def test_states_are_those_of_the_network(conditioning, blocks, layers, dtype) ->
     window, embedding = 5 * torch.randn(WINDOW, len(layers) * SIZE), torch.randn(SIZE)  # the target's are in float32
     single = SingleRoot.of(network)
     assert single is not None
-    found = single(window, embedding)
+    (found,) = single(window, embedding)
     # Rounding to bfloat16 comes at the end alone: the weights' own values are what both begin with.
     exact = network.float().begin(
         Known(window.to(dtype).float()[None, None], [], None, None), embedding.to(dtype)[None, None].float()
@@ -64,7 +67,7 @@ def test_refined_states_are_those_of_the_network(name, dim, dtype) -> None:
     window, embedding = 5 * torch.randn(WINDOW, SIZE), torch.randn(SIZE)
     single = SingleRoot.of(network)
     assert single is not None
-    found = single(window, embedding)
+    (found,) = single(window, embedding)
     known = Known(window.to(dtype).float()[None, None], [], None, None)
     embedding = embedding.to(dtype)[None, None].float()
     exact = network.float().begin(known, embedding)[0][0, 0]
@@ -84,7 +87,7 @@ def test_weights_of_8_bits_make_nearly_the_same(name, size) -> None:
     exact = network.begin(Known(window[None, None], [], None, None), embedding[None, None])[0][0, 0]
     single = SingleRoot.of(network, 8)
     assert single is not None
-    change, found = exact - window[-1], single(window, embedding) - window[-1]
+    change, found = exact - window[-1], single(window, embedding)[0] - window[-1]
     assert 0 < (found - change).norm() < 0.05 * change.norm()
 
 
@@ -94,22 +97,46 @@ def test_the_kernel_follows_the_weights(name) -> None:
     window, embedding = torch.randn(WINDOW, SIZE), torch.randn(SIZE)
     single = SingleRoot.of(network)
     assert single is not None
-    before = single(window, embedding)
+    (before,) = single(window, embedding)
     network.refinement.expand.weight.add_(torch.randn_like(network.refinement.expand.weight))
-    after = single(window, embedding)
+    single.renew()
+    (after,) = single(window, embedding)
     assert not torch.allclose(before, after, atol=1e-3)
-    torch.testing.assert_close(after, SingleRoot.of(network)(window, embedding), rtol=0, atol=0)
+    torch.testing.assert_close(after, *SingleRoot.of(network)(window, embedding), rtol=0, atol=0)
 
 
-def test_weights_are_read_where_they_lie() -> None:
-    """A drafter of a predictor in training sees its next weights."""
-    network = predictor()
-    window, embedding = torch.randn(WINDOW, SIZE), torch.randn(SIZE)
-    single = SingleRoot.of(network)
-    assert single is not None
-    before = single(window, embedding)
-    network.window_projection.weight.mul_(2)
-    assert not torch.equal(single(window, embedding), before)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_those_of_the_head(biased, dtype) -> None:
+    """Of states before they are rounded, but for that."""
+    network, size, count = predictor(dtype, hidden_size=32), 32, 21
+    torch.manual_seed(1)
+    layer = torch.nn.Linear(size, count, biased).to(dtype).requires_grad_(False)
+    head = QuantizedLinear(layer, 8)
+    window, embedding = 5 * torch.randn(WINDOW, size), torch.randn(size)
+    states, logits = SingleRoot.of(network, None, head)(window, embedding)
+    assert logits.shape == (STEPS, count) and logits.dtype == torch.float32
+    torch.testing.assert_close(states, *SingleRoot.of(network)(window, embedding), rtol=0, atol=0)
+    exact = head.float()(SingleRoot.of(network.float())(window, embedding)[0])
+    scale = exact.abs().max().item()
+    torch.testing.assert_close(logits, exact, rtol=0, atol=scale * (1e-4 if dtype == torch.float32 else 2e-2))
+    assert SingleRoot.of(network, None, layer)(window, embedding)[1:] == ()  # no kernel's
+
+
+def test_a_draft_begins_with_the_weights_as_they_are(tiny_target) -> None:
+    """A drafter of a predictor in training sees its next weights, from the next text on."""
+    options = {"hidden_size": tiny_target.hidden_size, "vocab_size": tiny_target.vocab_size}
+    network = predictor(**options)
+    drafter = TrainedDrafter(network)
+    drafter.bind(tiny_target)
+    window = torch.randn(1, WINDOW, tiny_target.hidden_size)
+    committed = Committed([[1, 2, 3, 4]], torch.tensor([4]), torch.tensor([4]))
+    found = []
+    for factor in (1, 2):
+        network.window_projection.weight.mul_(factor)
+        drafter.start(committed, window)
+        found.append(drafter.single(window[0], torch.ones(tiny_target.hidden_size))[0])
+    assert not torch.equal(*found)
 
 
 @pytest.mark.parametrize(

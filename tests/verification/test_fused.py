@@ -222,6 +222,7 @@ def test_caches_that_transform_what_they_hold_are_left_to_the_target(tiny_model)
     cache = new_cache(target, support_of(target), 1, 20)
     with torch.no_grad():
         assert target.support.fused.serves(torch.zeros(1, 1, dtype=torch.int64), None, cache)
+        cache = new_cache(target, support_of(target), 1, 20)
         cache.layers = [Doubling(one.slots, one.keys, one.values) for one in cache.views]
         assert not target.support.fused.serves(torch.zeros(1, 1, dtype=torch.int64), None, cache)
 
