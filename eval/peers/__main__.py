@@ -118,13 +118,12 @@ def turns(size: str, options: PeersOptions, threads: int, done: set[tuple[str, s
 def notes(options: PeersOptions, environment: Environment, records: Sequence[dict[str, Any]]) -> list[str]:
     """What was measured, and where."""
     versions = {name: number for record in records for name, number in record["versions"].items()}
-    rounds = max(record["round"] for record in records) + 1
     commits = sorted({str(record["commit"]) for record in records})
-    measured = {record["size"] for record in records}
-    shown = [f"{name}: {_shape_text(name, options)}" for name in SIZES if name in measured]
+    rounds = {record["size"]: record["round"] + 1 for record in sorted(records, key=lambda one: one["round"])}
+    shown = [f"{name} ({rounds[name]} rounds): {_shape_text(name, options)}" for name in SIZES if name in rounds]
     return [
-        f"Greedy, batch size 1, {environment.threads} threads for every system, which take turns in {rounds} rounds, "
-        "with the same token ids. In brackets 95 % bootstrap intervals over prompts, whose rounds stay together, where "
+        f"Greedy, batch size 1, {environment.threads} threads for every system, which take turns in rounds, with the "
+        "same token ids. In brackets 95 % bootstrap intervals over prompts, whose rounds stay together, where "
         "there are several. "
         + "; ".join(shown)
         + ". OpenVINO and llama.cpp run with their defaults, but for the threads and in float32 the KV cache, and in "

@@ -78,6 +78,23 @@ def test_a_session_survives_a_call_that_breaks_off(tiny_model):
     assert torch.equal(say(first, mask, **options), decoder.generate(first, mask, **options))
 
 
+def test_modules_are_looked_at_once_a_call(tiny_model, monkeypatch):
+    """In a session, whose calls share a cache, too: what is put into their place in between is seen."""
+    decoder = ShapeDecoder(tiny_model("llama", torch.float32), NgramDrafter())
+    fused = decoder.support.fused
+    looks, look = [], fused._look
+    monkeypatch.setattr(fused, "_look", lambda cache: looks.append(1) or look(cache))
+    say, options = decoder.session(), {"max_new_tokens": 20, "eos_token_id": []}
+    text = prompts([9])["input_ids"]
+    for turn in range(3):
+        text = say(text, torch.ones_like(text), **options)
+        assert len(looks) == turn + 1
+    seen = []
+    decoder.target.model.model.layers[1].register_forward_hook(lambda *given: seen.append(1))
+    say(text, torch.ones_like(text), **options)
+    assert seen
+
+
 def test_a_session_is_for_one_text(tiny_model):
     with pytest.raises(UnsupportedGeneration, match="a session continues one text, and 2 sequences were asked for"):
         ShapeDecoder(tiny_model("llama")).session()(**prompts([4, 5]), max_new_tokens=3)
