@@ -1,4 +1,4 @@
-"""The measurement: turns of all systems of a size, kept one by one, and the page written anew after each.
+"""The measurement: rounds of all systems of a size, who answer prompts in turn, and the page written anew after each.
 
     python -m eval.peers --output eval/results/peers --work WORK
     python -m eval.peers --output eval/results/peers --work WORK --sizes '[1.2B]' --rounds 2
@@ -78,6 +78,8 @@ def systems(size: str, peers: Sequence[str]) -> list[System]:
 def turns(size: str, options: PeersOptions, threads: int, done: set[tuple[str, str, int]]) -> Iterator[dict[str, Any]]:
     """Measure what is not done yet, a record for each turn of a system.
 
+    A machine's speed drifts within minutes: all systems that fit into memory together answer a prompt before the next.
+
     Args:
         done: names of systems with sizes and rounds.
     """
@@ -87,32 +89,45 @@ def turns(size: str, options: PeersOptions, threads: int, done: set[tuple[str, s
     loaded: dict[System, Program] = {}
     try:
         for turn in range(options.rounds):
-            for system in rotated(every, turn):
-                if (system.name, size, turn) in done:
-                    continue
-                program, methods = loaded.get(system), system.methods(entry.shipped)
-                if program is None:
-                    program = loaded[system] = Program(system, size, options.work, threads)
-                    for method in methods:  # warms up
-                        for text in texts if method == PREDICTOR else texts[:1]:
-                            program.ask({**asked, "new_tokens": _WARM_UP_TOKENS, "prompt": text, "method": method})
-                answers: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
-                for text in texts:
-                    for method in methods:
-                        answers[method].append(program.ask({**asked, "prompt": text, "method": method}))
-                yield {
-                    "size": size,
-                    "peer": system.peer,
-                    "precision": system.precision,
-                    "round": turn,
-                    "versions": program.versions,
-                    "answers": answers,
+            waiting = [one for one in rotated(every, turn) if (one.name, size, turn) not in done]
+            while waiting:
+                together: list[System] = []
+                while waiting and not (together and _too_large(loaded, options)):
+                    together.append(waiting.pop(0))
+                    if together[-1] not in loaded:
+                        loaded[together[-1]] = Program(together[-1], size, options.work, threads)
+                        _warm_up(loaded[together[-1]], together[-1].methods(entry.shipped), texts, asked)
+                answers: dict[System, dict[str, list[dict[str, Any]]]] = {
+                    one: {method: [] for method in one.methods(entry.shipped)} for one in together
                 }
-                if sum(one.memory for one in loaded.values()) > options.memory:
-                    loaded.pop(system).close()
+                for number, text in enumerate(texts):
+                    for system in rotated(together, number):
+                        for method, found in answers[system].items():
+                            found.append(loaded[system].ask({**asked, "prompt": text, "method": method}))
+                for system in together:
+                    yield {
+                        "size": size,
+                        "peer": system.peer,
+                        "precision": system.precision,
+                        "round": turn,
+                        "versions": loaded[system].versions,
+                        "answers": answers[system],
+                    }
+                if _too_large(loaded, options):
+                    loaded.pop(together[-1]).close()
     finally:
         for program in loaded.values():
             program.close()
+
+
+def _too_large(loaded: dict[System, Program], options: PeersOptions) -> bool:
+    return sum(one.memory for one in loaded.values()) > options.memory
+
+
+def _warm_up(program: Program, methods: Sequence[str], texts: Sequence[list[int]], asked: dict[str, Any]) -> None:
+    for method in methods:
+        for text in texts if method == PREDICTOR else texts[:1]:
+            program.ask({**asked, "new_tokens": _WARM_UP_TOKENS, "prompt": text, "method": method})
 
 
 def notes(options: PeersOptions, environment: Environment, records: Sequence[dict[str, Any]]) -> list[str]:
@@ -122,9 +137,9 @@ def notes(options: PeersOptions, environment: Environment, records: Sequence[dic
     rounds = {record["size"]: record["round"] + 1 for record in sorted(records, key=lambda one: one["round"])}
     shown = [f"{name} ({rounds[name]} rounds): {_shape_text(name, options)}" for name in SIZES if name in rounds]
     return [
-        f"Greedy, batch size 1, {environment.threads} threads for every system, which take turns in rounds, with the "
-        "same token ids. In brackets 95 % bootstrap intervals over prompts, whose rounds stay together, where "
-        "there are several. "
+        f"Greedy, batch size 1, {environment.threads} threads for every system, which answer prompts in turn, in "
+        "rounds, with the same token ids. In brackets 95 % bootstrap intervals over prompts, whose rounds stay "
+        "together, where there are several. "
         + "; ".join(shown)
         + ". OpenVINO and llama.cpp run with their defaults, but for the threads and in float32 the KV cache, and in "
         "formats made by optimum-intel and by llama.cpp. Int8 and int4 quantise weights, each in its own way: their "

@@ -1,6 +1,7 @@
 """The comparison with other engines: what its tables say of known numbers, and the command with our own rows."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -104,6 +105,43 @@ def test_the_command_runs_with_our_own_rows(tmp_path, monkeypatch):
     run(PeersOptions(rounds=1, **asked))
     again = (tmp_path / "out" / "peers.md").read_text()
     assert again.partition("## Goals")[2] == page.partition("## Goals")[2]  # above is the time
+
+
+@pytest.mark.parametrize("memory", [10.0, 2.5])
+def test_systems_answer_a_prompt_before_the_next(tmp_path, monkeypatch, memory):
+    """All that fit into memory; the one with which there are too many is loaded again."""
+    asked, loads = [], []
+
+    class Loaded:
+        versions, memory = {}, 1.0
+
+        def __init__(self, system, *_):
+            self.name = system.name
+            loads.append(self.name)
+
+        def ask(self, request):
+            if request["new_tokens"] == 8:  # does not warm up
+                asked.append((self.name, tuple(request["prompt"])))
+            return {"tokens": [1], "prefill_seconds": 1.0, "decode_seconds": 1.0}
+
+        def close(self):
+            pass
+
+    monkeypatch.setitem(sizes.SIZES, "tiny", TINY)
+    monkeypatch.setattr(program, "Program", Loaded)
+    options = PeersOptions(work=tmp_path, rounds=2, new_tokens=8, memory=memory)
+    found = list(program.turns("tiny", replace(options, peers=["llama.cpp"]), 1, set()))
+    names, texts = [one.name for one in systems("tiny", ["llama.cpp"])], [tuple(one) for one in sizes.prompts("tiny")]
+    assert len(names) == 3 and len(texts) > 1
+    assert sorted((one["round"], one["precision"]) for one in found) == [
+        (turn, name) for turn in range(2) for name in ("bfloat16", "int4", "int8")
+    ]
+    first = asked[: len(names) * len(texts)]
+    assert sorted(first) == sorted((name, text) for name in names for text in texts)
+    if memory == 10:
+        assert [text for _, text in first] == [text for text in texts for _ in names] and loads == names
+    else:
+        assert len(loads) > len(names)
 
 
 def test_simulated_acceptance_is_what_it_says(tmp_path, monkeypatch):
