@@ -65,7 +65,6 @@ class FusedPredictor(FusedLayers):
         """
         rows, count = features.shape[:2]
         cache.reserve(count)
-        self.renew(cache)
         turn, mask = self.turns(cache.host_lengths, count), self._in_order(cache, count)
         with self.program(self.memory, rows, count, mask is not None) as memory:
             memory.write(features, embeddings)

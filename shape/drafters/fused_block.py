@@ -35,7 +35,6 @@ class FusedBlock(FusedPredictor):
         network, rows = self.predictor, len(embedding)
         size = network.config.block_size
         cache.reserve(size)
-        self.renew(cache)
         x = torch.cat([embedding, network.mask.to(embedding).expand(rows, size - 1, -1)], dim=1).to(network.dtype)
         turn, mask = self.turns(cache.host_lengths, size), self.seen(cache, size)
         slots, end = cache.slots.next(size, cache.device), cache.longest + size

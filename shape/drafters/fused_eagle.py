@@ -100,7 +100,6 @@ class FusedParallelEagle(FusedEagle):
         network, rows = self.predictor, len(features)
         steps = network.config.num_steps
         cache.reserve(steps)
-        self.renew(cache)
         read = torch.cat([features, network.mask_hidden.expand(rows, -1, -1)], dim=1)
         first, masked = network.fused(read).chunk(2, dim=1)
         feature = torch.cat([first, masked.expand(-1, steps - 1, -1)], dim=1)
@@ -123,7 +122,6 @@ class EagleDraft:
     def __init__(self, of: FusedPredictor, cache: KVCache, shape: TreeShape) -> None:
         nodes = shape.width * shape.depth
         cache.reserve(nodes)
-        of.renew(cache)
         self._of, self._cache, self._used, self._depth = of, cache, 0, 0
         self._slots = cache.slots.next(nodes, cache.device).view(-1, nodes)
         # The root's node is the last known position. (Where nothing is known yet what is made of it does not matter.)

@@ -129,7 +129,7 @@ class FusedLayers:
         in_place = all(getattr(held, "in_place", False) and held.keys.dtype == dtype for held in cache.layers)
         if not (in_place and self._unchanged()):
             return False
-        self.renew()
+        self._renew()
         cache.looked_at = self
         return True
 
@@ -145,21 +145,19 @@ class FusedLayers:
 
         Args:
             mask: (B, 1, N, K) in the target's dtype, one for all layers or one for each kind.
-            cache: a ``shape.verification.cache.KVCache``.
+            cache: a ``shape.verification.cache.KVCache``, behind which tokens can go (``goes_behind``).
         """
         parts, (batch, nodes) = self._body._modules, input_ids.shape
         x: Tensor = parts["embed_tokens"](input_ids)
         masks = [mask[kind] if isinstance(mask, dict) else mask for kind in self.kinds]
         end = cache.slots.longest + nodes
-        self.renew(cache)
         turn = self._turned(x, position_ids, end)
         with self.program(Forward, batch, nodes, mask is not None, tuple(layers)) as forward:
             return forward(x, turn, cache, cache.slots.next(nodes, x.device), end, masks)
 
-    def renew(self, behind: Any = None) -> None:
-        """Forget what was made of weights and modules that have changed, unless they were looked at for this cache."""
-        looked = behind is not None and behind.looked_at is self
-        if not looked and (self._made_of is None or not self._made_of.holds()):
+    def _renew(self) -> None:
+        """Forget what was made of weights and modules that have changed."""
+        if self._made_of is None or not self._made_of.holds():
             self._programs, self._made_of, self._table = Pool(_KEPT), _Sources(self), self._rotary_table()
 
     def _rotary_table(self) -> RotaryTable | None:
