@@ -170,7 +170,7 @@ def compress(
 
 def _own_support(small: Target, theirs: Support) -> Support:
     """The target's, with the copy's own layers where the target's are fused: those hold the target's modules."""
-    fused = None if theirs.fused is None else FusedLayers.of(small.model.base_model, small.config)
+    fused = None if theirs.fused is None else FusedLayers.of(small.model.base_model, small.config, small.head)
     return replace(theirs, fused=fused)
 
 

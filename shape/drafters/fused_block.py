@@ -39,5 +39,5 @@ class FusedBlock(FusedPredictor):
         turn, mask = self.turns(cache.host_lengths, size), self.seen(cache, size)
         slots, end = cache.slots.next(size, cache.device), cache.longest + size
         with self.program(Forward, rows, size, mask is not None) as forward:
-            states = forward(x, turn, cache, slots, end, [mask])
+            states, _ = forward(x, turn, cache, slots, end, [mask])
         return states[:, size - network.config.num_steps :]

@@ -12,7 +12,7 @@ from shape.generation.prefill import Memory, commit_prompts
 from shape.generation.sequence import SequenceState
 from shape.generation.stats import Step
 from shape.verification.acceptance import Accepted
-from shape.verification.forward import recompute, tree_forward
+from shape.verification.forward import recompute, tree_logits
 from shape.verification.tree import TokenTree, first_path, of_lists, root_only, shallow, to_lists
 
 _UNTOLD = 16  # autoregressive steps that the drafter hears of together; pauses take as many, or a multiple
@@ -63,8 +63,7 @@ class EagerSteps(Steps):
             tree = batch.control.worthwhile(tree, cache.longest)
         verifying = Moment.now(batch.target.device)
         cache.reserve(tree.size)
-        states = tree_forward(batch.target, batch.support, cache, tree, self._layers)
-        logits = batch.target.logits(states if len(self._layers) == 1 else states[..., -batch.target.hidden_size :])
+        states, logits = tree_logits(batch.target, batch.support, cache, tree, self._layers)
         accepted = batch.rule(tree, logits, sampler)
         # The step's one wait for the device.
         counts, drafted, *rest = to_lists(

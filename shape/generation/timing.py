@@ -16,7 +16,7 @@ from shape.drafters.cost import Costs
 from shape.files import cache_folder, typed, written_whole
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.rules import Match
-from shape.verification.forward import new_cache, prefill, tree_forward
+from shape.verification.forward import new_cache, prefill, tree_logits
 from shape.verification.sampling import Sampler
 from shape.verification.tree import chain, root_only
 
@@ -95,8 +95,8 @@ class _Setup:
         """A forward over so many tokens, the choice and the acceptance."""
         root = self.root
         tree = root_only(root) if size == 1 else chain(root, root[:, None].expand(-1, size - 1))
-        states = tree_forward(self.target, self.support, self.cache, tree, self.layers)
-        Match()(tree, self.target.logits(states[..., -self.target.hidden_size :]), self.sampler)
+        _, logits = tree_logits(self.target, self.support, self.cache, tree, self.layers)
+        Match()(tree, logits, self.sampler)
 
     def drafts(self, drafter: Drafter) -> partial:
         """What drafts once, of a drafter that is bound."""

@@ -70,7 +70,7 @@ class _Product:
         if isinstance(packed, floats.Packed):
             y = packed.multiply(program, self._x, torch.float32)
         else:
-            digits = packed.prepare(program, self._x, integers.GROUP)
+            digits = packed.prepare(program, self._x, integers.grain_of(packed.inputs))
             program.wait()
             y = packed.multiply(program, digits, torch.float32)
             if self._bias is not None:

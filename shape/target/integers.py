@@ -2,8 +2,9 @@
 
 A forward over one token costs what its weights' bytes cost; one over a tree costs no more for as long as the cores
 multiply as fast as the memory delivers. In bfloat16 two cores do not; in integers of 8 bits, of which AVX-512 VNNI
-multiplies 64 at once, they nearly do. Activations have a scale per token and group of 32, as in llama.cpp: one for a
-whole forward, or for a whole token, loses much more where few activations are large.
+multiplies 64 at once, they nearly do. Activations have a scale per token and
+128 inputs: one for a whole forward, or for a whole token, loses much more where few activations are large, and one for
+every 32 makes a forward over 13 tokens of the shipped target take an eighth longer.
 
 Sums of integers are exact, and the sums of groups are added in one order: a token's result is the same, bit for bit,
 whatever goes through beside it, and on whatever CPU. With AVX2 alone a product takes several instructions, and a token
@@ -14,7 +15,8 @@ inputs' weights in its low half and the next four's in its high half. Weights ar
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
+from math import gcd
 from typing import Any
 
 import torch
@@ -39,15 +41,16 @@ from shape.target.kernels import (
     share,
 )
 
-GROUP = 32  # inputs that share a scale
+GROUP = 32  # inputs that share a weight's scale in 4 bits
+SPAN = 128  # inputs that share an activation's scale, where an even part of a row
 # Tokens whose sums fit into the registers, by digits of activations; more than AVX2 has, where it was as good.
 _MOST_ROWS = {1: 13, 2: 8}
 _AHEAD = 2048  # bytes from memory asked for early, where several tokens keep the core from asking by itself
 _DIGITS = {torch.bfloat16: 1, torch.float32: 2}  # an activation's, of 8 bits each
 _LARGEST = {1: 127.0, 2: 127.0 * 256}
 _PAIRS, _BYTES = ir.VectorType(I16, 2 * TILE), ir.VectorType(I8, 4 * TILE)
-_QUANTISER = ("x", "digits", "offsets", "steps", "units", "grain", "groups")
-_MULTIPLIER = ("weights", "scales", "digits", "offsets", "steps", "out", "chunks", "groups", "tiles")
+_QUANTISER = ("x", "digits", "offsets", "steps", "units", "grain", "spans")
+_MULTIPLIER = ("weights", "scales", "digits", "offsets", "steps", "out", "chunks", "spans", "tiles")
 
 
 @dataclass(frozen=True)
@@ -59,12 +62,19 @@ class Kind:
         dtype: of activations and results, bfloat16 or float32.
         rows: tokens that it takes at a time.
         digits: of an activation, of 8 bits each.
+        span: groups that share an activation's scale.
     """
 
     bits: int
     dtype: torch.dtype
     rows: int
     digits: int
+    span: int
+
+    @property
+    def summed(self) -> int:
+        """Groups whose products are added as integers: those that share both scales."""
+        return self.span if self.bits == 8 else 1
 
 
 @dataclass(frozen=True)
@@ -74,8 +84,9 @@ class Digits:
     What a group needs lies together: rows that are a power of two apart would drive each other out of the cache.
 
     Attributes:
-        numbers: (chunks, groups, digits, rows, 32) int8. offsets: (chunks, groups, digits, rows) int32.
-        steps: (chunks, groups, rows) float32. The last chunk's rows may be more than there are; those are not read.
+        numbers: (chunks, groups, digits, rows, 32) int8.
+        offsets: (chunks, sums, digits, rows) int32, one for all groups whose products are added as integers.
+        steps: (chunks, spans, rows) float32. The last chunk's rows may be more than there are; those are not read.
     """
 
     numbers: Tensor
@@ -118,29 +129,37 @@ class Packed:
         """Activations (T, inputs) as ``multiply`` takes them, made by a step of the program.
 
         Args:
-            grain: of a row, that the same thread makes: a divisor of `inputs`, and a multiple of 32.
+            grain: of a row, that the same thread makes: a divisor of `inputs`, and a multiple of ``grain_of`` them.
         """
-        tokens, groups, digits = len(x), self.inputs // GROUP, self.digits or _DIGITS[x.dtype]
-        chunks = -(-tokens // _MOST_ROWS[digits])
-        rows = -(-tokens // chunks)
+        tokens, groups = len(x), self.inputs // GROUP
+        chunks = -(-tokens // _MOST_ROWS[self.digits or _DIGITS[x.dtype]])
+        kind = self._kind(x.dtype, -(-tokens // chunks))
         made = Digits(
-            program.buffers.empty(chunks, groups, digits, rows, GROUP, dtype=torch.int8),
-            program.buffers.empty(chunks, groups, digits, rows, dtype=torch.int32),
-            program.buffers.empty(chunks, groups, rows, dtype=torch.float32),
+            program.buffers.empty(chunks, groups, kind.digits, kind.rows, GROUP, dtype=torch.int8),
+            program.buffers.empty(chunks, groups // kind.summed, kind.digits, kind.rows, dtype=torch.int32),
+            program.buffers.empty(chunks, groups // kind.span, kind.rows, dtype=torch.float32),
         )
-        units = x.numel() // grain
-        given = (x, made.numbers, made.offsets, made.steps, units, grain // GROUP, groups)
-        program.add(_kernels(Kind(self.bits, x.dtype, rows, digits))["quantise"], *given)
+        spans = groups // kind.span
+        given = (x, made.numbers, made.offsets, made.steps, x.numel() // grain, grain // GROUP // kind.span, spans)
+        program.add(_kernels(kind)["quantise"], *given)
         return made
 
     def multiply(self, program: Program, x: Digits, dtype: torch.dtype) -> Tensor:
         """Go on with x times the transposed weights: (T or more, 16 * tiles) in a dtype, written when it runs."""
-        chunks, groups, digits, rows, _ = x.numbers.shape
+        chunks, spans, rows = x.steps.shape
         tiles = len(self.weights)
         out = program.buffers.empty(chunks * rows, tiles * TILE, dtype=dtype)
-        given = (self.weights, self.scales, x.numbers, x.offsets, x.steps, out, chunks, groups, tiles)
-        program.add(_kernels(Kind(self.bits, dtype, rows, digits))["multiply"], *given)
+        given = (self.weights, self.scales, x.numbers, x.offsets, x.steps, out, chunks, spans, tiles)
+        program.add(_kernels(self._kind(dtype, rows))["multiply"], *given)
         return out
+
+    def _kind(self, dtype: torch.dtype, rows: int) -> Kind:
+        return Kind(self.bits, dtype, rows, self.digits or _DIGITS[dtype], grain_of(self.inputs) // GROUP)
+
+
+def grain_of(inputs: int) -> int:
+    """How many of a row's inputs share an activation's scale, at most; fewer than 32 where no kernel takes the row."""
+    return gcd(inputs, SPAN)
 
 
 def serves(dtype: torch.dtype) -> bool:
@@ -162,7 +181,7 @@ def product(x: Tensor, weights: Tensor, scales: Tensor, bits: int, outputs: int)
     tokens = rows.shape[0]
     if not tokens:
         return x.new_empty(*x.shape[:-1], outputs)
-    out = kernels.multiplied(Packed(weights, scales, bits, outputs), rows, GROUP)
+    out = kernels.multiplied(Packed(weights, scales, bits, outputs), rows, grain_of(x.shape[-1]))
     return out[:tokens, :outputs].reshape(*x.shape[:-1], outputs)
 
 
@@ -176,81 +195,91 @@ def _kernels(kind: Kind) -> dict[str, int]:
 
 
 def _quantiser(module: ir.Module, kind: Kind) -> None:
-    """Activations to digits of 8 bits, group by group, with what the weights' offset adds to sums taken off ahead.
+    """Activations to digits of 8 bits, span by span, with what the weights' offset adds to sums taken off ahead.
 
     NaN and infinity become a step of NaN or infinity, and so do the results.
     """
     code, given = begin(module, "quantise", _QUANTISER)
-    groups, grain = given["groups"], given["grain"]
+    spans, grain = given["spans"], given["grain"]
     start, count, code = share(code, given["units"])
-    own, inner, done = code.counted(code.times(count, grain), "groups")
+    own, inner, done = code.counted(code.times(count, grain), "spans")
     place = inner.at(own, inner.times(start, grain))
-    token, group = inner.udiv(place, groups), inner.urem(place, groups)
+    token, span = inner.udiv(place, spans), inner.urem(place, spans)
     chunk, row = inner.udiv(token, I64(kind.rows)), inner.urem(token, I64(kind.rows))
-    where = inner.at(inner.times(inner.at(inner.times(token, groups), group), GROUP * kind.dtype.itemsize), given["x"])
+    where = inner.at(given["x"], inner.times(place, kind.span * GROUP * kind.dtype.itemsize))
     halves = GROUP // TILE
-    if kind.dtype == torch.bfloat16:
-        x = [inner.widened(inner.read(HALVES, inner.at(where, 2 * TILE * half))) for half in range(halves)]
-    else:
-        x = [inner.read(FLOATS, inner.at(where, 4 * TILE * half)) for half in range(halves)]
+    x = [inner.take(kind.dtype, inner.at(where, kind.dtype.itemsize * TILE * at)) for at in range(halves * kind.span)]
     sizes = [inner.and_(inner.bitcast(one, INTS), every(0x7FFFFFFF)) for one in x]  # ordered as floats are, NaN above
-    size = inner.intrinsic("llvm.umax.v16i32", INTS, *sizes)
+    size = reduce(lambda one, other: inner.intrinsic("llvm.umax.v16i32", INTS, one, other), sizes)
     largest = inner.bitcast(inner.intrinsic("llvm.vector.reduce.umax.v16i32", I32, size), F32)
     most = ir.Constant(F32, _LARGEST[kind.digits])
     small = inner.fcmp_ordered("<", largest, ir.Constant(F32, 2.0**-100))  # of which the inverse may not exist
     inverse = inner.spread(inner.select(small, ir.Constant(F32, 0.0), inner.fdiv(most, largest)))
-    place = inner.at(inner.times(chunk, groups), group)
-    step = inner.at(inner.times(place, kind.rows), row)
-    inner.write(inner.fdiv(largest, most), inner.at(given["steps"], inner.times(step, 4)))
+    place = inner.at(inner.times(chunk, spans), span)
+    inner.write(
+        inner.fdiv(largest, most), inner.at(given["steps"], inner.times(place, 4 * kind.rows), inner.times(row, 4))
+    )
     numbers = [inner.fptosi(inner.intrinsic("llvm.rint.v16f32", FLOATS, inner.fmul(one, inverse)), INTS) for one in x]
     digits = [numbers]
     if kind.digits == 2:
         high = [inner.ashr(inner.add(one, every(128)), every(8)) for one in numbers]
         digits = [high, [inner.sub(one, inner.shl(h, every(8))) for one, h in zip(numbers, high, strict=True)]]
-    offset = 1 << (kind.bits - 1)
+    sums = kind.span // kind.summed
     for number, digit in enumerate(digits):
-        line = inner.at(inner.times(inner.at(inner.times(place, kind.digits), number), kind.rows), row)
-        for half, values in enumerate(digit):
-            at = inner.at(given["digits"], inner.times(line, GROUP), half * TILE)
-            inner.write(inner.trunc(values, ir.VectorType(I8, TILE)), at)
-        total = inner.intrinsic("llvm.vector.reduce.add.v16i32", I32, inner.add(*digit))
-        inner.write(inner.mul(total, I32(-offset)), inner.at(given["offsets"], inner.times(line, 4)))
+        for at, values in enumerate(digit):
+            group = inner.at(inner.times(place, kind.span), at // halves)
+            line = inner.at(inner.times(inner.at(inner.times(group, kind.digits), number), kind.rows), row)
+            where = inner.at(given["digits"], inner.times(line, GROUP), at % halves * TILE)
+            inner.write(inner.trunc(values, ir.VectorType(I8, TILE)), where)
+        each = halves * kind.summed
+        for at in range(sums):
+            total = reduce(inner.add, digit[at * each : (at + 1) * each])
+            total = inner.intrinsic("llvm.vector.reduce.add.v16i32", I32, total)
+            sum_ = inner.at(inner.times(place, sums), at)
+            line = inner.at(inner.times(inner.at(inner.times(sum_, kind.digits), number), kind.rows), row)
+            offset = I32(-(1 << (kind.bits - 1)))
+            inner.write(inner.mul(total, offset), inner.at(given["offsets"], inner.times(line, 4)))
     inner.again(own, done).ret_void()
 
 
 def _multiplier(module: ir.Module, kind: Kind) -> None:
     """This thread's share of the tiles, each times all chunks of tokens."""
     code, given = begin(module, "multiply", _MULTIPLIER)
-    tiles, groups = given["tiles"], given["groups"]
+    tiles, spans = given["tiles"], given["spans"]
     start, count, code = share(code, tiles)
     number, code, done = code.counted(count, "tiles")
     tile = code.at(number, start)
     chunk, code, after = code.counted(given["chunks"], "chunks")
     first = code.times(chunk, kind.rows)  # its first token
-    weights = code.at(given["weights"], code.times(tile, groups, _bytes(kind)))
-    scales = code.at(given["scales"], code.times(tile, groups, 2 * TILE) if kind.bits == 4 else code.times(tile, 64))
-    group, inner, behind = code.counted(groups, "groups")
+    weights = code.at(given["weights"], code.times(tile, spans, kind.span * _bytes(kind)))
+    of_tile = 64 if kind.bits == 8 else code.times(spans, 2 * TILE * kind.span)
+    scales = code.at(given["scales"], code.times(tile, of_tile))
+    span, inner, behind = code.counted(spans, "spans")
     totals = [inner.phi(FLOATS) for _ in range(kind.rows)]
     for total in totals:
         total.add_incoming(every(0.0, FLOATS), code.block)
-    place = inner.at(inner.times(chunk, groups), group)
-    sums = _group_sums(inner, kind, given, inner.at(weights, inner.times(group, _bytes(kind))), place)
+    place = inner.at(inner.times(chunk, spans), span)
+    own = inner.at(weights, inner.times(span, kind.span * _bytes(kind)))
+    found: list[Any] = []
+    for at in range(kind.span // kind.summed):
+        sums = [inner.sitofp(one, FLOATS) for one in _sums(inner, kind, given, own, place, at)]
+        if kind.bits == 4:
+            scale = inner.at(scales, inner.times(span, 2 * TILE * kind.span), 2 * TILE * at)
+            factor = inner.widened(inner.read(HALVES, scale))
+            if found:
+                found = [inner.fma(one, factor, sum_) for one, sum_ in zip(sums, found, strict=True)]
+                continue
+            sums = [inner.fmul(one, factor) for one in sums]
+        found = sums
     steps = inner.at(given["steps"], inner.times(place, 4 * kind.rows))
-    scale = (
-        inner.widened(inner.read(HALVES, inner.at(scales, inner.times(group, 2 * TILE)))) if kind.bits == 4 else None
-    )
-    found = []
     for row, total in enumerate(totals):
-        step = inner.spread(inner.read(F32, inner.at(steps, 4 * row)))
-        step = step if scale is None else inner.fmul(step, scale)
-        found.append(inner.intrinsic("llvm.fma.v16f32", FLOATS, inner.sitofp(sums[row], FLOATS), step, total))
-        total.add_incoming(found[-1], inner.block)
-    code = inner.again(group, behind)
+        found[row] = inner.fma(found[row], inner.spread(inner.read(F32, inner.at(steps, 4 * row))), total)
+        total.add_incoming(found[row], inner.block)
+    code = inner.again(span, behind)
     for row, value in enumerate(found):
         value = value if kind.bits == 4 else code.fmul(value, code.read(FLOATS, scales))
-        value = code.narrowed(value) if kind.dtype == torch.bfloat16 else value
         at = code.times(code.at(code.times(code.at(first, row), tiles), tile), TILE * kind.dtype.itemsize)
-        code.write(value, code.at(given["out"], at))
+        code.put(kind.dtype, value, code.at(given["out"], at))
     code = code.again(chunk, after)
     code.again(number, done).ret_void()
 
@@ -260,34 +289,39 @@ def _bytes(kind: Kind) -> int:
     return GROUP * TILE * kind.bits // 8
 
 
-def _group_sums(code: Code, kind: Kind, given: dict[str, Any], weights: Any, place: Any) -> list[Any]:
-    """Of a tile and a group, for each token of a chunk (16) int32: the sums of products, in units of their steps.
+def _sums(code: Code, kind: Kind, given: dict[str, Any], weights: Any, place: Any, at: int) -> list[Any]:
+    """Of a tile and the groups that make one of a span's sums, for each token of a chunk (16) int32: the sums of
+    products, in units of their steps.
 
     Args:
-        weights: their address.
-        place: of the group among those of all chunks.
+        weights: the address of the span's. place: of the span among those of all chunks. at: which sum.
     """
-    lines = kind.digits * kind.rows
-    numbers = code.at(given["digits"], code.times(place, lines * GROUP))
-    offsets = code.at(given["offsets"], code.times(place, lines * 4))
+    lines, sums_of_span = kind.digits * kind.rows, kind.span // kind.summed
+    numbers = code.at(given["digits"], code.times(place, kind.span * lines * GROUP))
+    offsets = code.at(given["offsets"], code.times(place, sums_of_span * lines * 4), at * lines * 4)
     sums = [code.spread(code.read(I32, code.at(offsets, 4 * line))) for line in range(lines)]
-    fours = []
-    for piece in range(0, _bytes(kind), 64):
-        some = code.read(INTS, code.at(weights, piece))
-        if kind.rows > 3:
-            ahead = code.inttoptr(code.at(weights, piece + _AHEAD), I8.as_pointer())
-            code.intrinsic("llvm.prefetch.p0", ir.VoidType(), ahead, I32(0), I32(3), I32(1))
-        low = every(0x0F0F0F0F)
-        fours += [some] if kind.bits == 8 else [code.and_(some, low), code.and_(code.lshr(some, every(4)), low)]
-    digits = [
-        [code.spread(code.read(I32, code.at(numbers, GROUP * line + 4 * four))) for line in range(lines)]
-        for four in range(len(fours))
-    ]
-    if kernels.has("avx2") and not (kernels.has("avx512vnni") or kernels.has("avxvnni")):
-        sums = _avx2_sums(code, kind, fours, digits, [every(0)] * lines if kind.bits == 8 else sums)
-    else:
-        for four, some in zip(fours, digits, strict=True):
-            sums = [_dot(code, *each) for each in zip(sums, [four] * lines, some, strict=True)]
+    avx2 = kernels.has("avx2") and not (kernels.has("avx512vnni") or kernels.has("avxvnni"))
+    if avx2 and kind.bits == 8:
+        sums = [every(0)] * lines
+    for group in range(at * kind.summed, (at + 1) * kind.summed):
+        fours = []
+        for piece in range(group * _bytes(kind), (group + 1) * _bytes(kind), 64):
+            some = code.read(INTS, code.at(weights, piece))
+            if kind.rows > 3:
+                ahead = code.inttoptr(code.at(weights, piece + _AHEAD), I8.as_pointer())
+                code.intrinsic("llvm.prefetch.p0", ir.VoidType(), ahead, I32(0), I32(3), I32(1))
+            low = every(0x0F0F0F0F)
+            fours += [some] if kind.bits == 8 else [code.and_(some, low), code.and_(code.lshr(some, every(4)), low)]
+        own = code.at(numbers, group * lines * GROUP)
+        digits = [
+            [code.spread(code.read(I32, code.at(own, GROUP * line + 4 * four))) for line in range(lines)]
+            for four in range(len(fours))
+        ]
+        if avx2:
+            sums = _avx2_sums(code, kind, fours, digits, sums)
+        else:
+            for four, some in zip(fours, digits, strict=True):
+                sums = [_dot(code, *each) for each in zip(sums, [four] * lines, some, strict=True)]
     if kind.digits == 1:
         return sums
     return [

@@ -2,7 +2,7 @@
 
 Linear layers and the output embedding keep integers and scales alone; the input embedding stays. In "int8" a weight has
 8 bits, and each output a scale. In "int4" a weight has 4 bits, and each output a scale for every 32 inputs, but for the
-output embedding, which keeps 8 bits. Activations are rounded too, each token's by itself with a scale for every 32: in
+output embedding, which keeps 8 bits. Activations are rounded too, each token's by itself with a scale for every 128: in
 bfloat16, which has 8 bits itself, to 8 bits; in float32 to 16 bits, so that what is lost is lost by the weights.
 
 It is another model than the unquantised one, and plain and drafted decoding run the same: what a layer gives for a

@@ -91,6 +91,20 @@ def tree_forward(
     return node_states(target, support, cache, tree.tokens, *tree_inputs(target, support, cache, tree), layers)
 
 
+def tree_logits(
+    target: Target, support: Support, cache: KVCache, tree: TokenTree, layers: Sequence[int] = (-1,)
+) -> tuple[Tensor, Tensor]:
+    """``tree_forward``, and the logits (B, N, V) of the last of these layers, which is the target's last."""
+    positions, masks = tree_inputs(target, support, cache, tree)
+    read = None
+    if support.fused is not None and support.fused.serves(tree.tokens, masks, cache):
+        states, read = support.fused(tree.tokens, positions, masks, cache, layers, True)
+    else:
+        states = node_states(target, support, cache, tree.tokens, positions, masks, layers)
+    last = states if len(layers) == 1 else states[..., -target.hidden_size :]
+    return states, target.logits(last, None if read is None else lambda _: read)
+
+
 def node_states(
     target: Target,
     support: Support,
@@ -102,7 +116,7 @@ def node_states(
 ) -> Tensor:
     """``tree_forward`` where positions and masks are at hand."""
     if support.fused is not None and support.fused.serves(tokens, masks, cache):
-        return support.fused(tokens, positions, masks, cache, layers)
+        return support.fused(tokens, positions, masks, cache, layers)[0]
     with attending(target, support):
         return target.hidden(tokens, attention_mask=masks, position_ids=positions, cache=cache, layers=layers)
 

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.activations import SiLUActivation
 
 from shape.target import elements, floats, integers
+from shape.target.families import hooked, is_hooked, is_known, is_plain_mlp
 from shape.target.inference import keeps_frequencies, states_of
 from shape.target.kernels import TILE, Buffers, Made, Pool, Program, bits, row_bytes
 from shape.target.prepack import PrepackedForward
@@ -33,7 +33,6 @@ from shape.target.rotary import RotaryTable
 
 MOST = 512  # tokens of all sequences together; for more torch's own calls cost little
 _KEPT = 64  # programs, of which each has its own buffers
-_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _DTYPES = (torch.bfloat16, torch.float32)
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 _END, _CAPACITY, _SCRATCH, _SCRATCH_BYTES, _SLOTS, _MASKS = range(6)  # places of what changes from call to call
@@ -55,10 +54,11 @@ class FusedLayers:
 
     Args:
         kinds: of attention, by layer; None stands for one kind.
+        head: the output embedding, where logits are asked for.
     """
 
-    def __init__(self, body: Any, config: PretrainedConfig, kinds: list[str] | None = None) -> None:
-        self._body, self._config = body, config
+    def __init__(self, body: Any, config: PretrainedConfig, kinds: list[str] | None = None, head: Any = None) -> None:
+        self._body, self._config, self.head = body, config, head
         attention = body.layers[0].self_attn
         self.scale, self.size = attention.scaling, attention.head_dim
         self.heads, self.shared = config.num_attention_heads, config.num_key_value_heads
@@ -90,13 +90,13 @@ class FusedLayers:
         self._table: RotaryTable | None = None
 
     @classmethod
-    def of(cls, body: Any, config: PretrainedConfig) -> Self | None:
+    def of(cls, body: Any, config: PretrainedConfig, head: Any = None) -> Self | None:
         """None for targets of other families."""
-        if not any(_is_of(family, body) for family in _FAMILIES) or len(body.layers) != config.num_hidden_layers:
+        if not is_known(body) or len(body.layers) != config.num_hidden_layers:
             return None
         if body.layers[0].self_attn.head_dim != 2 * len(body.rotary_emb.inv_freq):  # all of a head is turned
             return None
-        made = cls(body, config, getattr(config, "layer_types", None))
+        made = cls(body, config, getattr(config, "layer_types", None), head)
         return made if made._unchanged() else None
 
     def serves(self, input_ids: Tensor, mask: Tensor | dict[str, Tensor] | None, cache: Any) -> bool:
@@ -140,8 +140,10 @@ class FusedLayers:
         mask: Tensor | dict[str, Tensor] | None,
         cache: Any,
         layers: Sequence[int],
-    ) -> Tensor:
-        """As ``shape.verification.forward.node_states``.
+        logits: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As ``shape.verification.forward.node_states``, and what the output embedding reads off the last layer's
+        states, (B, N, V), where that is asked for and it is in the kernels' blocks.
 
         Args:
             mask: (B, 1, N, K) in the target's dtype, one for all layers or one for each kind.
@@ -152,7 +154,7 @@ class FusedLayers:
         masks = [mask[kind] if isinstance(mask, dict) else mask for kind in self.kinds]
         end = cache.slots.longest + nodes
         turn = self._turned(x, position_ids, end)
-        with self.program(Forward, batch, nodes, mask is not None, tuple(layers)) as forward:
+        with self.program(Forward, batch, nodes, mask is not None, tuple(layers), logits) as forward:
             return forward(x, turn, cache, cache.slots.next(nodes, x.device), end, masks)
 
     def _renew(self) -> None:
@@ -163,7 +165,7 @@ class FusedLayers:
     def _rotary_table(self) -> RotaryTable | None:
         """None where its frequencies change with a text's length."""
         rotary, like = self._body._modules["rotary_emb"], torch.empty(0, dtype=self.weights[0]["weight"].dtype)
-        if _is_hooked(rotary) or not keeps_frequencies(rotary):
+        if is_hooked(rotary) or not keeps_frequencies(rotary):
             return None
         return RotaryTable(lambda positions: [part[0] for part in rotary(like, positions[None])])
 
@@ -181,7 +183,7 @@ class FusedLayers:
     def _unchanged(self) -> bool:
         return (
             _hold(self._places)
-            and not any(map(_hooked, self._hooks))
+            and not any(map(hooked, self._hooks))
             and not any("forward" in own for own in self._attributes)
         )
 
@@ -198,7 +200,7 @@ class _Sources:
             self._places += [(mlp._modules, name, mlp._modules.get(name)) for name in _MLP]
         rotary = of._body._modules.get("rotary_emb")
         self._places.append((of._body._modules, "rotary_emb", rotary))
-        modules = [module for _, _, module in self._places if module is not None]
+        modules = [module for module in (*(one for *_, one in self._places), of.head) if module is not None]
         self._hooks = [own for one in modules for own in (one._forward_hooks, one._forward_pre_hooks)]
         self._attributes = [vars(one) for one in modules]
         self._forwards = [own.get("forward") for own in self._attributes]
@@ -224,11 +226,18 @@ class Forward:
     Args:
         masked: whether masks are given.
         layers: whose states are asked for.
+        logits: whether logits are.
     """
 
     @torch.inference_mode(False)  # buffers outlive the mode in which they are made
     def __init__(
-        self, of: FusedLayers, batch: int, nodes: int, masked: bool = False, layers: tuple[int, ...] = (-1,)
+        self,
+        of: FusedLayers,
+        batch: int,
+        nodes: int,
+        masked: bool = False,
+        layers: tuple[int, ...] = (-1,),
+        logits: bool = False,
     ) -> None:
         self._of, self._shape, self._masked = of, (batch, nodes), masked
         weight: Tensor = of.norms[-1][0]["norm"].weight
@@ -246,7 +255,10 @@ class Forward:
         self._steps: list[Program | Callable[[], Any]] = []
         self._buffers = Buffers()
         self._program = Program(self._buffers)
+        self._logits: tuple[torch.Size, list[tuple[Any, int]]] | None = None  # where their address goes
         self._build(layers)
+        if logits:
+            self._read()
         self._end()
 
     def _build(self, layers: tuple[int, ...]) -> None:
@@ -259,12 +271,19 @@ class Forward:
             self._take(wanted, number + 1, self._x if number + 1 < count else y)
             seen = y
 
+    def _read(self) -> None:
+        """Logits, into memory of each call's own."""
+        if (packed := blocks_of(self._of.head)) is not None:
+            self._program.buffers = Buffers()  # which would hold that memory
+            (found,) = self._linear({"head": self._of.head}, ["head"], self._y, [packed.outputs])
+            self._width, self._logits = packed.outputs, (found.shape, self._program.vacate(found))
+
     def _through(self, layer: _Layer, number: int, seen: Tensor) -> None:
         """A layer, and the norm behind it: y is what the next one attends from."""
         of, y = self._of, self._y
         self._buffers.again()
         self._attend(layer, number, seen)
-        grain = gcd(of.heads * of.size, integers.GROUP)
+        grain = integers.grain_of(of.heads * of.size)
         (found,) = self._linear(layer.attention, _ATTENTION[3:], self._attended, [y.shape[1]], grain)
         self._norm(*of.norms[2 * number + 1], y, added=found)
         self._norm(*of.norms[2 * number + 2], y, added=self._mlp(layer.parts["mlp"], y))
@@ -282,8 +301,8 @@ class Forward:
         slots: Tensor,
         end: int,
         masks: Sequence[Tensor | None],
-    ) -> Tensor:
-        """States (B, N, layers H).
+    ) -> tuple[Tensor, Tensor | None]:
+        """States (B, N, layers H), and logits (B, N, V) where it makes these.
 
         Args:
             x: (B, N, H), embeddings. turn: cosines and sines (B or 1, N or 1, D).
@@ -292,8 +311,15 @@ class Forward:
             masks: by kind of attention.
         """
         self._x.copy_(x.view(self._x.shape))
+        logits = None
+        if self._logits is not None:
+            shape, places = self._logits
+            logits = torch.empty(shape, dtype=self._dtype)
+            for array, at in places:
+                array[at] = logits.data_ptr()
         self.run(turn, cache, slots, end, masks)
-        return self._out.view(*self._shape, -1).clone()
+        states = self._out.view(*self._shape, -1).clone()
+        return states, None if logits is None else logits[: self._tokens, : self._width].reshape(*self._shape, -1)
 
     def run(
         self,
@@ -386,11 +412,11 @@ class Forward:
         self._program.wait()
 
     def _mlp(self, mlp: Any, y: Tensor) -> Tensor:
-        if not _plain(mlp):
+        if not is_plain_mlp(mlp):
             return self._called(mlp, y, y.shape[1])
         width = self._of._config.intermediate_size
         gate, up = self._linear(mlp._modules, _MLP[:2], y, [width] * 2)
-        active, grain = self._temporary(len(y), width), gcd(width, integers.GROUP)
+        active, grain = self._temporary(len(y), width), integers.grain_of(width)
         given = (gate, row_bytes(gate), up, row_bytes(up), active, row_bytes(active), width // grain, len(y))
         self._program.add(elements.gated(self._dtype, grain), *given)
         return self._linear(mlp._modules, _MLP[2:], active, [y.shape[1]], grain)[0]
@@ -446,7 +472,7 @@ class Forward:
 def blocks_of(module: Any) -> floats.Packed | integers.Packed | None:
     """A linear layer's weight in the blocks of a kernel, where it is one of ours as it came."""
     own = vars(module).get("forward")
-    if _is_hooked(module):
+    if is_hooked(module):
         return None
     if isinstance(own, PrepackedForward):
         packed = own.packed()
@@ -458,41 +484,3 @@ def blocks_of(module: Any) -> floats.Packed | integers.Packed | None:
 
 def _hold(places: list[_Place]) -> bool:
     return all(parts.get(name) is module for parts, name, module in places)
-
-
-def _plain(mlp: Any) -> bool:
-    """Whether it is down(silu(gate(x)) up(x)) of its layers, and nothing else."""
-    names = (_module(family, "MLP") for family in _FAMILIES)
-    own = (type(mlp).__module__, type(mlp).__name__) in names and "forward" not in vars(mlp)
-    return own and not _is_hooked(mlp) and type(mlp.act_fn) is SiLUActivation
-
-
-def _is_hooked(module: Any) -> bool:
-    return any(_hooked(own) for own in (module._forward_hooks, module._forward_pre_hooks) if own)
-
-
-def _hooked(hooks: dict[int, Any]) -> bool:
-    """Whether there is any but transformers' own, which do nothing unless the model itself is asked for states."""
-    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks.values())
-
-
-def _module(family: str, part: str) -> tuple[str, str]:
-    """Where transformers has a family's class, and its name."""
-    return f"transformers.models.{family.lower()}.modeling_{family.lower()}", family + part
-
-
-def _is_of(family: str, body: Any) -> bool:
-    def known(module: Any, part: str) -> bool:
-        return (type(module).__module__, type(module).__name__) == _module(family, part)
-
-    def block_is(block: Any) -> bool:
-        norms = (block.input_layernorm, block.post_attention_layernorm)
-        own = known(block, "DecoderLayer") and known(block.self_attn, "Attention")
-        return own and all(known(norm, "RMSNorm") for norm in norms)
-
-    return (
-        known(body, "Model")
-        and known(body.norm, "RMSNorm")
-        and len(body.layers) > 0
-        and all(map(block_is, body.layers))
-    )

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shape.target import integers, kernels
-from shape.target.integers import GROUP, product
+from shape.target.integers import GROUP, grain_of, product
 from shape.target.quantize import pack, unpack
 
 KINDS = [(bits, dtype) for bits in (8, 4) for dtype in (torch.float32, torch.bfloat16)]
@@ -30,7 +30,7 @@ def tokens(dtype: torch.dtype, *shape: int) -> Tensor:
 
 def rounded(x: Tensor) -> Tensor:
     """Activations as the kernels round them, (..., K) float64."""
-    groups = x.double().unflatten(-1, (-1, GROUP))
+    groups = x.double().unflatten(-1, (-1, grain_of(x.shape[-1])))
     step = groups.abs().amax(-1, keepdim=True) / (127 if x.dtype == torch.bfloat16 else 127 * 256)
     return ((groups / step).round() * step).nan_to_num(0.0).flatten(-2)
 
@@ -90,12 +90,13 @@ def test_other_instructions_give_the_same(bits, dtype, count, features, monkeypa
             one.cache_clear()
 
 
+@pytest.mark.parametrize("inputs", [64, 128])
 @pytest.mark.parametrize(("bits", "dtype"), KINDS)
-def test_the_largest_products_fit(bits, dtype):
+def test_the_largest_products_fit(bits, dtype, inputs):
     """Where an instruction would saturate: weights and activations, and their low digits, all as large as can be."""
-    weights, scales = pack(torch.stack([torch.ones(64), -torch.ones(64)]), bits)
+    weights, scales = pack(torch.stack([torch.ones(inputs), -torch.ones(inputs)]), bits)
     meant = unpack(weights, scales.view(torch.uint8), torch.arange(2), bits).double()
-    x = torch.full((4, 64), 127.0 * 256)
+    x = torch.full((4, inputs), 127.0 * 256)
     x[1:3, 1:] = torch.tensor([[126 * 256 + 128.0], [128.0]])  # these digits are 127 and -128, 1 and -128
     x[3:] *= -1
     x = x.to(dtype)

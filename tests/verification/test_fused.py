@@ -14,7 +14,7 @@ from shape.target.model import Target
 from shape.target.prepack import prepack
 from shape.target.quantize import quantize_model
 from shape.verification.cache import KVCacheLayer
-from shape.verification.forward import new_cache, prefill, tree_forward
+from shape.verification.forward import new_cache, prefill, tree_forward, tree_logits
 from shape.verification.fused import MOST, FusedLayers
 from shape.verification.probe import probe, support_of
 from shape.verification.tree import TokenTree, root_only
@@ -225,6 +225,43 @@ def test_caches_that_transform_what_they_hold_are_left_to_the_target(tiny_model)
         cache = new_cache(target, support_of(target), 1, 20)
         cache.layers = [Doubling(one.slots, one.keys, one.values) for one in cache.views]
         assert not target.support.fused.serves(torch.zeros(1, 1, dtype=torch.int64), None, cache)
+
+
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("layers", [(-1,), (0, 1, -1)])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4", "stock", "hooked"])
+def test_logits_are_those_that_the_target_reads_off_the_states(tiny_model, kind, layers, single):
+    """Bit for bit, by the same kernels or by the output embedding itself, where it has others or a hook; with a bias
+    too, and new ones once its weights have changed.
+    """
+    model, seen = deepcopy(tiny_model("llama", torch.float32 if kind == "float32" else torch.bfloat16)), []
+    model.lm_head.bias = torch.nn.Parameter(torch.randn(model.config.vocab_size, dtype=model.dtype))
+    if kind.startswith("int"):
+        quantize_model(model, kind)
+    else:
+        prepack(model, True)
+    if kind == "stock":
+        del model.lm_head.forward
+    target = Target(model)
+    support = support_of(target)
+    if kind == "hooked":
+        model.lm_head.register_forward_hook(lambda *_: seen.append(True))
+    for change in range(2):
+        cache = new_cache(target, support, 2, 24)
+        ids = torch.arange(24).view(2, 12)
+        prefill(target, cache, ids, [12, 9])
+        tree = root_only(ids[:, 0]) if single else TokenTree(ids[:, :6], torch.tensor([PARENTS] * 2))
+        seen.clear()
+        with torch.inference_mode():
+            states, logits = tree_logits(target, support, cache, tree, layers)
+            assert len(seen) == (kind == "hooked")
+            assert torch.equal(states, tree_forward(target, support, cache, tree, layers))
+            assert torch.equal(logits, target.logits(states[..., -target.hidden_size :]))
+        if change == 0 and not kind.startswith("int"):
+            with torch.no_grad():
+                model.lm_head.weight.mul_(2)
+            before = logits
+    assert kind.startswith("int") or not torch.equal(logits, before)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
