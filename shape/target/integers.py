@@ -72,9 +72,9 @@ class Kind:
     span: int
 
     @property
-    def summed(self) -> int:
-        """Groups whose products are added as integers: those that share both scales."""
-        return self.span if self.bits == 8 else 1
+    def sums(self) -> int:
+        """Of a span: products are added as integers where they share both scales."""
+        return 1 if self.bits == 8 else self.span
 
 
 @dataclass(frozen=True)
@@ -134,12 +134,12 @@ class Packed:
         tokens, groups = len(x), self.inputs // GROUP
         chunks = -(-tokens // _MOST_ROWS[self.digits or _DIGITS[x.dtype]])
         kind = self._kind(x.dtype, -(-tokens // chunks))
+        spans = groups // kind.span
         made = Digits(
             program.buffers.empty(chunks, groups, kind.digits, kind.rows, GROUP, dtype=torch.int8),
-            program.buffers.empty(chunks, groups // kind.summed, kind.digits, kind.rows, dtype=torch.int32),
-            program.buffers.empty(chunks, groups // kind.span, kind.rows, dtype=torch.float32),
+            program.buffers.empty(chunks, spans * kind.sums, kind.digits, kind.rows, dtype=torch.int32),
+            program.buffers.empty(chunks, spans, kind.rows, dtype=torch.float32),
         )
-        spans = groups // kind.span
         given = (x, made.numbers, made.offsets, made.steps, x.numel() // grain, grain // GROUP // kind.span, spans)
         program.add(_kernels(kind)["quantise"], *given)
         return made
@@ -224,19 +224,18 @@ def _quantiser(module: ir.Module, kind: Kind) -> None:
     if kind.digits == 2:
         high = [inner.ashr(inner.add(one, every(128)), every(8)) for one in numbers]
         digits = [high, [inner.sub(one, inner.shl(h, every(8))) for one, h in zip(numbers, high, strict=True)]]
-    sums = kind.span // kind.summed
+    each = len(x) // kind.sums
     for number, digit in enumerate(digits):
         for at, values in enumerate(digit):
             group = inner.at(inner.times(place, kind.span), at // halves)
             line = inner.at(inner.times(inner.at(inner.times(group, kind.digits), number), kind.rows), row)
             where = inner.at(given["digits"], inner.times(line, GROUP), at % halves * TILE)
             inner.write(inner.trunc(values, ir.VectorType(I8, TILE)), where)
-        each = halves * kind.summed
-        for at in range(sums):
+        for at in range(kind.sums):
             total = reduce(inner.add, digit[at * each : (at + 1) * each])
             total = inner.intrinsic("llvm.vector.reduce.add.v16i32", I32, total)
-            sum_ = inner.at(inner.times(place, sums), at)
-            line = inner.at(inner.times(inner.at(inner.times(sum_, kind.digits), number), kind.rows), row)
+            number_of_sum = inner.at(inner.times(place, kind.sums), at)
+            line = inner.at(inner.times(inner.at(inner.times(number_of_sum, kind.digits), number), kind.rows), row)
             offset = I32(-(1 << (kind.bits - 1)))
             inner.write(inner.mul(total, offset), inner.at(given["offsets"], inner.times(line, 4)))
     inner.again(own, done).ret_void()
@@ -261,15 +260,16 @@ def _multiplier(module: ir.Module, kind: Kind) -> None:
     place = inner.at(inner.times(chunk, spans), span)
     own = inner.at(weights, inner.times(span, kind.span * _bytes(kind)))
     found: list[Any] = []
-    for at in range(kind.span // kind.summed):
+    for at in range(kind.sums):
         sums = [inner.sitofp(one, FLOATS) for one in _sums(inner, kind, given, own, place, at)]
         if kind.bits == 4:
             scale = inner.at(scales, inner.times(span, 2 * TILE * kind.span), 2 * TILE * at)
             factor = inner.widened(inner.read(HALVES, scale))
-            if found:
-                found = [inner.fma(one, factor, sum_) for one, sum_ in zip(sums, found, strict=True)]
-                continue
-            sums = [inner.fmul(one, factor) for one in sums]
+            before = found or [None] * kind.rows
+            sums = [
+                inner.fmul(one, factor) if total is None else inner.fma(one, factor, total)
+                for one, total in zip(sums, before, strict=True)
+            ]
         found = sums
     steps = inner.at(given["steps"], inner.times(place, 4 * kind.rows))
     for row, total in enumerate(totals):
@@ -296,14 +296,14 @@ def _sums(code: Code, kind: Kind, given: dict[str, Any], weights: Any, place: An
     Args:
         weights: the address of the span's. place: of the span among those of all chunks. at: which sum.
     """
-    lines, sums_of_span = kind.digits * kind.rows, kind.span // kind.summed
+    lines, groups = kind.digits * kind.rows, kind.span // kind.sums
     numbers = code.at(given["digits"], code.times(place, kind.span * lines * GROUP))
-    offsets = code.at(given["offsets"], code.times(place, sums_of_span * lines * 4), at * lines * 4)
+    offsets = code.at(given["offsets"], code.times(place, kind.sums * lines * 4), at * lines * 4)
     sums = [code.spread(code.read(I32, code.at(offsets, 4 * line))) for line in range(lines)]
     avx2 = kernels.has("avx2") and not (kernels.has("avx512vnni") or kernels.has("avxvnni"))
     if avx2 and kind.bits == 8:
         sums = [every(0)] * lines
-    for group in range(at * kind.summed, (at + 1) * kind.summed):
+    for group in range(at * groups, (at + 1) * groups):
         fours = []
         for piece in range(group * _bytes(kind), (group + 1) * _bytes(kind), 64):
             some = code.read(INTS, code.at(weights, piece))
