@@ -29,6 +29,8 @@ TILE = 16  # outputs of a tile: one vector of 32-bit numbers, or what a CPU make
 PARALLEL = 1 << 18  # multiplications that are worth waking threads for
 _FEW = 16  # tokens, for which products are kept ready: more have larger buffers, and time enough
 _KEPT = 256  # such products
+_LINE = 64  # bytes of a cache line
+_SPINS = 2048  # looks at the others' arrival, behind which the core is offered to others before each
 Made = TypeVar("Made")
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -98,6 +100,8 @@ class Program:
         self._steps: list[int] = []
         self._kept: list[Any] = []
         self._array: Any = None
+        self._counts = (ctypes.c_int64 * (2 * _LINE // 8))()
+        self._arrived = -ctypes.addressof(self._counts) % _LINE // 8  # which of them begins a cache line
 
     def __len__(self) -> int:
         return len(self._steps) // 3
@@ -128,8 +132,10 @@ class Program:
     def run(self, work: int) -> None:
         """By torch's threads, where so many multiplications are worth waking them for."""
         threads = torch.get_num_threads() if work >= PARALLEL else 1
-        if self._array is None or len(self._array) != len(self._steps) + 1:
-            self._array = (ctypes.c_int64 * (len(self._steps) + 1))(len(self), *self._steps)
+        if self._array is None or len(self._array) != len(self._steps) + 2:
+            arrived = ctypes.addressof(self._counts) + 8 * self._arrived
+            self._array = (ctypes.c_int64 * (len(self._steps) + 2))(len(self), arrived, *self._steps)
+        self._counts[self._arrived] = 0
         library = openmp()
         if library is None:
             ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_runner())(ctypes.addressof(self._array))
@@ -223,27 +229,58 @@ class _Product:
 
 @cache
 def _runner() -> int:
-    """The address of what each thread runs, given a program's array."""
+    """The address of what each thread runs, given a program's array: the number of its steps, the address of a 0, at
+    which threads that have come to a wait are counted, and the steps.
+
+    Threads wait by looking, as most waits are shorter than a microsecond; OpenMP's own barrier calls the system.
+    """
     module = ir.Module()
     code = Code(ir.Function(module, ir.FunctionType(ir.VoidType(), [I64]), "run").append_basic_block())
     given, thread, threads = code.function.args[0], I64(0), I64(1)
     if openmp() is not None:
         thread = code.zext(code.intrinsic("omp_get_thread_num", I32), I64)
         threads = code.zext(code.intrinsic("omp_get_num_threads", I32), I64)
+    arrived = code.inttoptr(code.read(I64, code.at(given, 8)), I64.as_pointer())
+    start = code.block
     number, code, done = code.counted(code.read(I64, given), "steps")
-    step = code.at(given, 8, code.times(number, 24))
+    before = code.phi(I64)  # arrivals, of all threads, at the waits so far
+    before.add_incoming(I64(0), start)
+    step = code.at(given, 16, code.times(number, 24))
     kernel, arguments, wait = (code.read(I64, code.at(step, at)) for at in (0, 8, 16))
     kind = ir.FunctionType(ir.VoidType(), [I64.as_pointer(), I64, I64]).as_pointer()
     code.call(code.inttoptr(kernel, kind), [code.inttoptr(arguments, I64.as_pointer()), thread, threads])
+    expected = code.add(before, code.mul(wait, threads))
     if openmp() is not None:
         waiting, on = code.append_basic_block("waiting"), code.append_basic_block("on")
         code.cbranch(code.icmp_unsigned("==", wait, I64(0)), on, waiting)
         code = Code(waiting)
-        code.intrinsic("GOMP_barrier", ir.VoidType())
-        code.branch(on)
+        code.atomic_rmw("add", arrived, I64(1), "acq_rel")
+        _look(code, arrived, expected, on)
         code = Code(on)
+    before.add_incoming(expected, code.block)
     code.again(number, done).ret_void()
     return compiled(module)["run"]
+
+
+def _look(code: "Code", arrived: Any, expected: Any, on: Any) -> None:
+    """Go on once so many have arrived."""
+    look, relax, offer = (code.append_basic_block(name) for name in ("look", "relax", "offer"))
+    start = code.block
+    code.branch(look)
+    code = Code(look)
+    looks = code.phi(I64)
+    looks.add_incoming(I64(0), start)
+    code.cbranch(code.icmp_unsigned(">=", code.load_atomic(arrived, "acquire", 8), expected), on, relax)
+    code = Code(relax)
+    if has("sse2"):
+        code.intrinsic("llvm.x86.sse2.pause", ir.VoidType())
+    more = code.add(looks, I64(1))
+    looks.add_incoming(more, relax)
+    code.cbranch(code.icmp_unsigned("<", more, I64(_SPINS)), look, offer)
+    code = Code(offer)
+    code.intrinsic("sched_yield", I32)
+    looks.add_incoming(more, offer)
+    code.branch(look)
 
 
 @cache
@@ -263,8 +300,9 @@ def compiled(module: ir.Module) -> dict[str, int]:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     if (library := openmp()) is not None:
-        for name in ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier"):
+        for name in ("omp_get_thread_num", "omp_get_num_threads"):
             llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
+        llvm.add_symbol("sched_yield", ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value)
     target = llvm.Target.from_default_triple()
     features = llvm.get_host_cpu_features().flatten() + (",-prefer-256-bit" if has("avx512f") else "")
     machine = target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=features, opt=2, jit=True)

@@ -3,6 +3,7 @@ products are made once for all weights of a layout.
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import pytest
 import torch
@@ -59,6 +60,36 @@ def test_damaged_code_is_made_anew(made, tmp_path, damage):
 def test_nowhere_to_keep_it_is_no_error(made, tmp_path):
     (tmp_path / "cache").write_text("no folder")
     assert answer(kernel()) == ANSWER == answer(kernel()) and len(made) == 2
+
+
+@cache
+def neighbours() -> int:
+    """Adds one, in the second row, to what the next thread has left in the first."""
+    module = ir.Module()
+    code, given = begin(module, "neighbours", ("first", "second"))
+    _, thread, threads = code.function.args
+    following = code.urem(code.at(thread, 1), threads)
+    found = code.read(kernels.I64, code.at(given["first"], code.times(following, 8)))
+    code.write(code.at(found, 1), code.at(given["second"], code.times(thread, 8)))
+    code.ret_void()
+    return kernels.compiled(module)["neighbours"]
+
+
+@pytest.mark.skipif(kernels.openmp() is None, reason="torch does not compute with GNU's OpenMP")
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_threads_wait_for_each_other(threads):
+    """More of them than cores too."""
+    before, program, rows = torch.get_num_threads(), Program(), torch.zeros(2, threads, dtype=torch.int64)
+    for turn in range(1000):
+        program.add(neighbours(), rows[turn % 2], rows[1 - turn % 2])
+        program.wait()
+    torch.set_num_threads(threads)
+    try:
+        for turn in range(1, 4):
+            program.run(kernels.PARALLEL)
+            assert rows[0].tolist() == [1000 * turn] * threads
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_what_a_pool_lends_nobody_else_has():
