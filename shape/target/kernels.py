@@ -295,7 +295,7 @@ _ENGINES: list[Any] = []  # what keeps machine code alive
 def compiled(module: ir.Module) -> dict[str, int]:
     """Addresses of a module's functions by name, made for the CPU at hand.
 
-    Machine code takes a tenth of a second or two to make, and is kept in ``cache_folder`` for later processes.
+    Machine code takes one to three tenths of a second to make, and is kept in ``cache_folder`` for later processes.
     """
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()

@@ -227,8 +227,7 @@ def test_caches_that_transform_what_they_hold_are_left_to_the_target(tiny_model)
         assert not target.support.fused.serves(torch.zeros(1, 1, dtype=torch.int64), None, cache)
 
 
-@pytest.mark.parametrize("single", [False, True])
-@pytest.mark.parametrize("layers", [(-1,), (0, 1, -1)])
+@pytest.mark.parametrize(("single", "layers"), [(False, (0, 1, -1)), (True, (-1,))])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4", "stock", "hooked"])
 def test_logits_are_those_that_the_target_reads_off_the_states(tiny_model, kind, layers, single):
     """Bit for bit, by the same kernels or by the output embedding itself, where it has others or a hook; with a bias
