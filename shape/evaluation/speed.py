@@ -11,6 +11,7 @@ yields counts on neither side of any ratio (prompt lookup drafts in the prefill 
 come with it are left out).
 """
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain, pairwise
@@ -138,11 +139,16 @@ def measure(
         for runner in runners.values():
             runner(openings, [seed] * batch)
     unit = "prompt" if batch == 1 else "batch"
-    for index, group in enumerate(tqdm(groups, desc="bench", unit=unit, disable=not progress)):
-        if _name(group) not in finished:
-            seeds = [seed + index * batch + place for place in range(batch)]
-            finished[_name(group)] = bench.record(group, seeds, turn=index)
-            written.append(asdict(finished[_name(group)]))
+    gc.collect()
+    gc.freeze()  # else looking through all that is loaded, a third of a second, falls on some answer
+    try:
+        for index, group in enumerate(tqdm(groups, desc="bench", unit=unit, disable=not progress)):
+            if _name(group) not in finished:
+                seeds = [seed + index * batch + place for place in range(batch)]
+                finished[_name(group)] = bench.record(group, seeds, turn=index)
+                written.append(asdict(finished[_name(group)]))
+    finally:
+        gc.unfreeze()
     records = tuple(finished[_name(group)] for group in groups)
     return SpeedResults(
         label=label or f"{settings['target']}, temperature {temperature:g}",
