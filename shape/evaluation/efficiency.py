@@ -27,7 +27,7 @@ from shape.generation.stats import Step, quantile
 from shape.target.chat import prompt_ids
 from shape.target.loading import of_pair, recorded, resolve_dtype
 from shape.target.model import Target, announce
-from shape.verification.forward import new_cache, node_states, tree_inputs
+from shape.verification.forward import new_cache, node_logits, tree_inputs
 from shape.verification.tree import chain
 
 ORACLE_ERROR_RATE, ORACLE_DEPTH = 0.2, 6
@@ -147,7 +147,7 @@ def _bare_seconds(decoder: ShapeDecoder, steps: Sequence[Step]) -> tuple[float, 
         synchronise(target.device)
         draft += perf_counter() - start
         start = perf_counter()
-        target.logits(node_states(target, support, cache, tokens, positions, masks))
+        node_logits(target, support, cache, tokens, positions, masks)
         synchronise(target.device)
         verify += perf_counter() - start
     return verify, draft

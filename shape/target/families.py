@@ -4,12 +4,12 @@ from typing import Any
 
 from transformers.activations import SiLUActivation
 
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 
 
 def is_plain_mlp(mlp: Any) -> bool:
     """Whether it is down(silu(gate(x)) up(x)) of its layers, and nothing else."""
-    names = (_module(family, "MLP") for family in FAMILIES)
+    names = (_module(family, "MLP") for family in _FAMILIES)
     own = (type(mlp).__module__, type(mlp).__name__) in names and "forward" not in vars(mlp)
     return own and not is_hooked(mlp) and type(mlp.act_fn) is SiLUActivation
 
@@ -30,7 +30,7 @@ def _module(family: str, part: str) -> tuple[str, str]:
 
 def is_known(body: Any) -> bool:
     """Whether a target's body is one of a family, by its own class and those of its blocks."""
-    return any(_is_of(family, body) for family in FAMILIES)
+    return any(_is_of(family, body) for family in _FAMILIES)
 
 
 def _is_of(family: str, body: Any) -> bool:

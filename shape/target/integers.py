@@ -2,9 +2,9 @@
 
 A forward over one token costs what its weights' bytes cost; one over a tree costs no more for as long as the cores
 multiply as fast as the memory delivers. In bfloat16 two cores do not; in integers of 8 bits, of which AVX-512 VNNI
-multiplies 64 at once, they nearly do. Activations have a scale per token and
-128 inputs: one for a whole forward, or for a whole token, loses much more where few activations are large, and one for
-every 32 makes a forward over 13 tokens of the shipped target take an eighth longer.
+multiplies 64 at once, they nearly do. Activations have a scale per token and 128 inputs: one for a whole forward, or
+for a whole token, loses much more where few activations are large, and one for every 32 makes a forward over 13 tokens
+of the shipped target take an eighth longer.
 
 Sums of integers are exact, and the sums of groups are added in one order: a token's result is the same, bit for bit,
 whatever goes through beside it, and on whatever CPU. With AVX2 alone a product takes several instructions, and a token
@@ -42,7 +42,7 @@ from shape.target.kernels import (
 )
 
 GROUP = 32  # inputs that share a weight's scale in 4 bits
-SPAN = 128  # inputs that share an activation's scale, where an even part of a row
+SPAN = 128  # inputs that share an activation's scale, where that divides a row
 # Tokens whose sums fit into the registers, by digits of activations; more than AVX2 has, where it was as good.
 _MOST_ROWS = {1: 13, 2: 8}
 _AHEAD = 2048  # bytes from memory asked for early, where several tokens keep the core from asking by itself

@@ -95,12 +95,24 @@ def tree_logits(
     target: Target, support: Support, cache: KVCache, tree: TokenTree, layers: Sequence[int] = (-1,)
 ) -> tuple[Tensor, Tensor]:
     """``tree_forward``, and the logits (B, N, V) of the last of these layers, which is the target's last."""
-    positions, masks = tree_inputs(target, support, cache, tree)
+    return node_logits(target, support, cache, tree.tokens, *tree_inputs(target, support, cache, tree), layers)
+
+
+def node_logits(
+    target: Target,
+    support: Support,
+    cache: KVCache,
+    tokens: Tensor,
+    positions: Tensor,
+    masks: Tensor | dict[str, Tensor] | None,
+    layers: Sequence[int] = (-1,),
+) -> tuple[Tensor, Tensor]:
+    """``tree_logits`` where positions and masks are at hand."""
     read = None
-    if support.fused is not None and support.fused.serves(tree.tokens, masks, cache):
-        states, read = support.fused(tree.tokens, positions, masks, cache, layers, True)
+    if support.fused is not None and support.fused.serves(tokens, masks, cache):
+        states, read = support.fused(tokens, positions, masks, cache, layers, True)
     else:
-        states = node_states(target, support, cache, tree.tokens, positions, masks, layers)
+        states = node_states(target, support, cache, tokens, positions, masks, layers)
     last = states if len(layers) == 1 else states[..., -target.hidden_size :]
     return states, target.logits(last, None if read is None else lambda _: read)
 

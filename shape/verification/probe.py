@@ -100,10 +100,8 @@ def _probe(target: Target) -> Support:
     _judge_rounding(target, noise, mixing, where)
     allowed = max(_tolerance(target), min(3 * noise, _MOST_NOISE))
 
-    grouped, fused = (
-        _has_grouped_queries(target, layers),
-        FusedLayers.of(target.model.base_model, target.config, target.head),
-    )
+    grouped = _has_grouped_queries(target, layers)
+    fused = FusedLayers.of(target.model.base_model, target.config, target.head)
     for ways in dict.fromkeys(((grouped, fused), (grouped, None), (False, None))):  # the fastest that is exact
         support = Support("tree", "", layers, window, by_type, *ways)
         reason = _tree_failure(target, support, prompt, drafts, allowed)
