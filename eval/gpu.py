@@ -13,6 +13,7 @@ or with that on PYTHONPATH. What is cheap comes first, so that a first call says
 - autoregressive decoding against its bound, weight bytes read per token / read bandwidth, for a small target that
   exists (default: the bundled one) and for randomly initialised bfloat16 models in the shapes of Llama-3.2-1B and
   Llama-3.1-8B; the goal is 1.25 of the bound for the largest;
+- t(n) by kernels of ours beside the target's own layers, where it is served by these (`shape.verification.fused_gpu`);
 - t(n), a bare captured forward over n tokens per row with its logits, and what a step adds to it, for batches of 1 to
   32, in eager, captured (*graphs*) and compiled steps;
 - *efficiency*: (t(n) + the drafter's bare forwards) / time of a step by the wall clock; without drafts t(1) / step; the
@@ -58,6 +59,7 @@ from eval.gpu_steps import (
     GRAPHS,
     compiler,
     equality,
+    forwards,
     measure,
     read_bandwidth,
     transformers_ms,
@@ -76,6 +78,7 @@ from shape.target.chat import prompt_ids
 from shape.target.loading import first_line
 from shape.target.model import Target
 
+FORWARDS = ((1, 1, 512), (1, 7, 512), (1, 13, 512), (8, 7, 512), (1, 1, 8192), (1, 13, 8192))
 BATCHES = (1, 2, 4, 8, 16, 24, 32)
 LLAMA_1B = Widths(2048, 8192, 32, 8, 16, vocab_size=128256, max_position_embeddings=8192, tie_word_embeddings=True)
 LLAMA_8B = Widths(4096, 14336, 32, 8, 32, vocab_size=128256, max_position_embeddings=8192)
@@ -183,7 +186,7 @@ class Record:
 
     def write(self) -> str:
         """gpu.json and gpu.md, whose text is returned."""
-        kinds = ("bandwidth", "compiler", "bounds", "cases", "baselines", "equal")
+        kinds = ("bandwidth", "compiler", "bounds", "forwards", "cases", "baselines", "equal")
         values = {"environment": asdict(self.environment), **{kind: self.lines(kind) for kind in kinds}}
         return commands.write_results(self.folder, "gpu", values | {"left_out": self.left_out}, *self._paragraphs())
 
@@ -201,6 +204,11 @@ class Record:
              show(one["speed_up"], unit="x")]
             for one in self.lines("cases")
         ]  # fmt: skip
+        forwards = [
+            [one["target"], str(one["batch"]), str(one["nodes"]), str(one["slots"]), show(one["ours_ms"], ".3f"),
+             show(one["own_ms"], ".3f"), show(one["own_ms"] / one["ours_ms"], unit="x")]
+            for one in self.lines("forwards")
+        ]  # fmt: skip
         others = [[one["target"], one["method"], show(one["token_ms"], ".3f")] for one in self.lines("baselines")]
         same = [[one["method"], f"{one['equal']} / {one['answers']}"] for one in self.lines("equal")]
         return [
@@ -208,6 +216,8 @@ class Record:
             f"Read bandwidth, measured: {self.bandwidth / 1e9:.0f} GB/s.",
             "Autoregressive decoding, batch 1, against the bound of reading all weights once (goal: 1.25 of it):",
             markdown(["target", "steps", "weights, GB", "bound, ms", "ms per token", "over the bound"], bounds),
+            "A captured forward over n tokens a row, by kernels of ours and by the target's own layers:",
+            markdown(["target", "batch", "n", "slots", "kernels, ms", "own layers, ms", "faster"], forwards),
             "Steps (goal: efficiency 0.9); `oracle (simulated)` drafts the truth, a fifth of it corrupted, at no cost:",
             markdown(
                 ["target", "batch", "method", "steps", "n", "t(n) ms", "drafter ms", "step ms", "overhead ms",
@@ -286,6 +296,9 @@ def decoding(options: GpuOptions, record: Record, device: torch.device) -> None:
         bounds = [{**bound, "plain_ms": baseline.step_ms}] if batch == 1 else []
         return {"cases": [one.to_dict() | {"target": label} for one in found], "bounds": bounds}
 
+    def compared(label: str, load: Loader) -> Found:
+        return {"forwards": [{"target": label} | one for one in forwards(load()[0], FORWARDS)]}
+
     def outside(label: str, load: Loader, prompts: Prompts, how: str, **more: Any) -> Found:
         token_ms = transformers_ms(load()[0], prompts()[0], tokens, **more)
         return {"baselines": [{"target": label, "method": how, "token_ms": token_ms}]}
@@ -323,6 +336,8 @@ def decoding(options: GpuOptions, record: Record, device: torch.device) -> None:
     record.part(f"equality, {GRAPHS}", 0 if options.tiny else 60, partial(equal, GRAPHS))
     sweep(batches[:1], GRAPHS)
     sweep(batches[:1], EAGER)
+    for label, load, _, weight in measured:
+        record.part(f"{label}, forwards", weight * 15, partial(compared, label, load))
     for label, load, prompts, weight in measured:
         record.part(f"{label}, transformers", weight * 10, partial(outside, label, load, prompts, "dynamic cache"))
     sweep(batches[1:], GRAPHS)

@@ -2,8 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from statistics import mean, median
 from time import perf_counter
 from typing import Any
@@ -22,7 +22,9 @@ from shape.generation.fixed import FixedSteps
 from shape.generation.static_drafters import StaticCache, StaticTree
 from shape.target.loading import first_line
 from shape.target.model import Target
-from shape.verification.forward import attending, tree_inputs
+from shape.target.support import Support
+from shape.verification.forward import attending, node_logits, tree_inputs
+from shape.verification.probe import support_of
 from shape.verification.tree import chain
 
 # How steps run: by the loop that asks the host, captured, or compiled and captured.
@@ -118,9 +120,10 @@ def weight_bytes(target: Target) -> int:
 
 
 @torch.no_grad()
-def bare(decoder: ShapeDecoder, rows: int, nodes: int, context: int, slots: int, compiled: bool) -> float:
+def bare(
+    target: Target, support: Support, rows: int, nodes: int, context: int, slots: int, compiled: bool = False
+) -> float:
     """t(n): a forward over so many tokens per row behind `context` cached ones, masks and positions being at hand."""
-    target, support = decoder.target, decoder.support
     cache = StaticCache(support.layers, rows, slots, target.dtype, target.device)
     cache.lengths.fill_(context)
     tokens = torch.zeros(rows, nodes, dtype=torch.long, device=target.device)
@@ -130,8 +133,7 @@ def bare(decoder: ShapeDecoder, rows: int, nodes: int, context: int, slots: int,
 
     def forward() -> Tensor:
         cache.expect(nodes)
-        hidden = target.hidden(tokens, attention_mask=masks, position_ids=positions, cache=cache)
-        return target.logits(hidden)
+        return node_logits(target, support, cache, tokens, positions, masks)[1]
 
     function = torch.compile(forward, fullgraph=True, dynamic=False) if compiled else forward
 
@@ -140,6 +142,23 @@ def bare(decoder: ShapeDecoder, rows: int, nodes: int, context: int, slots: int,
             function()
 
     return seconds(captured(run, target), target.device)
+
+
+def forwards(target: Target, shapes: Sequence[tuple[int, int, int]]) -> list[dict[str, Any]]:
+    """t(n) by kernels of ours, where the target is served, beside its own layers; both captured, milliseconds.
+
+    Args:
+        shapes: sequences, tokens of each, and the slots that a step could see, of which three quarters are in use.
+    """
+    support = support_of(target)
+    if support.fused is None:
+        return []
+    found = []
+    for rows, nodes, slots in shapes:
+        at = rows, nodes, slots * 3 // 4, slots
+        ours, own = (1e3 * bare(target, one, *at) for one in (support, replace(support, fused=None)))
+        found.append({"batch": rows, "nodes": nodes, "slots": slots, "ours_ms": ours, "own_ms": own})
+    return found
 
 
 @torch.no_grad()
@@ -199,7 +218,7 @@ def measure(
             tokens_per_second=rate,
             step_ms=1e3 * stats.decode_seconds / len(stats.steps),
             device_ms=1e3 * median(step.seconds for step in stats.steps),
-            forward_ms=1e3 * bare(decoder, rows, first.nodes, context, slots, compiled),
+            forward_ms=1e3 * bare(target, decoder.support, rows, first.nodes, context, slots, compiled),
             draft_ms=1e3 * bare_draft(drafter, target, rows, first.passes),
             plain_tokens_per_second=baseline_rate or rate,
         )

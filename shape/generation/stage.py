@@ -17,7 +17,7 @@ from shape.target.loading import first_line
 from shape.target.model import Target
 from shape.target.support import Support
 from shape.verification.cache import KVCache
-from shape.verification.forward import attending, tree_inputs
+from shape.verification.forward import attending, tree_logits
 from shape.verification.noise import all_hashes
 from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree, root_only
@@ -208,8 +208,8 @@ class Stage:
         sampler.commit(lengths)
         drafted = drafter.draft(self.state, self.memory, lengths, self.root, sampler) if drafts else None
         tree = StaticTree.of(root_only(self.root) if drafted is None else drafted)
-        states = self.forward(tree)
-        accepted = sampler.match(self.target.logits(states[..., -self.target.hidden_size :]), tree)
+        states, logits = self.forward(tree)
+        accepted = sampler.match(logits, tree)
         deepest = drafter.depth + 1 if drafts else 1
         path, tokens, counts = accepted.path[:, :deepest], accepted.tokens[:, :deepest], accepted.counts
         proposed = (tree.parent >= 0).sum(1)
@@ -225,13 +225,10 @@ class Stage:
         self.root.copy_(tokens.gather(1, counts[:, None] - 1)[:, 0])
         self.out[:, : 2 + deepest] = torch.cat([counts[:, None], proposed[:, None], tokens], dim=1)
 
-    def forward(self, tree: TokenTree) -> Tensor:
-        """``tree_forward`` over the whole width, under an explicit mask."""
+    def forward(self, tree: TokenTree) -> tuple[Tensor, Tensor]:
+        """``tree_logits`` over the whole width, under an explicit mask."""
         self.cache.expect(tree.size)
-        positions, masks = tree_inputs(self.target, self.support, self.cache, tree)
-        return self.target.hidden(
-            tree.tokens, attention_mask=masks, position_ids=positions, cache=self.cache, layers=self.drafter.layers
-        )
+        return tree_logits(self.target, self.support, self.cache, tree, self.drafter.layers)
 
     def fill(self, content: Content, rows: Tensor) -> None:
         """Take these sequences, (R,) int64, of a call; what those behind them compute is not read."""

@@ -135,7 +135,8 @@ def node_states(
 
 def attending(target: Target, support: Support) -> AbstractContextManager[None]:
     """Within it the target attends to trees with the masks of ``tree_inputs`` in the fastest way that is exact."""
-    return grouped_queries(target.config) if support.grouped_queries else nullcontext()
+    inside = torch.compiler.is_compiling()  # a compiled step, which cannot change configurations and is within it all
+    return grouped_queries(target.config) if support.grouped_queries and not inside else nullcontext()
 
 
 def tree_inputs(

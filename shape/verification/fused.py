@@ -33,7 +33,6 @@ from shape.target.rotary import RotaryTable
 
 MOST = 512  # tokens of all sequences together; for more torch's own calls cost little
 _KEPT = 64  # programs, of which each has its own buffers
-_DTYPES = (torch.bfloat16, torch.float32)
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 _END, _CAPACITY, _SCRATCH, _SCRATCH_BYTES, _SLOTS, _MASKS = range(6)  # places of what changes from call to call
 
@@ -55,7 +54,14 @@ class FusedLayers:
     Args:
         kinds: of attention, by layer; None stands for one kind.
         head: the output embedding, where logits are asked for.
+
+    Attributes:
+        most: tokens that are served, of all sequences together. dtypes, device: of targets that are.
     """
+
+    most = MOST
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
+    device = "cpu"
 
     def __init__(self, body: Any, config: PretrainedConfig, kinds: list[str] | None = None, head: Any = None) -> None:
         self._body, self._config, self.head = body, config, head
@@ -102,8 +108,9 @@ class FusedLayers:
     def serves(self, input_ids: Tensor, mask: Tensor | dict[str, Tensor] | None, cache: Any) -> bool:
         """Whether these tokens can go through: few, behind a cache of ours, and seen as one token or under a mask."""
         return (
-            input_ids.numel() <= MOST
-            and input_ids.device.type == "cpu"
+            input_ids.numel() <= self.most
+            and input_ids.device.type == self.device
+            and not torch.compiler.is_compiling()
             and cache is not None
             and (mask is not None or input_ids.shape[1] == 1)
             and (getattr(cache, "looked_at", None) is self or self._computes_as_here())
@@ -112,7 +119,7 @@ class FusedLayers:
 
     def _computes_as_here(self) -> bool:
         dtype = self._body._modules["norm"].weight.dtype
-        alike = dtype in _DTYPES and all(parameters["weight"].dtype == dtype for parameters in self.weights)
+        alike = dtype in self.dtypes and all(parameters["weight"].dtype == dtype for parameters in self.weights)
         return alike and "sdpa" in self._config._attn_implementation
 
     def goes_behind(self, cache: Any) -> bool:
@@ -120,7 +127,7 @@ class FusedLayers:
 
         Modules and weights are looked at once for a call of ``generate``, by its cache: that takes as long as a layer.
         """
-        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(self.device):
             return False
         return getattr(cache, "looked_at", None) is self or self._look(cache)
 

@@ -18,6 +18,7 @@ from shape.target.openvino import OpenVinoTarget
 from shape.target.support import LayerShape, Support
 from shape.verification.forward import new_cache, prefill, tree_forward
 from shape.verification.fused import FusedLayers
+from shape.verification.fused_gpu import FusedGpuLayers
 from shape.verification.tree import TokenTree, chain, root_only
 from shape.verification.windows import PretendedCache, far, too_wide
 
@@ -101,12 +102,17 @@ def _probe(target: Target) -> Support:
     allowed = max(_tolerance(target), min(3 * noise, _MOST_NOISE))
 
     grouped = _has_grouped_queries(target, layers)
-    fused = FusedLayers.of(target.model.base_model, target.config, target.head)
+    layered = FusedLayers if target.device.type == "cpu" else FusedGpuLayers
+    fused = layered.of(target.model.base_model, target.config, target.head)
+    reasons: list[str] = []
     for ways in dict.fromkeys(((grouped, fused), (grouped, None), (False, None))):  # the fastest that is exact
         support = Support("tree", "", layers, window, by_type, *ways)
         reason = _tree_failure(target, support, prompt, drafts, allowed)
         if reason is None:
+            if fused is not None and support.fused is None:
+                warnings.warn(f"target {target.name} is decoded without kernels of ours: {reasons[0]}", stacklevel=3)
             return support
+        reasons.append(reason)
     support = Support("chain", reason or "", layers, window, by_type)
     chain_reason = _chain_failure(target, support, prompt[:1], drafts[:1], allowed)
     if chain_reason is None:
