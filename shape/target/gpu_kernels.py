@@ -3,7 +3,8 @@
 A step over a few tokens takes as long as its weights take to be read, and each kernel some microseconds more, in which
 nothing is read. So products take the norm before them and the activation or residual behind them along; queries, keys
 and values are products of one kernel, as gate and up projection are, from the weights as they lie. Attention reads the
-slots that are in use, whatever a step of fixed shapes could see. Roundings are where transformers has them.
+slots that are in use, whatever a step of fixed shapes could see. Roundings are where transformers has them, but for a
+norm before a product, which is rounded once.
 
 Imported only where Triton is: torch brings it for CUDA. Kernels are compiled at their first use on a machine, which
 takes a second or so each, and kept in Triton's cache.
@@ -16,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_WIDE = 32_768  # outputs of an output embedding
 _LEAST = 16  # tokens of a product's tile: what matrix units take
-_SPAN, _MOST_SPANS = 128, 32  # cached tokens that a program attends to at least; and how many of them there are at most
+_SPAN, _MOST_SPANS = 64, 64  # slots that a program attends to at least; and how many programs share a head at most
+_QUERIES = 32  # that a program attends for
 
 
 class Tile(NamedTuple):
@@ -30,23 +31,14 @@ class Tile(NamedTuple):
     warps: int
 
 
-class Squares(NamedTuple):
-    """Sums of squares of states, of which each program that wrote them knows its part: (parts, T) float32."""
-
-    sums: Tensor
-    parts: int
-
-
-@triton.jit(do_not_specialize=["tokens", "parts", "epsilon", "rows_second", "rows_third"])
+@triton.jit(do_not_specialize=["tokens", "epsilon", "rows_second", "rows_third"])
 def _linear(
     x,
     weight,
     out,
     bias,
     gain,
-    squares,
     residual,
-    new_squares,
     second: tl.int64,
     third: tl.int64,
     bias_second: tl.int64,
@@ -57,18 +49,16 @@ def _linear(
     tokens,
     width,
     epsilon,
-    parts,
     INPUTS: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
-    PARTS: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """out (T, width) = rounded norm of x (T, INPUTS) by up to three weights, one beside the other; see ``linear``."""
+    """out (T, width): norm of x (T, INPUTS) by up to three weights, one beside the other; see ``linear``."""
     block = tl.program_id(0)
     behind_first = tl.cdiv(rows, ROWS)
     behind_second = behind_first + tl.cdiv(rows_second, ROWS)
@@ -86,12 +76,7 @@ def _linear(
     x_at = x + token[:, None] * INPUTS + depth[None, :]
     row_at = tl.minimum(row, own - 1).to(tl.int64) * INPUTS
     weight_at = weight + skip + row_at[None, :] + depth[:, None]
-    scale = tl.zeros((TOKENS,), tl.float32)
-    if NORM:
-        part = tl.arange(0, PARTS)
-        held = (part[:, None] < parts) & (token[None, :] < tokens)
-        total = tl.sum(tl.load(squares + part[:, None] * tokens + token[None, :], mask=held, other=0.0), 0)
-        scale = tl.rsqrt(total / INPUTS + epsilon)
+    squares = tl.zeros((TOKENS,), tl.float32)
     found = tl.zeros((TOKENS, ROWS), tl.float32)
     other = tl.zeros((TOKENS, ROWS), tl.float32)
     for at in tl.range(0, INPUTS, DEPTH):
@@ -107,8 +92,9 @@ def _linear(
                 gains = tl.load(gain + at + depth)
             else:
                 gains = tl.load(gain + at + depth, mask=depth < INPUTS - at, other=0.0)
-            scaled = (some.to(tl.float32) * scale[:, None]).to(some.dtype).to(tl.float32)
-            some = (gains.to(tl.float32)[None, :] * scaled).to(some.dtype)
+            states = some.to(tl.float32)
+            squares += tl.sum(states * states, 1)
+            some = (gains.to(tl.float32)[None, :] * states).to(some.dtype)
         found = tl.dot(some, weights, found, input_precision="ieee")
         if GATED:
             if INPUTS % DEPTH == 0:
@@ -117,6 +103,9 @@ def _linear(
                 weights = tl.load(weight_at + second + at, mask=depth[:, None] < INPUTS - at, other=0.0)
             other = tl.dot(some, weights, other, input_precision="ieee")
 
+    if NORM:  # of whole rows, which are known by now
+        scale = tl.rsqrt(squares / INPUTS + epsilon)[:, None]
+        found, other = found * scale, other * scale
     kind = out.dtype.element_ty
     written = there & (row < own)[None, :]
     if BIAS:
@@ -128,9 +117,7 @@ def _linear(
     target = token[:, None] * width + (column + row)[None, :]
     if RESIDUAL:
         before = tl.load(residual + target, mask=written, other=0.0).to(tl.float32)
-        found = (found.to(kind).to(tl.float32) + before).to(kind).to(tl.float32)
-        found = tl.where(written, found, 0.0)
-        tl.store(new_squares + block * tokens + token, tl.sum(found * found, 1), mask=token < tokens)
+        found = found.to(kind).to(tl.float32) + before
     tl.store(out + target, found.to(kind), mask=written)
 
 
@@ -240,6 +227,7 @@ def _attend(
         seen = begin + some + slot < end
         place = (first + (begin + some + slot).to(tl.int64) * SHARED) * SIZE
         key = tl.load(keys + place[None, :] + d[:, None], mask=seen[None, :], other=0.0)
+        value = tl.load(values + place[:, None] + d[None, :], mask=seen[:, None], other=0.0)
         scores = tl.dot(query, key, input_precision="ieee") * scale
         looks = there[:, None] & seen[None, :]
         if MASKED:
@@ -249,7 +237,6 @@ def _attend(
         new = tl.maximum(largest, tl.max(scores, 1))
         safe = tl.where(new == float("-inf"), 0.0, new)
         shrink, share = tl.exp(largest - safe), tl.exp(scores - safe[:, None])
-        value = tl.load(values + place[:, None] + d[None, :], mask=seen[:, None], other=0.0)
         gathered = tl.dot(share.to(value.dtype), value, gathered * shrink[:, None], input_precision="ieee")
         total, largest = total * shrink + tl.sum(share, 1), new
     at = (pair * spans + part) * rows + row
@@ -289,64 +276,62 @@ def _join(
     tl.store(out + (token * HEADS + head) * SIZE + d, joined.to(out.dtype.element_ty))
 
 
-def tile_of(outputs: int, inputs: int, tokens: int, gated: bool) -> Tile:
-    """How a product is cut: what was fastest of eleven ways, for the widths of Llama-3.2-1B and 3.1-8B on an H200."""
+def tile_of(tokens: int, inputs: int, normed: bool, added: bool) -> Tile:
+    """How a product is cut: what was fast of seventeen ways, for the widths of Llama-3.2-1B and 3.1-8B on an H200.
+
+    Args:
+        normed: whether a norm comes before it. added: whether a residual is added behind it.
+    """
+    few = tokens <= _LEAST
     if inputs < 2048:
         return Tile(16, 128, 4, 4)
-    if gated or (tokens > _LEAST and outputs > _WIDE):
-        return Tile(64, 64, 8, 4)
-    if inputs > outputs and tokens <= _LEAST:
-        return Tile(16, 256, 6, 2)
-    return Tile(32, 256, 4, 4)
+    if normed:
+        return Tile(32, 256, 3, 4) if few else Tile(64, 64, 8, 4)
+    if added:
+        return Tile(16, 512, 4, 2) if few else Tile(32, 128, 6, 4)
+    return Tile(32, 256, 4, 4) if few else Tile(128, 64, 5, 4)
 
 
 def linear(
     x: Tensor,
     weights: list[Tensor],
     biases: list[Tensor | None] | None = None,
-    norm: tuple[Tensor, float, Squares] | None = None,
+    norm: tuple[Tensor, float] | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
-) -> tuple[Tensor, Squares | None]:
+) -> Tensor:
     """Products of x with up to three weights, (T, sum of their outputs), in one kernel.
 
     Args:
         x: (T, K), contiguous.
         weights: (N, K) each, contiguous, of x's dtype and device.
         biases: (N,) each, or None for all.
-        norm: of x before: gain (K,), epsilon, and sums of its squares.
-        residual: (T, N), added behind; the sums of squares are then those of the result.
+        norm: of x before (RMSNorm): gain (K,) and epsilon. Rows are divided by their size behind the product, so that
+            nothing has to wait for it.
+        residual: (T, N), added behind.
         gated: the two weights are gate and up: the result is silu(gate x) * up x, (T, N).
     """
     tokens, inputs = x.shape
     outputs = [len(one) for one in weights]
     rows = [*outputs[: 1 if gated else 3], 0, 0]
     width = sum(rows)
-    tile = tile_of(width, inputs, tokens, gated)
+    tile = tile_of(tokens, inputs, norm is not None, residual is not None)
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
-    blocks = sum(triton.cdiv(some, tile.outputs) for some in rows)
-    gain, epsilon, squares = norm or (x, 0.0, Squares(x, 1))
-    sums = None if residual is None else torch.empty(blocks, tokens, dtype=torch.float32, device=x.device)
-    _linear[blocks,](
-        x, weights[0], out, weights[0] if biases is None else biases[0], gain, squares.sums,
-        x if residual is None else residual, x if sums is None else sums,
-        *_behind(weights), *_behind(biases or []), *rows[:3], tokens, width, epsilon, squares.parts,
+    gain, epsilon = norm or (x, 0.0)
+    _linear[sum(triton.cdiv(some, tile.outputs) for some in rows),](
+        x, weights[0], out, weights[0] if biases is None else biases[0], gain, x if residual is None else residual,
+        *_behind(weights), *_behind(biases or []), *rows[:3], tokens, width, epsilon,
         INPUTS=inputs, TOKENS=max(_LEAST, triton.next_power_of_2(tokens)), ROWS=tile.outputs, DEPTH=tile.inputs,
-        PARTS=triton.next_power_of_2(triton.cdiv(inputs, _LEAST)), NORM=norm is not None, BIAS=biases is not None,
-        RESIDUAL=residual is not None, GATED=gated, num_stages=tile.stages, num_warps=tile.warps,
+        NORM=norm is not None, BIAS=biases is not None, RESIDUAL=residual is not None, GATED=gated,
+        num_stages=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
-    return out, None if sums is None else Squares(sums, blocks)
+    return out
 
 
 def _behind(tensors: list[Any]) -> tuple[int, int]:
     """Where the second and the third lie behind the first, in numbers of their dtype."""
     distances = [(one.data_ptr() - tensors[0].data_ptr()) // one.itemsize for one in tensors[1:]]
     return (*distances, 0, 0)[:2]
-
-
-def squares_of(x: Tensor) -> Squares:
-    """Of states (T, H) that no kernel of ours has made."""
-    return Squares(x.float().square().sum(-1)[None], 1)
 
 
 def turn(
@@ -396,7 +381,7 @@ def attend(
     nodes = len(states) // batch
     span = max(_SPAN, triton.next_power_of_2(triton.cdiv(end, _MOST_SPANS)))
     spans, rows = triton.cdiv(end, span), nodes * (heads // shared)
-    tile = min(64, max(_LEAST, triton.next_power_of_2(rows)))
+    tile = min(_QUERIES, max(_LEAST, triton.next_power_of_2(rows)))
     shape = (batch, shared, spans, rows)
     found = torch.empty(*shape, size, dtype=torch.float32, device=states.device)
     weights = torch.empty(*shape, 2, dtype=torch.float32, device=states.device)
@@ -404,7 +389,7 @@ def attend(
     _attend[batch * shared, spans, triton.cdiv(rows, tile)](
         states, keys, values, states if mask is None else mask, lengths, found, weights,
         scale, nodes, capacity, *strides, SPAN=span,
-        HEADS=heads, SHARED=shared, SIZE=size, ROWS=tile, SLOTS=32 if tile > 32 else 64,
+        HEADS=heads, SHARED=shared, SIZE=size, ROWS=tile, SLOTS=_SPAN,
         MASKED=mask is not None, num_warps=4, num_stages=2,
     )  # fmt: skip
     out = torch.empty(len(states), heads * size, dtype=states.dtype, device=states.device)

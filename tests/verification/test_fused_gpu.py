@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from shape.target.model import Target
 from shape.verification.forward import new_cache, prefill, tree_logits
 from shape.verification.fused_gpu import FusedGpuLayers
 from shape.verification.probe import support_of
-from shape.verification.tree import TokenTree
+from shape.verification.tree import TokenTree, chain
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -83,6 +84,24 @@ def test_trees_on_a_gpu(served, lengths):
             found.append(tree_logits(served, one, cache, tree, layers=(0, 1, -1)))
     for ours, own in zip(*found, strict=True):
         assert (ours.float() - own.float()).norm() <= 2e-2 * own.float().norm()
+
+
+@pytest.mark.gpu
+def test_tokens_have_the_same_states_alone_and_in_a_chain(served):
+    """Bit for bit: sums do not depend on the tokens beside, up to sixteen."""
+    support = support_of(served)
+    ids, drafts = (
+        torch.randint(60, (1, size), generator=torch.Generator().manual_seed(1)).cuda() for size in (300, 13)
+    )
+    found = []
+    with torch.no_grad():
+        for nodes in (1, 2, 7, 13):
+            cache = new_cache(served, support, 1, 320)
+            prefill(served, cache, ids, [300])
+            tree = chain(drafts[:, 0], drafts[:, 1:nodes])
+            found.append(tree_logits(served, support, cache, tree)[1][0])
+    for shorter, longer in pairwise(found):
+        assert torch.equal(shorter, longer[: len(shorter)])
 
 
 @pytest.mark.gpu
