@@ -10,6 +10,7 @@ from conftest import tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from shape.target import gpu_kernels
 from shape.target.model import Target
 from shape.verification.forward import new_cache, prefill, tree_logits
 from shape.verification.fused_gpu import FusedGpuLayers
@@ -57,8 +58,22 @@ def results(target: Target, served: bool) -> list[torch.Tensor]:
     ]
 
 
+def check_many_tokens() -> None:
+    """More than a tile of a product has, behind a norm and before a residual."""
+    generator = torch.Generator().manual_seed(2)
+    x, first, second = (torch.randn(size, 48, generator=generator) for size in (70, 32, 48))
+    gain = torch.rand(48, generator=generator)
+    normed = torch.nn.functional.rms_norm(x, (48,), gain, 1e-6)
+    active, _ = gpu_kernels.linear(x, [first, first.flip(0)], norm=(gain, 1e-6, gpu_kernels.squares_of(x)), gated=True)
+    torch.testing.assert_close(active, torch.nn.functional.silu(normed @ first.T) * (normed @ first.flip(0).T))
+    found, squares = gpu_kernels.linear(x, [second], residual=x)
+    torch.testing.assert_close(found, x + x @ second.T)
+    torch.testing.assert_close(squares.sums.sum(0), found.square().sum(-1))
+
+
 @torch.no_grad()
 def main() -> None:
+    check_many_tokens()
     for family in ("llama", "qwen2", "qwen3"):
         target = target_of(family)
         for found, expected in zip(*(results(target, served) for served in (True, False)), strict=True):

@@ -3,8 +3,7 @@
 A step over a few tokens takes as long as its weights take to be read, and each kernel some microseconds more, in which
 nothing is read. So products take the norm before them and the activation or residual behind them along; queries, keys
 and values are products of one kernel, as gate and up projection are, from the weights as they lie. Attention reads the
-slots that are in use, whatever a step of fixed shapes could see. Roundings are where transformers has them, but for a
-norm before a product, which is rounded once.
+slots that are in use, whatever a step of fixed shapes could see. Roundings are where transformers has them.
 
 Imported only where Triton is: torch brings it for CUDA. Kernels are compiled at their first use on a machine, which
 takes a second or so each, and kept in Triton's cache.
@@ -17,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_LEAST = 16  # tokens of a product's tile: what matrix units take
+_LEAST, _MOST = 16, 64  # tokens of a product's tile, of which matrix units take the least
 _SPAN, _MOST_SPANS = 64, 64  # slots that a program attends to at least; and how many programs share a head at most
 _QUERIES = 32  # that a program attends for
 
@@ -31,14 +30,23 @@ class Tile(NamedTuple):
     warps: int
 
 
-@triton.jit(do_not_specialize=["tokens", "epsilon", "rows_second", "rows_third"])
+class Squares(NamedTuple):
+    """Sums of squares of states, of which each program that wrote them knows its part: (parts, T) float32."""
+
+    sums: Tensor
+    parts: int
+
+
+@triton.jit(do_not_specialize=["tokens", "parts", "epsilon", "rows_second", "rows_third"])
 def _linear(
     x,
     weight,
     out,
     bias,
     gain,
+    squares,
     residual,
+    new_squares,
     second: tl.int64,
     third: tl.int64,
     bias_second: tl.int64,
@@ -49,10 +57,12 @@ def _linear(
     tokens,
     width,
     epsilon,
+    parts,
     INPUTS: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
+    PARTS: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -71,12 +81,17 @@ def _linear(
     column = tl.where(in_third, rows + rows_second, tl.where(in_second, rows, 0))
 
     row = (block - start) * ROWS + tl.arange(0, ROWS)
-    depth, token = tl.arange(0, DEPTH), tl.arange(0, TOKENS)
+    depth, token = tl.arange(0, DEPTH), tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     there = token[:, None] < tokens
     x_at = x + token[:, None] * INPUTS + depth[None, :]
     row_at = tl.minimum(row, own - 1).to(tl.int64) * INPUTS
     weight_at = weight + skip + row_at[None, :] + depth[:, None]
-    squares = tl.zeros((TOKENS,), tl.float32)
+    scale = tl.zeros((TOKENS,), tl.float32)
+    if NORM:
+        part = tl.arange(0, PARTS)
+        held = (part[:, None] < parts) & (token[None, :] < tokens)
+        total = tl.sum(tl.load(squares + part[:, None] * tokens + token[None, :], mask=held, other=0.0), 0)
+        scale = tl.rsqrt(total / INPUTS + epsilon)
     found = tl.zeros((TOKENS, ROWS), tl.float32)
     other = tl.zeros((TOKENS, ROWS), tl.float32)
     for at in tl.range(0, INPUTS, DEPTH):
@@ -92,9 +107,8 @@ def _linear(
                 gains = tl.load(gain + at + depth)
             else:
                 gains = tl.load(gain + at + depth, mask=depth < INPUTS - at, other=0.0)
-            states = some.to(tl.float32)
-            squares += tl.sum(states * states, 1)
-            some = (gains.to(tl.float32)[None, :] * states).to(some.dtype)
+            scaled = (some.to(tl.float32) * scale[:, None]).to(some.dtype).to(tl.float32)
+            some = (gains.to(tl.float32)[None, :] * scaled).to(some.dtype)
         found = tl.dot(some, weights, found, input_precision="ieee")
         if GATED:
             if INPUTS % DEPTH == 0:
@@ -103,9 +117,6 @@ def _linear(
                 weights = tl.load(weight_at + second + at, mask=depth[:, None] < INPUTS - at, other=0.0)
             other = tl.dot(some, weights, other, input_precision="ieee")
 
-    if NORM:  # of whole rows, which are known by now
-        scale = tl.rsqrt(squares / INPUTS + epsilon)[:, None]
-        found, other = found * scale, other * scale
     kind = out.dtype.element_ty
     written = there & (row < own)[None, :]
     if BIAS:
@@ -117,7 +128,9 @@ def _linear(
     target = token[:, None] * width + (column + row)[None, :]
     if RESIDUAL:
         before = tl.load(residual + target, mask=written, other=0.0).to(tl.float32)
-        found = found.to(kind).to(tl.float32) + before
+        found = (found.to(kind).to(tl.float32) + before).to(kind).to(tl.float32)
+        found = tl.where(written, found, 0.0)
+        tl.store(new_squares + block * tokens + token, tl.sum(found * found, 1), mask=token < tokens)
     tl.store(out + target, found.to(kind), mask=written)
 
 
@@ -296,19 +309,18 @@ def linear(
     x: Tensor,
     weights: list[Tensor],
     biases: list[Tensor | None] | None = None,
-    norm: tuple[Tensor, float] | None = None,
+    norm: tuple[Tensor, float, Squares] | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
-) -> Tensor:
+) -> tuple[Tensor, Squares | None]:
     """Products of x with up to three weights, (T, sum of their outputs), in one kernel.
 
     Args:
         x: (T, K), contiguous.
         weights: (N, K) each, contiguous, of x's dtype and device.
         biases: (N,) each, or None for all.
-        norm: of x before (RMSNorm): gain (K,) and epsilon. Rows are divided by their size behind the product, so that
-            nothing has to wait for it.
-        residual: (T, N), added behind.
+        norm: of x before: gain (K,), epsilon, and sums of its squares.
+        residual: (T, N), added behind; the sums of squares are then those of the result.
         gated: the two weights are gate and up: the result is silu(gate x) * up x, (T, N).
     """
     tokens, inputs = x.shape
@@ -317,15 +329,24 @@ def linear(
     width = sum(rows)
     tile = tile_of(tokens, inputs, norm is not None, residual is not None)
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
-    gain, epsilon = norm or (x, 0.0)
-    _linear[sum(triton.cdiv(some, tile.outputs) for some in rows),](
-        x, weights[0], out, weights[0] if biases is None else biases[0], gain, x if residual is None else residual,
-        *_behind(weights), *_behind(biases or []), *rows[:3], tokens, width, epsilon,
-        INPUTS=inputs, TOKENS=max(_LEAST, triton.next_power_of_2(tokens)), ROWS=tile.outputs, DEPTH=tile.inputs,
-        NORM=norm is not None, BIAS=biases is not None, RESIDUAL=residual is not None, GATED=gated,
-        num_stages=tile.stages, num_warps=tile.warps,
+    block = min(_MOST, max(_LEAST, triton.next_power_of_2(tokens)))
+    blocks = sum(triton.cdiv(some, tile.outputs) for some in rows)
+    gain, epsilon, squares = norm or (x, 0.0, Squares(x, 1))
+    sums = None if residual is None else torch.empty(blocks, tokens, dtype=torch.float32, device=x.device)
+    _linear[blocks, triton.cdiv(tokens, block)](
+        x, weights[0], out, weights[0] if biases is None else biases[0], gain, squares.sums,
+        x if residual is None else residual, x if sums is None else sums,
+        *_behind(weights), *_behind(biases or []), *rows[:3], tokens, width, epsilon, squares.parts,
+        INPUTS=inputs, TOKENS=block, ROWS=tile.outputs, DEPTH=tile.inputs,
+        PARTS=triton.next_power_of_2(triton.cdiv(inputs, _LEAST)), NORM=norm is not None, BIAS=biases is not None,
+        RESIDUAL=residual is not None, GATED=gated, num_stages=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
-    return out
+    return out, None if sums is None else Squares(sums, blocks)
+
+
+def squares_of(x: Tensor) -> Squares:
+    """Of states (T, H) that no kernel of ours has made."""
+    return Squares(x.float().square().sum(-1)[None], 1)
 
 
 def _behind(tensors: list[Any]) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Forwards over a few tokens of Llama-like targets on a GPU, by a tenth of the kernels (``shape.target.gpu_kernels``).
 
-What ``shape.verification.fused`` is for a CPU: the same families, looked at in the same way. In bfloat16 alone: in
-float32 a target's forward stays its own, and what is not normed yet can leave float16's range.
+What ``shape.verification.fused`` is for a CPU: the same families, looked at in the same way. In 16 bits alone:
+matrix units compute in these, and in float32 a target's forward stays its own.
 ``shape.verification.probe`` compares both when a target is loaded.
 """
 
@@ -19,15 +19,21 @@ from shape.target.families import is_hooked, is_plain_mlp
 from shape.verification.fused import FusedLayers
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+_SMALL = 2048  # states' width below which it is launches that take time, whatever the number of tokens
 _ALIGNED = 16  # bytes that weights begin at multiples of, so that they are read by so many at a time
 
 
 class FusedGpuLayers(FusedLayers):
     """The body of a Llama-like target on a GPU, from token ids to states."""
 
-    most = 64
-    dtypes = (torch.bfloat16,)
+    most = 64  # for more, products by libraries are faster, as by then it is arithmetic that takes time
+    dtypes = (torch.bfloat16, torch.float16)
     device = "cuda"
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        if self.weights[0]["weight"].numel() < _SMALL:
+            self.most = 256
 
     @cached_property
     def _kernels(self) -> ModuleType:
@@ -83,45 +89,47 @@ class FusedGpuLayers(FusedLayers):
         slots, end = cache.slots.next(nodes, x.device), cache.slots.longest + nodes
         wanted = [layer % (len(self.layers) + 1) for layer in layers]
         states = {0: x}
+        sums = self._kernels.squares_of(x)
         for number, (layer, held) in enumerate(zip(self.layers, cache.layers, strict=True)):
             own = mask[layer.kind] if isinstance(mask, dict) else mask
-            x = self._through(layer, x, turned, slots, held, own, cache.slots.lengths, end)
+            x, sums = self._through(layer, x, sums, turned, slots, held, own, cache.slots.lengths, end)
             if number + 1 in wanted:
                 states[number + 1] = x
         states[len(self.layers)] = last = parts["norm"](x)
         found = torch.cat([states[layer] for layer in wanted], dim=-1) if len(wanted) > 1 else states[wanted[0]]
         read = None
         if logits and _is_plain_linear(self.head, last) and self.head.bias is None:
-            read = self._kernels.linear(last, [self.head.weight]).view(batch, nodes, -1)
+            read = self._kernels.linear(last, [self.head.weight])[0].view(batch, nodes, -1)
         return found.view(batch, nodes, -1), read
 
     def _through(
         self,
         layer: Any,
         x: Tensor,
+        sums: Any,
         turned: list[Tensor],
         slots: Tensor,
         held: Any,
         mask: Tensor | None,
         lengths: Tensor,
         end: int,
-    ) -> Tensor:
-        """States behind a layer, (T, H)."""
+    ) -> tuple[Tensor, Any]:
+        """States behind a layer, (T, H), and the sums of their squares."""
         kernels, attention, mlp = self._kernels, layer.attention, layer.parts["mlp"]
         first, second = layer.parts["input_layernorm"], layer.parts["post_attention_layernorm"]
         projections = [attention[name] for name in _PROJECTIONS]
         biases = None if projections[0].bias is None else [one.bias for one in projections]
         weights = [one.weight for one in projections]
-        states = kernels.linear(x, weights, biases, (first.weight, first.variance_epsilon))
+        states, _ = kernels.linear(x, weights, biases, (first.weight, first.variance_epsilon, sums))
         norms = None
         if "q_norm" in attention:
             query, key = attention["q_norm"], attention["k_norm"]
             norms = query.weight, key.weight, query.variance_epsilon
         kernels.turn(states, turned, slots, held.keys, held.values, self.heads, norms)
         seen = kernels.attend(states, held.keys, held.values, mask, lengths, end, self.heads, self.scale)
-        x = kernels.linear(seen, [attention["o_proj"].weight], residual=x)
-        norm = second.weight, second.variance_epsilon
-        active = kernels.linear(x, [mlp.gate_proj.weight, mlp.up_proj.weight], norm=norm, gated=True)
+        x, sums = kernels.linear(seen, [attention["o_proj"].weight], residual=x)
+        norm = second.weight, second.variance_epsilon, sums
+        active, _ = kernels.linear(x, [mlp.gate_proj.weight, mlp.up_proj.weight], norm=norm, gated=True)
         return kernels.linear(active, [mlp.down_proj.weight], residual=x)
 
 
