@@ -27,7 +27,9 @@ def test_every_example_is_run_and_listed():
     assert all(f"`{path.name}`" in listed for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb"))
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name.startswith("train") else name for name in PROGRAMS]
+)
 def test_program_runs(name, tmp_path):
     said, options = PROGRAMS[name]
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), *options]

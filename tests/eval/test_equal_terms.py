@@ -35,6 +35,7 @@ def tiny(file, tmp_path, monkeypatch) -> Path:
     return path
 
 
+@pytest.mark.slow  # a dozen trainings, and as many measurements
 def test_from_search_to_tables(tiny, tmp_path, launched, capsys):
     arguments = [f"--file={tiny}", f"--work={tmp_path / 'work'}", f"--results={tmp_path / 'results/equal'}", *OPTIONS]
     main([*arguments, "--methods=[path 1.0,root]", "--comparisons=[time,no-rise]", "--estimate=true"])
