@@ -71,36 +71,27 @@ class FusedGpuLayers(FusedLayers):
         logits: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         with torch.cuda.device(input_ids.device) if self.device == "cuda" else nullcontext():  # Triton's, of a launch
-            return self._forward(input_ids, position_ids, mask, cache, layers, logits)
-
-    def _forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        mask: Tensor | dict[str, Tensor] | None,
-        cache: Any,
-        layers: Sequence[int],
-        logits: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        parts, (batch, nodes) = self._body._modules, input_ids.shape
-        embedded: Tensor = parts["embed_tokens"](input_ids)
-        turned = [part.expand(batch, nodes, -1).flatten(0, 1) for part in parts["rotary_emb"](embedded, position_ids)]
-        x = embedded.flatten(0, 1)
-        slots, end = cache.slots.next(nodes, x.device), cache.slots.longest + nodes
-        wanted = [layer % (len(self.layers) + 1) for layer in layers]
-        states = {0: x}
-        sums = self._kernels.squares_of(x)
-        for number, (layer, held) in enumerate(zip(self.layers, cache.layers, strict=True)):
-            own = mask[layer.kind] if isinstance(mask, dict) else mask
-            x, sums = self._through(layer, x, sums, turned, slots, held, own, cache.slots.lengths, end)
-            if number + 1 in wanted:
-                states[number + 1] = x
-        states[len(self.layers)] = last = parts["norm"](x)
-        found = torch.cat([states[layer] for layer in wanted], dim=-1) if len(wanted) > 1 else states[wanted[0]]
-        read = None
-        if logits and _is_plain_linear(self.head, last) and self.head.bias is None:
-            read = self._kernels.linear(last, [self.head.weight])[0].view(batch, nodes, -1)
-        return found.view(batch, nodes, -1), read
+            parts, (batch, nodes) = self._body._modules, input_ids.shape
+            embedded: Tensor = parts["embed_tokens"](input_ids)
+            turned = [
+                part.expand(batch, nodes, -1).flatten(0, 1) for part in parts["rotary_emb"](embedded, position_ids)
+            ]
+            x = embedded.flatten(0, 1)
+            slots, end = cache.slots.next(nodes, x.device), cache.slots.longest + nodes
+            wanted = [layer % (len(self.layers) + 1) for layer in layers]
+            states = {0: x}
+            sums = self._kernels.squares_of(x)
+            for number, (layer, held) in enumerate(zip(self.layers, cache.layers, strict=True)):
+                own = mask[layer.kind] if isinstance(mask, dict) else mask
+                x, sums = self._through(layer, x, sums, turned, slots, held, own, cache.slots.lengths, end)
+                if number + 1 in wanted:
+                    states[number + 1] = x
+            states[len(self.layers)] = last = parts["norm"](x)
+            found = torch.cat([states[layer] for layer in wanted], dim=-1) if len(wanted) > 1 else states[wanted[0]]
+            read = None
+            if logits and _is_plain_linear(self.head, last) and self.head.bias is None:
+                read = self._kernels.linear(last, [self.head.weight])[0].view(batch, nodes, -1)
+            return found.view(batch, nodes, -1), read
 
     def _through(
         self,
