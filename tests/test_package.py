@@ -88,6 +88,7 @@ def test_extras_are_those_of_the_package():
     assert project["version"] == "0.2.0" and project["scripts"] == {"shape": "shape.cli.main:main"}
 
 
+@pytest.mark.slow  # three commands, each in a process that imports all
 def test_what_decoding_needs_installs_alone(tiny_target_folder, tiny_predictor_folder, tmp_path):
     """Answers, measurements and checks without Lightning, datasets or matplotlib."""
     prompts = tmp_path / "prompts.jsonl"

@@ -73,6 +73,7 @@ def test_trains_every_variant_with_every_seed_and_measures_them_together(file, t
     assert "other options (training.steps was 3 and is 4)" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # trains and decodes by every rule
 def test_what_variants_write_by_lossy_rules(file, tmp_path, launched, monkeypatch, capsys):
     bert = tiny_bert(tmp_path / "bert")
     arguments = [str(file), f"--output={tmp_path}", "--only=[path 1.0,affine]", f"--measure.encoder={bert}"]

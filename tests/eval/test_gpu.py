@@ -107,6 +107,7 @@ def test_weights_read_per_token():
     assert sizes[False] == sizes[True]
 
 
+@pytest.mark.slow  # it waits for commands that are cut off
 def test_a_command_ends_in_time(tmp_path):
     started = monotonic()
     assert not program.launch(monotonic() + 1, tmp_path, "-c", "import time; time.sleep(60)")

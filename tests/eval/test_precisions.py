@@ -8,6 +8,7 @@ from eval import precisions
 from eval.llamas import Widths
 
 
+@pytest.mark.slow  # kernels of all precisions are compiled for it
 def test_every_precision_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(precisions, "SHAPES", {"tiny": Widths(64, 96, 4, 2, 1)})
     monkeypatch.setattr(precisions, "TOKENS", (1, 13))

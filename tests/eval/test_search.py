@@ -119,6 +119,7 @@ def test_a_variant_without_any_finished_training_ends_the_search(searched, tmp_p
         search(parse([str(searched), f"--output={tmp_path}"]))
 
 
+@pytest.mark.slow  # two searches
 def test_measured_prompts_choose_nothing(searched, tmp_path, launched, monkeypatch, capsys):
     """Whatever is decoded before the last measurement, in validation and for shapes of drafts, is of validation."""
     decoded, shapes = [], []
