@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from traceback import walk_stack
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shape.errors import UnsupportedTarget
+from shape.target.inference import current
 from shape.target.loading import first_line
 from shape.target.model import Target
 
@@ -70,11 +71,6 @@ def refuse_waiting(run: Callable[[], None], target: Target) -> None:
             f"a step of target {target.name} waits for the host ({error}), which no CUDA graph can hold; leave graphs "
             "off, or load a mixture of experts with experts_implementation='grouped_mm'"
         ) from error
-
-
-def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Within it streams, events and graphs are those of this device, which another one may have been before."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class Pool:

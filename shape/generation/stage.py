@@ -10,9 +10,10 @@ from warnings import warn
 import torch
 from torch import Tensor
 
-from shape.generation.capture import Pool, captured, current, refuse_waiting
+from shape.generation.capture import Pool, captured, refuse_waiting
 from shape.generation.clock import Moment
 from shape.generation.static_drafters import StaticCache, StaticDrafter, StaticTree, slot_bytes
+from shape.target.inference import current
 from shape.target.loading import first_line
 from shape.target.model import Target
 from shape.target.support import Support

@@ -1,7 +1,7 @@
 """The modes that forwards run in where nothing is trained. A network that is handed over stays as its owner has it."""
 
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from threading import Lock
@@ -30,6 +30,11 @@ def gradientless(networks: Iterable[nn.Module]) -> type[torch.inference_mode] | 
     plain = all(type(weight) in (Tensor, nn.Parameter) for weight in weights if weight is not None)
     steady = all(map(keeps_frequencies, modules))
     return torch.inference_mode if plain and steady else torch.no_grad
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Within it streams, events, graphs and kernels are those of this device, where another was current before."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def keeps_frequencies(module: nn.Module) -> bool:

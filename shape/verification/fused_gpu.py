@@ -1,21 +1,22 @@
 """Forwards over a few tokens of Llama-like targets on a GPU, by a tenth of the kernels (``shape.target.gpu_kernels``).
 
-What ``shape.verification.fused`` is for a CPU: the same families, looked at in the same way. In 16 bits alone:
-matrix units compute in these, and in float32 a target's forward stays its own.
-``shape.verification.probe`` compares both when a target is loaded.
+What ``shape.verification.fused`` is for a CPU: the same families, looked at in the same way. In 16 bits alone, in
+which matrix units compute: in float32 a target's forward stays its own. ``shape.verification.probe`` compares both when
+a target is loaded.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import cached_property
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from shape.target.families import is_hooked, is_plain_mlp
+from shape.target.inference import current
 from shape.verification.fused import FusedLayers
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -35,6 +36,10 @@ class FusedGpuLayers(FusedLayers):
         if self.weights[0]["weight"].numel() < _SMALL:
             self.most = 256
 
+    @classmethod
+    def of(cls, body: Any, config: PretrainedConfig, head: Any = None) -> Self | None:
+        return super().of(body, config, head) if find_spec("triton") else None
+
     @cached_property
     def _kernels(self) -> ModuleType:
         from shape.target import gpu_kernels  # where Triton is
@@ -42,7 +47,7 @@ class FusedGpuLayers(FusedLayers):
         return gpu_kernels
 
     def _unchanged(self) -> bool:
-        return super()._unchanged() and find_spec("triton") is not None and all(map(self._is_plain, self.layers))
+        return super()._unchanged() and all(map(self._is_plain, self.layers))
 
     def _is_plain(self, layer: Any) -> bool:
         """Whether kernels compute what the layer's modules do."""
@@ -70,7 +75,7 @@ class FusedGpuLayers(FusedLayers):
         layers: Sequence[int],
         logits: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        with torch.cuda.device(input_ids.device) if self.device == "cuda" else nullcontext():  # Triton's, of a launch
+        with current(input_ids.device):  # where Triton launches
             parts, (batch, nodes) = self._body._modules, input_ids.shape
             embedded: Tensor = parts["embed_tokens"](input_ids)
             turned = [
