@@ -2,9 +2,11 @@
 
 import errno
 import logging
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import current_thread, main_thread
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What the collectives of gloo and of NCCL say where another process has gone.
@@ -76,8 +78,14 @@ def log_to_stderr() -> None:
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Run a command: a user's error becomes one line on stderr and exit status 2, never a traceback."""
+    """Run a command: a user's error becomes one line on stderr and exit status 2, never a traceback.
+
+    A request to end (SIGTERM, from schedulers, containers and `timeout`) interrupts as Ctrl-C does: outside of training
+    Lightning would note it and go on.
+    """
     log_to_stderr()
+    ours = current_thread() is main_thread()
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if ours else None
     try:
         yield
     except ShapeError as error:
@@ -92,9 +100,15 @@ def exit_on_error() -> Iterator[None]:
         if explained is None:
             raise
         sys.exit(_report(explained))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as ended:
+        # Lightning leaves by SystemExit where it was interrupted
+        if isinstance(ended, SystemExit) and not isinstance(ended.__context__, KeyboardInterrupt):
+            raise
         print("interrupted; run the same command again to continue where resuming is offered", file=sys.stderr)
         sys.exit(130)
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 def is_full_disk(error: BaseException) -> bool:

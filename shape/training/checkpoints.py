@@ -46,21 +46,21 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 class LastCheckpoint(ModelCheckpoint):
     """last.ckpt: every so many steps, at the end, with the last validation in it, and where the run is interrupted.
 
-    A step that is broken off may have changed a part of the weights. So the first Ctrl-C waits for its end, and the
-    second does not. Of several processes, which are at different steps then, none writes.
+    A step that is broken off may have changed a part of the weights. So the first Ctrl-C, or request to end (SIGTERM),
+    waits for its end, and the second does not. Of several processes, which are at different steps then, none writes.
     """
 
     def __init__(self, folder: Path, every: int) -> None:
         super().__init__(folder, save_last=True, save_top_k=0, every_n_train_steps=every, enable_version_counter=False)
         self._last = folder / "last.ckpt"
         self._step, self._interrupted = 0, False
-        self._handler: Any = None  # of the interrupt, elsewhere than in training
+        self._handlers: dict[int, Any] = {}  # of these signals, elsewhere than in training
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._step = trainer.global_step
         if trainer.world_size == 1 and current_thread() is main_thread():
-            self._handler = signal.signal(signal.SIGINT, self._wait)
+            self._handlers = {each: signal.signal(each, self._wait) for each in (signal.SIGINT, signal.SIGTERM)}
 
     def _wait(self, *_: Any) -> None:
         self._interrupted = True
@@ -68,9 +68,9 @@ class LastCheckpoint(ModelCheckpoint):
         print("interrupted: a checkpoint follows this step; once more ends at once", flush=True)
 
     def _let_go(self) -> None:
-        if self._handler is not None:
-            signal.signal(signal.SIGINT, self._handler)
-            self._handler = None
+        for each, handler in self._handlers.items():
+            signal.signal(each, handler)
+        self._handlers = {}
 
     def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
         super().on_train_batch_end(trainer, *arguments)

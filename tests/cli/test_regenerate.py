@@ -2,10 +2,13 @@
 
 import gzip
 import json
+import os
+import signal
 
 import pytest
 
 from shape.cli.regenerate import main
+from shape.generation.answers import LocalBackend
 
 
 def test_command(tmp_path, tiny_target_folder, capsys):
@@ -38,3 +41,30 @@ def test_contradictory_options(tmp_path, capsys, options, sentence):
         main(["--data", str(tmp_path / "p.jsonl"), "--output", str(tmp_path / "o.jsonl"), *options])
     assert caught.value.code == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_a_request_to_end_interrupts(tmp_path, tiny_target_folder, monkeypatch, capsys):
+    """Lightning, in which the work is done, would note SIGTERM and go on."""
+    prompts, generate = tmp_path / "prompts.jsonl", LocalBackend.generate
+    prompts.write_text("".join(json.dumps({"id": f"p{i}", "turns": [f"ask {i}"]}) + "\n" for i in range(9)))
+    called, handlers = [], [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+
+    def asked_to_end(self, requests):
+        called.append(requests)
+        if len(called) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return generate(self, requests)
+
+    monkeypatch.setattr(LocalBackend, "generate", asked_to_end)
+    command = ["--target", str(tiny_target_folder), "--data", str(prompts), "--output", str(tmp_path / "out.jsonl")]
+    command += ["--max_new_tokens", "4", "--batch_size", "2"]
+    try:
+        with pytest.raises(SystemExit) as caught:
+            main(command)
+        assert caught.value.code == 130 and "the same command again to continue" in capsys.readouterr().err
+        assert signal.getsignal(signal.SIGTERM) is handlers[1] and len(called) == 2
+    finally:
+        signal.signal(signal.SIGINT, handlers[0])  # Lightning lets the rest of the process ignore it
+    assert not (tmp_path / "out.jsonl").exists()
+    main(command)
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 9 and len(called) < 2 + 5 + 1

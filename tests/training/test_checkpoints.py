@@ -67,24 +67,24 @@ def test_checkpoint_is_replaced_as_a_whole(tmp_path, monkeypatch):
 
 
 class InterruptAt(pl.Callback):
-    """Ctrl-C in the middle of a step's first portion."""
+    """A signal in the middle of a step's first portion."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, signal: signal.Signals) -> None:
+        self.step, self.signal = step, signal
 
     def on_before_backward(self, trainer, *args) -> None:
         if trainer.global_step == self.step:
             self.step = -1
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), self.signal)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_an_interrupted_run_is_in_its_checkpoint_to_the_step(store, tiny_target, tmp_path, accumulate):
+@pytest.mark.parametrize("accumulate, asked", [(1, signal.SIGTERM), (2, signal.SIGINT)])
+def test_an_interrupted_run_is_in_its_checkpoint_to_the_step(store, tiny_target, tmp_path, accumulate, asked):
     straight = fit(tiny_target, store, accumulate=accumulate)
     handler = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises(SystemExit):
-            watching = [InterruptAt(4), LastCheckpoint(tmp_path, 100)]
+            watching = [InterruptAt(4, asked), LastCheckpoint(tmp_path, 100)]
             fit(tiny_target, store, accumulate=accumulate, callbacks=watching)
     finally:
         signal.signal(signal.SIGINT, handler)  # Lightning lets the rest of the process ignore it
