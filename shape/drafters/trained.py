@@ -35,6 +35,7 @@ from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree, of_lists, root_only
 from shape.verification.tree_shape import TreeShape
 
+_ONE_BY_ONE = 4  # sequences at most, for which a call each is quicker than torch's operations for all
 _SLOTS = 256  # of the memory, at first
 _MEASURED_LENGTH = 256  # known positions that ``run_forwards`` attends to
 _NO_BIAS = Biases(np.empty((0, 0), np.float32), True)
@@ -463,9 +464,10 @@ class TrainedDrafter(Drafter):
             states = fused.begin(self.window[:, -1:], root, self.cache)
             return Known(self.window[:, None], [], None, None), (states[:, None],)
         known = self._known(steps)
-        if self.single is None or not self.on_host or len(root) > 1:
+        if self.single is None or not self.on_host or len(root) > _ONE_BY_ONE:
             return known, self.predictor.begin(known, root)
-        return known, tuple(found[None, None] for found in self.single(known.window[0, 0], root[0, 0]))
+        each = [self.single(window, own) for window, own in zip(known.window[:, 0], root[:, 0], strict=True)]
+        return known, tuple(torch.stack(found)[:, None] for found in zip(*each, strict=True))
 
     def _logits_of_all_depths(
         self, known: Known, carried: tuple[Tensor, ...], root: Tensor, depth: int

@@ -10,6 +10,9 @@ from shape.networks.config import ShapeConfig
 from shape.networks.shape import ShapePredictor
 from shape.networks.single import SingleRoot
 from shape.target.quantize import QuantizedLinear
+from shape.verification.sampling import Sampler
+from shape.verification.tree import TokenTree
+from shape.verification.tree_shape import TreeShape
 
 SIZE, WINDOW, STEPS = 12, 3, 4
 
@@ -137,6 +140,29 @@ def test_a_draft_begins_with_the_weights_as_they_are(tiny_target) -> None:
         drafter.start(committed, window)
         found.append(drafter.single(window[0], torch.ones(tiny_target.hidden_size))[0])
     assert not torch.equal(*found)
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_sequences_draft_together_as_alone(tiny_target, rows) -> None:
+    """By a call each."""
+    size = tiny_target.hidden_size
+    network = predictor(hidden_size=size, vocab_size=tiny_target.vocab_size)
+    drafter = TrainedDrafter(network, TreeShape(depth=3, width=2, branching=3))
+    drafter.bind(tiny_target)
+    texts, hidden = [[1, 2, 3 + row] for row in range(rows)], torch.randn(rows, WINDOW, size)
+
+    def draft(first: int, end: int) -> TokenTree:
+        own, lengths = texts[first:end], torch.full((end - first,), 3)
+        committed = Committed(own, lengths, torch.tensor([text[-1] for text in own]))
+        drafter.start(committed, hidden[first:end])
+        return drafter.draft(committed, Sampler(lengths - 1))
+
+    together = draft(0, rows)
+    for row in range(rows):
+        alone = draft(row, row + 1)
+        assert torch.equal(together.tokens[row], alone.tokens[0])
+        assert torch.equal(together.parent[row], alone.parent[0])
+        torch.testing.assert_close(together.joint[row], alone.joint[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

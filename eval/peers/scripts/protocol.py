@@ -9,6 +9,7 @@ itself. `serve` says its versions once the model is loaded, then answers each re
 token ends the prefill; no token stops an answer where "end_tokens" is empty.
 """
 
+import gc
 import json
 import os
 import sys
@@ -38,5 +39,7 @@ def run(
     model, precision, threads, *backend = arguments
     answer, versions = serve(model, precision, int(threads), *backend)
     print(json.dumps({"versions": versions}), file=replies)
+    gc.collect()
+    gc.freeze()  # else looking through all that is loaded, a third of a second, falls on some answer
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), file=replies)
