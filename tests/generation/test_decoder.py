@@ -772,8 +772,8 @@ def test_eos_aware_is_a_minimum_of_four_tokens(tiny_model):
     options = {"max_new_tokens": 20, "eos_token_id": list(range(2, 60))}
     for sampling in ({}, {"do_sample": True, "seed": 1, "top_k": 0}):
         expected = ShapeDecoder(model).generate(**prompts(), **options, **sampling, min_new_tokens=4)
-        for make in drafters().values():
-            decoder = ShapeDecoder(model, make(), fall_back=False)
+        for name in ("shape tree", "model", "ngram", "hybrid", "adversary"):
+            decoder = ShapeDecoder(model, drafters()[name](), fall_back=False)
             early = decoder.generate(**prompts(), **options, **sampling)
             assert early.shape[1] < max(LENGTHS) + 4
             assert torch.equal(decoder.generate(**prompts(), **options, **sampling, eos_aware=True), expected)

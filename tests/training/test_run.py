@@ -93,6 +93,7 @@ def test_checkpoint_holds_the_predictor_alone_and_no_pickled_objects(trained):
     assert all(name.startswith("predictor.") for name in saved["state_dict"])
 
 
+@pytest.mark.slow
 def test_killed_run_resumes_to_the_same_bytes(trained, tiny_target_folder, data, tmp_path):
     output = tmp_path / "killed"
     options = arguments(tiny_target_folder, data, output)
@@ -136,6 +137,7 @@ def ended(output: Path) -> tuple[dict[str, torch.Tensor], list[int]]:
     return saved["state_dict"], [entry["step"] for entry in history]
 
 
+@pytest.mark.slow
 def test_two_processes_train(trained, tiny_target_folder, data, tmp_path):
     output = tmp_path / "two"
     more = ["--trainer.devices=2", "--trainer.strategy=ddp", "--training.steps=10", "--validation.every=5"]
