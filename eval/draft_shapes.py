@@ -24,7 +24,7 @@ from shape.generation.decoder import ShapeDecoder
 CHAINS = [TreeShape(width=1, depth=depth, threshold=limit) for depth in (4, 6, 8, 12) for limit in (0.1, 0.2, 0.35)]
 TREES = [
     TreeShape(width=2, depth=depth, nodes=nodes, threshold=limit)
-    for depth, nodes in ((4, 6), (6, 8), (8, 12))
+    for depth, nodes in ((4, 6), (6, 8), (8, 12), (12, 16))
     for limit in (0.0, 0.1)
 ]
 WIDE = [TreeShape(width=width, depth=4, nodes=nodes) for width, nodes in ((2, 6), (3, 8), (3, 12), (4, 16))]
