@@ -193,6 +193,10 @@ class ShapeConfig(PreTrainedConfig):
     draft: dict[str, Any] | None = None
     training: dict[str, Any] | None = None
 
+    # Drafting reads a dozen of these in a step, and transformers' own way, for names and layers that are not here, takes
+    # a microsecond for each.
+    __getattribute__ = object.__getattribute__
+
     def __post_init__(self, **kwargs: Any) -> None:
         _require_known(kwargs)
         super().__post_init__(**kwargs)
