@@ -20,7 +20,7 @@ from shape.generation.request import Request, Seed
 from shape.generation.rules import Rule, make_rule
 from shape.generation.stats import DecodeStats
 from shape.generation.trace import Trace
-from shape.target.inference import each_step, evaluating, gradientless
+from shape.target.inference import all_steps, each_step, evaluating, gradientless
 from shape.target.model import Target
 from shape.target.support import Support
 from shape.verification.probe import support_of
@@ -128,7 +128,8 @@ class Engine:
             whole = request.assemble(input_ids, [new[index] for index in sorted(new)])
             return ShapeOutput(whole, stats, record)
 
-        return each_step(evaluating(self._networks), pieces())
+        within = each_step if streaming else all_steps
+        return within(evaluating(self._networks), pieces())
 
     def _groups(self, request: Request) -> list[list[int]]:
         """The sequences that are decoded in one batch; one at a time on targets that can only verify chains."""

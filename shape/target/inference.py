@@ -113,3 +113,11 @@ def each_step(
             yield piece
     finally:
         steps.close()
+
+
+def all_steps(
+    context: AbstractContextManager[None], steps: Generator[Piece, None, Result]
+) -> Generator[Piece, None, Result]:
+    """The same within one context from the first step to the last, where the caller does nothing in between."""
+    with context:
+        return (yield from steps)
