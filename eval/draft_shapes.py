@@ -21,7 +21,7 @@ from shape.evaluation.results import AUTOREGRESSIVE
 from shape.evaluation.speed import measure
 from shape.generation.decoder import ShapeDecoder
 
-CHAINS = [TreeShape(width=1, depth=depth, threshold=limit) for depth in (4, 6, 8, 12) for limit in (0.1, 0.2, 0.35)]
+CHAINS = [TreeShape(width=1, depth=depth, threshold=limit) for depth in (4, 6, 8, 12) for limit in (0.0, 0.1, 0.2)]
 TREES = [
     TreeShape(width=2, depth=depth, nodes=nodes, threshold=limit)
     for depth, nodes in ((4, 6), (6, 8), (8, 12), (12, 16))

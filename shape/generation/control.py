@@ -3,10 +3,12 @@ measured while decoding on this text.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from math import sqrt
 
 import numpy as np
 
+from shape.drafters.calibration import PathChances
 from shape.drafters.cost import RecentTimes, VerificationTimes
 from shape.generation.stats import Step
 from shape.verification.compiled import compiled, serves
@@ -33,9 +35,9 @@ class SpeculationControl:
     """
 
     _WINDOW = 16  # drafted steps that are judged together
-    _FEW = 3  # of them, after which drafting pauses early, where the mean is a standard error below what it has to be
+    _FEW = 3  # of them, after which drafting pauses, where the mean is a standard error below what it has to be
     _LEAST_DEVIATION = 1.0  # tokens of a step, where a few happened to be equal
-    _PROBE = 4  # drafted steps of a later probe
+    _PROBE = 4  # drafted steps, after which a later probe may have shown that drafting pays again
     _PAUSE, _LONGEST_PAUSE = 16, 512  # autoregressive steps
     _MEASURED = 3  # autoregressive steps that tell what one costs, where that is not known yet
 
@@ -45,7 +47,7 @@ class SpeculationControl:
         # Where drafting did not pay last, a probe has to do at the start of the next text too.
         self._needed = self._WINDOW if costs.pause is None else self._PROBE
         self._waiting = 0  # autoregressive steps to come
-        self._hoped = 0.0  # tokens of the next step's draft
+        self._verified: TokenTree | None = None  # the next step's draft, where its nodes' chances are known
         self.pauses = 0
 
     def draft_next(self, context: int) -> bool:
@@ -67,7 +69,7 @@ class SpeculationControl:
         if enough and mean >= least:
             self._needed, self._costs.pause = self._WINDOW, None
             return True
-        if not enough:
+        if len(self._recent) < self._WINDOW:  # it may be chance
             squares = sum((one - mean) ** 2 for one in self._recent)
             deviation = max(sqrt(squares / (len(self._recent) - 1)), self._LEAST_DEVIATION)
             if mean + deviation / sqrt(len(self._recent)) >= least:
@@ -88,31 +90,35 @@ class SpeculationControl:
         Args:
             context: tokens of the longest sequence.
         """
-        self._hoped, whole = 0.0, tree.joint is None or tree.log_q is not None
-        if self._least is not None or whole or tree.size == 1 or not serves(tree.parent):
+        self._verified = None
+        unknown = tree.joint is None or tree.log_q is not None or tree.size == 1
+        if self._least is not None or unknown or not serves(tree.parent):
             return tree
-        assert tree.joint is not None
-        kept, self._hoped = _likely(tree.joint.numpy(), self._costs.least_chance(context))
-        return tree if kept >= tree.size else keep_best(tree, kept)
+        chances = self._costs.chances(tree)
+        nodes = _worthwhile(chances, self._costs.least_chance(context))
+        self._verified = tree if nodes >= tree.size else keep_best(tree, nodes, chances)
+        return self._verified
 
-    def observe(self, step: Step, tokens: float, seconds: float) -> None:
-        """A step that committed `tokens` per sequence. A drafter without a proposal costs nothing, and is not judged by
-        it.
+    def observe(self, step: Step, tokens: float, seconds: float, accepted: Sequence[Sequence[int]] = ()) -> None:
+        """A step that committed `tokens` per sequence, and which nodes of each one's draft were accepted, where that is
+        known. A drafter without a proposal costs nothing, and is not judged by it.
         """
         drafted, context = step.nodes > 1, max(step.lengths)
         self._costs.add(drafted, seconds, context)
         self._costs.add_verification(step.nodes, step.verify, context)
         if drafted:
-            self._costs.add_draft(tokens, seconds, self._hoped)
+            self._costs.add_draft(tokens, seconds)
+            if self._verified is not None:
+                self._costs.chances.add(self._verified, accepted)
             self._recent.append(tokens)
         elif self._waiting > 0:
             self._waiting -= 1
 
 
 @compiled
-def _likely(joint: np.ndarray, least: float) -> tuple[int, float]:
-    """How many nodes to keep of trees whose nodes have joint log-probabilities (B, N), and the sum of their chances,
-    the root left out: ranks whose chances are at least so large in the mean over the trees.
+def _worthwhile(joint: np.ndarray, least: float) -> int:
+    """How many nodes to keep, with the root, of trees whose nodes have joint log-probabilities (B, N): ranks whose
+    chances are at least so large in the mean over the trees.
     """
     chances = np.zeros(joint.shape[1] - 1)
     for row in joint:
@@ -121,8 +127,7 @@ def _likely(joint: np.ndarray, least: float) -> tuple[int, float]:
     kept = 1
     while kept < len(chances) and chances[kept] >= least:
         kept += 1
-    kept += 1 - kept % 2  # with the root an even number, as kernels take tokens in pairs: the other one is for free
-    return kept + 1, chances[:kept].sum()
+    return kept + 2 - kept % 2  # an even number, as kernels take tokens in pairs: the other one is for free
 
 
 class StepCosts:
@@ -131,21 +136,21 @@ class StepCosts:
 
     Attributes:
         pause: autoregressive steps of the last pause; None where drafting paid last.
+        chances: of drafted nodes.
     """
 
     _KEPT, _ENOUGH = 16, 3
     _SHORT = 128  # tokens of context, below which it makes no difference
     _TRUSTED = 512  # drafted steps, after which autoregressive ones are measured anew
     _MEMORY = 0.95  # of what drafts brought, per drafted step
-    _DOUBT = 8.0  # tokens that drafts hope for and bring, before there is any
 
     def __init__(self) -> None:
         self.pause: int | None = None
+        self.chances = PathChances()
         self._times: dict[tuple[int, bool], RecentTimes] = {}
         self._drafted_since: dict[int, int] = {}  # the last autoregressive step, by context length
         self._verifications: dict[int, VerificationTimes] = {}
         self._tokens = self._seconds = 0.0  # of drafted steps
-        self._hoped = self._brought = self._DOUBT  # drafted tokens, by their chances, and those accepted
 
     def add(self, drafted: bool, seconds: float, context: int) -> None:
         kind = self._kind(context)
@@ -158,23 +163,20 @@ class StepCosts:
     def add_verification(self, nodes: int, seconds: float, context: int) -> None:
         self._verifications.setdefault(self._kind(context), VerificationTimes()).add(nodes, seconds)
 
-    def add_draft(self, tokens: float, seconds: float, hoped: float) -> None:
-        """A drafted step that committed so many tokens, and its draft's sum of chances; 0 where they are not known."""
+    def add_draft(self, tokens: float, seconds: float) -> None:
+        """A drafted step that committed so many tokens."""
         self._tokens = self._MEMORY * self._tokens + tokens
         self._seconds = self._MEMORY * self._seconds + seconds
-        if hoped > 0:
-            self._hoped = self._MEMORY * self._hoped + hoped
-            self._brought = self._MEMORY * self._brought + tokens - 1
 
     def least_chance(self, context: int) -> float:
-        """Chance of being accepted, by the drafter's own estimate, from which on verifying a node makes more tokens per
-        second: in the time that it adds drafted steps commit as many tokens (Dinkelbach 1967). 0 until that is known.
+        """Chance of being accepted from which on verifying a node makes more tokens per second: in the time that it
+        adds drafted steps commit as many tokens (Dinkelbach 1967). 0 until that is known.
         """
         times = self._verifications.get(self._kind(context))
         if times is None or times.line is None or self._seconds == 0:
             return 0.0
         _, node = times.line
-        return self._tokens / self._seconds * node * self._hoped / self._brought
+        return self._tokens / self._seconds * node
 
     def unknown(self, context: int, drafted: bool) -> bool:
         """Whether too few steps of this kind have been measured, or autoregressive ones too long ago."""

@@ -145,7 +145,7 @@ def decode(steps: Steps, trace: Trace | None = None) -> Generator[tuple[int, lis
             if control is not None:
                 each = sum(map(len, done.tokens)) / len(live)
                 stats.autoregressive_steps += not done.drafts
-                control.observe(done.step, each, seconds)
+                control.observe(done.step, each, seconds, () if done.verified is None else done.verified.accepted)
             stats.decode_seconds += max(perf_counter() - began, seconds)
             for sequence, tokens, count in zip(live, done.tokens, emitted, strict=True):
                 yield sequence.index, tokens[:count]

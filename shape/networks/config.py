@@ -193,8 +193,8 @@ class ShapeConfig(PreTrainedConfig):
     draft: dict[str, Any] | None = None
     training: dict[str, Any] | None = None
 
-    # Drafting reads a dozen of these in a step, and transformers' own way, for names and layers that are not here, takes
-    # a microsecond for each.
+    # Drafting reads a dozen of these in a step, and transformers' own way, which asks for other names and for layers
+    # that differ, takes a microsecond for each.
     __getattribute__ = object.__getattribute__
 
     def __post_init__(self, **kwargs: Any) -> None:

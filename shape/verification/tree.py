@@ -219,19 +219,20 @@ def shallow(tree: TokenTree, depth: int) -> TokenTree:
     return replace(tree, parent=tree.parent.masked_fill(tree.depth > depth, -1))
 
 
-def keep_best(tree: TokenTree, nodes: int) -> TokenTree:
-    """The ``nodes`` likeliest nodes of a tree by ``joint``, still in topological order.
+def keep_best(tree: TokenTree, nodes: int, by: np.ndarray | None = None) -> TokenTree:
+    """The ``nodes`` likeliest nodes of a tree, still in topological order, by ``joint`` or other such numbers, (B, N).
 
-    It must not rise from parent to child (joint log-probabilities do not); the sort is stable, so at equal values
+    They must not rise from parent to child (joint log-probabilities do not); the sort is stable, so at equal values
     the parent, which comes first, is kept first and the result stays a tree.
     """
     assert tree.joint is not None
-    if tree.log_q is None and serves(tree.parent):
-        given = tree.tokens.numpy(), tree.parent.numpy(), tree.joint.numpy()
-        tokens, parents, joint, kept = best_nodes(*given, tree.size, nodes)
-        source = tree.source and [[row[at] for at in own] for row, own in zip(tree.source, kept.tolist(), strict=True)]
-        return of_arrays(tokens, parents, joint, source)
-    return keep_best_on_device(tree, nodes)
+    if tree.log_q is not None or not serves(tree.parent):
+        return keep_best_on_device(tree, nodes)
+    joint = tree.joint.numpy()
+    given = tree.tokens.numpy(), tree.parent.numpy(), joint if by is None else by
+    tokens, parents, found, kept = best_nodes(*given, tree.size, nodes)
+    source = tree.source and [[row[at] for at in own] for row, own in zip(tree.source, kept.tolist(), strict=True)]
+    return of_arrays(tokens, parents, found if by is None else np.take_along_axis(joint, kept, 1), source)
 
 
 def keep_best_on_device(tree: TokenTree, nodes: int) -> TokenTree:
