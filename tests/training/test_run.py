@@ -18,6 +18,7 @@ from training_runs import arguments, command, kill_when, talks
 from transformers import AutoTokenizer
 
 from shape import bundled
+from shape.drafters import TreeShape
 from shape.cli.train import main
 from shape.data.conversations import Conversation
 from shape.errors import ConfigError, DataError
@@ -223,7 +224,7 @@ def test_own_target_gets_the_same_kind_of_predictor_at_its_own_size():
     steps = ("window", "attention", "step_mode", "token_conditioning", "markov_rank", "num_steps")
     for axis in (*steps, "refinement", "refinement_dim", "refinement_last_update"):
         assert getattr(options.predictor, axis) == getattr(quickstart, axis)
-    assert options.tree == parse([]).tree
+    assert options.tree == TreeShape(depth=8, width=2, nodes=12)  # larger targets verify a node in less of a step
     assert options.predictor.intermediate_size is None and options.predictor.draft_vocab_size == "auto"
 
 
