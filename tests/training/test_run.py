@@ -18,9 +18,9 @@ from training_runs import arguments, command, kill_when, talks
 from transformers import AutoTokenizer
 
 from shape import bundled
-from shape.drafters import TreeShape
 from shape.cli.train import main
 from shape.data.conversations import Conversation
+from shape.drafters import TreeShape
 from shape.errors import ConfigError, DataError
 from shape.features.storage import Storage
 from shape.features.store import FeatureStore
