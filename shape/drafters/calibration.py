@@ -49,9 +49,8 @@ class PathChances:
     """Chances that nodes of drafted trees are accepted, by what became of such nodes before.
 
     Of the nodes behind accepted ones the share that was accepted is counted by the probability that the drafter gave
-    their tokens there, and that of a node's likeliest child apart, which is right more often than a drafter in doubt
-    says: at temperature 0 two in five to which the shipped predictor gave 0.1 to 0.2 were, and of other children as
-    many as it said. So what lies behind a doubtful token is worth more than joint probabilities say.
+    their tokens there, and that of a node's likeliest child apart: in doubt that one is right more often than drafters
+    say, and others about as often. So what lies behind a doubtful token is worth more than joint probabilities say.
     """
 
     def __init__(self) -> None:
@@ -75,7 +74,7 @@ class PathChances:
 def _claim(joint: np.ndarray, row: int, node: int, above: int) -> float:
     """The probability that a drafter gave a node's token behind its parent."""
     behind = joint[row, node] - (joint[row, above] if above > 0 else np.float32(0))
-    return min(np.exp(behind), 1.0)
+    return np.exp(behind) if behind < 0 else 1.0  # what is no number, behind an impossible node, included
 
 
 @compiled

@@ -69,7 +69,8 @@ class SpeculationControl:
         if enough and mean >= least:
             self._needed, self._costs.pause = self._WINDOW, None
             return True
-        if len(self._recent) < self._WINDOW:  # it may be chance
+        # Where drafting has paid lately, a few short drafts at the beginning of a text may be chance.
+        if len(self._recent) < (self._WINDOW if self._costs.brought >= least else self._needed):
             squares = sum((one - mean) ** 2 for one in self._recent)
             deviation = max(sqrt(squares / (len(self._recent) - 1)), self._LEAST_DEVIATION)
             if mean + deviation / sqrt(len(self._recent)) >= least:
@@ -104,12 +105,13 @@ class SpeculationControl:
         known. A drafter without a proposal costs nothing, and is not judged by it.
         """
         drafted, context = step.nodes > 1, max(step.lengths)
+        tree, self._verified = self._verified, None
         self._costs.add(drafted, seconds, context)
         self._costs.add_verification(step.nodes, step.verify, context)
         if drafted:
             self._costs.add_draft(tokens, seconds)
-            if self._verified is not None:
-                self._costs.chances.add(self._verified, accepted)
+            if tree is not None and accepted:
+                self._costs.chances.add(tree, accepted)
             self._recent.append(tokens)
         elif self._waiting > 0:
             self._waiting -= 1
@@ -122,7 +124,14 @@ def _worthwhile(joint: np.ndarray, least: float) -> int:
     """
     chances = np.zeros(joint.shape[1] - 1)
     for row in joint:
-        chances += np.sort(np.exp(row[1:]))[::-1]
+        ranked = np.exp(row[1:])
+        for at in range(1, len(ranked)):  # numpy's sort takes a second to compile
+            place, chance = at, ranked[at]
+            while place > 0 and ranked[place - 1] < chance:
+                ranked[place] = ranked[place - 1]
+                place -= 1
+            ranked[place] = chance
+        chances += ranked
     chances /= len(joint)
     kept = 1
     while kept < len(chances) and chances[kept] >= least:
@@ -142,7 +151,7 @@ class StepCosts:
     _KEPT, _ENOUGH = 16, 3
     _SHORT = 128  # tokens of context, below which it makes no difference
     _TRUSTED = 512  # drafted steps, after which autoregressive ones are measured anew
-    _MEMORY = 0.95  # of what drafts brought, per drafted step
+    _MEMORY, _LONG = 0.95, 0.99  # of what drafts brought, per drafted step
 
     def __init__(self) -> None:
         self.pause: int | None = None
@@ -151,6 +160,7 @@ class StepCosts:
         self._drafted_since: dict[int, int] = {}  # the last autoregressive step, by context length
         self._verifications: dict[int, VerificationTimes] = {}
         self._tokens = self._seconds = 0.0  # of drafted steps
+        self._brought, self._steps = 0.0, 0.0
 
     def add(self, drafted: bool, seconds: float, context: int) -> None:
         kind = self._kind(context)
@@ -167,6 +177,13 @@ class StepCosts:
         """A drafted step that committed so many tokens."""
         self._tokens = self._MEMORY * self._tokens + tokens
         self._seconds = self._MEMORY * self._seconds + seconds
+        self._brought = self._LONG * self._brought + tokens
+        self._steps = self._LONG * self._steps + 1
+
+    @property
+    def brought(self) -> float:
+        """Tokens of a drafted step, in the mean over many texts."""
+        return self._brought / max(self._steps, 1.0)
 
     def least_chance(self, context: int) -> float:
         """Chance of being accepted from which on verifying a node makes more tokens per second: in the time that it

@@ -49,6 +49,14 @@ def test_until_something_is_known_second_choices_are_taken_as_they_say():
     assert found == pytest.approx([1.0, 0.4, 0.1], abs=1e-6)
 
 
+def test_impossible_nodes_have_no_chance_and_do_no_harm():
+    one = tree([0, 1, 2], [0.5, 0.5, 0.5])
+    one = TokenTree(one.tokens, one.parent, joint=torch.tensor([[0.0, -torch.inf, -torch.inf, -1.0]]))
+    chances = PathChances()
+    chances.add(one, [[1, 2, 3]])
+    assert np.isfinite(chances(one)).all() and (chances(one)[0, 1:] < 0).all()
+
+
 @given(st.data())
 def test_chances_fall_along_paths(data):
     size = data.draw(st.integers(1, 8))
