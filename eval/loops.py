@@ -7,6 +7,7 @@ The loops are the predictor's forward for one sequence (``shape.networks.single`
 autoregressively and with drafts, in rotating order; steps of one kind are compared by their medians.
 """
 
+import gc
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -100,6 +101,8 @@ def measure(options: LoopsOptions, dtype: str) -> list[Line]:
         decoder.generate(contexts[0], do_sample=False, max_new_tokens=options.max_new_tokens)
         if way == "kernels":
             without_loops(decoder)
+    gc.collect()
+    gc.freeze()  # else looking through all that is loaded, a third of a second, falls on some step
     steps: dict[tuple[str, str], list[Step]] = {key: [] for key in decoders}
     emitted = dict.fromkeys(decoders, 0)
     for turn, context in enumerate(tqdm(contexts, desc=dtype)):
@@ -109,6 +112,7 @@ def measure(options: LoopsOptions, dtype: str) -> list[Line]:
             )
             steps[key] += out.stats.steps
             emitted[key] += out.stats.emitted
+    gc.unfreeze()
 
     def line(drafter: str, way: str) -> Line:
         own = steps[drafter, way]
