@@ -7,7 +7,6 @@ The loops are the predictor's forward for one sequence (``shape.networks.single`
 autoregressively and with drafts, in rotating order; steps of one kind are compared by their medians.
 """
 
-import gc
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import markdown, show
 from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.runner import rotated
+from shape.evaluation.speed import uncollected
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.stats import Step
 from shape.target.chat import prompt_ids
@@ -101,18 +101,16 @@ def measure(options: LoopsOptions, dtype: str) -> list[Line]:
         decoder.generate(contexts[0], do_sample=False, max_new_tokens=options.max_new_tokens)
         if way == "kernels":
             without_loops(decoder)
-    gc.collect()
-    gc.freeze()  # else looking through all that is loaded, a third of a second, falls on some step
     steps: dict[tuple[str, str], list[Step]] = {key: [] for key in decoders}
     emitted = dict.fromkeys(decoders, 0)
-    for turn, context in enumerate(tqdm(contexts, desc=dtype)):
-        for key in rotated(list(decoders), turn):
-            out = decoders[key].generate(
-                context, do_sample=False, max_new_tokens=options.max_new_tokens, return_dict_in_generate=True
-            )
-            steps[key] += out.stats.steps
-            emitted[key] += out.stats.emitted
-    gc.unfreeze()
+    with uncollected():
+        for turn, context in enumerate(tqdm(contexts, desc=dtype)):
+            for key in rotated(list(decoders), turn):
+                out = decoders[key].generate(
+                    context, do_sample=False, max_new_tokens=options.max_new_tokens, return_dict_in_generate=True
+                )
+                steps[key] += out.stats.steps
+                emitted[key] += out.stats.emitted
 
     def line(drafter: str, way: str) -> Line:
         own = steps[drafter, way]

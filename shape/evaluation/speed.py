@@ -12,7 +12,8 @@ come with it are left out).
 """
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import chain, pairwise
 from pathlib import Path
@@ -45,6 +46,19 @@ from shape.target.model import Target
 
 # How far transformers' prompt lookup drafts: the value of its documentation.
 _LOOKUP_TOKENS = 10
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Within it what is loaded already is left to no collection of garbage: a look through it, a third of a second,
+    would fall on some answer.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def measure(
@@ -139,16 +153,12 @@ def measure(
         for runner in runners.values():
             runner(openings, [seed] * batch)
     unit = "prompt" if batch == 1 else "batch"
-    gc.collect()
-    gc.freeze()  # else looking through all that is loaded, a third of a second, falls on some answer
-    try:
+    with uncollected():
         for index, group in enumerate(tqdm(groups, desc="bench", unit=unit, disable=not progress)):
             if _name(group) not in finished:
                 seeds = [seed + index * batch + place for place in range(batch)]
                 finished[_name(group)] = bench.record(group, seeds, turn=index)
                 written.append(asdict(finished[_name(group)]))
-    finally:
-        gc.unfreeze()
     records = tuple(finished[_name(group)] for group in groups)
     return SpeedResults(
         label=label or f"{settings['target']}, temperature {temperature:g}",
