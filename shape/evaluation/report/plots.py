@@ -453,14 +453,16 @@ def inline(figure: Figure, prefix: str, label: str, classes: dict[str, str] | No
         figure.savefig(file, format="svg", metadata={"Date": None})
     drawn = file.getvalue()
     drawn = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", drawn[drawn.index("<svg") :], flags=re.DOTALL)
-    used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', drawn))
+    used = dict.fromkeys(re.findall(r'(?:href="#|url\(#)([^")]+)', drawn))
+    short = {name: f"{prefix}-{number}" for number, name in enumerate(used)}
 
     def tidy(found: re.Match[str]) -> str:
-        """A tag, never what a token says: ids that are used, short numbers, the page's font and colours."""
-        tag = re.sub(r' id="([^"]*)"', lambda own: own[0] if own[1] in used else "", found[0])
-        tag = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", tag)
-        tag = re.sub(r"(?<![\w#.-])(-?\d+\.\d)\d+", r"\1", tag)
+        """A tag, never what a token says: ids that are used, short ones and numbers, the page's font and colours."""
+        tag = re.sub(r' id="([^"]*)"', lambda own: f' id="{short[own[1]]}"' if own[1] in short else "", found[0])
+        tag = re.sub(r'(?:xlink:)?(href="#|url\(#)([^")]+)', lambda own: own[1] + short[own[2]], tag)
+        tag = re.sub(r"(?<![\w#.-])(-?\d+)(?:\.0|(\.\d))\d*", lambda own: own[1] + (own[2] or ""), tag)
         tag = re.sub(r"\s+", " ", re.sub(r' transform="rotate\(-0[^"]*"|font-family: [^;]*; ', "", tag))
+        tag = re.sub(r' d="[^"]*"', lambda path: re.sub(r" ?([A-Zz]) ?", r"\1", path[0]), tag)
         for name, (light, _) in COLOURS.items():
             tag = tag.replace(light, f"var(--{name})")
         tag = re.sub(r'fill="(var[^"]*)"', r'style="fill: \1"', tag)  # variables have no meaning in attributes
@@ -475,7 +477,7 @@ def inline(figure: Figure, prefix: str, label: str, classes: dict[str, str] | No
         drawn = flatter
     size = re.search(r'viewBox="[^"]*"', drawn)
     assert size is not None
-    opening = f'<svg xmlns:xlink="http://www.w3.org/1999/xlink" {size[0]} role="img" aria-label="{label}">'
+    opening = f'<svg {size[0]} role="img" aria-label="{label}">'
     return opening + drawn[drawn.index(">") + 1 :]
 
 
