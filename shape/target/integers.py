@@ -25,6 +25,7 @@ from torch import Tensor
 
 from shape.target import kernels
 from shape.target.kernels import (
+    AHEAD,
     F32,
     FLOATS,
     HALVES,
@@ -45,7 +46,7 @@ GROUP = 32  # inputs that share a weight's scale in 4 bits
 SPAN = 128  # inputs that share an activation's scale, where that divides a row
 # Tokens whose sums fit into the registers, by digits of activations; more than AVX2 has, where it was as good.
 _MOST_ROWS = {1: 13, 2: 8}
-_AHEAD = 2048  # bytes from memory asked for early, where several tokens keep the core from asking by itself
+_FEW = 3  # tokens for which a core asks for memory early enough by itself
 _DIGITS = {torch.bfloat16: 1, torch.float32: 2}  # an activation's, of 8 bits each
 _LARGEST = {1: 127.0, 2: 127.0 * 256}
 _PAIRS, _BYTES = ir.VectorType(I16, 2 * TILE), ir.VectorType(I8, 4 * TILE)
@@ -264,6 +265,8 @@ def _multiplier(module: ir.Module, kind: Kind) -> None:
         sums = [inner.sitofp(one, FLOATS) for one in _sums(inner, kind, given, own, place, at)]
         if kind.bits == 4:
             scale = inner.at(scales, inner.times(span, 2 * TILE * kind.span), 2 * TILE * at)
+            if kind.rows > _FEW and at % 2 == 0:  # two groups' are a line
+                inner.ask(inner.at(scale, AHEAD * 2 * TILE // _bytes(kind)))
             factor = inner.widened(inner.read(HALVES, scale))
             before = found or [None] * kind.rows
             sums = [
@@ -307,9 +310,8 @@ def _sums(code: Code, kind: Kind, given: dict[str, Any], weights: Any, place: An
         fours = []
         for piece in range(group * _bytes(kind), (group + 1) * _bytes(kind), 64):
             some = code.read(INTS, code.at(weights, piece))
-            if kind.rows > 3:
-                ahead = code.inttoptr(code.at(weights, piece + _AHEAD), I8.as_pointer())
-                code.intrinsic("llvm.prefetch.p0", ir.VoidType(), ahead, I32(0), I32(3), I32(1))
+            if kind.rows > _FEW:
+                code.ask(code.at(weights, piece + AHEAD))
             low = every(0x0F0F0F0F)
             fours += [some] if kind.bits == 8 else [code.and_(some, low), code.and_(code.lshr(some, every(4)), low)]
         own = code.at(numbers, group * lines * GROUP)

@@ -30,6 +30,7 @@ PARALLEL = 1 << 18  # multiplications that are worth waking threads for
 _FEW = 16  # tokens, for which products are kept ready: more have larger buffers, and time enough
 _KEPT = 256  # such products
 _LINE = 64  # bytes of a cache line
+AHEAD = 16384  # bytes of weights that are asked for (`Code.ask`) before they are read
 _SPINS = 2048  # looks at the others' arrival, behind which the core is offered to others before each
 Made = TypeVar("Made")
 
@@ -363,6 +364,13 @@ class Code(ir.IRBuilder):
 
     def write(self, value: Any, address: Any) -> None:
         self.store(value, self.inttoptr(address, value.type.as_pointer())).align = 1
+
+    def ask(self, address: Any) -> None:
+        """For a line of memory, ahead of its use, where several tokens keep the core from asking by itself: into the
+        second cache, which is up to twice as fast as into the first.
+        """
+        place = self.inttoptr(address, I8.as_pointer())
+        self.intrinsic("llvm.prefetch.p0", ir.VoidType(), place, I32(0), I32(2), I32(1))
 
     def spread(self, value: Any, count: int = TILE) -> Any:
         """A number, as a vector of it."""
