@@ -1,4 +1,5 @@
-"""Products of weights with 1 to 512 tokens on this CPU: rows as in a checkpoint, oneDNN's blocks, and ours.
+"""Products of weights with 1 to 512 tokens on this CPU: rows as in a checkpoint, oneDNN's blocks, and ours, in 8 and 4
+bits too.
 
     python -m eval.products --output eval/results/products
 
@@ -22,8 +23,9 @@ from eval import commands
 from shape.errors import ConfigError
 from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import markdown, show
-from shape.target import floats
+from shape.target import floats, integers
 from shape.target.prepack import onednn_multiplies
+from shape.target.quantize import pack
 
 SHAPES = ((576, 576), (1536, 576), (4864, 896), (8192, 2048))  # outputs, inputs
 TOKENS = (1, 2, 4, 8, 13, 16, 32, 64, 256, 512)
@@ -58,11 +60,20 @@ def ways(weights: list[Tensor]) -> dict[str, list[Callable[[Tensor], Tensor]]]:
     """For each way a function for each weight."""
     blocks = [torch.ops.mkldnn._reorder_linear_weight(weight, 16) for weight in weights]
     packed = [floats.Packed.of(weight) for weight in weights]
-    return {
+    found: dict[str, list[Callable[[Tensor], Tensor]]] = {
         "rows": [partial(F.linear, weight=weight) for weight in weights],
         "oneDNN's blocks": [partial(_by_onednn, blocks=one) for one in blocks],
         "ours": [partial(floats.product, packed=one) for one in packed],
     }
+    if weights[0].dtype == torch.bfloat16:
+        for bits in (8, 4):
+            found[f"ours, {bits} bits"] = [_quantised(weight, bits) for weight in weights]
+    return found
+
+
+def _quantised(weight: Tensor, bits: int) -> Callable[[Tensor], Tensor]:
+    packed, scales = pack(weight, bits)
+    return partial(integers.product, weights=packed, scales=scales.view(torch.uint8), bits=bits, outputs=len(weight))
 
 
 def _by_onednn(x: Tensor, blocks: Tensor) -> Tensor:
@@ -74,7 +85,7 @@ def _by_onednn(x: Tensor, blocks: Tensor) -> Tensor:
 def measure(shape: tuple[int, int], dtype: torch.dtype, rounds: int, bar: tqdm) -> list[Line]:
     outputs, inputs = shape
     count = max(1, round(BYTES / (outputs * inputs * dtype.itemsize)))
-    weights = [torch.randn(shape).to(dtype) for _ in range(min(count, 100))]
+    weights = [torch.randn(shape).to(dtype) for _ in range(min(count, 400))]
     found = ways(weights)
     times: dict[tuple[str, int], list[float]] = {(way, tokens): [] for way in found for tokens in TOKENS}
     for turn in range(rounds + 1):  # the first warms up
@@ -106,7 +117,8 @@ def run(options: ProductsOptions) -> None:
     ]
     note = (
         "Microseconds of a product of a weight (outputs x inputs) with so many tokens, median of "
-        f"{options.rounds}. *Rows*: torch's own, of a weight as checkpoints have it."
+        f"{options.rounds}. *Rows*: torch's own, of a weight as checkpoints have it. *8 bits*, *4 bits*: of a weight as "
+        "`quantize` keeps it."
     )
     record = {"rounds": options.rounds, "environment": asdict(environment), "rows": [asdict(one) for one in lines]}
     table = markdown(["weight", "dtype", "way", *map(str, TOKENS)], cells)

@@ -32,3 +32,13 @@ def test_all_ways_compute_the_same():
     for number, weight in enumerate(weights):
         for functions in found.values():
             torch.testing.assert_close(functions[number](x), x @ weight.T, rtol=1e-4, atol=1e-4)
+
+
+def test_quantised_ways_compute_about_the_same():
+    weights, x = [torch.randn(48, 64).bfloat16() for _ in range(2)], torch.randn(5, 64).bfloat16()
+    found = products.ways(weights)
+    for way, most in {"ours, 8 bits": 0.02, "ours, 4 bits": 0.2}.items():
+        for number, weight in enumerate(weights):
+            expected = x.float() @ weight.float().T
+            error = (found[way][number](x).float() - expected).norm() / expected.norm()
+            assert 0 < error < most
