@@ -117,8 +117,8 @@ def run(options: ProductsOptions) -> None:
     ]
     note = (
         "Microseconds of a product of a weight (outputs x inputs) with so many tokens, median of "
-        f"{options.rounds}. *Rows*: torch's own, of a weight as checkpoints have it. *8 bits*, *4 bits*: of a weight as "
-        "`quantize` keeps it."
+        f"{options.rounds}. *Rows*: torch's own, of a weight as checkpoints have it. *8 bits*, *4 bits*: of weights as "
+        "`quantize` keeps them."
     )
     record = {"rounds": options.rounds, "environment": asdict(environment), "rows": [asdict(one) for one in lines]}
     table = markdown(["weight", "dtype", "way", *map(str, TOKENS)], cells)

@@ -23,7 +23,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from shape.target import kernels
-from shape.target.kernels import AHEAD, F32, FLOATS, I32, I64, INTS, TILE, Bfloat, Code, Program, begin, share
+from shape.target.kernels import F32, FLOATS, I32, I64, INTS, TILE, Bfloat, Code, Program, begin, share
 
 _TILES = 4  # weights are filled up to so many, as kernels of few tokens take several at a time
 _MOST, _MOST_AVX2 = 14, 6  # tokens whose sums fit into the registers
@@ -171,7 +171,7 @@ def _multiplier(dtype: torch.dtype, pairs: bool, rows: int, result: torch.dtype)
     where = [inner.at(address, inner.times(at, size * TILE)) for address in weights]
     some = [inner.bitcast(inner.read(INTS, one), _PAIRS) if pairs else inner.take(dtype, one) for one in where]
     for address in where if rows > _MOST // 2 else ():
-        inner.ask(inner.at(address, AHEAD))
+        inner.ask(address)
     found: list[list[Any]] = []
     for row, totals in enumerate(sums):
         number_or_pair = inner.spread(inner.read(I32 if pairs else F32, inner.at(x[row], inner.times(at, 4))))

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from shape.target import kernels
 from shape.target.kernels import (
-    AHEAD,
     F32,
     FLOATS,
     HALVES,
@@ -265,8 +264,6 @@ def _multiplier(module: ir.Module, kind: Kind) -> None:
         sums = [inner.sitofp(one, FLOATS) for one in _sums(inner, kind, given, own, place, at)]
         if kind.bits == 4:
             scale = inner.at(scales, inner.times(span, 2 * TILE * kind.span), 2 * TILE * at)
-            if kind.rows > _FEW and at % 2 == 0:  # two groups' are a line
-                inner.ask(inner.at(scale, AHEAD * 2 * TILE // _bytes(kind)))
             factor = inner.widened(inner.read(HALVES, scale))
             before = found or [None] * kind.rows
             sums = [
@@ -311,7 +308,7 @@ def _sums(code: Code, kind: Kind, given: dict[str, Any], weights: Any, place: An
         for piece in range(group * _bytes(kind), (group + 1) * _bytes(kind), 64):
             some = code.read(INTS, code.at(weights, piece))
             if kind.rows > _FEW:
-                code.ask(code.at(weights, piece + AHEAD))
+                code.ask(code.at(weights, piece))
             low = every(0x0F0F0F0F)
             fours += [some] if kind.bits == 8 else [code.and_(some, low), code.and_(code.lshr(some, every(4)), low)]
         own = code.at(numbers, group * lines * GROUP)

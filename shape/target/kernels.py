@@ -30,7 +30,6 @@ PARALLEL = 1 << 18  # multiplications that are worth waking threads for
 _FEW = 16  # tokens, for which products are kept ready: more have larger buffers, and time enough
 _KEPT = 256  # such products
 _LINE = 64  # bytes of a cache line
-AHEAD = 16384  # bytes of weights that are asked for (`Code.ask`) before they are read
 _SPINS = 2048  # looks at the others' arrival, behind which the core is offered to others before each
 Made = TypeVar("Made")
 
@@ -366,11 +365,14 @@ class Code(ir.IRBuilder):
         self.store(value, self.inttoptr(address, value.type.as_pointer())).align = 1
 
     def ask(self, address: Any) -> None:
-        """For a line of memory, ahead of its use, where several tokens keep the core from asking by itself: into the
-        second cache, which is up to twice as fast as into the first.
+        """For memory ahead of its use, where several tokens keep the core from asking early enough by itself.
+
+        With AVX-512 far ahead and into the second cache, which is up to twice as fast as near and into the first; with
+        AVX2 alone it is slower.
         """
-        place = self.inttoptr(address, I8.as_pointer())
-        self.intrinsic("llvm.prefetch.p0", ir.VoidType(), place, I32(0), I32(2), I32(1))
+        ahead, cache = (16384, 2) if has("avx512f") else (2048, 3)
+        place = self.inttoptr(self.at(address, ahead), I8.as_pointer())
+        self.intrinsic("llvm.prefetch.p0", ir.VoidType(), place, I32(0), I32(cache), I32(1))
 
     def spread(self, value: Any, count: int = TILE) -> Any:
         """A number, as a vector of it."""
