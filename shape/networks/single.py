@@ -24,6 +24,7 @@ from shape.networks.shape import ShapePredictor
 from shape.target import elements, floats, integers
 from shape.target.inference import states_of
 from shape.target.kernels import TILE, Program, bits, row_bytes
+from shape.target.memory import in_large_pages
 from shape.target.quantize import QuantizedLinear, pack
 
 
@@ -61,7 +62,7 @@ class _Product:
         outputs, inputs = weight.shape
         if digits is None:
             return cls(floats.Packed.of(weight, bias, wide=True), inputs, None, rows)
-        blocks, scales = pack(weight, digits)
+        blocks, scales = map(in_large_pages, pack(weight, digits))
         return cls(integers.Packed(blocks, scales.view(torch.uint8), digits, outputs, digits=1), inputs, bias, rows)
 
     def add_to(self, program: Program) -> None:

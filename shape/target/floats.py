@@ -24,6 +24,7 @@ from torch import Tensor
 
 from shape.target import kernels
 from shape.target.kernels import F32, FLOATS, I32, I64, INTS, TILE, Bfloat, Code, Program, begin, share
+from shape.target.memory import in_large_pages
 
 _TILES = 4  # weights are filled up to so many, as kernels of few tokens take several at a time
 _MOST, _MOST_AVX2 = 14, 6  # tokens whose sums fit into the registers
@@ -69,7 +70,7 @@ class Packed:
         weight = F.pad(weight, (0, -inputs % pair, 0, -outputs % (TILE * _TILES)))
         tiles = weight.view(-1, TILE, weight.shape[1] // pair, *(pair,) * (pair - 1)).transpose(1, 2).contiguous()
         biases = torch.zeros(len(weight)) if bias is None else F.pad(bias.float(), (0, len(weight) - outputs))
-        return cls(tiles, biases, outputs, inputs, pairs)
+        return cls(in_large_pages(tiles), biases, outputs, inputs, pairs)
 
     @property
     def whole(self) -> bool:

@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shape.errors import ConfigError
 from shape.target.integers import GROUP, TILE, Packed, product, serves
+from shape.target.memory import in_large_pages
 from shape.target.prepack import is_plain
 
 Quantization = Literal["int8", "int4"]
@@ -45,7 +46,7 @@ class QuantizedLinear(nn.Module):
         self.bits = bits
         self._padding = -self.in_features % GROUP
         parts = [pack(some, bits) for some in weight.split(_ROWS)]  # each a multiple of a tile, but for the last
-        packed, scales = (torch.cat(some) for some in zip(*parts, strict=True))
+        packed, scales = (in_large_pages(torch.cat(some)) for some in zip(*parts, strict=True))
         self.register_buffer("packed", packed)
         # As bytes, which stay what they are where a model is cast.
         self.register_buffer("scales", scales.view(torch.uint8))
