@@ -23,9 +23,9 @@ from eval import commands
 from shape.errors import ConfigError
 from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import markdown, show
-from shape.target import floats, integers
-from shape.target.prepack import onednn_multiplies
-from shape.target.quantize import pack
+from shape.target import floats
+from shape.target.prepack import linear, onednn_multiplies
+from shape.target.quantize import QuantizedLinear
 
 SHAPES = ((576, 576), (1536, 576), (4864, 896), (8192, 2048))  # outputs, inputs
 TOKENS = (1, 2, 4, 8, 13, 16, 32, 64, 256, 512)
@@ -67,13 +67,8 @@ def ways(weights: list[Tensor]) -> dict[str, list[Callable[[Tensor], Tensor]]]:
     }
     if weights[0].dtype == torch.bfloat16:
         for bits in (8, 4):
-            found[f"ours, {bits} bits"] = [_quantised(weight, bits) for weight in weights]
+            found[f"ours, {bits} bits"] = [QuantizedLinear(linear(weight, None), bits) for weight in weights]
     return found
-
-
-def _quantised(weight: Tensor, bits: int) -> Callable[[Tensor], Tensor]:
-    packed, scales = pack(weight, bits)
-    return partial(integers.product, weights=packed, scales=scales.view(torch.uint8), bits=bits, outputs=len(weight))
 
 
 def _by_onednn(x: Tensor, blocks: Tensor) -> Tensor:
