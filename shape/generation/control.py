@@ -27,7 +27,8 @@ class SpeculationControl:
     is compared with the break-even: seconds of a drafted step over seconds of an autoregressive one, both as measured
     while decoding, behind as much context. Below it autoregressive steps follow, after few drafted ones where that is
     clear; then a few drafted ones probe whether the text has become easier, and each probe in vain doubles the wait for
-    the next.
+    the next. Where the chances of a draft's nodes are known, its step counts for the mean of the tokens that it
+    committed and of those that were to be expected: of a few steps that says more of the next ones.
 
     Args:
         costs: of steps in earlier calls.
@@ -35,8 +36,9 @@ class SpeculationControl:
     """
 
     _WINDOW = 16  # drafted steps that are judged together
-    _FEW = 3  # of them, after which drafting pauses, where the mean is a standard error below what it has to be
-    _LEAST_DEVIATION = 1.0  # tokens of a step, where a few happened to be equal
+    # Of them, after which drafting pauses, where the mean is a standard error below what it has to be; and the least
+    # deviation of a step's tokens, where a few happened to be equal. The same where tokens were to be expected.
+    _COUNTED, _EXPECTED = (3, 1.0), (2, 0.4)
     _PROBE = 4  # drafted steps, after which a later probe may have shown that drafting pays again
     _PAUSE, _LONGEST_PAUSE = 16, 512  # autoregressive steps
     _MEASURED = 3  # autoregressive steps that tell what one costs, where that is not known yet
@@ -47,15 +49,17 @@ class SpeculationControl:
         # Where drafting did not pay last, a probe has to do at the start of the next text too.
         self._needed = self._WINDOW if costs.pause is None else self._PROBE
         self._waiting = 0  # autoregressive steps to come
-        self._verified: TokenTree | None = None  # the next step's draft, where its nodes' chances are known
+        # The next step's draft and the tokens that are to be expected, where the chances of its nodes are known.
+        self._verified: tuple[TokenTree, float] | None = None
+        self._few = self._COUNTED
         self.pauses = 0
 
     def draft_next(self, context: int) -> bool:
         """Whether the next step drafts, behind so many tokens of the longest sequence."""
         if self._waiting > 0:
             return False
-        enough = len(self._recent) >= self._needed
-        if not enough and len(self._recent) < self._FEW:
+        count, (few, deviation) = len(self._recent), self._few
+        if count < few:
             return True
         least = self._least
         if least is None:
@@ -65,15 +69,14 @@ class SpeculationControl:
                 self._waiting = self._MEASURED
                 return False
             least = self._costs.break_even(context)
-        mean = sum(self._recent) / len(self._recent)
-        if enough and mean >= least:
+        mean = sum(self._recent) / count
+        if count >= self._needed and mean >= least:
             self._needed, self._costs.pause = self._WINDOW, None
             return True
         # Where drafting has paid lately, a few short drafts at the beginning of a text may be chance.
-        if len(self._recent) < (self._WINDOW if self._costs.brought >= least else self._needed):
+        if count < (self._WINDOW if self._costs.brought >= least else self._needed):
             squares = sum((one - mean) ** 2 for one in self._recent)
-            deviation = max(sqrt(squares / (len(self._recent) - 1)), self._LEAST_DEVIATION)
-            if mean + deviation / sqrt(len(self._recent)) >= least:
+            if mean + max(sqrt(squares / (count - 1)), deviation) / sqrt(count) >= least:
                 return True
         self._recent.clear()
         self._needed = self._PROBE
@@ -96,31 +99,35 @@ class SpeculationControl:
         if self._least is not None or unknown or not serves(tree.parent):
             return tree
         chances = self._costs.chances(tree)
-        nodes = _worthwhile(chances, self._costs.least_chance(context))
-        self._verified = tree if nodes >= tree.size else keep_best(tree, nodes, chances)
-        return self._verified
+        nodes, expected = _worthwhile(chances, self._costs.least_chance(context))
+        kept = tree if nodes >= tree.size else keep_best(tree, nodes, chances)
+        self._verified = kept, expected
+        return kept
 
     def observe(self, step: Step, tokens: float, seconds: float, accepted: Sequence[Sequence[int]] = ()) -> None:
         """A step that committed `tokens` per sequence, and which nodes of each one's draft were accepted, where that is
         known. A drafter without a proposal costs nothing, and is not judged by it.
         """
         drafted, context = step.nodes > 1, max(step.lengths)
-        tree, self._verified = self._verified, None
+        known, self._verified = self._verified, None
         self._costs.add(drafted, seconds, context)
         self._costs.add_verification(step.nodes, step.verify, context)
         if drafted:
             self._costs.add_draft(tokens, seconds)
-            if tree is not None and accepted:
+            self._few = self._COUNTED
+            if known is not None and accepted:
+                tree, expected = known
                 self._costs.chances.add(tree, accepted)
+                tokens, self._few = (tokens + expected) / 2, self._EXPECTED
             self._recent.append(tokens)
         elif self._waiting > 0:
             self._waiting -= 1
 
 
 @compiled
-def _worthwhile(joint: np.ndarray, least: float) -> int:
+def _worthwhile(joint: np.ndarray, least: float) -> tuple[int, float]:
     """How many nodes to keep, with the root, of trees whose nodes have joint log-probabilities (B, N): ranks whose
-    chances are at least so large in the mean over the trees.
+    chances are at least so large in the mean over the trees. And how many tokens a step is expected to commit by them.
     """
     chances = np.zeros(joint.shape[1] - 1)
     for row in joint:
@@ -136,7 +143,8 @@ def _worthwhile(joint: np.ndarray, least: float) -> int:
     kept = 1
     while kept < len(chances) and chances[kept] >= least:
         kept += 1
-    return kept + 2 - kept % 2  # an even number, as kernels take tokens in pairs: the other one is for free
+    nodes = kept + 2 - kept % 2  # an even number, as kernels take tokens in pairs: the other one is for free
+    return nodes, 1.0 + chances[: nodes - 1].sum()
 
 
 class StepCosts:

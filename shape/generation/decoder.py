@@ -349,9 +349,9 @@ class ShapeDecoder(Engine):
             DataError: text for a target that has no tokenizer.
         """
         if isinstance(input_ids, Tensor):
-            return streams.ids(self._start(input_ids, attention_mask, streaming=True, **options))
+            return streams.ids(self._start(input_ids, attention_mask, streaming=True, stepwise=True, **options))
         ids = self.target.encode(input_ids, chat_template_kwargs)
-        tokens = streams.ids(self._start(ids, torch.ones_like(ids), streaming=True, **options))
+        tokens = streams.ids(self._start(ids, torch.ones_like(ids), streaming=True, stepwise=True, **options))
         return streams.text(tokens, self.tokenizer)
 
     @overload
@@ -435,13 +435,19 @@ class ShapeDecoder(Engine):
         seed: Seed | None = None,
         reproducible: bool | None = None,
         streaming: bool = False,
+        stepwise: bool = False,
         acceptance: str | Rule = "match",
         eos_aware: bool = False,
         memory: Memory | None = None,
         trace: bool = False,
         **options: Any,
     ) -> Pieces:
-        """A call of ``generate``, computed as it is iterated over; its mistakes are raised here."""
+        """A call of ``generate``, computed as it is iterated over; its mistakes are raised here.
+
+        Args:
+            streaming: who gets the tokens follows one sequence.
+            stepwise: between two steps networks are as their owner has them, who may do with them what he likes.
+        """
         num_draft_tokens = draft_length(options)
         if num_draft_tokens is not None and (not isinstance(num_draft_tokens, int) or num_draft_tokens < 0):
             raise UnsupportedGeneration(f"num_draft_tokens is {num_draft_tokens!r}; a call takes a number from 0 on")
@@ -455,5 +461,5 @@ class ShapeDecoder(Engine):
         if reproducible is None:
             reproducible = seed is not None
         return self._decode(
-            request, input_ids, seed, reproducible, streaming, acceptance, memory, trace, num_draft_tokens
+            request, input_ids, seed, reproducible, streaming, stepwise, acceptance, memory, trace, num_draft_tokens
         )

@@ -83,6 +83,7 @@ class Engine:
         seed: Seed | None,
         reproducible: bool,
         streaming: bool = False,
+        stepwise: bool = False,
         acceptance: str | Rule = "match",
         memory: Memory | None = None,
         trace: bool = False,
@@ -128,7 +129,7 @@ class Engine:
             whole = request.assemble(input_ids, [new[index] for index in sorted(new)])
             return ShapeOutput(whole, stats, record)
 
-        within = each_step if streaming else all_steps
+        within = each_step if stepwise else all_steps
         return within(evaluating(self._networks), pieces())
 
     def _groups(self, request: Request) -> list[list[int]]:

@@ -277,6 +277,23 @@ def test_chances_are_taken_by_what_became_of_them(comes_true):
     assert control.worthwhile(drafted(chances), 100).size == (5 if comes_true else 2)
 
 
+@pytest.mark.parametrize(
+    ("chance", "tokens", "steps"),
+    [(0.05, 1, 2), (None, 1, 3), (0.9, 1, 40), (None, 2, 40), (0.05, 3, 40), (0.05, 2, 2)],
+)
+def test_what_was_to_be_expected_counts_as_much_as_what_came_of_it(chance, tokens, steps):
+    """Of drafts of three nodes, each with this chance, where a step has to commit 2 tokens."""
+    costs = knows_costs()._costs
+    for _ in range(16):
+        costs.add(False, 1.0, 100)
+    control, count, tree = SpeculationControl(costs), 0, drafted([[chance or 0.1] * 3])
+    while count < 40 and control.draft_next(100):
+        kept = control.worthwhile(tree if chance else replace(tree, joint=None), 100)
+        control.observe(step(13), tokens, 2.0, [list(range(1, min(tokens, kept.size)))])
+        count += 1
+    assert count == steps and costs.break_even(100) == 2.0
+
+
 def test_the_time_of_the_first_steps_of_a_size_is_no_cost_of_its_nodes():
     """It may include the compilation of kernels."""
     control = knows_costs()
