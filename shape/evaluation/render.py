@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shape.errors import DataError
-from shape.evaluation.markdown import markdown
+from shape.evaluation.markdown import DASH, markdown, show
 from shape.evaluation.results import SHORT, SpeedResults
 
 
@@ -14,7 +14,8 @@ def render(document: str, results: Path) -> str:
 
     Behind `begin` may be folders below `results`, of which tables are shown; without any, all tables. `short` as the
     first word makes one table with few columns of them, in which `FOLDER:METHOD,METHOD` chooses lines:
-    `<!-- results:begin short shipped/bfloat16-t0:transformers,shape shipped/float32-t0 -->`.
+    `<!-- results:begin short shipped/bfloat16-t0:transformers,shape shipped/float32-t0 -->`. `across` makes one table
+    with a column for each folder, in which methods have their speed-up and acceptance length.
 
     Raises:
         DataError: no such region, or no results for it.
@@ -45,10 +46,10 @@ def rewritten(document: str, name: str, text: Callable[[list[str]], str]) -> str
 
 
 def _tables(words: list[str], results: Path) -> str:
-    is_short = words[:1] == ["short"]
-    chosen = [word.partition(":") for word in words[is_short:]] or [("", "", "")]
+    into_one = {"short": _short, "across": _across}.get(words[0]) if words else None
+    chosen = [word.partition(":") for word in words[into_one is not None :]] or [("", "", "")]
     found = [(one, names.split(",") if names else None) for name, _, names in chosen for one in _load(results / name)]
-    return _short(found) if is_short else "\n".join(one.to_markdown(detail=False) for one, _ in found)
+    return into_one(found) if into_one else "\n".join(one.to_markdown(detail=False) for one, _ in found)
 
 
 def _load(folder: Path) -> list[SpeedResults]:
@@ -70,6 +71,22 @@ def _short(found: list[tuple[SpeedResults, list[str] | None]]) -> str:
         lines += [[f"{line[0]}{_setting(results, found)}", *line[1:]] for line in results.lines(SHORT, methods)]
     seen = {one.settings["prompts"]: one.overlap_note() for one, _ in found if one.overlap()}
     return "\n\n".join([markdown(["method", *SHORT], lines), *(f"{name}: {note}" for name, note in seen.items())])
+
+
+def _across(found: list[tuple[SpeedResults, list[str] | None]]) -> str:
+    """One table; the methods are those of the first results, or what was chosen of them."""
+    first, methods = found[0]
+    columns = [_setting(one, found).removeprefix(", ") for one, _ in found]
+    rows = [[name, *(_both(one, name) for one, _ in found)] for name in methods or first.methods]
+    return markdown(["speed-up (acceptance length)", *columns], rows)
+
+
+def _both(results: SpeedResults, name: str) -> str:
+    line = results.summary.get(name)
+    if line is None:
+        return DASH
+    speed_up, length = line.speed_up.value, line.acceptance_length.value
+    return show(speed_up, unit="x") + ("" if length is None else f" ({show(length)})")
 
 
 def _setting(results: SpeedResults, found: list[tuple[SpeedResults, list[str] | None]]) -> str:

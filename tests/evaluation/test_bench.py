@@ -239,6 +239,11 @@ def test_renders_into_a_document(arguments, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["--render", str(tmp_path), str(document)])
     assert "has no method magic" in capsys.readouterr().err
+    text = render("<!-- results:begin across out out -->\n<!-- results:end -->\n", tmp_path).splitlines()
+    assert text[2] == "| speed-up (acceptance length) |  |  |" and len(text) > 7  # nothing in which the two differ
+    assert re.fullmatch(
+        r"\| shape \| (\d+\.\d\dx \(\d\.\d\d\)) \| \1 \|", next(one for one in text if "| shape" in one)
+    )
     with pytest.raises(DataError, match="has no lines"):
         render("nothing here", tmp_path / "out")
 
@@ -249,6 +254,7 @@ def test_renders_into_a_document(arguments, tmp_path, capsys):
         ("eval/results", "README.md"),
         ("eval/results/shipped", "docs/results/shipped.md"),
         ("eval/results", "eval/results/README.md"),
+        ("eval/results", "docs/research/drafters.md"),
     ],
 )
 def test_documents_show_the_committed_results(results, document):
