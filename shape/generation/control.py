@@ -39,15 +39,12 @@ class SpeculationControl:
     # Of them, after which drafting pauses, where the mean is a standard error below what it has to be; and the least
     # deviation of a step's tokens, where a few happened to be equal. The same where tokens were to be expected.
     _COUNTED, _EXPECTED = (3, 1.0), (2, 0.4)
-    _PROBE = 4  # drafted steps, after which a later probe may have shown that drafting pays again
     _PAUSE, _LONGEST_PAUSE = 16, 512  # autoregressive steps
     _MEASURED = 3  # autoregressive steps that tell what one costs, where that is not known yet
 
     def __init__(self, costs: "StepCosts", least: float | None = None) -> None:
         self._costs, self._least = costs, least
         self._recent: deque[float] = deque(maxlen=self._WINDOW)
-        # Where drafting did not pay last, a probe has to do at the start of the next text too.
-        self._needed = self._WINDOW if costs.pause is None else self._PROBE
         self._waiting = 0  # autoregressive steps to come
         # The next step's draft and the tokens that are to be expected, where the chances of its nodes are known.
         self._verified: tuple[TokenTree, float] | None = None
@@ -70,16 +67,14 @@ class SpeculationControl:
                 return False
             least = self._costs.break_even(context)
         mean = sum(self._recent) / count
-        if count >= self._needed and mean >= least:
-            self._needed, self._costs.pause = self._WINDOW, None
+        if mean >= least:
+            self._costs.pause = None
             return True
-        # Where drafting has paid lately, a few short drafts at the beginning of a text may be chance.
-        if count < (self._WINDOW if self._costs.brought >= least else self._needed):
+        if count < self._WINDOW:  # what has come of a few may be chance
             squares = sum((one - mean) ** 2 for one in self._recent)
             if mean + max(sqrt(squares / (count - 1)), deviation) / sqrt(count) >= least:
                 return True
         self._recent.clear()
-        self._needed = self._PROBE
         pause = self._costs.pause
         self._waiting = self._PAUSE if pause is None else min(2 * pause, self._LONGEST_PAUSE)
         self._costs.pause = self._waiting
@@ -159,7 +154,7 @@ class StepCosts:
     _KEPT, _ENOUGH = 16, 3
     _SHORT = 128  # tokens of context, below which it makes no difference
     _TRUSTED = 512  # drafted steps, after which autoregressive ones are measured anew
-    _MEMORY, _LONG = 0.95, 0.99  # of what drafts brought, per drafted step
+    _MEMORY = 0.95  # of what drafts brought, per drafted step
 
     def __init__(self) -> None:
         self.pause: int | None = None
@@ -168,7 +163,6 @@ class StepCosts:
         self._drafted_since: dict[int, int] = {}  # the last autoregressive step, by context length
         self._verifications: dict[int, VerificationTimes] = {}
         self._tokens = self._seconds = 0.0  # of drafted steps
-        self._brought, self._steps = 0.0, 0.0
 
     def add(self, drafted: bool, seconds: float, context: int) -> None:
         kind = self._kind(context)
@@ -185,13 +179,6 @@ class StepCosts:
         """A drafted step that committed so many tokens."""
         self._tokens = self._MEMORY * self._tokens + tokens
         self._seconds = self._MEMORY * self._seconds + seconds
-        self._brought = self._LONG * self._brought + tokens
-        self._steps = self._LONG * self._steps + 1
-
-    @property
-    def brought(self) -> float:
-        """Tokens of a drafted step, in the mean over many texts."""
-        return self._brought / max(self._steps, 1.0)
 
     def least_chance(self, context: int) -> float:
         """Chance of being accepted from which on verifying a node makes more tokens per second: in the time that it

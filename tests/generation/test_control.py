@@ -65,8 +65,8 @@ def test_good_drafts_go_on_and_plain_steps_are_timed_once():
 def test_bad_drafts_are_looked_at_ever_less_often():
     control = SpeculationControl(StepCosts(), least=1.5)
     record = run(control, lambda _: 1.1, 2000)
-    assert record[:7] == [True] * 7 and record[7:23] == [False] * 16 and record[23:27] == [True] * 4
-    assert record.count(True) < 50 and control.pauses >= 6
+    assert record[:7] == [True] * 7 and record[7:23] == [False] * 16 and record[23:30] == [True] * 7
+    assert record.count(True) < 60 and control.pauses >= 6
     assert True in record[-800:]  # it never stops looking
 
 
@@ -86,23 +86,20 @@ def test_short_answers_are_judged_too():
 
 
 def test_a_few_short_drafts_end_no_probe():
-    """Where drafting has paid lately: of its texts every fifth begins with four such drafts."""
+    """A text may begin with four such drafts; that drafting did not pay in the one before says nothing of it."""
     past, tokens = StepCosts(), [9, 1, 4, 2, 8, 9, 9, 9]
-    run(SpeculationControl(past, least=4.5), lambda at: tokens[at % 8], 300)
     run(SpeculationControl(past, least=4.5), lambda _: 1.1, 20)
-    assert past.pause is not None and past.brought > 4.5
+    assert past.pause is not None
     assert all(run(SpeculationControl(past, least=4.5), lambda at: tokens[at % 8], 100))
-    for _ in range(40):
-        run(SpeculationControl(past, least=4.5), lambda _: 1.1, 20)
-    assert past.brought < 4.5 and False in run(SpeculationControl(past, least=4.5), lambda at: tokens[at % 8], 100)[:5]
+    assert past.pause is None
 
 
 def test_another_call_begins_with_what_was_found():
     past = StepCosts()
     run(SpeculationControl(past, least=1.5), lambda _: 1.1, 60)
-    assert run(SpeculationControl(past, least=1.5), lambda _: 1.1, 90)[:5] == [True] * 4 + [False]
-    assert all(run(SpeculationControl(past, least=1.5), lambda _: 3.0, 90))
     assert run(SpeculationControl(past, least=1.5), lambda _: 1.1, 90)[:8] == [True] * 7 + [False]
+    assert past.pause is not None and all(run(SpeculationControl(past, least=1.5), lambda _: 3.0, 90))
+    assert past.pause is None
 
 
 def test_it_returns_when_the_text_becomes_easy():
