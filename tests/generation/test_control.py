@@ -82,7 +82,7 @@ def test_short_answers_are_judged_too():
     """None of these has as many drafted steps as are judged together in a long one."""
     times = StepCosts()
     calls = [run(SpeculationControl(times), lambda _: 1.5, 12, drafted_seconds=3.0) for _ in range(10)]
-    assert [call.count(True) for call in calls] == [3] * 10
+    assert [call.count(True) for call in calls] == [3] * 6 + [0] * 4  # then a pause of 512 steps goes on
 
 
 def test_a_few_short_drafts_end_no_probe():
@@ -100,6 +100,15 @@ def test_another_call_begins_with_what_was_found():
     assert run(SpeculationControl(past, least=1.5), lambda _: 1.1, 90)[:8] == [True] * 7 + [False]
     assert past.pause is not None and all(run(SpeculationControl(past, least=1.5), lambda _: 3.0, 90))
     assert past.pause is None
+
+
+def test_the_longest_pause_outlasts_its_text():
+    """A drafter that never pays costs a probe in 512 steps, in however many texts; one that does is found again."""
+    past = StepCosts()
+    calls = [run(SpeculationControl(past, least=1.5), lambda _: 1.1, 24) for _ in range(100)]
+    assert all(any(call) for call in calls[:4]) and 14 <= sum(map(sum, calls[10:])) <= 35
+    calls = [run(SpeculationControl(past, least=1.5), lambda _: 3.0, 24) for _ in range(30)]
+    assert calls[0].count(True) == 0 and all(map(all, calls[512 // 24 + 1 :])) and past.pause is None
 
 
 def test_it_returns_when_the_text_becomes_easy():
