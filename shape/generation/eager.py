@@ -15,7 +15,7 @@ from shape.verification.acceptance import Accepted
 from shape.verification.forward import recompute, tree_logits
 from shape.verification.tree import TokenTree, first_path, of_lists, root_only, shallow, to_lists
 
-_UNTOLD = 16  # autoregressive steps that the drafter hears of together; pauses take as many, or a multiple
+_UNTOLD = 128  # autoregressive steps that the drafter hears of together: a pause, or most of one, without its forwards
 
 
 class EagerSteps(Steps):
