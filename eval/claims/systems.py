@@ -74,8 +74,9 @@ def acceptances(read: Committed) -> Ours:
 
 
 def size_of_draft(read: Committed) -> Ours:
-    lengths = [read.length(f"drafters/{run}-t0", "small") for run in ("shipped", "kinds")]
-    told = f"{lengths[0]:.2f} tokens a forward on trained kinds, {lengths[1]:.2f} on others"
+    lines = [read.line(f"drafters/{run}-t0", "small") for run in ("shipped", "kinds")]
+    lengths = [line["tokens_per_draft_step"] for line in lines]
+    told = f"{lengths[0]:.2f} tokens a drafted step on trained kinds, {lengths[1]:.2f} on others"
     return f"distilled, 11 % of the target: {told}", None
 
 
