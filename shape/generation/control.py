@@ -149,7 +149,7 @@ class StepCosts:
 
     Attributes:
         pause: autoregressive steps of the last pause; None where drafting paid last.
-        waiting: autoregressive steps to come; what is left of a pause ends with its text, of the longest with itself.
+        waiting: autoregressive steps to come. A text that begins does without, unless they are of the longest pause.
         chances: of drafted nodes.
     """
 
