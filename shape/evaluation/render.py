@@ -49,6 +49,9 @@ def _tables(words: list[str], results: Path) -> str:
     into_one = {"short": _short, "across": _across}.get(words[0]) if words else None
     chosen = [word.partition(":") for word in words[into_one is not None :]] or [("", "", "")]
     found = [(one, names.split(",") if names else None) for name, _, names in chosen for one in _load(results / name)]
+    for one, names in found:
+        if unknown := sorted(set(names or ()) - one.methods.keys()):
+            raise DataError(f"{one.label} has no method {unknown[0]}; it has {', '.join(one.methods)}")
     return into_one(found) if into_one else "\n".join(one.to_markdown(detail=False) for one, _ in found)
 
 
@@ -66,8 +69,6 @@ def _short(found: list[tuple[SpeedResults, list[str] | None]]) -> str:
     """
     lines = []
     for results, methods in found:
-        if unknown := sorted(set(methods or ()) - results.methods.keys()):
-            raise DataError(f"{results.label} has no method {unknown[0]}; it has {', '.join(results.methods)}")
         lines += [[f"{line[0]}{_setting(results, found)}", *line[1:]] for line in results.lines(SHORT, methods)]
     seen = {one.settings["prompts"]: one.overlap_note() for one, _ in found if one.overlap()}
     return "\n\n".join([markdown(["method", *SHORT], lines), *(f"{name}: {note}" for name, note in seen.items())])

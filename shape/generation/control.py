@@ -45,8 +45,7 @@ class SpeculationControl:
     def __init__(self, costs: "StepCosts", least: float | None = None) -> None:
         self._costs, self._least = costs, least
         self._recent: deque[float] = deque(maxlen=self._WINDOW)
-        if costs.pause != self._LONGEST_PAUSE:  # so many probes in vain were no matter of a single text
-            costs.waiting = 0
+        self._waiting = costs.left if costs.pause == self._LONGEST_PAUSE else 0  # autoregressive steps to come
         # The next step's draft and the tokens that are to be expected, where the chances of its nodes are known.
         self._verified: tuple[TokenTree, float] | None = None
         self._few = self._COUNTED
@@ -54,7 +53,7 @@ class SpeculationControl:
 
     def draft_next(self, context: int) -> bool:
         """Whether the next step drafts, behind so many tokens of the longest sequence."""
-        if self._costs.waiting > 0:
+        if self._waiting > 0:
             return False
         count, (few, deviation) = len(self._recent), self._few
         if count < few:
@@ -64,7 +63,7 @@ class SpeculationControl:
             if self._costs.unknown(context, drafted=True):
                 return True
             if self._costs.unknown(context, drafted=False):
-                self._costs.waiting = self._MEASURED
+                self._waiting = self._MEASURED
                 return False
             least = self._costs.break_even(context)
         mean = sum(self._recent) / count
@@ -77,8 +76,8 @@ class SpeculationControl:
                 return True
         self._recent.clear()
         pause = self._costs.pause
-        self._costs.pause = self._PAUSE if pause is None else min(2 * pause, self._LONGEST_PAUSE)
-        self._costs.waiting = self._costs.pause
+        self._waiting = self._PAUSE if pause is None else min(2 * pause, self._LONGEST_PAUSE)
+        self._costs.pause = self._costs.left = self._waiting
         self.pauses += 1
         return False
 
@@ -116,8 +115,9 @@ class SpeculationControl:
                 self._costs.chances.add(tree, accepted)
                 tokens, self._few = (tokens + expected) / 2, self._EXPECTED
             self._recent.append(tokens)
-        elif self._costs.waiting > 0:
-            self._costs.waiting -= 1
+        elif self._waiting > 0:
+            self._waiting -= 1
+            self._costs.left -= 1
 
 
 @compiled
@@ -149,7 +149,8 @@ class StepCosts:
 
     Attributes:
         pause: autoregressive steps of the last pause; None where drafting paid last.
-        waiting: autoregressive steps to come. A text that begins does without, unless they are of the longest pause.
+        left: of its steps. The next text waits for what is left of the longest pause, as so many probes in vain are no
+            matter of a single text; of shorter ones it does not, nor do texts that are decoded meanwhile.
         chances: of drafted nodes.
     """
 
@@ -160,7 +161,7 @@ class StepCosts:
 
     def __init__(self) -> None:
         self.pause: int | None = None
-        self.waiting = 0
+        self.left = 0
         self.chances = PathChances()
         self._times: dict[tuple[int, bool], RecentTimes] = {}
         self._drafted_since: dict[int, int] = {}  # the last autoregressive step, by context length

@@ -235,10 +235,11 @@ def test_renders_into_a_document(arguments, tmp_path, capsys):
         "| ngram |",
         "| shape |",
     ]
-    document.write_text("<!-- results:begin short out:magic -->\n<!-- results:end -->\n")
-    with pytest.raises(SystemExit):
-        main(["--render", str(tmp_path), str(document)])
-    assert "has no method magic" in capsys.readouterr().err
+    for kind in ("short", "across"):
+        document.write_text(f"<!-- results:begin {kind} out:magic -->\n<!-- results:end -->\n")
+        with pytest.raises(SystemExit):
+            main(["--render", str(tmp_path), str(document)])
+        assert "has no method magic" in capsys.readouterr().err
     text = render("<!-- results:begin across out out -->\n<!-- results:end -->\n", tmp_path).splitlines()
     assert text[2] == "| speed-up (acceptance length) |  |  |" and len(text) > 7  # nothing in which the two differ
     assert re.fullmatch(

@@ -111,6 +111,18 @@ def test_the_longest_pause_outlasts_its_text():
     assert calls[0].count(True) == 0 and all(map(all, calls[512 // 24 + 1 :])) and past.pause is None
 
 
+def test_a_pause_holds_up_no_other_text():
+    """Several texts may be decoded at a time, and know of each other's costs."""
+    past = StepCosts()
+    good, bad = SpeculationControl(past, least=1.5), SpeculationControl(past, least=1.5)
+    for _ in range(60):
+        assert run(good, lambda _: 3.0, 1) == [True]
+        run(bad, lambda _: 1.0, 1)
+        begun = SpeculationControl(past, least=1.5)
+        assert begun.draft_next(100)
+    assert bad.pauses > 0 and good.pauses == 0
+
+
 def test_it_returns_when_the_text_becomes_easy():
     record = run(SpeculationControl(StepCosts(), least=1.5), lambda i: 1.0 if i < 60 else 4.0, 300)
     assert not all(record[:60]) and all(record[200:])
