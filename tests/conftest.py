@@ -5,6 +5,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+# Before transformers is imported. No test needs a hub, and where there is no network one that names a model that does
+# not exist would wait for 23 seconds at each attempt.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 import pytest
 import torch
 from hypothesis import settings
