@@ -48,7 +48,7 @@ SIZES = {
     # SmolLM-135M; Qwen2.5-0.5B with Llama's layers; Llama-3.2-1B
     "135M": Size(Widths(576, 1536, 9, 3, 30, 49_152, tie_word_embeddings=True), 4, 64),
     "0.5B": Size(Widths(896, 4864, 14, 2, 24, 151_936, tie_word_embeddings=True), 2, 48),
-    "1.2B": Size(Widths(2048, 8192, 32, 8, 16, 128_256, tie_word_embeddings=True), 1, 48),
+    "1.2B": Size(Widths(2048, 8192, 32, 8, 16, 128_256, tie_word_embeddings=True), 2, 32),
 }
 
 
