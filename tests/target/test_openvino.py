@@ -122,7 +122,10 @@ def test_requests_are_used_again(targets):
     assert len(idle) == count
 
 
-@pytest.mark.parametrize("dtype, quantize", [("bfloat16", None), ("float32", "int8"), ("float32", "int4")])
+@pytest.mark.parametrize(
+    "dtype, quantize",
+    [("bfloat16", None), ("bfloat16", "int8"), ("bfloat16", "int4"), ("float32", "int8"), ("float32", "int4")],
+)
 def test_other_precisions_equal_their_own_plain_decoding(dtype, quantize, folders):
     target = Target.load(folders["llama"], backend="openvino", dtype=dtype, quantize=quantize)
     plain = answer(ShapeDecoder(target))
