@@ -72,11 +72,9 @@ MEASURES = {
     "warm-start/": (*_MEASURED, *_TRAINING[:3], "eval/warm_start.py"),
     "worthwhile/": (*_MEASURED, "eval/worthwhile.py"),
 }
-_LOST = "of a commit that is not in the history; measure again"
 _DIRTY = "of code that differed from its commit; measure again"
 _UNSAID = "made before commits were written down; measure again"
 WAITING = {
-    "analysis/chat-12m/analysis.json": _LOST,
     "parity/parity.json": _DIRTY,
     "serving/vllm.json": _UNSAID,
 }
