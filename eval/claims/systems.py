@@ -305,7 +305,7 @@ PEERS = [
     Claim("acceptance length from 5,000 dialogues", "about 1.5", few_dialogues,
           "4,000 here, of a few kinds, and a target that is easy to foresee"),
     Claim("chains beat trees at small budgets", "in most runs", chains,
-          "so on one target, not on the other: choose by measurement"),
+          "by little on the harder text: choose by measurement"),
     Claim("a hybrid is best (Spec-Bench)", "suffix automaton and neural drafter", hybrids,
           "on no set better than both of its parts"),
 ]  # fmt: skip
