@@ -121,7 +121,7 @@ OPENVINO = [
           "depends on what a draft costs; ours falls back by measured times"),
     Claim("prefill", "drafting does not help", prefill, "it begins behind it"),
     Claim("tail of inter-token latency", "drafting can worsen it", tail, "several tokens arrive together, later"),
-    Claim("combines with quantised targets", "yes", quantised, "where activations are rounded too, as much as bfloat16"),
+    Claim("combines with quantised targets", "yes", quantised, "with activations in 8 bits, as much as bfloat16"),
 ]  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------- Kolm
