@@ -227,13 +227,13 @@ class OpenVinoTarget(Target):
         """A model for the device. Nothing has fewer bits than was asked for, but for activations that meet quantised
         weights in bfloat16: these have 8 bits, token by token, as in torch. A dozen tokens take half of the time so.
         """
-        rounded = self.quantized is not None and self.computed_in is torch.bfloat16
         properties: dict[str, Any] = {
             "PERFORMANCE_HINT": "LATENCY",
             "NUM_STREAMS": "1",
             "INFERENCE_PRECISION_HINT": _HINTS[self.computed_in],
         }
         if self._place == "CPU":
+            rounded = self.quantized is not None and self.computed_in is torch.bfloat16
             properties |= {
                 "KV_CACHE_PRECISION": _HINTS[self.computed_in],
                 "DYNAMIC_QUANTIZATION_GROUP_SIZE": "64" if rounded else "0",
