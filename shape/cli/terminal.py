@@ -17,6 +17,7 @@ from shape.evaluation.environment import Environment
 from shape.files import prepare_file
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
+from shape.generation.loading import PREDICTOR_KINDS
 from shape.generation.options import GenerateOptions
 from shape.generation.rules import Rule, make_rule
 from shape.generation.stats import DecodeStats
@@ -151,7 +152,8 @@ def _system(options: GenerateOptions) -> list[dict[str, Any]]:
 
 def load(options: GenerateOptions) -> ShapeDecoder:
     """The decoder of these options. With another drafter the predictor only names the target, if need be."""
-    trained = options.drafter is None or not {"shape", "model"}.isdisjoint(options.drafter.split("+"))
+    networks = {"shape", "model", *PREDICTOR_KINDS}
+    trained = options.drafter is None or not networks.isdisjoint(options.drafter.split("+"))
     predictor = options.predictor if trained or not options.target else None
     if predictor is None and options.target is None:
         predictor = "quickstart-shape"
@@ -191,7 +193,8 @@ def generate(options: GenerateOptions) -> None:
         prepare_file(options.trace)
     disable_progress_bar()  # transformers', beside an answer
     decoder, console = load(options), Console(highlight=False)
-    decoder.warm_up(**choosing(options))  # the figures below an answer are about answers
+    if options.misses is None:  # what it does not know of a text that nobody asked for is no miss
+        decoder.warm_up(**choosing(options))  # the figures below an answer are about answers
     if interactive:
         chat(decoder, options, console)
     else:

@@ -58,8 +58,9 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
 class Drafter(ABC):
     """Proposes token trees.
 
-    The loop calls ``start`` after the prefill, then ``draft`` and ``update`` once per step, and ``select`` when
-    sequences have finished. Whatever is proposed, verification keeps the output that of the target.
+    The loop calls ``start`` after the prefill, then ``draft`` and ``update`` in turn, and ``select`` when sequences
+    have finished. While drafting pauses, steps are told of together, in one update. Whatever is proposed, verification
+    keeps the output that of the target.
 
     The decoder makes a shallow copy for each call, since several can be open at a time: ``start`` sets anew whatever a
     call changes, and a drafter made of drafters copies these too. Tensors given here were made under
@@ -183,11 +184,15 @@ class Wrapped(Drafter):
 
     def __init__(self, inner: Drafter) -> None:
         self.inner, self.name, self.layers, self.predictor = inner, inner.name, inner.layers, inner.predictor
-        self.verified_whole = inner.verified_whole
+        self.verified_whole, self.draws_one_child = inner.verified_whole, inner.draws_one_child
 
     @property
     def networks(self) -> Sequence[nn.Module]:
         return self.inner.networks
+
+    @property
+    def drops_drawn_nodes(self) -> bool:
+        return self.inner.drops_drawn_nodes
 
     def reproducible(self) -> "Drafter":
         other = copy(self)

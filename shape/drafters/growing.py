@@ -50,7 +50,8 @@ def grow(
             if path >= least:
                 heappush(found, (-path, next(numbers), token, parent, below, place))
 
-    look(0, 1, 0.0, start)
+    if depth > 0:
+        look(0, 1, 0.0, start)
     while found and len(grown) < nodes:
         negative, _, token, parent, below, place = heappop(found)
         grown.append((token, parent, -negative))
@@ -167,7 +168,7 @@ def grow_by_path(
     Returns:
         The trees, and how many steps there were.
     """
-    nothing = torch.zeros(len(numbers), shape.depth, len(ids))
+    nothing = torch.zeros(len(numbers), shape.depth, len(ids), dtype=torch.float32)
     given = _given(nothing, ids, shape, 1.0, noise, draws)
     so_far = tokens, parents, joint, frontier = _planted(root.numpy(), numbers, given)
     behind, grown, width, depth = np.zeros((len(numbers), 1), np.int64), 1, 1, 0

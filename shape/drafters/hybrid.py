@@ -55,7 +55,7 @@ class HybridDrafter(Drafter):
 
     def reproducible(self) -> "HybridDrafter":
         other = HybridDrafter([drafter.reproducible() for drafter in self.drafters], self.nodes)
-        other._by_clock = False
+        other._passes, other._by_clock = self._passes, False
         return other
 
     @property
@@ -142,7 +142,10 @@ class HybridDrafter(Drafter):
             self.passes += drafter.passes
             self._passes[number] += drafter.passes
         self._pending = list(proposals)
-        if len(found) == 1 and found[0][1].size - 1 <= self.nodes and not any(each.nodes for each in proposals):
+        alone = len(found) == 1 and not any(each.nodes for each in proposals)
+        # A tree of drawn nodes stays whole: if they counted as drawn by its size, and so by what was drawn, rules that
+        # ask what they were drawn from would be biased.
+        if alone and (found[0][1].log_q is not None or found[0][1].size - 1 <= self.nodes):
             tree = self._only_tree(proposals, *found[0])
         else:
             self._add_trees(proposals, found)

@@ -85,7 +85,7 @@ class LocalBackend:
             pad_sequence(each, batch_first=True, padding_side="left").to(target.device)
             for each in (given, [torch.ones_like(ids) for ids in given])
         )
-        # top_k 0 and a penalty of 1: the target's own distribution, whatever its generation config prefers.
+        # top_k 0 and a penalty of 1: the target's own distribution, whatever its generation config prefers of these.
         sampling = {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
         sequences = self.decoder.generate(
             input_ids,

@@ -206,7 +206,7 @@ class ShapeDecoder(Engine):
         """
         # Reproducible, so that later calls learn nothing from the times of these steps.
         options = {"max_new_tokens": _WARM_UP_TOKENS, **options, "seed": 0, "reproducible": True}
-        if not options.keys() & {"min_new_tokens", "min_length", "eos_aware"}:  # with these there are steps as well
+        if not any(map(options.get, ("min_new_tokens", "min_length", "eos_aware"))):  # else there are steps as well
             options["eos_token_id"] = []
         for rows in [batch_size] if self.graphs is None else buckets(batch_size):
             given = torch.zeros(rows, prompt_length, dtype=torch.int64, device=self.target.device)

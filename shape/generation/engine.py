@@ -20,7 +20,7 @@ from shape.generation.request import Request, Seed
 from shape.generation.rules import Rule, make_rule
 from shape.generation.stats import DecodeStats
 from shape.generation.trace import Trace
-from shape.target.inference import all_steps, each_step, evaluating, gradientless
+from shape.target.inference import all_steps, each_step, evaluating, gradientless, host_by_default
 from shape.target.model import Target
 from shape.target.support import Support
 from shape.verification.probe import support_of
@@ -58,7 +58,7 @@ class Engine:
     ) -> None:
         self.target = Target.load(target, tokenizer=tokenizer)
         self.drafter = make_drafter(drafter) if isinstance(drafter, str) else drafter
-        with evaluating([self.target.model]):
+        with evaluating([self.target.model]), host_by_default():
             if self.drafter is not None:
                 self.drafter.bind(self.target)
             self.support: Support = support_of(self.target)
@@ -130,7 +130,7 @@ class Engine:
             return ShapeOutput(whole, stats, record)
 
         within = each_step if stepwise else all_steps
-        return within(evaluating(self._networks), pieces())
+        return within(host_by_default(), within(evaluating(self._networks), pieces()))
 
     def _groups(self, request: Request) -> list[list[int]]:
         """The sequences that are decoded in one batch; one at a time on targets that can only verify chains."""

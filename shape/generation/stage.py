@@ -235,6 +235,7 @@ class Stage:
         """Take these sequences, (R,) int64, of a call; what those behind them compute is not read."""
         count = len(rows)
         self.cache.fill(content.cache, rows)
+        self.cache.looked_at = None  # another call: its target may have changed
         if self.memory is not None and content.memory is not None:
             self.memory.fill(content.memory, rows)
         self.root.zero_()

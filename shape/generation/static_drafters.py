@@ -151,6 +151,7 @@ class StaticPredictor(StaticDrafter):
         self.contiguous = self.nodes == self.depth + 1
         if tree.nodes is not None:
             self.nodes = min(self.nodes, tree.nodes + 1)
+            self.depth = min(self.depth, tree.nodes)
 
     @property
     def key(self) -> tuple[Any, ...]:

@@ -52,7 +52,7 @@ class _Product:
     def __init__(self, packed: floats.Packed | integers.Packed, inputs: int, bias: Tensor | None, rows: int) -> None:
         self._packed, self._bias, self._outputs = packed, bias, packed.outputs
         self.work = rows * inputs * packed.outputs
-        self._x = torch.zeros(rows, packed.inputs)
+        self._x = torch.zeros(rows, packed.inputs, dtype=torch.float32)
         self.x = self._x[:, :inputs]
 
     @classmethod
@@ -137,7 +137,8 @@ class SingleRoot:
         size, steps, projection = config.hidden_size, config.num_steps, network.token_projection
         self._parts: list[Program | Callable[[], None]] = []
         self._program, self._work = Program(), 0
-        self._known, self._token = torch.zeros(config.window * config.feature_size // size, size), torch.zeros(1, size)
+        self._known = torch.zeros(config.window * config.feature_size // size, size, dtype=torch.float32)
+        self._token = torch.zeros(1, size, dtype=torch.float32)
         window = self._of(network.window_projection)
         normed = window.x[0].view(-1, size)
         current, here = self._known[-1:], normed[-1:]  # the current state, and as the network reads it
@@ -179,7 +180,7 @@ class SingleRoot:
         self._copy(gate.x, delta.y)
         self._copy(shared.x, here)
         self._multiply(gate, shared)
-        self._states = torch.zeros(steps, size)
+        self._states = torch.zeros(steps, size, dtype=torch.float32)
         self._add(elements.residual(size), current, gate.y, shared.y, delta.y, self._states)
         if network.refinement is not None:
             self._refine(network.refinement, current, here)
@@ -204,7 +205,7 @@ class SingleRoot:
             self._add(elements.softmax(reduce.y.shape[1]), reduce.y, expand.x)
             if refinement.iterates:
                 reduced = self._of(refinement.reduce)
-                known = torch.zeros(1, refinement.reduce.out_features)
+                known = torch.zeros(1, refinement.reduce.out_features, dtype=torch.float32)
                 self._copy(reduced.x, here)
                 self._multiply(reduced)
                 self._add(elements.softmax(known.shape[1]), reduced.y, known)

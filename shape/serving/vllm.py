@@ -116,8 +116,7 @@ class ShapeProposer:
             ConfigError, TargetMismatch, CheckpointError, UnsupportedTarget: as ``ShapeDecoder.from_pretrained``.
         """
         target = self._load_target(next(target_model.parameters()).device)
-        # Recipes have a length of their own.
-        most = None if "recipes" in (self._options.drafter or "") else self._most
+        most = None if self._options.pack is not None else self._most  # a pack's recipes have their length
         chains = TreeShape(depth=self._most, width=1)
         options = DrafterOptions(self._options.drafter, chains, num_draft_tokens=most, pack=self._options.pack)
         target, drafter = load_pair(None, target, self._options.predictor, options)

@@ -69,7 +69,8 @@ class Packed:
         pair = 2 if pairs else 1
         weight = F.pad(weight, (0, -inputs % pair, 0, -outputs % (TILE * _TILES)))
         tiles = weight.view(-1, TILE, weight.shape[1] // pair, *(pair,) * (pair - 1)).transpose(1, 2).contiguous()
-        biases = torch.zeros(len(weight)) if bias is None else F.pad(bias.float(), (0, len(weight) - outputs))
+        biases = torch.zeros(outputs, dtype=torch.float32) if bias is None else bias.float()
+        biases = F.pad(biases, (0, len(weight) - outputs))
         return cls(in_large_pages(tiles), biases, outputs, inputs, pairs)
 
     @property

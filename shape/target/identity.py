@@ -104,6 +104,7 @@ def _head_hash(head: nn.Module) -> str:
         weight = float_weight(head)
         if weight is None or weight.device.type == "meta":
             return ""
-        rows = torch.linspace(0, weight.shape[0] - 1, min(_HEAD_SAMPLE_ROWS, weight.shape[0])).long()
-        sample = weight.detach()[rows.to(weight.device)].to("cpu", torch.bfloat16).contiguous()
+        rows, last = min(_HEAD_SAMPLE_ROWS, weight.shape[0]), weight.shape[0] - 1
+        chosen = torch.linspace(0, last, rows, dtype=torch.float32).long()
+        sample = weight.detach()[chosen.to(weight.device)].to("cpu", torch.bfloat16).contiguous()
     return _digest(sample.view(torch.uint8).numpy().tobytes())

@@ -37,6 +37,11 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def host_by_default() -> AbstractContextManager[Any]:
+    """Within it tensors of no named device are the host's, whatever ``torch.set_default_device`` says."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+
+
 def keeps_frequencies(module: nn.Module) -> bool:
     """Whether a module, if it is a rotary embedding, has the same frequencies for texts of every length."""
     kinds = str(vars(module).get("rope_type"))  # a name, or one for each kind of layer

@@ -205,7 +205,7 @@ class OpenVinoTarget(Target):
         request = getattr(self._own, "head", None)
         if request is None:
             request = self._own.head = self._head_model.create_infer_request()
-        logits = torch.empty(*hidden.shape[:-1], self._head_rows_count)
+        logits = torch.empty(*hidden.shape[:-1], self._head_rows_count, dtype=torch.float32)
         states = hidden.detach().reshape(-1, self.hidden_size).float().contiguous()
         request.set_input_tensor(shared(states.numpy()))
         request.set_output_tensor(shared(logits.view(-1, self._head_rows_count).numpy()))
@@ -280,7 +280,7 @@ class CompiledLayers:
             masks: (B, 1, N, T + N) float32 each, for T tokens in the state.
             rows: (B,) int32, from which row of the state each row goes on.
         """
-        found = torch.empty(*ids.shape, self._width)
+        found = torch.empty(*ids.shape, self._width, dtype=torch.float32)
         # The request refers to this memory, which has to stay until it has run.
         given = {IDS: ids.contiguous().numpy(), POSITIONS: positions.contiguous().numpy(), ROWS: rows}
         given |= {name: mask.contiguous().numpy() for name, mask in masks.items()}
@@ -296,7 +296,7 @@ def _causal(past: int, new: int, window: int | None) -> Tensor:
     keys = torch.arange(past + new)
     distance = keys[past:, None] - keys
     hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-    return torch.zeros(1, 1, new, past + new).masked_fill_(hidden, _HIDDEN)
+    return torch.zeros(1, 1, new, past + new, dtype=torch.float32).masked_fill_(hidden, _HIDDEN)
 
 
 def shared(numbers: np.ndarray) -> Any:

@@ -88,7 +88,7 @@ def tree_forward(
     target: Target, support: Support, cache: KVCache, tree: TokenTree, layers: Sequence[int] = (-1,)
 ) -> Tensor:
     """States of all nodes, (B, N, len(layers) * H). Their keys and values are written behind the committed tokens."""
-    return node_states(target, support, cache, tree.tokens, *tree_inputs(target, support, cache, tree), layers)
+    return node_states(target, support, cache, tree.tokens, *tree_inputs(target, support, cache, tree), layers)[0]
 
 
 def tree_logits(
@@ -108,11 +108,7 @@ def node_logits(
     layers: Sequence[int] = (-1,),
 ) -> tuple[Tensor, Tensor]:
     """``tree_logits`` where positions and masks are at hand."""
-    read = None
-    if support.fused is not None and support.fused.serves(tokens, masks, cache):
-        states, read = support.fused(tokens, positions, masks, cache, layers, True)
-    else:
-        states = node_states(target, support, cache, tokens, positions, masks, layers)
+    states, read = node_states(target, support, cache, tokens, positions, masks, layers, True)
     last = states if len(layers) == 1 else states[..., -target.hidden_size :]
     return states, target.logits(last, None if read is None else lambda _: read)
 
@@ -125,12 +121,15 @@ def node_states(
     positions: Tensor,
     masks: Tensor | dict[str, Tensor] | None,
     layers: Sequence[int] = (-1,),
-) -> Tensor:
-    """``tree_forward`` where positions and masks are at hand."""
+    logits: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """``tree_forward`` where positions and masks are at hand; and what the output embedding reads off the last layer's
+    states, (B, N, V), where that is asked for and kernels make it in the same call.
+    """
     if support.fused is not None and support.fused.serves(tokens, masks, cache):
-        return support.fused(tokens, positions, masks, cache, layers)[0]
+        return support.fused(tokens, positions, masks, cache, layers, logits)
     with attending(target, support):
-        return target.hidden(tokens, attention_mask=masks, position_ids=positions, cache=cache, layers=layers)
+        return target.hidden(tokens, attention_mask=masks, position_ids=positions, cache=cache, layers=layers), None
 
 
 def attending(target: Target, support: Support) -> AbstractContextManager[None]:

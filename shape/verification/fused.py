@@ -252,8 +252,8 @@ class Forward:
         self._tokens = tokens = batch * nodes
         self._x, self._y = self._new(tokens, width), self._new(tokens, width)
         self._turn = self._new(tokens, of.size), self._new(tokens, of.size)
-        self._query = torch.empty(tokens, of.heads, of.size)
-        self._attended, self._scratch = self._new(tokens, of.heads * of.size), torch.empty(0)
+        self._query = torch.empty(tokens, of.heads, of.size, dtype=torch.float32)
+        self._attended, self._scratch = self._new(tokens, of.heads * of.size), torch.empty(0, dtype=torch.float32)
         self._rows = 0  # queries that a thread takes at a time
         self._keys = _MASKS + 3 * len(of.kinds)
         self._values = self._keys + len(of.layers)
@@ -281,9 +281,10 @@ class Forward:
     def _read(self) -> None:
         """Logits, into memory of each call's own."""
         if (packed := blocks_of(self._of.head)) is not None:
-            self._program.buffers = Buffers()  # which would hold that memory
+            self._program.buffers = Buffers()  # those that are kept would hold that memory
             (found,) = self._linear({"head": self._of.head}, ["head"], self._y, [packed.outputs])
             self._width, self._logits = packed.outputs, (found.shape, self._program.vacate(found))
+            self._program.buffers = self._buffers
 
     def _through(self, layer: _Layer, number: int, seen: Tensor) -> None:
         """A layer, and the norm behind it: y is what the next one attends from."""
@@ -341,7 +342,7 @@ class Forward:
         scores = -(-end // TILE) * TILE * 4
         needed = torch.get_num_threads() * self._rows * scores // 4
         if self._scratch.numel() < needed:
-            self._scratch = torch.empty(2 * needed)
+            self._scratch = torch.empty(2 * needed, dtype=torch.float32)
         now = [end, cache.slots.capacity, self._scratch.data_ptr(), scores, slots.data_ptr()]
         size = self._dtype.itemsize
         for mask in masks:

@@ -103,7 +103,7 @@ def gumbel(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     if not serves(keys):
         return _gumbel_on_device(keys, positions, tokens)
     keys, positions = torch.broadcast_tensors(keys, positions)
-    out = torch.empty(*positions.shape, len(tokens))
+    out = torch.empty(*positions.shape, len(tokens), dtype=torch.float32)
     _fill_rows(keys.flatten().numpy(), positions.flatten().numpy(), tokens.numpy(), out.view(-1, len(tokens)).numpy())
     return out
 

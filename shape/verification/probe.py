@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from shape.errors import UnsupportedTarget
-from shape.target.inference import evaluating
+from shape.target.inference import evaluating, host_by_default
 from shape.target.model import Target
 from shape.target.openvino import OpenVinoTarget
 from shape.target.support import LayerShape, Support
@@ -40,7 +40,7 @@ def support_of(target: Target) -> Support:
         UnsupportedTarget: see ``probe``.
     """
     if target.support is None:
-        with evaluating([target.model]):
+        with evaluating([target.model]), host_by_default():
             target.support = probe(target)
     return target.support
 

@@ -373,9 +373,13 @@ class Sampler:
         return torch.cat(found)
 
     def uniforms(self, nodes: int) -> Tensor:
-        """(B, nodes) float64 in (0, 1), one to decide over each node of a tree where drafts are drawn."""
+        """(B, nodes) in (0, 1), one to decide over each node of a tree where drafts are drawn: float64, or on Apple's
+        GPUs, which have none, float32.
+        """
         numbers = torch.arange(1, nodes + 1, device=self._lengths.device)
         bits = numbered_bits(self._step_hashes(UNIFORMS)[:, None], numbers)
+        if bits.device.type == "mps":  # as many bits as leave every number below 1
+            return ((bits >> 29).to(torch.float32) + 0.5) * 2.0**-23
         return (bits.to(torch.float64) + 0.5) * 2.0**-52
 
     def residual_noise(self, vocab_size: int, offset: int = 0) -> Tensor:

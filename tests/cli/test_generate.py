@@ -5,9 +5,12 @@ import json
 
 import pytest
 import torch
+from helpers import predictor
 
 from shape.cli.generate import main
 from shape.cli.terminal import answer, coloured, report
+from shape.drafters.recipes.misses import read_misses
+from shape.drafters.recipes.pack import Pack, Recipe
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import Engine
 from shape.generation.options import GenerateOptions
@@ -82,6 +85,23 @@ def test_a_smaller_model_in_a_hybrid(capsys, tiny_target_folder):
     """Its name in the hybrid is enough for the model given as predictor to be loaded."""
     model = ["--target", str(tiny_target_folder), "--predictor", str(tiny_target_folder), "--prompt", "Hello"]
     assert "(suffix+model)" in run(capsys, *model, "--drafter", "suffix+model")[-1]
+
+
+def test_a_predictor_by_its_networks_name_in_a_hybrid(capsys, tiny_target, tiny_target_folder, tmp_path):
+    network = predictor(torch.float32, kind="eagle", vocab_size=tiny_target.vocab_size)
+    network.save_pretrained(tmp_path)
+    pair = ["--target", str(tiny_target_folder), "--predictor", str(tmp_path), "--prompt", "Hello"]
+    assert "(suffix+eagle)" in run(capsys, *pair, "--drafter", "suffix+eagle3")[-1]
+
+
+def test_no_miss_is_written_of_what_nobody_asked(capsys, tiny_target, tiny_target_folder, tmp_path):
+    pack, log = tmp_path / "task.pack", tmp_path / "misses.jsonl"
+    Pack(tiny_target.identity, (Recipe((5, 6), (7,), 2),), samples=1, prompts=1).save(pack)
+    main(["--target", str(tiny_target_folder), "--pack", str(pack), "--misses", str(log), "--prompt", "Hello", *FAST])
+    text = tiny_target.encode([{"role": "user", "content": "Hello"}])[0].tolist()
+    text += ShapeDecoder(tiny_target).generate(torch.tensor([text]), max_new_tokens=12)[0, len(text) :].tolist()
+    missed = [[*miss.prefix, *miss.tokens] for miss in read_misses(log)]
+    assert missed and all(one in [text[at : at + len(one)] for at in range(len(text))] for one in missed)
 
 
 def test_acceptance_rules_and_their_parameters(capsys, predictor_folder):

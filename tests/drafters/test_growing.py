@@ -32,6 +32,7 @@ def test_unlikely_paths_and_dead_ends():
     grown = grow(1, lambda token: table.get(token, {}), lambda _, token: token, nodes=9, depth=9, least=math.log(0.3))
     assert [(token, parent) for token, parent, _ in grown] == [(2, 0), (1, 1), (2, 2)]
     assert grow(7, lambda token: {}, lambda _, token: token, nodes=9, depth=9) == []
+    assert grow(1, lambda token: table.get(token, {}), lambda _, token: token, nodes=9, depth=0) == []
 
 
 def test_paths_share_what_they_begin_with():

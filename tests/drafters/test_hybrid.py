@@ -2,12 +2,22 @@
 
 import math
 from copy import copy
+from dataclasses import replace
 
 import pytest
 import torch
+from helpers import predictor
 
-from shape.drafters import Committed, HybridDrafter, NgramDrafter, SuffixDrafter, make_drafter
-from shape.drafters.base import Drafter
+from shape.drafters import (
+    Committed,
+    HybridDrafter,
+    NgramDrafter,
+    SuffixDrafter,
+    TrainedDrafter,
+    TreeShape,
+    make_drafter,
+)
+from shape.drafters.base import Drafter, Wrapped
 from shape.errors import ConfigError
 from shape.generation.decoder import ShapeDecoder
 from shape.verification.sampling import Sampler
@@ -156,6 +166,17 @@ def test_the_tree_of_the_only_source_that_has_one_is_taken_as_it_is():
     assert draft(small, [1, 2]).size <= 3  # too large to be taken as it is
 
 
+def test_a_tree_of_drawn_nodes_is_taken_whole_whatever_its_size(monkeypatch):
+    """Its size may depend on what was drawn, and rejection is biased where that decides what counts as drawn."""
+    telling = Fixed("telling", (5, 0, 0.9), (6, 1, 0.8), (7, 2, 0.5))
+    plain = telling.draft
+    monkeypatch.setattr(
+        telling, "draft", lambda *given: replace(tree := plain(*given), log_q=torch.zeros(1, tree.size, 9))
+    )
+    tree = draft(started(HybridDrafter([Fixed("silent"), telling], nodes=2)), [1, 2])
+    assert tree.size == 4 and tree.log_q is not None
+
+
 def test_a_rehearsal_has_the_passes_that_each_source_had(monkeypatch):
     light, heavy = Fixed("light", (5, 0, 0.5)), Fixed("heavy", (6, 0, 0.5))
     light.passes, heavy.passes, asked = 1, 3, []
@@ -166,6 +187,16 @@ def test_a_rehearsal_has_the_passes_that_each_source_had(monkeypatch):
     assert hybrid.passes == 4
     hybrid.run_forwards(2, 8)
     assert asked == [("light", 2, 2), ("heavy", 2, 6)]
+    again = HybridDrafter([light, heavy])
+    draft(started(again.reproducible()), [1, 2])
+    again.run_forwards(2, 8)  # those of calls with a seed, too
+    assert asked[2:] == asked[:2]
+
+
+def test_who_observes_a_drafter_says_what_rules_ask_of_it():
+    pruned = TrainedDrafter(predictor(), TreeShape(depth=2, width=2, nodes=3))
+    assert Wrapped(pruned).drops_drawn_nodes and Wrapped(pruned).draws_one_child
+    assert not Wrapped(Fixed("fixed")).drops_drawn_nodes and not Wrapped(Fixed("fixed")).draws_one_child
 
 
 def test_names(tiny_target, tmp_path):

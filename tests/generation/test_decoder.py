@@ -1,8 +1,9 @@
 """ShapeDecoder end to end: equal to transformers when greedy, to the plain loop at the same seed when sampling."""
 
 import inspect
-from copy import copy
+from copy import copy, deepcopy
 from itertools import pairwise, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from transformers import (
     GPTNeoForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
+    PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
@@ -46,11 +48,13 @@ from shape.drafters import (
     TrainedDrafter,
     TreeShape,
 )
+from shape.drafters.base import Wrapped
 from shape.drafters.lengths import Adaptive
 from shape.errors import CheckpointError, ConfigError, TargetMismatch, UnsupportedGeneration
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.rules import RULES, TrsLossy, TypicalLossy
 from shape.generation.served import NEUTRAL, SERVED
+from shape.networks.base import Predictor
 from shape.target.model import Target
 from shape.target.support import CACHE_NAMES
 from shape.verification.noise import token_hashes
@@ -1090,6 +1094,47 @@ def test_warming_up_leaves_nothing_behind(tiny_model, options):
     decoder.warm_up(**options)
     assert not decoder._step_costs
     assert torch.equal(decoder.generate(**batch, max_new_tokens=8, **options), expected)
+
+
+def test_warming_up_makes_steps_whatever_the_target_says_first(tiny_model):
+    """All of its tokens may end a text."""
+    drafted: list[int] = []
+
+    class Counting(Wrapped):
+        def draft(self, *given: Any) -> TokenTree:
+            drafted.append(1)
+            return super().draft(*given)
+
+    model = deepcopy(tiny_model("llama"))
+    model.generation_config.eos_token_id = list(range(64))
+    drafter = Counting(TrainedDrafter(predictor(), TreeShape(depth=1)))
+    ShapeDecoder(model, drafter, fall_back=False).warm_up(eos_aware=False)
+    assert len(drafted) > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_torch_makes_by_default_is_nothing_to_us(tiny_model, tmp_path, dtype):
+    """Neither on which device nor in which dtype; kernels are given addresses, and would not notice."""
+    ids, model = prompts([9])["input_ids"], tiny_model("llama", dtype)
+    network = predictor(dtype, step_mode="parallel", token_conditioning="root", num_steps=3, loud=True)
+
+    def decoded(model: PreTrainedModel, network: Predictor) -> list[list[int]]:
+        decoder = ShapeDecoder(model, TrainedDrafter(network, TreeShape(depth=3, width=1)), fall_back=False)
+        ways = ({"do_sample": False}, {"do_sample": True, "seed": 3, "acceptance": "rejection"})
+        return [decoder.generate(ids, max_new_tokens=20, eos_token_id=[], **way)[0].tolist() for way in ways]
+
+    first, *others = [(deepcopy(model), deepcopy(network)) for _ in range(3)]  # nothing was made of their weights yet
+    expected, chosen = decoded(*first), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        assert decoded(*others[0]) == expected
+    finally:
+        torch.set_default_dtype(chosen)
+    torch.set_default_device("meta")
+    try:
+        assert decoded(*others[1]) == expected
+    finally:
+        torch.set_default_device(None)
 
 
 def test_nothing_global_is_touched(tiny_model):

@@ -29,6 +29,7 @@ SHAPES = {
     "shape tree": TreeShape(depth=4, width=3, nodes=7),
     "shape stopping chain": TreeShape(depth=5, width=1, threshold=0.03),
     "shape wide tree": TreeShape(depth=3, width=2, branching=3),
+    "shape deep tree of few nodes": TreeShape(depth=5, width=2, nodes=3),
 }
 SAMPLED = {"do_sample": True, "temperature": 0.9, "seed": 7}
 FEW = 16  # slots at first, so that texts outgrow several buckets
@@ -181,6 +182,17 @@ def test_threads_have_stages_of_their_own(tiny_model):
             found = list(threads.map(lambda one: decoder.generate(one, **options), ids))
             assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     assert 1 <= len(decoder.graphs._kept) <= 4 and not decoder.graphs._taken
+
+
+def test_what_is_put_into_the_target_between_calls_is_seen(tiny_model):
+    decoder = ShapeDecoder(tiny_model("llama", torch.float32), graphs=FixedSteps(slots=FEW))
+    assert decoder.support.fused is not None
+    options, seen = {"max_new_tokens": 8, "eos_token_id": []}, []
+    decoder.generate(**prompts([9]), **options)
+    hook = decoder.target.model.model.layers[1].register_forward_hook(lambda *given: seen.append(1))
+    decoder.generate(**prompts([9]), **options)
+    hook.remove()
+    assert len(seen) == 8
 
 
 def test_memory_is_counted_and_bounded(tiny_model):

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from shape.drafters import Committed, TrainedDrafter, TreeShape
+from shape.drafters.recipes.pack import Pack, Recipe
 from shape.errors import ConfigError, UnsupportedTarget
 from shape.generation.loading import load_predictor
 from shape.networks.config import ShapeConfig
@@ -159,6 +160,14 @@ def test_a_hybrid_copies_where_it_can(context, tiny_target, tiny_target_folder, 
     proposer.load_model(model)
     drafts = propose(proposer, model, context, [*TEXTS, [1, 2, 3]])
     assert all(drafts) and all(len(draft) <= 2 for draft in drafts)
+
+
+def test_a_pack_of_recipes_has_its_own_length(context, tiny_target, tiny_target_folder, tmp_path):
+    path = tmp_path / "task.pack"
+    Pack(tiny_target.identity, (Recipe((5, 6), (7, 8, 9), 2),), samples=1, prompts=1).save(path)
+    proposer, model = ShapeProposer(config(tiny_target_folder, pack=str(path))), Model(tiny_target)
+    proposer.load_model(model)
+    assert propose(proposer, model, context, TEXTS)[0] == [7, 8]
 
 
 @pytest.mark.parametrize("given", [{"prediktor": "x"}, "suffix", {"drafter": "lookahead"}, {"drafter": "suffix+model"}])
