@@ -17,7 +17,7 @@ from time import thread_time
 import torch
 
 from eval import commands
-from eval.llamas import Widths, random_llama
+from eval.llamas import SIZES, random_llama
 from shape.drafters import PREDICTORS, TrainedDrafter
 from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import markdown
@@ -29,11 +29,7 @@ from shape.training.defaults import network_config, resolve
 from shape.training.forecast import network_size, weights_read
 from shape.training.options import TrainOptions
 
-# SmolLM-135M, and Qwen2.5-0.5B with Llama's layers
-SHAPES = {
-    "135M": Widths(576, 1536, 9, 3, 30, 49_152, tie_word_embeddings=True),
-    "0.5B": Widths(896, 4864, 14, 2, 24, 151_936, tie_word_embeddings=True),
-}
+SHAPES = {name: SIZES[name] for name in ("135M", "0.5B")}
 
 
 @dataclass

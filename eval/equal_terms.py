@@ -21,7 +21,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import chdir
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -174,24 +174,24 @@ def asked(base: AblationOptions, options: EqualTermsOptions, target: str) -> Abl
 
 
 def compare(found: AblationOptions, place: Path, title: str, common: dict[str, Any]) -> None:
-    """Train as far as that is missing, and measure, unless the same methods and seeds have been already."""
+    """Train as far as that is missing, and measure, unless the same methods, options and seeds have been already."""
     kept, target, prompts = place / "ablation.json", place.parts[1], place.name
-    if kept.exists():
-        record = json.loads(kept.read_text())
-        if list(record["trained"]) == list(found.chosen()) and record["seeds"] == found.seeds:
-            return
-    ablate(
-        replace(
-            found,
-            title=f"{found.title.partition(',')[0]}, {title}: target {target}, prompts {prompts}",
-            common=over(found.common, common),
-            output=str(place),
-            trainings=str(place.parent),
-            measure=replace(
-                found.measure, prompts=f"{target}-bench.jsonl" if prompts == "bench" else f"{prompts}.jsonl"
-            ),
-        )
+    asked = replace(
+        found,
+        title=f"{found.title.partition(',')[0]}, {title}: target {target}, prompts {prompts}",
+        common=over(found.common, common),
+        output=str(place),
+        trainings=str(place.parent),
+        measure=replace(found.measure, prompts=f"{target}-bench.jsonl" if prompts == "bench" else f"{prompts}.jsonl"),
     )
+    if not kept.exists() or _compared(json.loads(kept.read_text())["options"]) != _compared(asdict(asked)):
+        ablate(asked)
+
+
+def _compared(options: Mapping[str, Any]) -> Any:
+    """What of an ablation's options decides what is compared, as JSON has it."""
+    variants = {name: what for name, what in options["variants"].items() if name in (options["only"] or (name,))}
+    return json.loads(json.dumps([list(variants), variants, options["common"], options["seeds"]]))
 
 
 def _but_tables(folder: str, names: Sequence[str]) -> list[str]:

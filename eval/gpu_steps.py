@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shape.drafters import Drafter, OracleDrafter, TrainedDrafter
 from shape.errors import ConfigError
+from shape.evaluation.efficiency import ORACLE_DEPTH, ORACLE_ERROR_RATE
 from shape.evaluation.results import AUTOREGRESSIVE
 from shape.evaluation.runner import by_transformers, side_by_side
 from shape.generation.capture import captured
@@ -29,7 +30,6 @@ from shape.verification.tree import chain
 
 # How steps run: by the loop that asks the host, captured, or compiled and captured.
 EAGER, GRAPHS, COMPILED = MODES = ("eager", "graphs", "compiled")
-ERROR_RATE, DEPTH = 0.2, 6  # of the oracle
 REPEATS = 30  # of bare forwards, whose median counts
 
 
@@ -230,7 +230,7 @@ def measure(
         baseline_rate = baseline.tokens_per_second
         new = answers[:, ids.shape[1] :].tolist()
         texts = [prompt + more for prompt, more in zip(prompts, new, strict=True)]
-        yield case("oracle (simulated)", OracleDrafter(texts, ERROR_RATE, DEPTH))[0]
+        yield case("oracle (simulated)", OracleDrafter(texts, ORACLE_ERROR_RATE, ORACLE_DEPTH))[0]
         if predictor is not None:
             yield case("predictor", predictor)[0]
     finally:

@@ -22,6 +22,14 @@ class Widths:
     tie_word_embeddings: bool = False
 
 
+# SmolLM-135M; Qwen2.5-0.5B with Llama's layers; Llama-3.2-1B
+SIZES = {
+    "135M": Widths(576, 1536, 9, 3, 30, 49_152, tie_word_embeddings=True),
+    "0.5B": Widths(896, 4864, 14, 2, 24, 151_936, tie_word_embeddings=True),
+    "1.2B": Widths(2048, 8192, 32, 8, 16, 128_256, tie_word_embeddings=True),
+}
+
+
 def random_llama(
     widths: Widths,
     dtype: torch.dtype,

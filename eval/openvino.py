@@ -8,9 +8,8 @@ Times are of decoding, without the prefill. It also counts the answers whose tok
 plain decoding in the same precision: all of them in float32, others but for near-ties.
 """
 
-import argparse
-import json
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from eval import commands
+from eval.peers.table import rate_text
 from shape import ShapeDecoder
 from shape.evaluation.environment import Environment
-from shape.evaluation.estimates import Estimate, Sums, over_prompts, ratio
+from shape.evaluation.estimates import Sums, over_prompts, ratio
+from shape.evaluation.markdown import markdown
 from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.runner import rotated
 from shape.generation.engine import ShapeOutput
@@ -36,6 +38,28 @@ PRECISIONS = [
     ("openvino", "bfloat16", "int4"),
 ]
 Case = tuple[str, str, str | None, str]
+
+
+@dataclass
+class OpenVinoOptions:
+    """What to measure.
+
+    Args:
+        target, predictor: folder, hub id or bundled name.
+        name: of the results: NAME.md and NAME.json.
+        limit: prompts, evenly chosen from the bench split.
+        max_new_tokens: of each answer, at most.
+        repeats: timed runs per answer, of which the fastest counts.
+        output: folder of the results.
+    """
+
+    target: str = "quickstart-target"
+    predictor: str = "quickstart-shape"
+    name: str = "shipped"
+    limit: int = 12
+    max_new_tokens: int = 96
+    repeats: int = 3
+    output: Path = RESULTS
 
 
 @dataclass(frozen=True)
@@ -86,16 +110,9 @@ def measure(
 def table(found: dict[Case, list[Answer]]) -> str:
     """Markdown, a line for every case."""
     head = [
-        "backend",
-        "computed in",
-        "weights",
-        "",
-        "tokens/s (95 %)",
-        "tokens per forward",
-        "of torch drafted",
-        "equal",
-    ]
-    lines = [head, ["---"] * len(head)]
+        "backend", "computed in", "weights", "", "tokens/s (95 %)", "tokens per forward", "of torch drafted", "equal"
+    ]  # fmt: skip
+    lines = []
     for case, answers in found.items():
         backend, dtype, weights, method = case
         rate = over_prompts(lambda total: ratio(total.tokens, total.seconds), answers)
@@ -106,41 +123,30 @@ def table(found: dict[Case, list[Answer]]) -> str:
         whole = Answer.total(answers)
         length, equal = ratio(whole.tokens, whole.forwards), f"{100 * whole.equal / whole.answers:.0f} %"
         lines.append(
-            [backend, dtype, weights or "as computed", method, _rate(rate), f"{length:.2f}", gain.text("x"), equal]
+            [backend, dtype, weights or "as computed", method, rate_text(rate), f"{length:.2f}", gain.text("x"), equal]
         )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(head, lines)
 
 
-def _rate(rate: Estimate) -> str:
-    if rate.value is None or rate.low is None or rate.high is None:
-        return "–" if rate.value is None else f"{rate.value:.0f}"
-    return f"{rate.value:.0f} ({rate.low:.0f}–{rate.high:.0f})"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="quickstart-target")
-    parser.add_argument("--predictor", default="quickstart-shape")
-    parser.add_argument("--name", default="shipped", help="of the results: NAME.md and NAME.json")
-    parser.add_argument("--limit", type=int, default=12, help="prompts, evenly chosen from the bench split")
-    parser.add_argument("--max_new_tokens", type=int, default=96)
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs per answer, of which the fastest counts")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    given = parser.parse_args()
-    cases = decoders(given.target, given.predictor)
+def run(options: OpenVinoOptions) -> None:
+    cases = decoders(options.target, options.predictor)
     target = next(iter(cases.values())).target
-    chosen, _ = chosen_prompts(None, given.limit)
+    chosen, _ = chosen_prompts(None, options.limit)
     prompts = [target.encode(prompt.opening, prompt.template) for prompt in chosen]
-    found = measure(cases, prompts, given.max_new_tokens, given.repeats)
-    environment = asdict(Environment.capture(target.device))
-    told = f"{Path(given.target).name}, {len(prompts)} prompts, {given.max_new_tokens} new tokens, batch 1, greedy"
-    given.output.mkdir(parents=True, exist_ok=True)
-    (given.output / f"{given.name}.md").write_text(f"# OpenVINO beside torch: {told}\n\n{table(found)}\n")
-    kept = {" ".join(str(part) for part in case): [asdict(answer) for answer in all_] for case, all_ in found.items()}
-    settings = {name: getattr(given, name) for name in ("name", "limit", "max_new_tokens", "repeats")}
-    record = {"environment": environment, "settings": settings, "answers": kept}
-    (given.output / f"{given.name}.json").write_text(json.dumps(record, indent=1) + "\n")
-    print(table(found))
+    found = measure(cases, prompts, options.max_new_tokens, options.repeats)
+    environment = Environment.capture(target.device)
+    record = {
+        "environment": asdict(environment),
+        "settings": {name: getattr(options, name) for name in ("name", "limit", "max_new_tokens", "repeats")},
+        "answers": {" ".join(map(str, case)): [asdict(answer) for answer in some] for case, some in found.items()},
+    }
+    told = f"{Path(options.target).name}, {len(prompts)} prompts, {options.max_new_tokens} new tokens, batch 1, greedy"
+    page = [f"# OpenVINO beside torch: {told}", table(found), environment.line()]
+    print(commands.write_results(options.output, options.name, record, *page))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    commands.run(run, OpenVinoOptions, arguments)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import torch
 from tqdm.auto import tqdm
 
 from eval import commands
-from eval.llamas import Widths, random_llama
+from eval.llamas import SIZES, Widths, random_llama
 from shape.errors import ConfigError
 from shape.evaluation.efficiency import bare_seconds
 from shape.evaluation.environment import Environment
@@ -35,9 +35,7 @@ from shape.target.quantize import Quantization, quantize_model
 BUNDLED = "12.6M"
 SHAPES: dict[str, Widths | None] = {
     BUNDLED: None,  # the bundled target
-    "135M": Widths(576, 1536, 9, 3, 30, 49_152, tie_word_embeddings=True),
-    "0.5B": Widths(896, 4864, 14, 2, 24, 151_936, tie_word_embeddings=True),
-    "1.2B": Widths(2048, 8192, 32, 8, 16, 128_256, tie_word_embeddings=True),
+    **SIZES,
 }
 PRECISIONS: dict[str, tuple[str, Quantization | None]] = {
     "float32": ("float32", None),

@@ -319,7 +319,7 @@ def test_the_data_path_of_training_by_target_and_data_alone(thinking_target_fold
     material = prepare([options], Storage(tmp_path / "out"))
     tokenizer = material.target.tokenizer
     # Two dialogues are held out, to validate on and to measure on, each of two turns.
-    assert len(material.conversations) == 24 and material.held_out == {0, 1, 12, 13}
+    assert len(material.conversations) == 24 and material.excluded == {0, 1, 18, 19}
     for row in material.conversations:
         encoded = encode(row, tokenizer, None)
         text, learned = tokenizer.decode(encoded.input_ids), tokenizer.decode(encoded.input_ids[encoded.loss_mask])
@@ -328,7 +328,7 @@ def test_the_data_path_of_training_by_target_and_data_alone(thinking_target_fold
     asked_for = validation_prompts(material.for_validation, material.target, material.runs[0])
     asked_for = [tokenizer.decode(ids) for ids in asked_for]
     assert len(asked_for) == 2 and all(text.endswith("<|im_start|>assistant\n") for text in asked_for)
-    assert [prompt.turns for prompt in material.prompts] == [("one 6",)]
+    assert [prompt.turns for prompt in material.prompts] == [("one 9",)]
     options.chat_template_kwargs = {"enable_thinking": False}
     closed = prepare([options], Storage(tmp_path / "out"))  # other answers, beside the first
     encoded = encode(closed.conversations[0], tokenizer, None)

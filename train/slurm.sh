@@ -12,14 +12,8 @@
 #SBATCH --open-mode=append
 #SBATCH --output=shape-%j.log
 set -euo pipefail
-output=checkpoints/shape
-arguments=("$@")
-for i in "${!arguments[@]}"; do
-    case ${arguments[i]} in
-        --output) output=${arguments[i + 1]} ;;
-        --output=*) output=${arguments[i]#--output=} ;;
-    esac
-done
+# Where the run writes, whether an option says so, a configuration or a default; YAML quotes some names.
+output=$("${PYTHON:-python}" -m shape.train "$@" --print_config | sed -n "s/^output: //p" | tr -d "'")
 resume=()
 if compgen -G "$output/checkpoints/last*.ckpt" > /dev/null; then
     resume=(--ckpt_path last)

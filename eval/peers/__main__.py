@@ -23,6 +23,7 @@ from eval.peers.table import lines_of, report
 from shape.data.conversations import evenly
 from shape.errors import ConfigError
 from shape.evaluation.environment import Environment
+from shape.evaluation.estimates import few
 from shape.evaluation.journal import JOURNAL, Journal
 from shape.evaluation.runner import rotated
 
@@ -139,7 +140,7 @@ def notes(options: PeersOptions, environment: Environment, records: Sequence[dic
     return [
         f"Greedy, batch size 1, {environment.threads} threads for every system, which answer prompts in turn, in "
         "rounds, with the same token ids. In brackets 95 % bootstrap intervals over prompts, whose rounds stay "
-        "together, where there are several. "
+        f"together, where there are several; {few('prompts')}. "
         + "; ".join(shown)
         + ". OpenVINO and llama.cpp run with their defaults, but for the threads and in float32 the KV cache, and in "
         "formats made by optimum-intel and by llama.cpp. Int8 and int4 quantise weights, each in its own way: their "

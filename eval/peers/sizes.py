@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
+from eval import llamas
 from eval.llamas import Widths, random_llama
 from shape import bundled
 from shape.evaluation.prompts import chosen_prompts
@@ -45,10 +46,9 @@ class Size:
 
 SIZES = {
     "shipped": Size(None, 24, 96),
-    # SmolLM-135M; Qwen2.5-0.5B with Llama's layers; Llama-3.2-1B
-    "135M": Size(Widths(576, 1536, 9, 3, 30, 49_152, tie_word_embeddings=True), 4, 64),
-    "0.5B": Size(Widths(896, 4864, 14, 2, 24, 151_936, tie_word_embeddings=True), 2, 48),
-    "1.2B": Size(Widths(2048, 8192, 32, 8, 16, 128_256, tie_word_embeddings=True), 2, 32),
+    "135M": Size(llamas.SIZES["135M"], 4, 64),
+    "0.5B": Size(llamas.SIZES["0.5B"], 2, 48),
+    "1.2B": Size(llamas.SIZES["1.2B"], 2, 32),
 }
 
 

@@ -347,8 +347,10 @@ def own_answers(
     folder.mkdir(parents=True, exist_ok=True)
 
     def work(share: Share) -> None:
-        # Another command may be writing them; several processes wait for each other, and not for a lock as well.
-        with FileLock(output.with_suffix(".lock")) if share.world_size == 1 else nullcontext():
+        # Another command may be writing them; several processes wait for each other, and not for a lock as well, and
+        # a folder that has them may be one that can only be read.
+        alone = share.world_size == 1 and not output.exists()
+        with FileLock(output.with_suffix(".lock")) if alone else nullcontext():
             if not trainer.strategy.broadcast(output.exists()):
                 regenerate(
                     chats,

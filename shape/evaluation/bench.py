@@ -16,16 +16,14 @@ from shape.evaluation.journal import JOURNAL
 from shape.evaluation.methods import ASSISTED, Assisted, Method, Outside, Ruled, Whole
 from shape.evaluation.options import BenchOptions, several
 from shape.evaluation.prompts import SUITES, chosen_prompts
-from shape.evaluation.results import AUTOREGRESSIVE, SpeedResults
-from shape.evaluation.speed import check_setting, measure_in
+from shape.evaluation.results import AUTOREGRESSIVE, SHIPPED_TARGET, SHIPPED_TEXT, SpeedResults
+from shape.evaluation.speed import RESULTS, check_setting, measure_in, refuse_results, settings_of
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.loading import is_language_model
 from shape.generation.rules import Match, make_rule
 from shape.target.loading import SOURCE, of_pair, of_predictor, of_target, only
 from shape.target.model import Target, announce
 from shape.target.openvino import OpenVinoTarget
-
-_SHIPPED_TARGET, _SHIPPED_TEXT = "quickstart-target", ("train.jsonl.gz", "answers.jsonl.gz")
 
 
 def bench(options: BenchOptions) -> list[SpeedResults]:
@@ -64,16 +62,22 @@ def bench(options: BenchOptions) -> list[SpeedResults]:
             f"contexts of {longest} tokens and {options.max_new_tokens} new ones exceed the {room} positions of target "
             f"{target.name}; give fewer"
         )
-    if target.name == _SHIPPED_TARGET and not given:
-        given = training_text([bundled.path("data", name) for name in _SHIPPED_TEXT])
+    if target.name == SHIPPED_TARGET and not given:
+        given = training_text([bundled.path("data", name) for name in SHIPPED_TEXT])
     suite_names = "+".join(name.split(".")[0] for name in names)
     label = options.label or f"{Path(target.name).name}, {suite_names}"
-    found, journals = [], []
+    runs: list[tuple[Path, str, dict[str, Any]]] = []
     for temperature, batch, context in settings:
         folder, told = Path(options.output), f", temperature {temperature:g}"
         if len(settings) > 1:
             told += f", batch {batch}" + ("" if context is None else f", contexts of {context}")
             folder /= f"t{temperature:g}-b{batch}" + ("" if context is None else f"-c{context}")
+        how = {**shared, "temperature": temperature, "seed": options.seed, "fall_back": options.fall_back}
+        how |= {"batch": batch, "context_length": context}
+        refuse_results(folder / RESULTS, settings_of(target, methods, prompts, **how))
+        runs.append((folder, label if options.label and len(settings) == 1 else label + told, how))
+    found = []
+    for folder, title, how in runs:
         found.append(
             measure_in(
                 folder,
@@ -82,33 +86,28 @@ def bench(options: BenchOptions) -> list[SpeedResults]:
                 prompts,
                 keep_journal=len(settings) > 1,
                 training=given,
-                temperature=temperature,
-                seed=options.seed,
-                label=label if options.label and len(settings) == 1 else label + told,
-                fall_back=options.fall_back,
-                batch=batch,
-                context_length=context,
-                **shared,
+                label=title,
+                **how,
             )
         )
-        journals.append(folder / JOURNAL)
-    for journal in journals:  # by which the same command, interrupted, takes over what was finished
-        journal.unlink(missing_ok=True)
+    for folder, *_ in runs:  # whose journal the same command, interrupted, takes over
+        (folder / JOURNAL).unlink(missing_ok=True)
     return found
 
 
 def training_text(sources: str | Sequence[str | Path]) -> dict[str, list[Conversation]]:
-    """The conversations of files, by the files' names.
+    """The conversations of files, by the files' names; by their paths where they share a name.
 
     Raises:
         DataError: one cannot be read, or holds token ids alone.
     """
     found = {}
-    for source in several(sources):
+    names = [Path(source).name for source in several(sources)]
+    for name, source in zip(names, several(sources), strict=True):
         conversations = load_conversations(source, require_answers=False)
         if not any(conversation.messages for conversation in conversations):
             raise DataError(f"{source} holds token ids and no text to compare with; give the conversations themselves")
-        found[Path(source).name] = conversations
+        found[name if names.count(name) == 1 else str(source)] = conversations
     return found
 
 
@@ -116,7 +115,7 @@ def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
     """The target, and the methods of the table in the order asked for.
 
     Raises:
-        ConfigError: a name given twice, or an unknown drafter.
+        ConfigError: a predictor's name that is taken, or an unknown drafter.
     """
     given = ["quickstart-shape"] if options.predictor is None and options.target is None else options.predictor or []
     predictors = named_predictors(given)

@@ -18,10 +18,11 @@ from shape.drafters.recipes.pack import Pack
 from shape.errors import ConfigError, DataError
 from shape.evaluation.doctor import diagnose
 from shape.evaluation.environment import Environment
-from shape.evaluation.estimates import Estimate
+from shape.evaluation.estimates import ENOUGH, Estimate
 from shape.evaluation.markdown import show
 from shape.evaluation.options import CheckOptions
 from shape.evaluation.prompts import chosen_prompts, refuse_shared_ids
+from shape.evaluation.results import SpeedResults
 from shape.evaluation.runner import sampling
 from shape.evaluation.speed import measure
 from shape.generation.decoder import ShapeDecoder
@@ -82,6 +83,8 @@ def check(options: CheckOptions) -> dict[str, Any]:
             f"positions of target {target.name}; give shorter ones or a smaller max_new_tokens"
         )
     fitting = [prompt for prompt, ids in zip(prompts, encoded, strict=True) if len(ids) <= room]
+    refused = f"a prompt and {options.max_new_tokens} new tokens exceed the target's {target.max_positions} positions"
+    skipped = {prompt.id: refused for prompt, ids in zip(prompts, encoded, strict=True) if len(ids) > room}
     if len(fitting) < options.batch_size and len(methods) > 1:
         raise DataError(
             f"batch_size {options.batch_size} cannot be filled with the {len(fitting)} prompts of {source} that fit; "
@@ -128,7 +131,14 @@ def check(options: CheckOptions) -> dict[str, Any]:
     if isinstance(decoder.drafter, TrainedDrafter) and options.predictor is not None:
         found = diagnose(target, decoder.drafter.predictor, fitting[:_EXAMINED], options.max_new_tokens)
         report["doctor"] = asdict(found)
-    report["measured"] = _measured(options, target, methods, fitting) if len(methods) > 1 else []
+    report["measured"], count = [], len(fitting)
+    if len(methods) > 1:
+        results = _measured(options, target, methods, fitting)
+        report["measured"], report["brackets"] = _lines(results), "95 %" if len(results.records) >= ENOUGH else "range"
+        skipped |= results.skipped
+        count = len(results.records) * options.batch_size
+    reasons = list(dict.fromkeys(skipped.values()))
+    report["prompts"] = {"given": len(prompts), "measured": count, "reasons": reasons}
     return report
 
 
@@ -151,11 +161,8 @@ def _methods(options: CheckOptions, target: Target, own: Drafter | None) -> dict
 
 def _measured(
     options: CheckOptions, target: Target, methods: dict[str, Drafter | None], prompts: Sequence[Prompt]
-) -> list[dict[str, Any]]:
-    """What each drafter brings, the fastest first: tokens per second, acceptance length, and speed-up against
-    autoregressive decoding with its interval.
-    """
-    results = measure(
+) -> SpeedResults:
+    return measure(
         target,
         methods,
         prompts,
@@ -166,6 +173,12 @@ def _measured(
         batch=options.batch_size,
         label="check",
     )
+
+
+def _lines(results: SpeedResults) -> list[dict[str, Any]]:
+    """What each drafter brings, the fastest first: tokens per second, acceptance length, and speed-up against
+    autoregressive decoding with its interval.
+    """
     lines = [
         {
             "drafter": name,
@@ -267,8 +280,11 @@ def show_report(report: dict[str, Any], console: Console) -> None:
     if "doctor" in report:
         _show_diagnosis(report["doctor"], console)
     console.print(_plans(report))
+    if reasons := (asked := report["prompts"])["reasons"]:
+        console.print(f"{asked['measured']} of {asked['given']} prompts measured ({'; '.join(reasons)})")
     if report["measured"]:
-        table = Table("measured on these prompts", "tokens/s", "tokens/step", "speed-up (95 %)", box=None)
+        gain = f"speed-up ({report['brackets']})"
+        table = Table("measured on these prompts", "tokens/s", "tokens/step", gain, box=None)
         for one in report["measured"]:
             gain = Estimate(one["speed_up"], one["speed_up_low"], one["speed_up_high"]).text("x")
             speed = show(one["tokens_per_second"], ".0f")

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from shape.drafters import Drafter, OracleDrafter, make_drafter
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
-from shape.evaluation.estimates import Estimate, estimate, number, ratio
+from shape.evaluation.estimates import ENOUGH, Estimate, estimate, few, number, ratio
 from shape.evaluation.files import json_by_line
 from shape.evaluation.markdown import markdown, show
 from shape.evaluation.options import EfficiencyOptions, several
@@ -91,6 +91,11 @@ class Case:
         return replace(estimate(figure, len(shares) // self.repeats, self.repeats), value=self.efficiency)
 
     @property
+    def groups(self) -> int:
+        """The units of intervals: prompts, or groups of prompts decoded together."""
+        return len(self.answers) // self.repeats
+
+    @property
     def rate(self) -> float:
         """Tokens per second; nan where all answers ended with the prefill."""
         return float(ratio(self.tokens, self.seconds))
@@ -104,8 +109,7 @@ class Case:
             tokens, seconds = np.array(case.answers).T
             return ratio(weights @ tokens, weights @ seconds)
 
-        prompts = len(self.answers) // self.repeats
-        return estimate(lambda weights: ratio(rate(self, weights), rate(other, weights)), prompts, self.repeats)
+        return estimate(lambda weights: ratio(rate(self, weights), rate(other, weights)), self.groups, self.repeats)
 
     def add(self, tokens: int, seconds: float) -> None:
         """One answer, or group of answers decoded together."""
@@ -245,7 +249,7 @@ def report(cases: Sequence[Case]) -> str:
             [
                 case.dtype,
                 f"{case.temperature:g}",
-                str(case.batch),
+                f"{case.batch} (one group)" if case.groups == 1 < case.batch else str(case.batch),
                 case.method,
                 case.efficiency_interval.text(),
                 show(case.milliseconds(case.seconds)),
@@ -305,8 +309,16 @@ def run(options: EfficiencyOptions) -> list[Case]:
                         repeats=options.repeats,
                         progress=bar.update,
                     )
-    _write(options, target, f"{len(contexts)} prompts of {source}", cases)
+    _write(options, target, f"{_counted(cases)} of {source}", cases)
     return cases
+
+
+def _counted(cases: Sequence[Case]) -> str:
+    """How many prompts were measured, and at which batch sizes fewer, as a group that is not full is left out."""
+    counts = {case.batch: case.batch * case.groups for case in cases}
+    most = max(counts.values())
+    fewer = ", ".join(f"{count} at batch {batch}" for batch, count in counts.items() if count < most)
+    return f"{most} prompts" + (f" ({fewer})" if fewer else "")
 
 
 def _check(options: EfficiencyOptions) -> None:
@@ -341,14 +353,21 @@ def _write(options: EfficiencyOptions, target: Target, measured: str, cases: Seq
     figures = [{**asdict(case), "gaps": [case.gap(0.5), case.gap(0.95)]} for case in cases]
     head = {"options": recorded(options), "measured": measured, "environment": asdict(environment)}
     (folder / "efficiency.json").write_text(json_by_line(head, "cases", figures))
-    times = f"each answered {options.repeats} times, " if options.repeats > 1 else ""
     title = options.label or f"Engine efficiency, {Path(target.name).name}"
+    (folder / "efficiency.md").write_text(page(title, measured, options.max_new_tokens, cases, environment))
+
+
+def page(title: str, measured: str, max_new_tokens: int, cases: Sequence[Case], environment: Environment) -> str:
+    """The table and what has to be said of it."""
+    times = f"each answered {cases[0].repeats} times, " if cases[0].repeats > 1 else ""
+    groups = "prompts" if all(case.batch == 1 for case in cases) else "prompts, or over groups decoded together"
+    if any(1 < case.groups < ENOUGH for case in cases):
+        groups += f"; {few('prompts or groups')}"
     note = (
-        f"{measured}, {times}at most {options.max_new_tokens} new tokens. Efficiency: "
+        f"{measured}, {times}at most {max_new_tokens} new tokens. Efficiency: "
         "bare forwards of target and drafter over measured time, median over answers; the parts of a step are means; "
-        "ranges are 95 % bootstrap intervals over prompts (`shape/evaluation/efficiency.py`). `oracle` drafts the "
+        f"ranges are 95 % bootstrap intervals over {groups} (`shape/evaluation/efficiency.py`). `oracle` drafts the "
         "truth with every fifth token corrupted, at no cost: its speed-up is simulated. Gaps are between arrivals of "
         "tokens, several at a time where a draft was accepted."
     )
-    text = "\n\n".join([f"### {title}", report(cases), note, environment.line()])
-    (folder / "efficiency.md").write_text(text + "\n")
+    return "\n\n".join([f"### {title}", report(cases), note, environment.line()]) + "\n"

@@ -9,6 +9,9 @@ import numpy as np
 from shape.evaluation.markdown import show
 
 _BOOTSTRAP_SAMPLES = 2000
+# Units for an interval of 95 %: resampling hardly leaves the range of n units, in which the median lies with a
+# probability of 1 - 2 ** (1 - n), 94 % of five.
+ENOUGH = 6
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,11 @@ def estimate(figure: Callable[[np.ndarray], Any], prompts: int, repeats: int = 1
     resamples = figure(np.tile(drawn, repeats))
     low, high = map(float, np.nanpercentile(resamples, [2.5, 97.5]))
     return Estimate(value) if low == high else Estimate(value, low, high)
+
+
+def few(units: str) -> str:
+    """What has to be said of intervals over fewer units than are enough."""
+    return f"brackets over fewer than six {units} are about the range of these, and no 95 % intervals"
 
 
 def ratio(numerator: Any, denominator: Any) -> Any:

@@ -34,11 +34,7 @@ class Journal:
         header = json.loads(json.dumps(header))  # as it will be read
         with reading(str(path), ConfigError, "give another output folder, or delete it to measure anew"):
             theirs, *self.records = [typed(dict[str, Any], json.loads(line)) for line in whole] or [header]
-        if theirs != header:
-            names = ", ".join(key for key in header if theirs.get(key) != header[key])
-            raise ConfigError(
-                f"{path} holds a measurement with other settings ({names}); give another output folder, or delete it"
-            )
+        refuse_other(path, theirs, header)
         whole = whole or [json.dumps(header) + "\n"]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(whole))
@@ -47,3 +43,11 @@ class Journal:
         if self.path is not None:
             with self.path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
+
+
+def refuse_other(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Raises ConfigError where a file's measurement was asked for otherwise than ours."""
+    if names := ", ".join(key for key in ours if theirs.get(key) != ours[key]):
+        raise ConfigError(
+            f"{path} holds a measurement with other settings ({names}); give another output folder, or delete it"
+        )

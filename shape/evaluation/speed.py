@@ -12,6 +12,7 @@ come with it are left out).
 """
 
 import gc
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -26,7 +27,8 @@ from tqdm.auto import tqdm
 from shape.data.conversations import Conversation, Prompt
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
-from shape.evaluation.journal import JOURNAL, Journal
+from shape.evaluation.files import loads
+from shape.evaluation.journal import JOURNAL, Journal, refuse_other
 from shape.evaluation.methods import (
     ASSISTED,
     LOOKUP,
@@ -41,11 +43,13 @@ from shape.evaluation.methods import (
 from shape.evaluation.prompts import refuse_shared_ids
 from shape.evaluation.results import Detail, PromptRecord, SpeedResults, Tally
 from shape.evaluation.runner import Run, Runner, by_decoder, by_transformers, rotated, sampling
+from shape.files import reading
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
 
 # How far transformers' prompt lookup drafts: the value of its documentation.
 _LOOKUP_TOKENS = 10
+RESULTS = "results.json"
 
 
 @contextmanager
@@ -75,6 +79,7 @@ def measure(
     label: str = "",
     source: str = "",
     journal: Path | None = None,
+    kept: Path | None = None,
     fall_back: bool | float = True,
     batch: int = 1,
     context_length: int | None = None,
@@ -95,6 +100,7 @@ def measure(
         source: what the prompts are, for the record.
         journal: a JSON-lines file to which finished prompts are appended. A journal of the same settings,
             machine and code is continued, another one raises.
+        kept: a file that the results are to take the place of; one of other settings raises.
         fall_back: see `ShapeDecoder`.
         batch: prompts answered at once; the record of a batch is that of its prompts together. What fills no batch is
             left out.
@@ -103,7 +109,7 @@ def measure(
 
     Raises:
         ConfigError: no baseline among the methods, numbers out of range, a method that takes no batches, or a journal
-            of another run.
+            or results of another run.
         DataError: no prompt can be measured, or two share an id.
     """
     check_setting(
@@ -119,20 +125,22 @@ def measure(
     )
     if target.tokenizer is None:
         raise DataError(f"target {target.name} has no tokenizer to encode prompts with; give a folder that has one")
-    settings = {
-        **target_settings(target),
-        "methods": {name: describe(method, target.device) for name, method in methods.items()},
-        "prompts": source or "the given prompts",
-        "prompts_hash": prompts_hash(prompts),
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "repeats": repeats,
-        "warmup": warmup,
-        "seed": seed,
-        "fall_back": fall_back,
-        "batch": batch,
-        "context_length": context_length,
-    }
+    settings = settings_of(
+        target,
+        methods,
+        prompts,
+        source,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        repeats=repeats,
+        warmup=warmup,
+        seed=seed,
+        fall_back=fall_back,
+        batch=batch,
+        context_length=context_length,
+    )
+    if kept is not None:
+        refuse_results(kept, settings)
     contexts = Contexts(target, prompts, context_length, max_new_tokens)
     options = {"max_new_tokens": max_new_tokens, **sampling(temperature)}
     runners = {name: _runner(method, target, fall_back, options) for name, method in methods.items()}
@@ -170,6 +178,26 @@ def measure(
             **{record.id: record.cut for record in records if record.cut},
         },
     )
+
+
+def settings_of(
+    target: Target, methods: Mapping[str, Method], prompts: Sequence[Prompt], source: str, **numbers: Any
+) -> dict[str, Any]:
+    """What results say that was asked for, of which `numbers` are as given."""
+    return {
+        **target_settings(target),
+        "methods": {name: describe(method, target.device) for name, method in methods.items()},
+        "prompts": source or "the given prompts",
+        "prompts_hash": prompts_hash(prompts),
+        **numbers,
+    }
+
+
+def refuse_results(path: Path, settings: dict[str, Any]) -> None:
+    """Raises ConfigError where a file that is there already holds results of other settings, which would be lost."""
+    if path.exists():
+        with reading(str(path), ConfigError, "give another output folder, or delete it"):
+            refuse_other(path, loads(path.read_text())["settings"], json.loads(json.dumps(settings)))
 
 
 def check_setting(
@@ -229,11 +257,11 @@ def measure_in(
         training: the training text by the name of its file, to which prompts and answers are compared.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    journal = folder / JOURNAL
-    results = measure(target, methods, prompts, journal=journal, **settings)
+    journal, kept = folder / JOURNAL, folder / RESULTS
+    results = measure(target, methods, prompts, journal=journal, kept=kept, **settings)
     if training:
         results = results.beside(chain.from_iterable(training.values()), ", ".join(training))
-    (folder / "results.json").write_text(results.to_json())
+    kept.write_text(results.to_json())
     (folder / "results.md").write_text(results.to_markdown())
     if not keep_journal:
         journal.unlink()
@@ -383,6 +411,7 @@ class Bench:
             timed_tokens=run.timed_tokens,
             decode_seconds=run.decode_seconds,
             prefill_seconds=run.prefill_seconds,
+            wait_seconds=run.prefill_seconds * len(answers),
             **({} if stats is None else {name: getattr(stats, name) for name in counted}),
             bigrams=sum(map(len, bigrams)),
             distinct_bigrams=sum(len(set(own)) for own in bigrams),

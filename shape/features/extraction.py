@@ -21,7 +21,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from shape.data.conversations import Conversation, fingerprint
+from shape.data.conversations import Conversation, evenly, fingerprint
 from shape.data.encoding import Encoded, encode_row, unfolded
 from shape.data.endpoint import Endpoint
 from shape.data.reading import load_conversations
@@ -108,8 +108,9 @@ def extract(
         ),
     )
     work = _Extraction(target, conversations, storage, manifest, options, states or partial(compute_features, target))
-    # Processes of one command share the shards; another command would compute all of them again.
-    alone = trainer.world_size == 1 and storage.folder is not None
+    # Processes of one command share the shards; another command would compute all of them again. Where none is missing
+    # nothing is locked: the folder may be one that can only be read.
+    alone = trainer.world_size == 1 and storage.folder is not None and missing_shards(storage, manifest)
     with FileLock(Path(storage.address) / ".lock") if alone else nullcontext():
         if missing := missing_shards(storage, manifest):
             work.check_space(missing)
@@ -186,7 +187,7 @@ class _Extraction(pl.LightningModule):
         manifest, folder = self.manifest, self.storage.folder
         todo = [index for shard in missing for index in manifest.conversations_of(shard)]
         counts = []
-        for index in todo[:: max(1, len(todo) // _ESTIMATE_SAMPLE)]:
+        for index in evenly(todo, _ESTIMATE_SAMPLE):
             text = self._encode(index)
             states = kept(text.loss_mask, torch.tensor([0, len(text.input_ids)]), manifest.before)
             counts.append((len(text.input_ids), int(states.sum())))

@@ -137,10 +137,12 @@ def read_texts(storage: Storage, found: Sequence[Header]) -> list[dict[str, Tens
     """What shards hold beside states, a thousandth of their bytes, without reading these."""
     parts = [(header.name, *header.tensors[name][2:]) for header in found for name in _TEXTS]
     read = iter(storage.read_parts(parts))
-    return [
-        {name: torch.frombuffer(bytearray(next(read)) or bytearray(0), dtype=dtype) for name, dtype in _TEXTS.items()}
-        for _ in found
-    ]
+    return [{name: _tensor(next(read), dtype) for name, dtype in _TEXTS.items()} for _ in found]
+
+
+def _tensor(content: bytes, dtype: torch.dtype) -> Tensor:
+    """From its bytes; torch reads no buffer that is empty."""
+    return torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
 
 
 def quantised(states: Tensor, hidden_size: int) -> tuple[Tensor, Tensor]:

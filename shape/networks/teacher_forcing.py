@@ -37,9 +37,12 @@ class Texts(NamedTuple):
     @classmethod
     def whole(cls, hidden: Tensor, input_ids: Sequence[Tensor], loss_masks: Sequence[Tensor]) -> "Texts":
         """Texts of unequal length, each with all of its eligible roots; `hidden` is padded already."""
-        ids, masks = (pad_sequence(list(texts), batch_first=True) for texts in (input_ids, loss_masks))
+        # Beside a text of one token, which is left out again, as networks run for at least one.
+        ids, masks = (
+            pad_sequence([*texts, texts[0].new_zeros(1)], batch_first=True)[:-1] for texts in (input_ids, loss_masks)
+        )
         starts = [eligible(mask, torch.tensor([0, len(mask)])).nonzero()[:, 0] for mask in loss_masks]
-        starts = [roots if len(roots) else roots.new_zeros(1) for roots in starts]  # networks run for at least one
+        starts = [roots if len(roots) else roots.new_zeros(1) for roots in starts]
         return cls(hidden, ids, masks, pad_sequence(starts, batch_first=True))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from shape.data.conversations import Conversation
+from shape.data.conversations import Conversation, evenly
 from shape.data.encoding import encode_row
 from shape.errors import DataError
 from shape.features.store import FeatureStore
@@ -166,6 +166,6 @@ class ShapeDataModule(pl.LightningDataModule):
         return ConversationBatches(self.conversations, self.encode, order, split, self.steps)
 
     def _mean_roots(self) -> float:
-        sample = self.conversations[:: max(1, len(self.conversations) // _ROOTS_SAMPLE)]
+        sample = evenly(self.conversations, _ROOTS_SAMPLE)
         counts = [len(followers_of_roots(self.encode(conversation))) for conversation in sample]
         return sum(counts) / max(len(counts), 1)

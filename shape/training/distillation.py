@@ -71,11 +71,10 @@ class DistillModule(DrafterModule):
                 wanted = target.logits(true[chunk].to(target.dtype))
             logits = head(own)
             loss, parts = self._weighted(self.losses, own, own, logits, wanted, steps[chunk], output, whole)
-            agreement = (logits.argmax(-1) == wanted.argmax(-1)).float().sum() / max(len(true), 1)
+            agreement = (logits.argmax(-1) == wanted.argmax(-1)).sum() / max(int(counts), 1)
             for name, part in {**parts, "agreement": agreement}.items():
                 sums[name] = sums.get(name, 0.0) + part.detach()
             return loss
 
         loss = chunked_sum(loss_of, [own], [head.weight], rows_in_chunk(4 * target.vocab_size), int(counts))
-        self.log("train/agreement", sums.pop("agreement"), prog_bar=True, batch_size=len(cut.mask))
         return self._share(batch, loss, sums)

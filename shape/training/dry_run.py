@@ -69,7 +69,8 @@ def dry_run(options: TrainOptions) -> str:
         text = _by_letters(conversations)
         notes.append(f"tokens: taken to be {_LETTERS} letters each, for want of the target's tokenizer")
     else:
-        text = preparation.text_to_learn(first, conversations, held_out, tokenizer)
+        excluded = preparation.excluded_numbers(first, len(conversations), held_out)
+        text = preparation.text_to_learn(first, conversations, excluded, tokenizer)
     if options.regenerate and not options.uses_bundled_answers:
         if text.answers == 0:
             each = preparation.longest_answer(first) // 2

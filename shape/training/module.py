@@ -7,7 +7,7 @@ their noise, the dropout masks.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property, partial
+from functools import cached_property
 from time import monotonic
 from typing import Any, cast
 
@@ -42,6 +42,7 @@ from shape.training.order import derive_seed
 from shape.verification.noise import mix
 
 _ADAM_BETAS = (0.9, 0.95)
+_SHOWN = ("loss", "agreement")  # in the progress bar
 
 
 class TrainingModule(pl.LightningModule):
@@ -101,7 +102,7 @@ class TrainingModule(pl.LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clips the norm of each network's gradients by itself."""
-        if gradient_clip_val is None:
+        if gradient_clip_val is None or gradient_clip_val <= 0:  # which is Lightning's word for none
             return
         clip = clip_grad_value_ if gradient_clip_algorithm == "value" else clip_grad_norm_
         for module in self.trained.values():
@@ -202,8 +203,8 @@ class DrafterModule(TrainingModule):
         return batch.texts or computed_texts(self.target, batch, self.layers, self.device)
 
     def _share(self, batch: Batch, loss: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
-        """What training returns for a portion, given its shares of the whole step's losses: these have to add up, where
-        Lightning and DDP take means. What is logged is the whole step's.
+        """What training returns for a portion, given its shares of the whole step's losses, and of other figures: these
+        have to add up, where Lightning and DDP take means. What is logged is the whole step's.
         """
         shares = {"loss": loss, **parts}
         if batch.step != self._step:
@@ -211,7 +212,7 @@ class DrafterModule(TrainingModule):
         for name, share in shares.items():
             self.shares[name] = self.shares[name] + share.detach()
             self.log(
-                f"train/{name}", self.shares[name], prog_bar=name == "loss", batch_size=len(batch.samples),
+                f"train/{name}", self.shares[name], prog_bar=name in _SHOWN, batch_size=len(batch.samples),
                 sync_dist=True, reduce_fx="sum",
             )  # fmt: skip
         return loss * batch.parts
@@ -251,7 +252,13 @@ class DrafterModule(TrainingModule):
         # A run that had ended goes on where more steps are asked for: its last batch is not the last any more, nor its
         # one epoch over.
         loop = checkpoint["loops"]["fit_loop"]
-        loop["epoch_loop.batch_progress"]["is_last_batch"] = False
+        progress = loop["epoch_loop.batch_progress"]
+        progress["is_last_batch"] = False
+        # Lightning counts portions, of which a step may have another number now, and of a step that was broken off
+        # none counts: its batches begin anew.
+        count, current = checkpoint["global_step"] * self.trainer.accumulate_grad_batches, progress["current"]
+        under_way = current["ready"] - current["completed"]  # the portion at whose end was saved
+        current |= {"ready": count, "started": count, "processed": count, "completed": count - under_way}
         for counted in ("total", "current"):
             loop["epoch_progress"][counted] |= {"processed": 0, "completed": 0}
 
@@ -268,8 +275,7 @@ class ShapeModule(DrafterModule):
         predictor.gradient_checkpointing = self.options.gradient_checkpointing
         # Attention in parts, whose sizes are each batch's own, takes minutes to compile.
         self._unroll = compiled(predictor.unroll, self.options.compile and not predictor.memory_shapes)
-        self.agreement = nn.ModuleList(MeanMetric() for _ in range(predictor.config.num_steps))
-        self.acceptance_length = MeanMetric()
+        self.metrics = nn.ModuleList(MeanMetric() for _ in range(predictor.config.num_steps + 1))
 
     @property
     def layers(self) -> Sequence[int]:
@@ -304,7 +310,7 @@ class ShapeModule(DrafterModule):
         measuring = (self.global_step + 1) % self.log_every == 0
         loss, parts, drafts = self._compared(batch, texts, cut, learned, predicted, embeddings, measuring)
         if measuring:
-            self._log_agreement(drafts, cut)
+            self._log_agreement(drafts, cut, batch.step != self._step)
         return self._share(batch, loss, parts)
 
     def _compared(
@@ -376,19 +382,24 @@ class ShapeModule(DrafterModule):
         return self._reader.frozen(states[distinct])[which]
 
     @torch.no_grad()
-    def _log_agreement(self, drafts: Tensor, cut: Examples) -> None:
-        """Share of steps whose best draft is the target's best token, and the acceptance length of chains."""
+    def _log_agreement(self, drafts: Tensor, cut: Examples, begins: bool) -> None:
+        """Share of steps whose best draft is the target's best token, and the acceptance length of chains, in all
+        portions of an optimiser step.
+
+        Args:
+            begins: whether this portion is the first.
+        """
         if self.predictor.draft_vocabulary is not None:
             drafts = self.predictor.draft_vocabulary[drafts]
-        log = partial(self.log, on_step=True, on_epoch=False, batch_size=len(cut.mask))
-        agree = drafts == likeliest_tokens(self.target, cut.states)
-        for n, metric in enumerate(self.agreement):
+        agree = (drafts == likeliest_tokens(self.target, cut.states)) & cut.mask
+        found = {f"agreement_{n + 1}": agree[..., n][cut.mask[..., n]] for n in range(len(self.metrics) - 1)}
+        found["chain_AL"] = 1 + agree.cumprod(-1).sum(-1)[cut.mask[..., 0]]
+        for (name, values), metric in zip(found.items(), self.metrics, strict=True):
             assert isinstance(metric, MeanMetric)
-            metric(agree[..., n][cut.mask[..., n]].float())
-            log(f"train/agreement_{n + 1}", metric)
-        in_a_row = (agree & cut.mask).cumprod(-1).sum(-1)
-        self.acceptance_length(1.0 + in_a_row[cut.mask[..., 0]])
-        log("train/chain_AL", self.acceptance_length, prog_bar=True)
+            if begins:
+                metric.reset()
+            metric.update(values.float())
+            self.log(f"train/{name}", metric.compute(), prog_bar=name == "chain_AL", batch_size=len(cut.mask))
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """Before training: the target, the conversations to learn from, and what is validated and measured on."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -43,7 +44,7 @@ class Material:
     Attributes:
         runs: the options of each, resolved.
         conversations: each of one text, as `rows_of` makes them.
-        held_out: numbers of those that are validated on, or measured on.
+        excluded: numbers of those that are not learned from: validated on, measured on, or more than were asked for.
         for_validation: those, or others, that choose the weights.
         prompts: of the measurement at the end; they chose nothing.
         home: where features and answers lie.
@@ -53,7 +54,7 @@ class Material:
     runs: list[TrainOptions]
     target: Target
     conversations: list[Conversation]
-    held_out: set[int]
+    excluded: set[int]
     for_validation: list[Conversation]
     prompts: list[Prompt]
     home: Storage
@@ -93,7 +94,8 @@ def prepare(runs: Sequence[TrainOptions], home: Storage) -> Material:
         conversations = _regenerated(options, target, conversations, home, trainer)
     texts = rows_of(target, conversations)
     held_out = set() if for_validation else held_out_numbers(options, conversations)
-    text = text_to_learn(options, conversations, held_out, target.tokenizer)
+    excluded = excluded_numbers(options, len(conversations), held_out)
+    text = text_to_learn(options, conversations, excluded, target.tokenizer)
     resolved = [resolve(run, size, text) for run in runs]
     for_validation = for_validation or [conversations[index] for index in sorted(held_out)]
     if not prompts:
@@ -112,7 +114,7 @@ def prepare(runs: Sequence[TrainOptions], home: Storage) -> Material:
         resolved,
         target,
         list(chain.from_iterable(texts)),
-        {index for index, number in enumerate(owners) if number in held_out},
+        {index for index, number in enumerate(owners) if number in excluded},
         list(chain.from_iterable(rows_of(target, for_validation))),
         _fitting(prompts, target, options),
         home,
@@ -201,7 +203,7 @@ def held_out_numbers(options: TrainOptions, conversations: list[Conversation]) -
             "measure on; give more, or --validation_data"
         )
     count = max(2, min(2 * options.validation.prompts, int(len(conversations) * _HELD_OUT_SHARE)))
-    return set(range(0, len(conversations), len(conversations) // count)[:count])
+    return set(evenly(range(len(conversations)), count))
 
 
 def excluded_numbers(options: TrainOptions, count: int, held_out: set[int]) -> set[int]:
@@ -211,10 +213,9 @@ def excluded_numbers(options: TrainOptions, count: int, held_out: set[int]) -> s
 
 
 def text_to_learn(
-    options: TrainOptions, conversations: Sequence[Conversation], held_out: set[int], tokenizer: Any
+    options: TrainOptions, conversations: Sequence[Conversation], excluded: set[int], tokenizer: Any
 ) -> Text:
     """What the conversations that are learned from hold, in the target's tokens, by a sample of them."""
-    excluded = excluded_numbers(options, len(conversations), held_out)
     assert options.max_length is not None
     learned = [conversation for number, conversation in enumerate(conversations) if number not in excluded]
     return counted(learned, tokenizer, options.max_length, options.skip_bad_rows)
@@ -290,8 +291,17 @@ def _as_prompts(conversations: Sequence[Conversation]) -> list[Prompt]:
 
 
 def _fitting(prompts: Sequence[Prompt], target: Target, options: TrainOptions) -> list[Prompt]:
-    """Those that leave room for an answer within the target's positions."""
-    if target.max_positions is None:
-        return list(prompts)
-    room = target.max_positions - options.measurement.max_new_tokens
-    return [prompt for prompt in prompts if target.encode(prompt.opening, prompt.template).shape[1] <= room]
+    """Those that leave room for an answer within the target's positions and, with `skip_bad_rows`, that the chat
+    template takes.
+    """
+    room = math.inf if target.max_positions is None else target.max_positions - options.measurement.max_new_tokens
+
+    def fits(prompt: Prompt) -> bool:
+        try:
+            return target.encode(prompt.opening, prompt.template).shape[1] <= room
+        except DataError:
+            if not options.skip_bad_rows:
+                raise
+            return False
+
+    return [prompt for prompt in prompts if fits(prompt)]

@@ -30,7 +30,7 @@ from shape.training.joint import JointModule, require_alike
 from shape.training.module import DrafterModule, ShapeModule
 from shape.training.options import TrainOptions
 from shape.training.order import derive_seed
-from shape.training.preparation import Material, excluded_numbers, prepare, validation_prompts, writable
+from shape.training.preparation import Material, prepare, validation_prompts, writable
 from shape.training.result import export_and_measure, throughput
 from shape.training.trainer import make_trainer
 from shape.training.validation import DecodingValidation
@@ -141,13 +141,13 @@ def make_module(
         workers=options.training.workers,
         window=chosen.known_states,
         ahead=1 if config is None else config.num_steps,
-        exclude=excluded_numbers(options, len(material.conversations), material.held_out),
+        exclude=material.excluded,
         max_length=cast(int, options.max_length),
         skip_bad_rows=options.skip_bad_rows,
         seed=options.seed,
     )
     if isinstance(predictor, Predictor) and options.init is not None:
-        start_from(predictor, options.init, target)
+        start_from(predictor, options, target)
     elif isinstance(predictor, Predictor):
         if (size := predictor.config.draft_vocab_size) is not None:
             predictor.draft_vocabulary = draft_vocabulary(data.texts(), size, target.vocab_size)

@@ -1,6 +1,8 @@
 """Validation by decoding: the acceptance length with the current weights, by which the best ones are kept."""
 
-from collections.abc import Sequence
+import json
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple, cast
@@ -8,7 +10,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import pytorch_lightning as pl
 import torch
-from safetensors import SafetensorError
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -26,6 +29,7 @@ from shape.target.model import Target
 from shape.training.module import DrafterModule, TrainingModule
 
 _BATCH_SIZE = 8
+_MEASURED = "measured"  # in the metadata of the best weights
 
 
 class Measured(NamedTuple):
@@ -54,7 +58,8 @@ class DecodingValidation(pl.Callback):
         prompts: token ids, (T,) int64 each.
         every: steps between measurements; one more comes at the end.
         max_new_tokens: per prompt.
-        best_path: where the best weights go (safetensors), written by the first process.
+        best_path: where the best weights go (safetensors), written by the first process, and from where, or from beside
+            the checkpoint, a resumed run has those so far.
         name: of the run, in joint training, whose weights are measured.
         at_start: measure before the first step too, where training starts from trained weights.
         patience: measurements in a row without a new best after which training ends; None goes on.
@@ -78,6 +83,7 @@ class DecodingValidation(pl.Callback):
         self.best_path, self.name, self.patience = best_path, name, patience
         self.history: list[dict[str, float]] = []
         self.seconds = 0.0
+        self._resumed_from = best_path
 
     @property
     def state_key(self) -> str:
@@ -90,12 +96,23 @@ class DecodingValidation(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         return {"history": self.history, "seconds": self.seconds}
 
+    def on_load_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._resumed_from = Path(cast(str, trainer.ckpt_path))
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history, self.seconds = list(state_dict["history"]), state_dict["seconds"]
+        for path in (self._resumed_from.with_name(self.best_path.name), self.best_path):
+            if self.history and measured_in(path) in (self.best, {}):
+                _copy(path, self.best_path)
+                return
+        self.history.clear()  # its best weights are lost, and the best from now on are kept
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.history and self.history[-1]["step"] % self.every:
-            self.history.pop()  # of an end that is none any more: an undisturbed run would not have measured here
+        # Of an end that is none any more: an undisturbed run would not have measured here. It stays where its weights
+        # have taken the place of the best ones before.
+        between = bool(self.history) and self.history[-1]["step"] % self.every
+        if between and (self.history[-1] != self.best or len(self.history) == 1):
+            self.history.pop()
         if self.at_start and not trainer.global_step:
             self._validate(trainer, pl_module)
         self._stop_without_progress(trainer)  # a run that had ended so
@@ -126,10 +143,10 @@ class DecodingValidation(pl.Callback):
             counts = self._counts(trainer, module, module.drafter(network))
         counts = trainer.strategy.reduce(counts, reduce_op="sum")
         measured = acceptance_length(*counts.tolist())
-        best = self.best
+        best, entry = self.best, {"step": trainer.global_step, **measured._asdict()}
         if trainer.is_global_zero and (best is None or measured.value > best["value"]):
-            save_weights(network, self.best_path)
-        self.history.append({"step": trainer.global_step, **measured._asdict()})
+            save_weights(network, self.best_path, entry)
+        self.history.append(entry)
         figures = {"acceptance_length": measured.value, "low": measured.low, "high": measured.high}
         values = {"/".join(filter(None, [self.name, "val", figure])): value for figure, value in figures.items()}
         for logger in trainer.loggers:
@@ -143,7 +160,7 @@ class DecodingValidation(pl.Callback):
         mine = range(len(self.prompts)) if shared else range(rank, len(self.prompts), world)
         found = decode_counts(module.target, drafter, [self.prompts[i] for i in mine], self.max_new_tokens)
         if not shared or rank == 0:  # of those that decoded the same, one counts
-            counts[:, list(mine)] = torch.tensor(found, device=counts.device)
+            counts[:, list(mine)] = torch.tensor(found, dtype=counts.dtype, device=counts.device)
         return counts
 
 
@@ -177,9 +194,27 @@ def whole(network: PreTrainedModel) -> PreTrainedModel:
     return found.to(network.device)  # type: ignore[arg-type]
 
 
-def save_weights(predictor: nn.Module, path: Path) -> None:
+def save_weights(predictor: nn.Module, path: Path, measured: Mapping[str, float]) -> None:
+    """With the measurement that they gave, an entry of `DecodingValidation.history`."""
     with written_whole(path) as temporary:
-        save_model(predictor, str(temporary))  # it knows of weights that are one
+        # It knows of weights that are one.
+        save_model(predictor, str(temporary), {_MEASURED: json.dumps(measured)})
+
+
+def measured_in(path: Path) -> dict[str, float] | None:
+    """What the weights in a file gave; None for no such file, and nothing for one of before files said so."""
+    try:
+        with safe_open(path, "pt") as file:
+            return json.loads((file.metadata() or {}).get(_MEASURED, "{}"))
+    except (OSError, SafetensorError):
+        return None
+
+
+@rank_zero_only
+def _copy(path: Path, to: Path) -> None:
+    if path.resolve() != to.resolve():
+        with written_whole(to) as temporary:
+            shutil.copyfile(path, temporary)
 
 
 def load_weights(predictor: nn.Module, path: Path) -> None:

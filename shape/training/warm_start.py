@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 from shape.errors import ConfigError, TargetMismatch
 from shape.generation.loading import load_predictor
 from shape.networks.base import Predictor
+from shape.target.loading import SOURCE, of_target, only
 from shape.target.model import Target
 from shape.training.options import PredictorOptions, TrainOptions
 
@@ -21,7 +22,7 @@ def as_checkpoint(options: TrainOptions, defaults: PredictorOptions | None = Non
     """
     if options.init is None:
         return options
-    config, defaults = load_predictor(options.init, options.target).config, defaults or PredictorOptions()
+    config, defaults = _checkpoint(options, options.target).config, defaults or PredictorOptions()
     own = {field.name: getattr(config, field.name) for field in fields(PredictorOptions)}
     own["hidden_size"] = config.hidden_size if config.target_hidden_size else None
     for name, value in own.items():
@@ -34,21 +35,26 @@ def as_checkpoint(options: TrainOptions, defaults: PredictorOptions | None = Non
     return replace(options, predictor=PredictorOptions(**own))
 
 
-def start_from(predictor: Predictor, checkpoint: str, target: Target) -> None:
-    """Give a network the weights and the draft vocabulary of a checkpoint, in its own dtype.
+def start_from(predictor: Predictor, options: TrainOptions, target: Target) -> None:
+    """Give a network the weights and the draft vocabulary of the checkpoint, in its own dtype.
 
     Raises:
         TargetMismatch: the checkpoint is for states or a vocabulary of another size.
     """
-    found = load_predictor(checkpoint, target)
+    found = _checkpoint(options, target)
     config = found.config
     widths = ("hidden_size", config.state_size, target.hidden_size)
     for name, given, wanted in (widths, ("vocab_size", config.vocab_size, target.vocab_size)):
         if given not in (None, wanted):
             raise TargetMismatch(
-                f"checkpoint {checkpoint} is for targets with {name} {given}, and {target.name} has {wanted}; give one "
-                "that was trained for this target, or for what it was fine-tuned from"
+                f"checkpoint {options.init} is for targets with {name} {given}, and {target.name} has {wanted}; give "
+                "one that was trained for this target, or for what it was fine-tuned from"
             )
     predictor.draft_vocabulary = found.draft_vocabulary
     predictor.load_state_dict(found.state_dict())
     predictor.complete(target)
+
+
+def _checkpoint(options: TrainOptions, target: str | Target) -> Predictor:
+    assert options.init is not None
+    return load_predictor(options.init, target, **only(SOURCE | {"trust_remote_code"}, of_target(options)))

@@ -16,8 +16,9 @@ from shape.data.conversations import Conversation
 from shape.data.encoding import encode
 from shape.data.options import AnswerOptions
 from shape.data.reading import load_conversations
-from shape.data.regeneration import Share, Summary, answers_file, regenerate
+from shape.data.regeneration import Share, Summary, answers_file, own_answers, regenerate
 from shape.errors import ConfigError, DataError
+from shape.features.trainer import TrainerOptions
 from shape.target.chat import Message
 
 
@@ -200,3 +201,13 @@ def test_another_number_of_processes_goes_on(tmp_path):
     regenerate(many(60), rest, output, batch_size=4, progress=False)
     assert output.read_bytes() == straight.read_bytes() and 0 < len(rest.batches) < len(whole.batches) / 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "straight.jsonl"]
+
+
+def test_answers_that_are_written_are_only_read(tmp_path):
+    trainer = TrainerOptions(accelerator="cpu", devices=1, enable_progress_bar=False).for_extraction()
+    first = own_answers(many(4), Echo(), tmp_path, AnswerOptions(), trainer, progress=False)
+    for lock in tmp_path.glob("*.lock"):
+        lock.unlink()
+    before = tmp_path.stat().st_mtime_ns
+    assert own_answers(many(4), Echo(), tmp_path, AnswerOptions(), trainer, progress=False) == first
+    assert tmp_path.stat().st_mtime_ns == before

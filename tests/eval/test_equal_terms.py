@@ -1,6 +1,7 @@
 """The comparison of drafters on equal terms: from the search to the tables in a document, on the tiny target."""
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import mean
 
@@ -8,6 +9,7 @@ import pytest
 import yaml
 
 from eval import equal_terms as program
+from eval.ablate import parse
 from eval.equal_terms import RESULTS, main, rendered
 from shape.errors import DataError
 
@@ -80,6 +82,32 @@ def test_from_search_to_tables(tiny, tmp_path, launched, capsys):
     assert "| acceptance length in one shape for all |" in header and "8 deep at most, 3 wide, 16 nodes" in text
     main([f"--render={document}", f"--results={tmp_path / 'results/equal'}"])
     assert document.read_text() == text
+
+
+def test_a_comparison_of_other_options_is_not_taken_for_this_one(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    base, place, done = parse([str(file), "--only=[affine,root]"]), Path("runs/tiny/time/bench"), []
+
+    def ablate(asked):
+        done.append(asked)
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "ablation.json").write_text(json.dumps({"options": asdict(asked)}))
+
+    monkeypatch.setattr(program, "ablate", ablate)
+    narrower = {**base.variants, "root": {"predictor": {"intermediate_size": 8}}}
+    unasked = {**base.variants, "path 1.0": {"predictor": {"intermediate_size": 8}}}
+    for found, minutes, times in (
+        (base, 3.0, 1),
+        (base, 3.0, 1),
+        (replace(base, variants=unasked), 3.0, 1),
+        (base, 8.0, 2),
+        (replace(base, variants=narrower), 8.0, 3),
+        (replace(base, only=["affine"]), 8.0, 4),
+        (replace(base, only=["affine"], seeds=[0]), 8.0, 5),
+    ):
+        program.compare(found, place, *program.training(program.EqualTermsOptions(minutes=minutes), "time"))
+        assert len(done) == times
+    assert done[1].common["training"]["max_minutes"] == 8 and done[1].title.startswith("Tiny, in the same time")
 
 
 def test_documents_say_what_was_measured():

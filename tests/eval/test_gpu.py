@@ -46,7 +46,7 @@ def test_tiny(tmp_path, monkeypatch, capsys):
     ]
     plain, oracle = found["cases"][:2]
     assert plain["speed_up"] == plain["acceptance_length"] == 1 and plain["nodes"] == 1
-    assert oracle["nodes"] == gpu_steps.DEPTH + 1 and oracle["acceptance_length"] > 1
+    assert oracle["nodes"] == gpu_steps.ORACLE_DEPTH + 1 and oracle["acceptance_length"] > 1
     assert all(one["efficiency"] > 0 for one in found["cases"])
     assert found["bounds"][0]["plain_ms"] == plain["step_ms"] and [one["steps"] for one in found["bounds"]] == [
         "graphs",

@@ -98,6 +98,7 @@ def test_the_command_runs_with_our_own_rows(tmp_path, monkeypatch):
     asked = {"output": tmp_path / "out", "work": tmp_path / "work", "sizes": ["tiny"], "peers": ["ours"], "limit": 1}
     run(PeersOptions(rounds=1, **asked))
     page = (tmp_path / "out" / "peers.md").read_text()
+    assert "brackets over fewer than six prompts are about the range of these, and no 95 % intervals" in page
     assert "| bfloat16 | ours, bfloat16 |" in page and "simulated, acceptance length 3" in page
     (turn,) = json.loads((tmp_path / "out" / "peers.json").read_text())["turns"]
     assert [one["tokens"] for answers in turn["answers"].values() for one in answers] == [TINY.new_tokens] * 9

@@ -91,7 +91,7 @@ def test_other_acceptance_rules_stand_in_the_name(arguments, tmp_path, capsys):
         (["--trs_lossy.k", "0"], "trs-lossy has k 0"),
     ):
         with pytest.raises(SystemExit) as stopped:
-            main([*arguments, *extra])
+            main([*arguments, *extra, "--output", str(tmp_path / "other")])
         assert stopped.value.code == 2 and f"error: {sentence}" in capsys.readouterr().err
 
 
@@ -138,6 +138,23 @@ def test_an_interrupted_measurement_continues(arguments, tmp_path, monkeypatch):
     assert done == ["a", "b is next", "b", "c"]
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert [entry["id"] for entry in results["records"]] == ["a", "b", "c"]
+
+
+def test_finished_results_of_other_settings_are_not_overwritten(arguments, tmp_path, monkeypatch, capsys):
+    arguments = [*arguments, "--limit", "1", "--methods", "[autoregressive,ngram]", "--label", "First"]
+    main([*arguments, "--temperature", "[0,1]"])
+    before = {path: path.read_text() for path in tmp_path.rglob("results.json")}
+    (tmp_path / "out" / "results.json").write_text(before[tmp_path / "out/t1-b1/results.json"])
+    with monkeypatch.context() as patch:
+        patch.setattr(Bench, "record", lambda *_, **__: pytest.fail("measured before it is refused"))
+        for more, place in ((["--temperature", "0"], "out"), (["--temperature", "[2,1]", "--seed", "1"], "out/t1-b1")):
+            with pytest.raises(SystemExit) as stopped:
+                main([*arguments, *more])
+            said = capsys.readouterr().err
+            assert stopped.value.code == 2 and f"{tmp_path / place}/results.json holds a measurement with other" in said
+    assert {path: path.read_text() for path in before} == before
+    main([*arguments, "--temperature", "1", "--label", "Again"])
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["label"] == "Again"
 
 
 def test_several_temperatures_batches_and_contexts(arguments, tmp_path, monkeypatch, capsys):

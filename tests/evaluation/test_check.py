@@ -80,7 +80,9 @@ def test_which_drafter_suits_the_task(capsys, questions, tiny_target, tiny_targe
     assert "measured on these prompts" not in run(capsys, questions, *own, "--drafter", "[]")
 
 
-def test_drafters_are_measured_in_the_batch_that_was_asked_for(capsys, questions, tiny_target_folder, monkeypatch):
+def test_drafters_are_measured_in_the_batch_that_was_asked_for(
+    capsys, questions, tiny_target_folder, tmp_path, monkeypatch
+):
     groups, record = [], Bench.record
     monkeypatch.setattr(
         Bench,
@@ -93,6 +95,15 @@ def test_drafters_are_measured_in_the_batch_that_was_asked_for(capsys, questions
     with pytest.raises(SystemExit):
         run(capsys, questions, *own, "--batch_size", "3")
     assert "batch_size 3 cannot be filled with the 2 prompts of prompts.jsonl that fit" in capsys.readouterr().err
+    with open(questions, "a") as file:
+        file.write(json.dumps({"prompt": "One more"}) + "\n")
+    report = tmp_path / "report.json"
+    out = " ".join(run(capsys, questions, *own, "--batch_size", "2", "--output", str(report)).split())
+    asked = json.loads(report.read_text())["prompts"]
+    assert asked == {"given": 4, "measured": 2, "reasons": [
+        "a prompt and 8 new tokens exceed the target's 256 positions", "it fills no batch of 2"
+    ]}  # fmt: skip
+    assert f"2 of 4 prompts measured ({'; '.join(asked['reasons'])})" in out and "speed-up (range)" in out
 
 
 def test_what_does_not_belong_together_is_said_at_once(capsys, questions, tiny_target, tiny_target_folder, tmp_path):

@@ -144,6 +144,12 @@ def test_prompts_that_do_not_fit_are_left_out_and_those_measured_are_counted(tin
     assert "3 prompts of prompts.jsonl, at most" in (tmp_path / "out" / "efficiency.md").read_text()
     (found,) = find(tmp_path / "out")
     assert "3 prompts of prompts.jsonl, at most 4 new tokens" in found.about
+    assert "| 3 (one group) |" in (tmp_path / "out" / "efficiency.md").read_text()
+    run(replace(options, batch_size=[1, 2]))
+    told = (tmp_path / "out" / "efficiency.md").read_text()
+    assert "3 prompts (2 at batch 2) of prompts.jsonl, at most" in told
+    assert "| 1 |" in told and "| 2 (one group) |" in told
+    assert "brackets over fewer than six prompts or groups are about the range of these, and no 95 % intervals" in told
     with pytest.raises(DataError, match=r"with the 3 prompts of prompts\.jsonl that leave room for 4 new tokens"):
         run(replace(options, batch_size=4))
 

@@ -58,6 +58,9 @@ def test_the_table_says_how_much_was_seen(measured, tmp_path):
     (tmp_path / "page.md").write_text("<!-- results:begin short out:ngram -->\n<!-- results:end -->")
     main(["--render", str(tmp_path), str(tmp_path / "page.md")])
     assert f"asked.jsonl: {measured.overlap_note()}" in (tmp_path / "page.md").read_text()
+    shipped = {"target": "quickstart-target", "training_data": "train.jsonl.gz, answers.jsonl.gz"}
+    note = replace(measured, settings={**measured.settings, **shipped}).overlap_note()  # it learned from more than that
+    assert "In the part of the training text that ships (train.jsonl.gz, answers.jsonl.gz) occur at least" in note
     unknown = replace(measured, records=tuple(replace(one, overlap=None) for one in measured.records))
     assert unknown.overlap() == {} and "training text" not in unknown.to_markdown()
 
@@ -81,4 +84,9 @@ def test_texts_to_compare_with(tmp_path):
     with pytest.raises(DataError, match=r"ids\.jsonl holds token ids and no text"):
         training_text(str(tmp_path / "ids.jsonl"))
     (tmp_path / "text.txt").write_text("One text.")
+    for name in ("en", "de"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text.txt").write_text(name)
+    both = [str(tmp_path / "en/text.txt"), str(tmp_path / "de/text.txt")]
+    assert list(training_text(both)) == both  # none takes the other's place
     assert training_text([tmp_path / "text.txt"]) == {"text.txt": load_conversations(tmp_path / "text.txt")}

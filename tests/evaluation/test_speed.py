@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -161,6 +162,11 @@ def test_json_and_markdown(results):
     assert strict["settings"]["target"] == "tiny"
     older = results.to_json().replace('"autoregressive', '"plain').replace("equal_autoregressive", "equal_plain")
     assert SpeedResults.from_json(older.replace('"schema_version": 3', '"schema_version": 1')) == results
+    unkept = re.sub(r', "wait_seconds": [^}]+', "", results.to_json())  # at batch 1 it is the prefill's time
+    assert "wait_seconds" not in unkept and SpeedResults.from_json(unkept) == results
+    assert "lower median of 2 run(s)" in results.about  # of two the faster run counts
+    odd = replace(results, settings={**results.settings, "repeats": 3})
+    assert "lower" not in odd.about and "median of 3 run(s)" in odd.about
     with pytest.raises(DataError, match="schema version 0"):
         SpeedResults.from_json('{"schema_version": 0}')
 
@@ -191,6 +197,10 @@ def test_batches_are_answered_as_their_prompts_alone(results, tiny_target):
                 )
                 assert name != "autoregressive" or total.forwards == apart.forwards
             assert total.decode_seconds > 0 and total.prefill_seconds > 0
+            # Three wait for the first turn's prefill, one for the second's.
+            assert total.prefill_seconds < total.wait_seconds < 3 * total.prefill_seconds
+            assert together.summary[name].prefill_ms == pytest.approx(250 * total.wait_seconds)
+            assert together.in_vllm_names(name)["mean_ttft_ms"] == pytest.approx(250 * total.wait_seconds)
         assert "batch 3" in together.to_markdown() and "3 prompts" in together.to_markdown()
     pairs = run(tiny_target, {"autoregressive": None}, batch=2)
     assert [record.id for record in pairs.records] == ["a+b"] and pairs.skipped == {"c": "it fills no batch of 2"}
@@ -295,6 +305,12 @@ def test_a_speed_up_above_the_acceptance_length_is_flagged():
     odd = made_up((tally(1.0, 20, 20), tally(0.4, 20, 10)))
     assert not ok.warnings
     assert "exceeds the acceptance length (2.00)" in odd.warnings[0]
+
+
+def test_brackets_over_few_prompts_are_called_no_95_percent_intervals():
+    row = (tally(1.0, 20, 20), tally(0.6, 20, 10))
+    said = "brackets over fewer than six prompts are about the range of these, and no 95 % intervals"
+    assert [said in made_up(*[row] * count).to_markdown() for count in (1, 2, 5, 6)] == [False, True, True, False]
 
 
 def test_answers_of_one_token_are_undefined_not_infinite():

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shutil
 import threading
 from collections import namedtuple
@@ -58,6 +59,24 @@ def copy(folder, tmp_path) -> Path:
 
 def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.name != ".lock"}
+
+
+def test_a_complete_folder_is_only_read(copy, tiny_target):
+    (copy / ".lock").unlink(missing_ok=True)
+    before = {path.name: path.stat().st_mtime_ns for path in [copy, *copy.iterdir()]}
+    run(tiny_target, copy)
+    assert {path.name: path.stat().st_mtime_ns for path in [copy, *copy.iterdir()]} == before
+
+
+def test_space_is_estimated_by_every_kind_of_kinds_that_take_turns(tiny_target, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(extraction, "_ESTIMATE_SAMPLE", 4)
+    short, long = (
+        Conversation(text, (Message("user", "?"), Message("assistant", text))) for text in ("yes", "oh, yes")
+    )
+    least, most = (10 * len(encode(each, tiny_target.tokenizer, None).input_ids) for each in (short, long))
+    run(tiny_target, tmp_path, conversations=[short, long] * 5)
+    said = re.search(r"about (\d+) tokens", capsys.readouterr().out)
+    assert said and least < int(said[1]) < most
 
 
 def test_store_holds_what_the_target_computes(folder, tiny_target):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from training_runs import CONVERSATIONS, OPTIONS, data_of, fit, weights
 
+from shape.data.conversations import Conversation
 from shape.errors import ConfigError, FeatureStoreError
 from shape.features.extraction import extract
 from shape.features.options import FeatureOptions
@@ -22,14 +23,15 @@ from shape.features.shards import quantised, restored
 from shape.features.storage import LocalCopies, Storage
 from shape.features.store import FeatureStore
 from shape.features.trainer import TrainerOptions
+from shape.target.chat import Message
 from shape.training.batches import FetchedBatches, Split
 from shape.training.order import ShardedOrder, StepOrder
 
 
-def run(target, address, **changes) -> FeatureStore:
+def run(target, address, conversations=CONVERSATIONS, **changes) -> FeatureStore:
     trainer = TrainerOptions(accelerator="cpu", devices=1, enable_progress_bar=False).for_extraction()
     options = FeatureOptions(max_length=128, shard_size=2, **changes)
-    return extract(target, CONVERSATIONS, address, options, trainer)
+    return extract(target, conversations, address, options, trainer)
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +78,12 @@ def test_extraction_writes_the_same_bytes_anywhere_and_completes_them(whole, tin
         FeatureStore(f"memory://{tmp_path.name}")
     run(tiny_target, f"memory://{tmp_path.name}", cache=str(tmp_path / "cache"))
     assert contents() == expected
+
+
+def test_a_shard_without_positions_is_read_from_elsewhere(tiny_target, tmp_path):
+    nothing = [Conversation(str(number), (Message("user", "?"), Message("assistant", ""))) for number in range(2)]
+    store = run(tiny_target, f"memory://{tmp_path.name}", [*nothing, *CONVERSATIONS], cache=str(tmp_path))
+    assert [len(stored.input_ids) for stored in store][:2] == [0, 0] and len(store.roots())
 
 
 def test_a_copy_with_a_wrong_checksum_is_refused(elsewhere):

@@ -9,10 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_runs import CONVERSATIONS, OPTIONS, STEPS, UNEQUAL, WINDOW, data_of, extracted, network, portions
 
+from shape.data.conversations import Conversation
+from shape.data.encoding import Encoded
 from shape.errors import DataError
 from shape.features.positions import eligible
 from shape.networks.teacher_forcing import Texts, examples
-from shape.training.batches import STEPS_POOLED, Split
+from shape.target.chat import Message
+from shape.training import datamodule
+from shape.training.batches import STEPS_POOLED, Batch, Split
 from shape.training.module import ShapeModule, computed_texts
 from shape.training.options import Losses
 from shape.training.order import StepOrder, cuts, derive_seed
@@ -138,6 +142,16 @@ def test_online_examples_are_those_of_the_store(store, tiny_target):
             torch.testing.assert_close(cut.window[row, place], stored.hidden[0, :WINDOW], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("attention", [False, True])
+def test_a_portion_of_one_text_without_tokens_teaches_nothing(tiny_target, attention):
+    """As a chat that the template refuses is, among bad rows that are skipped."""
+    module = ShapeModule(network(tiny_target, attention=attention), tiny_target, Losses(), OPTIONS, log_every=1)
+    module.log = lambda *_, **__: None  # type: ignore[method-assign]
+    empty = Encoded("refused", torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool))
+    batch = Batch(0, 0, 1, torch.tensor([0]), torch.tensor([], dtype=torch.int64), conversations=[empty])
+    assert module.training_step(batch, 0) == 0
+
+
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(0, 3), st.sampled_from([1, 2, 4]))
 @settings(max_examples=40, deadline=None)
 def test_order_visits_everything_once_per_epoch(count, batches, seed, parts):
@@ -154,6 +168,15 @@ def test_data_without_anything_to_learn_is_refused(store, tiny_target):
         data_of(store, tiny_target, exclude=range(len(store)))
     with pytest.raises(DataError, match="nothing to learn"):
         data_of(CONVERSATIONS, tiny_target, exclude=range(9))
+
+
+def test_steps_are_sized_by_every_kind_of_kinds_that_take_turns(tiny_target, monkeypatch):
+    monkeypatch.setattr(datamodule, "_ROOTS_SAMPLE", 4)
+    short, long = (
+        Conversation(text, (Message("user", "?"), Message("assistant", text))) for text in ("yes", "oh, yes")
+    )
+    least, mixed, most = (data_of(some, tiny_target).roots_each for some in ([short], [short, long] * 5, [long]))
+    assert least < mixed < most
 
 
 def test_seeds_are_unrelated():

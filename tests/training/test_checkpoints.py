@@ -33,6 +33,33 @@ def test_resumed_run_ends_in_the_same_weights(store, tiny_target, tmp_path, accu
         fit(tiny_target, store, options=TrainingOptions(steps=9, batch_size=8, noise=0.2), ckpt_path=path)
 
 
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (4, 1)])
+def test_a_run_goes_on_with_another_number_of_portions(store, tiny_target, tmp_path, before, after):
+    path = tmp_path / "some.ckpt"
+    whole = fit(tiny_target, store, accumulate=before, callbacks=[SaveAt(1, path)])
+    resumed = fit(tiny_target, store, accumulate=after, ckpt_path=path)
+    assert resumed.trainer.global_step == OPTIONS.steps
+    torch.testing.assert_close(weights(resumed), weights(whole), rtol=1e-3, atol=1e-4)
+
+
+class StopAfter(pl.Callback):
+    """Ends the training behind a portion, as a time limit does."""
+
+    def __init__(self, portion: int) -> None:
+        self.portion = portion
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        trainer.should_stop = batch_idx == self.portion
+
+
+def test_a_run_that_ended_amid_a_step_goes_on_with_the_whole_step(store, tiny_target, tmp_path):
+    straight = fit(tiny_target, store, accumulate=2)
+    stopped = fit(tiny_target, store, accumulate=2, callbacks=[StopAfter(8), LastCheckpoint(tmp_path, 100)])
+    assert stopped.trainer.global_step == 4
+    resumed = fit(tiny_target, store, accumulate=2, ckpt_path=tmp_path / "last.ckpt")
+    assert torch.equal(weights(resumed), weights(straight))
+
+
 def test_a_run_that_had_ended_goes_on_with_more_steps(store, tiny_target, tmp_path):
     options, path = TrainingOptions(steps=9, batch_size=16, decay="none"), tmp_path / "some.ckpt"
     whole = fit(tiny_target, store, options=options)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from training_runs import (
     CONVERSATIONS,
     OPTIONS,
+    STEPS,
     UNEQUAL,
     WINDOW,
     data_of,
@@ -147,7 +148,7 @@ def test_losses_in_chunks_are_those_of_all_roots_at_once(unequal, tiny_target, k
         module = ShapeModule(trainable(tiny_target, **CHUNKED[kind]), tiny_target, losses, OPTIONS, log_every=1)
         logged: dict[str, torch.Tensor] = {}
         module.log = lambda name, value, **_: logged.update({name: value})  # type: ignore[method-assign,assignment]
-        module._log_agreement = lambda drafts, _: logged.update(drafts=drafts)  # type: ignore[method-assign]
+        module._log_agreement = lambda drafts, *_: logged.update(drafts=drafts)  # type: ignore[method-assign]
         window = None if module.predictor.memory_shapes else WINDOW
         data = data_of(FeatureStore(unequal.storage, layers=module.layers), tiny_target, window=window, max_length=160)
         module.training_step(data.batches(Split())[0], 0).backward()
@@ -181,8 +182,8 @@ def test_accumulated_parts_are_the_whole_batch(unequal, tiny_target):
     begin = torch.cat([weight.flatten() for weight in network(tiny_target, attention=True).parameters()])
     assert (weights(whole) - weights(parts)).norm() < 1e-3 * (weights(whole) - begin).norm()
     logged = [run.trainer.callback_metrics for run in (whole, parts)]
-    for name in ("train/loss", "train/soft_cross_entropy", "train/smooth_l1"):
-        assert logged[0][name] == pytest.approx(float(logged[1][name]), rel=1e-4), name
+    for name in ("loss", "soft_cross_entropy", "smooth_l1", "agreement_1", f"agreement_{STEPS}", "chain_AL"):
+        assert logged[0][f"train/{name}"] == pytest.approx(float(logged[1][f"train/{name}"]), rel=1e-4), name
 
 
 def test_online_features_are_computed_outside_of_autocast(tiny_target, monkeypatch):

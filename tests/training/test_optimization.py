@@ -1,6 +1,7 @@
 """Optimisers, their groups, and the schedule of the learning rate."""
 
 import pytest
+import torch
 from training_runs import (
     fit,
     network,
@@ -29,6 +30,15 @@ def test_learning_rate_schedule():
     assert learning_rate_factor(linear, 25, 0.25) == pytest.approx(0.75)
     assert learning_rate_factor(linear, 25, 0.9) == pytest.approx(0.1)  # time runs out before the steps do
     assert learning_rate_factor(TrainingOptions(steps=100, decay="none"), 999, 1.0) == 1.0
+
+
+@pytest.mark.parametrize(("most", "left"), [(None, 1.0), (0, 1.0), (1e-3, 0.0)])
+def test_a_clip_of_nothing_clips_nothing(tiny_target, most, left):
+    module = ShapeModule(network(tiny_target), tiny_target, Losses(), TrainingOptions(steps=1))
+    for weight in module.predictor.parameters():
+        weight.grad = torch.ones_like(weight)
+    module.configure_gradient_clipping(torch.optim.SGD(module.predictor.parameters()), most)
+    assert all(weight.grad.round().eq(left).all() for weight in module.predictor.parameters())
 
 
 def test_max_minutes_ends_the_run(store, tiny_target):

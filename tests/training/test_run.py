@@ -311,11 +311,11 @@ def test_what_is_measured_on_chose_nothing(tiny_target_folder, data, tmp_path):
         ids = {conversation.id for conversation in material.for_validation}
         asked = {prompt.id for prompt in material.prompts}
         assert (len(ids), len(asked)) == (choosing, measured) and not ids & asked
-        held = {material.conversations[number].id for number in material.held_out}
+        held = {material.conversations[number].id for number in material.excluded}
         assert held == (ids | asked if given is None else set())
     unmeasured = replace(options, measurement=MeasurementOptions(limit=0))
     again = prepare([unmeasured], Storage(tmp_path))
-    assert len(again.for_validation) == 3 and len(again.held_out) == 6, "what is learned depends on what is measured"
+    assert len(again.for_validation) == 3 and len(again.excluded) == 6, "what is learned depends on what is measured"
     (tmp_path / "one.jsonl").write_text(few.read_text().splitlines()[0])
     with pytest.raises(DataError, match="one conversation to validate on, and none is left to measure on"):
         prepare([replace(options, validation_data=str(tmp_path / "one.jsonl"))], Storage(tmp_path))

@@ -1,11 +1,13 @@
 """Validation by decoding: with the weights of the moment, without a trace in the training, and its interval."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from training_runs import (
     OPTIONS,
     fit,
@@ -23,6 +25,7 @@ from shape.training.validation import (
     acceptance_length,
     decode_counts,
     load_weights,
+    measured_in,
 )
 
 
@@ -57,6 +60,12 @@ def test_validation_disturbs_nothing(store, tiny_target, tmp_path):
     assert torch.equal(weights(alone), weights(watched))
     assert not any(p.is_inference() for p in [*watched.parameters(), *tiny_target.model.parameters()])
     assert not any(buffer.is_inference() for buffer in tiny_target.model.buffers())
+
+
+def test_a_process_without_a_prompt_counts_none(store, tiny_target, tmp_path):
+    validation = DecodingValidation(prompts(store), every=4, max_new_tokens=12, best_path=tmp_path / "best")
+    module, last = fit(tiny_target, store), SimpleNamespace(global_rank=4, world_size=5)
+    assert validation._counts(last, module, module.drafter(module.network)).tolist() == [[0] * 4] * 2
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=1, max_size=12))
@@ -115,3 +124,40 @@ def test_a_run_that_ended_early_ends_at_once_when_resumed(store, tiny_target, tm
             module = fit(tiny_target, store, options=options, callbacks=watching, ckpt_path=resumed)
             found.append((module.trainer.global_step, weights(module)))
         assert 0 < found[0][0] == found[1][0] < 40 and torch.equal(found[0][1], found[1][1]), name
+
+
+@pytest.fixture
+def measuring(store, tiny_target, monkeypatch):
+    """measuring(folder, values, steps, from) -> a run's module and validation, which is told what it measures."""
+
+    def run(folder, values, steps, ckpt_path=None):
+        told = iter(values)
+        monkeypatch.setattr(program, "acceptance_length", lambda *_: Measured(next(told), 1.0, 9.0))
+        validation = DecodingValidation(prompts(store), 4, 4, folder / "best.safetensors")
+        options = TrainingOptions(steps=steps, batch_size=16, decay="none")
+        watching = [validation, LastCheckpoint(folder, 100)]
+        return fit(tiny_target, store, options=options, callbacks=watching, ckpt_path=ckpt_path), validation
+
+    return run
+
+
+def test_the_best_weights_are_those_of_the_history_that_is_resumed(measuring, tmp_path):
+    """In another folder, over those of another run, and after an end that is none any more."""
+    first, other, new = (tmp_path / name for name in ("first", "other", "new"))
+    kept, _ = measuring(first, [2.0, 3.0], 6)
+    for folder in (new, other):
+        if folder is other:
+            measuring(other, [9.0], 4)
+        _, validation = measuring(folder, [1.0, 1.5], 9, first / "last.ckpt")
+        assert validation.best["step"] == 6 and validation.best["value"] == 3.0
+        assert measured_in(folder / "best.safetensors") == validation.best
+        saved = load_file(folder / "best.safetensors")
+        assert all(torch.equal(saved[name], value) for name, value in kept.predictor.state_dict().items())
+
+
+def test_where_the_best_weights_are_lost_the_best_from_then_on_are_kept(measuring, tmp_path):
+    measuring(tmp_path, [3.0], 4)
+    (tmp_path / "best.safetensors").unlink()
+    _, validation = measuring(tmp_path, [1.0, 2.0, 1.5], 14, tmp_path / "last.ckpt")
+    assert measured_in(tmp_path / "best.safetensors") == validation.best
+    assert (validation.best["step"], validation.best["value"]) == (12, 2.0)

@@ -6,12 +6,14 @@ import json
 import pytest
 import torch
 from helpers import predictor
+from transformers import AutoConfig
 
 from shape.errors import ConfigError, TargetMismatch
 from shape.generation.loading import load_predictor
 from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
 from shape.networks.export import export
+from shape.networks.formats import table
 from shape.networks.formats.table import save
 from shape.networks.formats.targets import TargetFacts
 from shape.networks.registry import PREDICTORS
@@ -54,7 +56,7 @@ def test_network_weights_and_vocabulary_are_the_checkpoints(kind, form, tiny_tar
     assert options.predictor.kind == kind and options == as_checkpoint(options)
     assert options.predictor.num_steps == (7 if form == "eagle3" else KINDS[kind]["num_steps"])
     fresh = type(network)(load_predictor(tmp_path).config)
-    start_from(fresh, str(tmp_path), tiny_target)
+    start_from(fresh, options, tiny_target)
     before, after = network.state_dict(), fresh.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
@@ -101,4 +103,17 @@ def test_what_contradicts_the_checkpoint_is_refused(tiny_target, tmp_path, tiny_
     smaller = predictor(torch.float32, kind="medusa", own_heads=True)
     save(smaller, tmp_path / "smaller", "medusa", TargetFacts("", 2, 64, 256))
     with pytest.raises(TargetMismatch, match="is for targets with vocab_size 64, and tiny has 259"):
-        start_from(smaller, str(tmp_path / "smaller"), tiny_target)
+        start_from(smaller, TrainOptions(init=str(tmp_path / "smaller")), tiny_target)
+
+
+def test_a_token_and_trust_reach_the_checkpoint_and_its_target(tiny_target, tiny_target_folder, tmp_path, monkeypatch):
+    """But no setting of the model, nor the revision of another repository."""
+    network, asked = checkpoint_of("medusa", tiny_target, tmp_path, "medusa"), []
+    read_config, read_weights = AutoConfig.from_pretrained, table.read_checkpoint
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *a, **hub: asked.append(hub) or read_config(*a, **hub))
+    monkeypatch.setattr(table, "read_checkpoint", lambda *a, **hub: asked.append(hub) or read_weights(*a, **hub))
+    given = {"token": "T", "trust_remote_code": True, "revision": "main", "attn_implementation": "eager"}
+    options = TrainOptions(target=str(tiny_target_folder), init=str(tmp_path), **given)
+    as_checkpoint(options)
+    start_from(network, options, tiny_target)
+    assert asked == [{"token": "T", "trust_remote_code": True}] * 3

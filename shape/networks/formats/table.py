@@ -17,6 +17,7 @@ from shape.networks.formats.files import Checkpoint, Weights, read_checkpoint, w
 from shape.networks.formats.targets import TargetFacts
 from shape.networks.registry import PREDICTORS
 from shape.target.identity import TargetIdentity
+from shape.target.loading import SOURCE, only
 
 
 class Format(NamedTuple):
@@ -58,7 +59,7 @@ def load(
         source: folder or hub id.
         target: of which the checkpoint leaves something open, or whose name it does not say.
         form: a name of `FORMATS`, or "auto".
-        hub: where it is read from.
+        hub: where it is read from, and the target too but for the revision.
 
     Raises:
         CheckpointError: not a checkpoint of a known format; a weight that is missing, or that the network has not.
@@ -68,7 +69,7 @@ def load(
     if name is None:
         raise CheckpointError(f"checkpoint {source} is of no known format ({', '.join(FORMATS)}); name it with --from")
     named = speculators.verifier(checkpoint.config) or checkpoint.config.get("base_model_name_or_path")
-    known = TargetFacts() if target is None else TargetFacts.of(target)
+    known = TargetFacts() if target is None else TargetFacts.of(target, **only(SOURCE | {"trust_remote_code"}, hub))
     try:
         config, weights = FORMATS[name].read(checkpoint, known)
     except (CheckpointError, ConfigError) as error:
