@@ -175,7 +175,7 @@ SHAPE = [
     Claim("MT-Bench, MMLU, MATH500, AIME24, LiveCodeBench", "as without drafts", None,
           "lossless decoding writes the same text; the lossy rule needs a larger target and a judge"),
     Claim("transport predicts better than affine", "perplexity 12.2 against 18.4, d = 128", transport_predicts,
-          "equal steps, one seed; no difference exceeds noise"),
+          "equal steps, three seeds; no difference exceeds noise"),
     Claim("and costs speed", "3.21x against 3.87x", transport_costs, "Sinkhorn's iterations are steps of their own"),
     Claim("a wider space predicts better", "perplexity 17.3, 16.1, 12.2, 12.1 at d = 32, 64, 128, full",
           wider_predicts, "fewer steps fit into the time, and none are regained"),
