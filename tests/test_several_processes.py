@@ -35,7 +35,8 @@ def test_the_slurm_script_asks_srun_for_what_shape_train_takes(tmp_path):
     srun = tmp_path / "srun"
     srun.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
     srun.chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_NTASKS_PER_NODE": "4", "SLURM_NNODES": "2"}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable}
+    environment |= {"SLURM_NTASKS_PER_NODE": "4", "SLURM_NNODES": "2"}
 
     def said(*options: str) -> list[str]:
         call = ["bash", str(ROOT / "train/slurm.sh"), *options]

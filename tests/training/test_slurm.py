@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 
 import pytest
 from helpers import ROOT
@@ -20,7 +21,7 @@ def test_a_job_goes_on_in_the_folder_that_shape_train_would_write_to(options, ou
     (tmp_path / "srun").write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
     (tmp_path / "srun").chmod(0o755)
     (tmp_path / "given.yaml").write_text("target: T\noutput: in a file  # that all machines see\n")
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable}
     environment |= {"SLURM_NTASKS_PER_NODE": "4", "SLURM_NNODES": "2"}
 
     def said() -> list[str]:
