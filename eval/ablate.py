@@ -24,7 +24,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from eval.ablation.measuring import beside, journal_of, measure_all, prompts_of
+from eval.ablation.measuring import journal_of, measure_all, prompts_of, untrained_methods
 from eval.ablation.options import AblationOptions, find_config, one_sentence
 from eval.ablation.plan import plan
 from eval.ablation.results import Ablation
@@ -46,7 +46,7 @@ def ablate(options: AblationOptions) -> Ablation:
     taken = {*options.measure.methods} & {label for run in runs for label in (run.variant, *options.trees)}
     if taken:
         raise ConfigError(f"the name {min(taken)} is a method's and a variant's; rename the variant")
-    beside(options.measure.methods)  # unknown names are said before the work
+    untrained_methods(options.measure.methods)  # unknown names are said before the work
     output = Path(options.output)
     if options.search is not None:
         options = search(options)

@@ -48,7 +48,6 @@ from shape.generation.decoder import ShapeDecoder
 from shape.generation.loading import load_predictor
 from shape.networks.base import Predictor
 from shape.networks.teacher_forcing import Reader
-from shape.target.chat import prompt_ids
 from shape.target.loading import SOURCE, of_pair, of_predictor, of_target, only, recorded
 from shape.target.model import Target, announce
 from shape.target.options import AnsweringOptions
@@ -198,7 +197,7 @@ def _texts(options: AnalyzeOptions, decoder: ShapeDecoder) -> Iterator[Encoded]:
     room = min(options.max_length, target.max_positions or options.max_length)
     if options.prompts:
         prompts, _ = chosen_prompts(options.prompts, options.limit, options.chat_template_kwargs)
-        contexts = [prompt_ids(prompt.messages, target.tokenizer, prompt.template) for prompt in prompts]
+        contexts = [target.encode(prompt.opening, prompt.template)[0].tolist() for prompt in prompts]
         contexts = [ids for ids in contexts if len(ids) + options.max_new_tokens <= room]
         if not contexts:
             raise DataError(f"no prompt of {options.prompts} leaves room for an answer; raise max_length")

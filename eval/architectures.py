@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers import __version__ as transformers_version
 from transformers.utils import logging
 
@@ -195,12 +195,7 @@ def build(family: str) -> Any:
     if family not in FAMILIES:
         return families.build(family)
     _, kind, values = FAMILIES[family]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        # The fast kernels for mixtures of experts know no float64.
-        config = AutoConfig.for_model(kind, **values)
-        model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
-    return model.double().eval()
+    return families.random_model(AutoConfig.for_model(kind, **values))
 
 
 def examine(family: str, lengths: Sequence[int] = (5, 28, 17), new_tokens: int = 24) -> Verdict:

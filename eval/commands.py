@@ -1,13 +1,25 @@
 """The command line of the programs here: options from dataclasses and functions, errors and results."""
 
 import json
+import os
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from jsonargparse import auto_cli
 
 from shape.errors import exit_on_error
+from shape.evaluation.environment import Environment
+
+REPOSITORY = Path(__file__).resolve().parents[1]  # whose commands are run, from whatever folder
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The variables of a child process that finds the packages of this checkout."""
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, **more}
 
 
 def run(command: Callable[[Any], Any], options: type, arguments: Sequence[str] | None) -> None:
@@ -22,10 +34,18 @@ def run_one_of(commands: list[Callable[..., Any]], arguments: Sequence[str] | No
         auto_cli(commands, as_positional=False, args=None if arguments is None else list(arguments))
 
 
-def write_results(folder: Path, name: str, record: dict[str, Any], *parts: str) -> str:
-    """Write `NAME.json` and, of some paragraphs, `NAME.md`, whose text is returned."""
+def write_results(
+    folder: Path, name: str, record: dict[str, Any], *parts: str, environment: Environment | None = None
+) -> str:
+    """Write `NAME.json` and, of some paragraphs, `NAME.md`, whose text is returned; both say where that was measured.
+
+    Args:
+        environment: where results are written more than once, that of before; default: this machine's CPU, now.
+    """
+    environment = environment or Environment.capture(torch.device("cpu"))
     folder.mkdir(parents=True, exist_ok=True)
-    text = "\n\n".join(parts) + "\n"
-    (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    text = "\n\n".join([*parts, environment.line()]) + "\n"
+    whole = {"environment": asdict(environment), **record}
+    (folder / f"{name}.json").write_text(json.dumps(whole, indent=1) + "\n")
     (folder / f"{name}.md").write_text(text)
     return text

@@ -19,7 +19,6 @@ import torch
 from eval import commands
 from eval.llamas import SIZES, random_llama
 from shape.drafters import PREDICTORS, TrainedDrafter
-from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import markdown
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.timing import draft_cost
@@ -124,16 +123,15 @@ def measure(name: str, repeats: int) -> list[Line]:
 def run(options: SizesOptions) -> None:
     torch.set_num_threads(1)
     found = [line for name in options.targets for line in measure(name, options.repeats)]
-    environment = Environment.capture(torch.device("cpu"))
     head = ["target", "width", "drafted from", "parameters", "draft ms", "step ms", "measured", "by weights", "rule"]
     note = (
         "A draft 8 deep of 12 nodes over a step of one token, behind 128 tokens, bfloat16, batch size 1, one thread's "
         f"own time, lower quartile of {options.repeats}; all but the first target are random Llamas. By weights: what "
         "a draft reads over what a step reads."
     )
-    record = {"repeats": options.repeats, "environment": asdict(environment), "rows": [asdict(one) for one in found]}
+    record = {"repeats": options.repeats, "rows": [asdict(one) for one in found]}
     table = markdown(head, [one.cells() for one in found])
-    parts = ["### What a draft of the default predictor costs", table, note, environment.line()]
+    parts = ["### What a draft of the default predictor costs", table, note]
     print(commands.write_results(Path(options.output), "sizes", record, *parts))
 
 

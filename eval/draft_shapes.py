@@ -8,17 +8,18 @@ Tune on these prompts and not on those that are reported.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 
 from eval import commands
 from shape import bundled
-from shape.drafters import TreeShape
+from shape.drafters import Drafter, TreeShape
 from shape.errors import ConfigError
 from shape.evaluation.methods import Method
 from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.results import AUTOREGRESSIVE
-from shape.evaluation.speed import measure
+from shape.evaluation.speed import SpeedSetting, measure
 from shape.generation.decoder import ShapeDecoder
 
 CHAINS = [TreeShape(width=1, depth=depth, threshold=limit) for depth in (4, 6, 8, 12) for limit in (0.0, 0.1, 0.2)]
@@ -30,9 +31,20 @@ TREES = [
 WIDE = [TreeShape(width=width, depth=4, nodes=nodes) for width, nodes in ((2, 6), (3, 8), (3, 12), (4, 16))]
 
 
-def name(shape: TreeShape) -> str:
+def shape_name(shape: TreeShape) -> str:
     form = f"chain {shape.depth}" if shape.width == 1 else f"tree {shape.width} x {shape.depth}, {shape.nodes} nodes"
     return form if shape.threshold == 0 else f"{form}, until {shape.threshold:g}"
+
+
+def shaped(drafter: Drafter, shape: TreeShape) -> Drafter | None:
+    """The drafter with another shape of its drafts; None where it cannot have it, or does not reach as deep."""
+    network = drafter.predictor
+    if network is not None and network.config.step_mode == "parallel" and shape.depth > network.config.num_steps:
+        return None
+    if (other := drafter.with_tree(shape)) is None and shape == TreeShape(width=1, depth=shape.depth):
+        other = copy(drafter)
+        other.limit_draft(shape.depth)
+    return other
 
 
 @dataclass
@@ -62,22 +74,18 @@ def run(options: DraftShapesOptions) -> None:
     decoder = ShapeDecoder.from_pretrained(options.predictor, target=options.target, dtype=options.dtype)
     if decoder.drafter is None or decoder.drafter.predictor is None:
         raise ConfigError(f"predictor {options.predictor} is no predictor of shape.train; give one that is")
-    config, target = decoder.drafter.predictor.config, decoder.target
-    deepest = config.num_steps if config.step_mode == "parallel" else max(shape.depth for shape in CHAINS)
-    shapes = [shape for shape in (*CHAINS, *TREES, *WIDE) if shape.depth <= deepest]
     methods: dict[str, Method] = {"transformers": "transformers", AUTOREGRESSIVE: None}
-    for shape in shapes:
-        methods[name(shape)] = ShapeDecoder.from_pretrained(options.predictor, target=target, tree=shape).drafter
+    for shape in (*CHAINS, *TREES, *WIDE):
+        if (drafter := shaped(decoder.drafter, shape)) is not None:
+            methods[shape_name(shape)] = drafter
     prompts, source = chosen_prompts(options.prompts or bundled.path("data", "validation.jsonl.gz"), options.limit)
     results = measure(
-        target,
+        decoder.target,
         methods,
         prompts,
-        max_new_tokens=96,
-        temperature=options.temperature,
+        SpeedSetting(max_new_tokens=96, temperature=options.temperature, fall_back=False),
         label=f"Draft shapes of {Path(options.predictor).name}, {options.dtype}, temperature {options.temperature:g}",
         source=source,
-        fall_back=False,
     )
     text = results.to_markdown(detail=False)
     print(text)

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -45,7 +44,7 @@ from shape.evaluation.methods import Method
 from shape.evaluation.options import several
 from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.results import Detail, SpeedResults, Tally
-from shape.evaluation.speed import measure_in
+from shape.evaluation.speed import SpeedSetting, measure_in
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
 from shape.target.model import Target
@@ -73,16 +72,24 @@ class Setting:
         return Target.load(self.target, dtype=self.dtype)
 
     def measure(
-        self, target: Target, methods: Mapping[str, Method], prompts: Sequence[Prompt], folder: str = "", **more: Any
+        self,
+        target: Target,
+        methods: Mapping[str, Method],
+        prompts: Sequence[Prompt],
+        folder: str = "",
+        *,
+        source: str,
+        label: str,
+        temperature: float = 0.0,
     ) -> SpeedResults:
         return measure_in(
             Path(self.output) / folder,
             target,
             {"transformers": "transformers", "autoregressive": None, **methods},
             prompts,
-            max_new_tokens=self.max_new_tokens,
-            fall_back=False,
-            **more,
+            SpeedSetting(self.max_new_tokens, temperature, fall_back=False),
+            source=source,
+            label=label,
         )
 
 
@@ -146,7 +153,7 @@ def recipes(
         )
     header = ["task", "prompts", "entries", "KB", "tokens covered", "lookups that hit", "first token right"]
     table = markdown([*header, *METHODS], rows)
-    _write(setting, "recipes.md", table, results)
+    _write(setting.output, "recipes.md", table, results)
 
 
 def _tasks(compiled_from: int, measured: int) -> dict[str, tuple[list[Prompt], list[Prompt]]]:
@@ -231,7 +238,7 @@ def compressed(setting: Setting, prompts: int = 24, tokens: int = 3) -> None:
             ]
         )
     header = ["left of the target", "energy kept", "agrees alone (lossy)", "accepted", "acceptance length", "speed-up"]
-    _write(setting, "compressed.md", markdown(header, rows), results)
+    _write(setting.output, "compressed.md", markdown(header, rows), results)
     factors(setting.output)
 
 
@@ -260,9 +267,7 @@ def factors(results: str, whole: str = "8 bits") -> None:
         f"(1 - a^{depth + 1}), (1 - a) / (1 - a') and ({depth} T_D + T_V) / ({depth} T_D' + T_V), and measured. The "
         "first factor grows where acceptance falls: the two of acceptance mean something as a product only."
     )
-    text = "\n\n".join([markdown(header, rows), note, found.environment.line()]) + "\n"
-    (Path(results) / "factors.md").write_text(text)
-    print(text)
+    _write(results, "factors.md", f"{markdown(header, rows)}\n\n{note}", found)
 
 
 @dataclass(frozen=True)
@@ -343,8 +348,8 @@ def _alone(target: Target, compression: Compression, texts: Sequence[Sequence[in
     return same / count
 
 
-def _write(setting: Setting, name: str, table: str, results: SpeedResults) -> None:
-    output = Path(setting.output) / name
+def _write(folder: str, name: str, table: str, results: SpeedResults) -> None:
+    output = Path(folder) / name
     output.write_text(f"{table}\n\n{results.environment.line()}\n")
     print(output.read_text())
 

@@ -29,7 +29,7 @@ from typing import Any
 from eval import commands
 from eval.ablate import ablate, parse
 from eval.ablation.options import AblationOptions, SearchOptions
-from eval.ablation.plan import over
+from eval.ablation.plan import merged_options
 from eval.ablation.search import SHAPES, search
 from shape import bundled
 from shape.data.conversations import evenly
@@ -118,8 +118,8 @@ def run(options: EqualTermsOptions) -> None:
         if not options.estimate:
             prepare(options, shared)
         for target in options.targets:
-            base = asked(parse([file]), options, target)
-            recall(results / target, Path(base.output))
+            base = ablation_options(parse([file]), options, target)
+            restore_search(results / target, Path(base.output))
             if options.estimate:
                 print("\n".join(estimate(base, options, target)))
                 continue
@@ -131,7 +131,7 @@ def run(options: EqualTermsOptions) -> None:
             shutil.copytree("runs", results, ignore=_but_tables, dirs_exist_ok=True)
 
 
-def recall(results: Path, output: Path) -> None:
+def restore_search(results: Path, output: Path) -> None:
     """Take what a search tried elsewhere into the work folder, which may be a new one."""
     known, kept = (folder / "search/search.json" for folder in (results, output))
     if known.exists() and not kept.exists():
@@ -155,14 +155,14 @@ def training(options: EqualTermsOptions, comparison: str) -> tuple[str, dict[str
     return found[comparison]
 
 
-def asked(base: AblationOptions, options: EqualTermsOptions, target: str) -> AblationOptions:
+def ablation_options(base: AblationOptions, options: EqualTermsOptions, target: str) -> AblationOptions:
     """The file's options, as they are asked for, for a target."""
     chosen = base.search or SearchOptions()
     seconds = chosen.seconds if options.search_seconds is None else options.search_seconds
     steps = chosen.steps if options.search_steps is None else options.search_steps
     return replace(
         base,
-        common=over(base.common, TARGETS[target]),
+        common=merged_options(base.common, TARGETS[target]),
         search=replace(chosen, seconds=seconds, steps=steps),
         seeds=base.seeds if options.seeds is None else options.seeds,
         only=options.methods,
@@ -179,7 +179,7 @@ def compare(found: AblationOptions, place: Path, title: str, common: dict[str, A
     asked = replace(
         found,
         title=f"{found.title.partition(',')[0]}, {title}: target {target}, prompts {prompts}",
-        common=over(found.common, common),
+        common=merged_options(found.common, common),
         output=str(place),
         trainings=str(place.parent),
         measure=replace(found.measure, prompts=f"{target}-bench.jsonl" if prompts == "bench" else f"{prompts}.jsonl"),

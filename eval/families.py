@@ -51,23 +51,27 @@ def kinds() -> list[str]:
 
 
 def build(kind: str) -> PreTrainedModel:
-    """A tiny random model, the same at every call, in float64.
+    """A family's tiny random model.
 
     Raises:
         ValueError: it has other inputs than text, or parts that no size here makes small.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        config = shrunken(kind)
-        with torch.device("meta"):
-            size = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
-        if size > _MOST_PARAMETERS:
-            raise ValueError(f"{size / 1e6:.0f} million parameters remain")
-        torch.manual_seed(0)
-        # The fast kernels for mixtures of experts know no float64.
-        model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").double().eval()
+    config = shrunken(kind)
+    with torch.device("meta"):
+        size = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+    if size > _MOST_PARAMETERS:
+        raise ValueError(f"{size / 1e6:.0f} million parameters remain")
+    model = random_model(config)
     model.generation_config.decoder_start_token_id = None  # of what it is a part of
     return model
+
+
+def random_model(config: PretrainedConfig) -> PreTrainedModel:
+    """The same at every call, in float64."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        # The fast kernels for mixtures of experts know no float64.
+        return AutoModelForCausalLM.from_config(config, experts_implementation="eager").double().eval()
 
 
 def shrunken(kind: str) -> PretrainedConfig:

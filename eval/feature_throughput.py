@@ -12,7 +12,7 @@ meanwhile.
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -25,7 +25,6 @@ from eval import commands
 from shape import bundled
 from shape.data.reading import load_conversations
 from shape.drafters import PREDICTORS
-from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import markdown
 from shape.features.extraction import extract
 from shape.features.store import FeatureStore
@@ -34,7 +33,7 @@ from shape.files import human_bytes
 from shape.networks.config import ShapeConfig
 from shape.networks.sizing import draft_vocabulary
 from shape.target.model import Target
-from shape.training.batches import Split
+from shape.training.batches import Partition
 from shape.training.datamodule import ShapeDataModule
 from shape.training.defaults import network_config
 from shape.training.module import ShapeModule
@@ -96,7 +95,7 @@ def consumed(store: FeatureStore, target: Target, config: ShapeConfig, options: 
 
 def read(store: FeatureStore, target: Target, config: ShapeConfig, options: TrainOptions) -> float:
     """Positions per second of reading the batches of as many steps, and nothing else."""
-    batches = data_of(store, target, config, options).batches(Split())
+    batches = data_of(store, target, config, options).batches(Partition())
     started = perf_counter()
     for index in tqdm(range(len(batches)), "read", leave=False, disable=not options.trainer.enable_progress_bar):
         batches[index]
@@ -188,10 +187,7 @@ def run(given: ThroughputOptions) -> None:
     keep_freed_memory()
     with quiet(), tempfile.TemporaryDirectory() as temporary:
         found = measure(Path(given.work or temporary), options, given.limit)
-    environment = Environment.capture(torch.device("cpu"))
-    record = {**found, "environment": asdict(environment)}
-    parts = ["# Reading features", table(found), environment.line()]
-    print(commands.write_results(Path(given.output), "throughput", record, *parts))
+    print(commands.write_results(Path(given.output), "throughput", found, "# Reading features", table(found)))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -12,12 +12,11 @@ from html import escape
 from io import StringIO
 from pathlib import Path
 
-from jsonargparse import auto_cli
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
-from shape.errors import exit_on_error
+from eval import commands
 from shape.evaluation.results import SpeedResults
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
@@ -120,17 +119,16 @@ def figures(
         predictor: folder, hub id or bundled name of the predictor that answers.
         question: asked for the answer that is shown.
     """
-    with exit_on_error():
-        folder = Path(output)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "speed.svg").write_text(speed(SpeedResults.from_json(Path(results).read_text())))
-        decoder = ShapeDecoder.from_pretrained(predictor=predictor)
-        (folder / "show-draft.svg").write_text(show_draft(decoder, question))
-        print(f"written: {folder}/speed.svg, {folder}/show-draft.svg")
+    folder = Path(output)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "speed.svg").write_text(speed(SpeedResults.from_json(Path(results).read_text())))
+    decoder = ShapeDecoder.from_pretrained(predictor=predictor)
+    (folder / "show-draft.svg").write_text(show_draft(decoder, question))
+    print(f"written: {folder}/speed.svg, {folder}/show-draft.svg")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    auto_cli(figures, as_positional=False, args=None if arguments is None else list(arguments))
+    commands.run_one_of([figures], arguments)
 
 
 if __name__ == "__main__":

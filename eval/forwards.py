@@ -9,10 +9,11 @@ is bare: behind cached tokens, masks at hand, with logits. One thing after the o
 turn, round after round; what counts is the median over rounds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -20,7 +21,6 @@ from tqdm.auto import tqdm
 from eval import commands
 from eval.llamas import Widths, random_llama
 from shape.evaluation.efficiency import bare_seconds
-from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import markdown, show
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.stats import Step
@@ -75,17 +75,29 @@ def decoders(name: str, dtype: str) -> dict[str, ShapeDecoder]:
     return found
 
 
-def measure(name: str, dtype: str, rounds: int, bar: tqdm) -> list[Line]:
-    ways = decoders(name, dtype)
-    times: dict[tuple[str, tuple[int, int]], list[float]] = {(way, point): [] for way in ways for point in POINTS}
+def forward_ms(
+    decoders: Mapping[str, ShapeDecoder],
+    points: Sequence[tuple[int, int]],
+    rounds: int,
+    progress: Callable[[], Any] = lambda: None,
+) -> dict[str, list[float]]:
+    """Milliseconds of bare forwards by decoder and point, (tokens, tokens before them): medians over rounds, in each of
+    which all are run in turn.
+    """
+    times: dict[tuple[str, tuple[int, int]], list[float]] = {(name, at): [] for name in decoders for at in points}
     for turn in range(rounds + 1):  # the first warms up
-        for way, (size, context) in times:
-            seconds, _ = bare_seconds(ways[way], [Step([0], [context], size, 0, 0.0, 0.0, 0.0)])
+        for name, (size, context) in times:
+            seconds, _ = bare_seconds(decoders[name], [Step([0], [context], size, 0, 0.0, 0.0, 0.0)])
             if turn:
-                times[way, (size, context)].append(1e3 * seconds)
-        bar.update()
-    names = {point: f"{point[0]} behind {point[1]}" for point in POINTS}
-    return [Line(name, dtype, way, {names[at]: median(times[way, at]) for at in POINTS}) for way in ways]
+                times[name, (size, context)].append(1e3 * seconds)
+        progress()
+    return {name: [median(times[name, at]) for at in points] for name in decoders}
+
+
+def measure(name: str, dtype: str, rounds: int, bar: tqdm) -> list[Line]:
+    names = [f"{size} behind {context}" for size, context in POINTS]
+    found = forward_ms(decoders(name, dtype), POINTS, rounds, bar.update)
+    return [Line(name, dtype, way, dict(zip(names, ms, strict=True))) for way, ms in found.items()]
 
 
 def run(options: ForwardsOptions) -> None:
@@ -95,7 +107,6 @@ def run(options: ForwardsOptions) -> None:
         for name in names:
             for dtype in dtypes:
                 found += measure(name, dtype, options.rounds, bar)
-    environment = Environment.capture(torch.device("cpu"))
     cells = [
         [one.target, one.dtype, one.way, *map(show, one.ms.values()),
          show(one.ms["13 behind 128"] / one.ms["1 behind 128"], unit="x")]
@@ -105,9 +116,9 @@ def run(options: ForwardsOptions) -> None:
         f"Milliseconds of bare forwards over so many tokens behind so many in the cache, median of {options.rounds}; "
         "each way has what the ones above it have; all targets but the first are random Llamas."
     )
-    record = {"rounds": options.rounds, "environment": asdict(environment), "rows": [asdict(one) for one in found]}
+    record = {"rounds": options.rounds, "rows": [asdict(one) for one in found]}
     table = markdown(["target", "dtype", "way", *found[0].ms, "13 against 1"], cells)
-    parts = ["### Forwards over a few tokens", table, note, environment.line()]
+    parts = ["### Forwards over a few tokens", table, note]
     print(commands.write_results(Path(options.output), "forwards", record, *parts))
 
 

@@ -19,8 +19,8 @@ or with that on PYTHONPATH. What is cheap comes first, so that a first call says
 - *efficiency*: (t(n) + the drafter's bare forwards) / time of a step by the wall clock; without drafts t(1) / step; the
   goal is 0.9;
 - speed-up over our own autoregressive decoding of the same batch in the same kind of steps, for an oracle that drafts
-  the truth with every fifth token corrupted at no cost (*simulated*: a randomly initialised target has no drafter), and
-  for the trained predictor;
+  the truth with a fifth of its tokens corrupted at random, at no cost (*simulated*: a randomly initialised target has
+  no drafter), and for the trained predictor;
 - transformers' generate at batch 1, with its dynamic cache, and with a static one and compilation.
 
 Compiled steps go with compiled bare forwards. The drafter's bare forwards are captured only, so that the efficiency of
@@ -53,6 +53,7 @@ from typing import Any
 import torch
 
 from eval import commands
+from eval.commands import REPOSITORY
 from eval.gpu_steps import (
     COMPILED,
     EAGER,
@@ -74,7 +75,6 @@ from shape.evaluation.markdown import markdown, show
 from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.results import AUTOREGRESSIVE
 from shape.generation.decoder import ShapeDecoder
-from shape.target.chat import prompt_ids
 from shape.target.loading import first_line
 from shape.target.model import Target
 
@@ -83,7 +83,6 @@ BATCHES = (1, 2, 4, 8, 16, 24, 32)
 LLAMA_1B = Widths(2048, 8192, 32, 8, 16, vocab_size=128256, max_position_embeddings=8192, tie_word_embeddings=True)
 LLAMA_8B = Widths(4096, 14336, 32, 8, 32, vocab_size=128256, max_position_embeddings=8192)
 TINY = Widths(32, 48, 4, 2, 2, vocab_size=97, max_position_embeddings=8192)
-REPOSITORY = Path(__file__).resolve().parent.parent
 TARGET: dict[str, Any] = {
     "hidden_size": 768, "layers": 8, "heads": 12, "kv_heads": 4, "head_dim": 64, "intermediate_size": 2048,
     "vocabulary": 8192, "batch": 64, "portion": 64,
@@ -187,8 +186,8 @@ class Record:
     def write(self) -> str:
         """gpu.json and gpu.md, whose text is returned."""
         kinds = ("bandwidth", "compiler", "bounds", "forwards", "cases", "baselines", "equal")
-        values = {"environment": asdict(self.environment), **{kind: self.lines(kind) for kind in kinds}}
-        return commands.write_results(self.folder, "gpu", values | {"left_out": self.left_out}, *self._paragraphs())
+        values = {kind: self.lines(kind) for kind in kinds} | {"left_out": self.left_out}
+        return commands.write_results(self.folder, "gpu", values, *self._paragraphs(), environment=self.environment)
 
     def _paragraphs(self) -> list[str]:
         bounds = [
@@ -229,7 +228,6 @@ class Record:
             "Answers token for token equal to the eager loop's (small target, float32, greedy):",
             markdown(["steps", "equal"], same),
             "Left out: " + ("; ".join(self.left_out) or "nothing") + ".",
-            self.environment.line(),
         ]  # fmt: skip
 
 
@@ -285,7 +283,7 @@ def decoding(options: GpuOptions, record: Record, device: torch.device) -> None:
     def real_prompts() -> list[list[int]]:
         target = small()[0]
         chosen, _ = chosen_prompts(None, max(batches))
-        return [prompt_ids(prompt.messages, target.tokenizer, prompt.template) for prompt in chosen]
+        return [target.encode(prompt.opening, prompt.template)[0].tolist() for prompt in chosen]
 
     def cases(label: str, load: Loader, prompts: Prompts, batch: int, mode: str) -> Found:
         target, predictor = load()
@@ -359,9 +357,9 @@ def launch(deadline: float, work: Path, *command: str | Path) -> bool:
         Whether it came to its end.
     """
     print("$ python", *command, flush=True)
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    place = {**os.environ, "PYTHONPATH": path}
-    process = subprocess.Popen([sys.executable, *map(str, command)], cwd=work, env=place, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, *map(str, command)], cwd=work, env=commands.environment(), start_new_session=True
+    )
     try:
         status = process.wait(max(deadline - monotonic(), 0))
     except subprocess.TimeoutExpired:

@@ -15,11 +15,12 @@ from shape.drafters import Drafter, OracleDrafter, TrainedDrafter
 from shape.errors import ConfigError
 from shape.evaluation.efficiency import ORACLE_DEPTH, ORACLE_ERROR_RATE
 from shape.evaluation.results import AUTOREGRESSIVE
-from shape.evaluation.runner import by_transformers, side_by_side
+from shape.evaluation.runner import by_transformers
 from shape.generation.capture import captured
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
 from shape.generation.fixed import FixedSteps
+from shape.generation.prompts import side_by_side
 from shape.generation.static_drafters import StaticCache, StaticTree
 from shape.target.loading import first_line
 from shape.target.model import Target

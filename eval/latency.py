@@ -20,12 +20,12 @@ from tqdm import tqdm
 from eval import commands
 from shape.errors import ConfigError
 from shape.evaluation.environment import Environment
+from shape.evaluation.estimates import quantile
 from shape.evaluation.journal import JOURNAL, Journal
 from shape.evaluation.markdown import Table, markdown, show
 from shape.evaluation.results import AUTOREGRESSIVE
 from shape.evaluation.runner import Run, by_decoder, by_transformers, rotated
 from shape.generation.decoder import ShapeDecoder
-from shape.generation.stats import quantile
 from shape.target.loading import default_device, of_target, recorded
 from shape.target.model import Target, announce
 from shape.target.options import PlacedOptions
@@ -156,12 +156,11 @@ def run(options: LatencyOptions) -> list[Latency]:
         raise ConfigError(f"no target has positions for contexts {options.contexts}; give shorter ones")
     record: dict[str, Any] = {
         "options": recorded(options),
-        "environment": asdict(environment),
         "latencies": [asdict(one) for one in found],
     }
     title = options.label or "Latency of autoregressive decoding"
-    parts = [f"### {title}", markdown(*table(found)), note(record["options"]), environment.line()]
-    commands.write_results(folder, "latency", record, *parts)
+    parts = [f"### {title}", markdown(*table(found)), note(record["options"])]
+    commands.write_results(folder, "latency", record, *parts, environment=environment)
     assert journal.path is not None
     journal.path.unlink()
     return found

@@ -1,10 +1,11 @@
-"""What compiled loops save of a step on this CPU: decoding with them, and with matrix kernels alone.
+"""What one call per draft saves of a step on this CPU: the predictor's forward as one program of kernels
+(`shape.networks.single`), and layer by layer.
 
     python -m eval.loops --output eval/results/loops/shipped
     python -m eval.loops --target T --predictor DIR --prompts FILE --output eval/results/loops/NAME
 
-The loops are the predictor's forward for one sequence (``shape.networks.single``). Every prompt is answered both ways,
-autoregressively and with drafts, in rotating order; steps of one kind are compared by their medians.
+Every prompt is answered both ways, autoregressively and with drafts, in rotating order; steps of one kind are compared
+by their medians.
 """
 
 from collections.abc import Sequence
@@ -12,20 +13,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 
-import torch
 from tqdm.auto import tqdm
 
 from eval import commands
 from shape.drafters import TrainedDrafter
 from shape.errors import ConfigError
-from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import markdown, show
 from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.runner import rotated
 from shape.evaluation.speed import uncollected
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.stats import Step
-from shape.target.chat import prompt_ids
 from shape.target.loading import recorded
 
 WAYS = ("kernels", "loops")
@@ -93,10 +91,8 @@ def measure(options: LoopsOptions, dtype: str) -> list[Line]:
         decoders[made.drafter.name, way] = made
         decoders["none", way] = ShapeDecoder(made.target, None, fall_back=False)
     target = made.target
-    contexts = [
-        torch.tensor([prompt_ids(prompt.messages, target.tokenizer, prompt.template)])
-        for prompt in chosen_prompts(options.prompts, options.limit)[0]
-    ]
+    prompts, _ = chosen_prompts(options.prompts, options.limit)
+    contexts = [target.encode(prompt.opening, prompt.template) for prompt in prompts]
     for (_, way), decoder in decoders.items():
         decoder.generate(contexts[0], do_sample=False, max_new_tokens=options.max_new_tokens)
         if way == "kernels":
@@ -125,7 +121,6 @@ def measure(options: LoopsOptions, dtype: str) -> list[Line]:
 
 def run(options: LoopsOptions) -> None:
     found = [line for dtype in options.dtype for line in measure(options, dtype)]
-    environment = Environment.capture(torch.device("cpu"))
     cells = [
         [
             one.dtype,
@@ -144,8 +139,8 @@ def run(options: LoopsOptions) -> None:
     table = markdown(
         ["dtype", "drafter", "way", "step ms", "draft ms", "verify ms", "draft share", "acceptance length"], cells
     )
-    record = {"options": recorded(options), "environment": asdict(environment), "lines": [asdict(one) for one in found]}
-    parts = [f"### {options.label}", table, note, environment.line()]
+    record = {"options": recorded(options), "lines": [asdict(one) for one in found]}
+    parts = [f"### {options.label}", table, note]
     print(commands.write_results(Path(options.output), "loops", record, *parts))
 
 

@@ -134,15 +134,13 @@ def run(options: OpenVinoOptions) -> None:
     chosen, _ = chosen_prompts(None, options.limit)
     prompts = [target.encode(prompt.opening, prompt.template) for prompt in chosen]
     found = measure(cases, prompts, options.max_new_tokens, options.repeats)
-    environment = Environment.capture(target.device)
     record = {
-        "environment": asdict(environment),
         "settings": {name: getattr(options, name) for name in ("name", "limit", "max_new_tokens", "repeats")},
         "answers": {" ".join(map(str, case)): [asdict(answer) for answer in some] for case, some in found.items()},
     }
     told = f"{Path(options.target).name}, {len(prompts)} prompts, {options.max_new_tokens} new tokens, batch 1, greedy"
-    page = [f"# OpenVINO beside torch: {told}", table(found), environment.line()]
-    print(commands.write_results(options.output, options.name, record, *page))
+    page, environment = [f"# OpenVINO beside torch: {told}", table(found)], Environment.capture(target.device)
+    print(commands.write_results(options.output, options.name, record, *page, environment=environment))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval import latency
-from eval.found import Found
+from eval.all_results import AllResults
 from eval.text_quality.results import AHEAD_NOTE, QualityResults
 from shape.drafters import PREDICTORS, LookaheadDrafter, NgramDrafter
 from shape.evaluation import efficiency
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import Estimate
 from shape.evaluation.markdown import DASH, markdown, show
-from shape.evaluation.results import SpeedResults, Summary
+from shape.evaluation.results import SpeedResults, Summary, speed_and_length
 
 LOOKAHEAD = "lookahead "  # what methods of Table 11 are called, before the number
 _GRID = re.compile(r"k = (\d+), N = (\d+)")
@@ -71,7 +71,7 @@ def _environment(record: Mapping[str, Any]) -> Environment:
 # ------------------------------------------------------------------------------------------------- the tables
 
 
-def similarity(found: Found) -> Table:
+def similarity(found: AllResults) -> Table:
     parts = []
     for path, record in found.analysis.items():
         rows = [
@@ -92,7 +92,7 @@ def similarity(found: Found) -> Table:
     return Table(["1", "9"], "similarity of hidden states by lag", paper, parts, [])
 
 
-def speed_up(found: Found) -> Table:
+def speed_up(found: AllResults) -> Table:
     """One part for each target and set of prompts: trained drafters, and those of the paper that need no training."""
     groups: dict[tuple[str, str], dict[str, SpeedResults]] = {}
     for path, results in found.speed.items():
@@ -164,13 +164,11 @@ def _estimate(values: Mapping[str, float | None], unit: str = "") -> str:
     return Estimate(**values).text(unit)
 
 
-def batches(found: Found) -> Table:
+def batches(found: AllResults) -> Table:
     parts = []
     for path, record in found.efficiency.items():
-        cases = [
-            efficiency.Case.from_dict({"repeats": record["options"].get("repeats", 1), **case})
-            for case in record["cases"]
-        ]
+        repeats = record["options"].get("repeats", 1)
+        cases = [efficiency.Case(**{"repeats": repeats, **case}) for case in record["cases"]]
         sizes = sorted({case.batch for case in cases})
         if len(sizes) < 2:
             continue
@@ -195,7 +193,7 @@ def batches(found: Found) -> Table:
     return Table(["3"], "speed-up by batch size", paper, parts, [])
 
 
-def written(found: Found) -> Table:
+def written(found: AllResults) -> Table:
     parts = []
     for path, results in _quiet(found).items():
         header, rows = results.table()
@@ -227,7 +225,7 @@ def written(found: Found) -> Table:
     return Table(["4", "5", "10"], "quality of what is written, without and with drafts", paper, parts, absent)
 
 
-def _quiet(found: Found) -> dict[str, QualityResults]:
+def _quiet(found: AllResults) -> dict[str, QualityResults]:
     """Those that are not for speed, unless there are no others."""
     return {path: one for path, one in found.quality.items() if not one.timed} or found.quality
 
@@ -249,7 +247,7 @@ def _harness(path: str, record: Mapping[str, Any]) -> Part:
     return Part(["task", "metric", "value"], rows, [note])
 
 
-def refinement(found: Found) -> Table:
+def refinement(found: AllResults) -> Table:
     parts = []
     for path, record in found.ablation.items():
         given = record["options"]["variants"]
@@ -283,7 +281,7 @@ def _lines(record: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> tup
     return header, rows
 
 
-def grid(found: Found) -> Table:
+def grid(found: AllResults) -> Table:
     """Speed-up and acceptance length by k and N, and where a step's time goes."""
     parts = []
     for path, record in found.ablation.items():
@@ -317,11 +315,10 @@ def grid(found: Found) -> Table:
 
 
 def _both(summary: Mapping[str, Any]) -> str:
-    length, ratio = summary["acceptance_length"]["value"], summary["speed_up"]["value"]
-    return f"{show(ratio, unit='x')} ({show(length)})"
+    return speed_and_length(summary["speed_up"]["value"], summary["acceptance_length"]["value"])
 
 
-def plain_latency(found: Found) -> Table:
+def plain_latency(found: AllResults) -> Table:
     parts = []
     for path, record in found.latency.items():
         header, rows = latency.table([latency.Latency(**one) for one in record["latencies"]])
@@ -330,7 +327,7 @@ def plain_latency(found: Found) -> Table:
     return Table(["8"], "latency of autoregressive decoding by size of the target and context", paper, parts, [])
 
 
-def by_lookahead(found: Found) -> Table:
+def by_lookahead(found: AllResults) -> Table:
     parts = []
     for path, results in found.speed.items():
         names = [name for name in results.methods if name.startswith(LOOKAHEAD)]
@@ -339,7 +336,7 @@ def by_lookahead(found: Found) -> Table:
         tasks = [task for task in results.categories if task]
 
         def cells(line: Summary) -> str:
-            return f"{show(line.speed_up.value, unit='x')} ({show(line.acceptance_length.value)})"
+            return speed_and_length(line.speed_up.value, line.acceptance_length.value)
 
         rows = [
             [name.removeprefix(LOOKAHEAD), cells(results.summary[name])]
@@ -353,7 +350,7 @@ def by_lookahead(found: Found) -> Table:
     return Table(["11"], "speed-up by lookahead and task", paper, parts, [])
 
 
-def accuracy_ahead(found: Found) -> Table:
+def accuracy_ahead(found: AllResults) -> Table:
     parts, absent = [], []
     for path, results in _quiet(found).items():
         if results.ahead:
@@ -368,7 +365,7 @@ def accuracy_ahead(found: Found) -> Table:
     return Table(["12"], title, paper, parts, absent)
 
 
-def strategies(found: Found) -> Table:
+def strategies(found: AllResults) -> Table:
     """Modes of decoding: quality from any measurement that has the lossy rule, speed only from a timed one."""
     having = {path: one for path, one in found.quality.items() if any("trs-lossy" in mode for mode in one.modes)}
     timed = {path: results for path, results in having.items() if results.timed}
@@ -404,7 +401,7 @@ def _strategy(label: str) -> str:
     return f"{words[label]} ({label})" if label in words else label.replace("trs-lossy", "tree rejection (trs-lossy)")
 
 
-def training_cost(found: Found) -> Table:
+def training_cost(found: AllResults) -> Table:
     parts = []
     header = ["predictor", "parameters", "training minutes", "steps", "positions/s", "peak memory GB"]
     exported = []
@@ -443,7 +440,7 @@ def _cost(record: Mapping[str, Any], seconds: float) -> list[str]:
 
 
 # In the paper's order, by the numbers that one of them is for.
-MAKERS: dict[tuple[str, ...], Callable[[Found], Table]] = {
+MAKERS: dict[tuple[str, ...], Callable[[AllResults], Table]] = {
     ("1", "9"): similarity,
     ("2",): speed_up,
     ("3",): batches,
@@ -459,14 +456,14 @@ MAKERS: dict[tuple[str, ...], Callable[[Found], Table]] = {
 NUMBERS = tuple(number for numbers in MAKERS for number in numbers)
 
 
-def is_missing(found: Found, number: str) -> bool:
+def is_missing(found: AllResults, number: str) -> bool:
     """Whether a table has nothing to show, or nothing of what it is for."""
     if number == "13":
         return not any(one.timed and "trs-lossy, T = 0" in one.modes for one in found.quality.values())
-    return not made(found, [number])[0].parts
+    return not tables_for(found, [number])[0].parts
 
 
-def made(found: Found, numbers: Sequence[str]) -> list[Table]:
+def tables_for(found: AllResults, numbers: Sequence[str]) -> list[Table]:
     """The tables of these numbers, in the paper's order, each once."""
     return [maker(found) for own, maker in MAKERS.items() if set(own) & set(numbers)]
 

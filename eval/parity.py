@@ -22,7 +22,6 @@ import torch
 from tqdm import tqdm
 
 from eval import commands
-from eval.commands import write_results
 from shape import bundled
 from shape.drafters import TreeShape
 from shape.errors import ConfigError, ShapeError
@@ -153,13 +152,13 @@ class Parity:
     def measure(self, name: str, plain: Sequence[Answer]) -> dict[str, Any]:
         """Figures of one method."""
         served = METHODS[name]
-        predictor, engine, commands = self._drafter(name, served)
+        predictor, engine, made_by = self._drafter(name, served)
         tree = TreeShape(width=1, depth=served.depth)
         decoder = ShapeDecoder.from_pretrained(predictor, target=self.target, tree=tree, fall_back=False)
         mine = [ours(decoder, ids, served.depth, self.options.max_new_tokens) for ids in tqdm(self.prompts, desc=name)]
         theirs = self.vllm(name, engine)
         return {
-            "commands": [*commands, f"LLM({', '.join(f'{key}={value!r}' for key, value in engine.items())})"],
+            "commands": [*made_by, f"LLM({', '.join(f'{key}={value!r}' for key, value in engine.items())})"],
             "prompts": len(plain),
             "equal_to_vllm": sum(one.tokens == other.tokens for one, other in zip(theirs, plain, strict=True)),
             "equal_to_ours": sum(one.tokens == other.tokens for one, other in zip(theirs, mine, strict=True)),
@@ -247,6 +246,7 @@ def run(options: ParityOptions) -> dict[str, Any]:
     """Measures the methods, and writes them beside those in parity.json."""
     if unknown := [name for name in options.methods if name not in METHODS]:
         raise ConfigError(f"{unknown[0]} is no method here; choose from {', '.join(METHODS)}")
+    environment = Environment.capture(torch.device("cpu"))  # before the results that are written differ from the commit
     folder = Path(options.output)
     known = folder / "parity.json"
     methods = json.loads(known.read_text())["methods"] if known.exists() else {}
@@ -254,11 +254,10 @@ def run(options: ParityOptions) -> dict[str, Any]:
     plain = parity.vllm("plain", {})
     for name in options.methods:
         methods[name] = parity.measure(name, plain)
-        environment = Environment.capture(torch.device("cpu"))
-        record = {"options": asdict(options), "environment": asdict(environment), "methods": methods}
+        record = {"options": asdict(options), "methods": methods}
         given = "\n".join(command for found in methods.values() for command in found["commands"])
         parts = ["### Parity with vLLM", *(markdown(*table) for table in tables(methods)), note(record["options"])]
-        write_results(folder, "parity", record, *parts, f"```\n{given}\n```", environment.line())
+        commands.write_results(folder, "parity", record, *parts, f"```\n{given}\n```", environment=environment)
     return methods
 
 

@@ -14,21 +14,19 @@ quantisation, and what the predictor of the unquantised target still does for it
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 
 import torch
 from tqdm.auto import tqdm
 
 from eval import commands
+from eval.forwards import forward_ms
 from eval.llamas import SIZES, Widths, random_llama
 from shape.errors import ConfigError
-from shape.evaluation.efficiency import bare_seconds
-from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import markdown, share, show
 from shape.evaluation.prompts import chosen_prompts
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
-from shape.generation.stats import Step
 from shape.target.model import Target
 from shape.target.quantize import Quantization, quantize_model
 
@@ -123,13 +121,8 @@ def load(size: str, precision: str) -> ShapeDecoder:
 
 def measure(size: str, precisions: Sequence[str], rounds: int) -> list[Forwards]:
     decoders = {name: load(size, name) for name in precisions}
-    times: dict[tuple[str, int], list[float]] = {(name, tokens): [] for name in decoders for tokens in TOKENS}
-    for turn in range(rounds + 1):  # the first warms up
-        for name, tokens in times:
-            seconds, _ = bare_seconds(decoders[name], [Step([0], [BEHIND], tokens, 0, 0.0, 0.0, 0.0)])
-            if turn:
-                times[name, tokens].append(1e3 * seconds)
-    return [Forwards(size, name, {tokens: median(times[name, tokens]) for tokens in TOKENS}) for name in decoders]
+    found = forward_ms(decoders, [(tokens, BEHIND) for tokens in TOKENS], rounds)
+    return [Forwards(size, name, dict(zip(TOKENS, ms, strict=True))) for name, ms in found.items()]
 
 
 def answer(options: PrecisionsOptions) -> list[Answers]:
@@ -187,7 +180,6 @@ def run(options: PrecisionsOptions) -> None:
             raise ConfigError(f"{unknown[0]} is not measured; give some of {', '.join(known)}")
     forwards = [one for size in tqdm(options.sizes) for one in measure(size, options.precisions, options.rounds)]
     answers = answer(options) if options.answers else []
-    environment = Environment.capture(torch.device("cpu"))
     lines = [
         [one.size, one.precision, *(show(one.ms[tokens]) for tokens in TOKENS),
          show(one.ms[13] / one.ms[1], unit="x")]
@@ -217,12 +209,11 @@ def run(options: PrecisionsOptions) -> None:
             "weights.",
         ]
     record = {
-        "environment": asdict(environment),
         "options": asdict(options),
         "forwards": [asdict(one) for one in forwards],
         "answers": [asdict(one) for one in answers],
     }
-    print(commands.write_results(Path(options.output), "precisions", record, *parts, environment.line()))
+    print(commands.write_results(Path(options.output), "precisions", record, *parts))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -21,7 +21,6 @@ from tqdm.auto import tqdm
 
 from eval import commands
 from shape.errors import ConfigError
-from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import markdown, show
 from shape.target import floats
 from shape.target.prepack import linear, onednn_multiplies
@@ -98,7 +97,7 @@ def measure(shape: tuple[int, int], dtype: torch.dtype, rounds: int, bar: tqdm) 
 
 
 def run(options: ProductsOptions) -> None:
-    dtypes = [dtype for dtype in (torch.float32, torch.bfloat16) if floats.serves(dtype) and onednn_multiplies(dtype)]
+    dtypes = [dtype for dtype in (torch.float32, torch.bfloat16) if floats.supports(dtype) and onednn_multiplies(dtype)]
     if not dtypes:
         raise ConfigError("this CPU or this build of torch lacks what is compared: AVX2, GNU's OpenMP and oneDNN")
     lines: list[Line] = []
@@ -106,7 +105,6 @@ def run(options: ProductsOptions) -> None:
         for dtype in dtypes:
             for shape in SHAPES:
                 lines += measure(shape, dtype, options.rounds, bar)
-    environment = Environment.capture(torch.device("cpu"))
     cells = [
         [f"{one.outputs} x {one.inputs}", one.dtype, one.way, *map(show, one.microseconds.values())] for one in lines
     ]
@@ -115,9 +113,9 @@ def run(options: ProductsOptions) -> None:
         f"{options.rounds}. *Rows*: torch's own, of a weight as checkpoints have it. *8 bits*, *4 bits*: of weights as "
         "`quantize` keeps them."
     )
-    record = {"rounds": options.rounds, "environment": asdict(environment), "rows": [asdict(one) for one in lines]}
+    record = {"rounds": options.rounds, "rows": [asdict(one) for one in lines]}
     table = markdown(["weight", "dtype", "way", *map(str, TOKENS)], cells)
-    parts = ["### Products", table, note, environment.line()]
+    parts = ["### Products", table, note]
     print(commands.write_results(Path(options.output), "products", record, *parts))
 
 

@@ -41,7 +41,7 @@ from shape.evaluation.environment import Environment
 from shape.evaluation.journal import JOURNAL, Journal
 from shape.evaluation.methods import describe, prompts_hash, target_settings
 from shape.evaluation.options import several
-from shape.evaluation.prompts import SUITES, chosen_prompts
+from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.results import AUTOREGRESSIVE
 from shape.evaluation.runner import Run, Runner, by_decoder, by_transformers, rotated, sampling
 from shape.features.store import Stored
@@ -252,11 +252,7 @@ class _Measurement:
 def run(options: QualityOptions) -> QualityResults:
     """Measures, and writes quality.json, quality.md and answers.jsonl."""
     _check(options)
-    suites = [
-        chosen_prompts(source, options.limit, options.chat_template_kwargs)
-        for source in several(options.prompts or SUITES[0])
-    ]
-    prompts = [prompt for some, _ in suites for prompt in some]
+    prompts, source = chosen_prompts(options.prompts or None, options.limit, options.chat_template_kwargs)
     if len({prompt.id for prompt in prompts}) < len(prompts):
         raise DataError("two prompts share an id; give every prompt its own")
     coded = any(prompt.checks for prompt in prompts)
@@ -271,7 +267,6 @@ def run(options: QualityOptions) -> QualityResults:
     )
     announce(decoder.target)
     encoder = None if options.encoder is None else Encoder.load(options.encoder, decoder.target.device)
-    source = "+".join(name for _, name in suites)
     results, texts = written(options, decoder, prompts, source, encoder, isolation)
     folder = Path(options.output)
     (folder / "quality.json").write_text(results.to_json())

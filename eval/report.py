@@ -10,7 +10,6 @@ default it takes about 25 minutes on two cores. Results lie in OUTPUT/results, t
 """
 
 import json
-import os
 import shlex
 import shutil
 import subprocess
@@ -21,11 +20,11 @@ from pathlib import Path
 
 from eval import commands
 from shape.errors import ConfigError
+from shape.evaluation.journal import refuse_other
 from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.report.page import write, write_images
 from shape.evaluation.report.sources import find
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 METHODS = ("transformers", "autoregressive", "ngram", "suffix", "lookahead", "shape", "suffix+shape")
 CHAIN = ("--tree.width", "1", "--tree.depth", "4")  # which rules other than match can judge
 # Traced answers: name -> how.
@@ -139,9 +138,8 @@ def parts(options: ReportOptions) -> list[Part]:
 
 def launch(module: str, arguments: Sequence[str]) -> int:
     """A command of the package in a process of its own; its exit status."""
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(command, check=False, env={**os.environ, "PYTHONPATH": path}).returncode
+    return subprocess.run(command, check=False, env=commands.environment()).returncode
 
 
 def make(options: ReportOptions) -> None:
@@ -178,12 +176,7 @@ def _require_same(options: ReportOptions, file: Path) -> None:
     """What is kept has to have been measured with these options; where it lies and what is drawn does not matter."""
     mine = {name: value for name, value in asdict(options).items() if name not in ("output", "images")}
     if file.exists():
-        theirs = json.loads(file.read_text())
-        other = [name for name, value in mine.items() if theirs.get(name) != value]
-        if other:
-            raise ConfigError(
-                f"{file.parent} holds results of other options ({', '.join(other)}); give another --output or delete it"
-            )
+        refuse_other(file, json.loads(file.read_text()), mine)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(mine, indent=1))
 

@@ -11,12 +11,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import torch
 from tqdm.auto import tqdm
 
 from eval import commands
 from shape.data.conversations import Prompt
-from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import Estimate, Sums, over_prompts, ratio
 from shape.evaluation.markdown import DASH, markdown
 from shape.evaluation.prompts import chosen_prompts
@@ -104,7 +102,6 @@ def run(options: ReproducibleOptions) -> None:
         for case in cases:
             decoder = ShapeDecoder.from_pretrained(options.predictor, drafter=case.drafter, dtype="bfloat16")
             measure(case, decoder, suites[case.prompts], options.rounds, bar)
-    environment = Environment.capture(torch.device("cpu"))
     head = ["prompts", "drafter", "temperature", *(f"tokens/s {way}" for way in WAYS), "reproducible / by the clock",
             *(f"same again {way}" for way in WAYS)]  # fmt: skip
     cells = [
@@ -116,8 +113,8 @@ def run(options: ReproducibleOptions) -> None:
         f"The shipped target in bfloat16, at most 96 new tokens, batch size 1, {options.rounds} rounds in turn, "
         "without prefills. Same again: answers that equal those of the round before, token for token."
     )
-    record = {"environment": asdict(environment), "rows": [asdict(one) for one in cases]}
-    parts = ["### Reproducible calls", markdown(head, cells), note, environment.line()]
+    record = {"rows": [asdict(one) for one in cases]}
+    parts = ["### Reproducible calls", markdown(head, cells), note]
     print(commands.write_results(Path(options.output), "reproducible", record, *parts))
 
 

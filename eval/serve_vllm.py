@@ -252,9 +252,8 @@ def run(options: ServingOptions) -> None:
     for job in jobs:
         print(f"{job.kind}, {job.drafter}", flush=True)
         found.setdefault(job.kind, {})[job.drafter] = run_job(job, options.engines)
-        record = {"environment": asdict(environment), **_figures(found)}
-        (options.output / "vllm.json").write_text(json.dumps(record, indent=1) + "\n")
-        (options.output / "vllm.md").write_text(f"{render(found, options.compiled)}\n{environment.line()}\n")
+        page = render(found, options.compiled)
+        commands.write_results(options.output, "vllm", _figures(found), page, environment=environment)
     print(render(found, options.compiled))
 
 
@@ -327,7 +326,6 @@ def render(found: dict[str, dict[str, Any]], compiled: bool) -> str:
             "",
             f"The prompt of several chunks has {batches[_PLAIN]['length']} tokens, a chunk 256 at most. Preemptions of "
             f"the small KV cache: {', '.join(preempted)}.",
-            "",
         ]
     )
 

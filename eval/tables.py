@@ -21,15 +21,15 @@ import torch
 from rich.console import Console
 
 from eval import ablate, analyze, commands, latency, quality
-from eval.found import Found
-from eval.paper_tables import LOOKAHEAD, NUMBERS, Table, is_missing, made, render
+from eval.all_results import AllResults
+from eval.paper_tables import LOOKAHEAD, NUMBERS, Table, is_missing, render, tables_for
 from shape.errors import ConfigError, ShapeError
 from shape.evaluation import efficiency
 from shape.evaluation.bench import bench, named_predictors
 from shape.evaluation.environment import Environment
-from shape.evaluation.options import BenchOptions, EfficiencyOptions
+from shape.evaluation.options import BenchOptions, EfficiencyOptions, several
 from shape.evaluation.prompts import chosen_prompts
-from shape.evaluation.speed import measure_in
+from shape.evaluation.speed import SpeedSetting, measure_in
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.loading import load_predictor
 from shape.target.loading import of_pair, of_predictor, of_target
@@ -77,13 +77,9 @@ class TablesOptions(AnsweringOptions):
 Run = Callable[[TablesOptions, Path], object]
 
 
-def _given(options: TablesOptions) -> list[str]:
-    return [options.predictor] if isinstance(options.predictor, str) else options.predictor
-
-
 def _first(options: TablesOptions) -> str:
     """The predictor that is looked into."""
-    return next(iter(named_predictors(_given(options)).values()))
+    return next(iter(named_predictors(several(options.predictor)).values()))
 
 
 def _loading(options: TablesOptions, kind: type[TargetOptions] = PairOptions) -> dict[str, Any]:
@@ -118,7 +114,7 @@ def _bench(options: TablesOptions, folder: Path) -> None:
             bench(
                 BenchOptions(
                     output=str(output),
-                    predictor=_given(options),
+                    predictor=several(options.predictor),
                     methods=["transformers", "autoregressive", "ngram", "lookahead", "shape"],
                     temperature=temperature,
                     dtype=options.dtype,
@@ -194,9 +190,8 @@ def _lookaheads(options: TablesOptions, folder: Path) -> object:
         decoder.target,
         {"transformers": "transformers", "autoregressive": None, **shorter},
         prompts,
-        max_new_tokens=options.max_new_tokens,
+        SpeedSetting(options.max_new_tokens, fall_back=False),
         source=source,
-        fall_back=False,
     )
 
 
@@ -217,14 +212,14 @@ RUNS: dict[str, tuple[Run, tuple[str, ...]]] = {
 }
 
 
-def collect(options: TablesOptions) -> Found:
+def collect(options: TablesOptions) -> AllResults:
     """Everything that is there."""
-    found = Found()
+    found = AllResults()
     results, runs = Path(options.results), Path(options.output) / "runs"
     found.add(results)
     if not runs.resolve().is_relative_to(results.resolve()):
         found.add(runs, "runs/")
-    for name, folder in named_predictors(_given(options)).items():
+    for name, folder in named_predictors(several(options.predictor)).items():
         network = load_predictor(folder, **of_predictor(options))
         if network.config.training:
             described = {"training": network.config.training, "parameters": network.num_parameters()}
@@ -250,7 +245,7 @@ def run(options: TablesOptions) -> list[Table]:
             except ShapeError as error:  # one table less, and the others still
                 failed |= dict.fromkeys(wanted, str(error))
             found = collect(options)
-    tables = [_complete(table, found, options, failed) for table in made(found, numbers)]
+    tables = [_complete(table, found, options, failed) for table in tables_for(found, numbers)]
     folder = Path(options.output)
     folder.mkdir(parents=True, exist_ok=True)
     record = {
@@ -263,7 +258,7 @@ def run(options: TablesOptions) -> list[Table]:
     return tables
 
 
-def _complete(table: Table, found: Found, options: TablesOptions, failed: Mapping[str, str]) -> Table:
+def _complete(table: Table, found: AllResults, options: TablesOptions, failed: Mapping[str, str]) -> Table:
     """With a word on what is missing, and how to get it."""
     missing = [number for number in table.numbers if is_missing(found, number)]
     if not missing:

@@ -115,14 +115,6 @@ class Live(TorchDispatchMode):
         return 10**9 if func is aten._local_scalar_dense.default else None
 
 
-@dataclass
-class _Step(Batch):
-    """Every position of one text is a root and all of its steps are supervised."""
-
-    def whole(self, steps: int) -> Tensor:
-        return torch.arange(steps).repeat_interleave(len(self.followers))
-
-
 @contextmanager
 def bounded(bounds: bool, scale: int) -> Iterator[None]:
     """The bounds of training, smaller by the square of a scale, or none."""
@@ -140,7 +132,7 @@ def peak(
     """Bytes of a step beside weights, their gradients and what it is given."""
     steps = network["num_steps"]
     with bounded(bounds, scale), FakeTensorMode() if fake else nullcontext():
-        module, batch = _made(network, sizes, checkpointing)
+        module, batch = made(network, sizes, checkpointing)
         with Live(steps, fake) as live:
             with torch.autocast("cpu", torch.bfloat16):
                 loss = module.training_step(batch, 0)
@@ -168,7 +160,8 @@ def config_of(network: dict[str, Any], sizes: Sizes) -> ShapeConfig:
     return ShapeConfig(**own, **network)
 
 
-def _made(network: dict[str, Any], sizes: Sizes, checkpointing: bool) -> tuple[ShapeModule, Batch]:
+def made(network: dict[str, Any], sizes: Sizes, checkpointing: bool) -> tuple[ShapeModule, Batch]:
+    """A module and its batch: one text in which every position is a root and all of its steps are supervised."""
     model = AutoModelForCausalLM.from_config(target_config(sizes), dtype=torch.bfloat16)
     target, config = Target(model.requires_grad_(False), name="random"), config_of(network, sizes)
     predictor = PREDICTORS[config.kind](config)
@@ -187,8 +180,8 @@ def _made(network: dict[str, Any], sizes: Sizes, checkpointing: bool) -> tuple[S
         torch.ones(1, sizes.tokens, dtype=torch.bool),
         torch.arange(1, sizes.tokens)[None],
     )
-    followers = torch.zeros(sizes.tokens - 1, dtype=torch.int64)
-    return module, _Step(0, 0, 1, torch.zeros(1, dtype=torch.int64), followers, texts)
+    followers = torch.full((sizes.tokens - 1,), network["num_steps"])
+    return module, Batch(0, 0, 1, torch.zeros(1, dtype=torch.int64), followers, texts)
 
 
 WAYS = {
@@ -201,7 +194,7 @@ WAYS = {
 def learned(network: dict[str, Any], sizes: Sizes) -> int:
     """Parameters that are trained."""
     with FakeTensorMode():
-        module, _ = _made(network, sizes, False)
+        module, _ = made(network, sizes, False)
         return sum(weight.numel() for weight in module.predictor.parameters() if weight.requires_grad)
 
 
@@ -235,6 +228,7 @@ def counted(name: str, sizes: Sizes, small_too: bool) -> dict[str, Any]:
 
 
 def run(options: MemoryOptions) -> None:
+    environment = Environment.capture(torch.device("cpu"))  # before the results that are written differ from the commit
     path = Path(options.output, "memory.json")
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.is_file() else []
     for width in options.widths:
@@ -243,11 +237,11 @@ def run(options: MemoryOptions) -> None:
                 continue
             sizes = Sizes(width, options.tokens, feed_forward=width * 7 // 2)
             rows.append(counted(name, sizes, small_too=width == max(options.widths)))
-            write(options, rows)
-    print(write(options, rows))
+            write(options, rows, environment)
+    print(write(options, rows, environment))
 
 
-def write(options: MemoryOptions, rows: Sequence[dict[str, Any]]) -> str:
+def write(options: MemoryOptions, rows: Sequence[dict[str, Any]], environment: Environment) -> str:
     large = [
         [f"{row['width']:,}", row["network"], human_bytes(row["fixed"]), *map(human_bytes, row["counted"].values())]
         for row in rows
@@ -271,10 +265,8 @@ def write(options: MemoryOptions, rows: Sequence[dict[str, Any]]) -> str:
         f"{SCALE}. Measured as bytes of live tensors while it was computed on a CPU; in brackets what the same count "
         "without storage says.",
         markdown(["width", "network", *WAYS], small_rows),
-        Environment.capture(torch.device("cpu")).line(),
     ]
-    record = {"rows": rows, "environment": asdict(Environment.capture(torch.device("cpu")))}
-    return commands.write_results(Path(options.output), "memory", record, *parts)
+    return commands.write_results(Path(options.output), "memory", {"rows": rows}, *parts, environment=environment)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

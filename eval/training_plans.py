@@ -15,8 +15,7 @@ import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from eval import commands
-from shape.data.statistics import Text
-from shape.evaluation.environment import Environment
+from shape.data.statistics import DataStatistics
 from shape.evaluation.markdown import markdown
 from shape.features.options import CostOptions
 from shape.files import human_bytes
@@ -69,7 +68,7 @@ def recipes() -> list[Path]:
     return sorted((ROOT / "train").glob("*.yaml"))
 
 
-def plan(recipe: Path, network: str, more: Sequence[str], text: Text) -> dict[str, Any]:
+def plan(recipe: Path, network: str, more: Sequence[str], text: DataStatistics) -> dict[str, Any]:
     """One row: bytes of memory by GPU, bytes of disk, GPUs, hours by part."""
     own = [f"--config={recipe}", *more]
     if network == "EAGLE-3":
@@ -92,7 +91,7 @@ def plan(recipe: Path, network: str, more: Sequence[str], text: Text) -> dict[st
 
 
 def run(options: PlanOptions) -> None:
-    text = Text(options.conversations, options.tokens, options.answers, options.turns)
+    text = DataStatistics(options.conversations, options.tokens, options.answers, options.turns)
     rows = []
     for recipe in recipes():
         sharded = parse([f"--config={recipe}"]).shard_target
@@ -126,9 +125,8 @@ def write(options: PlanOptions, rows: Sequence[dict[str, Any]]) -> str:
         "is without what the target's own forward takes; validation, measurement, padding and the gathering of a "
         "sharded target's blocks are not in the hours.",
         markdown(header, table),
-        Environment.capture(torch.device("cpu")).line(),
     ]
-    record = {"assumed": asdict(options), "rows": rows, "environment": asdict(Environment.capture(torch.device("cpu")))}
+    record = {"assumed": asdict(options), "rows": rows}
     return commands.write_results(Path(options.output), "plans", record, *parts)
 
 

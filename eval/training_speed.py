@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -134,7 +134,7 @@ def padding(file: str, batch_size: int) -> dict[str, Any]:
     from shape import bundled
     from shape.data.encoding import encode_row
     from shape.data.reading import load_conversations
-    from shape.training.batches import STEPS_POOLED, Split, WholeTextBatches, followers_of_roots
+    from shape.training.batches import STEPS_POOLED, Partition, WholeTextBatches, followers_of_roots
     from shape.training.order import StepOrder
 
     tokenizer = AutoTokenizer.from_pretrained(bundled.resolve("quickstart-target"))
@@ -160,7 +160,7 @@ def padding(file: str, batch_size: int) -> dict[str, Any]:
         held = torch.stack([batch.max(0).values * len(batch) for batch in batches]).sum(0)
         return (1 - torch.stack([batch.sum(0) for batch in batches]).sum(0) / held).tolist()
 
-    online, stored = Sorted(order, Split(), 1), Sorted(order, Split(), 1)
+    online, stored = Sorted(order, Partition(), 1), Sorted(order, Partition(), 1)
     stored.column = 1
     ways = {"by chance": order.step, "online": online._step, "stored": stored._step}
     means = dict(zip(("tokens", "roots"), sizes.float().mean(0).tolist(), strict=True))
@@ -222,10 +222,9 @@ def write(
                 for each in counted for column, what in enumerate(("tokens", "roots"))
             ],
         ),
-        environment.line(),
     ]  # fmt: skip
-    record = {"rows": rows, "padding": counted, "environment": asdict(environment)}
-    return commands.write_results(Path(options.output), "speed", record, *parts)
+    record = {"rows": rows, "padding": counted}
+    return commands.write_results(Path(options.output), "speed", record, *parts, environment=environment)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

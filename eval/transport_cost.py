@@ -22,7 +22,6 @@ from tqdm.auto import tqdm
 from eval import commands
 from shape.drafters import TrainedDrafter
 from shape.errors import ConfigError
-from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import DASH, markdown, show
 from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.runner import rotated
@@ -151,14 +150,6 @@ def drafting(options: CostOptions) -> tuple[dict[Variant, tuple[float, float]], 
     return found, target, drafter.predictor
 
 
-@dataclass
-class _Portion(Batch):
-    """Every step of its roots is supervised."""
-
-    def whole(self, steps: int) -> torch.Tensor:
-        return torch.arange(steps).repeat_interleave(len(self.followers))
-
-
 def training(options: CostOptions, target: Target, predictor: ShapePredictor) -> dict[Variant, float]:
     """Milliseconds of a step of the optimiser."""
     config, rows = predictor.config, options.batch_size // options.portions
@@ -169,7 +160,8 @@ def training(options: CostOptions, target: Target, predictor: ShapePredictor) ->
         torch.ones(rows, length + 1, dtype=torch.bool),
         torch.full((rows, 1), config.window),
     )
-    batch = _Portion(0, 0, 1, torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64), texts)
+    followers = torch.full((rows,), config.num_steps)  # every step is supervised
+    batch = Batch(0, 0, 1, torch.zeros(rows, dtype=torch.int64), followers, texts)
     mixed = TrainerOptions(accelerator="cpu").chosen_precision() == "bf16-mixed"
 
     def made(changes: dict[str, Any]) -> tuple[ShapeModule, torch.optim.Optimizer]:
@@ -225,9 +217,8 @@ def run(options: CostOptions) -> None:
         f"the step without it. Training: medians of {options.rounds} steps of {options.batch_size:,} positions in "
         f"{options.portions} portions."
     )
-    environment = Environment.capture(torch.device("cpu"))
-    record = {"options": recorded(options), "environment": asdict(environment), "lines": [asdict(one) for one in lines]}
-    parts = [f"### {options.label}", markdown(header, cells), note, environment.line()]
+    record = {"options": recorded(options), "lines": [asdict(one) for one in lines]}
+    parts = [f"### {options.label}", markdown(header, cells), note]
     print(commands.write_results(Path(options.output), "cost", record, *parts))
 
 

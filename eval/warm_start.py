@@ -28,7 +28,7 @@ from shape.drafters import TrainedDrafter
 from shape.evaluation.markdown import markdown
 from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.results import SHORT, SpeedResults
-from shape.evaluation.speed import measure
+from shape.evaluation.speed import SpeedSetting, measure
 from shape.generation.loading import load_predictor
 from shape.target.model import Target
 from shape.training.parsing import parse
@@ -113,7 +113,8 @@ def drafter(source: str | Path) -> TrainedDrafter:
 
 def compared(target: Target, drafters: dict[str, TrainedDrafter], count: int) -> SpeedResults:
     prompts, _ = chosen_prompts(None, count)
-    return measure(target, {"autoregressive": None, **drafters}, prompts, max_new_tokens=64, fall_back=False)
+    setting = SpeedSetting(max_new_tokens=64, fall_back=False)
+    return measure(target, {"autoregressive": None, **drafters}, prompts, setting)
 
 
 def run(options: WarmStartOptions) -> None:
@@ -143,7 +144,7 @@ def run(options: WarmStartOptions) -> None:
             "# Warm start",
             about,
             markdown(columns, lines),
-            after.environment.line(),
+            environment=after.environment,
         )
     )
 

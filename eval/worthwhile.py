@@ -2,41 +2,28 @@
 
     python -m eval.worthwhile --output eval/results/worthwhile
 
-Decoding as it is (`shape.generation.control`) and the same without knowing its drafts' chances, so that they are
-verified whole, in turns on the same prompts: by suite, temperature and batch size. For CPUs, since elsewhere drafts are
-always verified whole. Writes `worthwhile.json` and `worthwhile.md`; on two idle cores it takes two minutes.
+Decoding as it is (`shape.generation.control`) and the same with every draft verified whole, in turns on the same
+prompts: by suite, temperature and batch size. For CPUs, since elsewhere drafts are always verified whole. Writes
+`worthwhile.json` and `worthwhile.md`; on two idle cores it takes two minutes.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from eval import commands
-from shape.drafters.base import Committed, Drafter, Wrapped
 from shape.errors import ConfigError
 from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import markdown
 from shape.evaluation.prompts import SUITES, chosen_prompts
 from shape.evaluation.results import AUTOREGRESSIVE, SHORT
-from shape.evaluation.speed import measure
+from shape.evaluation.speed import SpeedSetting, measure
 from shape.generation.decoder import ShapeDecoder
-from shape.verification.sampling import Sampler
-from shape.verification.tree import TokenTree
 
 WHOLE, WORTHWHILE = "whole drafts", "what is worth its time"
-
-
-class Whole(Wrapped):
-    """Another drafter, which does not say how likely its nodes are."""
-
-    def __init__(self, inner: Drafter) -> None:
-        super().__init__(inner)
-        self.name = f"{inner.name}, whole drafts"
-
-    def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
-        return replace(self.inner.draft(committed, sampler), joint=None)
 
 
 @dataclass
@@ -74,6 +61,8 @@ def run(options: WorthwhileOptions) -> None:
     )
     target, drafter = decoder.target, decoder.drafter
     assert drafter is not None
+    whole = copy(drafter)
+    whole.verified_whole = True
     settings = [(suite, temperature, 1) for suite, temperature in product(options.prompts, options.temperatures)]
     settings += [(options.prompts[0], 0.0, batch) for batch in options.batch_sizes]
     lines: list[list[str]] = []
@@ -82,11 +71,9 @@ def run(options: WorthwhileOptions) -> None:
     for suite, temperature, batch in settings:
         prompts, source = chosen_prompts(suite, options.limit)
         prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
-        methods = {AUTOREGRESSIVE: None, WHOLE: Whole(drafter), WORTHWHILE: drafter}
-        found = measure(
-            target, methods, prompts, max_new_tokens=options.max_new_tokens, temperature=temperature, batch=batch,
-            source=source,
-        )  # fmt: skip
+        methods = {AUTOREGRESSIVE: None, WHOLE: whole, WORTHWHILE: drafter}
+        setting = SpeedSetting(options.max_new_tokens, temperature, batch=batch)
+        found = measure(target, methods, prompts, setting, source=source)
         label = f"{Path(source).stem}, T = {temperature:g}" + (f", batches of {batch}" if batch > 1 else "")
         lines += [[label, *line] for line in found.lines(SHORT)]
         record[label] = {name: asdict(summary) for name, summary in found.summary.items()}
@@ -94,13 +81,13 @@ def run(options: WorthwhileOptions) -> None:
         commands.write_results(
             options.output,
             "worthwhile",
-            {"environment": asdict(environment), "summaries": record},
+            {"summaries": record},
             "# Verifying what is worth it",
             f"Target {found.settings['target']} ({found.settings['dtype']}), first turns of {options.limit} prompts, "
             f"at most {options.max_new_tokens} new tokens, taking turns; intervals are over prompts. Both ways pause "
             "where drafting does not pay.",
             markdown(["prompts", "method", *SHORT], lines),
-            environment.line(),
+            environment=environment,
         )
     )
 

@@ -125,10 +125,10 @@ def typed(kind: Any, value: Any) -> Any:
 def human_bytes(size: float) -> str:
     """For people: 3 digits and a unit."""
     for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
+        if size < 999.5:  # or else it would be shown with an exponent
             return f"{size:.3g} {unit}"
         size /= 1000
-    return f"{size:,.3g} TB"
+    return f"{size:,.0f} TB" if size >= 999.5 else f"{size:.3g} TB"
 
 
 def _key(kind: Any, key: str) -> Any:

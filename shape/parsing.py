@@ -15,6 +15,7 @@ from jsonargparse import ArgumentParser, Namespace
 Options = TypeVar("Options")
 
 HELP = ("-h", "--help", "--help-all", "--help_all")
+DRY_RUN = ("--dry_run", "--dry-run")
 RENAMED = {
     "batches": "batch_size",
     "drafters": "drafter",

@@ -11,21 +11,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+from helpers import thinking_model, tiny_config, with_chat_template
 from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from training_runs import extracted
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MistralConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
-)
+from training_runs import UNEQUAL, extracted
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from shape.features.store import FeatureStore
 from shape.networks.config import ShapeConfig
@@ -54,41 +44,7 @@ CHATML = (
     "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-
-
-def tiny_config(arch: str, vocab_size: int = 64) -> PretrainedConfig:
-    """A few thousand parameters of a real architecture. Wide initialisation keeps attention influential."""
-    base = {
-        "vocab_size": vocab_size,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.3,
-        "bos_token_id": None,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-    }
-    grouped = {"num_key_value_heads": 2}
-    match arch:
-        case "llama":
-            return LlamaConfig(**base, **grouped)
-        case "qwen2":
-            return Qwen2Config(**base, **grouped)
-        case "qwen3":
-            return Qwen3Config(**base, **grouped, head_dim=8)
-        case "mistral":
-            return MistralConfig(**base, **grouped, sliding_window=6)
-        case "gpt_neox":
-            return GPTNeoXConfig(**base)
-        case "gpt2":
-            return GPT2Config(
-                vocab_size=vocab_size, n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.3,
-                bos_token_id=None, eos_token_id=2, pad_token_id=0,
-            )  # fmt: skip
-    raise ValueError(f"no tiny configuration for {arch}")
+CHATML_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 @pytest.fixture(scope="session")
@@ -110,7 +66,7 @@ def tiny_model() -> Callable[..., PreTrainedModel]:
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level, one token per byte (259 in all), with ChatML."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate(SPECIALS + alphabet)}
+    vocabulary = {token: index for index, token in enumerate(CHATML_TOKENS + alphabet)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -155,6 +111,26 @@ def tiny_predictor_folder(tiny_target, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture
+def refused(capsys) -> Callable[..., str]:
+    """refused(main, *arguments, alone=False) -> the one sentence of a command that stops with status 2. Before it may
+    stand what computes where, and transformers' bar; with `alone`, nothing.
+    """
+
+    def run(main: Callable[[list[str]], object], *arguments: str, alone: bool = False) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            main(list(arguments))
+        told = capsys.readouterr().err
+        *before, said = told.splitlines()
+        assert stopped.value.code == 2 and said.startswith("error: ") and told.endswith("\n")
+        known = (line.startswith(("target ", "Loading weights: ")) for line in before if line)
+        assert not before if alone else all(known), told
+        return said
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder of extra real data, where there is one."""
@@ -172,11 +148,15 @@ def store(tiny_target, tmp_path_factory) -> FeatureStore:
 
 
 @pytest.fixture(scope="session")
+def unequal(tiny_target, tmp_path_factory) -> FeatureStore:
+    """Features of answers of very unequal length."""
+    return extracted(tiny_target, tmp_path_factory.mktemp("unequal"), UNEQUAL)
+
+
+@pytest.fixture(scope="session")
 def thinking_target(tiny_tokenizer) -> Target:
     """A target that thinks before it answers, with a template like Qwen3's. Shared: do not change it."""
-    from helpers import speaking, thinking_model
-
-    tokenizer = speaking(tiny_tokenizer, "qwen3")
+    tokenizer = with_chat_template(tiny_tokenizer, "qwen3")
     return Target(thinking_model(tokenizer), tokenizer, name="thinking")
 
 

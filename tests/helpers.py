@@ -1,26 +1,56 @@
-"""What several tests decode with: random prompts of unequal length and an untrained predictor."""
+"""What several tests share: prompts, tiny models and tokenizers, untrained predictors, and configurations that model
+makers publish.
+"""
 
 import copy
 import importlib.util
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
 import torch
-from conftest import tiny_config
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoModelForCausalLM, BertConfig, BertModel, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.generation.streamers import BaseStreamer
 
-from shape.drafters import PREDICTORS
+from shape.drafters import PREDICTORS, Committed
+from shape.drafters.recipes.pack import Pack, Recipe
 from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
 from shape.networks.transport import Plan
+from shape.target.model import Target
+from shape.verification.noise import token_hashes
+from shape.verification.sampling import Sampler
 
 ROOT = Path(__file__).resolve().parents[1]
+MODES = [  # of steps, and the tokens that they read
+    ("recursive", "path"),
+    ("recursive", "root"),
+    ("recursive", "none"),
+    ("parallel", "root"),
+    ("parallel", "none"),
+]
 FAMILIES = ["llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "mistral"]
 LENGTHS = [3, 17, 9, 1, 12]
+GREEDY = Sampler(prompt_lengths=torch.tensor([1]))
 
 
 def prompts(lengths=LENGTHS, side: str = "left", vocab_size: int = 64) -> dict[str, torch.Tensor]:
@@ -33,6 +63,46 @@ def prompts(lengths=LENGTHS, side: str = "left", vocab_size: int = 64) -> dict[s
         ids[row, at] = torch.randint(3, vocab_size, (length,), generator=generator)
         mask[row, at] = 1
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def tiny_config(arch: str, vocab_size: int = 64) -> PretrainedConfig:
+    """A few thousand parameters of a real architecture. Wide initialisation keeps attention influential."""
+    base = {
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    grouped = {"num_key_value_heads": 2}
+    match arch:
+        case "llama":
+            return LlamaConfig(**base, **grouped)
+        case "qwen2":
+            return Qwen2Config(**base, **grouped)
+        case "qwen3":
+            return Qwen3Config(**base, **grouped, head_dim=8)
+        case "mistral":
+            return MistralConfig(**base, **grouped, sliding_window=6)
+        case "gpt_neox":
+            return GPTNeoXConfig(**base)
+        case "gpt2":
+            return GPT2Config(
+                vocab_size=vocab_size, n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.3,
+                bos_token_id=None, eos_token_id=2, pad_token_id=0,
+            )  # fmt: skip
+    raise ValueError(f"no tiny configuration for {arch}")
+
+
+def committed(*texts: Sequence[int]) -> Committed:
+    """Texts as a drafter is given them, each its last token's root; copies, which may be added to."""
+    lengths, roots = (torch.tensor(each) for each in ([len(text) for text in texts], [text[-1] for text in texts]))
+    return Committed([list(text) for text in texts], lengths, roots)
 
 
 def predictor(dtype=torch.float64, **options) -> Predictor:
@@ -49,6 +119,37 @@ def predictor(dtype=torch.float64, **options) -> Predictor:
     return network
 
 
+def numbers(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
+    """From the normal distribution."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def words(count: int) -> torch.Tensor:
+    """Of so many tokens, what their noise is drawn with."""
+    return token_hashes(torch.arange(count))
+
+
+def pack(target: Target, *recipes: tuple) -> Pack:
+    """Recipes of a target, as (prefix, tokens, times)."""
+    return Pack(target.identity, tuple(Recipe(*recipe) for recipe in recipes), samples=3, prompts=2)
+
+
+def write_rows(path: Path, *rows: object) -> Path:
+    """JSON lines; rows that are text already are lines as they are."""
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def save_untrained(target: Target, target_folder: Path, folder: Path, seed: int = 0, num_steps: int = 2) -> str:
+    """An untrained predictor of a target in that folder, as training would export it."""
+    identity = target.identity.to_dict() | {"name": str(target_folder)}
+    config = ShapeConfig(hidden_size=target.hidden_size, num_steps=num_steps, target_identity=identity)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        PREDICTORS[config.kind](config).save_pretrained(folder)
+    return str(folder)
+
+
 @contextmanager
 def without_compiler() -> Iterator[None]:
     """torch.compile as on a machine without a C++ compiler."""
@@ -58,18 +159,14 @@ def without_compiler() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def program(name: str, folder: str = "eval") -> Iterator[ModuleType]:
-    """A program of a folder that is no package as a module."""
+def program(folder: str, name: str) -> ModuleType:
+    """A program of a folder that is no package, as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
-    try:
-        spec.loader.exec_module(module)
-        yield module
-    finally:
-        del sys.modules[name]
+    spec.loader.exec_module(module)
+    return module
 
 
 def matrix(plan: Plan) -> torch.Tensor:
@@ -86,6 +183,36 @@ def weaker_model(arch: str = "llama", noise: float = 0.02) -> PreTrainedModel:
             for weight in model.parameters():
                 weight.add_(noise * torch.randn_like(weight))
     return model
+
+
+def chain_only_model() -> PreTrainedModel:
+    """One whose windows are in no mask that it is given, so that it verifies chains alone."""
+    config = GPTNeoConfig(
+        vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, window_size=5, max_position_embeddings=128,
+        attention_types=[[["global", "local"], 1]], initializer_range=0.3, bos_token_id=None, eos_token_id=2,
+        pad_token_id=0,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return GPTNeoForCausalLM(config).double().eval()
+
+
+class Recorder(BaseStreamer):
+    """A streamer that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.pieces: list[list[int]] = []
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.pieces.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.ended += 1
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for piece in self.pieces for token in piece]
 
 
 # Of every kind and way of reading: what they are by name, for tests that draft with them.
@@ -164,7 +291,7 @@ SPECIALS = {
 }
 
 
-def speaking(tokenizer: PreTrainedTokenizerFast, family: str) -> PreTrainedTokenizerFast:
+def with_chat_template(tokenizer: PreTrainedTokenizerFast, family: str) -> PreTrainedTokenizerFast:
     """A copy of a tokenizer with the special tokens of a family and a template that behaves like its own; the tags of
     reasoning are ordinary tokens, as with Qwen3.
     """

@@ -6,7 +6,7 @@ A program of its own (see tests/verification/test_fused_gpu.py), since Triton de
 from dataclasses import replace
 
 import torch
-from conftest import tiny_config
+from helpers import tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM
 

@@ -35,6 +35,9 @@ COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 # These bring an answer to the host, or something from it; so does indexing by booleans.
 WAITING = (*COPIES, torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
 INDEXING = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)  # these take indices from the CPU
+# Prompts of 9, 6 and 8 tokens.
+IDS = torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(0))
+MASK = (torch.arange(9) >= torch.tensor([[0], [3], [1]])).long()
 
 
 class Pretended(torch.Tensor):
@@ -151,10 +154,10 @@ def spread(model: PreTrainedModel, places: dict[str, torch.device]) -> None:
     dispatch_model(model, dict(places), force_hooks=True)
 
 
-def answers(target: Target | PreTrainedModel, drafter: Drafter, ids: Tensor, mask: Tensor) -> list[Tensor]:
+def answers(target: Target | PreTrainedModel, drafter: Drafter) -> list[Tensor]:
     """Greedy, sampled, and sampled by rejection, on the CPU."""
     decoder = ShapeDecoder(target, drafter)
-    ids, mask = ids.to(decoder.target.device), mask.to(decoder.target.device)
+    ids, mask = IDS.to(decoder.target.device), MASK.to(decoder.target.device)
     options = {"max_new_tokens": 9, "pad_token_id": 0}
     out = [
         decoder.generate(ids, mask, **options),
@@ -167,36 +170,32 @@ def answers(target: Target | PreTrainedModel, drafter: Drafter, ids: Tensor, mas
 
 def check_sharded_target(config: PretrainedConfig) -> None:
     zero, one, two = (torch.device(KIND, index) for index in range(3))
-    ids = torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(0))
-    mask = (torch.arange(9) >= torch.tensor([[0], [3], [1]])).long()
     model = model_of(config)
-    expected = answers(model, AdversaryDrafter(nodes=7), ids, mask)
+    expected = answers(model, AdversaryDrafter(nodes=7))
     target = Target(model)
     rows, states = torch.tensor([5, 60]), torch.randn(2, 32, dtype=torch.float64)
-    features, some = target.features(ids, (0, 2, -1)), target.head_of(rows, torch.float64)(states)
+    features, some = target.features(IDS, (0, 2, -1)), target.head_of(rows, torch.float64)(states)
     with Devices():
         places = {"model.embed_tokens": zero, "model.rotary_emb": zero, "model.norm": one, "lm_head": two}
         places |= {f"model.layers.{layer}": device for layer, device in enumerate((zero, one, two))}
         spread(model, places)
-        assert model.model(ids.to(zero)).last_hidden_state.device == one  # transformers leaves it there
+        assert model.model(IDS.to(zero)).last_hidden_state.device == one  # transformers leaves it there
         target = Target(model)
-        assert target.hidden(ids.to(zero)).device == target.device == zero
-        found = answers(target, AdversaryDrafter(nodes=7), ids, mask)
+        assert target.hidden(IDS.to(zero)).device == target.device == zero
+        found = answers(target, AdversaryDrafter(nodes=7))
         assert target.support.mode == "tree"
         assert [layer.device for layer in target.support.layers] == [None, one, two]
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-        assert torch.equal(target.features(ids.to(zero), (0, 2, -1)).cpu(), features)
+        assert torch.equal(target.features(IDS.to(zero), (0, 2, -1)).cpu(), features)
         for device in (zero, one, torch.device("cpu")):
             here = target.head_of(rows.to(device), torch.float64)(states.to(device))
             assert here.device == device and torch.allclose(here.cpu(), some, atol=1e-12)
 
 
 def check_drafter_elsewhere(config: PretrainedConfig, places: list[tuple[str, str]], **options: Any) -> None:
-    ids = torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(0))
-    mask = (torch.arange(9) >= torch.tensor([[0], [3], [1]])).long()
     tree = TreeShape(depth=3, width=3)
     model = model_of(config)
-    expected = answers(model, TrainedDrafter(predictor_of(Target(model), **options), tree), ids, mask)
+    expected = answers(model, TrainedDrafter(predictor_of(Target(model), **options), tree))
     for home, elsewhere in places:
         model = model_of(config)
         predictor = predictor_of(Target(model), **options)
@@ -204,7 +203,7 @@ def check_drafter_elsewhere(config: PretrainedConfig, places: list[tuple[str, st
             for module, device in ((model, home), (predictor, elsewhere)):
                 if device != "cpu":
                     put(module, torch.device(device))
-            found = answers(model, TrainedDrafter(predictor, tree), ids, mask)
+            found = answers(model, TrainedDrafter(predictor, tree))
             assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True)), (home, elsewhere)
 
 
@@ -235,8 +234,6 @@ def check_that_asking_raises() -> None:
 
 def check_that_fixed_steps_are_silent(config: PretrainedConfig) -> None:
     """What a CUDA graph cannot hold raises here: an answer to the host, or a number from it."""
-    ids = torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(0))
-    mask = (torch.arange(9) >= torch.tensor([[0], [3], [1]])).long()
     options = {"max_new_tokens": 14, "pad_token_id": 0, "min_new_tokens": 3}
     sampled = {"do_sample": True, "temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "seed": 3}
     step, steps = Stage.step, 0
@@ -251,7 +248,7 @@ def check_that_fixed_steps_are_silent(config: PretrainedConfig) -> None:
             silent = False
 
     def decoders(model: PreTrainedModel, **options: Any) -> Iterator[ShapeDecoder]:
-        texts = [row.tolist() for row in torch.cat([ids, ids, ids], dim=1)]
+        texts = [row.tolist() for row in torch.cat([IDS, IDS, IDS], dim=1)]
         drafters = [None, OracleDrafter(texts, 0.3)]
         tree, line = TreeShape(depth=4, width=3, nodes=7), TreeShape(depth=3, width=1)
         for given, shapes in (
@@ -268,13 +265,13 @@ def check_that_fixed_steps_are_silent(config: PretrainedConfig) -> None:
             yield ShapeDecoder(model, drafter, fall_back=False, **options)
 
     model = model_of(config)
-    expected = [decoder.generate(ids, mask, **options, **more) for decoder in decoders(model) for more in ({}, sampled)]
+    expected = [decoder.generate(IDS, MASK, **options, **more) for decoder in decoders(model) for more in ({}, sampled)]
     with Devices(), patch.object(Stage, "step", silently):
         device = torch.device(KIND, 0)
         put(model, device)
         for decoder in decoders(model, graphs=FixedSteps(slots=32)):
             for more in ({}, sampled):
-                here = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+                here = {"input_ids": IDS.to(device), "attention_mask": MASK.to(device)}
                 found = decoder.generate(**here, **options, **more, return_dict_in_generate=True)
                 assert found.stats.graphs and torch.equal(found.sequences.cpu(), expected.pop(0))
     assert steps > 50 and not expected
@@ -282,7 +279,6 @@ def check_that_fixed_steps_are_silent(config: PretrainedConfig) -> None:
 
 def check_that_other_steps_ask_once(config: PretrainedConfig) -> None:
     """Whatever is accepted, and however deep trees are; but for steps behind a stop, where the batch shrinks."""
-    ids = torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(0))
     options = {"max_new_tokens": 14, "pad_token_id": 0, "eos_token_id": [], "min_new_tokens": 3}
     sampled = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 3}
     step, questions = EagerSteps.step, list[list[str]]()
@@ -308,14 +304,14 @@ def check_that_other_steps_ask_once(config: PretrainedConfig) -> None:
             yield from (TrainedDrafter(network, shape) for shape in shapes)
 
     model = model_of(config)
-    expected = [ShapeDecoder(model).generate(ids, **options, **more) for more in ({}, sampled)]
+    expected = [ShapeDecoder(model).generate(IDS, **options, **more) for more in ({}, sampled)]
     with Devices(), patch.object(EagerSteps, "step", listened):
         device = torch.device(KIND, 0)
         put(model, device)
         for drafter in drafters(Target(model)):
             decoder = ShapeDecoder(model, drafter, fall_back=False)
             for more, wanted in zip(({}, sampled), expected, strict=True):
-                assert torch.equal(decoder.generate(ids.to(device), **options, **more).cpu(), wanted)
+                assert torch.equal(decoder.generate(IDS.to(device), **options, **more).cpu(), wanted)
     assert len(questions) > 50 and all(len(one) == 1 for one in questions), max(questions, key=len)
 
 

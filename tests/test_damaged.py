@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from helpers import ROOT
+from helpers import ROOT, write_rows
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from eval.found import Found
+from eval.all_results import AllResults
 from shape.data.journal import AnswerJournal
 from shape.data.reading import load_conversations, load_prompts
 from shape.drafters.recipes.compile import read_misses
@@ -89,7 +89,7 @@ def replacements(draw) -> Callable[[Any], Any]:
 def fuzz(examples: int = 60):
     """The same examples at every run."""
     checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-    return settings(max_examples=examples, derandomize=True, database=None, deadline=None, suppress_health_check=checks)
+    return settings(max_examples=examples, derandomize=True, database=None, suppress_health_check=checks)
 
 
 def attempt(load: Callable[[], Any], *errors: type[ShapeError]) -> str:
@@ -301,7 +301,7 @@ def test_other_files(tiny_target, tmp_path, name):
     def check_types(replaced, at):
         lines = [json.loads(line) for line in whole.decode().splitlines()]
         lines[at % len(lines)] = replaced(lines[at % len(lines)])
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_rows(path, *lines)
         attempt(lambda: load(path), *errors)
 
     check()
@@ -322,7 +322,7 @@ def test_results(tmp_path, name):
     record = json.loads(whole)
 
     def read() -> None:
-        attempt(lambda: Found().add(tmp_path), DataError)
+        attempt(lambda: AllResults().add(tmp_path), DataError)
         attempt(lambda: find(tmp_path), DataError)
 
     @fuzz(30)
@@ -332,7 +332,7 @@ def test_results(tmp_path, name):
         read()
 
     (tmp_path / name).write_bytes(whole)
-    Found().add(tmp_path)
+    AllResults().add(tmp_path)
     if name != "quality.json":  # which is not in the report
         assert find(tmp_path)
     check()

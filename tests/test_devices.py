@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import ROOT
 from transformers import AutoModelForCausalLM
 
 from shape.cli.generate import main as generate
@@ -14,8 +15,6 @@ from shape.drafters import AdversaryDrafter
 from shape.errors import ConfigError
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def offloaded(folder: Path, tmp_path: Path, on_disk: tuple[str, ...]) -> Target:

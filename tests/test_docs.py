@@ -26,8 +26,7 @@ from shape.networks.formats.targets import TargetFacts
 from shape.networks.registry import PREDICTORS
 from shape.training.options import TrainOptions
 
-with program("commands", "docs") as commands:
-    pass
+commands = program("docs", "commands")
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 READMES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("*/README.md"))]

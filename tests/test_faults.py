@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_runs import CONVERSATIONS, arguments, command, talks
+from training_runs import CONVERSATIONS, arguments, command, extraction_trainer, write_conversations
 
 from shape.cli.train import main
 from shape.errors import DiskSpaceError, FeatureStoreError
@@ -21,7 +21,6 @@ from shape.features.manifest import Manifest
 from shape.features.options import FeatureOptions
 from shape.features.shards import load_shard, write_shard
 from shape.features.storage import Storage
-from shape.features.trainer import TrainerOptions
 from shape.training.checkpoints import AtomicCheckpointIO, sound_checkpoint
 
 SHORT = ["--training.steps=24", "--validation.every=12"]
@@ -29,7 +28,7 @@ SHORT = ["--training.steps=24", "--validation.every=12"]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    return talks(tmp_path_factory.mktemp("data") / "talks.jsonl", 40)
+    return write_conversations(tmp_path_factory.mktemp("data") / "talks.jsonl", 40)
 
 
 @pytest.fixture(scope="module")
@@ -43,16 +42,6 @@ def undisturbed(tiny_target_folder, data, tmp_path_factory) -> Path:
 @pytest.fixture
 def copy(undisturbed, tmp_path) -> Path:
     return Path(shutil.copytree(undisturbed, tmp_path / "copy"))
-
-
-def stops(capsys, *options: str) -> str:
-    """What a command says that stops with status 2."""
-    with pytest.raises(SystemExit) as stopped:
-        main(list(options))
-    *before, said = capsys.readouterr().err.splitlines()
-    assert stopped.value.code == 2 and said.startswith("error: ")
-    assert all(line.startswith("target ") for line in before)  # what computes where
-    return said
 
 
 def flip(path: Path, at: float = 0.5) -> None:
@@ -95,7 +84,7 @@ def test_a_disk_that_fills_up_keeps_finished_shards(tiny_target, tmp_path):
     growing = [CONVERSATIONS[0]] * 4 + [CONVERSATIONS[7]] * 4
 
     def run(folder: Path) -> list[bytes]:
-        trainer = TrainerOptions(accelerator="cpu", devices=1, enable_progress_bar=False).for_extraction()
+        trainer = extraction_trainer()
         extract(tiny_target, growing, folder, FeatureOptions(max_length=128, shard_size=4), trainer)
         return [path.read_bytes() for path in sorted(folder.glob("shard-*"))]
 
@@ -113,19 +102,19 @@ def test_states_that_are_not_finite_are_not_stored(tiny_target, tmp_path, monkey
     """As in float16, whose largest number is 65,504."""
     features = tiny_target.features
     monkeypatch.setattr(tiny_target, "features", lambda *given, **options: features(*given, **options) * 1e6)
-    trainer = TrainerOptions(accelerator="cpu", devices=1, enable_progress_bar=False).for_extraction()
+    trainer = extraction_trainer()
     with pytest.raises(FeatureStoreError, match=r"conversation c\d .* not finite in float16 .*--dtype bfloat16"):
         extract(tiny_target, CONVERSATIONS, tmp_path, FeatureOptions(max_length=128, feature_dtype="float16"), trainer)
     assert not list(tmp_path.glob("shard-*"))
 
 
-def test_changed_data_is_noticed_before_work(copy, tiny_target_folder, tmp_path, capsys):
-    other = talks(tmp_path / "other.jsonl", 41)
-    said = stops(capsys, *arguments(tiny_target_folder, other, copy, *SHORT, "--ckpt_path=last"))
+def test_changed_data_is_noticed_before_work(copy, tiny_target_folder, tmp_path, refused):
+    other = write_conversations(tmp_path / "other.jsonl", 41)
+    said = refused(main, *arguments(tiny_target_folder, other, copy, *SHORT, "--ckpt_path=last"))
     assert "made from something else" in said and "the conversations" in said
-    answered = stops(capsys, *arguments(tiny_target_folder, other, copy, *SHORT, "--regenerate=true"))
+    answered = refused(main, *arguments(tiny_target_folder, other, copy, *SHORT, "--regenerate=true"))
     assert "have changed since" in answered and "--regenerate false" in answered
-    online = stops(capsys, *arguments(tiny_target_folder, other, copy, *SHORT, "--online=true", "--ckpt_path=last"))
+    online = refused(main, *arguments(tiny_target_folder, other, copy, *SHORT, "--online=true", "--ckpt_path=last"))
     assert "checkpoint is of another run: conversations was" in online
 
 
@@ -139,22 +128,22 @@ def test_a_damaged_checkpoint_leaves_the_one_before(undisturbed, copy, tiny_targ
     assert same_weights(copy, undisturbed)
 
 
-def test_without_a_sound_checkpoint_training_says_so(copy, tiny_target_folder, data, capsys):
+def test_without_a_sound_checkpoint_training_says_so(copy, tiny_target_folder, data, refused):
     (copy / "checkpoints/last.before.ckpt").write_bytes(b"")
     last = copy / "checkpoints/last.ckpt"
     last.write_bytes(last.read_bytes()[:-1000])
-    said = stops(capsys, *arguments(tiny_target_folder, data, copy, *SHORT, "--ckpt_path=last"))
+    said = refused(main, *arguments(tiny_target_folder, data, copy, *SHORT, "--ckpt_path=last"))
     assert "last.ckpt" in said and "is damaged or no checkpoint at all" in said
-    said = stops(capsys, *arguments(tiny_target_folder, data, copy, *SHORT, f"--ckpt_path={copy / 'config.json'}"))
+    said = refused(main, *arguments(tiny_target_folder, data, copy, *SHORT, f"--ckpt_path={copy / 'config.json'}"))
     assert "config.json is damaged or no checkpoint at all" in said
 
 
-def test_a_disk_that_fills_up_keeps_the_checkpoint(copy, undisturbed, tiny_target_folder, data, capsys):
+def test_a_disk_that_fills_up_keeps_the_checkpoint(copy, undisturbed, tiny_target_folder, data, refused):
     """Of step 21, where that of step 24 does not fit any more."""
     last = copy / "checkpoints/last.ckpt"
     os.replace(last.with_name("last.before.ckpt"), last)
     with files_of_at_most(last.stat().st_size // 2):
-        said = stops(capsys, *arguments(tiny_target_folder, data, copy, *SHORT, "--ckpt_path=last"))
+        said = refused(main, *arguments(tiny_target_folder, data, copy, *SHORT, "--ckpt_path=last"))
     assert "no space left to write" in said and "same command again" in said
     assert torch.load(sound_checkpoint(last), weights_only=True)["global_step"] == 21
     assert not list(last.parent.glob(".*.tmp"))
@@ -174,7 +163,7 @@ def test_a_checkpoint_is_never_alone_once_there_were_two(tmp_path):
 # ------------------------------------------------------------------------------------------------- training
 
 
-def test_a_loss_that_is_no_number_stops_the_run(undisturbed, copy, tiny_target_folder, data, capsys):
+def test_a_loss_that_is_no_number_stops_the_run(undisturbed, copy, tiny_target_folder, data, refused):
     """By a feature that is infinite in spite of all: the checkpoint before is kept, and serves once it is right."""
     shutil.rmtree(copy / "checkpoints")
     shard = copy / "features/shard-00001.safetensors"
@@ -184,7 +173,7 @@ def test_a_loss_that_is_no_number_stops_the_run(undisturbed, copy, tiny_target_f
     tensors["hidden"][end - 8] = float("inf")
     write_shard(Storage(copy / "features"), Manifest.read(copy / "features"), 1, tensors)
     options = arguments(tiny_target_folder, data, copy, "--training.batch_size=4", "--training.steps=12")
-    said = stops(capsys, *options, "--training.checkpoint_every=1")
+    said = refused(main, *options, "--training.checkpoint_every=1")
     assert "not numbers any more at step" in said and "--ckpt_path last" in said
     step = int(said.split("at step ")[1].split(",")[0])
     kept = torch.load(copy / "checkpoints/last.ckpt", weights_only=True)
@@ -218,9 +207,7 @@ def wait_until(true, seconds: float = 120) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the child process as Linux shows it")
 @pytest.mark.parametrize("killed", [1, 0])
-def test_a_killed_process_ends_the_others_and_the_run_goes_on(
-    undisturbed, copy, tiny_target_folder, data, tmp_path, capsys, killed
-):
+def test_a_killed_process_ends_the_others_and_the_run_goes_on(undisturbed, copy, tiny_target_folder, data, killed):
     """SIGKILL to either of two processes, in the middle of training."""
     shutil.rmtree(copy / "checkpoints")
     more = ["--trainer.devices=2", "--trainer.strategy=ddp", "--training.steps=100000", "--training.decay=none"]

@@ -89,7 +89,7 @@ def test_steps_of_fixed_shapes_keep_theirs_and_no_other(tiny_model, caches):
 
 
 @pytest.mark.parametrize("name", ["window", "attention"])
-def test_a_prompts_states_are_let_go_once_the_drafter_has_them(tiny_model, monkeypatch, name):
+def test_a_prompts_states_are_let_go_once_the_drafter_has_them(tiny_model, name):
     seen: list[weakref.ref] = []
 
     class Watched(TrainedDrafter):

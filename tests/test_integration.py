@@ -7,15 +7,14 @@ import pickle
 import shutil
 import subprocess
 import sys
-import time
 import weakref
 from copy import deepcopy
 from itertools import zip_longest
 from pathlib import Path
-from statistics import median
 
 import pytest
 import torch
+from helpers import Recorder
 from pytorch_lightning import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 from transformers import (
@@ -27,7 +26,6 @@ from transformers import (
     dynamic_module_utils,
 )
 from transformers import pipeline as plain_pipeline
-from transformers.generation.streamers import BaseStreamer
 
 from shape import bundled
 from shape.drafters import AdversaryDrafter, TrainedDrafter
@@ -86,22 +84,6 @@ def precise(tiny_model, tiny_tokenizer) -> ShapeDecoder:
     """In float64: padding changes no near-tie."""
     model = tiny_model("llama", seed=1, vocab_size=len(tiny_tokenizer))
     return ShapeDecoder(Target(model, tiny_tokenizer, name="precise"), AdversaryDrafter(seed=1))
-
-
-class Recorder(BaseStreamer):
-    def __init__(self) -> None:
-        self.pieces: list[list[int]] = []
-        self.ended = 0
-
-    def put(self, value) -> None:
-        self.pieces.append(value.flatten().tolist())
-
-    def end(self) -> None:
-        self.ended += 1
-
-    @property
-    def tokens(self) -> list[int]:
-        return [token for piece in self.pieces for token in piece]
 
 
 class FailsLater(LogitsProcessor):
@@ -490,20 +472,6 @@ def test_whoever_leaves_a_stream_ends_the_decoding(decoder):
         assert len(forwards) == seen
     finally:
         hook.remove()
-
-
-def test_a_slow_listener_is_not_counted_as_work(decoder):
-    """The times of steps say whether drafting pays."""
-
-    class Slow(Recorder):
-        def put(self, value) -> None:
-            super().put(value)
-            time.sleep(0.1)
-
-    slow = Slow()
-    options = {"max_new_tokens": 8, "eos_token_id": [], "return_dict_in_generate": True}
-    out = decoder.generate(torch.tensor([[40, 50, 60]]), streamer=slow, **options)
-    assert len(slow.pieces) >= 5 and median(step.seconds for step in out.stats.steps) < 0.1
 
 
 def test_a_stream_can_go_on_from_the_turn_before(decoder):

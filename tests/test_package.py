@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from helpers import ROOT
 
 import shape
 
@@ -21,7 +22,6 @@ TRAIN_A_LITTLE = [
     *("--validation.prompts", "2", "--validation.max_new_tokens", "8", "--validation.every", "2"),
     *("--measurement.limit", "2", "--measurement.max_new_tokens", "8"),
 ]
-ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(r"```(?:bash|sh)\n(.*?)```", re.DOTALL)
 
 

@@ -253,7 +253,7 @@ def test_a_checkpoint_that_says_how_it_is_quantised(tiny_model, tiny_tokenizer, 
     assert "acceptance length" in capsys.readouterr().err
 
 
-def test_quantised_when_it_is_loaded(tiny_target, tiny_target_folder, capsys):
+def test_quantised_when_it_is_loaded(tiny_target_folder, capsys):
     """By an object in the API and by a mapping in a command, which reach transformers' quantiser."""
 
     @register_quantization_config("test-int8-later")

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
+from training_runs import extraction_trainer
 
 from shape import bundled
 from shape.data.conversations import Conversation
@@ -10,7 +12,6 @@ from shape.data.reading import load_prompts
 from shape.drafters import AdversaryDrafter, NgramDrafter, TrainedDrafter, TreeShape
 from shape.features.extraction import extract
 from shape.features.options import FeatureOptions
-from shape.features.trainer import TrainerOptions
 from shape.generation.decoder import ShapeDecoder
 from shape.networks.shape import ShapePredictor
 from shape.networks.teacher_forcing import teacher_forced
@@ -37,13 +38,8 @@ def prompts(target) -> list[torch.Tensor]:
 
 
 def padded(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    longest = max(map(len, rows))
-    return {
-        "input_ids": torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0)) for row in rows]),
-        "attention_mask": torch.stack(
-            [torch.nn.functional.pad(torch.ones_like(row), (longest - len(row), 0)) for row in rows]
-        ),
-    }
+    named = {"input_ids": rows, "attention_mask": [torch.ones_like(row) for row in rows]}
+    return {name: pad_sequence(each, batch_first=True, padding_side="left") for name, each in named.items()}
 
 
 def decoders(target: Target) -> dict[str, ShapeDecoder]:
@@ -80,7 +76,7 @@ def test_teacher_forced_acceptance_from_stored_features_equals_decoded(tmp_path)
             answered.append(conversation)
             decoded.append((out.stats.emitted, out.stats.forwards))
     assert len(answered) >= 6  # an answer may be cut inside a character, or have other tokens when read again
-    trainer = TrainerOptions(accelerator="cpu", devices=1, enable_progress_bar=False).for_extraction()
+    trainer = extraction_trainer()
     store = extract(target, answered, tmp_path, FeatureOptions(shard_size=3), trainer)
     assert store.manifest.dtype == "float64"
     assert [teacher_forced(predictor, target, [stored]) for stored in store] == decoded

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import ROOT
 from safetensors.torch import load_file
-from training_runs import arguments, talks
+from training_runs import arguments, write_conversations
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shape.cli.train import main
@@ -28,27 +28,6 @@ def test_scripts_are_bash_and_can_be_run(script):
     assert os.access(script, os.X_OK)
     checked = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
-
-
-def test_the_slurm_script_asks_srun_for_what_shape_train_takes(tmp_path):
-    """With an srun that says how it was called, and without a cluster; resuming once there is a checkpoint."""
-    srun = tmp_path / "srun"
-    srun.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
-    srun.chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable}
-    environment |= {"SLURM_NTASKS_PER_NODE": "4", "SLURM_NNODES": "2"}
-
-    def said(*options: str) -> list[str]:
-        call = ["bash", str(ROOT / "train/slurm.sh"), *options]
-        return subprocess.run(call, env=environment, capture_output=True, text=True, check=True).stdout.split()
-
-    first = said("--target", "T", "--output", str(tmp_path / "run"))
-    assert "--kill-on-bad-exit=1" in first and "--ckpt_path" not in first
-    for option in ("--trainer.devices 4", "--trainer.num_nodes 2", "--target T"):
-        assert option in " ".join(first)
-    (tmp_path / "run/checkpoints").mkdir(parents=True)
-    (tmp_path / "run/checkpoints/last.before.ckpt").touch()
-    assert said("--target", "T", f"--output={tmp_path / 'run'}")[-2:] == ["--ckpt_path", "last"]
 
 
 def losses(output: Path) -> dict[int, float]:
@@ -69,7 +48,7 @@ def options(tiny_target_folder, tmp_path) -> list[str]:
         "validation.every": 100000, "trainer.log_every_n_steps": 1,
     }  # fmt: skip
     more = [f"--{name}={value}" for name, value in chosen.items()]
-    return arguments(tiny_target_folder, talks(tmp_path / "talks.jsonl"), tmp_path, *more)
+    return arguments(tiny_target_folder, write_conversations(tmp_path / "talks.jsonl"), tmp_path, *more)
 
 
 def launch(*command: str) -> str:

@@ -10,19 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, speaking
+from helpers import ROOT, with_chat_template, write_rows
 from transformers import AutoTokenizer
 
 from shape import bundled
 from shape.cli.generate import main as generate_main
 from shape.data.backends import Request
 from shape.data.conversations import Conversation, Tokens
-from shape.data.encoding import encode, unfolded
+from shape.data.encoding import encode, split_by_template
+from shape.data.options import AnswerOptions
 from shape.data.reading import load_conversations, load_prompts
 from shape.data.regeneration import regenerate
 from shape.errors import DataError
 from shape.evaluation.methods import prompts_hash
-from shape.features.extraction import rows_of
+from shape.features.extraction import split_conversations
 from shape.features.storage import Storage
 from shape.generation.answers import LocalBackend
 from shape.generation.decoder import ShapeDecoder
@@ -32,6 +33,7 @@ from shape.training.preparation import prepare, validation_prompts
 
 FAMILIES = ["qwen3", "llama31", "deepseek-r1", "gpt-oss"]
 DATE = {"date_string": "1 May 2026"}
+GREEDY = AnswerOptions(sampled_share=0.0)
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 
 
@@ -51,7 +53,7 @@ def bot(text: str, thought: str = "", finished: bool = True) -> Message:
 def shown(tokenizer, conversation: Conversation) -> list[str]:
     """Every text to learn from, what is supervised in brackets."""
     texts = []
-    for part in unfolded(conversation, tokenizer):
+    for part in split_by_template(conversation, tokenizer):
         encoded = encode(part, tokenizer, None)
         text, before = "", False
         for token, mark in zip(encoded.input_ids.tolist(), encoded.loss_mask.tolist(), strict=True):
@@ -151,15 +153,15 @@ CASES = {
 @pytest.mark.parametrize(("family", "messages", "texts"), CASES.values(), ids=CASES)
 def test_every_turn_is_learned_as_the_target_writes_it(shipped, family, messages, texts):
     given = DATE if family == "llama31" else {}
-    assert shown(speaking(shipped, family), Conversation("c", messages, template=given)) == texts
+    assert shown(with_chat_template(shipped, family), Conversation("c", messages, template=given)) == texts
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("messages", [THOUGHTFUL, RAW, CUT], ids=["apart", "raw", "cut"])
 def test_training_sees_the_prompts_that_decoding_sees(shipped, family, messages):
-    tokenizer = speaking(shipped, family)
+    tokenizer = with_chat_template(shipped, family)
     found = []
-    for part in unfolded(Conversation("c", messages), tokenizer):
+    for part in split_by_template(Conversation("c", messages), tokenizer):
         encoded = encode(part, tokenizer, None)
         starts = (encoded.loss_mask & ~encoded.loss_mask.roll(1)).nonzero()[:, 0].tolist()
         found += [encoded.input_ids[:start].tolist() for start in starts]
@@ -170,9 +172,9 @@ def test_training_sees_the_prompts_that_decoding_sees(shipped, family, messages)
 
 
 def test_options_of_the_template_reach_prompt_and_text(shipped, tmp_path):
-    tokenizer = speaking(shipped, "qwen3")
+    tokenizer = with_chat_template(shipped, "qwen3")
     row = {"messages": [{"role": "user", "content": "Q1"}, {"role": "assistant", "content": "A1"}], "tools": [CALL]}
-    (tmp_path / "d.jsonl").write_text(json.dumps(row) + "\n")
+    write_rows(tmp_path / "d.jsonl", row)
     off = {"enable_thinking": False}
     (plain,), (closed,) = (load_conversations(tmp_path / "d.jsonl", chat_template_kwargs=c) for c in (None, off))
     tools = f"<|im_start|>system\nTools:\n{json.dumps(CALL)}<|im_end|>\n{QWEN}"
@@ -183,7 +185,7 @@ def test_options_of_the_template_reach_prompt_and_text(shipped, tmp_path):
         tokenizer.decode(prompt_ids(prompt.messages, tokenizer, prompt.template)) == f"{tools}<think>\n\n</think>\n\n"
     )
     own = {**row, "chat_template_kwargs": {"enable_thinking": True}}
-    (tmp_path / "own.jsonl").write_text(json.dumps(own) + "\n")
+    write_rows(tmp_path / "own.jsonl", own)
     assert shown(tokenizer, *load_conversations(tmp_path / "own.jsonl", chat_template_kwargs=off)) == shown(
         tokenizer, plain
     )
@@ -206,7 +208,7 @@ def test_measurements_know_prompts_with_other_options_apart():
     ],
 )
 def test_an_answer_becomes_the_message_that_its_template_knows(shipped, family, text, content, thought):
-    tokenizer = speaking(shipped, family)
+    tokenizer = with_chat_template(shipped, family)
     message = answer_message(tokenizer(text, add_special_tokens=False).input_ids, tokenizer, {})
     assert (message.content, message.reasoning) == (content, thought)
 
@@ -215,7 +217,7 @@ def test_the_data_that_ship_have_the_ids_and_masks_that_they_always_had(shipped)
     """Of before token ids were kept; measured then."""
     digest = hashlib.sha256()
     for conversation in load_conversations(bundled.path("data", "answers.jsonl.gz"))[::8]:
-        (part,) = unfolded(conversation, shipped)
+        (part,) = split_by_template(conversation, shipped)
         encoded = encode(part, shipped, 1024)
         digest.update(encoded.input_ids.numpy().tobytes() + encoded.loss_mask.numpy().tobytes())
     assert digest.hexdigest()[:16] == "2e4b411ca52fa789"
@@ -237,14 +239,14 @@ def own_ids(target, messages: list[dict], new: int = 60) -> tuple[list[int], lis
 
 def test_a_dialogue_is_learned_from_in_the_ids_that_were_read_and_written(thinking_target, tmp_path):
     backend = LocalBackend(ShapeDecoder(thinking_target), 60)
-    regenerate([asked("a", "one", "two")], backend, tmp_path / "a.jsonl", sampled_share=0.0, progress=False)
+    regenerate([asked("a", "one", "two")], backend, tmp_path / "a.jsonl", GREEDY, progress=False)
     (found,) = load_conversations(tmp_path / "a.jsonl")
     first, second = [{"role": "user", "content": "one"}], [{"role": "user", "content": "two"}]
     prompt, answer = own_ids(thinking_target, first)
     again, reply = own_ids(thinking_target, [*first, thinking_target.message(answer), *second])
     assert thinking_target.tokenizer.decode(answer) == "<think>\nhm, well\n</think>\n\nyes!<|im_end|>"
     assert "hm, well" not in thinking_target.tokenizer.decode(again)  # so the second turn is a text of its own
-    parts = [encode(part, None, None) for part in rows_of(thinking_target, [found])[0]]
+    parts = [encode(part, None, None) for part in split_conversations(thinking_target, [found])[0]]
     assert [part.input_ids.tolist() for part in parts] == [prompt + answer, again + reply]
     assert [part.input_ids[part.loss_mask].tolist() for part in parts] == [answer, reply]
     assert [m.content for m in found.messages] == ["one", "yes!", "two", "yes!"]
@@ -253,7 +255,7 @@ def test_a_dialogue_is_learned_from_in_the_ids_that_were_read_and_written(thinki
 
 def test_a_cut_answer_is_learned_from_as_it_is(thinking_target, tmp_path):
     backend = LocalBackend(ShapeDecoder(thinking_target), 6)
-    regenerate([asked("a", "one", "two")], backend, tmp_path / "a.jsonl", sampled_share=0.0, progress=False)
+    regenerate([asked("a", "one", "two")], backend, tmp_path / "a.jsonl", GREEDY, progress=False)
     (found,) = load_conversations(tmp_path / "a.jsonl")
     prompt, answer = own_ids(thinking_target, [{"role": "user", "content": "one"}], 6)
     assert found.texts == (Tokens(array("i", prompt + answer), bytes(len(prompt)) + bytes([1] * 6)),)
@@ -264,7 +266,7 @@ def test_a_cut_answer_is_learned_from_as_it_is(thinking_target, tmp_path):
 def test_ids_that_are_no_text_are_kept(tiny_target, tmp_path):
     """A random target writes halves of characters and unmatched special tokens, which text loses."""
     backend = LocalBackend(ShapeDecoder(tiny_target), 40)
-    regenerate([asked("a", "one")], backend, tmp_path / "a.jsonl", sampled_share=0.0, progress=False)
+    regenerate([asked("a", "one")], backend, tmp_path / "a.jsonl", GREEDY, progress=False)
     (found,) = load_conversations(tmp_path / "a.jsonl")
     prompt, answer = own_ids(tiny_target, [{"role": "user", "content": "one"}], 40)
     assert list(found.texts[0].input_ids) == prompt + answer
@@ -278,7 +280,7 @@ def test_turns_of_one_text_where_the_template_keeps_what_was_said(thinking_targe
     messages = tuple(message for message in plain.messages if message.role == "user")
     (first,) = backend.generate([Request(messages[:1], False, 0, plain.template)])
     assert first.text == "yes!" and first.more == {}  # the prompt has closed the thought
-    regenerate([plain], backend, tmp_path / "a.jsonl", sampled_share=0.0, progress=False)
+    regenerate([plain], backend, tmp_path / "a.jsonl", GREEDY, progress=False)
     (found,) = load_conversations(tmp_path / "a.jsonl")
     assert found.template == {"enable_thinking": False} and len(found.texts) == 2  # the empty thought is dropped
 
@@ -292,7 +294,7 @@ def test_raw_completions_are_not_taken_apart(thinking_target):
 def test_recorded_calls_stay_and_the_target_is_asked_there_too(thinking_target, tmp_path):
     conversation = Conversation("a", (*TOOLS, user("Q2"), bot("A2")))
     backend = LocalBackend(ShapeDecoder(thinking_target), 60)
-    done = regenerate([conversation], backend, tmp_path / "a.jsonl", sampled_share=0.0, progress=False)
+    done = regenerate([conversation], backend, tmp_path / "a.jsonl", GREEDY, progress=False)
     assert (done.answers, done.questions) == (2, 2)
     (found,) = load_conversations(tmp_path / "a.jsonl")
     assert [m.role for m in found.messages] == [m.role for m in conversation.messages]
@@ -307,9 +309,9 @@ def test_recorded_calls_stay_and_the_target_is_asked_there_too(thinking_target, 
 
 @pytest.fixture
 def dialogues(tmp_path) -> Path:
-    path = tmp_path / "dialogues.jsonl"
-    path.write_text("".join(json.dumps(asked(f"d{i}", f"one {i}", f"two {i}").to_row()) + "\n" for i in range(12)))
-    return path
+    return write_rows(
+        tmp_path / "dialogues.jsonl", *(asked(f"d{i}", f"one {i}", f"two {i}").to_row() for i in range(12))
+    )
 
 
 def test_the_data_path_of_training_by_target_and_data_alone(thinking_target_folder, dialogues, tmp_path):
@@ -338,8 +340,7 @@ def test_the_data_path_of_training_by_target_and_data_alone(thinking_target_fold
 
 def test_rows_of_token_ids_are_learned_from_as_they_are(thinking_target, thinking_target_folder, tmp_path):
     rows = [{"id": f"r{i}", "input_ids": [5, 6, 7, i], "loss_mask": [0, 0, 1, 1]} for i in range(12)]
-    data = tmp_path / "ids.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_rows(tmp_path / "ids.jsonl", *rows)
     options = TrainOptions(target=str(thinking_target_folder), data=str(data), output=str(tmp_path / "out"))
     options.trainer.accelerator = "cpu"
     material = prepare([options], Storage(tmp_path / "out"))
@@ -349,7 +350,7 @@ def test_rows_of_token_ids_are_learned_from_as_they_are(thinking_target, thinkin
     assert encode(material.conversations[3], None, None).loss_mask.tolist() == [False, False, True, True]
     beyond = Conversation("far", (), "tokens", texts=(Tokens(array("i", [1, 9999]), bytes([0, 1])),))
     with pytest.raises(DataError, match="conversation far holds token 9999, and target thinking has 261 tokens"):
-        rows_of(thinking_target, [beyond])
+        split_conversations(thinking_target, [beyond])
 
 
 def test_the_command_that_answers_thinks_or_not(thinking_target_folder, capsys):

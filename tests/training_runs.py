@@ -1,6 +1,5 @@
 """Small trainings, which the tests of examples, batches, training and export share."""
 
-import json
 import os
 import signal
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytorch_lightning as pl
 import torch
+from helpers import write_rows
 from pytorch_lightning.callbacks import Checkpoint
 
 from shape.data.conversations import Conversation
@@ -24,7 +24,7 @@ from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
 from shape.networks.sizing import draft_vocabulary
 from shape.target.chat import Message
-from shape.training.batches import Batch, Split
+from shape.training.batches import Batch, Partition
 from shape.training.checkpoints import AtomicCheckpointIO
 from shape.training.datamodule import ShapeDataModule
 from shape.training.module import ShapeModule
@@ -54,11 +54,15 @@ UNEQUAL = [
 ]
 
 
+def extraction_trainer() -> pl.Trainer:
+    """On one CPU, without a bar."""
+    return TrainerOptions(accelerator="cpu", devices=1, enable_progress_bar=False).for_extraction()
+
+
 def extracted(target, folder: Path, conversations: Sequence[Conversation] = CONVERSATIONS) -> FeatureStore:
     """The last layer of a store that holds several."""
-    trainer = TrainerOptions(accelerator="cpu", devices=1, enable_progress_bar=False).for_extraction()
     options = FeatureOptions(max_length=160, shard_size=4, layers=[0, 1, 2, -1])
-    extract(target, conversations, folder, options, trainer)
+    extract(target, conversations, folder, options, extraction_trainer())
     return FeatureStore(folder, layers=[-1])
 
 
@@ -70,7 +74,7 @@ def data_of(source, target, options=OPTIONS, window: int | None = WINDOW, **othe
 def portions(data: ShapeDataModule, step: int, world: int, accumulate: int) -> list[Batch]:
     """All of a step, in the order of their numbers."""
     pairs = product(range(accumulate), range(world))
-    found = [data.batches(Split(rank, world, accumulate))[step * accumulate + each] for each, rank in pairs]
+    found = [data.batches(Partition(rank, world, accumulate))[step * accumulate + each] for each, rank in pairs]
     assert [(batch.step, batch.part, batch.parts) for batch in found] == [
         (step, part, len(found)) for part in range(len(found))
     ]
@@ -157,7 +161,7 @@ class SaveAt(pl.Callback):
 # ------------------------------------------------------------------------------------------------- by the command
 
 
-def talks(path: Path, count: int = 60) -> Path:
+def write_conversations(path: Path, count: int = 60) -> Path:
     """A file of conversations."""
     rows = (
         {"id": f"c{i}", "conversations": [
@@ -165,8 +169,7 @@ def talks(path: Path, count: int = 60) -> Path:
         ]}
         for i in range(count)
     )  # fmt: skip
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_rows(path, *rows)
 
 
 def arguments(target: Path, data: Path, output: Path, *more: str) -> list[str]:

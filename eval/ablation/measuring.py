@@ -3,59 +3,33 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import zip_longest
 from pathlib import Path
-from statistics import mean
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from eval.ablation.options import AblationOptions, folder_name
 from eval.ablation.plan import Run
 from eval.ablation.results import Ablation, Anatomy, Figures, Line, Trained
-from eval.ablation.search import SHAPES, shaped, speeds_by_shape
+from eval.ablation.search import SHAPES, speeds_by_shape
 from eval.ablation.texts import texts_of
+from eval.draft_shapes import shaped
 from shape.data.conversations import Prompt, evenly_by_category
-from shape.drafters import Drafter, TrainedDrafter, TreeShape, make_drafter
-from shape.drafters.base import Committed, Wrapped
+from shape.drafters import Drafter, TreeShape, make_drafter
 from shape.errors import ConfigError
 from shape.evaluation.environment import Environment
-from shape.evaluation.methods import Method, Outside
+from shape.evaluation.methods import Method, TransformersMethod
 from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.results import AUTOREGRESSIVE, SpeedResults, Tally
 from shape.evaluation.runner import sampling
-from shape.evaluation.speed import measure
+from shape.evaluation.speed import SpeedSetting, measure
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
 from shape.target.loading import of_target
 from shape.target.model import Target, announce
 from shape.training.options import TrainOptions
-from shape.verification.sampling import Sampler
-from shape.verification.tree import TokenTree
-
-
-class _Counting(Wrapped):
-    """Another drafter, whose operations are counted: of drafts, and of taking in what verification made known, where
-    some drafters run their network too. One per draft; shared by the copies that the decoder makes.
-    """
-
-    def __init__(self, inner: Drafter) -> None:
-        super().__init__(inner)
-        self.flops = []  # type: ignore[var-annotated]
-
-    def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
-        if isinstance(self.inner, TrainedDrafter):
-            self.inner.single = None  # what its compiled loop computes is not seen
-        with FlopCounterMode(display=False) as counter:
-            tree = self.inner.draft(committed, sampler)
-        self.flops.append(counter.get_total_flops())
-        return tree
-
-    def update(self, tokens: list[list[int]], hidden: Tensor, counts: Tensor) -> None:
-        with FlopCounterMode(display=False) as counter:
-            self.inner.update(tokens, hidden, counts)
-        self.flops[-1] += counter.get_total_flops()
 
 
 def examine(
@@ -66,8 +40,7 @@ def examine(
     Args:
         seed: of the first prompt; the others count up, as in `shape.evaluation.speed.measure`.
     """
-    counting = _Counting(drafter)
-    decoder = ShapeDecoder(target, counting, fall_back=False)
+    decoder = ShapeDecoder(target, drafter, fall_back=False)
     options = sampling(temperature)
     asked: list[int] = []
     accepted: list[int] = []
@@ -88,18 +61,13 @@ def examine(
                 counts += [0] * (depth - len(counts))
                 counts[depth - 1] += 1
     accepted += [0] * (len(asked) - len(accepted))
-    return Anatomy(tuple(asked), tuple(accepted), mean(counting.flops) if counting.flops else None)
+    return Anatomy(tuple(asked), tuple(accepted))
 
 
 def _joined(anatomies: Sequence[Anatomy]) -> Anatomy:
     """Of several seeds."""
-    depths = range(max(len(one.asked) for one in anatomies))
-    asked, accepted = (
-        tuple(sum(counts[depth] for counts in all_ if depth < len(counts)) for depth in depths)
-        for all_ in ([one.asked for one in anatomies], [one.accepted for one in anatomies])
-    )
-    flops = [one.flops for one in anatomies if one.flops is not None]
-    return Anatomy(asked, accepted, mean(flops) if flops else None)
+    sides = ([one.asked for one in anatomies], [one.accepted for one in anatomies])
+    return Anatomy(*(tuple(map(sum, zip_longest(*counts, fillvalue=0))) for counts in sides))
 
 
 def prompts_of(options: AblationOptions, runs: TrainOptions) -> tuple[list[Prompt], str]:
@@ -110,16 +78,10 @@ def prompts_of(options: AblationOptions, runs: TrainOptions) -> tuple[list[Promp
     return chosen_prompts(given, options.measure.limit, runs.chat_template_kwargs)
 
 
-def beside(names: Sequence[str]) -> dict[str, Method]:
+def untrained_methods(names: Sequence[str]) -> dict[str, Method]:
     """The methods without training, by name."""
-    return {
-        name: cast(Outside, name)
-        if name in get_args(Outside)
-        else None
-        if name == AUTOREGRESSIVE
-        else make_drafter(name)
-        for name in names
-    }
+    known: dict[str, Method] = {AUTOREGRESSIVE: None, **{name: name for name in get_args(TransformersMethod)}}
+    return {name: known[name] if name in known else make_drafter(name) for name in names}
 
 
 def measure_all(
@@ -138,7 +100,7 @@ def measure_all(
     chosen, given = options.measure, runs[0].options
     target = Target.load(given.target, dtype=chosen.dtype, device_map=chosen.device_map, **of_target(given))
     announce(target)
-    others = beside(chosen.methods)
+    others = untrained_methods(chosen.methods)
     trees: dict[str | None, TreeShape | None] = {name: tree for name, tree in options.trees.items()} or {None: None}
     lines = {_label(name, tree, trained): (name, tree) for name in trained for tree in trees}
     # Method names of the measurement, by line and seed.
@@ -221,15 +183,12 @@ def _speed(
         target,
         methods,
         prompts,
-        max_new_tokens=chosen.max_new_tokens,
-        temperature=temperature,
-        repeats=chosen.repeats,
-        warmup=chosen.warmup,
-        seed=chosen.seed,
+        SpeedSetting(
+            chosen.max_new_tokens, temperature, chosen.repeats, chosen.warmup, seed=chosen.seed, fall_back=False
+        ),
         label=f"{options.title}, temperature {temperature:g}",
         source=source,
         journal=journal_of(output, temperature),
-        fall_back=False,
     )
     journal_of(output, temperature).with_suffix(".json").write_text(results.to_json())
     return results

@@ -152,11 +152,11 @@ def nested(names: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def over(options: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def merged_options(options: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Options with changes, group by group."""
     merged = dict(options)
     for name, value in changes.items():
-        merged[name] = over(merged.get(name, {}), value) if isinstance(value, Mapping) else value
+        merged[name] = merged_options(merged.get(name, {}), value) if isinstance(value, Mapping) else value
     return merged
 
 

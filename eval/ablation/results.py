@@ -43,13 +43,10 @@ class Anatomy:
     Attributes:
         asked: [depth - 1] drafts of which all tokens above that depth were accepted and that had one there.
         accepted: of these, the ones of which a token was accepted there too.
-        flops: floating-point operations of a draft's matrix products, two per multiply-add, a mean over drafts;
-            softmax, sorting and elementwise functions are not counted.
     """
 
     asked: tuple[int, ...]
     accepted: tuple[int, ...]
-    flops: float | None
 
     @property
     def shares(self) -> list[float]:
@@ -144,7 +141,7 @@ class Ablation:
 
     def _main(self) -> tuple[list[str], list[list[str]]]:
         several = len(self.seeds) > 1
-        header = ["variant", "parameters", "MFLOP per draft", "trained s", "positions/s", "GFLOP/s (of peak)"]
+        header = ["variant", "parameters", "trained s", "positions/s", "GFLOP/s (of peak)"]
         for temperature in self.others:
             at = f"T = {temperature:g}"
             for figure in (f"acceptance length, {at}", f"speed-up, {at}"):
@@ -152,19 +149,17 @@ class Ablation:
             header += [f"accepted at 1, 2, ..., {at}", *([f"draft, {at}"] if self._fitted else [])]
         rows = []
         for name in next(iter(self.others.values())):
-            cells = [name, *[DASH] * 5]
+            cells = [name, *[DASH] * 4]
             for found in self.others.values():
                 cells += _cells(found[name], {} if several else None, {} if several else None)
                 cells += [DASH] * (1 + self._fitted)
             rows.append(cells)
         for line in self.lines:
             trained = list(self.trained[line.variant].values())
-            flops = next(iter(line.at.values())).anatomy.flops
             speeds = [one.positions_per_second for one in trained if one.positions_per_second is not None]
             cells = [
                 line.label,
                 f"{trained[0].parameters / 1e6:.2f}M",
-                show(None if flops is None else flops / 1e6, ".1f"),
                 f"{mean(one.seconds for one in trained):.0f}",
                 show(mean(speeds) if speeds else None, ",.0f"),
                 _throughput([one.record for one in trained]),
@@ -186,9 +181,6 @@ class Ablation:
         for label, figures in found:
             shares = list(map(show, figures.anatomy.shares))
             summary = figures.summary
-            equal = (
-                DASH if summary.equal_autoregressive is None else f"{summary.equal_autoregressive} / {summary.answers}"
-            )
             rows.append(
                 [
                     label,
@@ -197,7 +189,7 @@ class Ablation:
                     show(summary.tokens_per_draft_step),
                     *(show(figures.step_ms[part]) for part in parts),
                     show(summary.tokens_per_second, ".0f"),
-                    equal,
+                    share(summary.equal_autoregressive, summary.answers),
                 ]
             )
         return header, rows
@@ -250,10 +242,9 @@ class Ablation:
             f"{settings['prompts']}, at most {self.max_new_tokens} new tokens, batch 1, interleaved, always "
             f"drafting; speed-ups leave prefill out and are over {baselines}.",
             f"{over}Trained s are seconds of optimisation alone, {threads} thread(s) each{at_once}; GFLOP/s are those "
-            "of its matrix products, and peak is what a large one of the same precision reaches. MFLOP per draft are "
-            "those of the real drafts' matrix products, two per multiply-add, a mean over "
-            f"{min(self.examined, settings['count'])} prompts; so is "
-            '"accepted at": of drafts that reached a depth, the share of which a token was accepted there.',
+            "of its matrix products, and peak is what a large one of the same precision reaches. Accepted at: of the "
+            f"drafts of {min(self.examined, settings['count'])} prompts that reached a depth, the share of which a "
+            "token was accepted there.",
             self.environment.line(),
         ]
 

@@ -2,23 +2,22 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from eval.ablation.options import AblationOptions, MeasureOptions, SearchOptions
-from eval.ablation.plan import nested, over, plan
+from eval.ablation.plan import merged_options, nested, plan
 from eval.ablation.training import train_all
-from eval.draft_shapes import name
+from eval.draft_shapes import shape_name, shaped
 from shape import bundled
 from shape.data.conversations import Prompt
 from shape.data.reading import load_prompts
 from shape.drafters import Drafter, TreeShape
 from shape.errors import CheckpointError, ConfigError
 from shape.evaluation.results import AUTOREGRESSIVE, SpeedResults
-from shape.evaluation.speed import measure_in
+from shape.evaluation.speed import SpeedSetting, measure_in
 from shape.target.model import Target
 from shape.training.options import TrainOptions
 
@@ -29,7 +28,7 @@ _SHAPES = (
     TreeShape(width=2, depth=8, nodes=12, threshold=0.1),
     *(TreeShape(width=width, depth=depth, nodes=nodes) for width, depth, nodes in ((3, 4, 8), (4, 4, 16), (4, 8, 24))),
 )
-SHAPES = {name(shape): shape for shape in _SHAPES}
+SHAPES = {shape_name(shape): shape for shape in _SHAPES}
 
 
 def tuning_prompts(given: TrainOptions, measured: Sequence[Prompt]) -> list[Prompt]:
@@ -156,22 +155,11 @@ def _merged(
     """What a variant changes, with a candidate's options, the search's shape of draft, and its share of training."""
     merged = {**variant, "tree": asdict(tree)}
     for option, value in {**candidate, **(share or {})}.items():
-        merged = over(merged, nested(option, value))
+        merged = merged_options(merged, nested(option, value))
     return merged
 
 
 # ------------------------------------------------------------------------------------------------- shapes of drafts
-
-
-def shaped(drafter: Drafter, shape: TreeShape) -> Drafter | None:
-    """The drafter with another shape of its drafts; None where it cannot have it, or does not reach as deep."""
-    network = drafter.predictor
-    if network is not None and network.config.step_mode == "parallel" and shape.depth > network.config.num_steps:
-        return None
-    if (other := drafter.with_tree(shape)) is None and shape == TreeShape(width=1, depth=shape.depth):
-        other = copy(drafter)
-        other.limit_draft(shape.depth)
-    return other
 
 
 def speeds_by_shape(
@@ -189,10 +177,8 @@ def speeds_by_shape(
     if not kept.exists():
         shapes = {label: shaped(drafter, shape) for label, shape in SHAPES.items()}
         methods = {label: other for label, other in shapes.items() if other is not None}
-        measure_in(
-            folder, target, {AUTOREGRESSIVE: None, **methods}, prompts, max_new_tokens=chosen.max_new_tokens,
-            temperature=temperature, seed=chosen.seed, source="validation prompts", fall_back=False,
-        )  # fmt: skip
+        setting = SpeedSetting(chosen.max_new_tokens, temperature, seed=chosen.seed, fall_back=False)
+        measure_in(folder, target, {AUTOREGRESSIVE: None, **methods}, prompts, setting, source="validation prompts")
     summary = SpeedResults.from_json(kept.read_text()).summary
     found = {label: summary[label].tokens_per_second or 0.0 for label in SHAPES if label in summary}
     return dict(sorted(found.items(), key=lambda one: -one[1]))

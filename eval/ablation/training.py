@@ -1,7 +1,6 @@
 """Carries out the trainings of an ablation, as processes that go on where they were interrupted."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,11 +16,10 @@ from safetensors import safe_open
 
 from eval.ablation.plan import Run, by_seed
 from eval.ablation.results import Trained
+from eval.commands import environment
 from shape.errors import CheckpointError
 from shape.evaluation.environment import Environment
 from shape.files import reading, typed
-
-_CHECKOUT = str(Path(__file__).resolve().parents[2])  # whose commands are run, from whatever folder
 
 
 def train_all(runs: Sequence[Run], jobs: int, needed: bool = True) -> dict[str, dict[int, Trained]]:
@@ -121,9 +119,8 @@ def _launch(module: str, arguments: list[str], log: Path, threads: int) -> int:
     """A command as a process, its exit status; what it says goes to the end of a file."""
     with log.open("a") as file:
         command = [sys.executable, "-m", module, *arguments]
-        path = os.pathsep.join(filter(None, [_CHECKOUT, os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
-        return subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment).returncode
+        variables = environment(OMP_NUM_THREADS=str(threads))
+        return subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=variables).returncode
 
 
 def _is_done(run: Run) -> bool:

@@ -1,6 +1,5 @@
 """Entropic transport plans: what they add to the refinement of predictions, and how far they carry p_t to p_{t+n}."""
 
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from eval.analysis.texts import Predictions, common_support, unrolled
+from shape.evaluation.doctor import changed
 from shape.networks.base import Predictor
 from shape.networks.teacher_forcing import Reader
 from shape.networks.transport import Plan, squared_distances
@@ -58,7 +58,7 @@ def read_outs(predictor: Predictor, target: Target, found: Predictions) -> list[
     rows: list[ReadOut] = []
     reference = None
     for name, changes in variants.items():
-        states = unrolled(varied(predictor, changes), found.read)
+        states = unrolled(changed(predictor, **changes), found.read)
         logits = reader(states, found.tokens, found.embeddings).float()[mask]
         drafts = logits.argmax(-1)
         drafts = drafts if vocabulary is None else vocabulary[drafts]
@@ -84,16 +84,6 @@ def read_outs(predictor: Predictor, target: Target, found: Predictions) -> list[
 def _with_error(values: Tensor) -> tuple[float, float]:
     """Mean and its standard error."""
     return float(values.mean()), float(values.std() / len(values) ** 0.5) if len(values) > 1 else 0.0
-
-
-def varied(predictor: Predictor, changes: dict[str, Any]) -> Predictor:
-    """The same weights under another configuration."""
-    config = deepcopy(predictor.config)
-    for name, value in changes.items():
-        setattr(config, name, value)
-    other = type(predictor)(config)
-    other.load_state_dict(predictor.state_dict())
-    return other.to(predictor.device, predictor.dtype).eval()  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

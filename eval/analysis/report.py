@@ -7,14 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from shape.evaluation.markdown import DASH, markdown, show
-
-matplotlib.use("Agg")
-from matplotlib import pyplot  # a display must not be looked for
 
 Record = Mapping[str, Any]
 
@@ -297,7 +294,7 @@ def _losses(record: Record) -> str:
     kl = next(row for row in rows if row["name"] == "KL")
     narrow = transport[0]
     far = [row for row, scale in zip(transport, record["losses"]["scales"], strict=True) if scale >= apart.get("50", 0)]
-    aware = (far or transport)[-len(far) :][0]
+    aware = (far or transport[-1:])[0]
     along = {row["name"]: row["alignment"]["total variation"] for row in (kl, narrow, aware)}
     gain = along[aware["name"]] - along["KL"]
     meaning = (
@@ -324,8 +321,8 @@ def _losses(record: Record) -> str:
 
 def draw(record: Record, cosines: Mapping[str, Tensor], pairs: Mapping[str, Tensor], path: Path) -> None:
     """One figure with a panel per section, as PNG."""
-    figure, axes = pyplot.subplots(2, 3, figsize=(14, 7.6), layout="constrained")
-    panels = list(axes.flat)
+    figure = Figure((14, 7.6), layout="constrained")
+    panels = list(figure.subplots(2, 3).flat)
     for name, values in cosines.items():
         style = "--" if name == "unrelated" else "-"
         panels[0].plot(values.sort().values.numpy(), np.linspace(0, 1, len(values)), style, label=name)
@@ -372,7 +369,6 @@ def draw(record: Record, cosines: Mapping[str, Tensor], pairs: Mapping[str, Tens
     panels[5].set_title("6. cosine of losses' gradients", fontsize=10)
 
     figure.savefig(path, dpi=90, metadata={"Software": None})
-    pyplot.close(figure)
 
 
 def _draw_refinement(panel: Any, rows: Sequence[Record] | None) -> None:

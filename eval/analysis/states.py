@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eval.analysis.texts import speaking
+from eval.analysis.texts import answer_positions
 from shape.errors import DataError
 from shape.features.store import Stored
 from shape.target.model import Target
@@ -39,10 +39,10 @@ def similarity(texts: Sequence[Stored], lags: Sequence[int], seed: int) -> tuple
     """Over all positions, not only the drawn ones. Also the cosines themselves, by name."""
     found: dict[int | None, Tensor] = {}
     for lag in lags:
-        places = [speaking(text, lag + 1) for text in texts]
+        places = [answer_positions(text, lag + 1) for text in texts]
         pairs = [(text.hidden[at], text.hidden[at + lag]) for text, at in zip(texts, places, strict=True)]
         found[lag] = torch.cat([F.cosine_similarity(one, other, dim=-1) for one, other in pairs])
-    places = [speaking(text, 1) for text in texts]
+    places = [answer_positions(text, 1) for text in texts]
     states = torch.cat([text.hidden[at] for text, at in zip(texts, places, strict=True)])
     owner = torch.cat([torch.full_like(at, number) for number, at in enumerate(places)])
     other = torch.randperm(len(states), generator=torch.Generator().manual_seed(seed))

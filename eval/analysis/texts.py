@@ -42,7 +42,7 @@ def answered(decoder: ShapeDecoder, prompts: Sequence[list[int]], max_new_tokens
         yield Encoded(str(number), row, torch.arange(len(row)) >= len(prompt))
 
 
-def speaking(text: Stored, run: int) -> Tensor:
+def answer_positions(text: Stored, run: int) -> Tensor:
     """Positions t whose states h_t..h_{t+run-1} all predict tokens of one answer, (R,) int64."""
     predicts = text.loss_mask[1:]
     if len(predicts) < run:
@@ -50,7 +50,7 @@ def speaking(text: Stored, run: int) -> Tensor:
     return predicts.unfold(0, run, 1).all(-1).nonzero()[:, 0]
 
 
-def chosen(counts: Sequence[int], positions: int, seed: int) -> list[Tensor]:
+def drawn_positions(counts: Sequence[int], positions: int, seed: int) -> list[Tensor]:
     """Which of so many positions of each text are drawn: at most `positions` of all together."""
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randperm(sum(counts), generator=generator)[:positions].sort().values
@@ -62,9 +62,9 @@ def chosen(counts: Sequence[int], positions: int, seed: int) -> list[Tensor]:
 
 def successive_states(texts: Sequence[Stored], last: int, positions: int, seed: int) -> Tensor:
     """(P, last + 1, H): h_t..h_{t+last} at positions drawn from all that stay within one answer."""
-    found = [speaking(text, last + 1) for text in texts]
+    found = [answer_positions(text, last + 1) for text in texts]
     parts = []
-    for text, places, kept in zip(texts, found, chosen([len(f) for f in found], positions, seed), strict=True):
+    for text, places, kept in zip(texts, found, drawn_positions([len(f) for f in found], positions, seed), strict=True):
         parts.append(text.hidden[places[kept][:, None] + torch.arange(last + 1)])
     states = torch.cat(parts)
     if not len(states):
@@ -101,7 +101,7 @@ def predictions(
     config = predictor.config
     roots = [eligible(text.loss_mask, torch.tensor([0, len(text.input_ids)])).nonzero()[:, 0] for text in texts]
     true, masks, tokens, read = [], [], [], []
-    for text, places, kept in zip(texts, roots, chosen([len(r) for r in roots], positions, seed), strict=True):
+    for text, places, kept in zip(texts, roots, drawn_positions([len(r) for r in roots], positions, seed), strict=True):
         if not len(kept):
             continue
         ids, mask, hidden = (part[None].to(target.device) for part in text)

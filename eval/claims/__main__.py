@@ -9,11 +9,9 @@ where both can be compared: run this again when a table has been measured again.
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from jsonargparse import auto_cli
-
+from eval import commands
 from eval.claims.committed import Committed
 from eval.claims.systems import SYSTEMS
-from shape.errors import exit_on_error
 from shape.evaluation.environment import Environment
 from shape.evaluation.markdown import markdown
 
@@ -76,12 +74,11 @@ def write(results: str = "eval/results", output: str = "docs/research/claims.md"
         results: folder of the committed results.
         output: the page.
     """
-    with exit_on_error():
-        Path(output).write_text(page(Path(results)))
+    Path(output).write_text(page(Path(results)))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    auto_cli(write, as_positional=False, args=None if arguments is None else list(arguments))
+    commands.run_one_of([write], arguments)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,12 @@ decoding"; HyperTensor's paper C, OTT-Decode; and what publications of the peers
 """
 
 from collections.abc import Sequence
+from itertools import starmap
 
 from eval.claims.committed import BASELINES, OTHER, SHIPPED, SMALL, Claim, Committed, Ours, numbers, shares, times
 from eval.claims.paper import SHAPE
 from shape.drafters.cost import break_even
+from shape.evaluation.results import speed_and_length
 
 LENGTHS, KINDS = "lookahead/t{}", ("factual", "creative", "code", "repetitive", "dialogue", "technical")
 OTHERS = "another target, drafter and text"
@@ -274,7 +276,7 @@ OTT = [
 
 def eagle(read: Committed) -> Ours:
     found = [read.variant(name, "eagle") for name in BASELINES]
-    return "; ".join(f"{ratio:.2f}x ({length:.2f})" for ratio, length in found), None
+    return "; ".join(starmap(speed_and_length, found)), None
 
 
 def few_dialogues(read: Committed) -> Ours:

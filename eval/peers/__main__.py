@@ -23,7 +23,7 @@ from eval.peers.table import lines_of, report
 from shape.data.conversations import evenly
 from shape.errors import ConfigError
 from shape.evaluation.environment import Environment
-from shape.evaluation.estimates import few
+from shape.evaluation.estimates import few_units_note
 from shape.evaluation.journal import JOURNAL, Journal
 from shape.evaluation.runner import rotated
 
@@ -131,22 +131,22 @@ def _warm_up(program: Program, methods: Sequence[str], texts: Sequence[list[int]
             program.ask({**asked, "new_tokens": _WARM_UP_TOKENS, "prompt": text, "method": method})
 
 
-def notes(options: PeersOptions, environment: Environment, records: Sequence[dict[str, Any]]) -> list[str]:
-    """What was measured, and where."""
+def notes(options: PeersOptions, threads: int, records: Sequence[dict[str, Any]]) -> list[str]:
+    """What was measured, and with what."""
     versions = {name: number for record in records for name, number in record["versions"].items()}
     commits = sorted({str(record["commit"]) for record in records})
     rounds = {record["size"]: record["round"] + 1 for record in sorted(records, key=lambda one: one["round"])}
     shown = [f"{name} ({rounds[name]} rounds): {_shape_text(name, options)}" for name in SIZES if name in rounds]
     return [
-        f"Greedy, batch size 1, {environment.threads} threads for every system, which answer prompts in turn, in "
+        f"Greedy, batch size 1, {threads} threads for every system, which answer prompts in turn, in "
         "rounds, with the same token ids. In brackets 95 % bootstrap intervals over prompts, whose rounds stay "
-        f"together, where there are several; {few('prompts')}. "
+        f"together, where there are several; {few_units_note('prompts')}. "
         + "; ".join(shown)
         + ". OpenVINO and llama.cpp run with their defaults, but for the threads and in float32 the KV cache, and in "
         "formats made by optimum-intel and by llama.cpp. Int8 and int4 quantise weights, each in its own way: their "
         "answers are those of the quantised model.",
         ", ".join(f"{name} {number}" for name, number in sorted(versions.items()))
-        + f". {environment.line()} Measured at commit {', '.join(commits)}.",
+        + f". Measured at commit {', '.join(commits)}.",
     ]
 
 
@@ -190,8 +190,9 @@ def write(options: PeersOptions, environment: Environment, records: Sequence[dic
     return commands.write_results(
         options.output,
         "peers",
-        {"environment": environment.__dict__, "turns": [_without_tokens(record) for record in records]},
-        *report(lines_of(records), notes(options, environment, records)),
+        {"turns": [_without_tokens(record) for record in records]},
+        *report(lines_of(records), notes(options, environment.threads, records)),
+        environment=environment,
     )
 
 

@@ -14,17 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from eagle3 import DRAFTED, VOCABULARY, method, randomise
 from safetensors.torch import save_file
-from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.losses import resolve_loss_config
 from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
 from speculators.models.dflash import core as dflash
 from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
 from speculators.models.dspark import core as dspark
-from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import Qwen3Config
 
-VOCABULARY, DRAFTED, LENGTH, ANCHORS = 40, 24, 20, 3
+LENGTH, ANCHORS = 20, 3
 LAYERS = [1, 3, 4]
 LOSSES = '{"kl_div": 0.1, "tv": 0.9}'
 # The q / k norms and a head_dim that is not hidden_size / heads tell a wrong layout from a right one.
@@ -68,37 +67,21 @@ def widened(model: Any, target: int) -> Any:
 def config_of(kind: type, algorithm: str, tokens: int, sizes: dict[str, Any] = SIZES, **options: Any) -> Any:
     layers = Qwen3Config(**sizes)
     layers._attn_implementation = "eager"
-    method = SpeculatorsConfig(
-        algorithm=algorithm,
-        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=tokens)],
-        default_proposal_method="greedy",
-        verifier=VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
-    )
     return kind(
         transformer_layer_config=layers,
         block_size=4,
         mask_token_id=VOCABULARY - 1,
         aux_hidden_state_layer_ids=LAYERS,
-        speculators_config=method,
+        speculators_config=method(algorithm, tokens),
         **options,
     )
 
 
-def randomise(model: Any) -> torch.Tensor:
-    """Weights at which all parts matter: norms away from one, biases and tables away from zero. Returns the target's
-    output embedding, (V, H).
-    """
+def with_head(model: Any) -> torch.Tensor:
+    """Gives the model weights at which all parts matter. Returns the target's output embedding, (V, H)."""
     head = torch.randn(VOCABULARY, model.verifier_lm_head.in_features) / 4
+    randomise(model, DRAFTED)
     with torch.no_grad():
-        for weight in model.parameters():
-            weight.copy_(1 + 0.3 * torch.randn_like(weight) if weight.ndim == 1 else torch.randn_like(weight))
-            if weight.ndim > 1:
-                weight.mul_(weight.shape[-1] ** -0.5)
-        if model.use_draft_vocab:
-            drafted = torch.randperm(VOCABULARY)[:DRAFTED].sort().values
-            model.t2d.zero_()
-            model.t2d[drafted] = True
-            model.d2t.copy_(drafted - torch.arange(DRAFTED))  # a delta
         rows = head[model.t2d] if model.use_draft_vocab else head
         if model.lm_head.weight.shape == rows.shape:
             model.lm_head.weight.copy_(rows)
@@ -111,7 +94,7 @@ def randomise(model: Any) -> torch.Tensor:
 def record(model: Any, module: Any, folder: Path) -> None:
     """Save the checkpoint, and what the package's own forward computes on the way to its loss."""
     hidden = model.config.target_hidden_size or SIZES["hidden_size"]
-    head = randomise(widened(model, hidden))
+    head = with_head(widened(model, hidden))
     features = torch.randn(1, LENGTH, hidden * len(LAYERS))
     last = torch.randn(1, LENGTH, hidden)
     tokens = torch.randint(VOCABULARY - 1, (1, LENGTH))

@@ -46,10 +46,10 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 PLAIN = {"rope_type": "default", "rope_theta": 500000.0}
 
 
-def method(algorithm: str) -> SpeculatorsConfig:
+def method(algorithm: str, tokens: int = STEPS) -> SpeculatorsConfig:
     return SpeculatorsConfig(
         algorithm=algorithm,
-        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=STEPS)],
+        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=tokens)],
         default_proposal_method="greedy",
         verifier=VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
     )

@@ -9,8 +9,8 @@ draft took. Both are run again for every step of an answer right behind that ans
 of them. What is left is ours: growing trees, masks, noise, acceptance, cache, bookkeeping. Without drafts it
 is t(1) / step.
 
-Methods answer the same prompts in turn, in rotating order. `oracle` drafts the true continuation with every fifth
-token corrupted, at no cost: its speed-up is simulated, its efficiency is not.
+Methods answer the same prompts in turn, in rotating order. `oracle` drafts the true continuation with a fifth of its
+tokens corrupted at random, at no cost: its speed-up is simulated, its efficiency is not.
 """
 
 from collections.abc import Sequence

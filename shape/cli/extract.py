@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from shape.errors import exit_on_error
 from shape.features.options import CostOptions, ExtractOptions
 from shape.features.trainer import quiet
-from shape.parsing import CommandParser, command_parser
+from shape.parsing import DRY_RUN, CommandParser, command_parser
 
 COMMON = (
     "target",
@@ -31,19 +31,18 @@ COMMON = (
     "feature_dtype",
     "dry_run",
 )
-_DRY_RUN = ("--dry_run", "--dry-run")
 
 
 def parser(kind: type = ExtractOptions) -> CommandParser:
     parser = command_parser("extract", __doc__, kind, COMMON if kind is ExtractOptions else ())
-    parser.add_argument(*_DRY_RUN, action="store_true", help="say what it would take, and do nothing")
+    parser.add_argument(*DRY_RUN, action="store_true", help="say what it would take, and do nothing")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
     with exit_on_error():
-        if set(_DRY_RUN) & set(given):
+        if set(DRY_RUN) & set(given):
             costs = parser(CostOptions).options(CostOptions, given)
             from shape.features.costs import dry_run
 

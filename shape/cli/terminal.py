@@ -17,7 +17,7 @@ from shape.evaluation.environment import Environment
 from shape.files import prepare_file
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
-from shape.generation.loading import PREDICTOR_KINDS
+from shape.generation.loading import needs_predictor
 from shape.generation.options import GenerateOptions
 from shape.generation.rules import Rule, make_rule
 from shape.generation.stats import DecodeStats
@@ -51,13 +51,13 @@ def answer(
         # Greedy answers that nobody looks into may look at the clock, and so are the fastest.
         reproducible=recorded or options.temperature > 0,
         max_new_tokens=options.max_new_tokens,
-        **choosing(options),
+        **generation_options(options),
     )
     assert isinstance(output, ShapeOutput)
     return output
 
 
-def choosing(options: GenerateOptions) -> dict[str, Any]:
+def generation_options(options: GenerateOptions) -> dict[str, Any]:
     """How tokens are chosen, in the words of ``ShapeDecoder.generate``."""
     given = {"seed": options.seed, "acceptance": rule_of(options), "eos_aware": options.eos_aware}
     if options.temperature == 0:
@@ -152,9 +152,7 @@ def _system(options: GenerateOptions) -> list[dict[str, Any]]:
 
 def load(options: GenerateOptions) -> ShapeDecoder:
     """The decoder of these options. With another drafter the predictor only names the target, if need be."""
-    networks = {"shape", "model", *PREDICTOR_KINDS}
-    trained = options.drafter is None or not networks.isdisjoint(options.drafter.split("+"))
-    predictor = options.predictor if trained or not options.target else None
+    predictor = options.predictor if needs_predictor(options.drafter) or not options.target else None
     if predictor is None and options.target is None:
         predictor = "quickstart-shape"
     decoder = ShapeDecoder.from_pretrained(
@@ -194,7 +192,7 @@ def generate(options: GenerateOptions) -> None:
     disable_progress_bar()  # transformers', beside an answer
     decoder, console = load(options), Console(highlight=False)
     if options.misses is None:  # what it does not know of a text that nobody asked for is no miss
-        decoder.warm_up(**choosing(options))  # the figures below an answer are about answers
+        decoder.warm_up(**generation_options(options))  # the figures below an answer are about answers
     if interactive:
         chat(decoder, options, console)
     else:

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 
 from shape.errors import exit_on_error
 from shape.features.trainer import quiet
-from shape.training.parsing import DRY_RUN, parse
+from shape.parsing import DRY_RUN
+from shape.training.parsing import parse
 
 COMMON = (
     *("target", "data", "output", "regenerate", "init", "limit", "dtype", "seed", "ckpt_path", "dry_run"),

@@ -7,6 +7,7 @@ from itertools import chain, pairwise
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -102,7 +103,7 @@ def encode_all(
     encoded = [
         encode_row(part, tokenizer, max_length, skip_bad_rows)
         for conversation in conversations
-        for part in unfolded(conversation, tokenizer)
+        for part in split_by_template(conversation, tokenizer)
     ]
     examples = [each for each in encoded if each.loss_mask.any()]
     if not examples:
@@ -113,7 +114,13 @@ def encode_all(
     return EncodedSet(examples, sum(each.truncated for each in examples), len(encoded) - len(examples))
 
 
-def joined(turns: Iterable[tuple[Sequence[int], Sequence[int]]]) -> tuple[Tokens, ...]:
+def supervised_runs(loss_mask: Tensor) -> list[tuple[int, int]]:
+    """Positions of the first and the last token of each answer, as far as a mask (T,) tells them apart."""
+    edges = F.pad(loss_mask.int(), (1, 1)).diff()
+    return list(zip((edges == 1).nonzero()[:, 0].tolist(), ((edges == -1).nonzero()[:, 0] - 1).tolist(), strict=True))
+
+
+def texts_of_turns(turns: Iterable[tuple[Sequence[int], Sequence[int]]]) -> tuple[Tokens, ...]:
     """Texts to learn from, of a dialogue's (prompt, answer), both token ids: one where each prompt continues the answer
     before it, and another one wherever the template rewrites earlier turns.
     """
@@ -127,7 +134,7 @@ def joined(turns: Iterable[tuple[Sequence[int], Sequence[int]]]) -> tuple[Tokens
     return tuple(texts)
 
 
-def unfolded(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> list[Conversation]:
+def split_by_template(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> list[Conversation]:
     """What `encode` takes: a conversation of one text, or several where the chat template rewrites earlier turns (drops
     their reasoning, say), each with the turns that are learned from in it.
 

@@ -161,8 +161,12 @@ class EndpointBackend(Endpoint):
 
 def _openai_message(message: Message) -> dict[str, Any]:
     """A message in OpenAI's protocol, where arguments of tools are text."""
+
+    def as_text(arguments: Any) -> str:  # recorded ones that are no JSON are text already
+        return arguments if isinstance(arguments, str) else json.dumps(arguments)
+
     calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        {**call, "function": {**call["function"], "arguments": as_text(call["function"]["arguments"])}}
         for call in message.more.get("tool_calls", [])
     ]
     fields = {"role": message.role, "content": message.content, **message.more}

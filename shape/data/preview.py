@@ -13,6 +13,7 @@ from shape.data.encoding import Encoded, encode_all
 from shape.data.options import PreviewOptions
 from shape.data.reading import load_conversations
 from shape.errors import DataError
+from shape.target.loading import first_line
 
 
 def preview(options: PreviewOptions) -> None:
@@ -26,7 +27,7 @@ def preview(options: PreviewOptions) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(bundled.resolve(options.target))
     except (OSError, ValueError) as error:
-        raise DataError(f"the tokenizer of {options.target} cannot be loaded: {str(error).splitlines()[0]}") from None
+        raise DataError(f"the tokenizer of {options.target} cannot be loaded: {first_line(error)}") from None
     encoded = encode_all(conversations, tokenizer, options.max_length, skip_bad_rows=options.skip_bad_rows)
     console = Console()
     for example in encoded.examples[: options.n]:

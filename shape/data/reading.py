@@ -75,8 +75,10 @@ def load_conversations(
             found.append(replace(conversation, template={**given, **conversation.template}) if given else conversation)
     if bad:
         warnings.warn(f"{label}: skipped {len(bad)} malformed of {rows} rows (the first: {bad[0]})", stacklevel=2)
+    if bad and len(bad) == rows:
+        raise DataError(f"{label}: none of its {rows} rows can be read (the first: {bad[0]})")
     if not found:
-        raise DataError(_nothing_left(label, rows, bad))
+        raise DataError(f"{label}: no conversation is left of {rows} rows after limit and exclude_ids")
     if require_answers and not any(c.texts or any(m.role == "assistant" for m in c.messages) for c in found):
         raise DataError(
             f"{label} has no assistant turn in any of its {len(found)} rows, so there is nothing to learn "
@@ -121,14 +123,8 @@ def load_prompts(path: Source, chat_template_kwargs: Mapping[str, Any] | None = 
             raise DataError(message)
         warnings.warn(message, stacklevel=2)
     if not prompts:
-        raise DataError(_nothing_left(str(path), 0, []))
+        raise DataError(f"{path} is empty; it has no row to read")
     return prompts
-
-
-def _nothing_left(label: str, rows: int, bad: list[str]) -> str:
-    if bad and len(bad) == rows:
-        return f"{label}: none of its {rows} rows can be read (the first: {bad[0]})"
-    return f"{label}: no conversation is left of {rows} rows after limit and exclude_ids"
 
 
 def _rows(source: Source) -> Iterator[tuple[str, str, object]]:
@@ -240,10 +236,9 @@ def _hub_rows(source: str) -> Iterator[tuple[str, str, object]]:
 
         rows = load_dataset(name, config, split=split)
     except Exception as error:  # datasets raises whatever its storage, network and parsers raise
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise DataError(
             f"{source} is neither a file nor a folder here, and as a dataset of the hub it cannot be loaded "
-            f"({reason}); check the name, the split (`name:split` or `name:config:split`) and the connection"
+            f"({first_line(error)}); check the name, the split (`name:split` or `name:config:split`) and the connection"
         ) from None
     stem = name.split("/")[-1]
     for number, row in enumerate(rows):

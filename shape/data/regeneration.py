@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 
 from shape.data.backends import Answer, Backend, Request
 from shape.data.conversations import Conversation, fingerprint
-from shape.data.encoding import joined
+from shape.data.encoding import texts_of_turns
 from shape.data.journal import AnswerJournal
 from shape.data.options import AnswerOptions
 from shape.data.reading import load_conversations
@@ -65,10 +65,8 @@ def regenerate(
     conversations: Sequence[Conversation],
     backend: Backend,
     output: str | Path,
+    options: AnswerOptions | None = None,
     *,
-    sampled_share: float = 0.5,
-    seed: int = 0,
-    batch_size: int = 16,
     progress: bool = True,
     share: Share = Share(),
 ) -> Summary | None:
@@ -84,16 +82,15 @@ def regenerate(
     Where the backend knows token ids, rows hold them (`input_ids`, `loss_mask`), as they were read and written at every
     turn: one text, or several where the chat template rewrites earlier turns. These are what is learned from.
 
-    About `sampled_share` of the conversations are sampled, the others greedy. Which, and their noise, is a function of
-    (seed, conversation id) alone. Batches are fixed too, so that a resumed run of the same batch size repeats them. An
-    endpoint has no batches: `concurrency` conversations are answered at a time, independently of each other.
+    Which conversations are sampled, and their noise, is a function of (seed, conversation id) alone. Batches are fixed
+    too, so that a resumed run of the same batch size repeats them. An endpoint has no batches: `concurrency`
+    conversations are answered at a time, independently of each other.
 
     Args:
         output: .jsonl or .jsonl.gz in the order of `conversations`; it appears only when complete. What is finished is
             kept in `output` + ".partial" (".partial.1" and so on of other processes), so that a killed run loses what
             is at hand only, and another number of processes may continue.
-        batch_size: conversations answered together; another one may continue. In bfloat16 and float16 near-ties may
-            fall otherwise in it.
+        options: all but temperature and longest answer, which are the backend's own.
         progress: show a bar.
         share: which part of the work is this process's.
 
@@ -104,19 +101,19 @@ def regenerate(
         DataError: plain text among the conversations, or no answer at all.
         ConfigError: `output` exists, or was begun with other data or options.
     """
-    output = Path(output)
+    output, options = Path(output), options or AnswerOptions()
     check_output(output)
-    AnswerOptions(sampled_share=sampled_share, batch_size=batch_size).check()
+    options.check()
     for conversation in conversations:
         if not conversation.asks:
             what = "plain text" if conversation.kind == "text" else "token ids alone"
             raise DataError(f"conversation {conversation.id} is {what}, which has no prompt to answer; leave it out")
-    draws = [_draw(seed, conversation.id) for conversation in conversations]
-    kinds = [(uniform < sampled_share, noise) for uniform, noise in draws]
-    size = 1 if backend.concurrency > 1 else batch_size
+    draws = [_draw(options.seed, conversation.id) for conversation in conversations]
+    kinds = [(uniform < options.sampled_share, noise) for uniform, noise in draws]
+    size = 1 if backend.concurrency > 1 else options.batch_size
     batches = _batches(conversations, [sampled for sampled, _ in kinds], size)
     output.parent.mkdir(parents=True, exist_ok=True)
-    settings = _settings(conversations, backend, sampled_share, seed)
+    settings = _settings(conversations, backend, options)
     journal = AnswerJournal(output.with_name(output.name + ".partial"), settings, share.rank)
     share.barrier()  # all have seen what is done, and nobody has cleared it away
     mine = batches[share.rank :: share.world_size]
@@ -146,13 +143,11 @@ def check_output(output: Path) -> None:
         raise ConfigError(f"output {output} exists already; delete it or name another file")
 
 
-def _settings(
-    conversations: Sequence[Conversation], backend: Backend, sampled_share: float, seed: int
-) -> dict[str, Any]:
+def _settings(conversations: Sequence[Conversation], backend: Backend, options: AnswerOptions) -> dict[str, Any]:
     """All that answers depend on, but for the batch size, by which near-ties may fall: a run that is short of memory
     goes on with a smaller one.
     """
-    chosen = {"sampled_share": sampled_share, "seed": seed}
+    chosen = {"sampled_share": options.sampled_share, "seed": options.seed}
     return {"data": fingerprint(conversations), **chosen, **backend.describe()}
 
 
@@ -316,7 +311,7 @@ def _followed(messages: Sequence[Message]) -> list[tuple[Message, str | None]]:
 def _row(conversation: Conversation, history: Sequence[Message], answers: Sequence[Answer]) -> dict[str, Any] | None:
     """The row to write; None where there is nothing to learn from."""
     tokens = [answer.tokens for answer in answers if answer.tokens is not None]
-    texts = joined(tokens) if len(tokens) == len(answers) else ()
+    texts = texts_of_turns(tokens) if len(tokens) == len(answers) else ()
     if not texts and not any(m.role == "assistant" and m.learned for m in history):
         return None
     return replace(conversation, messages=tuple(history), texts=texts).to_row()
@@ -328,7 +323,7 @@ def _row(conversation: Conversation, history: Sequence[Message], answers: Sequen
 def own_answers(
     conversations: Sequence[Conversation],
     backend: Backend,
-    folder: Path,
+    output: Path,
     options: AnswerOptions,
     trainer: pl.Trainer,
     *,
@@ -336,15 +331,16 @@ def own_answers(
 ) -> list[Conversation]:
     """The conversations with the target's own answers; plain text and token ids alone, without a prompt, stay.
 
-    Answers are kept in `folder` under a name that says what they depend on, so that they are written once, by all
-    processes of the Trainer together.
+    They are written once, by all processes of the Trainer together.
+
+    Args:
+        output: of `answers_file`, whose name says what answers depend on.
     """
     chats = [conversation for conversation in conversations if conversation.asks]
     texts = [conversation for conversation in conversations if not conversation.asks]
     if not chats:
         return texts
-    output = answers_file(chats, backend, folder, options)
-    folder.mkdir(parents=True, exist_ok=True)
+    output.parent.mkdir(parents=True, exist_ok=True)
 
     def work(share: Share) -> None:
         # Another command may be writing them; several processes wait for each other, and not for a lock as well, and
@@ -352,16 +348,7 @@ def own_answers(
         alone = share.world_size == 1 and not output.exists()
         with FileLock(output.with_suffix(".lock")) if alone else nullcontext():
             if not trainer.strategy.broadcast(output.exists()):
-                regenerate(
-                    chats,
-                    backend,
-                    output,
-                    sampled_share=options.sampled_share,
-                    seed=options.seed,
-                    batch_size=options.batch_size,
-                    progress=progress,
-                    share=share,
-                )
+                regenerate(chats, backend, output, options, progress=progress, share=share)
         while not output.exists():
             time.sleep(1.0)
 
@@ -372,7 +359,7 @@ def own_answers(
 def answers_file(conversations: Sequence[Conversation], backend: Backend, folder: Path, options: AnswerOptions) -> Path:
     """Where `own_answers` keeps the answers: another file for other questions, backends or options."""
     chats = [conversation for conversation in conversations if conversation.asks]
-    settings = _settings(chats, backend, options.sampled_share, options.seed)
+    settings = _settings(chats, backend, options)
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     return folder / f"answers-{digest[:12]}.jsonl"
 

@@ -99,7 +99,7 @@ def _conversation(row: dict[str, Any], identity: str) -> Conversation | None:
     system = (Message("system", _text(row["system"], "system")),) if row.get("system") else ()
     for key in ("conversations", "conversation", "messages"):
         if key in row:
-            return Conversation(identity, _behind(system, _messages(row[key], key)))
+            return Conversation(identity, _with_system(system, _messages(row[key], key)))
     if "turns" in row:
         turns = row["turns"]
         if not isinstance(turns, list) or not turns:
@@ -113,7 +113,7 @@ def _conversation(row: dict[str, Any], identity: str) -> Conversation | None:
     if "prompt" in row and "completion" in row:
         if isinstance(row["prompt"], list) and isinstance(row["completion"], list):
             both = _messages(row["prompt"], "prompt") + _messages(row["completion"], "completion")
-            return Conversation(identity, _behind(system, both))
+            return Conversation(identity, _with_system(system, both))
         # A completion has no place for a third message, so what leads the conversation leads the prompt's text.
         leading = [message.content for message in system]
         prompt = Message("user", "\n\n".join([*leading, _text(row["prompt"], "prompt")]))
@@ -126,7 +126,7 @@ def _conversation(row: dict[str, Any], identity: str) -> Conversation | None:
     return None
 
 
-def _behind(system: tuple[Message, ...], messages: tuple[Message, ...]) -> tuple[Message, ...]:
+def _with_system(system: tuple[Message, ...], messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """Messages behind a row's own system message, unless they begin with one."""
     return messages if messages[0].role == "system" else (*system, *messages)
 

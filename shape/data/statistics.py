@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from shape.data.conversations import Conversation
-from shape.data.encoding import encode_row, unfolded
+from shape.data.encoding import encode_row, split_by_template, supervised_runs
 
 _SAMPLE = 1000  # conversations whose tokens are counted
 _COVERED = 0.995  # share of the answers' tokens
 
 
 @dataclass(frozen=True)
-class Text:
-    """Of a data set.
+class DataStatistics:
+    """What a data set holds, in tokens of a target; means are per conversation.
 
     Attributes:
         conversations: how many.
@@ -49,19 +49,20 @@ class Text:
         return self.stored(before) * each + 5 * self.conversations * self.tokens
 
 
-def counted(conversations: Sequence[Conversation], tokenizer: Any, max_length: int, skip_bad_rows: bool) -> Text:
+def count_tokens(
+    conversations: Sequence[Conversation], tokenizer: Any, max_length: int, skip_bad_rows: bool
+) -> DataStatistics:
     """Estimated on a random sample, as many data sets are ordered."""
     drawn = Random(0).sample(range(len(conversations)), min(_SAMPLE, len(conversations)))
-    parts = chain.from_iterable(unfolded(conversations[number], tokenizer) for number in drawn)
+    parts = chain.from_iterable(split_by_template(conversations[number], tokenizer) for number in drawn)
     sample = [encode_row(part, tokenizer, max_length, skip_bad_rows) for part in parts]
     tokens = sum(len(each.loss_mask) for each in sample)
     answers = torch.cat([each.input_ids[each.loss_mask] for each in sample])
-    starts = (each.loss_mask.int().diff(prepend=torch.zeros(1, dtype=torch.int32)) == 1 for each in sample)
     often = answers.bincount().sort(descending=True).values.cumsum(0)
-    return Text(
+    return DataStatistics(
         round(len(conversations) * len(sample) / len(drawn)),
         tokens / len(sample),
         len(answers) / max(tokens, 1),
-        sum(int(each.sum()) for each in starts) / len(sample),
+        sum(len(supervised_runs(each.loss_mask)) for each in sample) / len(sample),
         int((often < _COVERED * len(answers)).sum()) + 1,
     )

@@ -60,11 +60,11 @@ def turn_of(conversation: Conversation, number: int, tokenizer: PreTrainedTokeni
         pass
     else:
         start, shown = len(prompt), text[len(prompt) :] if text.startswith(prompt) else None
-        if not answer.finished and shown is not None and (length := _said(answer, shown)) is not None:
+        if not answer.finished and shown is not None and (length := _end_of_cut_answer(answer, shown)) is not None:
             return Turn(text[: start + length], start, start + length)
         if not answer.finished or (tagged and _loses_thought(answer, text)):
             token = next((token for token in ends if text.rstrip().endswith(token)), tokenizer.eos_token or "")
-            text = prompt + _behind(prompt, answer, tagged) + (token if answer.finished else "")
+            text = prompt + _as_written(prompt, answer, tagged) + (token if answer.finished else "")
             return Turn(text, start, len(text))
     span = _marked_span(tokenizer, messages, text, template)
     if span is None and shown is not None:
@@ -80,7 +80,7 @@ def turn_of(conversation: Conversation, number: int, tokenizer: PreTrainedTokeni
     return Turn(text, span[0], _with_end(text, *span, answer.finished, ends))
 
 
-def _said(answer: Message, shown: str) -> int | None:
+def _end_of_cut_answer(answer: Message, shown: str) -> int | None:
     """Where an answer that was cut ends in `shown`, its rendering; None if the template has put words before it."""
     end = 0
     for part in (answer.reasoning, answer.content):
@@ -98,7 +98,7 @@ def _loses_thought(answer: Message, text: str) -> bool:
     return thought.strip() not in text
 
 
-def _behind(prompt: str, answer: Message, tagged: bool) -> str:
+def _as_written(prompt: str, answer: Message, tagged: bool) -> str:
     """What the target wrote: its content, behind its reasoning if it puts that between tags (which the prompt may have
     opened).
     """

@@ -15,7 +15,9 @@ from shape.networks.base import Predictor
 from shape.target.model import Target
 from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree, of_lists
-from shape.verification.tree_shape import TreeShape as TreeShape
+from shape.verification.tree_shape import TreeShape
+
+MEASURED_LENGTH = 256  # known positions that ``Drafter.run_forwards`` attends to
 
 
 @dataclass
@@ -180,7 +182,7 @@ class Drafter(ABC):
 
 
 class Wrapped(Drafter):
-    """Passes everything on to another drafter; base of classes that observe one."""
+    """Passes the calls of decoding, `bind` to `select`, on to another drafter; base of classes that observe one."""
 
     def __init__(self, inner: Drafter) -> None:
         self.inner, self.name, self.layers, self.predictor = inner, inner.name, inner.layers, inner.predictor

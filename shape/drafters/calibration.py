@@ -9,6 +9,11 @@ import numpy as np
 from shape.verification.compiled import compiled
 from shape.verification.tree import TokenTree
 
+_BINS = 10  # of probabilities
+_PRIOR = 4.0  # tokens that the drafter's own probability counts for
+_MEMORY = 256.0  # after so many tokens of a bin, old ones count half
+_MORE = 1 / 3  # prior of a likeliest child that was given probability c: c + (1 - c) / 3
+
 
 class Calibration:
     """Share of a drafter's tokens that were accepted, by the probability that it gave them and by whether they were
@@ -16,18 +21,16 @@ class Calibration:
     drafter's own probability.
 
     Args:
-        prior: tokens that the drafter's probability counts for.
         memory: after so many tokens of a bin, old ones count half.
-        bins: of probabilities.
     """
 
-    def __init__(self, prior: float = 4.0, memory: float = 256.0, bins: int = 10) -> None:
-        self.prior, self.memory, self.bins = prior, memory, bins
-        self._drafted, self._accepted = [0.0] * 2 * bins, [0.0] * 2 * bins
+    def __init__(self, memory: float = _MEMORY) -> None:
+        self.memory = memory
+        self._drafted, self._accepted = [0.0] * 2 * _BINS, [0.0] * 2 * _BINS
 
     def __call__(self, claim: float, first: bool) -> float:
         at = self._bin(claim, first)
-        return (self._accepted[at] + self.prior * max(claim, 1e-6)) / (self._drafted[at] + self.prior)
+        return (self._accepted[at] + _PRIOR * max(claim, 1e-6)) / (self._drafted[at] + _PRIOR)
 
     def add(self, claim: float, first: bool, accepted: bool) -> None:
         at = self._bin(claim, first)
@@ -38,19 +41,16 @@ class Calibration:
         self._accepted[at] += accepted
 
     def _bin(self, claim: float, first: bool) -> int:
-        return min(int(claim * self.bins), self.bins - 1) + first * self.bins
-
-
-_BINS, _PRIOR, _MEMORY = 10, 4.0, 256.0  # as of `Calibration`
-_MORE = 1 / 3  # of what is left to certainty, by which a likeliest child is right more often than it is said to be
+        return min(int(claim * _BINS), _BINS - 1) + first * _BINS
 
 
 class PathChances:
     """Chances that nodes of drafted trees are accepted, by what became of such nodes before.
 
-    Of the nodes behind accepted ones the share that was accepted is counted by the probability that the drafter gave
-    their tokens there, and that of a node's likeliest child apart: in doubt that one is right more often than drafters
-    say, and others about as often. So what lies behind a doubtful token is worth more than joint probabilities say.
+    Counted is the share that was accepted among nodes whose parent was accepted, by the probability that the drafter
+    gave their tokens there; a node's likeliest child is counted apart from its other children. Where drafters are in
+    doubt, the likeliest child is right more often than they say, and the others about as often. So what lies behind a
+    doubtful token is worth more than joint probabilities say.
     """
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from shape.drafters.lengths import DraftLength, make_length
 from shape.drafters.model import ModelDrafter
 from shape.errors import ConfigError
-from shape.target.integers import serves
+from shape.target.integers import supports
 from shape.target.model import Target
 from shape.target.openvino import OpenVinoTarget
 from shape.target.prepack import is_plain, linear
@@ -142,7 +142,10 @@ def compress(
     own: dict[int, Any] = {id(tensor): tensor for tensor in (*target.model.parameters(), *target.model.buffers())}
     model = deepcopy(target.model, own)
     blocks = _blocks(model, target.config.num_hidden_layers)
-    shares = {name: compression.attention if _is_attention(name) else compression.mlp for name, _ in _matrices(blocks)}
+    shares = {
+        name: compression.attention if "attn" in name or "attention" in name else compression.mlp
+        for name, _ in _matrices(blocks)
+    }
     if not shares and (compression.int8 or compression.attention or compression.mlp):
         raise ConfigError(f"target {target.name} has no matrices of plain floats to compress; use another drafter")
     chosen = {name: share for name, share in shares.items() if share is not None}
@@ -153,11 +156,11 @@ def compress(
     for name, share in chosen.items():
         rank = max(round(share * target.hidden_size), 1)
         smaller, energy = lower_rank(blocks.get_submodule(name), rank, moments.get(name))
-        _replace(blocks, name, smaller)
+        blocks.set_submodule(name, smaller)
         kept.append(energy)
     if compression.int8:
         for name, module in _matrices(blocks):
-            _replace(blocks, name, in_8_bits(module))
+            blocks.set_submodule(name, in_8_bits(module))
         head = model.get_output_embeddings()
         if is_plain(head):
             model.set_output_embeddings(in_8_bits(head))
@@ -214,7 +217,7 @@ def lower_rank(module: nn.Module, rank: int, moment: Tensor | None) -> tuple[nn.
 def in_8_bits(module: nn.Module) -> nn.Module:
     """A linear layer with weights of 8 bits: by our own kernels where these serve, by torch's elsewhere."""
     weight = cast(Tensor, module.weight)
-    return QuantizedLinear(module, 8) if weight.is_cpu and serves(weight.dtype) else Int8Linear(module)
+    return QuantizedLinear(module, 8) if weight.is_cpu and supports(weight.dtype) else Int8Linear(module)
 
 
 class Int8Linear(nn.Module):
@@ -315,7 +318,8 @@ def cache_bases(target: Target, share: float, texts: Sequence[Sequence[int]]) ->
         prefill(target, cache, torch.tensor([list(text)], device=target.device), [len(text)])
         for moments, layer in zip(sums, cache.views, strict=True):
             for moment, states in zip(moments, (layer.keys, layer.values), strict=True):
-                moment += _moment(states[0].to(moment))
+                own = states[0].to(moment)
+                moment += own.mT @ own
 
     def basis(moment: Tensor) -> Tensor:
         rank = max(round(share * moment.shape[-1]), 1)
@@ -357,11 +361,6 @@ class LowRankLayer(KVCacheLayer):
         return low_keys @ keys.mT, low_values @ values.mT
 
 
-def _moment(states: Tensor) -> Tensor:
-    """(..., T, D) -> (..., D, D), the sum of y y^T."""
-    return states.mT @ states
-
-
 def _blocks(model: nn.Module, count: int) -> nn.ModuleList:
     """The model's layers, which architectures name differently."""
     for module in model.modules():
@@ -374,19 +373,10 @@ def _matrices(blocks: nn.ModuleList) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in blocks.named_modules() if is_plain(module)]
 
 
-def _is_attention(name: str) -> bool:
-    return "attn" in name or "attention" in name
-
-
 def _matrix(module: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Weight (out, in) and bias."""
     weight = cast(Tensor, module.weight).detach()
     return weight.T if isinstance(module, Conv1D) else weight, cast("Tensor | None", module.bias)
-
-
-def _replace(blocks: nn.ModuleList, name: str, module: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(blocks.get_submodule(parent), leaf, module)
 
 
 def _output_moments(
@@ -399,7 +389,7 @@ def _output_moments(
     def gather(name: str, module: nn.Module, given: Any, found: Tensor) -> None:
         bias = cast("Tensor | None", module.bias)
         outputs = (found if bias is None else found - bias).float().flatten(0, -2)
-        moments[name] = moments.get(name, 0) + _moment(outputs)
+        moments[name] = moments.get(name, 0) + outputs.mT @ outputs
 
     with ExitStack() as hooks:
         for name in names:

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+import numpy as np
+
 NODE = 0.02  # what a node adds to a verification, as a share of its time, until that is known
 
 
@@ -65,8 +67,9 @@ class Costs:
 
     Attributes:
         verify: by tokens per sequence: forward of the target, choice and acceptance.
-        draft: by the width of the tree: what a draft takes whatever its passes, and each of these with what grows the
-            tree by a level. Of parallel steps, which are one forward, the first is nearly all. Empty without a network.
+        draft: by the tree's width: of a draft what does not depend on its passes, and each pass, in which the tree
+            grows by a level. With parallel steps, which are one forward, nearly all is in the first. Empty without
+            a network.
     """
 
     batch_size: int
@@ -74,11 +77,11 @@ class Costs:
     verify: dict[int, float]
     draft: dict[int, tuple[float, float]]
 
-    def of(self, nodes: int, passes: int, width: int) -> float:
+    def step_seconds(self, nodes: int, passes: int, width: int) -> float:
         """A step that verifies `nodes` tokens per sequence, the root among them, after so many passes."""
-        return self.drafting(passes, width) + _between(self.verify, nodes)
+        return self.draft_seconds(passes, width) + _between(self.verify, nodes)
 
-    def drafting(self, passes: int, width: int) -> float:
+    def draft_seconds(self, passes: int, width: int) -> float:
         """A draft of so many passes."""
         if not self.draft or not passes:
             return 0.0
@@ -94,13 +97,9 @@ class Costs:
 def _between(known: dict[int, float], size: int) -> float:
     """Linear between the sizes that were measured; beyond the last one in proportion."""
     sizes = sorted(known)
-    at = bisect_left(sizes, size)
-    if at == len(sizes):
+    if size > sizes[-1]:
         return known[sizes[-1]] * size / sizes[-1]
-    if sizes[at] == size or at == 0:
-        return known[sizes[at]]
-    low, high = sizes[at - 1], sizes[at]
-    return known[low] + (known[high] - known[low]) * (size - low) / (high - low)
+    return float(np.interp(size, sizes, [known[one] for one in sizes]))
 
 
 class RecentTimes:

@@ -18,7 +18,7 @@ class _Memory(Forward):
         (feature,) = self._linear(network._modules, ["fc"], self._features, [size])
         self._norm(network._modules, "hidden_norm", self._y, feature[:, :size])
         for number, layer in enumerate(of.layers):
-            k, v = self._linear(layer.attention, ("k_proj", "v_proj"), self._y, [of.shared * of.size] * 2)
+            k, v = self._linear(layer.attention, ("k_proj", "v_proj"), self._y, [of.kv_heads * of.size] * 2)
             self._keep(layer, number, k, v)
 
     def write(self, features: Tensor, embeddings: Tensor) -> None:

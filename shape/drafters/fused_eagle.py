@@ -70,7 +70,7 @@ class _Memory(_Eagle):
         for number, layer in enumerate(of.layers[:last]):
             self._through(layer, number, seen)
             seen = self._y
-        k, v = self._linear(of.layers[last].attention, ("k_proj", "v_proj"), seen, [of.shared * of.size] * 2)
+        k, v = self._linear(of.layers[last].attention, ("k_proj", "v_proj"), seen, [of.kv_heads * of.size] * 2)
         self._keep(of.layers[last], last, k, v)
 
     def write(self, features: Tensor, embeddings: Tensor) -> None:

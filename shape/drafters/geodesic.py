@@ -89,7 +89,7 @@ class GeodesicDrafter(Drafter):
                 break
         tree = chain(committed.root, torch.cat([committed.root[:, None][:, :0], *tokens], dim=1))
         log_q = torch.cat([*drawn, drawn[-1]], dim=1) if drawn else None
-        return TokenTree(tree.tokens, tree.parent, log_q, torch.stack(joint, dim=1))
+        return replace(tree, log_q=log_q, joint=torch.stack(joint, dim=1))
 
 
 def follow(states: Tensor, tokens: Tensor, path: "Path", steps: int) -> Tensor:

@@ -75,19 +75,20 @@ class Biases(NamedTuple):
     estimates: np.ndarray = np.empty(0, np.float32)
 
 
-class Draws(NamedTuple):
-    """How drafts are drawn that have noise of their own.
+class Noise(NamedTuple):
+    """The noise of drafts: the target's own, which they share with it, or their own, by which they are drawn.
 
     Attributes:
-        keys: (B,) int64, ``Sampler.draft_keys``. hashes: (K,), ``noise.token_hashes`` of the ids.
-        vocab_size: V, of the distributions that trees say they were drawn from.
+        keys, positions, hashes: (B,), (B,) and (K,) int64 of ``noise.gumbel``; hashes are those of the ids.
+        vocab_size: V, of the distributions that drawn trees say they were drawn from; 0 if the noise is the target's.
         one: of a node's children one alone is drawn (``Sampler.candidates``), if not all are.
     """
 
     keys: Tensor
+    positions: Tensor
     hashes: Tensor
-    vocab_size: int
-    one: bool
+    vocab_size: int = 0
+    one: bool = False
 
 
 class _Given(NamedTuple):
@@ -118,8 +119,7 @@ def grow_by_depth(
     shape: TreeShape,
     estimate: Callable[[int, np.ndarray], np.ndarray] | None = None,
     temperature: float = 1.0,
-    noise: tuple[Tensor, Tensor, Tensor] | None = None,
-    draws: Draws | None = None,
+    noise: Noise | None = None,
 ) -> TokenTree:
     """Trees of this shape, where one prediction serves all nodes of a depth: of each the best nodes are expanded.
 
@@ -131,20 +131,19 @@ def grow_by_depth(
             tokens, (B, M), that are expanded at a depth.
         estimate: makes the estimates of the biases, of the depth and these numbers.
         temperature: that of the biases.
-        noise: keys (B,), positions (B,) and hashes (K,) of ``noise.gumbel``, for drafts that see the target's own.
-        draws: for drafts that have their own instead.
+        noise: None where drafts are the likeliest ones.
     """
-    given, depths = _given(logits, ids, shape, temperature, noise, draws), logits.shape[1]
+    given, depths = _given(logits, ids, shape, temperature, noise), logits.shape[1]
     if isinstance(later, Biases) and estimate is None:
-        return _with_draws(_grown(root.numpy(), numbers, given, first, later), given)
-    so_far = tokens, parents, joint, frontier = _planted(root.numpy(), numbers, given)
+        return _with_draws(_grow_with_tables(root.numpy(), numbers, given, first, later), given)
+    so_far = tokens, parents, joint, frontier = _new_trees(root.numpy(), numbers, given)
     grown, width, depth = 1, 1, 0
     while depth < depths and width > 0:
         expanded = frontier[1, :, :width]
         biases = first if depth == 0 else later if isinstance(later, Biases) else later(expanded)
         if estimate is not None:
             biases = biases._replace(estimates=estimate(depth, expanded))
-        grown, width = _deepen(*so_far, grown, width, depth, depth + 1, given, biases)
+        grown, width = _expand(*so_far, grown, width, depth, depth + 1, given, biases)
         depth += 1
     return _with_draws(best_nodes(tokens, parents, joint, grown, given.nodes), given)
 
@@ -155,8 +154,7 @@ def grow_by_path(
     step: Callable[[int, np.ndarray, np.ndarray], Tensor],
     ids: np.ndarray,
     shape: TreeShape,
-    noise: tuple[Tensor, Tensor, Tensor] | None = None,
-    draws: Draws | None = None,
+    noise: Noise | None = None,
 ) -> tuple[TokenTree, int]:
     """Trees of this shape, where every node has a prediction of its own; other arguments as of ``grow_by_depth``.
 
@@ -169,26 +167,19 @@ def grow_by_path(
         The trees, and how many steps there were.
     """
     nothing = torch.zeros(len(numbers), shape.depth, len(ids), dtype=torch.float32)
-    given = _given(nothing, ids, shape, 1.0, noise, draws)
-    so_far = tokens, parents, joint, frontier = _planted(root.numpy(), numbers, given)
+    given = _given(nothing, ids, shape, 1.0, noise)
+    so_far = tokens, parents, joint, frontier = _new_trees(root.numpy(), numbers, given)
     behind, grown, width, depth = np.zeros((len(numbers), 1), np.int64), 1, 1, 0
     while width > 0 and depth < shape.depth:
         logits = step(depth, np.maximum(frontier[1, :, :width], 0), behind)
         first, depth = grown, depth + 1
         biases = Biases(logits.flatten(0, 1).numpy(), False)
-        grown, width = _deepen(*so_far, grown, width, depth - 1, depth, given, biases)
+        grown, width = _expand(*so_far, grown, width, depth - 1, depth, given, biases)
         behind = np.maximum(frontier[0, :, :width] - first, 0) // given.branching
     return _with_draws(best_nodes(tokens, parents, joint, grown, given.nodes), given), depth
 
 
-def _given(
-    logits: Tensor,
-    ids: np.ndarray,
-    shape: TreeShape,
-    temperature: float,
-    noise: tuple[Tensor, Tensor, Tensor] | None,
-    draws: Draws | None,
-) -> _Given:
+def _given(logits: Tensor, ids: np.ndarray, shape: TreeShape, temperature: float, noise: Noise | None) -> _Given:
     _, depths, size = logits.shape
     branching = min(shape.branching or shape.width, size)
     counts = [branching]
@@ -197,12 +188,9 @@ def _given(
     room = 1 + sum(counts)
     most = room if shape.nodes is None else min(shape.nodes + 1, room)
     least = log(shape.threshold) if shape.threshold > 0 else -inf
-    keys, positions, hashes = _NO_NOISE if noise is None else (one.numpy() for one in noise)
-    log_q = _NO_ROWS
-    if draws is not None:
-        keys, positions, hashes = draws.keys.numpy(), np.zeros(len(draws.keys), np.int64), draws.hashes.numpy()
-        log_q = np.zeros((len(keys), room, draws.vocab_size), np.float32)
-    one = draws is not None and draws.one
+    keys, positions, hashes = _NO_NOISE if noise is None else (part.numpy() for part in noise[:3])
+    drawn, one = (0, False) if noise is None else noise[3:]
+    log_q = np.zeros((len(keys), room, drawn), np.float32) if drawn else _NO_ROWS
     return _Given(
         logits.numpy(), ids, temperature, keys, positions, hashes, shape.width, branching, least, room, most, log_q, one
     )  # fmt: skip
@@ -229,20 +217,20 @@ def first_children(nodes: Tensor, branching: int) -> Tensor:
 
 
 @compiled
-def _grown(
+def _grow_with_tables(
     root: np.ndarray, numbers: np.ndarray, given: _Given, first: Biases, later: Biases
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """All of ``grow_by_depth`` where one table serves all later depths: what ``best_nodes`` finds."""
-    tokens, parents, joint, frontier = _planted(root, numbers, given)
-    grown, width = _deepen(tokens, parents, joint, frontier, 1, 1, 0, 1, given, first)
+    tokens, parents, joint, frontier = _new_trees(root, numbers, given)
+    grown, width = _expand(tokens, parents, joint, frontier, 1, 1, 0, 1, given, first)
     if width > 0:
         depths = given.logits.shape[1]
-        grown, _ = _deepen(tokens, parents, joint, frontier, grown, width, 1, depths, given, later)
+        grown, _ = _expand(tokens, parents, joint, frontier, grown, width, 1, depths, given, later)
     return best_nodes(tokens, parents, joint, grown, given.nodes)
 
 
 @compiled
-def _planted(
+def _new_trees(
     root: np.ndarray, numbers: np.ndarray, given: _Given
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Room for tokens, parents and joint log-probabilities, (B, room), with the roots in it, and the first frontier,
@@ -256,7 +244,7 @@ def _planted(
 
 
 @compiled
-def _deepen(
+def _expand(
     tokens: np.ndarray,
     parents: np.ndarray,
     joint: np.ndarray,

@@ -130,7 +130,7 @@ class HybridDrafter(Drafter):
             if number and not self._value[number].pays(expected, spent, verify):
                 continue
             for proposal in proposals:
-                proposal.asked[number] = proposal.expected
+                proposal.expected_before[number] = proposal.expected
             started = perf_counter()
             tree = drafter.draft(committed, sampler)
             nominal = _NETWORK if drafter.networks else _LOOK_UP
@@ -183,8 +183,8 @@ class HybridDrafter(Drafter):
             if proposal is None:
                 continue
             new = text[proposal.length :]
-            for number, claim, first, accepted in proposal.judged(new):
+            for number, claim, first, accepted in proposal.outcomes(new):
                 self._calibrations[number].add(claim, first, accepted)
             for number, gained in proposal.gains(new).items():
-                self._value[number].add(proposal.asked[number], gained)
+                self._value[number].add(proposal.expected_before[number], gained)
         self._pending = [None] * len(self._pending)

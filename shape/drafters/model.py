@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from copy import copy, deepcopy
+from dataclasses import replace
 from time import perf_counter
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shape.drafters.base import Committed, Drafter, common_length
+from shape.drafters.base import MEASURED_LENGTH, Committed, Drafter, common_length
 from shape.drafters.lengths import DraftLength, Fixed, make_length
 from shape.errors import TargetMismatch, UnsupportedGeneration
 from shape.target.model import Target
@@ -20,7 +21,6 @@ from shape.verification.sampling import Sampler, perturbed
 from shape.verification.tree import TokenTree, chain, ragged_chain, root_only
 
 _SLOTS = 256  # of the model's cache, at first, behind the prompt
-_MEASURED_LENGTH = 256  # known positions that ``run_forwards`` attends to
 
 
 class ModelDrafter(Drafter):
@@ -149,7 +149,7 @@ class ModelDrafter(Drafter):
         self._entropy, self._seconds = float(entropy) / length, (perf_counter() - started) / length
         tree = chain(committed.root, drafted)
         log_q = torch.cat([*drawn, drawn[-1]], dim=1) if drawn else None  # nothing is drawn below the last node
-        return TokenTree(tree.tokens, tree.parent, log_q, torch.cat(joint, dim=1))
+        return replace(tree, log_q=log_q, joint=torch.cat(joint, dim=1))
 
     def _roll_back(self, texts: Sequence[Sequence[int]]) -> None:
         """Keep in the cache what it has of the text, accepted drafts included, and learn how many these were."""
@@ -183,8 +183,8 @@ class ModelDrafter(Drafter):
 
     @torch.no_grad()
     def run_forwards(self, rows: int, passes: int) -> None:
-        self.cache = self._new_cache(rows, _MEASURED_LENGTH + passes)
-        self.cache.set_lengths([_MEASURED_LENGTH] * rows)
+        self.cache = self._new_cache(rows, MEASURED_LENGTH + passes)
+        self.cache.set_lengths([MEASURED_LENGTH] * rows)
         tree = root_only(torch.zeros(rows, dtype=torch.long, device=self.model.device))
         for _ in range(passes):
             self.model.logits(self._forward(tree))

@@ -37,12 +37,12 @@ class Proposal:
         length: of the committed text.
 
     Attributes:
-        asked: by drafter that was asked, the accepted tokens expected from those before it.
+        expected_before: by drafter that was called, the accepted tokens expected from those before it.
     """
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self.asked: dict[int, float] = {}
+        self.expected_before: dict[int, float] = {}
         self.nodes: list[Node] = []
         self._number: dict[tuple[int, int], int] = {}  # by parent and token
         self._children: list[list[Node]] = [[]]
@@ -91,7 +91,7 @@ class Proposal:
         kept = likeliest(drafted, count)
         return renumbered(drafted, kept), [sorted(self.nodes[at].claims) for at in kept]
 
-    def judged(self, text: Sequence[int]) -> Iterator[tuple[int, float, bool, bool]]:
+    def outcomes(self, text: Sequence[int]) -> Iterator[tuple[int, float, bool, bool]]:
         """What became of each claim whose parent was accepted: drafter, claim, whether it was of a first token, and
         whether that was accepted.
 
@@ -110,10 +110,10 @@ class Proposal:
             only, tokens, parents = self._only
             numbers = {(parents[at], tokens[at]): at for at in range(len(tokens) - 1, 0, -1)}  # the first of duplicates
             accepted = len(_walk(numbers, text))
-            return {drafter: accepted if drafter == only else 0 for drafter in self.asked}
+            return {drafter: accepted if drafter == only else 0 for drafter in self.expected_before}
         claims = [self.nodes[node - 1].claims for node in _walk(self._number, text)]
         gained = {}
-        for drafter in self.asked:
+        for drafter in self.expected_before:
             without = (depth for depth, by in enumerate(claims) if by.keys() == {drafter})
             gained[drafter] = len(claims) - next(without, len(claims))
         return gained

@@ -51,10 +51,7 @@ class SuffixDrafter(Drafter):
     ) -> None:
         self.depth, self.nodes, self.shortest = depth, nodes, shortest
         self.least = log(threshold) if threshold > 0 else float("-inf")
-        self.corpus = SuffixAutomaton()
-        for text in corpus:
-            for token in (*text, _BREAK):
-                self.corpus.extend(token)
+        self.corpus = SuffixAutomaton(token for text in corpus for token in (*text, _BREAK))
 
     def __str__(self) -> str:
         corpus = f", a corpus of {len(self.corpus)} tokens" if len(self.corpus) else ""
@@ -130,12 +127,17 @@ class SuffixAutomaton:
 
     `length` is that of a state's longest substring, `link` leads to the longest suffix of it that occurs elsewhere too,
     `count` says how often it has occurred; of contexts beyond the `_COUNTED` longest of a token it counts less.
+
+    Args:
+        text: what it begins with.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, text: Iterable[int] = ()) -> None:
         self.length, self.link, self.count = [0], [-1], [0]
         self.following: list[dict[int, int]] = [{}]
         self._last = 0
+        for token in text:
+            self.extend(token)
 
     def __len__(self) -> int:
         """Tokens of the text."""

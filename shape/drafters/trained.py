@@ -14,19 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shape.drafters.base import Committed, Drafter
+from shape.drafters.base import MEASURED_LENGTH, Committed, Drafter
 from shape.drafters.biases import PathBias
 from shape.drafters.fused import FusedPredictor
 from shape.drafters.fused_block import FusedBlock
 from shape.drafters.fused_eagle import EagleDraft, FusedEagle, FusedParallelEagle
-from shape.drafters.growing import Biases, Draws, grow_by_depth, grow_by_path, tree_of_depths
+from shape.drafters.growing import Biases, Noise, grow_by_depth, grow_by_path, tree_of_depths
 from shape.errors import TargetMismatch
 from shape.networks.base import Carried, Head, Known, Predictor, Remembered
 from shape.networks.shape import windows
 from shape.networks.single import SingleRoot
 from shape.target import kernels
 from shape.target.identity import TargetIdentity
-from shape.target.integers import serves
+from shape.target.integers import supports
 from shape.target.model import Target
 from shape.target.support import LayerShape
 from shape.verification.cache import KVCache
@@ -37,7 +37,6 @@ from shape.verification.tree_shape import TreeShape
 
 _ONE_BY_ONE = 4  # sequences at most, for which a call each is quicker than torch's operations for all
 _SLOTS = 256  # of the memory, at first
-_MEASURED_LENGTH = 256  # known positions that ``run_forwards`` attends to
 _NO_BIAS = Biases(np.empty((0, 0), np.float32), True)
 _FUSED = (FusedEagle, FusedParallelEagle, FusedBlock)
 
@@ -126,7 +125,7 @@ class TrainedDrafter(Drafter):
         self._target, self._device = target, self.predictor.device
         self.on_host = self._device.type == "cpu"
         vocabulary, dtype = self.predictor.draft_vocabulary, self.predictor.dtype
-        bits = 8 if self.on_host and kernels.has("avx2") and serves(dtype) else None
+        bits = 8 if self.on_host and kernels.has("avx2") and supports(dtype) else None
         tokens = torch.arange(target.vocab_size, device=self._device) if vocabulary is None else vocabulary
         self._vocabulary = vocabulary
         # Of all tokens verification's own, so that it finds the noise that drafting made.
@@ -140,9 +139,9 @@ class TrainedDrafter(Drafter):
         if self.predictor.heads:
             self._head = self.predictor.own_head
         self.single = SingleRoot.of(self.predictor, bits, self._head)
-        self._embeddings = None if vocabulary is None else self._embedded(vocabulary).to(dtype)
+        self._embeddings = None if vocabulary is None else self._embed_tokens(vocabulary).to(dtype)
         markov = self.predictor.token_bias
-        self._bias = None if markov is None else PathBias(markov, tokens, self._embedded)
+        self._bias = None if markov is None else PathBias(markov, tokens, self._embed_tokens)
         biased = markov is not None or self.predictor.config.confidence
         served = self.on_host and not (self.predictor.by_path and biased)
         made = (kind.of_predictor(self.predictor) for kind in _FUSED)
@@ -227,9 +226,9 @@ class TrainedDrafter(Drafter):
         assert self.cache is not None
         size = tokens.shape[1] - 1
         if (fused := self._fused(size)) is not None:
-            return fused.remember(features[:, 1:], self._embedded(tokens[:, 1:]), self.cache)
+            return fused.remember(features[:, 1:], self._embed_tokens(tokens[:, 1:]), self.cache)
         positions = self.cache.lengths[:, None] + torch.arange(size, device=self._device)
-        found = self.predictor.remember(features, self._embedded(tokens), positions, self._memory())
+        found = self.predictor.remember(features, self._embed_tokens(tokens), positions, self._memory())
         self.cache.reserve(size)
         for layer, (keys, values) in zip(self.cache.views, found, strict=True):
             layer.update(keys, values)
@@ -293,7 +292,7 @@ class TrainedDrafter(Drafter):
         # The frontier: nodes expanded next, with numbers, joint log-probabilities, embeddings and what they carry.
         number, nodes = torch.zeros_like(root), 1
         joint = torch.zeros(root.shape, device=root.device)
-        bias, token, beside = self._bias, root, None
+        bias, token, bias_state = self._bias, root, None
         read = None if bias is None else bias.behind_roots(root, embedding)
         # Of every depth: what was expanded, its best children, and their joint log-probabilities.
         numbers, children, scores, best = [], [], [], []
@@ -305,7 +304,7 @@ class TrainedDrafter(Drafter):
             else:  # one for all nodes of a depth, but for the bias
                 states, logits = all_states[:, n : n + 1], all_logits[:, n : n + 1]
             if bias is not None and read is not None:
-                added, beside = bias(read, states, beside)
+                added, bias_state = bias(read, states, bias_state)
                 logits = logits + sampler.temper(added)
             logits = logits.expand(-1, number.shape[1], -1)
             self.passes = n + 1
@@ -332,13 +331,13 @@ class TrainedDrafter(Drafter):
             nodes += candidates.shape[1]
             drafted = candidates.gather(1, chosen)
             if by_path or config.confidence:
-                embedding = self._embed(drafted)
-                token = self._ids_of(drafted)
+                embedding = self._embed_drafted(drafted)
+                token = self._token_ids(drafted)
             read = None if bias is None else bias.behind(drafted)
-            if width > 1 and (by_path or beside is not None):  # a child inherits what its parent carries
+            if width > 1 and (by_path or bias_state is not None):  # a child inherits what its parent carries
                 parents = chosen // branching
                 carried = tuple(part[rows, parents] for part in carried) if by_path else carried
-                beside = None if beside is None else beside[rows, parents]
+                bias_state = None if bias_state is None else bias_state[rows, parents]
         if best and not by_path:
             # A wait for all depths, so that no more is verified than is likely.
             kept = 1 + sum(takewhile(bool, [one >= log(self.tree.threshold) for one in torch.stack(best).tolist()]))
@@ -364,7 +363,7 @@ class TrainedDrafter(Drafter):
         estimate = partial(self._estimates, root, embedding, states) if estimated else None
         self.passes = logits.shape[1]
         behind_all = root[:, 0], numbers, logits, self._ids, first, later, self.tree, estimate
-        return grow_by_depth(*behind_all, sampler.temperature or 1.0, *self._randomness(sampler))
+        return grow_by_depth(*behind_all, sampler.temperature or 1.0, self._noise(sampler))
 
     def _estimates(
         self, root: Tensor, embedding: Tensor, states: Tensor, depth: int, numbers: np.ndarray
@@ -374,7 +373,7 @@ class TrainedDrafter(Drafter):
         """
         if depth > 0:
             drafted = torch.from_numpy(numbers)
-            root, embedding = self._ids_of(drafted), self._embed(drafted)
+            root, embedding = self._token_ids(drafted), self._embed_drafted(drafted)
         found = self.predictor.estimate(states[:, depth : depth + 1], root, embedding)
         return F.logsigmoid(found).float().flatten().numpy()
 
@@ -387,18 +386,18 @@ class TrainedDrafter(Drafter):
             if depth == 0:
                 states = draft.begin(self.window[:, -1:], embedding)
             else:
-                states = draft.go_on(self._embed(torch.from_numpy(numbers)), torch.from_numpy(behind))
+                states = draft.go_on(self._embed_drafted(torch.from_numpy(numbers)), torch.from_numpy(behind))
             return sampler.draft_logits(self._logits(states), depth, self._vocabulary)
 
         numbers = self._numbers[root[:, 0].numpy()]
-        tree, self.passes = grow_by_path(root[:, 0], numbers, step, self._ids, self.tree, *self._randomness(sampler))
+        tree, self.passes = grow_by_path(root[:, 0], numbers, step, self._ids, self.tree, self._noise(sampler))
         return tree
 
-    def _randomness(self, sampler: Sampler) -> tuple[tuple[Tensor, Tensor, Tensor] | None, Draws | None]:
-        """Noise that drafts share with the target, or draws of their own, as trees are grown with on the host."""
+    def _noise(self, sampler: Sampler) -> Noise | None:
         if sampler.draws:
-            return None, Draws(sampler.draft_keys, self._words, self._target.vocab_size, sampler.one_drawn)
-        return None if sampler.greedy else (*sampler.counters, self._words), None
+            keys = sampler.draft_keys
+            return Noise(keys, torch.zeros_like(keys), self._words, self._target.vocab_size, sampler.one_drawn)
+        return None if sampler.greedy else Noise(*sampler.counters, self._words)
 
     def _embed_roots(self, root: Tensor) -> Tensor:
         """(B, 1) tokens -> (B, 1, H)."""
@@ -406,19 +405,19 @@ class TrainedDrafter(Drafter):
             number = self._numbers[int(root)]
             if number >= 0:  # at hand, in a tenth of the time
                 return self._embeddings[None, number : number + 1]
-        return self._embedded(root)
+        return self._embed_tokens(root)
 
     @torch.no_grad()
-    def _embedded(self, tokens: Tensor) -> Tensor:
+    def _embed_tokens(self, tokens: Tensor) -> Tensor:
         return self.predictor.embed(tokens, self._target)
 
-    def _ids_of(self, candidates: Tensor) -> Tensor:
+    def _token_ids(self, candidates: Tensor) -> Tensor:
         """Tokens by their numbers in the draft vocabulary."""
         return candidates if self._vocabulary is None else self._vocabulary[candidates]
 
-    def _embed(self, candidates: Tensor) -> Tensor:
+    def _embed_drafted(self, candidates: Tensor) -> Tensor:
         """Input embeddings of tokens by their numbers in the draft vocabulary."""
-        return self._embedded(candidates) if self._embeddings is None else F.embedding(candidates, self._embeddings)
+        return self._embed_tokens(candidates) if self._embeddings is None else F.embedding(candidates, self._embeddings)
 
     @torch.no_grad()
     def run_forwards(self, rows: int, passes: int) -> None:
@@ -426,8 +425,8 @@ class TrainedDrafter(Drafter):
         zeros = next(network.parameters()).new_zeros
         like.window, embedding = zeros(rows, config.window, config.feature_size), zeros(rows, 1, config.hidden_size)
         if network.memory_shapes:
-            like.cache = KVCache(self.memory_layers, rows, _MEASURED_LENGTH, network.dtype, self._device)
-            like.cache.set_lengths([_MEASURED_LENGTH] * rows)
+            like.cache = KVCache(self.memory_layers, rows, MEASURED_LENGTH, network.dtype, self._device)
+            like.cache.set_lengths([MEASURED_LENGTH] * rows)
         fused = like._fused(self.tree.width * passes) if network.by_path else None
         if fused is not None and like.cache is not None:
             draft = EagleDraft(fused, like.cache, replace(self.tree, depth=max(passes, 1)))
@@ -436,18 +435,18 @@ class TrainedDrafter(Drafter):
             for _ in range(1, passes):
                 self._logits(draft.go_on(embedding.expand(-1, self.tree.width, -1), behind))
             return
-        roots = torch.full((rows, 1), _MEASURED_LENGTH, device=self._device)
+        roots = torch.full((rows, 1), MEASURED_LENGTH, device=self._device)
         known, carried = like._begin(passes, embedding)
         bias = self._bias if self._bias and not (self.on_host and self._bias.table is not None) else None
-        state, beside = zeros(rows, 1, config.hidden_size), None
+        state, bias_state = zeros(rows, 1, config.hidden_size), None
         if bias is not None:
-            _, beside = bias(bias.behind_roots(torch.zeros_like(roots), embedding), state, None)
+            _, bias_state = bias(bias.behind_roots(torch.zeros_like(roots), embedding), state, None)
         if not network.by_path:
             self._logits_of_all_depths(known, carried, embedding, passes)
         frontier = torch.zeros(rows, self.tree.width, dtype=torch.long, device=self._device)
         for n in range(passes):
             if n > 0 and bias is not None:
-                bias(bias.behind(frontier), state, beside)
+                bias(bias.behind(frontier), state, bias_state)
             if not network.by_path:
                 continue
             states, carried = network.advance(known, carried, embedding, n)

@@ -10,14 +10,14 @@ from typing import Any, cast, get_args
 from shape import bundled
 from shape.data.conversations import Conversation
 from shape.data.reading import load_conversations
-from shape.drafters import DRAFTERS
+from shape.drafters import DRAFTERS, Drafter
 from shape.errors import ConfigError, DataError
 from shape.evaluation.journal import JOURNAL
-from shape.evaluation.methods import ASSISTED, Assisted, Method, Outside, Ruled, Whole
+from shape.evaluation.methods import ASSISTED, Assisted, Configured, Method, TransformersMethod
 from shape.evaluation.options import BenchOptions, several
-from shape.evaluation.prompts import SUITES, chosen_prompts
+from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.results import AUTOREGRESSIVE, SHIPPED_TARGET, SHIPPED_TEXT, SpeedResults
-from shape.evaluation.speed import RESULTS, check_setting, measure_in, refuse_results, settings_of
+from shape.evaluation.speed import RESULTS, SpeedSetting, measure_in, refuse_results, settings_of
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.loading import is_language_model
 from shape.generation.rules import Match, make_rule
@@ -33,25 +33,21 @@ def bench(options: BenchOptions) -> list[SpeedResults]:
     if options.methods:
         options = replace(options, methods=list(map(_today, options.methods)))
     lengths: Sequence[int | None] = several(options.context_length)
-    settings = list(product(several(options.temperature), several(options.batch_size), lengths))
-    if len(set(settings)) < len(settings) or not settings:
+    asked = list(product(several(options.temperature), several(options.batch_size), lengths))
+    if len(set(asked)) < len(asked) or not asked:
         raise ConfigError("temperature, batch_size or context_length holds no value, or one twice; give each once")
-    suites = [
-        chosen_prompts(suite, options.limit, options.chat_template_kwargs)
-        for suite in several(options.prompts or SUITES[0])
-    ]
-    names = [name for _, name in suites]
-    prompts = [replace(each, turns=each.turns[: options.max_turns]) for some, _ in suites for each in some]
-    shared: dict[str, Any] = {
-        "max_new_tokens": options.max_new_tokens,
-        "repeats": options.repeats,
-        "warmup": options.warmup,
-        "source": "+".join(names),
-    }
+    chosen, source = chosen_prompts(options.prompts or None, options.limit, options.chat_template_kwargs)
+    prompts = [replace(each, turns=each.turns[: options.max_turns]) for each in chosen]
+    settings = [
+        SpeedSetting(
+            options.max_new_tokens, temperature, options.repeats, options.warmup, options.seed, options.fall_back,
+            batch, context,
+        )
+        for temperature, batch, context in asked
+    ]  # fmt: skip
     bare = [name.partition("@")[0] for name in options.methods or [AUTOREGRESSIVE]]  # a default has a baseline
-    asked = {name: None if name == AUTOREGRESSIVE else name for name in bare}
-    for temperature, batch, context in settings:
-        check_setting(asked, prompts, temperature=temperature, batch=batch, context_length=context, **shared)
+    for setting in settings:
+        setting.check({name: None if name == AUTOREGRESSIVE else name for name in bare}, prompts, source)
     given = training_text(options.training_data) if options.training_data else {}
     Path(options.output).mkdir(parents=True, exist_ok=True)  # where it cannot be made, nothing is loaded in vain
     target, methods = load_methods(options)
@@ -64,30 +60,30 @@ def bench(options: BenchOptions) -> list[SpeedResults]:
         )
     if target.name == SHIPPED_TARGET and not given:
         given = training_text([bundled.path("data", name) for name in SHIPPED_TEXT])
-    suite_names = "+".join(name.split(".")[0] for name in names)
+    suite_names = "+".join(name.split(".")[0] for name in source.split("+"))
     label = options.label or f"{Path(target.name).name}, {suite_names}"
-    runs: list[tuple[Path, str, dict[str, Any]]] = []
-    for temperature, batch, context in settings:
-        folder, told = Path(options.output), f", temperature {temperature:g}"
+    runs: list[tuple[Path, str, SpeedSetting]] = []
+    for setting in settings:
+        folder, told = Path(options.output), f", temperature {setting.temperature:g}"
         if len(settings) > 1:
-            told += f", batch {batch}" + ("" if context is None else f", contexts of {context}")
-            folder /= f"t{temperature:g}-b{batch}" + ("" if context is None else f"-c{context}")
-        how = {**shared, "temperature": temperature, "seed": options.seed, "fall_back": options.fall_back}
-        how |= {"batch": batch, "context_length": context}
-        refuse_results(folder / RESULTS, settings_of(target, methods, prompts, **how))
-        runs.append((folder, label if options.label and len(settings) == 1 else label + told, how))
+            context = setting.context_length
+            told += f", batch {setting.batch}" + ("" if context is None else f", contexts of {context}")
+            folder /= f"t{setting.temperature:g}-b{setting.batch}" + ("" if context is None else f"-c{context}")
+        refuse_results(folder / RESULTS, settings_of(target, methods, prompts, source, setting))
+        runs.append((folder, label if options.label and len(settings) == 1 else label + told, setting))
     found = []
-    for folder, title, how in runs:
+    for folder, title, setting in runs:
         found.append(
             measure_in(
                 folder,
                 target,
                 methods,
                 prompts,
+                setting,
                 keep_journal=len(settings) > 1,
                 training=given,
                 label=title,
-                **how,
+                source=source,
             )
         )
     for folder, *_ in runs:  # whose journal the same command, interrupted, takes over
@@ -115,11 +111,13 @@ def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
     """The target, and the methods of the table in the order asked for.
 
     Raises:
-        ConfigError: a predictor's name that is taken, or an unknown drafter.
+        ConfigError: a predictor's name that is taken, an unknown drafter, or a rule for a method that takes none.
     """
-    given = ["quickstart-shape"] if options.predictor is None and options.target is None else options.predictor or []
-    predictors = named_predictors(given)
+    predictors = named_predictors(options.predictor or ([] if options.target is not None else ["quickstart-shape"]))
     names = options.methods or ["transformers", AUTOREGRESSIVE, "ngram", "shape" if predictors else "suffix"]
+    for name, at, _ in (entry.partition("@") for entry in names):
+        if at and name in {*get_args(TransformersMethod), ASSISTED, AUTOREGRESSIVE}:
+            raise ConfigError(f"method {name} takes no acceptance rule; leave out what stands behind it")
     how: dict[str, Any] = {"dtype": options.dtype, "prepacked": options.prepacked}
     if options.target is not None:
         target = Target.load(options.target, **how, **of_target(options))
@@ -129,7 +127,7 @@ def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
         target = ShapeDecoder.from_pretrained(predictor=first, drafter="none", **how, **pair).target
     announce(target)
     if isinstance(target, OpenVinoTarget):
-        if asked := sorted({*get_args(Outside), ASSISTED}.intersection(options.methods or ())):
+        if asked := sorted({*get_args(TransformersMethod), ASSISTED}.intersection(options.methods or ())):
             raise ConfigError(f"method {asked[0]} decodes in torch, and the backend is openvino; leave one of them out")
         names = [name for name in names if name != "transformers"]
     methods: dict[str, Method] = {}
@@ -137,10 +135,10 @@ def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
         name, _, acceptance = entry.partition("@")
         rule = make_rule(acceptance or Match.name, options.typical_lossy, options.trs_lossy)
         for label, method in _methods(name, predictors, target, options).items():
-            if method is None or isinstance(method, str | Assisted | Ruled | Whole) or isinstance(rule, Match):
+            if isinstance(rule, Match) or not isinstance(method, Drafter):
                 methods[label] = method
             else:
-                methods[f"{label}@{rule.name}"] = Ruled(method, rule)
+                methods[f"{label}@{rule.name}"] = Configured(method, rule)
     return target, methods
 
 
@@ -153,8 +151,8 @@ def _today(name: str) -> str:
 
 def _methods(name: str, predictors: Mapping[str, str], target: Target, options: BenchOptions) -> dict[str, Method]:
     """What a method's name means: every predictor, one drafter, a hybrid with every predictor, or a baseline."""
-    if name in get_args(Outside):
-        return {name: cast(Outside, name)}
+    if name in get_args(TransformersMethod):
+        return {name: cast(TransformersMethod, name)}
     if name == AUTOREGRESSIVE:
         return {name: None}
     if name == ASSISTED:
@@ -194,7 +192,7 @@ def named_predictors(predictors: Sequence[str]) -> dict[str, str]:
     for entry in predictors:
         name, separator, folder = entry.partition("=")
         name, folder = (name, folder) if separator else ("shape", entry)
-        if name in {*named, *DRAFTERS, AUTOREGRESSIVE, "plain", "recipes", ASSISTED, *get_args(Outside)}:
+        if name in {*named, *DRAFTERS, AUTOREGRESSIVE, "plain", "recipes", ASSISTED, *get_args(TransformersMethod)}:
             raise ConfigError(f"predictor name {name} is taken; give each its own with --predictor NAME=DIR")
         named[name] = folder
     return named

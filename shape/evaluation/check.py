@@ -1,7 +1,6 @@
 """What speculation can bring for a target on this machine, before anyone trains, and after (`shape check`)."""
 
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, astuple
 from typing import Any
 
@@ -10,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 
 from shape import bundled
-from shape.data.conversations import Prompt
 from shape.drafters import Drafter, NgramDrafter, TrainedDrafter, TreeShape, make_drafter
 from shape.drafters.cost import Costs, break_even, expected_length
 from shape.drafters.recipes.drafter import RecipeDrafter
@@ -24,13 +22,14 @@ from shape.evaluation.options import CheckOptions
 from shape.evaluation.prompts import chosen_prompts, refuse_shared_ids
 from shape.evaluation.results import SpeedResults
 from shape.evaluation.runner import sampling
-from shape.evaluation.speed import measure
+from shape.evaluation.speed import SpeedSetting, measure
 from shape.generation.decoder import ShapeDecoder
+from shape.generation.loading import draft_dtype
 from shape.generation.planning import (
     CANDIDATES,
     acceptance,
     plan,
-    sketch,
+    record_drafts,
 )
 from shape.generation.timing import measure_costs
 from shape.networks.config import ShapeConfig
@@ -38,6 +37,7 @@ from shape.networks.shape import ShapePredictor
 from shape.networks.sizing import draft_vocab_size, parameters, width
 from shape.target.loading import of_pair, of_target
 from shape.target.model import Target, announce
+from shape.target.prepack import prepack
 from shape.target.size import size_of
 
 _RATES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -119,10 +119,10 @@ def check(options: CheckOptions) -> dict[str, Any]:
     lookup = ShapeDecoder(target, NgramDrafter())
     free = Costs(costs.batch_size, costs.context, costs.verify, {})
     shapes = [TreeShape(depth=depth, width=1) for depth in (2, 4, 8)]
-    report["ngram"] = [asdict(one) for one in plan(free, sketch(lookup, contexts, **how), shapes)]
+    report["ngram"] = [asdict(one) for one in plan(free, record_drafts(lookup, contexts, **how), shapes)]
     own = None if decoder.drafter is None else decoder.drafter.tree
     if options.predictor is not None and own is not None:
-        answers = sketch(decoder, contexts, **how)
+        answers = record_drafts(decoder, contexts, **how)
         trees = CANDIDATES if decoder.support.mode == "tree" else [one for one in CANDIDATES if one.width == 1]
         plans = plan(costs, answers, list(dict.fromkeys([own, *trees])))
         report["acceptance"] = acceptance(answers)
@@ -133,7 +133,10 @@ def check(options: CheckOptions) -> dict[str, Any]:
         report["doctor"] = asdict(found)
     report["measured"], count = [], len(fitting)
     if len(methods) > 1:
-        results = _measured(options, target, methods, fitting)
+        setting = SpeedSetting(
+            options.max_new_tokens, options.temperature, warmup=1, seed=options.seed, batch=options.batch_size
+        )
+        results = measure(target, methods, fitting, setting, label="check")
         report["measured"], report["brackets"] = _lines(results), "95 %" if len(results.records) >= ENOUGH else "range"
         skipped |= results.skipped
         count = len(results.records) * options.batch_size
@@ -157,22 +160,6 @@ def _methods(options: CheckOptions, target: Target, own: Drafter | None) -> dict
     for each in names:
         methods[each] = ShapeDecoder(target, make_drafter(each, given)).drafter
     return methods
-
-
-def _measured(
-    options: CheckOptions, target: Target, methods: dict[str, Drafter | None], prompts: Sequence[Prompt]
-) -> SpeedResults:
-    return measure(
-        target,
-        methods,
-        prompts,
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        warmup=1,
-        seed=options.seed,
-        batch=options.batch_size,
-        label="check",
-    )
 
 
 def _lines(results: SpeedResults) -> list[dict[str, Any]]:
@@ -214,7 +201,9 @@ def _untrained(target: Target) -> TrainedDrafter:
     predictor = ShapePredictor(config)
     if config.draft_vocab_size is not None:
         predictor.draft_vocabulary = torch.arange(config.draft_vocab_size)
-    return TrainedDrafter(predictor.to(target.device, target.dtype).eval())  # type: ignore[arg-type]
+    predictor = predictor.to(target.device, draft_dtype(target, target.device)).eval()  # type: ignore[arg-type]
+    prepack(predictor)
+    return TrainedDrafter(predictor)
 
 
 def _chain(costs: Costs, rate: float) -> dict[str, float]:
@@ -223,7 +212,7 @@ def _chain(costs: Costs, rate: float) -> dict[str, float]:
     """
 
     def speed(depth: int) -> float:
-        return expected_length(rate, depth) / costs.of(depth + 1, depth, 1)
+        return expected_length(rate, depth) / costs.step_seconds(depth + 1, depth, 1)
 
     depth = max(range(17), key=speed)
     return {
@@ -235,10 +224,12 @@ def _chain(costs: Costs, rate: float) -> dict[str, float]:
 
 
 def _break_even(costs: Costs, depth: int) -> float | None:
-    return break_even(depth, costs.drafting(depth, 1) / depth, costs.of(depth + 1, 0, 1), costs.autoregressive)
+    return break_even(
+        depth, costs.draft_seconds(depth, 1) / depth, costs.step_seconds(depth + 1, 0, 1), costs.autoregressive
+    )
 
 
-def name(shape: dict[str, Any] | None) -> str:
+def shape_name(shape: dict[str, Any] | None) -> str:
     """A shape in words."""
     if shape is None:
         return "no draft"
@@ -310,11 +301,11 @@ def _plans(report: dict[str, Any]) -> Table:
     shown = plans[:_SHOWN_PLANS]
     if own is not None and own not in shown:
         shown.append(own)
-    labels = [name(one["shape"]) + (" (its own)" if one == own else "") for one in shown]
+    labels = [shape_name(one["shape"]) + (" (its own)" if one == own else "") for one in shown]
     table = Table("draft, the fastest first", "tokens/step", "nodes", "passes", "ms/step", "speed-up", box=None)
     table.columns[0].no_wrap = True
     lookup = report["ngram"][0]
-    for label, one in zip([*labels, f"n-gram: {name(lookup['shape'])}"], [*shown, lookup], strict=True):
+    for label, one in zip([*labels, f"n-gram: {shape_name(lookup['shape'])}"], [*shown, lookup], strict=True):
         figures = [show(one[key], ".1f") for key in ("nodes", "passes")]
         milliseconds = show(1e3 * one["seconds"])
         table.add_row(label, show(one["acceptance_length"]), *figures, milliseconds, show(one["speed_up"], unit="x"))

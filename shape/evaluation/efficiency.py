@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from shape.drafters import Drafter, OracleDrafter, make_drafter
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
-from shape.evaluation.estimates import ENOUGH, Estimate, estimate, few, number, ratio
+from shape.evaluation.estimates import ENOUGH, Estimate, estimate, few_units_note, number, quantile, ratio
 from shape.evaluation.files import json_by_line
 from shape.evaluation.markdown import markdown, show
 from shape.evaluation.options import EfficiencyOptions, several
@@ -23,8 +23,7 @@ from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.results import AUTOREGRESSIVE
 from shape.evaluation.runner import Run, by_decoder, by_transformers, rotated, sampling, synchronise
 from shape.generation.decoder import ShapeDecoder
-from shape.generation.stats import Step, quantile
-from shape.target.chat import prompt_ids
+from shape.generation.stats import Step
 from shape.target.loading import of_pair, recorded, resolve_dtype
 from shape.target.model import Target, announce
 from shape.verification.forward import new_cache, node_logits, tree_inputs
@@ -63,11 +62,6 @@ class Case:
     shares: list[float] = field(default_factory=list)
     answers: list[tuple[int, float]] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Case":
-        """Of a record; in older ones `forwards` was called `rows`."""
-        return cls(**{"forwards" if name == "rows" else name: value for name, value in values.items()})
 
     @property
     def efficiency(self) -> float | None:
@@ -128,32 +122,28 @@ class Case:
 
 def bare_seconds(decoder: ShapeDecoder, steps: Sequence[Step]) -> tuple[float, float]:
     """(target, drafter) seconds of the bare forwards of some steps, in their order."""
-    with decoder.gradientless():
-        return _bare_seconds(decoder, steps)
-
-
-def _bare_seconds(decoder: ShapeDecoder, steps: Sequence[Step]) -> tuple[float, float]:
     target, support, drafter = decoder.target, decoder.support, decoder.drafter
-    capacity = max((max(step.lengths) + step.nodes for step in steps), default=0)
-    caches = {size: new_cache(target, support, size, capacity) for size in {len(step.sequences) for step in steps}}
-    verify = draft = 0.0
-    for step in steps:
-        size, length = len(step.sequences), max(step.lengths)
-        cache = caches[size]
-        cache.set_lengths([length] * size)
-        tokens = torch.zeros(size, step.nodes, dtype=torch.long, device=target.device)
-        tree = chain(tokens[:, 0], tokens[:, 1:])
-        positions, masks = tree_inputs(target, support, cache, tree)
-        synchronise(target.device)
-        start = perf_counter()
-        if drafter is not None and step.passes:
-            drafter.run_forwards(size, step.passes)
-        synchronise(target.device)
-        draft += perf_counter() - start
-        start = perf_counter()
-        node_logits(target, support, cache, tokens, positions, masks)
-        synchronise(target.device)
-        verify += perf_counter() - start
+    with decoder.gradientless():
+        capacity = max((max(step.lengths) + step.nodes for step in steps), default=0)
+        caches = {size: new_cache(target, support, size, capacity) for size in {len(step.sequences) for step in steps}}
+        verify = draft = 0.0
+        for step in steps:
+            size, length = len(step.sequences), max(step.lengths)
+            cache = caches[size]
+            cache.set_lengths([length] * size)
+            tokens = torch.zeros(size, step.nodes, dtype=torch.long, device=target.device)
+            tree = chain(tokens[:, 0], tokens[:, 1:])
+            positions, masks = tree_inputs(target, support, cache, tree)
+            synchronise(target.device)
+            start = perf_counter()
+            if drafter is not None and step.passes:
+                drafter.run_forwards(size, step.passes)
+            synchronise(target.device)
+            draft += perf_counter() - start
+            start = perf_counter()
+            node_logits(target, support, cache, tokens, positions, masks)
+            synchronise(target.device)
+            verify += perf_counter() - start
     return verify, draft
 
 
@@ -177,10 +167,10 @@ def measure(
     """
     dtype = str(target.dtype).removeprefix("torch.")
     options = {"max_new_tokens": max_new_tokens, **sampling(temperature)}
-    transformers = by_transformers(target, **options)
     decoders = {name: ShapeDecoder(target, drafter, fall_back=False) for name, drafter in drafters.items()}
     decoders[AUTOREGRESSIVE] = ShapeDecoder(target, None, fall_back=False)
     runners = {name: by_decoder(decoder, **options) for name, decoder in decoders.items()}
+    runners["transformers"] = by_transformers(target, **options)
     names = ["transformers", AUTOREGRESSIVE, "oracle", *drafters]
 
     def answer(group: Sequence[list[int]], turn: int, cases: dict[str, Case]) -> None:
@@ -188,10 +178,7 @@ def measure(
         oracle = _oracle(target, group, runners[AUTOREGRESSIVE](group, seeds), turn)
         decoders["oracle"], runners["oracle"] = oracle, by_decoder(oracle, **options)
         for name in rotated(names, turn):
-            if name == "transformers":
-                _add(cases[name], transformers(group, seeds))
-            else:
-                _add_steps(cases[name], decoders[name], runners[name](group, seeds))
+            _add(cases[name], runners[name](group, seeds), decoders.get(name))
 
     def empty() -> dict[str, Case]:
         return {name: Case(dtype, temperature, batch, name, repeats) for name in names}
@@ -206,19 +193,18 @@ def measure(
 
 
 def _oracle(target: Target, group: Sequence[list[int]], answers: Run, seed: int) -> ShapeDecoder:
-    """Drafts what the autoregressive loop answers, with every fifth token corrupted."""
+    """Drafts what the autoregressive loop answers, with a fifth of its tokens corrupted at random."""
     texts = [[*context, *answer] for context, answer in zip(group, answers.sequences, strict=True)]
     return ShapeDecoder(target, OracleDrafter(texts, ORACLE_ERROR_RATE, ORACLE_DEPTH, seed=seed), fall_back=False)
 
 
-def _add(case: Case, run: Run) -> None:
-    case.steps += len(run.gaps)
-    case.add(run.timed_tokens, sum(run.gaps))
+def _add(case: Case, run: Run, decoder: ShapeDecoder | None) -> None:
+    """What a run took and, of one of our decoders, its bare forwards, run again."""
     case.gaps += run.gaps
-
-
-def _add_steps(case: Case, decoder: ShapeDecoder, run: Run) -> None:
-    """What one of our runs took, and its bare forwards, run again."""
+    if decoder is None:
+        case.steps += len(run.gaps)
+        case.add(run.timed_tokens, sum(run.gaps))
+        return
     stats = run.stats
     assert stats is not None
     forward, draft = bare_seconds(decoder, stats.steps)
@@ -229,7 +215,6 @@ def _add_steps(case: Case, decoder: ShapeDecoder, run: Run) -> None:
     case.draft_seconds += draft
     if stats.decode_seconds:
         case.shares.append((forward + draft) / stats.decode_seconds)
-    case.gaps += run.gaps
 
 
 def report(cases: Sequence[Case]) -> str:
@@ -291,7 +276,7 @@ def run(options: EfficiencyOptions) -> list[Case]:
         if decoder.drafter is not None:
             drafters[decoder.drafter.name] = decoder.drafter
         room = (target.max_positions or sys.maxsize) - options.max_new_tokens
-        encoded = [prompt_ids(prompt.messages, target.tokenizer, prompt.template) for prompt in prompts]
+        encoded = [target.encode(prompt.opening, prompt.template)[0].tolist() for prompt in prompts]
         contexts = [ids for ids in encoded if len(ids) <= room]
         _refuse_unfilled(batches, len(contexts), f"{source} that leave room for {options.max_new_tokens} new tokens")
         for batch in batches:
@@ -362,12 +347,12 @@ def page(title: str, measured: str, max_new_tokens: int, cases: Sequence[Case], 
     times = f"each answered {cases[0].repeats} times, " if cases[0].repeats > 1 else ""
     groups = "prompts" if all(case.batch == 1 for case in cases) else "prompts, or over groups decoded together"
     if any(1 < case.groups < ENOUGH for case in cases):
-        groups += f"; {few('prompts or groups')}"
+        groups += f"; {few_units_note('prompts or groups')}"
     note = (
         f"{measured}, {times}at most {max_new_tokens} new tokens. Efficiency: "
         "bare forwards of target and drafter over measured time, median over answers; the parts of a step are means; "
         f"ranges are 95 % bootstrap intervals over {groups} (`shape/evaluation/efficiency.py`). `oracle` drafts the "
-        "truth with every fifth token corrupted, at no cost: its speed-up is simulated. Gaps are between arrivals of "
-        "tokens, several at a time where a draft was accepted."
+        "truth with a fifth of its tokens corrupted at random, at no cost: its speed-up is simulated. Gaps are between "
+        "arrivals of tokens, several at a time where a draft was accepted."
     )
     return "\n\n".join([f"### {title}", report(cases), note, environment.line()]) + "\n"

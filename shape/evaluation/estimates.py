@@ -75,7 +75,7 @@ def estimate(figure: Callable[[np.ndarray], Any], prompts: int, repeats: int = 1
     return Estimate(value) if low == high else Estimate(value, low, high)
 
 
-def few(units: str) -> str:
+def few_units_note(units: str) -> str:
     """What has to be said of intervals over fewer units than are enough."""
     return f"brackets over fewer than six {units} are about the range of these, and no 95 % intervals"
 
@@ -84,6 +84,12 @@ def ratio(numerator: Any, denominator: Any) -> Any:
     """Elementwise quotient, nan where nothing was counted."""
     top, bottom = np.asarray(numerator, dtype=float), np.asarray(denominator, dtype=float)
     return np.divide(top, bottom, out=np.full(np.broadcast(top, bottom).shape, np.nan), where=bottom != 0)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value below which a share of them lies; 0 of none."""
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
 
 
 def number(value: Any) -> float | None:

@@ -3,7 +3,8 @@
 The command is `shape.cli.harness`.
 """
 
-from typing import Any, Literal
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,13 +31,11 @@ class ShapeLM(HFLM):
     """A decoder as lm-evaluation-harness sees it.
 
     Args:
-        predictor, target, drafter, dtype, device_map, num_draft_tokens, predictor_revision: see
-            `ShapeDecoder.from_pretrained`.
+        predictor, target, drafter, dtype, num_draft_tokens: see `ShapeDecoder.from_pretrained`.
         acceptance: a rule's name; the lossy ones change results, which is what they can be compared by.
         device: where the target is put, unless device_map says so.
-        revision, token, trust_remote_code, attn_implementation, quantization_config, quantize, target_options: how the
-            target is read (see `shape.target.loading.TargetOptions`).
-        options: those of `lm_eval.models.huggingface.HFLM`: batch_size, max_length, add_bos_token, ...
+        options: how target and predictor are read (see `shape.target.options.PairOptions`), and those of
+            `lm_eval.models.huggingface.HFLM`: batch_size, max_length, add_bos_token, ...
 
     Raises:
         ShapeError: as `ShapeDecoder.from_pretrained` does.
@@ -50,31 +49,14 @@ class ShapeLM(HFLM):
         acceptance: str = "match",
         dtype: str | None = None,
         device: str | None = None,
-        device_map: str | None = None,
         num_draft_tokens: str | int | None = None,
-        predictor_revision: str | None = None,
-        revision: str | None = None,
-        token: str | None = None,
-        trust_remote_code: bool = False,
-        attn_implementation: str | None = None,
-        quantization_config: dict[str, Any] | None = None,
-        quantize: Literal["int8", "int4"] | None = None,
-        target_options: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
             device = None  # what the library asks for where nobody has
-        loading = PairOptions(
-            predictor_revision=predictor_revision,
-            device_map=device_map or device,
-            revision=revision,
-            token=token,
-            trust_remote_code=trust_remote_code,
-            attn_implementation=attn_implementation,
-            quantization_config=quantization_config,
-            quantize=quantize,
-            target_options=target_options or {},
-        )
+        place = options.pop("device_map", None) or device
+        names = {entry.name for entry in fields(PairOptions)} & options.keys()
+        loading = PairOptions(device_map=place, **{name: options.pop(name) for name in names})
         self.decoder = ShapeDecoder.from_pretrained(
             predictor=predictor,
             target=target,

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from shape.errors import ConfigError
-from shape.files import reading, typed
+from shape.files import reading, typed, written_whole
 
 JOURNAL = "records.jsonl"  # its usual name
 
@@ -36,8 +36,8 @@ class Journal:
             theirs, *self.records = [typed(dict[str, Any], json.loads(line)) for line in whole] or [header]
         refuse_other(path, theirs, header)
         whole = whole or [json.dumps(header) + "\n"]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(whole))
+        with written_whole(path) as temporary:
+            temporary.write_text("".join(whole))
 
     def append(self, record: dict[str, Any]) -> None:
         if self.path is not None:

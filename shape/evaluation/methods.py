@@ -16,18 +16,17 @@ from shape.target.model import Target
 
 
 @dataclass(frozen=True)
-class Ruled:
-    """A drafter under an acceptance rule other than "match"."""
+class Configured:
+    """A drafter that is decoded with otherwise than by default.
+
+    Attributes:
+        acceptance: a rule other than "match".
+        whole: it drafts in every step and is verified whole, so that its acceptance length depends on no clock.
+    """
 
     drafter: Drafter | None
-    acceptance: Rule
-
-
-@dataclass(frozen=True)
-class Whole:
-    """A drafter that drafts in every step and is verified whole, so that its acceptance length depends on no clock."""
-
-    drafter: Drafter | None
+    acceptance: Rule | None = None
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,18 +37,18 @@ class Assisted:
 
 
 # transformers' `generate`, by itself or with its prompt lookup.
-Outside = Literal["transformers", "transformers-lookup"]
-LOOKUP: Outside = "transformers-lookup"
+TransformersMethod = Literal["transformers", "transformers-lookup"]
+LOOKUP: TransformersMethod = "transformers-lookup"
 ASSISTED = "transformers-assisted"  # with each predictor that is a smaller model
-Method = Drafter | Ruled | Whole | Assisted | Outside | None  # None is our loop without a drafter
+Method = Drafter | Configured | Assisted | TransformersMethod | None  # None is our loop without a drafter
 
 
 def describe(method: Method, beside: torch.device | None = None) -> str:
     """What a method is, in words that change when its settings or weights do, or its device is not the given one."""
-    if isinstance(method, Ruled):
-        return f"{describe(method.drafter, beside)}, acceptance {method.acceptance}"
-    if isinstance(method, Whole):
-        return f"{describe(method.drafter, beside)}, drafts verified whole"
+    if isinstance(method, Configured):
+        whole = ", drafts verified whole" if method.whole else ""
+        rule = "" if method.acceptance is None else f", acceptance {method.acceptance}"
+        return f"{describe(method.drafter, beside)}{whole}{rule}"
     if method is None or isinstance(method, str):
         return method or AUTOREGRESSIVE
     if isinstance(method, Assisted):
@@ -74,8 +73,4 @@ def prompts_hash(prompts: Sequence[Prompt]) -> str:
     more = [(prompt.template, [message.more for message in prompt.messages]) for prompt in prompts]
     if any(template or any(messages) for template, messages in more):  # the others keep the hash that they always had
         asked += repr(more)
-    return _digest(asked)[:16]
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(asked.encode()).hexdigest()[:16]

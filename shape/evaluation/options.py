@@ -79,7 +79,8 @@ class CheckOptions(AnsweringOptions):
     Args:
         target: path, hub id or bundled name; default: the predictor's own, or the bundled target.
         predictor: folder, hub id or bundled name of a trained predictor, or of a smaller model with the target's
-            tokens; default: an untrained predictor of the default size, which costs as much per draft.
+            tokens; default: an untrained predictor of the default size that runs once per depth, which costs at least
+            as much per draft as a trained one of the default kind.
         pack: recipes of `shape.drafters.recipes.drafter`.
         drafter: measured on the prompts, interleaved: names as in `shape.bench`; default: those without training, the
             predictor, the recipes, and hybrids of these; [] measures none.

@@ -13,24 +13,28 @@ SUITES = ("bench", "kinds")
 
 
 def chosen_prompts(
-    given: str | Path | None, limit: int | None = None, template: Mapping[str, Any] | None = None
+    given: str | Path | Sequence[str] | None, limit: int | None = None, template: Mapping[str, Any] | None = None
 ) -> tuple[list[Prompt], str]:
-    """The prompts of a source, or so many of them, spread evenly over it and of every category its share.
+    """The prompts of a source, or so many of them, spread evenly over it and of every category its share; of several
+    sources one after the other.
 
     Args:
         given: the name of a suite that ships, also beside a folder of that name (./bench is the folder), or what
-            `load_prompts` takes; None is the bench split.
-        limit: at most so many; None is all.
+            `load_prompts` takes; None is the bench split. Or several of these.
+        limit: at most so many of each; None is all.
         template: given to the chat template with every prompt.
 
     Returns:
-        The prompts in their order, and what results call their source.
+        The prompts in their order, and what results call their source, with + between several.
 
     Raises:
         ConfigError: a limit below 1. DataError: the source cannot be read.
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"limit {limit} leaves no prompt; give at least 1")
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        suites = [chosen_prompts(one, limit, template) for one in given]
+        return [prompt for prompts, _ in suites for prompt in prompts], "+".join(name for _, name in suites)
     given = given or SUITES[0]
     source = bundled.path("data", f"{given}.jsonl") if given in SUITES else given
     return evenly_by_category(load_prompts(source, template), limit), Path(source).name

@@ -15,7 +15,7 @@ from rich.table import Table as ScreenTable
 
 from shape.data.conversations import Conversation
 from shape.evaluation.environment import Environment
-from shape.evaluation.estimates import ENOUGH, Estimate, Sums, few, number, over_prompts, ratio
+from shape.evaluation.estimates import ENOUGH, Estimate, Sums, few_units_note, number, over_prompts, ratio
 from shape.evaluation.files import Results
 from shape.evaluation.markdown import Table, markdown, share, show
 from shape.evaluation.overlap import Overlap, overlaps
@@ -179,7 +179,7 @@ class SpeedResults(Results):
         names = [name for name in self.methods if any(name in record.details for record in self.records)]
         return {name: Detail.total(r.details[name] for r in self.records if name in r.details) for name in names}
 
-    def beside(self, training: Iterable[Conversation], name: str) -> Self:
+    def with_overlap(self, training: Iterable[Conversation], name: str) -> Self:
         """The same with each prompt's overlap with the training text, which is called so."""
         found = overlaps([record.texts for record in self.records], training)
         records = tuple(replace(record, overlap=one) for record, one in zip(self.records, found, strict=True))
@@ -286,7 +286,7 @@ class SpeedResults(Results):
             if self.methods[name] != AUTOREGRESSIVE and speed_up and length and speed_up > length:
                 found.append(f"{name}: the speed-up ({speed_up:.2f}) exceeds the acceptance length ({length:.2f})")
         if 1 < len(self.records) < ENOUGH:
-            found.append(few("prompts" if self.settings.get("batch", 1) == 1 else "batches"))
+            found.append(few_units_note("prompts" if self.settings.get("batch", 1) == 1 else "batches"))
         if self.skipped:
             found.append(f"{len(self.skipped)} prompts left out or cut ({next(iter(self.skipped.values()))})")
         return found
@@ -354,7 +354,10 @@ class SpeedResults(Results):
     def by_category(self) -> Table:
         """Speed-up and acceptance length of every method in every category, and the share of seen 4-grams."""
         found = {one: [self.summarise(name, one) for name in self.methods] for one in self.categories}
-        lines = [[category, *map(_speed_and_length, summaries)] for category, summaries in found.items()]
+        lines = [
+            [category, *(speed_and_length(one.speed_up.value, one.acceptance_length.value) for one in summaries)]
+            for category, summaries in found.items()
+        ]
         means = [_mean_speed_up(column) for column in zip(*found.values(), strict=True)]
         lines.append(["mean of these", *(show(mean, unit="x") for mean in means)])
         if not self.overlap():
@@ -389,6 +392,6 @@ def _mean_speed_up(lines: Sequence[Summary]) -> float | None:
     return fmean(known) if known else None
 
 
-def _speed_and_length(line: Summary) -> str:
-    length = line.acceptance_length.value
-    return show(line.speed_up.value, unit="x") + ("" if length is None else f" ({length:.2f})")
+def speed_and_length(speed_up: float | None, length: float | None) -> str:
+    """`1.52x (2.31)`; without the brackets where the acceptance length is unknown."""
+    return show(speed_up, unit="x") + ("" if length is None else f" ({length:.2f})")

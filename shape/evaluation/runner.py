@@ -6,22 +6,22 @@ ends the prefill, and the last one, read to the host, ends decoding.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
+from transformers.generation.streamers import BaseStreamer
 
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
+from shape.generation.prompts import Context, side_by_side
 from shape.generation.rules import Match, Rule
 from shape.generation.stats import DecodeStats
-from shape.generation.streams import Arrivals
 from shape.target.model import Target
 
 Item = TypeVar("Item")
-Context = Tensor | Sequence[int]  # token ids, (L,) or (1, L)
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,6 @@ def sampling(temperature: float) -> dict[str, Any]:
     return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
 
 
-def side_by_side(contexts: Sequence[Context], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids (B, L), padded on the left, and their mask."""
-    ids = [torch.as_tensor(context, device=device).view(-1) for context in contexts]
-    masks = [torch.ones_like(each) for each in ids]
-    return tuple(pad_sequence(each, batch_first=True, padding_side="left") for each in (ids, masks))  # type: ignore[return-value]
-
-
 def until_end(tokens: list[int], end_tokens: Sequence[int]) -> list[int]:
     """An answer without the padding behind its end token."""
     return tokens[: next((at for at, token in enumerate(tokens) if token in end_tokens), len(tokens)) + 1]
@@ -82,18 +75,20 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class Stopwatch(Arrivals):
-    """Streamed to: the prompt first, then the prefill's tokens, then the others."""
+class Stopwatch(BaseStreamer):
+    """A streamer that notes when tokens arrive: the prompt comes first, then the prefill's tokens, then the others."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.times: list[float] = []  # of what arrived
         self.prefilled = 0
         self.start = perf_counter()
 
     def put(self, value: Tensor) -> None:
-        super().put(value)
+        self.times.append(perf_counter())
         if len(self.times) == 2:
             self.prefilled = value.numel()
+
+    def end(self) -> None: ...
 
     def stop(self, output: Tensor, prompt: int, end_tokens: Sequence[int], stats: DecodeStats | None = None) -> Run:
         """The finished call: its output (B, L) is read to the host before the watch stops."""
@@ -104,7 +99,8 @@ class Stopwatch(Arrivals):
         if stats is not None and len(answers) > 1:  # our decoder streams single sequences, and times batches itself
             prefilled, prefill = len(answers), stats.prefill_seconds
         # Our decoder streams what a step committed token by token; to a reader it arrives at once.
-        gaps = self.gaps if stats is None else [step.seconds for step in stats.steps]
+        arrivals = pairwise(self.times[1:])
+        gaps = [after - before for before, after in arrivals] if stats is None else [one.seconds for one in stats.steps]
         answers = [until_end(answer, end_tokens) for answer in answers]
         return Run(answers, prefilled, end - self.start - prefill, prefill, gaps, stats)
 

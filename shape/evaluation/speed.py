@@ -15,7 +15,7 @@ import gc
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,8 @@ from shape.evaluation.methods import (
     ASSISTED,
     LOOKUP,
     Assisted,
+    Configured,
     Method,
-    Ruled,
-    Whole,
     describe,
     prompts_hash,
     target_settings,
@@ -65,111 +64,130 @@ def uncollected() -> Iterator[None]:
         gc.unfreeze()
 
 
-def measure(
-    target: Target,
-    methods: Mapping[str, Method],
-    prompts: Sequence[Prompt],
-    *,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    repeats: int = 1,
-    warmup: int = 2,
-    seed: int = 0,
-    progress: bool = True,
-    label: str = "",
-    source: str = "",
-    journal: Path | None = None,
-    kept: Path | None = None,
-    fall_back: bool | float = True,
-    batch: int = 1,
-    context_length: int | None = None,
-) -> SpeedResults:
-    """Answers every prompt with every method and returns what it took.
+@dataclass(frozen=True)
+class SpeedSetting:
+    """How prompts are answered, by every method alike.
 
-    Turns are answered in order, and the autoregressive loop's answer (or else the first method's) is the context of
-    the next turn for all methods, so that all decode from the same text. Prompts and turns that leave no room
-    for `max_new_tokens` in the target's positions are left out, and the results say so. At a temperature all
-    methods sample with the same seed per prompt, top_k = 0 and top_p = 1.
-
-    Args:
-        methods: name -> drafter, None (our loop without one), "transformers", "transformers-lookup" or Assisted; None
-            or "transformers" has to be among them.
+    Attributes:
+        temperature: 0 decodes greedily; above, all methods sample with the same seed per prompt, top_k = 0 and
+            top_p = 1.
         repeats: timed runs per answer, of which the one of median decode time counts.
         warmup: prompts whose first turn every method answers, untimed, before the measurement.
-        label: heading of the table.
-        source: what the prompts are, for the record.
-        journal: a JSON-lines file to which finished prompts are appended. A journal of the same settings,
-            machine and code is continued, another one raises.
-        kept: a file that the results are to take the place of; one of other settings raises.
         fall_back: see `ShapeDecoder`.
         batch: prompts answered at once; the record of a batch is that of its prompts together. What fills no batch is
             left out.
         context_length: tokens that every context is filled up to, with the text of other prompts before it; longer ones
             are left out. None takes contexts as they are.
+    """
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    repeats: int = 1
+    warmup: int = 2
+    seed: int = 0
+    fall_back: bool | float = True
+    batch: int = 1
+    context_length: int | None = None
+
+    def check(self, methods: Mapping[str, Method | str], prompts: Sequence[Prompt], source: str) -> None:
+        """What can be said before anything is loaded, as `measure` raises it.
+
+        Args:
+            methods: as of `measure`; a name stands for one that is not made yet.
+        """
+        if not any(method is None or method == "transformers" for method in methods.values()):
+            raise ConfigError("the methods hold no baseline to compare with; add autoregressive or transformers")
+        if min(self.max_new_tokens, self.repeats) < 1 or self.warmup < 0 or self.temperature < 0:
+            raise ConfigError(
+                "max_new_tokens and repeats must be at least 1, warmup and temperature at least 0; "
+                f"got {self.max_new_tokens}, {self.repeats}, {self.warmup} and {self.temperature:g}"
+            )
+        if self.batch < 1 or (self.context_length is not None and self.context_length < 1):
+            raise ConfigError(f"batch is {self.batch} and context_length {self.context_length}; give positive numbers")
+        single = [name for name, one in methods.items() if isinstance(one, Assisted) or one in (LOOKUP, ASSISTED)]
+        if self.batch > 1 and single:
+            raise ConfigError(
+                f"transformers decodes one prompt at a time for {single[0]}; leave it out, or give a batch of 1"
+            )
+        refuse_shared_ids(prompts, source or "the given prompts")
+        if prompts:
+            self.refuse_unfilled(len(prompts))
+
+    def refuse_unfilled(self, count: int) -> None:
+        """Raises DataError where so many prompts fill no batch."""
+        if count < self.batch:
+            raise DataError(
+                f"a batch of {self.batch} cannot be filled with {count} prompts; give more, or a smaller batch"
+            )
+
+
+def measure(
+    target: Target,
+    methods: Mapping[str, Method],
+    prompts: Sequence[Prompt],
+    setting: SpeedSetting,
+    *,
+    progress: bool = True,
+    label: str = "",
+    source: str = "",
+    journal: Path | None = None,
+    results_file: Path | None = None,
+) -> SpeedResults:
+    """Answers every prompt with every method and returns what it took.
+
+    Turns are answered in order, and the autoregressive loop's answer (or else the first method's) is the context of
+    the next turn for all methods, so that all decode from the same text. Prompts and turns that leave no room
+    for `max_new_tokens` in the target's positions are left out, and the results say so.
+
+    Args:
+        methods: name -> drafter, Configured, None (our loop without one), "transformers", "transformers-lookup" or
+            Assisted; None or "transformers" has to be among them.
+        label: heading of the table.
+        source: what the prompts are, for the record.
+        journal: a JSON-lines file to which finished prompts are appended. A journal of the same settings,
+            machine and code is continued, another one raises.
+        results_file: the results file that will be overwritten; it raises if that holds results of other settings.
 
     Raises:
         ConfigError: no baseline among the methods, numbers out of range, a method that takes no batches, or a journal
             or results of another run.
         DataError: no prompt can be measured, or two share an id.
     """
-    check_setting(
-        methods,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        repeats=repeats,
-        warmup=warmup,
-        source=source,
-        batch=batch,
-        context_length=context_length,
-    )
+    setting.check(methods, prompts, source)
     if target.tokenizer is None:
         raise DataError(f"target {target.name} has no tokenizer to encode prompts with; give a folder that has one")
-    settings = settings_of(
-        target,
-        methods,
-        prompts,
-        source,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        repeats=repeats,
-        warmup=warmup,
-        seed=seed,
-        fall_back=fall_back,
-        batch=batch,
-        context_length=context_length,
-    )
-    if kept is not None:
-        refuse_results(kept, settings)
-    contexts = Contexts(target, prompts, context_length, max_new_tokens)
-    options = {"max_new_tokens": max_new_tokens, **sampling(temperature)}
-    runners = {name: _runner(method, target, fall_back, options) for name, method in methods.items()}
-    bench = Bench(target, runners, methods, contexts, repeats)
+    settings, batch = settings_of(target, methods, prompts, source, setting), setting.batch
+    if results_file is not None:
+        refuse_results(results_file, settings)
+    contexts = Contexts(target, prompts, setting.context_length, setting.max_new_tokens)
+    options = {"max_new_tokens": setting.max_new_tokens, **sampling(setting.temperature)}
+    runners = {name: _runner(method, target, setting.fall_back, options) for name, method in methods.items()}
+    bench = Bench(target, runners, methods, contexts, setting.repeats)
     reasons = {prompt.id: contexts.refuse(contexts.of(prompt, prompt.opening)) for prompt in prompts}
     fitting = [prompt for prompt in prompts if reasons[prompt.id] is None]
     if not fitting:
         reason = next(iter(reasons.values()), None) or "none was given"
         raise DataError(f"no prompt can be measured: {reason}; give other prompts or a smaller max_new_tokens")
-    _refuse_unfilled(batch, len(fitting))
+    setting.refuse_unfilled(len(fitting))
     groups = [fitting[start : start + batch] for start in range(0, len(fitting) - batch + 1, batch)]
     reasons |= {prompt.id: f"it fills no batch of {batch}" for prompt in fitting[len(groups) * batch :]}
     environment = Environment.capture(target.device)
     written = Journal(journal, settings | environment.machine())
     finished = {record.id: record for record in map(PromptRecord.from_dict, written.records)}
-    for group in groups[:warmup]:
+    for group in groups[: setting.warmup]:
         openings = [contexts.of(prompt, prompt.opening) for prompt in group]
         for runner in runners.values():
-            runner(openings, [seed] * batch)
+            runner(openings, [setting.seed] * batch)
     unit = "prompt" if batch == 1 else "batch"
     with uncollected():
         for index, group in enumerate(tqdm(groups, desc="bench", unit=unit, disable=not progress)):
             if _name(group) not in finished:
-                seeds = [seed + index * batch + place for place in range(batch)]
+                seeds = [setting.seed + index * batch + place for place in range(batch)]
                 finished[_name(group)] = bench.record(group, seeds, turn=index)
                 written.append(asdict(finished[_name(group)]))
     records = tuple(finished[_name(group)] for group in groups)
     return SpeedResults(
-        label=label or f"{settings['target']}, temperature {temperature:g}",
+        label=label or f"{settings['target']}, temperature {setting.temperature:g}",
         settings=settings,
         environment=environment,
         records=records,
@@ -181,15 +199,15 @@ def measure(
 
 
 def settings_of(
-    target: Target, methods: Mapping[str, Method], prompts: Sequence[Prompt], source: str, **numbers: Any
+    target: Target, methods: Mapping[str, Method], prompts: Sequence[Prompt], source: str, setting: SpeedSetting
 ) -> dict[str, Any]:
-    """What results say that was asked for, of which `numbers` are as given."""
+    """What results say that was asked for."""
     return {
         **target_settings(target),
         "methods": {name: describe(method, target.device) for name, method in methods.items()},
         "prompts": source or "the given prompts",
         "prompts_hash": prompts_hash(prompts),
-        **numbers,
+        **asdict(setting),
     }
 
 
@@ -200,56 +218,18 @@ def refuse_results(path: Path, settings: dict[str, Any]) -> None:
             refuse_other(path, loads(path.read_text())["settings"], json.loads(json.dumps(settings)))
 
 
-def check_setting(
-    methods: Mapping[str, Method | str],
-    prompts: Sequence[Prompt],
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    repeats: int,
-    warmup: int,
-    source: str,
-    batch: int,
-    context_length: int | None,
-) -> None:
-    """What can be said of a setting before anything is loaded, as `measure` raises it.
-
-    Args:
-        methods: as of `measure`; a name stands for one that is not made yet.
-    """
-    if not any(method is None or method == "transformers" for method in methods.values()):
-        raise ConfigError("the methods hold no baseline to compare with; add autoregressive or transformers")
-    if min(max_new_tokens, repeats) < 1 or warmup < 0 or temperature < 0:
-        raise ConfigError(
-            "max_new_tokens and repeats must be at least 1, warmup and temperature at least 0; "
-            f"got {max_new_tokens}, {repeats}, {warmup} and {temperature:g}"
-        )
-    if batch < 1 or (context_length is not None and context_length < 1):
-        raise ConfigError(f"batch is {batch} and context_length {context_length}; give positive numbers")
-    single = [name for name, one in methods.items() if isinstance(one, Assisted) or one in (LOOKUP, ASSISTED)]
-    if batch > 1 and single:
-        raise ConfigError(
-            f"transformers decodes one prompt at a time for {single[0]}; leave it out, or give a batch of 1"
-        )
-    refuse_shared_ids(prompts, source or "the given prompts")
-    if prompts:
-        _refuse_unfilled(batch, len(prompts))
-
-
-def _refuse_unfilled(batch: int, count: int) -> None:
-    if count < batch:
-        raise DataError(f"a batch of {batch} cannot be filled with {count} prompts; give more, or a smaller batch")
-
-
 def measure_in(
     folder: Path,
     target: Target,
     methods: Mapping[str, Method],
     prompts: Sequence[Prompt],
+    setting: SpeedSetting,
     *,
     keep_journal: bool = False,
     training: Mapping[str, Sequence[Conversation]] | None = None,
-    **settings: Any,
+    progress: bool = True,
+    label: str = "",
+    source: str = "",
 ) -> SpeedResults:
     """`measure`, with results.json and results.md in a folder, and until then its journal, records.jsonl.
 
@@ -257,11 +237,14 @@ def measure_in(
         training: the training text by the name of its file, to which prompts and answers are compared.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    journal, kept = folder / JOURNAL, folder / RESULTS
-    results = measure(target, methods, prompts, journal=journal, kept=kept, **settings)
+    journal, file = folder / JOURNAL, folder / RESULTS
+    results = measure(
+        target, methods, prompts, setting, progress=progress, label=label, source=source, journal=journal,
+        results_file=file,
+    )  # fmt: skip
     if training:
-        results = results.beside(chain.from_iterable(training.values()), ", ".join(training))
-    kept.write_text(results.to_json())
+        results = results.with_overlap(chain.from_iterable(training.values()), ", ".join(training))
+    file.write_text(results.to_json())
     (folder / "results.md").write_text(results.to_markdown())
     if not keep_journal:
         journal.unlink()
@@ -275,12 +258,10 @@ def _runner(method: Method, target: Target, fall_back: bool | float, options: di
         return by_transformers(target, prompt_lookup_num_tokens=_LOOKUP_TOKENS, **options)
     if isinstance(method, Assisted):
         return by_transformers(target, assistant_model=method.model.model, **options)
-    drafter, rule = (method.drafter, method.acceptance) if isinstance(method, Ruled) else (method, None)
-    if isinstance(drafter, Whole):
-        drafter, fall_back = drafter.drafter, False
-    decoder = ShapeDecoder(target, drafter, fall_back=fall_back)  # type: ignore[arg-type]
+    how = method if isinstance(method, Configured) else Configured(method)  # type: ignore[arg-type]
+    decoder = ShapeDecoder(target, how.drafter, fall_back=False if how.whole else fall_back)
     # A seed is for the sampling alone: the clock decides when to fall back, as in a call without one.
-    return by_decoder(decoder, rule, reproducible=False, **options)
+    return by_decoder(decoder, how.acceptance, reproducible=False, **options)
 
 
 def _name(group: Sequence[Prompt]) -> str:

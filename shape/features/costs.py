@@ -7,19 +7,19 @@ before you rent machines for many.
 import math
 import shutil
 from dataclasses import dataclass
-
-from transformers import AutoTokenizer
+from typing import Any
 
 from shape import bundled
 from shape.data.reading import load_conversations
-from shape.data.statistics import Text, counted
+from shape.data.statistics import DataStatistics, count_tokens
 from shape.errors import ConfigError, UnsupportedTarget
 from shape.features.manifest import state_bytes
 from shape.features.options import CostOptions, longest
 from shape.features.storage import Storage
 from shape.files import human_bytes
-from shape.target.loading import FILE_OPTIONS, of_target, only
+from shape.target.loading import of_target, read_tokenizer
 from shape.target.model import read_config
+from shape.target.options import TargetOptions
 from shape.target.size import Size, size_of
 
 _WINDOW = 8  # states before an answer that the default predictor reads
@@ -52,7 +52,7 @@ def dry_run(options: CostOptions) -> str:
     return report(size, text, options, costs(size, text, options, free_space(options)))
 
 
-def costs(size: Size, text: Text, options: CostOptions, free: float) -> Costs:
+def costs(size: Size, text: DataStatistics, options: CostOptions, free: float) -> Costs:
     """Estimates; `free` is the bytes that features may take."""
     tokens = text.conversations * text.tokens
     # Causal attention: half of the text comes before a token, in the mean.
@@ -72,7 +72,7 @@ def costs(size: Size, text: Text, options: CostOptions, free: float) -> Costs:
     return Costs(writing, forward, stored, free, fitting[0] if fitting and options.passes > 1 else None)
 
 
-def report(size: Size, text: Text, options: CostOptions, found: Costs) -> str:
+def report(size: Size, text: DataStatistics, options: CostOptions, found: Costs) -> str:
     """For people."""
     weights = 2 * size.parameters
     passes = f"{options.passes:g} passes"
@@ -110,14 +110,14 @@ def report(size: Size, text: Text, options: CostOptions, found: Costs) -> str:
     return "\n".join(lines)
 
 
-def measured(options: CostOptions, positions: int | None = None) -> Text:
+def measured(options: CostOptions, positions: int | None = None) -> DataStatistics:
     """What the data hold, by a sample of them; by the options where there are none.
 
     Args:
         positions: of the target.
     """
     if options.data is None:
-        return Text(options.conversations, options.tokens, options.answers, options.turns)
+        return DataStatistics(options.conversations, options.tokens, options.answers, options.turns)
     if options.target is None:
         raise ConfigError(f"data {options.data} is counted in a target's tokens; give --target, or leave out --data")
     conversations = load_conversations(
@@ -126,8 +126,24 @@ def measured(options: CostOptions, positions: int | None = None) -> Text:
         limit=options.limit,
         chat_template_kwargs=options.chat_template_kwargs,
     )
-    tokenizer = AutoTokenizer.from_pretrained(bundled.resolve(options.target), **only(FILE_OPTIONS, of_target(options)))
-    return counted(conversations, tokenizer, longest(options.max_length, positions), options.skip_bad_rows)
+    tokenizer = tokenizer_of(options.target, options)
+    if tokenizer is None and not all(conversation.texts for conversation in conversations):
+        raise ConfigError(
+            f"data {options.data} is text, and target {options.target} has no tokenizer to count it with; leave out "
+            "--data, and give --conversations, --tokens, --answers and --turns"
+        )
+    return count_tokens(conversations, tokenizer, longest(options.max_length, positions), options.skip_bad_rows)
+
+
+def tokenizer_of(target: str, options: TargetOptions) -> Any:
+    """A target's tokenizer; None where it has none, of which transformers may make one that knows no word.
+
+    Raises:
+        UnsupportedTarget: its files are damaged.
+    """
+    found = read_tokenizer(bundled.resolve(target), target, of_target(options))
+    knows_words = found is not None and len(found.encode("two words", add_special_tokens=False)) > 1
+    return found if knows_words else None
 
 
 def free_space(options: CostOptions) -> float:

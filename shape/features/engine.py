@@ -40,26 +40,26 @@ class EngineStates:
             EndpointError: the engine gives none, or such as were not asked for.
             FeatureStoreError: they are not the target's.
         """
+        # As the engine numbers them.
+        numbers = [self.target.config.num_hidden_layers if layer == -1 else layer for layer in layers]
         with ThreadPoolExecutor(len(texts)) as threads:
-            states = list(threads.map(partial(self._states, layers=layers), texts))
+            states = list(threads.map(partial(self._states, numbers=numbers), texts))
         if not self._checked:
-            self._check(texts[-1], states[-1], layers)
+            self._check(texts[-1], states[-1], layers, serve_flags(sorted(set(numbers))))
             self._checked = True
         return states
 
-    def _numbers(self, layers: Sequence[int]) -> list[int]:
-        """The layers as the engine numbers them."""
-        return [self.target.config.num_hidden_layers if layer == -1 else layer for layer in layers]
-
-    def _states(self, text: Encoded, layers: Sequence[int]) -> Tensor:
-        numbers, depth = self._numbers(layers), self.target.config.num_hidden_layers
-        there = sorted(set(numbers))
+    def _states(self, text: Encoded, numbers: Sequence[int]) -> Tensor:
+        there, depth = sorted(set(numbers)), self.target.config.num_hidden_layers
         ids = text.input_ids.tolist()
-        reply = json.loads(self.endpoint.post("completions", {"prompt": ids, "max_tokens": 1}))
-        path = (reply.get("kv_transfer_params") or {}).get("hidden_states_path")
-        if path is None:
+        reply = self.endpoint.post("completions", {"prompt": ids, "max_tokens": 1})
+        try:
+            path = json.loads(reply)["kv_transfer_params"]["hidden_states_path"]
+        except (ValueError, LookupError, TypeError):  # no JSON, or of another kind
+            path = None
+        if not isinstance(path, str):
             raise EndpointError(f"endpoint {self.endpoint.url} gives no hidden states; serve with {serve_flags(there)}")
-        written = _taken(Path(path))
+        written = _read_and_delete(Path(path))
         states = written["hidden_states"].to(self.target.device, self.target.dtype)
         wanted = (len(ids), len(there), self.target.hidden_size)
         if states.shape != wanted or written["token_ids"].tolist() != ids:
@@ -72,7 +72,7 @@ class EngineStates:
             found[depth] = self.target.normed(found[depth])
         return torch.cat([found[number] for number in numbers], dim=-1)
 
-    def _check(self, text: Encoded, states: Tensor, layers: Sequence[int]) -> None:
+    def _check(self, text: Encoded, states: Tensor, layers: Sequence[int], flags: str) -> None:
         """Compare with the target here, so that wrong layers or weights show at once."""
         own = self.target.features(text.input_ids[None].to(self.target.device), layers)[0]
         error, tolerance = relative_error(own, states), TOLERANCE[torch.bfloat16]
@@ -80,7 +80,7 @@ class EngineStates:
             raise FeatureStoreError(
                 f"the states that endpoint {self.endpoint.url} gives are not those of target {self.target.name} "
                 f"(conversation {text.id} differs by {error:.1%}, at most {tolerance:.1%} is rounding); serve these "
-                f"weights, with {serve_flags(sorted(set(self._numbers(layers))))}"
+                f"weights, with {flags}"
             )
 
 
@@ -99,7 +99,7 @@ def serve_flags(layers: Sequence[int]) -> str:
     return f"--speculative-config '{json.dumps(speculative)}' --kv-transfer-config '{json.dumps(transfer)}'"
 
 
-def _taken(path: Path) -> dict[str, Tensor]:
+def _read_and_delete(path: Path) -> dict[str, Tensor]:
     """The tensors of a file that the engine has written, or is about to; the file is deleted."""
     import fcntl  # not on Windows, where vLLM is not either
 

@@ -22,15 +22,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from shape.data.conversations import Conversation, evenly, fingerprint
-from shape.data.encoding import Encoded, encode_row, unfolded
+from shape.data.encoding import Encoded, encode_row, split_by_template
 from shape.data.endpoint import Endpoint
 from shape.data.reading import load_conversations
 from shape.errors import ConfigError, DataError, DiskSpaceError, FeatureStoreError
 from shape.features.engine import EngineStates
 from shape.features.manifest import MANIFEST, Manifest
 from shape.features.options import ExtractOptions, FeatureOptions, longest
-from shape.features.positions import eligible, kept
-from shape.features.shards import load_checked, missing_shards, quantised, shard_name, write_shard
+from shape.features.positions import eligible, stored_positions
+from shape.features.shards import load_checked, missing_shards, quantise, shard_name, write_shard
 from shape.features.storage import Storage
 from shape.features.store import FeatureStore
 from shape.files import human_bytes, written_whole
@@ -60,7 +60,7 @@ def extract_from(options: ExtractOptions) -> FeatureStore:
         chat_template_kwargs=options.chat_template_kwargs,
     )
     rank_zero_only(announce)(target)
-    texts = list(chain.from_iterable(rows_of(target, conversations)))
+    texts = list(chain.from_iterable(split_conversations(target, conversations)))
     states = None if endpoint is None else EngineStates(endpoint, target)
     return extract(target, texts, options.output, options, trainer, states)
 
@@ -80,7 +80,7 @@ def extract(
     same folder, this one waits and takes what that one made.
 
     Args:
-        conversations: each of one text, as `rows_of` makes them.
+        conversations: each of one text, as `split_conversations` makes them.
         address: a folder, or what fsspec reaches.
         states: what computes them instead of the target.
 
@@ -90,6 +90,7 @@ def extract(
         DiskSpaceError: less free space than the estimate, or none left.
     """
     options.check(target)
+    _require_tokens(target, conversations)
     if not conversations:
         raise DataError("there are no conversations to compute features of; give data with at least one")
     storage = Storage(address)
@@ -143,12 +144,13 @@ def compute_features(target: Target, batch: Sequence[Encoded], layers: Sequence[
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def rows_of(target: Target, conversations: Sequence[Conversation]) -> list[list[Conversation]]:
-    """What features are computed of, for each conversation: see `shape.data.encoding.unfolded`.
+def split_conversations(target: Target, conversations: Sequence[Conversation]) -> list[list[Conversation]]:
+    """What features are computed of, for each conversation: see `shape.data.encoding.split_by_template`.
 
     Raises:
-        DataError: token ids that the target does not have.
+        DataError: token ids that the target does not have, or text where it has no tokenizer.
     """
+    _require_tokens(target, conversations)
     for conversation in conversations:
         largest = max((max(text.input_ids, default=0) for text in conversation.texts), default=0)
         if largest >= target.vocab_size:
@@ -156,12 +158,22 @@ def rows_of(target: Target, conversations: Sequence[Conversation]) -> list[list[
                 f"conversation {conversation.id} holds token {largest}, and target {target.name} has "
                 f"{target.vocab_size} tokens; give token ids that were made for it"
             )
-    return [unfolded(conversation, target.tokenizer) for conversation in conversations]
+    return [split_by_template(conversation, target.tokenizer) for conversation in conversations]
+
+
+def _require_tokens(target: Target, conversations: Sequence[Conversation]) -> None:
+    """Raises DataError for text that no tokenizer makes token ids of."""
+    text = next((each for each in conversations if not each.texts), None)
+    if target.tokenizer is None and text is not None:
+        raise DataError(
+            f"target {target.name} has no tokenizer, and conversation {text.id} is text; put one into its folder, or "
+            "give token ids (input_ids and loss_mask)"
+        )
 
 
 def place(target: Target, device: torch.device) -> None:
     """Move the target beside what is trained, unless its own `device_map` spreads it over several devices."""
-    # Asked only where there is something to move: some quantised models refuse to be.
+    # Asked only where there is something to move: some quantise models refuse to be.
     if target.device != device and getattr(target.model, "hf_device_map", None) is None:
         target.model.to(device)
 
@@ -189,7 +201,7 @@ class _Extraction(pl.LightningModule):
         counts = []
         for index in evenly(todo, _ESTIMATE_SAMPLE):
             text = self._encode(index)
-            states = kept(text.loss_mask, torch.tensor([0, len(text.input_ids)]), manifest.before)
+            states = stored_positions(text.loss_mask, torch.tensor([0, len(text.input_ids)]), manifest.before)
             counts.append((len(text.input_ids), int(states.sum())))
         tokens, states = (math.ceil(sum(each) / len(each) * len(todo)) for each in zip(*counts, strict=True))
         text_bytes = 5 * tokens + 8 * len(todo)  # int32 ids and mask, offsets
@@ -240,7 +252,7 @@ class _Extraction(pl.LightningModule):
         offsets = torch.tensor([0, *lengths]).cumsum(0)
         ids = torch.cat([text.input_ids.int() for text in texts])
         mask = torch.cat([text.loss_mask for text in texts])
-        stored = kept(mask, offsets, manifest.before)
+        stored = stored_positions(mask, offsets, manifest.before)
         number = stored.cumsum(0) - stored.long()  # of states before each position's own
         hidden = torch.empty(int(stored.sum()), manifest.width, dtype=manifest.stored_dtype)
         scale = torch.empty(len(hidden), len(manifest.layers), dtype=torch.bfloat16)
@@ -255,7 +267,7 @@ class _Extraction(pl.LightningModule):
                 self._require_finite(own, numbers[index])
                 at = slice(int(number[span.start]), int(number[span.start]) + len(own))
                 if manifest.dtype == "int8":
-                    hidden[at], scale[at] = quantised(own, manifest.hidden_size)
+                    hidden[at], scale[at] = quantise(own, manifest.hidden_size)
                 else:
                     hidden[at] = own
         tensors = {"input_ids": ids, "loss_mask": mask, "hidden": hidden, "offsets": offsets}

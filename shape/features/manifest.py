@@ -25,7 +25,8 @@ class Manifest:
     """Two stores with equal manifests hold the same features.
 
     Attributes:
-        layers: whose states are stored: -1 is the vector that enters the output embedding, k >= 0 block k's output.
+        layers: whose states are stored: -1 is the vector that enters the output embedding, others index transformers'
+            `hidden_states` (0: the embedding).
         dtype: of the stored states.
         before: states stored before each answer, beside the answer's own; None stores all.
     """

@@ -28,7 +28,8 @@ class StorageOptions:
         batch_size: conversations per forward of the target; fewer where they have more than 16,384 tokens together.
         shard_size: conversations per shard, the unit of work and of resuming.
         more_layers: layers stored beside those that are read, so that predictors of other layers can share the folder.
-        cache: folder below which copies of shards from elsewhere (s3://...) are kept; null is ~/.cache/shape.
+        cache: folder below which copies of shards from elsewhere (s3://...) are kept; null is `features` below the
+            folder that SHAPE_CACHE names, or below ~/.cache/shape-decoding.
         cache_gigabytes: that the copies may take.
     """
 
@@ -48,8 +49,8 @@ class FeatureOptions(StorageOptions):
     Attributes:
         max_length: tokens kept of each conversation; null is 1,024, or as many as the target has positions.
         skip_bad_rows: count malformed rows and continue; chats that the template refuses are stored empty.
-        layers: -1 is h, the vector that enters the output embedding; k >= 0 is the output of block k. h comes
-            last: it is what predictors predict.
+        layers: -1 is h, the vector that enters the output embedding; 0 is the output of the input embedding, k >= 1
+            that of the k-th block. h comes last: it is what predictors predict.
     """
 
     max_length: int | None = None
@@ -85,7 +86,10 @@ class FeatureOptions(StorageOptions):
         if len(set(self.layers)) < len(self.layers):
             raise ConfigError(f"layers {self.layers} name one twice; give each once")
         if wrong := [layer for layer in self.stored if not -1 <= layer <= depth]:
-            raise ConfigError(f"layers {wrong} do not exist in target {target}; its blocks are 0 to {depth}")
+            raise ConfigError(
+                f"layers {wrong} do not exist in target {target}; give -1, or 0 (the embedding) to {depth} (its last "
+                "block)"
+            )
 
 
 @dataclass(kw_only=True)

@@ -27,7 +27,7 @@ def followers(loss_mask: Tensor, offsets: Tensor) -> Tensor:
     return stops.flip(0).cummin(0).values.flip(0)[1:] - positions[1:]
 
 
-def kept(loss_mask: Tensor, offsets: Tensor, before: int | None) -> Tensor:
+def stored_positions(loss_mask: Tensor, offsets: Tensor, before: int | None) -> Tensor:
     """Positions whose states are stored, (P,) bool: those of answers and `before` ahead of each, which is all that a
     predictor with a window of so many states reads; None keeps all.
     """

@@ -145,7 +145,7 @@ def _tensor(content: bytes, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
 
 
-def quantised(states: Tensor, hidden_size: int) -> tuple[Tensor, Tensor]:
+def quantise(states: Tensor, hidden_size: int) -> tuple[Tensor, Tensor]:
     """States in whole steps of their own: int8 (S, L * H), and the size of a step for each state, bfloat16 (S, L)."""
     apart = states.float().unflatten(-1, (-1, hidden_size))
     scale = (apart.abs().amax(-1) / 127).clamp(min=1e-30).bfloat16()
@@ -153,7 +153,7 @@ def quantised(states: Tensor, hidden_size: int) -> tuple[Tensor, Tensor]:
     return steps.to(torch.int8).flatten(-2), scale
 
 
-def restored(steps: Tensor, scale: Tensor) -> Tensor:
+def dequantise(steps: Tensor, scale: Tensor) -> Tensor:
     """States in bfloat16, (..., L * H) int8 and (..., L) -> (..., L * H)."""
     return (steps.unflatten(-1, (scale.shape[-1], -1)).bfloat16() * scale[..., None]).flatten(-2)
 

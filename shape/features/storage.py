@@ -98,9 +98,9 @@ class LocalCopies(Generic[T]):
     def __init__(self, storage: Storage, folder: Path, room: int, read: Callable[[Path], T]) -> None:
         self.storage, self.folder, self.room, self.read = storage, folder, room, read
         self._process = -1
-        self._started()
+        self._ensure_threads()
 
-    def _started(self) -> None:
+    def _ensure_threads(self) -> None:
         """Threads do not survive the fork of a data worker, which therefore starts its own."""
         if self._process != os.getpid():
             self._process = os.getpid()
@@ -111,7 +111,7 @@ class LocalCopies(Generic[T]):
 
     def prefetch(self, names: Iterable[str]) -> None:
         """Begin to fetch files that will be asked for."""
-        self._started()
+        self._ensure_threads()
         for name in names:
             under_way = name in self._fetching and not self._fetching[name].done()
             if not under_way and not (self.folder / name).exists():
@@ -119,7 +119,7 @@ class LocalCopies(Generic[T]):
 
     def __getitem__(self, name: str) -> T:
         """What `read` made of a file, waiting for it if need be."""
-        self._started()
+        self._ensure_threads()
         copy = self.folder / name
         if (fetching := self._fetching.pop(name, None)) is not None:
             fetching.result()

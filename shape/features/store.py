@@ -13,9 +13,10 @@ from torch import Tensor
 
 from shape.errors import ConfigError, FeatureStoreError, TargetMismatch
 from shape.features.manifest import Manifest
-from shape.features.positions import eligible, followers, kept
-from shape.features.shards import headers, load_checked, load_shard, read_texts, restored, shard_name
+from shape.features.positions import eligible, followers, stored_positions
+from shape.features.shards import dequantise, headers, load_checked, load_shard, read_texts, shard_name
 from shape.features.storage import LocalCopies, Storage
+from shape.files import cache_folder
 from shape.target.identity import TargetIdentity
 from shape.target.model import Target
 
@@ -42,7 +43,8 @@ class FeatureStore(Sequence[Stored]):
     Args:
         identity: of the target that must have made it; None takes any.
         layers: to read, of those stored; None reads all.
-        cache: copies go below this folder, to one named by the manifest's digest; None is ~/.cache/shape.
+        cache: copies go below this folder, to one named by the manifest's digest; None is `features` in
+            `shape.files.cache_folder`.
         room: bytes that the copies may take.
 
     Attributes:
@@ -84,7 +86,7 @@ class FeatureStore(Sequence[Stored]):
                 "extract again with all of them"
             )
         self._bytes = sum(header.size for header in present)
-        self._cache = cache or Path.home() / ".cache/shape"
+        self._cache = cache or cache_folder() / "features"
         self._room = room
         self._shards: list[dict[str, Tensor]] = []  # those of a folder, mapped
         if storage.folder is not None:
@@ -96,7 +98,7 @@ class FeatureStore(Sequence[Stored]):
         self._first = torch.tensor([0, *(len(text["input_ids"]) for text in self._texts)]).cumsum(0)  # of each shard
         # Where only some states are stored: which positions have one, and its number.
         some = self._texts if manifest.before is not None else []
-        self._kept = [kept(text["loss_mask"], text["offsets"], manifest.before) for text in some]
+        self._kept = [stored_positions(text["loss_mask"], text["offsets"], manifest.before) for text in some]
         self._state_of = [positions.cumsum(0) - 1 for positions in self._kept]
         for shard, (text, header) in enumerate(zip(self._texts, present, strict=True)):
             ends, states = text["offsets"], int(self._kept[shard].sum()) if self._kept else header.states
@@ -152,7 +154,7 @@ class FeatureStore(Sequence[Stored]):
             columns = [self.manifest.layers.index(layer) for layer in self.layers]
             hidden = hidden.unflatten(-1, (-1, self.manifest.hidden_size))[..., columns, :].flatten(-2)
             scale = None if scale is None else scale[..., columns]
-        states = hidden if scale is None else restored(hidden, scale)
+        states = hidden if scale is None else dequantise(hidden, scale)
         return states * self._kept[shard][positions][..., None] if self._kept else states
 
     def _checked(self, path: Path) -> dict[str, Tensor]:

@@ -79,11 +79,14 @@ class TrainerOptions:
         """Over all machines; auto and -1 are every GPU that is here, or one process."""
         import torch
 
-        given = str(self.devices) if not isinstance(self.devices, list) else ",".join(map(str, self.devices))
-        if given in ("auto", "-1"):
+        if str(self.devices) in ("auto", "-1", "[-1]"):
             each = 1 if self.accelerator == "cpu" else max(torch.cuda.device_count(), 1)
+        elif isinstance(self.devices, list):
+            each = len(self.devices)
+        elif isinstance(self.devices, int) or self.devices.isdigit():
+            each = int(self.devices)
         else:
-            each = int(given) if isinstance(self.devices, int) or given.isdigit() else len(given.split(","))
+            each = len([one for one in self.devices.split(",") if one])
         return each * self.num_nodes
 
     def for_training(self, steps: int, **others: Any) -> "pl.Trainer":

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from shape.data.backends import Answer, Backend, Request
 from shape.data.endpoint import EndpointBackend
@@ -15,6 +14,7 @@ from shape.data.regeneration import Share, Summary, check_output, in_every_proce
 from shape.errors import ConfigError, DataError
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.options import RegenerationOptions
+from shape.generation.prompts import side_by_side
 from shape.target.chat import Message, answer_message, prompt_ids
 from shape.target.loading import of_target
 from shape.target.model import announce
@@ -79,12 +79,7 @@ class LocalBackend:
         return ids
 
     def _decode(self, prompts: list[list[int]], sampled: bool, seeds: list[int]) -> list[list[int]]:
-        target = self.decoder.target
-        given = [torch.tensor(ids) for ids in prompts]
-        input_ids, mask = (
-            pad_sequence(each, batch_first=True, padding_side="left").to(target.device)
-            for each in (given, [torch.ones_like(ids) for ids in given])
-        )
+        input_ids, mask = side_by_side(prompts, self.decoder.target.device)
         # top_k 0 and a penalty of 1: the target's own distribution, whatever its generation config prefers of these.
         sampling = {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
         sequences = self.decoder.generate(
@@ -154,16 +149,7 @@ def regenerate_from(options: RegenerationOptions) -> Summary | None:
     found: list[Summary | None] = []
 
     def work(share: Share) -> None:
-        done = regenerate(
-            conversations,
-            backend,
-            options.output,
-            sampled_share=options.sampled_share,
-            seed=options.seed,
-            batch_size=options.batch_size,
-            share=share,
-        )
-        found.append(done)
+        found.append(regenerate(conversations, backend, options.output, options, share=share))
 
     if isinstance(backend, LocalBackend):
         in_every_process(work, trainer)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shape.errors import UnsupportedTarget
-from shape.target.inference import current
+from shape.target.inference import on_device
 from shape.target.loading import first_line
 from shape.target.model import Target
 
@@ -81,7 +81,7 @@ class Pool:
     """
 
     def __init__(self, device: torch.device) -> None:
-        with current(device):
+        with on_device(device):
             self.handle, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     @property
@@ -106,7 +106,7 @@ def captured(run: Callable[[], None], target: Target, pool: Pool | None = None) 
     if target.device.type != "cuda":
         return run
     pool = pool or Pool(target.device)
-    with current(target.device):
+    with on_device(target.device):
         outside = torch.cuda.current_stream()
         pool.stream.wait_stream(outside)
         try:

@@ -11,7 +11,7 @@ import numpy as np
 from shape.drafters.calibration import PathChances
 from shape.drafters.cost import RecentTimes, VerificationTimes
 from shape.generation.stats import Step
-from shape.verification.compiled import compiled, serves
+from shape.verification.compiled import compiled, runs_on_host
 from shape.verification.tree import TokenTree, keep_best
 
 # Where the clock must not decide, the acceptance length at which a drafted step is taken to be worth its time: a tree
@@ -36,8 +36,9 @@ class SpeculationControl:
     """
 
     _WINDOW = 16  # drafted steps that are judged together
-    # Of them, after which drafting pauses, where the mean is a standard error below what it has to be; and the least
-    # deviation of a step's tokens, where a few happened to be equal. The same where tokens were to be expected.
+    # (drafted steps, least standard deviation): after so many of them drafting pauses where their mean lies a standard
+    # error below the break-even. The deviation has a floor, since a few steps may happen to be equal. _EXPECTED holds
+    # where the draft's expected tokens were known.
     _COUNTED, _EXPECTED = (3, 1.0), (2, 0.4)
     _PAUSE, _LONGEST_PAUSE = 16, 512  # autoregressive steps
     _MEASURED = 3  # autoregressive steps that tell what one costs, where that is not known yet
@@ -60,9 +61,9 @@ class SpeculationControl:
             return True
         least = self._least
         if least is None:
-            if self._costs.unknown(context, drafted=True):
+            if self._costs.unmeasured(context, drafted=True):
                 return True
-            if self._costs.unknown(context, drafted=False):
+            if self._costs.unmeasured(context, drafted=False):
                 self._waiting = self._MEASURED
                 return False
             least = self._costs.break_even(context)
@@ -91,7 +92,7 @@ class SpeculationControl:
         """
         self._verified = None
         unknown = tree.joint is None or tree.log_q is not None or tree.size == 1
-        if self._least is not None or unknown or not serves(tree.parent):
+        if self._least is not None or unknown or not runs_on_host(tree.parent):
             return tree
         chances = self._costs.chances(tree)
         nodes, expected = _worthwhile(chances, self._costs.least_chance(context))
@@ -149,8 +150,8 @@ class StepCosts:
 
     Attributes:
         pause: autoregressive steps of the last pause; None where drafting paid last.
-        left: of its steps. The next text waits for what is left of the longest pause, as so many probes in vain are no
-            matter of a single text; of shorter ones it does not, nor do texts that are decoded meanwhile.
+        left: steps of that pause still to come. A new call waits for them only after the longest pause: so many failed
+            probes say something about more than one text.
         chances: of drafted nodes.
     """
 
@@ -169,15 +170,15 @@ class StepCosts:
         self._tokens = self._seconds = 0.0  # of drafted steps
 
     def add(self, drafted: bool, seconds: float, context: int) -> None:
-        kind = self._kind(context)
-        since = self._drafted_since.get(kind, 0)
+        length_class = self._length_class(context)
+        since = self._drafted_since.get(length_class, 0)
         if not drafted and since >= self._TRUSTED:
-            self._times.pop((kind, False), None)
-        self._drafted_since[kind] = since + 1 if drafted else 0
-        self._times.setdefault((kind, drafted), RecentTimes(self._KEPT)).add(seconds)
+            self._times.pop((length_class, False), None)
+        self._drafted_since[length_class] = since + 1 if drafted else 0
+        self._times.setdefault((length_class, drafted), RecentTimes(self._KEPT)).add(seconds)
 
     def add_verification(self, nodes: int, seconds: float, context: int) -> None:
-        self._verifications.setdefault(self._kind(context), VerificationTimes()).add(nodes, seconds)
+        self._verifications.setdefault(self._length_class(context), VerificationTimes()).add(nodes, seconds)
 
     def add_draft(self, tokens: float, seconds: float) -> None:
         """A drafted step that committed so many tokens."""
@@ -188,24 +189,24 @@ class StepCosts:
         """Chance of being accepted from which on verifying a node makes more tokens per second: in the time that it
         adds drafted steps commit as many tokens (Dinkelbach 1967). 0 until that is known.
         """
-        times = self._verifications.get(self._kind(context))
+        times = self._verifications.get(self._length_class(context))
         if times is None or times.line is None or self._seconds == 0:
             return 0.0
         _, node = times.line
         return self._tokens / self._seconds * node
 
-    def unknown(self, context: int, drafted: bool) -> bool:
+    def unmeasured(self, context: int, drafted: bool) -> bool:
         """Whether too few steps of this kind have been measured, or autoregressive ones too long ago."""
-        kind = self._kind(context)
-        stale = not drafted and self._drafted_since.get(kind, 0) >= self._TRUSTED
-        return stale or len(self._times.get((kind, drafted), ())) < self._ENOUGH
+        length_class = self._length_class(context)
+        stale = not drafted and self._drafted_since.get(length_class, 0) >= self._TRUSTED
+        return stale or len(self._times.get((length_class, drafted), ())) < self._ENOUGH
 
     def break_even(self, context: int) -> float:
         """Tokens that a drafted step has to commit to be worth its time, where both kinds are known."""
-        kind = self._kind(context)
-        drafted, autoregressive = (self._times[kind, each].median for each in (True, False))
+        length_class = self._length_class(context)
+        drafted, autoregressive = (self._times[length_class, each].median for each in (True, False))
         assert drafted is not None and autoregressive is not None
         return drafted / autoregressive
 
-    def _kind(self, context: int) -> int:
+    def _length_class(self, context: int) -> int:
         return max(context, self._SHORT).bit_length()

@@ -15,14 +15,16 @@ from shape.verification.acceptance import Accepted
 from shape.verification.forward import recompute, tree_logits
 from shape.verification.tree import TokenTree, first_path, of_lists, root_only, shallow, to_lists
 
-_UNTOLD = 128  # autoregressive steps that the drafter hears of together: a pause, or most of one, without its forwards
+# Autoregressive steps whose updates the drafter gets together: a pause, or most of one, without its forwards.
+_MOST_PENDING = 128
 
 
 class EagerSteps(Steps):
     """To be used where nothing is kept for gradients (see ``shape.target.inference``).
 
     Args:
-        memory: of the call before, to go on from where the only sequence begins alike; gets what this call leaves.
+        memory: what the session's last call left: the common beginning of its text and this prompt is not computed
+            again; this call's cache and states are stored in it.
     """
 
     def __init__(self, batch: Batch, memory: Memory | None = None) -> None:
@@ -33,7 +35,7 @@ class EagerSteps(Steps):
         self._needs_updates = batch.drafter is not None and batch.drafter.needs_updates
         self._last: tuple[list[list[int]], Tensor] | None = None  # tokens and counts of the last step
         self._hidden: Tensor | None = None  # of the prompts, until the drafter has them
-        self._untold: list[tuple[list[list[int]], Tensor, Tensor]] = []  # what autoregressive steps made known
+        self._pending: list[tuple[list[list[int]], Tensor, Tensor]] = []  # what autoregressive steps made known
         self._states: list[Tensor] = []  # of all committed tokens, where a memory will keep them
 
     def prefill(self) -> list[int]:
@@ -57,7 +59,7 @@ class EagerSteps(Steps):
         drafts = batch.control is None or batch.control.draft_next(cache.longest)
         drafter = batch.drafter if drafts else None
         if drafter is not None:
-            self._tell()
+            self._update_drafter()
         tree = self._fit(root_only(committed.root) if drafter is None else drafter.draft(committed, sampler))
         if batch.control is not None and (drafter is None or not drafter.verified_whole):
             tree = batch.control.worthwhile(tree, cache.longest)
@@ -76,9 +78,9 @@ class EagerSteps(Steps):
         cache.commit(paths)
         if drafter is not None:
             drafter.inspect(tree, logits)
-        self._update(tokens, states, accepted, max(counts))
-        if drafter is not None or len(self._untold) == _UNTOLD:
-            self._tell()
+        self._keep_states(tokens, states, accepted, max(counts))
+        if drafter is not None or len(self._pending) == _MOST_PENDING:
+            self._update_drafter()
         draft = drafting.until(verifying)
         times = draft, committing - drafting.host - draft, perf_counter() - committing
         numbers, passes = [sequence.index for sequence in live], 0 if drafter is None else drafter.passes
@@ -102,7 +104,7 @@ class EagerSteps(Steps):
     def _drop_finished(self, live: list[SequenceState]) -> None:
         if len(live) == len(self._live):
             return
-        self._tell()
+        self._update_drafter()
         kept = [self._live.index(sequence) for sequence in live]
         index = of_lists(kept, self._committed.root.device)
         self._live, self._committed = live, self._committed.select(kept)
@@ -127,7 +129,7 @@ class EagerSteps(Steps):
             tree = shallow(tree, switch.positions - 1 - longest)  # no forward has two tables
         return tree
 
-    def _update(self, tokens: list[list[int]], states: Tensor, accepted: Accepted, most: int) -> None:
+    def _keep_states(self, tokens: list[list[int]], states: Tensor, accepted: Accepted, most: int) -> None:
         """Keep the states of the accepted nodes for the drafter and the memory."""
         if not self._needs_updates and self._memory is None:
             return
@@ -138,18 +140,20 @@ class EagerSteps(Steps):
             states = states.gather(1, path[:, :, None].expand(-1, -1, states.shape[-1]))
         if self._needs_updates:
             before = zip(self._committed.texts, tokens, strict=True)
-            self._untold.append(([[text[-1], *own] for text, own in before], states, accepted.counts))
+            self._pending.append(([[text[-1], *own] for text, own in before], states, accepted.counts))
         self._remember(states)
 
-    def _tell(self) -> None:
-        """Pass what it has not heard yet on to the drafter. Every autoregressive step committed one token."""
-        if self.batch.drafter is None or not self._untold:
+    def _update_drafter(self) -> None:
+        """Give the drafter the pending updates as one: several are all of autoregressive steps, which committed one
+        token each.
+        """
+        if self.batch.drafter is None or not self._pending:
             return
-        told, hidden, counts = zip(*self._untold, strict=True)
-        self._untold = []
-        if len(told) == 1:
-            return self.batch.drafter.update(told[0], hidden[0], counts[0])
-        tokens = [[each[0][0], *(token for own in each for token in own[1:])] for each in zip(*told, strict=True)]
+        committed, hidden, counts = zip(*self._pending, strict=True)
+        self._pending = []
+        if len(committed) == 1:
+            return self.batch.drafter.update(committed[0], hidden[0], counts[0])
+        tokens = [[each[0][0], *(token for own in each for token in own[1:])] for each in zip(*committed, strict=True)]
         self.batch.drafter.update(tokens, torch.cat(hidden, dim=1), torch.stack(counts).sum(0))
 
     def _remember(self, states: Tensor) -> None:

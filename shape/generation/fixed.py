@@ -4,8 +4,8 @@
 the answers the device idles, and each of a step's thousand kernels is launched by Python. Here draft, mask, forward,
 choice, acceptance and commit are one function of static tensors (``Stage.step``): lengths, roots, noise keys and the
 drafter's state stay on the device, attention sees a fixed number of slots under a mask made from the lengths, and
-commits always move. On CUDA the function is captured as a CUDA graph once per batch size and width, if asked for after
-torch.compile; elsewhere it runs as it is, which is how tests compare it.
+commits always move. On CUDA the function is captured as a CUDA graph once per batch size and width, compiled by
+torch.compile first if that is asked for; elsewhere it runs as it is, which is how tests compare it.
 
 All that a call will need is captured before its prefill, so that no answer waits in the middle and what cannot be
 captured is decoded by ``eager``, with one warning. A batch that shrinks moves to steps of a smaller one where these are
@@ -32,38 +32,20 @@ from weakref import WeakSet
 
 import psutil
 import torch
-from transformers import (
-    EpsilonLogitsWarper,
-    LogitNormalization,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
 
 from shape.drafters.base import Committed
 from shape.errors import UnsupportedTarget
 from shape.generation.loop import Batch, Outcome, Steps
 from shape.generation.prefill import commit_prompts
+from shape.generation.request import ON_DEVICE
 from shape.generation.rules import Match
 from shape.generation.sequence import SequenceState
-from shape.generation.stage import AHEAD, Content, Flight, Plan, Stage
+from shape.generation.stage import AHEAD, BatchState, PendingStep, Stage, StepPlan
 from shape.generation.static_drafters import StaticDrafter, StaticText, static_drafter, text_state
 from shape.generation.stats import Step
 from shape.target.loading import first_line
 from shape.target.openvino import OpenVinoTarget
 
-# These compute on the scores' device alone; others may ask the host.
-_WARPERS = (
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    MinPLogitsWarper,
-    TypicalLogitsWarper,
-    EpsilonLogitsWarper,
-    LogitNormalization,
-)
 _BATCHES = (1, 2, 4, 8, 16, 24, 32)  # batch sizes that steps are made for; beyond, multiples of the last
 
 
@@ -109,7 +91,7 @@ class FixedSteps:
             warn(f"decoding goes on without steps of fixed shapes, with the same tokens: {reason}", stacklevel=2)
         return None
 
-    def take(self, plan: Plan, batch: int, widths: list[int], drafts: Iterable[bool]) -> Stage:
+    def take(self, plan: StepPlan, batch: int, widths: list[int], drafts: Iterable[bool]) -> Stage:
         """A stage of this batch size with steps of these widths, for the caller alone until it is given back.
 
         Raises:
@@ -135,7 +117,7 @@ class FixedSteps:
         self.compiled &= stage.compiled
         return stage
 
-    def at_hand(self, plan: Plan, batch: int, widths: list[int], drafts: Iterable[bool]) -> Stage | None:
+    def at_hand(self, plan: StepPlan, batch: int, widths: list[int], drafts: Iterable[bool]) -> Stage | None:
         """``take`` where nothing is left to make and to capture."""
         with self._lock:
             stage = self._pick(plan.key_at(bucket(batch)), widths[-1], list(product(drafts, widths)))
@@ -173,7 +155,7 @@ class FixedSteps:
             self._kept.remove(chosen)
         return chosen
 
-    def _make_room(self, plan: Plan, needed: int) -> None:
+    def _make_room(self, plan: StepPlan, needed: int) -> None:
         if self._limit is None:
             self._limit = self.memory * free_bytes(plan.target.device)
         if sum(stage.bytes for stage in self._taken) + needed > self._limit:
@@ -194,7 +176,7 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
-def plan_of(batch: Batch, drafter: StaticDrafter) -> Plan:
+def plan_of(batch: Batch, drafter: StaticDrafter) -> StepPlan:
     """What is to be computed for a batch, before anything is known of its prompts."""
     target, support = batch.target, batch.support
     if target.switch is not None and not target.switched(max(len(one.prompt) for one in batch.sequences)):
@@ -203,7 +185,7 @@ def plan_of(batch: Batch, drafter: StaticDrafter) -> Plan:
     root = torch.zeros(1, dtype=torch.long, device=target.device)
     hidden = torch.zeros(1, 1, len(drafter.layers) * target.hidden_size, dtype=target.dtype, device=target.device)
     state = drafter.start(Committed([[0, 0]], root + 2, root), hidden)
-    return Plan(target, support, drafter, batch.sampler, state)
+    return StepPlan(target, support, drafter, batch.sampler, state)
 
 
 def bucket(batch: int) -> int:
@@ -229,7 +211,7 @@ def why_not(batch: Batch) -> str | None:
         return f"target {target.name} verifies chains only, or is spread over devices"
     if not isinstance(batch.rule, Match):
         return f"acceptance {batch.rule} waits for the host"
-    if sampler.processors is not None or not all(isinstance(one, _WARPERS) for one in sampler.warpers):
+    if sampler.processors is not None or not all(isinstance(one, ON_DEVICE) for one in sampler.warpers):
         return "logits processors wait for the host"
     return None if batch.drafter is None else batch.drafter.why_not_fixed(target)
 
@@ -261,7 +243,7 @@ class StagedSteps(Steps):
             self._widths.append(2 * self._widths[-1])
         self._stage = stages.take(self._plan, len(batch.sequences), self._widths, self._kinds)
         self._used = [self._stage]  # all to the end: what one has under way has not been read
-        self._flights: deque[tuple[Flight, list[SequenceState]]] = deque()
+        self._pending: deque[tuple[PendingStep, bool, list[SequenceState]]] = deque()
         self._staged: list[SequenceState] = batch.sequences  # whose steps the present stage computes
 
     def prefill(self) -> list[int]:
@@ -272,7 +254,7 @@ class StagedSteps(Steps):
         sampler, (cache, committed, hidden) = self.batch.sampler, self._prompts
         del self._prompts
         state, root = self._drafter.start(committed, hidden), committed.root
-        content = Content(cache, self._drafter.memory, root, state, sampler.keys, sampler.prompt_lengths)
+        content = BatchState(cache, self._drafter.memory, root, state, sampler.keys, sampler.prompt_lengths)
         self._stage.fill(content, torch.arange(len(self._staged), device=self.batch.target.device))
         if self._host is not None:
             self._committed = committed.to(torch.device("cpu"))
@@ -280,19 +262,19 @@ class StagedSteps(Steps):
 
     def step(self, live: list[SequenceState]) -> Outcome:
         # Steps that nobody needs are not enqueued: each commits a token at least. Other stops cannot be foreseen.
-        while len(self._flights) < (AHEAD if self._host is None else 1) and any(
-            len(one.new) + len(self._flights) < one.max_new_tokens for one in live
+        while len(self._pending) < (AHEAD if self._host is None else 1) and any(
+            len(one.new) + len(self._pending) < one.max_new_tokens for one in live
         ):
             self._launch(live)
-        flight, sequences = self._flights.popleft()
-        results, seconds = flight.wait()
+        pending, drafts, sequences = self._pending.popleft()
+        results, seconds = pending.wait()
         by_sequence = {one.index: result for one, result in zip(sequences, results, strict=False)}
         own = [by_sequence[one.index] for one in live]
         # Without the root, which this step has put into the cache.
         lengths = [one.length - 1 for one in live]
-        step = Step([one.index for one in live], lengths, flight.nodes, flight.passes, 0.0, seconds, 0.0)
+        step = Step([one.index for one in live], lengths, pending.nodes, pending.passes, 0.0, seconds, 0.0)
         tokens = [new[:count] for count, _, *new in own]
-        return Outcome(step, tokens, [one[1] for one in own], [one[0] - 1 for one in own], flight.drafts)
+        return Outcome(step, tokens, [one[1] for one in own], [one[0] - 1 for one in own], drafts)
 
     def _needed(self, longest: int, under_way: int) -> int:
         """Slots for what may be committed behind a step, and room for one more: see the end of ``Stage.step``."""
@@ -300,14 +282,14 @@ class StagedSteps(Steps):
 
     def _launch(self, live: list[SequenceState]) -> None:
         control, longest = self.batch.control, max(one.length for one in live) - 1
-        needed = self._needed(longest, len(self._flights))
+        needed = self._needed(longest, len(self._pending))
         # None is gone back to: sequences that have ended may be longer than those that go on.
         self._widths = [width for width in self._widths if width >= needed]
         if 2 * bucket(len(live)) <= self._stage.batch and not self.batch.reproducible:
             self._shrink(live)
         drafts = self._drafter.depth > 0 and (control is None or control.draft_next(longest))
-        flight = self._stage.launch(drafts and self._propose(), self._widths[0])
-        self._flights.append((replace(flight, drafts=drafts), self._staged))
+        pending = self._stage.launch(drafts and self._propose(), self._widths[0])
+        self._pending.append((pending, drafts, self._staged))
 
     def _propose(self) -> bool:
         """Hand over what is drafted on the host; whether there is anything to verify."""
@@ -339,6 +321,6 @@ class StagedSteps(Steps):
     def __exit__(self, *raised: Any) -> None:
         if raised[0] not in (None, GeneratorExit):
             return  # nobody knows what stages are worth that an error has left
-        for flight, _ in self._flights:  # others, whose streams may be others, write to the same memory
-            flight.wait()
+        for pending, *_ in self._pending:  # others, whose streams may be others, write to the same memory
+            pending.wait()
         self._stages.give_back(self._used)

@@ -38,7 +38,12 @@ PREDICTOR_KINDS = {
     "dflash": "block",
     "dspark": "block",
 }
-_WITHOUT_TRAINING = "suffix"  # drafts for a target alone
+_DEFAULT_DRAFTER = "suffix"  # drafts for a target alone
+
+
+def needs_predictor(drafter: str | None) -> bool:
+    """Whether one of the names joined by "+" is a predictor's; without a name a given predictor drafts."""
+    return drafter is None or not {"shape", "model", *PREDICTOR_KINDS}.isdisjoint(drafter.split("+"))
 
 
 @dataclass(frozen=True)
@@ -67,29 +72,29 @@ def load_pair(
     hub, code = only(SOURCE, options), only({"trust_remote_code"}, options)
     if predictor_revision is not None:
         hub["revision"] = predictor_revision
-    predictor, target = _sort(source, target, predictor, hub, options)
+    predictor, target = _predictor_and_target(source, target, predictor, hub, options)
     length = drafts.num_draft_tokens
     device = None if drafts.draft_device is None else resolve_device(drafts.draft_device)
     name = drafts.drafter if drafts.drafter is None or isinstance(drafts.drafter, str) else "+".join(drafts.drafter)
     parts = [] if name is None else name.split("+")
-    called = next((part for part in parts if part in PREDICTOR_KINDS), "shape")
-    trained = name is None or not {called, "model"}.isdisjoint(parts)
+    predictor_name = next((part for part in parts if part in PREDICTOR_KINDS), "shape")
+    trained = needs_predictor(name)
     if predictor is None and target is None:
         raise ConfigError("neither a predictor nor a target is given; give at least one of them")
     if predictor is None and name is not None and trained:
         raise ConfigError(f"drafter {name!r} needs a predictor; give the folder of an exported one")
     if drafts.pack is None and "recipes" in parts:
-        raise ConfigError(f"drafter {name!r} needs a pack; give a file of `python -m shape.recipes compile`")
+        raise ConfigError(f"drafter {name!r} needs a pack; give a file of `shape recipes compile`")
     if drafts.pack is None and drafts.misses is not None:
         raise ConfigError("misses are of a pack, and none is given; give one, or leave misses out")
     given: dict[str, Drafter] = {}
     if drafts.pack is not None:
         given["recipes"] = RecipeDrafter(Pack.load(drafts.pack), misses=drafts.misses)
-    network, model = None, predictor is not None and is_language_model(predictor, **hub)
-    if predictor is not None and not model:
+    network, is_model = None, predictor is not None and is_language_model(predictor, **hub)
+    if predictor is not None and not is_model:
         network = load_predictor(predictor, target, **hub)
         target = target or _target_of(network, predictor)
-    if network is not None and network.kind != PREDICTOR_KINDS.get(called, network.kind):
+    if network is not None and network.kind != PREDICTOR_KINDS.get(predictor_name, network.kind):
         raise ConfigError(f"drafter {name!r} is asked for, and predictor {predictor} is of kind {network.kind}")
     if target is None:
         raise ConfigError(f"{predictor} is a language model, which drafts for any with its tokens: give a target")
@@ -100,14 +105,14 @@ def load_pair(
     if network is not None and trained:
         network = network.to(where, draft_dtype(loaded, where))  # type: ignore[arg-type]
         prepack(network, prepacked)
-        given[called] = TrainedDrafter(network, drafts.tree)
+        given[predictor_name] = TrainedDrafter(network, drafts.tree)
     elif predictor is not None and trained:
         small = Target.load(
             predictor, dtype=draft_dtype(loaded, where), device_map=where, prepacked=prepacked, **code, **hub
         )
         given["model"] = ModelDrafter(small, "adaptive" if isinstance(length, int | None) else length)
     limit = length if isinstance(length, int) else None
-    return loaded, make_drafter(name or "+".join(given) or _WITHOUT_TRAINING, given, limit)
+    return loaded, make_drafter(name or "+".join(given) or _DEFAULT_DRAFTER, given, limit)
 
 
 def draft_dtype(target: Target, device: torch.device) -> torch.dtype:
@@ -120,7 +125,7 @@ def draft_dtype(target: Target, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def _sort(
+def _predictor_and_target(
     source: TargetSource | None,
     target: TargetSource | None,
     predictor: str | Path | None,
@@ -149,7 +154,7 @@ def _sort(
     if target is None:
         for known in (only(FILE_OPTIONS, options), hub):
             try:
-                predicts = _drafts(_config_of(source, known))
+                predicts = _is_predictor(_config_of(source, known))
             except Exception as error:  # damaged files have errors of many kinds
                 reason = first_line(error)
             else:
@@ -157,7 +162,7 @@ def _sort(
         raise CheckpointError(
             f"{source} cannot be read; give the folder or hub id of a target or of a predictor ({reason})"
         )
-    if isinstance(target, str | Path) and _drafts(_known_config(target, hub)):
+    if isinstance(target, str | Path) and _is_predictor(_known_config(target, hub)):
         return target, source
     return source, target
 
@@ -170,12 +175,12 @@ def _config_of(source: str | Path, hub: dict[str, Any]) -> dict[str, Any]:
 def _known_config(source: str | Path, hub: dict[str, Any]) -> dict[str, Any]:
     """Empty for what cannot be read, which is left to its reader."""
     try:
-        return dict(_config_of(source, hub))
+        return _config_of(source, hub)
     except Exception:  # damaged files have errors of many kinds
         return {}
 
 
-def _drafts(config: dict[str, Any]) -> bool:
+def _is_predictor(config: dict[str, Any]) -> bool:
     """Whether a configuration is a predictor's, ours or of a format that is read."""
     return config.get("model_type") == ShapeConfig.model_type or format_of(config) is not None
 
@@ -183,7 +188,7 @@ def _drafts(config: dict[str, Any]) -> bool:
 def is_language_model(source: str | Path, **hub: Any) -> bool:
     """Whether a predictor is a causal LM; False for what cannot be read."""
     config = _known_config(source, hub)
-    return "model_type" in config and not _drafts(config)
+    return "model_type" in config and not _is_predictor(config)
 
 
 def _target_of(network: Predictor, source: str | Path) -> str:

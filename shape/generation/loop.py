@@ -138,10 +138,8 @@ def decode(steps: Steps, trace: Trace | None = None) -> Generator[tuple[int, lis
             _count(stats, live, done, emitted)
             # A device with steps under way goes on while the caller has what it was given.
             seconds = max(perf_counter() - began, done.step.seconds)
-            if trace is not None and (seen := done.verified) is not None:
-                trace.step(
-                    done.step, seen.tree, seen.logits, seen.sampler, seen.paths, done.tokens, done.accepted, emitted
-                )
+            if trace is not None and done.verified is not None:
+                trace.step(done, emitted)
             if control is not None:
                 each = sum(map(len, done.tokens)) / len(live)
                 stats.autoregressive_steps += not done.drafts

@@ -1,8 +1,8 @@
 """Which draft pays on this machine: costs measured, acceptance estimated, and the shape with most tokens per second.
 
 Speculation trades what a drafter gets right for what the hardware charges, and each can be known without the other:
-`shape.generation.timing` measures costs, `sketch` lets a drafter propose at every position of the target's own answers,
-and `plan` puts the two together for any shape of draft, "none" included, without decoding with each.
+`shape.generation.timing` measures costs, `record_drafts` lets a drafter propose at every position of the target's own
+answers, and `plan` puts the two together for any shape of draft, "none" included, without decoding with each.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from math import log
 
 import torch
-from torch import Tensor
 
 from shape.drafters import Drafter, TreeShape
 from shape.drafters.base import Committed, Wrapped
@@ -36,7 +35,7 @@ CANDIDATES = (
 
 
 @dataclass(frozen=True)
-class Sketch:
+class RecordedDraft:
     """What a drafter proposed at one position, on the host, node 0 being the root.
 
     Attributes:
@@ -52,7 +51,7 @@ class Sketch:
     accepted: list[bool]
 
     @classmethod
-    def of(cls, tokens: list[int], parent: list[int], joint: list[float], rest: list[int]) -> "Sketch":
+    def of(cls, tokens: list[int], parent: list[int], joint: list[float], rest: list[int]) -> "RecordedDraft":
         """`rest`: the tokens that follow the root in the text."""
         depth, accepted, children = [0], [True], [[] for _ in tokens]  # type: ignore[var-annotated]
         for node, (token, above) in enumerate(zip(tokens[1:], parent[1:], strict=True), 1):
@@ -64,37 +63,32 @@ class Sketch:
         return cls(depth, children, joint, accepted)
 
 
-class _Shadow(Wrapped):
-    """Lets another drafter propose at every position, and offers none of it."""
+class _DraftRecorder(Wrapped):
+    """Lets another drafter propose at every position of a single sequence, and offers none of it.
+
+    Attributes:
+        seen: the length of the text so far, with the tokens, parents and joint log-probabilities of the draft's nodes.
+    """
 
     def __init__(self, drafter: Drafter) -> None:
         super().__init__(drafter)
-        self.seen = []  # type: ignore[var-annotated]
-
-    def start(self, committed: Committed, hidden: Tensor) -> None:
-        super().start(committed, hidden)
-        self._rows = list(range(len(committed.texts)))
+        self.seen: list[tuple[int, list[int], list[int], list[float]]] = []
 
     def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
         tree = self.inner.draft(committed, sampler)
         joint = tree.depth.neg() if tree.joint is None else tree.joint
-        for at, row in enumerate(self._rows):
-            lists = (tree.tokens[at].tolist(), tree.parent[at].tolist(), joint[at].tolist())
-            self.seen.append((row, len(committed.texts[at]), *lists))
+        proposed = tree.tokens[0].tolist(), tree.parent[0].tolist(), joint[0].tolist()
+        self.seen.append((len(committed.texts[0]), *proposed))
         return root_only(committed.root)
 
-    def select(self, rows: Tensor) -> None:
-        super().select(rows)
-        self._rows = [self._rows[row] for row in rows.tolist()]
 
-
-def sketch(
+def record_drafts(
     decoder: ShapeDecoder,
     contexts: Iterable[list[int]],
     max_new_tokens: int = 64,
     wide: TreeShape = WIDE,
     **options,
-) -> list[list[Sketch]]:
+) -> list[list[RecordedDraft]]:
     """Drafts at every position of the target's answers to some prompts: per answer, position after position.
 
     Args:
@@ -105,23 +99,20 @@ def sketch(
     drafter = decoder.drafter
     if drafter is None:
         return []
-    drafter = drafter.with_tree(wide) or drafter
+    recorder = _DraftRecorder(drafter.with_tree(wide) or drafter)
+    watched = ShapeDecoder(decoder.target, recorder, fall_back=False)
     answers = []
     for context in contexts:
-        shadow = _Shadow(drafter)
+        recorder.seen.clear()  # the decoder's copies of the recorder share it
         ids = torch.tensor([context], device=decoder.target.device)
-        watching = ShapeDecoder(decoder.target, shadow, fall_back=False)
-        text = watching.generate(ids, torch.ones_like(ids), max_new_tokens=max_new_tokens, **options)[0].tolist()  # type: ignore[index]
+        text = watched.generate(ids, torch.ones_like(ids), max_new_tokens=max_new_tokens, **options)[0].tolist()  # type: ignore[index]
         answers.append(
-            [
-                Sketch.of(tokens, parent, joint, text[length:])
-                for _, length, tokens, parent, joint in watching.drafter.seen  # type: ignore[union-attr]
-            ]
+            [RecordedDraft.of(tokens, parent, joint, text[length:]) for length, tokens, parent, joint in recorder.seen]
         )
     return answers
 
 
-def acceptance(answers: Sequence[Sequence[Sketch]]) -> list[list[float]]:
+def acceptance(answers: Sequence[Sequence[RecordedDraft]]) -> list[list[float]]:
     """[depth][rank]: how often the text goes on with a node's child of that rank, where it came as far as the node."""
     counts: list[list[int]] = []
     asked: list[int] = []
@@ -141,7 +132,7 @@ def acceptance(answers: Sequence[Sequence[Sketch]]) -> list[list[float]]:
     return [[count / total for count in ranks] for ranks, total in zip(counts, asked, strict=True)]
 
 
-def cut(one: Sketch, shape: TreeShape) -> tuple[int, int, int]:
+def replay_with(one: RecordedDraft, shape: TreeShape) -> tuple[int, int, int]:
     """(accepted tokens, nodes, passes) if a predictor's drafter had grown this shape.
 
     A narrow tree can expand a node that the wide one did not, where it then counts as ending; that is rare.
@@ -181,7 +172,9 @@ class Plan:
     speed_up: float
 
 
-def plan(costs: Costs, answers: Sequence[Sequence[Sketch]], shapes: Sequence[TreeShape] = CANDIDATES) -> list[Plan]:
+def plan(
+    costs: Costs, answers: Sequence[Sequence[RecordedDraft]], shapes: Sequence[TreeShape] = CANDIDATES
+) -> list[Plan]:
     """All shapes, and none, by the tokens per second that they would have had on these answers; the fastest first.
 
     Each answer is walked through as decoding would: from a position to behind the last token that was accepted there.
@@ -193,10 +186,10 @@ def plan(costs: Costs, answers: Sequence[Sequence[Sketch]], shapes: Sequence[Tre
         for answer in answers:
             at = 0
             while at < len(answer):
-                accepted, grown, ran = cut(answer[at], shape)
+                accepted, grown, ran = replay_with(answer[at], shape)
                 steps, nodes, passes = steps + 1, nodes + grown, passes + ran
                 tokens += min(accepted + 1, len(answer) - at)
-                seconds += costs.of(grown + 1, ran, shape.width)
+                seconds += costs.step_seconds(grown + 1, ran, shape.width)
                 at += accepted + 1
         if steps:
             rate = tokens / seconds

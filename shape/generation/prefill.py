@@ -44,7 +44,7 @@ class Memory:
         if cache is None or hidden is None or common == 0 or not same_table:
             return None
         cache.set_lengths([common])
-        cache.looked_at = None
+        cache.checked_by = None
         return cache, hidden[:, :common]
 
     def keep(self, tokens: list[int], hidden: Tensor | None, cache: KVCache | None, switched: bool) -> None:
@@ -58,7 +58,8 @@ def commit_prompts(
 
     Args:
         room: new tokens to allocate slots for, up to a limit behind which they are grown on demand.
-        memory: of the call before, to go on from where the only prompt begins alike.
+        memory: what the session's last call left: the common beginning of its text and this prompt is not computed
+            again.
 
     Returns:
         The cache with the prompts, they with their first tokens, and the prompts' states, (B, T, F).

@@ -1,13 +1,23 @@
-"""Prompts as ``generate`` gets them: tensors with padding, checked and taken apart."""
+"""Prompts as ``generate`` gets them: tensors with padding, made, checked and taken apart."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from shape.errors import UnsupportedGeneration
 from shape.target.model import Target
+
+Context = Tensor | Sequence[int]  # token ids, (L,) or (1, L)
+
+
+def side_by_side(contexts: Sequence[Context], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids (B, L), padded on the left, and their mask."""
+    ids = [torch.as_tensor(context, device=device).view(-1) for context in contexts]
+    masks = [torch.ones_like(each) for each in ids]
+    return tuple(pad_sequence(each, batch_first=True, padding_side="left") for each in (ids, masks))  # type: ignore[return-value]
 
 
 def width_of(input_ids: Tensor | None) -> int:
@@ -30,8 +40,9 @@ def mask_of(input_ids: Tensor, attention_mask: Tensor | None, pad: int | None, e
     """(B, L) bool, where a prompt is."""
     if attention_mask is None:
         # As transformers: padding is inferred only where the pad token cannot also be an end token.
-        inferable = pad is not None and pad not in eos
-        return input_ids.ne(pad) if inferable and pad is not None else torch.ones_like(input_ids, dtype=torch.bool)
+        if pad is None or pad in eos:
+            return torch.ones_like(input_ids, dtype=torch.bool)
+        return input_ids.ne(pad)
     if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
         shape = tuple(getattr(attention_mask, "shape", ()))
         raise UnsupportedGeneration(

@@ -36,7 +36,7 @@ from shape.errors import UnsupportedGeneration
 from shape.generation.prompts import mask_of, prompts_of, seen_prompts, width_of
 from shape.generation.rules import Rule
 from shape.generation.sequence import SequenceState, StopCriteria
-from shape.generation.served import NEUTRAL, given_of, merged, refuse, with_stop_strings, without_stop_strings
+from shape.generation.served import NEUTRAL, merged, refuse, with_stop_strings, without_none, without_stop_strings
 from shape.target.model import Target
 from shape.target.support import CACHE_NAMES
 from shape.verification.noise import sequence_keys
@@ -44,19 +44,23 @@ from shape.verification.sampling import Sampler
 
 # One number, or one per prompt; also numpy's and torch's.
 Seed = int | Sequence[int] | np.integer | np.ndarray | Tensor
-# These look at the scores of a token alone; all others may look at the text before it.
-_SCORES_ALONE = (
+# These compute on the scores' device alone; others may ask the host.
+ON_DEVICE = (
     TemperatureLogitsWarper,
-    TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
     MinPLogitsWarper,
     TypicalLogitsWarper,
     EpsilonLogitsWarper,
+    LogitNormalization,
+)
+# These look at the scores of a token alone; all others may look at the text before it.
+_SCORES_ALONE = (
+    *ON_DEVICE,
+    TopHLogitsWarper,
     EtaLogitsWarper,
     SuppressTokensLogitsProcessor,
     InfNanRemoveLogitsProcessor,
-    LogitNormalization,
 )
 # Carried out here, for sequences of unequal length. Each stands for an option, whose name its attribute has too.
 _OURS = {
@@ -152,7 +156,7 @@ class Request:
         """
         options = dict(options)
         positions = options.pop("position_ids", None)
-        call = _understood(target, generation_config, options, input_ids)
+        call = _resolve_options(target, generation_config, options, input_ids)
         first = call.prepared
         mask = mask_of(input_ids, attention_mask, call.pad_token_id, _end_tokens(first.config))
         prompts = prompts_of(target, input_ids, mask, positions)
@@ -182,7 +186,7 @@ class Request:
         """
         config, width = prepared.config, width_of(input_ids)
         samples = config.num_return_sequences or 1
-        given = given_of(config.to_dict()) | given_of(inputs)
+        given = without_none(config.to_dict()) | without_none(inputs)
         positions, mask = (
             None if rows is None else rows[..., ::samples, :]
             for rows in (given.pop("position_ids", None), given.pop("attention_mask", None))
@@ -297,7 +301,7 @@ class Request:
         return torch.cat([prompts, torch.tensor(padded, device=input_ids.device)], dim=1)
 
 
-class _Understood(NamedTuple):
+class _ResolvedOptions(NamedTuple):
     """A call's options as transformers understands them.
 
     Attributes:
@@ -314,15 +318,15 @@ class _Understood(NamedTuple):
 
 # Of each target what calls without a look at the text came to, by their options: preparing takes transformers a
 # millisecond.
-_known: WeakKeyDictionary[Target, dict[str, _Understood]] = WeakKeyDictionary()
-_MOST_KNOWN = 64
+_resolved: WeakKeyDictionary[Target, dict[str, _ResolvedOptions]] = WeakKeyDictionary()
+_MOST_RESOLVED = 64
 
 
-def _understood(
+def _resolve_options(
     target: Target, config: GenerationConfig | None, options: dict[str, Any], input_ids: Tensor
-) -> _Understood:
+) -> _ResolvedOptions:
     """From an earlier call with the same options, where the prompts have no part in what they mean."""
-    known, key = _known.setdefault(target, {}), _key(target, config, options)
+    known, key = _resolved.setdefault(target, {}), _key(target, config, options)
     if key in known:
         width_of(input_ids)
         return known[key]
@@ -335,10 +339,10 @@ def _understood(
     # A prompt as wide as the batch: lengths count from there, padding included, as in transformers.
     prepared = _prepare(target, [0] * width, None, config, options)
     prepared.refuse_own()
-    found = _Understood(config, options, given.get("pad_token_id"), prepared, width)
+    found = _ResolvedOptions(config, options, given.get("pad_token_id"), prepared, width)
     counts_new_tokens = given.get("max_new_tokens") is not None and not given.get("min_length")
     if key is not None and counts_new_tokens and not prepared.looks_back:
-        if len(known) >= _MOST_KNOWN:
+        if len(known) >= _MOST_RESOLVED:
             known.clear()
         known[key] = found
     return found
@@ -347,7 +351,7 @@ def _understood(
 def _key(target: Target, config: GenerationConfig | None, options: dict[str, Any]) -> str | None:
     """The same for calls whose options mean the same; None where options are more than plain values."""
     model = target.model
-    configs = [None if one is None else given_of(vars(one)) for one in (model.generation_config, config)]
+    configs = [None if one is None else without_none(vars(one)) for one in (model.generation_config, config)]
     try:
         # transformers refuses options that were set on the model's configuration: one more entry there.
         return json.dumps([configs, options, len(vars(model.config)), str(target.device)])

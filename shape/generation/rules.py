@@ -4,14 +4,13 @@ from abc import ABCMeta, abstractmethod
 from dataclasses import asdict, dataclass, fields
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from shape.drafters import Drafter, TreeShape
 from shape.errors import UnsupportedGeneration
 from shape.generation.options import TrsParameters, TypicalParameters
 from shape.target.model import Target
-from shape.verification.acceptance import Accepted, trs_lossy, typical_lossy, unverified_lossy
+from shape.verification.acceptance import Accepted, at_nodes, trs_lossy, typical_lossy, unverified_lossy
 from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree
 
@@ -137,7 +136,7 @@ class TrsLossy(TrsParameters, Rule):
         return full
 
     def __call__(self, tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
-        log_p = _at_nodes(tree, sampler.tree_scores(logits, tree).log_softmax(-1))
+        log_p = at_nodes(tree, sampler.tree_scores(logits, tree).log_softmax(-1))
         return trs_lossy(tree, log_p, sampler.choose_roots(logits, tree), self.threshold)
 
 
@@ -158,14 +157,8 @@ class UnverifiedLossy(Rule):
         return drafter if drafter.tree is None else drafter.with_tree(TreeShape(drafter.tree.depth, 1)) or drafter
 
     def __call__(self, tree: TokenTree, logits: Tensor, sampler: Sampler) -> Accepted:
-        possible = ~_at_nodes(tree, sampler.tree_scores(logits, tree)).isneginf()
+        possible = ~at_nodes(tree, sampler.tree_scores(logits, tree)).isneginf()
         return unverified_lossy(tree, possible, sampler.choose_roots(logits, tree))
-
-
-def _at_nodes(tree: TokenTree, scores: Tensor) -> Tensor:
-    """(B, N): of (B, N, V) what every node's parent has for its token."""
-    rows = torch.arange(scores.shape[0], device=scores.device)[:, None]
-    return scores[rows, tree.parent.clamp(min=0), tree.tokens]
 
 
 _ALL = (Match, Rejection, Traversal, Transport, TypicalLossy, TrsLossy, UnverifiedLossy)

@@ -55,16 +55,17 @@ NEUTRAL_VALUES: dict[str, Any] = {
 }
 
 
-def given_of(options: Mapping[str, Any]) -> dict[str, Any]:
+def without_none(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def merged(target: Target, generation_config: GenerationConfig | None, options: dict[str, Any]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     for config in (target.model.generation_config, generation_config):
         if config is not None:
-            merged |= given_of(config.to_dict())
-    return merged | given_of(options)
+            given |= without_none(config.to_dict())
+    return given | without_none(options)
 
 
 def refuse(target: Target, given: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """A step as one function of static tensors: captured as a CUDA graph on a GPU, run as it is elsewhere."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from shape.generation.capture import Pool, captured, refuse_waiting
 from shape.generation.clock import Moment
 from shape.generation.static_drafters import StaticCache, StaticDrafter, StaticTree, slot_bytes
-from shape.target.inference import current
+from shape.target.inference import on_device
 from shape.target.loading import first_line
 from shape.target.model import Target
 from shape.target.support import Support
@@ -29,7 +29,7 @@ _PREPARING = Lock()  # of all that is compiled and captured in a process, one at
 
 
 @dataclass(frozen=True)
-class Content:
+class BatchState:
     """Where the sequences of a call are between two steps."""
 
     cache: KVCache
@@ -41,7 +41,7 @@ class Content:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """What a stage computes. Equal keys mean that one can serve for the other.
 
     Attributes:
@@ -71,12 +71,11 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Flight:
+class PendingStep:
     """A step under way."""
 
     nodes: int
     passes: int
-    drafts: bool
     arrival: Tensor
     began: Moment
     ended: Moment
@@ -104,7 +103,7 @@ class Stage:
             tokens.
     """
 
-    def __init__(self, plan: Plan, batch: int, capacity: int, compiled: bool = False) -> None:
+    def __init__(self, plan: StepPlan, batch: int, capacity: int, compiled: bool = False) -> None:
         target, sampler, device = plan.target, plan.sampler, plan.target.device
         self.key = plan.key_at(batch)
         self.target, self.support, self.drafter = target, plan.support, plan.drafter.alone()
@@ -113,16 +112,14 @@ class Stage:
         self.memory = None
         if (memory := plan.drafter.memory) is not None:
             self.memory = StaticCache(memory.shapes, batch, capacity, memory.dtype, device)
+        self._caches = [one for one in (self.cache, self.memory) if one is not None]
         self.root = torch.zeros(batch, dtype=torch.long, device=device)
         self.state = plan.state.new_zeros(batch, *plan.state.shape[1:])
         vocab_size = target.logits(torch.zeros(1, target.hidden_size, dtype=target.dtype, device=device)).shape[-1]
-        self.sampler = Sampler(
+        self.sampler = replace(
+            sampler,
             prompt_lengths=torch.zeros_like(self.root),
-            temperature=sampler.temperature,
             keys=None if sampler.keys is None else torch.zeros_like(self.root),
-            warpers=sampler.warpers,
-            min_new_tokens=sampler.min_new_tokens,
-            eos_token_ids=sampler.eos_token_ids,
             static_depth=plan.drafter.depth,
             static_hashes=all_hashes(vocab_size, device),
         )
@@ -141,9 +138,8 @@ class Stage:
     @property
     def bytes(self) -> int:
         """Memory on the device that goes with the stage, that of its graphs included."""
-        caches = [one for one in (self.cache, self.memory) if one is not None]
         tensors = [self.root, self.state, self.out, self.sampler.prompt_lengths, self.sampler.keys]
-        own = sum(cache.nbytes for cache in caches) + sum(one.nbytes for one in tensors if one is not None)
+        own = sum(cache.nbytes for cache in self._caches) + sum(one.nbytes for one in tensors if one is not None)
         return own + self._graph_bytes
 
     def prepared(self, drafts: bool, width: int) -> bool:
@@ -159,11 +155,10 @@ class Stage:
         if self.prepared(drafts, width):
             return
         at, run = (drafts, width), partial(self._run, drafts, width)
-        with _PREPARING, torch.no_grad(), current(self.target.device):
+        with _PREPARING, torch.no_grad(), on_device(self.target.device):
             # What earlier runs have left may be longer than this width, which a device does not forgive.
-            for cache in (self.cache, self.memory):
-                if cache is not None:
-                    cache.lengths.zero_()
+            for cache in self._caches:
+                cache.lengths.zero_()
             self._steps[at] = Stage.step
             try:
                 if all(kind != drafts for kind, other in self._steps if other != at[1]):  # operations are the same
@@ -196,9 +191,8 @@ class Stage:
             )
 
     def _run(self, drafts: bool, width: int) -> None:
-        for cache in (self.cache, self.memory):
-            if cache is not None:
-                cache.width = width
+        for cache in self._caches:
+            cache.width = width
         with attending(self.target, self.support):  # around it all: a compiled step cannot change configurations
             self._steps[drafts, width](self, drafts)
 
@@ -231,11 +225,11 @@ class Stage:
         self.cache.expect(tree.size)
         return tree_logits(self.target, self.support, self.cache, tree, self.drafter.layers)
 
-    def fill(self, content: Content, rows: Tensor) -> None:
+    def fill(self, content: BatchState, rows: Tensor) -> None:
         """Take these sequences, (R,) int64, of a call; what those behind them compute is not read."""
         count = len(rows)
         self.cache.fill(content.cache, rows)
-        self.cache.looked_at = None  # another call: its target may have changed
+        self.cache.checked_by = None  # another call: its target may have changed
         if self.memory is not None and content.memory is not None:
             self.memory.fill(content.memory, rows)
         self.root.zero_()
@@ -246,10 +240,12 @@ class Stage:
             self.sampler.keys[:count] = content.keys[rows]
 
     @property
-    def content(self) -> Content:
-        return Content(self.cache, self.memory, self.root, self.state, self.sampler.keys, self.sampler.prompt_lengths)
+    def content(self) -> BatchState:
+        return BatchState(
+            self.cache, self.memory, self.root, self.state, self.sampler.keys, self.sampler.prompt_lengths
+        )
 
-    def launch(self, drafts: bool, width: int) -> Flight:
+    def launch(self, drafts: bool, width: int) -> PendingStep:
         """Enqueue a step, and the copy of what it emits. No more than ``AHEAD`` may be under way.
 
         Args:
@@ -257,7 +253,7 @@ class Stage:
         """
         arrival = self._arrivals[self._next_arrival]
         self._next_arrival = (self._next_arrival + 1) % AHEAD
-        with current(self.target.device):
+        with on_device(self.target.device):
             began = Moment.now(self.target.device)
             replay = self._replays.get((drafts, width))
             if replay is None:
@@ -267,4 +263,4 @@ class Stage:
             arrival.copy_(self.out, non_blocking=True)
             ended = Moment.now(self.target.device)
         nodes, passes = (self.drafter.nodes, self.drafter.passes) if drafts else (1, 0)
-        return Flight(nodes, passes, drafts, arrival, began, ended)
+        return PendingStep(nodes, passes, arrival, began, ended)

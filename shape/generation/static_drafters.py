@@ -1,6 +1,5 @@
 """Drafters in static tensors, for steps of fixed shapes: nothing waits for the host, trees have one size."""
 
-from abc import ABC, abstractmethod
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import chain as chain_of
@@ -27,7 +26,8 @@ def slot_bytes(shapes: list[LayerShape], dtype: torch.dtype) -> int:
 
 
 class StaticCache(KVCache):
-    """A cache of which attention always sees as many slots; its ``lengths`` change in place and the host does not ask.
+    """A cache of which attention always sees the same number of slots; its ``lengths`` change in place, and the host
+    does not read them.
 
     Attributes:
         width: slots of each sequence that are seen, all of them at first.
@@ -77,8 +77,9 @@ class StaticTree(TokenTree):
         return cls(tree.tokens, tree.parent, ancestors=above, depth=above.sum(-1) - 1)
 
 
-class StaticDrafter(ABC):
-    """What drafts from a state, (B, ...), that changes from step to step beside text and cache.
+class StaticDrafter:
+    """What drafts from a state, (B, ...), that changes from step to step beside text and cache; this class itself is
+    autoregressive decoding.
 
     Attributes:
         depth: drafted tokens on the longest path. nodes: of a tree, its root included. passes: see ``Drafter``.
@@ -105,33 +106,21 @@ class StaticDrafter(ABC):
         made.memory = None
         return made
 
-    @abstractmethod
     def start(self, committed: Committed, hidden: Tensor) -> Tensor:
         """The state behind a prefill (see ``Drafter.start``)."""
+        return hidden.new_zeros(len(hidden), 0)
 
-    @abstractmethod
     def draft(
         self, state: Tensor, memory: StaticCache | None, lengths: Tensor, root: Tensor, sampler: Sampler
     ) -> TokenTree:
         """Trees of one size behind the roots (B,), texts being ``lengths`` (B,) long with them."""
+        return root_only(root)
 
     def update(
         self, state: Tensor, memory: StaticCache | None, tokens: Tensor, hidden: Tensor, counts: Tensor
     ) -> Tensor:
         """The state behind a step, see ``Drafter.update``; keys and values are written behind the memory's lengths."""
         return state
-
-
-class NoDrafter(StaticDrafter):
-    """Autoregressive decoding."""
-
-    def start(self, committed: Committed, hidden: Tensor) -> Tensor:
-        return hidden.new_zeros(len(hidden), 0)
-
-    def draft(
-        self, state: Tensor, memory: StaticCache | None, lengths: Tensor, root: Tensor, sampler: Sampler
-    ) -> TokenTree:
-        return root_only(root)
 
 
 class StaticPredictor(StaticDrafter):
@@ -252,4 +241,4 @@ def static_drafter(drafter: Drafter | None) -> StaticDrafter:
         return StaticPredictor(drafter)
     if drafter is not None and (sizes := drafter.text_sizes) is not None:
         return StaticText(*sizes)
-    return StaticOracle(drafter) if isinstance(drafter, OracleDrafter) else NoDrafter()
+    return StaticOracle(drafter) if isinstance(drafter, OracleDrafter) else StaticDrafter()

@@ -18,12 +18,6 @@ _DERIVED = (
 )
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which a share of them lies; 0 of none."""
-    ordered = sorted(values)
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
-
-
 @dataclass(frozen=True)
 class Step:
     """One step of a batch.
@@ -148,12 +142,6 @@ class DecodeStats:
     @property
     def commit_seconds(self) -> float:
         return sum(step.commit for step in self.steps)
-
-    def gap(self, share: float) -> float:
-        """Quantile of the seconds between arrivals, of one token or of several that were committed together: 0.5 is the
-        median, and 0.95 what a reader notices.
-        """
-        return quantile([step.seconds for step in self.steps], share)
 
     @property
     def acceptance_length(self) -> float:

@@ -3,8 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
-from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
@@ -51,23 +49,6 @@ def ended(streamer: BaseStreamer | None) -> Iterator[None]:
     finally:
         if streamer is not None:
             streamer.end()
-
-
-class Arrivals(BaseStreamer):
-    """When tokens arrived, for measuring: transformers streams the prompt, then a token of every sequence."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.times.append(perf_counter())
-
-    def end(self) -> None: ...
-
-    @property
-    def gaps(self) -> list[float]:
-        """Seconds between the tokens behind the first one, which is the prefill's."""
-        return [after - before for before, after in pairwise(self.times[1:])]
 
 
 class _Words(TextStreamer):

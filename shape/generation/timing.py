@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -23,6 +24,7 @@ from shape.verification.tree import chain, root_only
 _SIZES = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 65)
 _WIDTHS = (1, 2, 3, 4)
 _DEPTHS = (2, 8)
+_CONTEXT = 128  # tokens before a draft that is timed by itself
 
 
 def measure_costs(
@@ -36,7 +38,7 @@ def measure_costs(
             target and drafter are part of the key.
     """
     target = decoder.target
-    limit = target.max_positions or context
+    limit = target.max_positions or sys.maxsize
     sizes = [size for size in _SIZES if decoder.support.mode == "tree" or size <= 17]
     context = max(1, min(1 << (context - 1).bit_length(), limit - max(sizes)))
     key = json.dumps([*_machine(decoder), batch_size, context, repeats])
@@ -95,6 +97,7 @@ class _Setup:
         """A forward over so many tokens, the choice and the acceptance."""
         root = self.root
         tree = root_only(root) if size == 1 else chain(root, root[:, None].expand(-1, size - 1))
+        self.cache.reserve(size)
         _, logits = tree_logits(self.target, self.support, self.cache, tree, self.layers)
         Match()(tree, logits, self.sampler)
 
@@ -128,12 +131,12 @@ def _line(shallow: tuple[int, float], deep: tuple[int, float]) -> tuple[float, f
 
 
 def draft_cost(
-    decoder: ShapeDecoder, context: int = 128, repeats: int = 9, clock: Callable[[], float] = perf_counter
+    decoder: ShapeDecoder, repeats: int = 9, clock: Callable[[], float] = perf_counter
 ) -> tuple[float, float]:
     """Seconds of one draft of the decoder's own shape, for one sequence, and of a step of one token."""
     assert decoder.drafter is not None
     with decoder.gradientless():
-        bench = _Setup(decoder, 1, context, 1)
+        bench = _Setup(decoder, 1, _CONTEXT, 1)
         calls = [bench.drafts(decoder.drafter), partial(bench.verify, 1)]
         draft, verify = _seconds(calls, repeats, decoder.target.device, clock)
     return draft, verify

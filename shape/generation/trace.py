@@ -41,18 +41,16 @@ is one token:
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from shape.generation.stats import Step
-from shape.verification.sampling import Sampler
-from shape.verification.tree import TokenTree
+if TYPE_CHECKING:
+    from shape.generation.loop import Outcome, Verified
 
 STYLES = {
     "prefill": "dim",
@@ -86,46 +84,24 @@ class Trace:
             self._token(row=row, event="prefill", token=token, position=length, emitted=True)
         self._steps += 1
 
-    def step(
-        self,
-        step: Step,
-        tree: TokenTree,
-        logits: Tensor,
-        sampler: Sampler,
-        path: list[list[int]],
-        tokens: list[list[int]],
-        drafted: Sequence[int],
-        emitted: Sequence[int],
-    ) -> None:
-        """One step of a batch.
+    def step(self, outcome: "Outcome", emitted: Sequence[int]) -> None:
+        """One step of a batch, verified on the host.
 
         Args:
-            logits: (B, N, V), the target's.
-            sampler: as it was before the step.
-            path: per sequence the accepted nodes, root first.
-            tokens: per sequence the token that follows each of them, of which the first `drafted` were proposed and the
-                first `emitted` went out.
+            emitted: per sequence how many of its tokens went out.
         """
+        step = outcome.step
         times = {name: value for name, value in asdict(step).items() if name != "sequences"}
         self.records.append({"type": "step", "step": self._steps, "rows": step.sequences, **times})
         for at, (row, length) in enumerate(zip(step.sequences, step.lengths, strict=True)):
-            odds = partial(_Odds.at, tree, logits, sampler, at)
-            self._sequence(row, length, tree, at, odds, path[at], tokens[at], drafted[at], emitted[at])
+            self._sequence(row, length, at, outcome, emitted[at])
         self._steps += 1
 
-    def _sequence(
-        self,
-        row: int,
-        length: int,
-        tree: TokenTree,
-        at: int,
-        odds_at: Callable[[int, int, list[int]], "_Odds"],
-        path: list[int],
-        tokens: list[int],
-        drafted: int,
-        emitted: int,
-    ) -> None:
+    def _sequence(self, row: int, length: int, at: int, outcome: "Outcome", emitted: int) -> None:
         """One sequence's part of a step: tree ``at`` of the batch."""
+        seen = outcome.verified
+        assert seen is not None
+        tree, path, tokens, drafted = seen.tree, seen.paths[at], outcome.tokens[at], outcome.accepted[at]
         parents, proposed, depths = tree.parent[at].tolist(), tree.tokens[at].tolist(), tree.depth[at].tolist()
         sources = [None] * tree.size if tree.source is None else tree.source[at]
 
@@ -137,7 +113,7 @@ class Trace:
             return self._token(row=row, event=event, token=proposed[node], position=position, emitted=out, **where)
 
         for depth, (node, token) in enumerate(zip(path, tokens, strict=True)):
-            odds = odds_at(node, depth, tokens[:depth])
+            odds = _Odds.at(seen, at, node, depth, tokens[:depth])
             children = [child for child, parent in enumerate(parents) if parent == node]
             accepted = path[depth + 1] if depth + 1 < len(path) else None
             if accepted is None and depth < drafted:  # a lossy rule ends with a drafted token
@@ -211,9 +187,8 @@ class _Odds:
     draws: Tensor | None
 
     @classmethod
-    def at(
-        cls, tree: TokenTree, logits: Tensor, sampler: Sampler, at: int, node: int, depth: int, before: list[int]
-    ) -> "_Odds":
+    def at(cls, seen: "Verified", at: int, node: int, depth: int, before: list[int]) -> "_Odds":
+        tree, logits, sampler = seen.tree, seen.logits, seen.sampler
         scores = sampler.scores(logits[at, node][None], [at], depth, [before])[0]
         noise = draws = None
         if not sampler.greedy and sampler.coupled:

@@ -197,7 +197,7 @@ class Predictor(PreTrainedModel):
         return self.markov
 
     @property
-    def reading(self) -> list[nn.Parameter]:
+    def head_parameters(self) -> list[nn.Parameter]:
         """What makes logits of states, and has no part in the states themselves."""
         bias = [] if self.token_bias is None else [*self.token_bias.parameters()]
         return [*[cast(nn.Parameter, head.weight) for head in self.heads], *bias]
@@ -283,6 +283,7 @@ class Predictor(PreTrainedModel):
             fitted = self._fitted(lambda: (target.embed(some.to(target.device)) for some in tokens))
             for own, some in zip(self.embed_tokens.weight.split(_EMBEDDED), tokens, strict=True):
                 own.copy_(fitted(target.embed(some.to(target.device))))
+        self.complete(target)
 
     def _fitted(self, parts: Callable[[], Iterable[Tensor]]) -> Callable[[Tensor], Tensor]:
         """What makes rows of the target's width, which come in parts, of the network's: in another one, coordinates in

@@ -61,15 +61,8 @@ class BlockPredictor(MaskedPredictor):
         return RecurrentMarkov(*sizes, config.hidden_size) if config.markov_head_type == "rnn" else MarkovTable(*sizes)
 
     @property
-    def memory_shapes(self) -> list[tuple[int, int]]:
-        return [(layer.self_attn.key_heads, layer.self_attn.head_dim) for layer in self._layers()]
-
-    @property
     def token_bias(self) -> MarkovTable | None:
         return self.markov_head
-
-    def rotary(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._rotary(positions, dtype)
 
     def rotary_ahead(self, roots: Tensor, dtype: torch.dtype, steps: int | None = None) -> Tensor:
         return super().rotary_ahead(roots, dtype, max(steps or 0, self.config.block_size))
@@ -101,9 +94,6 @@ class BlockPredictor(MaskedPredictor):
             return self.confidence_head(states).expand(tokens.shape)
         before = self.markov_head.reduced(tokens, embeddings)
         return self.confidence_head(torch.cat([states.expand(*tokens.shape, -1).to(before), before], dim=-1))
-
-    def _layers(self) -> list[DraftLayer]:
-        return list(self.layers)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -8,7 +8,7 @@ combination is checked when the object is made, before any work starts.
 import math
 from collections.abc import Callable
 from dataclasses import field, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -35,11 +35,14 @@ _COUNTS = (
     "markov_rank",
     "coupling",
 )
-_MEDUSA = ("shared_head", "residual_bias")
-_BLOCK = ("sample_from_anchor", "sliding_window_non_causal")
-_EAGLE = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 DECODER_LAYERS = ("eagle", "peagle", "block")  # kinds built of them
 MASKED = ("peagle", "block")  # kinds that draft in places of mask tokens
+_OWN: dict[tuple[str, ...], tuple[str, ...]] = {  # options of some kinds alone
+    ("medusa",): ("shared_head", "residual_bias"),
+    ("block",): ("sample_from_anchor", "sliding_window_non_causal", "markov_head_type"),
+    ("eagle", "peagle"): ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+    MASKED: ("mask_token_id",),
+}
 _MAY_BE_ZERO = {"num_layers", "markov_rank", "coupling"}
 
 # Whose decoder layers networks can be built of (`shape.networks.decoder`).
@@ -135,9 +138,9 @@ class ShapeConfig(PreTrainedConfig):
         sliding_window_non_causal: "block": layers with a sliding window see all places of the block, and not only those
             before.
         confidence_head_with_markov: "block": the confidence reads the Markov table too, where there is one.
-        norm_before_residual: "eagle": the layer's residual is the normalised state.
-        norm_before_fc: "eagle": one norm over all feature layers before they are fused.
-        fc_norm: "eagle": a norm for each feature layer before they are fused (EAGLE-3.1).
+        norm_before_residual: "eagle" and "peagle": the layer's residual is the normalised state.
+        norm_before_fc: "eagle" and "peagle": one norm over all feature layers before they are fused.
+        fc_norm: "eagle" and "peagle": a norm for each feature layer before they are fused (EAGLE-3.1).
         norm_output: "eagle": what is fed to the next step is the normalised output (EAGLE-3.1).
         target_identity: `TargetIdentity.to_dict()` of the target the predictor was trained for.
         draft: default shape of the draft tree, `{"width": ..., "depth": ..., "nodes": ...}`.
@@ -290,16 +293,18 @@ class ShapeConfig(PreTrainedConfig):
             _require_int(name, getattr(self, name), 0 if name in _MAY_BE_ZERO else 1)
         if self.draft_vocab_size is not None:
             _require_int("draft_vocab_size", self.draft_vocab_size, 1)
-        _require_choice("kind", self.kind, Kind)
-        _require_choice("step_mode", self.step_mode, StepMode)
-        _require_choice("token_conditioning", self.token_conditioning, TokenConditioning)
-        _require_choice("refinement", self.refinement, Refinement)
-        _require_choice("refinement_readout", self.refinement_readout, ReadOut)
-        _require_choice("refinement_last_update", self.refinement_last_update, LastUpdate)
+        for name, hint in ShapeConfig.__annotations__.items():
+            if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}: choose one of {', '.join(get_args(hint))}")
         _require_number("refinement_epsilon", self.refinement_epsilon, lambda x: x > 0, "greater than 0")
         _require_number("refinement_alpha", self.refinement_alpha, lambda x: 0 <= x <= 1, "from 0 to 1")
         _require_number("dropout", self.dropout, lambda x: 0 <= x < 1, "at least 0 and less than 1")
-        _require_choice("markov_head_type", self.markov_head_type, MarkovHead)
+        for kinds, names in _OWN.items():
+            given = [name for name in names if getattr(self, name) != getattr(ShapeConfig, name)]
+            if given and self.kind not in kinds:
+                raise ConfigError(
+                    f"{', '.join(given)} is for kind {' or '.join(kinds)}: leave it out with kind {self.kind!r}"
+                )
         self._check_feature_layers()
         self._check_width()
         self._check_attention()
@@ -393,19 +398,11 @@ class ShapeConfig(PreTrainedConfig):
             )
 
     def _check_medusa(self) -> None:
-        given = [name for name in _MEDUSA if getattr(self, name)]
-        if given and self.kind != "medusa":
-            raise ConfigError(f"{', '.join(given)} is for kind medusa: leave it out with kind {self.kind!r}")
         if self.shared_head and not self.own_heads:
             raise ConfigError("shared_head is for own_heads: give both, or neither to use the target's head")
 
     def _check_block(self) -> None:
-        if self.mask_token_id is not None and self.kind not in MASKED:
-            raise ConfigError(f"mask_token_id is for kinds block and peagle: leave it out with kind {self.kind!r}")
         if self.kind != "block":
-            given = [name for name in _BLOCK if getattr(self, name)]
-            if given := [*given, *(["markov_head_type"] if self.markov_head_type != "vanilla" else [])]:
-                raise ConfigError(f"{', '.join(given)} is for kind block: leave it out with kind {self.kind!r}")
             return
         if self.coupling:
             raise ConfigError(f"coupling is {self.coupling}: kind block learns its Markov table without; use 0")
@@ -418,9 +415,6 @@ class ShapeConfig(PreTrainedConfig):
             )
 
     def _check_eagle(self) -> None:
-        given = [name for name in _EAGLE if getattr(self, name)]
-        if given and self.kind not in ("eagle", "peagle"):
-            raise ConfigError(f"{', '.join(given)} is for kind eagle: leave it out with kind {self.kind!r}")
         if self.norm_output and self.kind == "peagle":
             raise ConfigError("norm_output is for kind eagle: no step of peagle reads the output of the one before")
         if self.norm_before_fc and self.fc_norm:
@@ -431,11 +425,6 @@ def _require_known(options: dict[str, Any]) -> None:
     unknown = sorted(name for name in options if not name.startswith("_") and name not in _TRANSFORMERS_KEYS)
     if unknown:
         raise ConfigError(f"ShapeConfig has no option {', '.join(unknown)}: check the spelling")
-
-
-def _require_choice(name: str, value: Any, choices: Any) -> None:
-    if value not in get_args(choices):
-        raise ConfigError(f"{name} is {value!r}: choose one of {', '.join(get_args(choices))}")
 
 
 def _require_int(name: str, value: Any, least: int) -> None:

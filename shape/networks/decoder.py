@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
+from shape.networks.base import Predictor
 from shape.networks.layers import Memory, attend, attend_in_order, rotate
 
 
@@ -131,16 +132,16 @@ class DraftAttention(nn.Module):
         among: Tensor | None = None,
     ) -> Tensor:
         """(B, M, in_size) -> (B, M, H); the other arguments as of `shape.networks.layers.attend`."""
-        return self._out(attend(self._asked(states, rotary), memory, visible, own, among))
+        return self._out(attend(self._query(states, rotary), memory, visible, own, among))
 
     def in_order(self, states: Tensor, rotary: Tensor, new: Memory, past: Memory | None, lengths: Tensor) -> Tensor:
         """(B, N, in_size) -> (B, N, H); the other arguments as of `shape.networks.layers.attend_in_order`."""
-        return self._out(attend_in_order(self._asked(states, rotary), new, past, lengths))
+        return self._out(attend_in_order(self._query(states, rotary), new, past, lengths))
 
-    def _asked(self, states: Tensor, rotary: Tensor) -> Tensor:
-        asked = self._split(self.q_proj(states))
-        asked = asked if self.q_norm is None else self.q_norm(asked)
-        return rotate(asked.transpose(1, 2), rotary)
+    def _query(self, states: Tensor, rotary: Tensor) -> Tensor:
+        query = self._split(self.q_proj(states))
+        query = query if self.q_norm is None else self.q_norm(query)
+        return rotate(query.transpose(1, 2), rotary)
 
     def _out(self, found: Tensor) -> Tensor:
         return self.o_proj(found.transpose(1, 2).flatten(-2))
@@ -187,3 +188,24 @@ class DraftLayer(nn.Module):
         own = keys.unflatten(2, (-1, steps)), values.unflatten(2, (-1, steps))
         found = self.self_attn(seen, rotary, memory, visible, own, among)
         return self.behind(residual, found.unflatten(1, (-1, steps)))
+
+
+class DecoderPredictor(Predictor):
+    """Base of the networks that are built of decoder layers.
+
+    Attributes:
+        layers: ``DraftLayer``s.
+    """
+
+    layers: nn.ModuleList
+    _rotary: Rotary
+
+    @property
+    def memory_shapes(self) -> list[tuple[int, int]]:
+        return [(layer.self_attn.key_heads, layer.self_attn.head_dim) for layer in self._layers()]
+
+    def rotary(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._rotary(positions, dtype)
+
+    def _layers(self) -> list[DraftLayer]:
+        return list(self.layers)  # type: ignore[arg-type]

@@ -9,11 +9,11 @@ from transformers import initialization as init
 
 from shape.networks.base import Carried, Known, Predictor, Remembered
 from shape.networks.config import ShapeConfig
-from shape.networks.decoder import DraftLayer, Rotary, norm_of
+from shape.networks.decoder import DecoderPredictor, DraftLayer, Rotary, norm_of
 from shape.networks.masked import MaskedPredictor
 
 
-class EaglePredictor(Predictor):
+class EaglePredictor(DecoderPredictor):
     """Position i reads the feature of h_i and the embedding of x_{i+1}; its output drafts x_{i+2} and, where the true
     feature is unknown, is the next position's input.
 
@@ -48,13 +48,6 @@ class EaglePredictor(Predictor):
         self.norm = norm_of(layer, size)
         self._rotary = Rotary(layer)
         self._add_read_out(heads=1 if config.own_heads else 0)
-
-    @property
-    def memory_shapes(self) -> list[tuple[int, int]]:
-        return [(layer.self_attn.key_heads, layer.self_attn.head_dim) for layer in self._layers()]
-
-    def rotary(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._rotary(positions, dtype)
 
     def remember(
         self, features: Tensor, embeddings: Tensor, positions: Tensor, past: Remembered | None = None
@@ -91,9 +84,6 @@ class EaglePredictor(Predictor):
             x = layer.behind(residual, layer.self_attn(seen, rotary, memory, known.visible, own))
         state = self.norm(x)
         return state, (state if self.config.norm_output else x, *keys, *values)
-
-    def _layers(self) -> list[DraftLayer]:
-        return list(self.layers)  # type: ignore[arg-type]
 
     def _joined(self, feature: Tensor, embedding: Tensor) -> Tensor:
         """What the first layer reads: (..., H) twice -> (..., 2 H)."""

@@ -78,7 +78,7 @@ def _table(training: Mapping[str, Any]) -> str:
 def model_card(predictor: Predictor, identity: TargetIdentity, training: Mapping[str, Any]) -> str:
     """Markdown: what the predictor is for, how it came about, what was measured."""
     config = predictor.config
-    millions = sum(parameter.numel() for parameter in predictor.parameters()) / 1e6
+    millions = predictor.num_parameters() / 1e6
     revision = f" (revision {identity.revision})" if identity.revision else ""
     title = {"shape": "SHAPE", "eagle": "EAGLE", "peagle": "P-EAGLE", "block": "Block-parallel"}.get(
         config.kind, config.kind.capitalize()

@@ -180,15 +180,15 @@ class ContextAttention(nn.Module):
         """(B, M, in_size) -> (B, M, out_size); `rotary` is of the queries' positions, (B, M or 1, 2, D / 2), and the
         other arguments are those of `attend`.
         """
-        asked = rotate(self._split(self.query(query)), rotary)
-        return self.out(attend(asked, memory, visible, own).transpose(1, 2).flatten(-2))
+        turned = rotate(self._split(self.query(query)), rotary)
+        return self.out(attend(turned, memory, visible, own).transpose(1, 2).flatten(-2))
 
     def _split(self, states: Tensor) -> Tensor:
         return states.unflatten(-1, (self.heads, self.head_size)).transpose(1, 2)
 
 
 def attend(
-    asked: Tensor, memory: Memory, visible: Tensor | None, own: Memory | None = None, among: Tensor | None = None
+    query: Tensor, memory: Memory, visible: Tensor | None, own: Memory | None = None, among: Tensor | None = None
 ) -> Tensor:
     """Attention of queries (B, G R, M, D) to the memory and to what is their own -> (B, G R, M, D).
 
@@ -203,14 +203,14 @@ def attend(
         among: (M / P, N) bool, which of its own each node of a block sees; None where all do.
     """
     if not torch.is_grad_enabled():
-        return _attend(asked, memory, visible, own, among)
-    blocks = asked.shape[2] if own is None else own[0].shape[2]
+        return _attend(query, memory, visible, own, among)
+    blocks = query.shape[2] if own is None else own[0].shape[2]
     # Without keys of their own a kernel is used that keeps no scores, only their mask.
-    held = asked.shape[0] * (1 if own is None else asked.shape[1]) * asked.shape[2] * memory[0].shape[2] * 4
+    held = query.shape[0] * (1 if own is None else query.shape[1]) * query.shape[2] * memory[0].shape[2] * 4
     size = -(-blocks // -(-held // SCORES_BYTES)) if held else blocks
     if size >= blocks:
-        return _attend(asked, memory, visible, own, among)
-    each = asked.shape[2] // blocks
+        return _attend(query, memory, visible, own, among)
+    each = query.shape[2] // blocks
     found = []
     for first in range(0, blocks, size):
         rows = slice(first, first + size)
@@ -218,7 +218,7 @@ def attend(
         known = memory if seen is None else tuple(kept[:, :, : _reach(seen)] for kept in memory)
         seen = None if seen is None else seen[..., : known[0].shape[2]]
         mine = None if own is None else tuple(kept[:, :, rows] for kept in own)
-        some = asked[:, :, first * each : (first + size) * each]
+        some = query[:, :, first * each : (first + size) * each]
         found.append(checkpoint(_attend, some, known, seen, mine, among, use_reentrant=False))
     return torch.cat(found, dim=2)
 
@@ -229,20 +229,20 @@ def _reach(visible: Tensor) -> int:
     return int(seen[-1]) + 1 if len(seen) else 1
 
 
-def _attend(asked: Tensor, memory: Memory, visible: Tensor | None, own: Memory | None, among: Tensor | None) -> Tensor:
+def _attend(query: Tensor, memory: Memory, visible: Tensor | None, own: Memory | None, among: Tensor | None) -> Tensor:
     keys, values = memory
-    if visible is not None and visible.shape[1] not in (1, asked.shape[2]):
-        visible = visible.repeat_interleave(asked.shape[2] // visible.shape[1], dim=1)
+    if visible is not None and visible.shape[1] not in (1, query.shape[2]):
+        visible = visible.repeat_interleave(query.shape[2] // visible.shape[1], dim=1)
     # Finite, so that a root without anything to see (padding) gives numbers and no NaN.
-    lowest = torch.finfo(asked.dtype).min
-    hidden = None if visible is None else torch.zeros_like(visible, dtype=asked.dtype).masked_fill_(~visible, lowest)
+    lowest = torch.finfo(query.dtype).min
+    hidden = None if visible is None else torch.zeros_like(visible, dtype=query.dtype).masked_fill_(~visible, lowest)
     if own is None:
         mask = None if hidden is None else hidden[:, None]
-        grouped = asked.shape[1] != keys.shape[1]
-        return F.scaled_dot_product_attention(asked, keys, values, attn_mask=mask, enable_gqa=grouped)
+        grouped = query.shape[1] != keys.shape[1]
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=grouped)
     groups, blocks = keys.shape[1], own[0].shape[2]
-    asked = asked.unflatten(1, (groups, -1))
-    shared = asked.shape[2]
+    query = query.unflatten(1, (groups, -1))
+    shared = query.shape[2]
 
     def by_block(rows: Tensor) -> Tensor:
         """(B, G, R, M, ...) -> (B, G, P, R M / P, ...): the rows that see a block's own."""
@@ -251,34 +251,34 @@ def _attend(asked: Tensor, memory: Memory, visible: Tensor | None, own: Memory |
     def in_order(rows: Tensor) -> Tensor:
         return rows.unflatten(3, (shared, -1)).transpose(2, 3).flatten(3, 4)
 
-    scores = (asked.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, (shared, -1))
+    scores = (query.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, (shared, -1))
     if hidden is not None:
         scores = scores + hidden[:, None, None]
-    beside = in_order(by_block(asked) @ own[0].transpose(-1, -2))
+    beside = in_order(by_block(query) @ own[0].transpose(-1, -2))
     if among is not None:
         beside = beside.masked_fill(~among.repeat(blocks, 1), torch.finfo(beside.dtype).min)
     scores = torch.cat([scores, beside], dim=-1)
-    weights = (scores.float() * asked.shape[-1] ** -0.5).softmax(-1).to(values.dtype)
+    weights = (scores.float() * query.shape[-1] ** -0.5).softmax(-1).to(values.dtype)
     count = keys.shape[-2]
     found = (weights[..., :count].flatten(2, 3) @ values).unflatten(2, (shared, -1))
     return (found + in_order(by_block(weights[..., count:]) @ own[1])).flatten(1, 2)
 
 
-def attend_in_order(asked: Tensor, new: Memory, past: Memory | None, lengths: Tensor) -> Tensor:
+def attend_in_order(query: Tensor, new: Memory, past: Memory | None, lengths: Tensor) -> Tensor:
     """Attention of new positions to past ones and, each to itself and those before it, to the new -> (B, G R, N, D).
 
     Args:
-        asked: (B, G R, N, D). new: keys and values (B, G, N, D) of the same positions.
+        query: (B, G R, N, D). new: keys and values (B, G, N, D) of the same positions.
         past: keys and values (B, G, T, D), of which each row sees the first `lengths`, (B,) int64; None is none.
     """
     if past is None or not past[0].shape[2]:
-        grouped = asked.shape[1] != new[0].shape[1]
-        return F.scaled_dot_product_attention(asked, *new, is_causal=True, enable_gqa=grouped)
-    rows, count = asked.shape[0], asked.shape[2]
-    order = torch.ones(count, count, dtype=torch.bool, device=asked.device).tril().expand(rows, -1, -1)
-    before = torch.arange(past[0].shape[2], device=asked.device) < lengths[:, None, None]
+        grouped = query.shape[1] != new[0].shape[1]
+        return F.scaled_dot_product_attention(query, *new, is_causal=True, enable_gqa=grouped)
+    rows, count = query.shape[0], query.shape[2]
+    order = torch.ones(count, count, dtype=torch.bool, device=query.device).tril().expand(rows, -1, -1)
+    before = torch.arange(past[0].shape[2], device=query.device) < lengths[:, None, None]
     keys, values = (torch.cat(pair, dim=2) for pair in zip(past, new, strict=True))
-    return attend(asked, (keys, values), torch.cat([before.expand(-1, count, -1), order], dim=-1))
+    return attend(query, (keys, values), torch.cat([before.expand(-1, count, -1), order], dim=-1))
 
 
 def recent(visible: Tensor | None, memory: Memory, window: int) -> Tensor | None:

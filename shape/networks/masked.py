@@ -5,11 +5,11 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from shape.errors import ConfigError
-from shape.networks.base import Predictor
+from shape.networks.decoder import DecoderPredictor
 from shape.target.model import Target
 
 
-class MaskedPredictor(Predictor):
+class MaskedPredictor(DecoderPredictor):
     """Base of the networks that draft in places of mask tokens.
 
     Attributes:
@@ -23,10 +23,6 @@ class MaskedPredictor(Predictor):
         missing = torch.full((self.config.hidden_size,), torch.nan)
         self.register_buffer("mask_embedding", None if self.config.own_embeddings else missing)
         super()._add_read_out(heads)
-
-    def adopt(self, target: Target) -> None:
-        super().adopt(target)
-        self.complete(target)
 
     @torch.no_grad()
     def complete(self, target: Target) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel
 
 from shape.networks.base import Carried, Known, Predictor, Remembered
 from shape.networks.config import ShapeConfig
-from shape.networks.layers import ContextAttention, normalise, rotary_table, scale
+from shape.networks.layers import ContextAttention, normalise, scale
 from shape.networks.refinement import refinement_of
 
 
@@ -94,7 +94,8 @@ class ShapePredictor(Predictor):
     training, a predictor without refinement repeats the current state (with one, at its share of 1 - alpha).
 
     Weights, biases not counted: M (W F + H) + 2 M^2 num_layers + 2 H^2, with token conditioning M H more, in
-    parallel mode 2 S M (M // 4) more, with refinement 2 d H more.
+    parallel mode 2 S M (M // 4) more, with refinement 2 d H more, with attention 6 H^2 + M H more, with a Markov bias
+    of rank r over K tokens r (H + K) more.
 
     Inputs may be of any floating dtype: they are cast to the parameters' own, in which results are returned.
     """
@@ -133,17 +134,17 @@ class ShapePredictor(Predictor):
         states = normalise(features[..., -self.config.hidden_size :].to(self.delta.weight.dtype))
         places = torch.cat([states, normalise(embeddings.to(states.dtype))], dim=-1)
         following = torch.cat([states[:, 1:], places[:, 1:, self.config.hidden_size :]], dim=-1)
-        rotary = rotary_table(positions, self.attention.head_size, states.dtype)
+        rotary = self.rotary(positions, states.dtype)
         return [self.attention.remember(places[:, :-1], following, rotary)]
 
     def begin(self, known: Known, root: Tensor | None) -> Carried:
-        if self.config.step_mode == "recursive":
+        if self.adapters is None:
             return (known.window.to(self.delta.weight.dtype),)
-        embeddings = None if root is None else root.unsqueeze(-2)
-        return (self(known.window, embeddings, known),)
+        x, current, normalised = self._trunk(known.window, root, 0, known)
+        return (self._read_out(self.adapters(x), current.unsqueeze(-2), normalised.unsqueeze(-2)),)
 
     def advance(self, known: Known, carried: Carried, embedding: Tensor | None, n: int) -> tuple[Tensor, Carried]:
-        if self.config.step_mode == "parallel":
+        if self.adapters is not None:
             return super().advance(known, carried, embedding, n)
         state = self.step(carried[0], embedding, n, known)
         return state, (roll(carried[0], state),)
@@ -161,18 +162,14 @@ class ShapePredictor(Predictor):
         """
         return self._read_out(*self._trunk(window, embedding, n, known))
 
-    def forward(self, window: Tensor, embeddings: Tensor | None = None, known: Known | None = None) -> Tensor:
+    def forward(self, window: Tensor, embeddings: Tensor | None = None) -> Tensor:
         """Predict h_t..h_{t+S-1}: (..., W, F), (..., S, H) -> (..., S, H).
 
         `window` ends in h_{t-1}. `embeddings[..., n, :]` is the embedding of x_{t+n}: the true tokens in
         training (path conditioning), or only that of x_t at n = 0 (root). A recursive predictor reads its own
         predictions from the second step on, in training as in decoding.
         """
-        if self.adapters is not None:
-            root = None if embeddings is None else embeddings[..., 0, :]
-            x, current, normalised = self._trunk(window, root, 0, known)
-            return self._read_out(self.adapters(x), current.unsqueeze(-2), normalised.unsqueeze(-2))
-        return self.unroll(known or Known(window, [], None, None), embeddings)
+        return self.unroll(Known(window, [], None, None), embeddings)
 
     def _trunk(
         self, window: Tensor, embedding: Tensor | None, n: int, known: Known | None

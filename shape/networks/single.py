@@ -3,7 +3,7 @@
 A draft for one sequence reads every weight of the network once, and launches some forty operations for it, each of
 which costs more than what it computes. Here it is a program of kernels, as the target's forward is
 (``shape.verification.fused``): products (``shape.target.floats``, ``shape.target.integers``), by all threads, and what
-lies between them (``shape.target.elements``). `ShapePredictor.forward` is what it computes, up to rounding: activations
+lies between them (``shape.target.elements``). `ShapePredictor.begin` is what it computes, up to rounding: activations
 and sums are in float32 here, and products in 8 bits where that is asked for. Drafts may be rounded otherwise; no token
 depends on it.
 """
@@ -28,7 +28,7 @@ from shape.target.memory import in_large_pages
 from shape.target.quantize import QuantizedLinear, pack
 
 
-class _How(NamedTuple):
+class _SinkhornSettings(NamedTuple):
     """Of transport: `row`: the last update; `barycentric`: the read-out."""
 
     iterations: int
@@ -56,14 +56,15 @@ class _Product:
         self.x = self._x[:, :inputs]
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, rows: int, digits: int | None) -> Self:
-        """Of a weight (outputs, inputs), to be quantised where digits, 8, are given."""
+    def of(cls, weight: Tensor, bias: Tensor | None, rows: int, weight_bits: int | None) -> Self:
+        """Of a weight (outputs, inputs), to be quantised where weight_bits, 8, are given."""
         weight, bias = weight.detach(), None if bias is None else bias.detach().float()
         outputs, inputs = weight.shape
-        if digits is None:
+        if weight_bits is None:
             return cls(floats.Packed.of(weight, bias, wide=True), inputs, None, rows)
-        blocks, scales = map(in_large_pages, pack(weight, digits))
-        return cls(integers.Packed(blocks, scales.view(torch.uint8), digits, outputs, digits=1), inputs, bias, rows)
+        blocks, scales = map(in_large_pages, pack(weight, weight_bits))
+        packed = integers.Packed(blocks, scales.view(torch.uint8), weight_bits, outputs, digits=1)
+        return cls(packed, inputs, bias, rows)
 
     def add_to(self, program: Program) -> None:
         """Go on with it, behind a wait for x; a wait for y has to follow."""
@@ -86,24 +87,25 @@ class SingleRoot:
     """A predictor's weights in the kernels' layout, and what they make of a root.
 
     Args:
-        digits: 8 where weights are to be quantised, and activations rounded to 8 bits for every product.
+        weight_bits: 8 where weights are to be quantised, and activations rounded to 8 bits for every product.
         head: what reads logits off the states; None leaves that to the caller, as all heads do that are not quantised.
     """
 
-    def __init__(self, predictor: ShapePredictor, digits: int | None = None, head: Any = None) -> None:
-        self._predictor, self._digits, self._dtype = predictor, digits, predictor.dtype
+    def __init__(self, predictor: ShapePredictor, weight_bits: int | None = None, head: Any = None) -> None:
+        self._predictor, self._weight_bits, self._dtype = predictor, weight_bits, predictor.dtype
         self._head = head if isinstance(head, QuantizedLinear) else None
         self._lock, self._state = Lock(), list[Any]()
         self._weights = [own for module in predictor.modules() if (own := module._parameters)]
         self.renew()
 
     @classmethod
-    def of(cls, predictor: Predictor, digits: int | None = None, head: Any = None) -> Self | None:
+    def of(cls, predictor: Predictor, weight_bits: int | None = None, head: Any = None) -> Self | None:
         """None where it does not serve: networks that repeat their step or attend, or are not the CPU's."""
         if not isinstance(predictor, ShapePredictor) or predictor.device.type != "cpu":
             return None
         plain = predictor.adapters is not None and predictor.attention is None
-        return cls(predictor, digits, head) if plain and predictor.dtype in (torch.bfloat16, torch.float32) else None
+        served = plain and predictor.dtype in (torch.bfloat16, torch.float32)
+        return cls(predictor, weight_bits, head) if served else None
 
     def __call__(self, window: Tensor, embedding: Tensor) -> tuple[Tensor, ...]:
         """(W, F) and the root's (H,), of any dtype -> states (S, H) in the weights', and logits (S, K) float32 where it
@@ -162,7 +164,7 @@ class SingleRoot:
         self._add(elements.standardise(x.shape[1]), x, up.x)
         self._multiply(up)
         each = zip(adapters.down.weight.chunk(steps), adapters.down.bias.chunk(steps), strict=True)
-        downs = [_Product.of(*one, 1, self._digits) for one in each]
+        downs = [_Product.of(*one, 1, self._weight_bits) for one in each]
         for own, down in zip(up.y.chunk(steps, 1), downs, strict=True):
             self._silu(down.x, own, wait=False)
         self._program.wait()
@@ -174,8 +176,8 @@ class SingleRoot:
         self._multiply(delta)
         known, own = network.gate.weight.chunk(2, dim=1)  # what it reads of either
         gate, shared = (
-            _Product.of(own, None, steps, self._digits),
-            _Product.of(known, network.gate.bias, 1, self._digits),
+            _Product.of(own, None, steps, self._weight_bits),
+            _Product.of(known, network.gate.bias, 1, self._weight_bits),
         )
         self._copy(gate.x, delta.y)
         self._copy(shared.x, here)
@@ -210,7 +212,7 @@ class SingleRoot:
                 self._multiply(reduced)
                 self._add(elements.softmax(known.shape[1]), reduced.y, known)
                 self._end()
-                how = _How(refinement.iterations, refinement.last_update == "row", refinement.barycentric)
+                how = _SinkhornSettings(refinement.iterations, refinement.last_update == "row", refinement.barycentric)
                 given = reduced.y.numpy(), known.numpy(), expand.x.numpy(), refinement.kernel().numpy(), how
                 self._parts.append(lambda: _transport(*given))
         else:
@@ -222,7 +224,7 @@ class SingleRoot:
         self._add(elements.mix(size, transport), expand.y, current, self._states, others=(share,))
 
     def _of(self, layer: Any, rows: int = 1) -> _Product:
-        return _Product.of(layer.weight, layer.bias, rows, self._digits)
+        return _Product.of(layer.weight, layer.bias, rows, self._weight_bits)
 
     def _multiply(self, *products: _Product) -> None:
         """Products that read nothing of each other."""
@@ -258,7 +260,7 @@ class SingleRoot:
 
 
 @compiled
-def _through(x: np.ndarray, kernel: np.ndarray, y: np.ndarray) -> None:
+def _times_kernel(x: np.ndarray, kernel: np.ndarray, y: np.ndarray) -> None:
     """y = x K, (R, d) both, of a K that need not be symmetric: four of its rows at a time, each read once."""
     rows, size = x.shape
     y[:] = np.float32(0)
@@ -279,7 +281,7 @@ def _through(x: np.ndarray, kernel: np.ndarray, y: np.ndarray) -> None:
 
 
 @compiled
-def _transport(here: np.ndarray, p: np.ndarray, q: np.ndarray, kernel: np.ndarray, how: _How) -> None:
+def _transport(here: np.ndarray, p: np.ndarray, q: np.ndarray, kernel: np.ndarray, how: _SinkhornSettings) -> None:
     """``scaled`` between p, the softmax of coordinates here, (1, d) both, and every row of q, (S, d), which becomes the
     read-out.
 
@@ -287,25 +289,25 @@ def _transport(here: np.ndarray, p: np.ndarray, q: np.ndarray, kernel: np.ndarra
     """
     u, v = np.ones(q.shape, np.float32), np.ones(q.shape, np.float32)
     left, reached = np.empty(q.shape, np.float32), np.empty(q.shape, np.float32)
-    _through(u[:1], kernel, reached[:1])
+    _times_kernel(u[:1], kernel, reached[:1])
     for row in range(len(q)):
         reached[row] = reached[0]
         left[row] = reached[0]
     for n in range(how.iterations):
         if how.row:
             v[:] = q / reached
-            _through(v, kernel, left)
+            _times_kernel(v, kernel, left)
             u[:] = p / left
-            _through(u, kernel, reached)
+            _times_kernel(u, kernel, reached)
         else:
             u[:] = p / left
-            _through(u, kernel, reached)
+            _times_kernel(u, kernel, reached)
             if n + 1 < how.iterations:
                 v[:] = q / reached
-                _through(v, kernel, left)
+                _times_kernel(v, kernel, left)
     if how.barycentric:
         u *= here
-        _through(u, kernel, left)
+        _times_kernel(u, kernel, left)
         q[:] = left / reached
     else:
         q[:] = v * reached

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from shape.data.statistics import Text
+from shape.data.statistics import DataStatistics
 from shape.errors import ConfigError
 from shape.networks.config import ShapeConfig
 from shape.networks.registry import PREDICTORS
@@ -35,10 +35,10 @@ def parameters(config: ShapeConfig) -> int:
     """Trainable parameters of a network of this configuration."""
     with torch.device("meta"):
         network = PREDICTORS[config.kind](config)
-    return sum(weight.numel() for weight in network.parameters())
+    return network.num_parameters()
 
 
-def draft_vocab_size(size: Size, text: Text | None) -> int | None:
+def draft_vocab_size(size: Size, text: DataStatistics | None) -> int | None:
     """Tokens to draft from; None, which is all, where the target has few.
 
     Args:
@@ -79,7 +79,7 @@ def draft_vocabulary(texts: Iterable[tuple[Tensor, Tensor]], size: int, vocab_si
     return counts.sort(descending=True, stable=True).indices[:size].sort().values
 
 
-def draft_model(hidden_size: int, width: int | None, layers: int, heads: int | None) -> tuple[int, int]:
+def draft_model_width_and_heads(hidden_size: int, width: int | None, layers: int, heads: int | None) -> tuple[int, int]:
     """Width and attention heads of a draft model for a target of this hidden size.
 
     Args:

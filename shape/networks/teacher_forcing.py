@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from shape.data.encoding import supervised_runs
 from shape.features.positions import eligible
 from shape.features.store import Stored
 from shape.networks.base import Known, Predictor, known_at
@@ -212,14 +213,8 @@ def teacher_forced(predictor: Predictor, target: Target, texts: Iterable[Stored]
         found = forced_drafts(reader, text)
         accepted = torch.zeros_like(text.input_ids)
         accepted[found.roots] = (found.right & found.mask).cumprod(-1).sum(-1)
-        for first, last in _answers(text.loss_mask):
+        for first, last in supervised_runs(text.loss_mask):
             root, tokens = first, tokens + last - first
             while root < last:
                 root, forwards = root + int(accepted[root]) + 1, forwards + 1
     return tokens, forwards
-
-
-def _answers(loss_mask: Tensor) -> list[tuple[int, int]]:
-    """Positions of the first and the last token of each supervised run."""
-    edges = F.pad(loss_mask.int(), (1, 1)).diff()
-    return list(zip((edges == 1).nonzero()[:, 0].tolist(), ((edges == -1).nonzero()[:, 0] - 1).tolist(), strict=True))

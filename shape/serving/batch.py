@@ -85,7 +85,8 @@ class BatchDrafter:
                 else:
                     claimed.add(row)
                     kept.append((row, number))
-        self._advance(step, sorted(kept))
+        kept.sort()
+        self._advance(step, kept)
         started = [(number, self._known_states(step[number])) for number in fresh]
         self._waiting = [
             _Request(computed.tokens[:end].copy(), end, self._known_states(computed))
@@ -94,7 +95,7 @@ class BatchDrafter:
         ]
         for number, states in started:
             self._start(step[number], states)
-        numbers = [number for _, number in sorted(kept)] + fresh
+        numbers = [number for _, number in kept] + fresh
         self._drafting = [_Request(step[at].tokens.copy(), len(step[at].tokens) - 1) for at in numbers]
         drafts: list[list[int]] = [[] for _ in step]
         if self._active is not None:

@@ -199,15 +199,14 @@ class ShapeProposer:
         texts = [token_ids_cpu[row, : num_tokens_no_spec[row]] for row in range(len(sampled_token_ids))]
         counts = [len(tokens) for tokens in sampled_token_ids]
         if not self._reads_states:
-            starts = [len(text) - count - 1 for text, count in zip(texts, counts, strict=True)]
-            rows = [(start, torch.empty(count, 0)) for start, count in zip(starts, counts, strict=True)]
+            rows = [(len(text) - count - 1, torch.empty(count, 0)) for text, count in zip(texts, counts, strict=True)]
         else:
             assert self._computed is not None
             (states, bounds, ends), self._computed = self._computed, None
             spans = list(pairwise(bounds))[: len(texts)]
             rows = [(end - (last - first), states[first:last]) for (first, last), end in zip(spans, ends, strict=False)]
         return self._drafter.propose(
-            [Computed(*each) for each in zip(texts, counts, *zip(*rows, strict=True), strict=True)]
+            [Computed(text, count, *row) for text, count, row in zip(texts, counts, rows, strict=True)]
         )
 
 

@@ -16,7 +16,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from shape.target import kernels
-from shape.target.kernels import F32, FLOATS, I64, TILE, Code, Program, begin, every, row_bytes, share
+from shape.target.kernels import F32, FLOATS, I32, I64, TILE, Code, Program, begin, every, own_units, row_bytes
 
 _MOST_ROWS = 6  # queries whose results stay in registers
 _PIECES = 4  # vectors of a value that do
@@ -25,30 +25,29 @@ _DOUBLES = ir.VectorType(ir.DoubleType(), TILE)
 
 @cache
 def norm(dtype: torch.dtype, width: int, adds: bool) -> int:
-    """y = RMS norm of x (rows, width), whose rows lie `inner` in one; before, x += added where it adds.
+    """y = RMS norm of x (rows, width), where each stored row holds `inner` of them (the heads of a token), or one.
+    Before, x += added where it adds.
 
     Arguments: x, x_bytes, added, added_bytes, y, y_bytes, weight (width,), epsilon's bits, inner, rows.
     """
     names = ("x", "x_bytes", "added", "added_bytes", "y", "y_bytes", "weight", "epsilon", "inner", "rows")
     lanes, size, module = gcd(width, TILE), dtype.itemsize, ir.Module()
     code, given = begin(module, "norm", names)
-    epsilon = code.bitcast(code.trunc(given["epsilon"], ir.IntType(32)), F32)
-    first, count, code = share(code, given["rows"])
-    number, code, done = code.counted(count, "rows")
-    row = code.at(number, first)
+    epsilon = code.bitcast(code.trunc(given["epsilon"], I32), F32)
+    row, code, done = own_units(code, given["rows"], "rows")
     outer, within = code.udiv(row, given["inner"]), code.times(code.urem(row, given["inner"]), width * size)
     x, added, y = (
-        code.at(given[name], code.times(outer, given[f"{name}_bytes"]), within) for name in ("x", "added", "y")
+        code.plus(given[name], code.times(outer, given[f"{name}_bytes"]), within) for name in ("x", "added", "y")
     )
     kind = ir.VectorType(F32, lanes)
     at, inner, behind = code.counted(I64(width // lanes), "squares")
     squares = inner.phi(kind)
     squares.add_incoming(every(0.0, kind), code.block)
     offset = inner.times(at, lanes * size)
-    value = inner.take(dtype, inner.at(x, offset), lanes)
+    value = inner.take(dtype, inner.plus(x, offset), lanes)
     if adds:
-        value = inner.stored(dtype, inner.fadd(value, inner.take(dtype, inner.at(added, offset), lanes)))
-        inner.put(dtype, value, inner.at(x, offset))
+        value = inner.stored(dtype, inner.fadd(value, inner.take(dtype, inner.plus(added, offset), lanes)))
+        inner.put(dtype, value, inner.plus(x, offset))
     total = inner.fma(value, value, squares)
     squares.add_incoming(total, inner.block)
     code = inner.again(at, behind)
@@ -57,11 +56,11 @@ def norm(dtype: torch.dtype, width: int, adds: bool) -> int:
     scale = code.spread(code.fdiv(F32(1.0), root), lanes)
     at, inner, behind = code.counted(I64(width // lanes), "normed")
     offset = inner.times(at, lanes * size)
-    value = inner.stored(dtype, inner.fmul(inner.take(dtype, inner.at(x, offset), lanes), scale))
-    weight = inner.take(dtype, inner.at(given["weight"], offset), lanes)
-    inner.put(dtype, inner.fmul(value, weight), inner.at(y, offset))
+    value = inner.stored(dtype, inner.fmul(inner.take(dtype, inner.plus(x, offset), lanes), scale))
+    weight = inner.take(dtype, inner.plus(given["weight"], offset), lanes)
+    inner.put(dtype, inner.fmul(value, weight), inner.plus(y, offset))
     code = inner.again(at, behind)
-    code.again(number, done).ret_void()
+    code.again(row, done).ret_void()
     return kernels.compiled(module)["norm"]
 
 
@@ -81,39 +80,37 @@ def turn(dtype: torch.dtype, size: int, cached: bool) -> int:
     heads = given["heads"]
     if cached:
         keys, values, slots = (_now(code, given, name) for name in ("keys", "values", "slots"))
-    first, count, code = share(code, code.times(given["rows"], heads))
-    number, code, done = code.counted(count, "units")
-    unit = code.at(number, first)
+    unit, code, done = own_units(code, code.times(given["rows"], heads))
     row, head = code.udiv(unit, heads), code.urem(unit, heads)
-    x = code.at(given["x"], code.times(row, given["x_bytes"]), code.times(head, size * width))
-    cos, sin = (code.at(given[name], code.times(row, size * width)) for name in ("cos", "sin"))
+    x = code.plus(given["x"], code.times(row, given["x_bytes"]), code.times(head, size * width))
+    cos, sin = (code.plus(given[name], code.times(row, size * width)) for name in ("cos", "sin"))
     if cached:
-        slot = code.read(I64, code.at(slots, code.times(row, 8)))
-        place = code.times(code.at(code.times(slot, heads), head), size * width)
+        slot = code.read(I64, code.plus(slots, code.times(row, 8)))
+        place = code.times(code.plus(code.times(slot, heads), head), size * width)
         y, v = (
-            code.at(keys, place),
-            code.at(given["v"], code.times(row, given["v_bytes"]), code.times(head, size * width)),
+            code.plus(keys, place),
+            code.plus(given["v"], code.times(row, given["v_bytes"]), code.times(head, size * width)),
         )
     else:
         nodes = given["nodes"]
         batch = code.udiv(row, nodes)
-        place = code.at(code.times(code.at(code.times(batch, heads), head), nodes), code.urem(row, nodes))
-        y = code.at(given["y"], code.times(place, size * 4))
+        place = code.plus(code.times(code.plus(code.times(batch, heads), head), nodes), code.urem(row, nodes))
+        y = code.plus(given["y"], code.times(place, size * 4))
     for at in range(0, half, lanes):
-        here, there = (code.take(dtype, code.at(x, (at + some) * width), lanes) for some in (0, half))
+        here, there = (code.take(dtype, code.plus(x, (at + some) * width), lanes) for some in (0, half))
         for some, one, other, add in ((0, here, there, code.fsub), (half, there, here, code.fadd)):
             places = (at + some) * width
             turned = [
-                code.stored(dtype, code.fmul(value, code.take(dtype, code.at(table, places), lanes)))
+                code.stored(dtype, code.fmul(value, code.take(dtype, code.plus(table, places), lanes)))
                 for value, table in ((one, cos), (other, sin))
             ]
             value = code.stored(dtype, add(*turned))
             if cached:
-                code.put(dtype, value, code.at(y, places))
-                code.put(dtype, code.take(dtype, code.at(v, places), lanes), code.at(values, place, places))
+                code.put(dtype, value, code.plus(y, places))
+                code.put(dtype, code.take(dtype, code.plus(v, places), lanes), code.plus(values, place, places))
             else:
-                code.write(value, code.at(y, (at + some) * 4))
-    code.again(number, done).ret_void()
+                code.write(value, code.plus(y, (at + some) * 4))
+    code.again(unit, done).ret_void()
     return kernels.compiled(module)["turn"]
 
 
@@ -140,45 +137,45 @@ def attend(dtype: torch.dtype, size: int, rows: int, masked: bool) -> int:
     code, given = begin(module, "attend", names if masked else names[:15])
     heads, queries, nodes = given["heads"], given["queries"], given["nodes"]
     keys, values, end, capacity, scratch, scratch_bytes = (_now(code, given, name) for name in names[9:15])
-    scale = code.bitcast(code.trunc(given["scale"], ir.IntType(32)), F32)
-    groups = code.udiv(code.at(queries, rows - 1), I64(rows))
-    scratch = code.at(scratch, code.times(code.function.args[1], scratch_bytes, rows))
-    scores = [code.at(scratch, code.times(scratch_bytes, row)) for row in range(rows)]
+    scale = code.bitcast(code.trunc(given["scale"], I32), F32)
+    groups = code.udiv(code.plus(queries, rows - 1), I64(rows))
+    scratch = code.plus(scratch, code.times(code.function.args[1], scratch_bytes, rows))
+    scores = [code.plus(scratch, code.times(scratch_bytes, row)) for row in range(rows)]
     if masked:
         mask, mask_batch, mask_node = (_now(code, given, name) for name in names[15:])
-    first, count, code = share(code, code.times(given["batch"], heads, groups))
-    number, code, done = code.counted(count, "units")
-    unit = code.at(number, first)
+    unit, code, done = own_units(code, code.times(given["batch"], heads, groups))
     pair, group = code.udiv(unit, groups), code.urem(unit, groups)
     batch, head = code.udiv(pair, heads), code.urem(pair, heads)
     last = code.sub(queries, I64(1))
-    those = [code.at(code.times(group, rows), row) for row in range(rows)]
+    those = [code.plus(code.times(group, rows), row) for row in range(rows)]
     those = [code.select(code.icmp_unsigned("<", one, last), one, last) for one in those]
-    place = code.times(code.at(code.times(batch, capacity, heads), head), size * width)
+    place = code.times(code.plus(code.times(batch, capacity, heads), head), size * width)
     step = code.times(heads, size * width)
-    keys, values = code.at(keys, place), code.at(values, place)
-    query = [code.at(given["query"], code.times(code.at(code.times(pair, queries), one), size * 4)) for one in those]
+    keys, values = code.plus(keys, place), code.plus(values, place)
+    query = [
+        code.plus(given["query"], code.times(code.plus(code.times(pair, queries), one), size * 4)) for one in those
+    ]
     seen = [
-        code.at(mask, code.times(batch, mask_batch), code.times(code.urem(one, nodes), mask_node))
+        code.plus(mask, code.times(batch, mask_batch), code.times(code.urem(one, nodes), mask_node))
         for one in those * masked
     ]
     # What a vector of scores has beyond the last key counts nothing.
     vectors = code.udiv(scratch_bytes, I64(4 * TILE))
     for score in scores:
-        code.write(every(float("-inf"), FLOATS), code.at(score, code.sub(scratch_bytes, I64(4 * TILE))))
+        code.write(every(float("-inf"), FLOATS), code.plus(score, code.sub(scratch_bytes, I64(4 * TILE))))
 
     key, inner, behind = code.counted(end, "keys")
-    where = inner.at(keys, inner.times(key, step))
-    pieces = [inner.take(dtype, inner.at(where, at * width), lanes) for at in range(0, size, lanes)]
+    where = inner.plus(keys, inner.times(key, step))
+    pieces = [inner.take(dtype, inner.plus(where, at * width), lanes) for at in range(0, size, lanes)]
     for row in range(rows):
         total: Any = every(0.0, pieces[0].type)
         for at, piece in enumerate(pieces):
-            total = inner.fma(inner.read(piece.type, inner.at(query[row], at * lanes * 4)), piece, total)
+            total = inner.fma(inner.read(piece.type, inner.plus(query[row], at * lanes * 4)), piece, total)
         score = inner.fmul(inner.total(total), scale)
         if masked:
-            added = inner.take(dtype, inner.at(seen[row], inner.times(key, width)), 1)
-            score = inner.fadd(score, inner.extract_element(added, ir.IntType(32)(0)))
-        inner.write(score, inner.at(scores[row], inner.times(key, 4)))
+            added = inner.take(dtype, inner.plus(seen[row], inner.times(key, width)), 1)
+            score = inner.fadd(score, inner.extract_element(added, I32(0)))
+        inner.write(score, inner.plus(scores[row], inner.times(key, 4)))
     code = inner.again(key, behind)
 
     inverse = []
@@ -188,7 +185,7 @@ def attend(dtype: torch.dtype, size: int, rows: int, masked: bool) -> int:
         at, inner, behind = code.counted(vectors, "exponentials")
         totals = inner.phi(_DOUBLES)
         totals.add_incoming(every(0.0, _DOUBLES), code.block)
-        there = inner.at(score, inner.times(at, 4 * TILE))
+        there = inner.plus(score, inner.times(at, 4 * TILE))
         value = inner.exp(inner.fsub(inner.read(FLOATS, there), most))
         inner.write(inner.stored(dtype, value), there)  # as torch takes them to the products with values
         new = inner.fadd(totals, inner.fpext(value, _DOUBLES))
@@ -201,23 +198,23 @@ def attend(dtype: torch.dtype, size: int, rows: int, masked: bool) -> int:
         some = range(begins, min(size, begins + lanes * _PIECES), lanes)
         key, inner, behind = code.counted(end, "values")
         sums = [[inner.phi(ir.VectorType(F32, lanes)) for _ in some] for _ in range(rows)]
-        where = inner.at(values, inner.times(key, step))
-        pieces = [inner.take(dtype, inner.at(where, at * width), lanes) for at in some]
+        where = inner.plus(values, inner.times(key, step))
+        pieces = [inner.take(dtype, inner.plus(where, at * width), lanes) for at in some]
         found: list[list[Any]] = []
         for row, totals_of in enumerate(sums):
-            share_of = inner.spread(inner.read(F32, inner.at(scores[row], inner.times(key, 4))), lanes)
+            share_of = inner.spread(inner.read(F32, inner.plus(scores[row], inner.times(key, 4))), lanes)
             found.append([inner.fma(share_of, piece, one) for piece, one in zip(pieces, totals_of, strict=True)])
             for one, new in zip(totals_of, found[row], strict=True):
                 one.add_incoming(every(0.0, one.type), code.block)
                 one.add_incoming(new, inner.block)
         code = inner.again(key, behind)
         for row, one in enumerate(those):
-            token = code.at(code.times(batch, nodes), code.urem(one, nodes))
-            place = code.at(code.times(head, code.udiv(queries, nodes)), code.udiv(one, nodes))
-            out = code.at(given["out"], code.times(token, given["out_bytes"]), code.times(place, size * width))
+            token = code.plus(code.times(batch, nodes), code.urem(one, nodes))
+            place = code.plus(code.times(head, code.udiv(queries, nodes)), code.udiv(one, nodes))
+            out = code.plus(given["out"], code.times(token, given["out_bytes"]), code.times(place, size * width))
             for at, value in zip(some, found[row], strict=True):
-                code.put(dtype, code.fmul(value, inverse[row]), code.at(out, at * width))
-    code.again(number, done).ret_void()
+                code.put(dtype, code.fmul(value, inverse[row]), code.plus(out, at * width))
+    code.again(unit, done).ret_void()
     return kernels.compiled(module)["attend"]
 
 
@@ -230,18 +227,16 @@ def gated(dtype: torch.dtype, grain: int) -> int:
     names = ("gate", "gate_bytes", "up", "up_bytes", "y", "y_bytes", "grains", "rows")
     lanes, size, module = gcd(grain, TILE), dtype.itemsize, ir.Module()
     code, given = begin(module, "gated", names)
-    first, count, code = share(code, code.times(given["rows"], given["grains"]))
-    number, code, done = code.counted(count, "units")
-    unit = code.at(number, first)
+    unit, code, done = own_units(code, code.times(given["rows"], given["grains"]))
     row, column = code.udiv(unit, given["grains"]), code.times(code.urem(unit, given["grains"]), grain * size)
     gate, up, y = (
-        code.at(given[name], code.times(row, given[f"{name}_bytes"]), column) for name in ("gate", "up", "y")
+        code.plus(given[name], code.times(row, given[f"{name}_bytes"]), column) for name in ("gate", "up", "y")
     )
     for at in range(0, grain * size, lanes * size):
-        value = code.take(dtype, code.at(gate, at), lanes)
+        value = code.take(dtype, code.plus(gate, at), lanes)
         value = code.stored(dtype, code.fdiv(value, _opening(code, value)))
-        code.put(dtype, code.fmul(value, code.take(dtype, code.at(up, at), lanes)), code.at(y, at))
-    code.again(number, done).ret_void()
+        code.put(dtype, code.fmul(value, code.take(dtype, code.plus(up, at), lanes)), code.plus(y, at))
+    code.again(unit, done).ret_void()
     return kernels.compiled(module)["gated"]
 
 
@@ -268,10 +263,10 @@ def _by_rows(name: str, dtype: torch.dtype, lanes: int) -> int:
     module, code, given, number, done, (x, y) = _begin_rows(name, ("x", "y"), "vectors")
     at, inner, behind = code.counted(given["vectors"], "vectors")
     offset = inner.times(at, lanes * size)
-    value = inner.take(dtype, inner.at(y, offset), lanes)
+    value = inner.take(dtype, inner.plus(y, offset), lanes)
     if name == "add":
-        value = inner.fadd(inner.take(dtype, inner.at(x, offset), lanes), value)
-    inner.put(dtype, value, inner.at(x, offset))
+        value = inner.fadd(inner.take(dtype, inner.plus(x, offset), lanes), value)
+    inner.put(dtype, value, inner.plus(x, offset))
     inner.again(at, behind).again(number, done).ret_void()
     return kernels.compiled(module)[name]
 
@@ -281,11 +276,11 @@ def standardise(width: int) -> int:
     """y = layer normalisation of x, float32, without weights. Arguments: x, x_bytes, y, y_bytes, rows."""
     lanes = gcd(width, TILE)
     module, code, _, number, done, (x, y) = _begin_rows("standardise", ("x", "y"))
-    total, code = _summed(code, width, lanes, lambda inner, at: inner.take(torch.float32, inner.at(x, at), lanes))
+    total, code = _summed(code, width, lanes, lambda inner, at: inner.take(torch.float32, inner.plus(x, at), lanes))
     mean = code.spread(code.fdiv(total, F32(width)), lanes)
 
     def centred(inner: Code, at: Any) -> Any:
-        return inner.fsub(inner.take(torch.float32, inner.at(x, at), lanes), mean)
+        return inner.fsub(inner.take(torch.float32, inner.plus(x, at), lanes), mean)
 
     def square(inner: Code, at: Any) -> Any:
         value = centred(inner, at)
@@ -296,7 +291,7 @@ def standardise(width: int) -> int:
     scale = code.spread(code.fdiv(F32(1.0), root), lanes)
 
     def scaled(inner: Code, at: Any) -> None:
-        inner.write(inner.fmul(centred(inner, at), scale), inner.at(y, at))
+        inner.write(inner.fmul(centred(inner, at), scale), inner.plus(y, at))
 
     code = _each(code, width, lanes, scaled)
     code.again(number, done).ret_void()
@@ -313,10 +308,10 @@ def combine(width: int, adds: bool, active: bool) -> int:
     module, code, _, number, done, (x, added, y) = _begin_rows("combine", ("x", "added", "y"))
 
     def one(inner: Code, at: Any) -> None:
-        value = inner.take(torch.float32, inner.at(x, at), lanes)
+        value = inner.take(torch.float32, inner.plus(x, at), lanes)
         if adds:
-            value = inner.fadd(value, inner.take(torch.float32, inner.at(added, at), lanes))
-        inner.write(inner.fdiv(value, _opening(inner, value)) if active else value, inner.at(y, at))
+            value = inner.fadd(value, inner.take(torch.float32, inner.plus(added, at), lanes))
+        inner.write(inner.fdiv(value, _opening(inner, value)) if active else value, inner.plus(y, at))
 
     _each(code, width, lanes, one).again(number, done).ret_void()
     return kernels.compiled(module)["combine"]
@@ -335,10 +330,10 @@ def residual(width: int) -> int:
 
     def one(inner: Code, at: Any) -> None:
         here, opens, more, change = (
-            inner.take(torch.float32, inner.at(place, at), lanes) for place in (state, gate, shared, delta)
+            inner.take(torch.float32, inner.plus(place, at), lanes) for place in (state, gate, shared, delta)
         )
         share_of = inner.fdiv(size, _opening(inner, inner.fadd(opens, more)))
-        inner.write(inner.fma(share_of, change, here), inner.at(y, at))
+        inner.write(inner.fma(share_of, change, here), inner.plus(y, at))
 
     _each(code, width, lanes, one).again(number, done).ret_void()
     return kernels.compiled(module)["residual"]
@@ -352,15 +347,15 @@ def softmax(width: int) -> int:
     most, code = _largest(code, x, I64(width // lanes), lanes)
 
     def exponential(inner: Code, at: Any) -> Any:
-        value = inner.exp(inner.fsub(inner.take(torch.float32, inner.at(x, at), lanes), most))
-        inner.write(value, inner.at(y, at))
+        value = inner.exp(inner.fsub(inner.take(torch.float32, inner.plus(x, at), lanes), most))
+        inner.write(value, inner.plus(y, at))
         return value
 
     total, code = _summed(code, width, lanes, exponential)
     inverse = code.spread(code.fdiv(F32(1.0), total), lanes)
 
     def scaled(inner: Code, at: Any) -> None:
-        place = inner.at(y, at)
+        place = inner.plus(y, at)
         inner.write(inner.fmul(inner.take(torch.float32, place, lanes), inverse), place)
 
     _each(code, width, lanes, scaled).again(number, done).ret_void()
@@ -375,16 +370,16 @@ def mix(width: int, sized: bool) -> int:
     """
     lanes = gcd(width, TILE)
     module, code, given, number, done, (x, state, y) = _begin_rows("mix", ("x", "state", "y"), "share")
-    amount = code.spread(code.bitcast(code.trunc(given["share"], ir.IntType(32)), F32), lanes)
+    amount = code.spread(code.bitcast(code.trunc(given["share"], I32), F32), lanes)
     rest = code.fsub(every(1.0, amount.type), amount)
     if sized:
         size, code = _root_mean_square(code, state, width, lanes)
         amount = code.fmul(amount, size)
 
     def one(inner: Code, at: Any) -> None:
-        place = inner.at(y, at)
+        place = inner.plus(y, at)
         before = inner.fmul(rest, inner.take(torch.float32, place, lanes))
-        inner.write(inner.fma(amount, inner.take(torch.float32, inner.at(x, at), lanes), before), place)
+        inner.write(inner.fma(amount, inner.take(torch.float32, inner.plus(x, at), lanes), before), place)
 
     _each(code, width, lanes, one).again(number, done).ret_void()
     return kernels.compiled(module)["mix"]
@@ -397,11 +392,9 @@ def _begin_rows(name: str, tensors: tuple[str, ...], *others: str) -> tuple[Any,
     module = ir.Module()
     names = tuple(part for one in tensors for part in (one, f"{one}_bytes"))
     code, given = begin(module, name, (*names, *others, "rows"))
-    first, count, code = share(code, given["rows"])
-    number, code, done = code.counted(count, "rows")
-    row = code.at(number, first)
-    places = [code.at(given[one], code.times(row, given[f"{one}_bytes"])) for one in tensors]
-    return module, code, given, number, done, places
+    row, code, done = own_units(code, given["rows"], "rows")
+    places = [code.plus(given[one], code.times(row, given[f"{one}_bytes"])) for one in tensors]
+    return module, code, given, row, done, places
 
 
 def _each(code: Code, width: int, lanes: int, what: Callable[[Code, Any], None]) -> Code:
@@ -429,7 +422,7 @@ def _largest(code: Code, x: Any, vectors: Any, lanes: int) -> tuple[Any, Code]:
     at, inner, behind = code.counted(vectors, "largest")
     largest = inner.phi(kind)
     largest.add_incoming(every(float("-inf"), kind), code.block)
-    value = inner.read(kind, inner.at(x, inner.times(at, lanes * 4)))
+    value = inner.read(kind, inner.plus(x, inner.times(at, lanes * 4)))
     new = inner.intrinsic(f"llvm.maxnum.v{lanes}f32", kind, largest, value)
     largest.add_incoming(new, inner.block)
     code = inner.again(at, behind)
@@ -440,7 +433,7 @@ def _root_mean_square(code: Code, x: Any, width: int, lanes: int) -> tuple[Any, 
     """Of a row of float32, as a vector, and the code behind."""
 
     def square(inner: Code, at: Any) -> Any:
-        value = inner.take(torch.float32, inner.at(x, at), lanes)
+        value = inner.take(torch.float32, inner.plus(x, at), lanes)
         return inner.fmul(value, value)
 
     squares, code = _summed(code, width, lanes, square)
@@ -453,5 +446,5 @@ def _opening(code: Code, x: Any) -> Any:
 
 
 def _now(code: Code, given: dict[str, Any], name: str) -> Any:
-    """What stands at a place, which is an argument, of the array `now` of what changes from call to call."""
-    return code.read(I64, code.at(given["now"], code.times(given[name], 8)))
+    """`now[i]`, where the argument of this name is i: `now` holds what changes from call to call."""
+    return code.read(I64, code.plus(given["now"], code.times(given[name], 8)))

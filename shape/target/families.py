@@ -15,10 +15,10 @@ def is_plain_mlp(mlp: Any) -> bool:
 
 
 def is_hooked(module: Any) -> bool:
-    return any(hooked(own) for own in (module._forward_hooks, module._forward_pre_hooks) if own)
+    return any(has_foreign_hooks(own) for own in (module._forward_hooks, module._forward_pre_hooks) if own)
 
 
-def hooked(hooks: dict[int, Any]) -> bool:
+def has_foreign_hooks(hooks: dict[int, Any]) -> bool:
     """Whether there is any but transformers' own, which do nothing unless the model itself is asked for states."""
     return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks.values())
 

@@ -23,7 +23,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from shape.target import kernels
-from shape.target.kernels import F32, FLOATS, I32, I64, INTS, TILE, Bfloat, Code, Program, begin, share
+from shape.target.kernels import F32, FLOATS, I32, I64, INTS, TILE, Bfloat, Code, Program, begin, own_units
 from shape.target.memory import in_large_pages
 
 _TILES = 4  # weights are filled up to so many, as kernels of few tokens take several at a time
@@ -33,7 +33,7 @@ _PAIRS = ir.VectorType(Bfloat(), 2 * TILE)
 _ARGUMENTS = ("weights", "bias", "x", "out", "inputs", "tiles", "tokens", "chunks")
 
 
-def serves(dtype: torch.dtype) -> bool:
+def supports(dtype: torch.dtype) -> bool:
     """Whether this CPU has what the kernels are made of, and torch threads that they can run in."""
     known = dtype in (torch.float32, torch.bfloat16)
     return known and kernels.has("avx2") and kernels.has("fma") and kernels.openmp() is not None
@@ -134,12 +134,10 @@ def _widener(lanes: int) -> int:
     """bfloat16 to float32, a unit of `grain` numbers, so many at a time, after the other."""
     module = ir.Module()
     code, given = begin(module, "widen", ("x", "wide", "units", "grain"))
-    start, count, code = share(code, given["units"])
-    vectors = code.udiv(given["grain"], I64(lanes))
-    number, code, done = code.counted(code.times(count, vectors), "vectors")
-    at = code.times(code.at(code.times(start, vectors), number), lanes)
-    numbers = code.take(torch.bfloat16, code.at(given["x"], code.times(at, 2)), lanes)
-    code.write(numbers, code.at(given["wide"], code.times(at, 4)))
+    number, code, done = own_units(code, given["units"], "vectors", code.udiv(given["grain"], I64(lanes)))
+    at = code.times(number, lanes)
+    numbers = code.take(torch.bfloat16, code.plus(given["x"], code.times(at, 2)), lanes)
+    code.write(numbers, code.plus(given["wide"], code.times(at, 4)))
     code.again(number, done).ret_void()
     return kernels.compiled(module)["widen"]
 
@@ -157,26 +155,25 @@ def _multiplier(dtype: torch.dtype, pairs: bool, rows: int, result: torch.dtype)
     size = 4 if pairs else dtype.itemsize  # of a weight or a pair, as it is read; activations have four bytes
     code, given = begin(module, "multiply", _ARGUMENTS)
     inputs, tiles = given["inputs"], given["tiles"]
-    start, count, code = share(code, code.udiv(tiles, I64(at_a_time)))
-    number, code, done = code.counted(count, "tiles")
-    first = code.times(code.at(number, start), at_a_time)
+    number, code, done = own_units(code, code.udiv(tiles, I64(at_a_time)), "tiles")
+    first = code.times(number, at_a_time)
     chunk, code, after = code.counted(given["chunks"], "chunks")
     last = code.sub(given["tokens"], I64(1))
-    tokens = [code.at(code.times(chunk, rows), row) for row in range(rows)]
+    tokens = [code.plus(code.times(chunk, rows), row) for row in range(rows)]
     tokens = [code.select(code.icmp_unsigned("<", token, last), token, last) for token in tokens]
-    x = [code.at(given["x"], code.times(token, inputs, 4)) for token in tokens]
-    places = [code.at(first, tile) for tile in range(at_a_time)]
-    weights = [code.at(given["weights"], code.times(place, inputs, size * TILE)) for place in places]
-    biases = [code.read(FLOATS, code.at(given["bias"], code.times(place, 4 * TILE))) for place in places]
+    x = [code.plus(given["x"], code.times(token, inputs, 4)) for token in tokens]
+    places = [code.plus(first, tile) for tile in range(at_a_time)]
+    weights = [code.plus(given["weights"], code.times(place, inputs, size * TILE)) for place in places]
+    biases = [code.read(FLOATS, code.plus(given["bias"], code.times(place, 4 * TILE))) for place in places]
     at, inner, behind = code.counted(inputs, "inputs")
     sums = [[inner.phi(FLOATS) for _ in range(at_a_time)] for _ in range(rows)]
-    where = [inner.at(address, inner.times(at, size * TILE)) for address in weights]
+    where = [inner.plus(address, inner.times(at, size * TILE)) for address in weights]
     some = [inner.bitcast(inner.read(INTS, one), _PAIRS) if pairs else inner.take(dtype, one) for one in where]
     for address in where if rows > _MOST // 2 else ():
-        inner.ask(address)
+        inner.prefetch(address)
     found: list[list[Any]] = []
     for row, totals in enumerate(sums):
-        number_or_pair = inner.spread(inner.read(I32 if pairs else F32, inner.at(x[row], inner.times(at, 4))))
+        number_or_pair = inner.spread(inner.read(I32 if pairs else F32, inner.plus(x[row], inner.times(at, 4))))
         value = inner.bitcast(number_or_pair, _PAIRS) if pairs else number_or_pair
         found.append([_added(inner, total, weight, value) for total, weight in zip(totals, some, strict=True)])
         for total, bias, new in zip(totals, biases, found[row], strict=True):
@@ -186,8 +183,8 @@ def _multiplier(dtype: torch.dtype, pairs: bool, rows: int, result: torch.dtype)
     size = TILE * result.itemsize
     for token, values in zip(tokens, found, strict=True):
         for place, value in zip(places, values, strict=True):
-            at = code.times(code.at(code.times(token, tiles), place), size)
-            code.put(result, value, code.at(given["out"], at))
+            at = code.times(code.plus(code.times(token, tiles), place), size)
+            code.put(result, value, code.plus(given["out"], at))
     code = code.again(chunk, after)
     code.again(number, done).ret_void()
     return kernels.compiled(module)["multiply"]

@@ -160,18 +160,18 @@ def _turn(
     key_gain,
     epsilon,
     HEADS: tl.constexpr,
-    SHARED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     NORM: tl.constexpr,
 ):
     """Of one token and head: queries turned in place, keys turned into the cache, values as they are."""
     token, head = tl.program_id(0), tl.program_id(1)
     half = tl.arange(0, HALF)
-    at = states + (token * (HEADS + 2 * SHARED) + head) * (2 * HALF)
+    at = states + (token * (HEADS + 2 * KV_HEADS) + head) * (2 * HALF)
     low, high = tl.load(at + half).to(tl.float32), tl.load(at + HALF + half).to(tl.float32)
     kind = states.dtype.element_ty
     if NORM:  # noqa: SIM102  # known when it is compiled
-        if head < HEADS + SHARED:
+        if head < HEADS + KV_HEADS:
             gain = query_gain if head < HEADS else key_gain
             total = tl.sum(low * low, 0) + tl.sum(high * high, 0)
             scale = tl.rsqrt(total / (2 * HALF) + epsilon)
@@ -182,13 +182,13 @@ def _turn(
         first, last = _turned(low, high, cosine, sine, token * (2 * HALF), HALF)
         tl.store(at + half, first)
         tl.store(at + HALF + half, last)
-    elif head < HEADS + SHARED:
+    elif head < HEADS + KV_HEADS:
         first, last = _turned(low, high, cosine, sine, token * (2 * HALF), HALF)
-        slot = (tl.load(slots + token) * SHARED + head - HEADS) * (2 * HALF)
+        slot = (tl.load(slots + token) * KV_HEADS + head - HEADS) * (2 * HALF)
         tl.store(keys + slot + half, first)
         tl.store(keys + slot + HALF + half, last)
     else:
-        slot = (tl.load(slots + token) * SHARED + head - HEADS - SHARED) * (2 * HALF)
+        slot = (tl.load(slots + token) * KV_HEADS + head - HEADS - KV_HEADS) * (2 * HALF)
         tl.store(values + slot + half, low.to(kind))
         tl.store(values + slot + HALF + half, high.to(kind))
 
@@ -209,7 +209,7 @@ def _attend(
     mask_row,
     SPAN: tl.constexpr,
     HEADS: tl.constexpr,
-    SHARED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -217,11 +217,12 @@ def _attend(
 ):
     """A part of attention: what queries that share a key head find in a span of slots, before it is divided.
 
-    Writes found (B, SHARED, spans, rows, SIZE) and weights (B, SHARED, spans, rows, 2): the largest score, and the sum.
+    Writes found (B, KV_HEADS, spans, rows, SIZE) and weights (B, KV_HEADS, spans, rows, 2): the largest score, and the
+    sum.
     """
-    GROUP: tl.constexpr = HEADS // SHARED
+    GROUP: tl.constexpr = HEADS // KV_HEADS
     pair, part, spans = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    batch, head = pair // SHARED, pair % SHARED
+    batch, head = pair // KV_HEADS, pair % KV_HEADS
     end = (tl.load(lengths + batch) + nodes).to(tl.int32)  # slots in use; those behind are not read
     begin = part * SPAN
     if begin >= end:
@@ -230,15 +231,15 @@ def _attend(
     node, rows = row // GROUP, nodes * GROUP
     there = row < rows
     token = batch * nodes + node
-    query_at = states + (token * (HEADS + 2 * SHARED) + head * GROUP + row % GROUP)[:, None] * SIZE + d[None, :]
+    query_at = states + (token * (HEADS + 2 * KV_HEADS) + head * GROUP + row % GROUP)[:, None] * SIZE + d[None, :]
     query = tl.load(query_at, mask=there[:, None], other=0.0)
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     gathered = tl.zeros((ROWS, SIZE), tl.float32)
-    first = batch.to(tl.int64) * capacity * SHARED + head
+    first = batch.to(tl.int64) * capacity * KV_HEADS + head
     for some in tl.range(0, SPAN, SLOTS):
         seen = begin + some + slot < end
-        place = (first + (begin + some + slot).to(tl.int64) * SHARED) * SIZE
+        place = (first + (begin + some + slot).to(tl.int64) * KV_HEADS) * SIZE
         key = tl.load(keys + place[None, :] + d[:, None], mask=seen[None, :], other=0.0)
         value = tl.load(values + place[:, None] + d[None, :], mask=seen[:, None], other=0.0)
         scores = tl.dot(query, key, input_precision="ieee") * scale
@@ -268,19 +269,19 @@ def _join(
     span,
     spans,
     HEADS: tl.constexpr,
-    SHARED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     SPANS: tl.constexpr,
 ):
     """out (T, HEADS * SIZE), of one query, from what it found in each span."""
-    GROUP: tl.constexpr = HEADS // SHARED
+    GROUP: tl.constexpr = HEADS // KV_HEADS
     token, head = tl.program_id(0), tl.program_id(1)
     batch = token // nodes
     rows = nodes * GROUP
     row = (token % nodes) * GROUP + head % GROUP
     part, d = tl.arange(0, SPANS), tl.arange(0, SIZE)
     used = part * span < tl.load(lengths + batch) + nodes
-    at = ((batch * SHARED + head // GROUP) * spans + part) * rows + row
+    at = ((batch * KV_HEADS + head // GROUP) * spans + part) * rows + row
     largest = tl.load(weights + 2 * at, mask=used, other=float("-inf"))
     share = tl.exp(largest - tl.max(largest, 0))
     total = tl.sum(share * tl.load(weights + 2 * at + 1, mask=used, other=0.0), 0)
@@ -373,11 +374,11 @@ def turn(
         keys, values: (B, S, capacity, D), of which tokens lie one behind the other.
         norms: gains of queries and keys, (D,) each, and epsilon.
     """
-    shared, size = keys.shape[1], keys.shape[3]
+    kv_heads, size = keys.shape[1], keys.shape[3]
     gains = norms or (states, states, 0.0)
-    _turn[len(states), heads + 2 * shared](
+    _turn[len(states), heads + 2 * kv_heads](
         states, *turned, slots, keys, values, *gains,
-        HEADS=heads, SHARED=shared, HALF=size // 2, NORM=norms is not None, num_warps=1,
+        HEADS=heads, KV_HEADS=kv_heads, HALF=size // 2, NORM=norms is not None, num_warps=1,
     )  # fmt: skip
 
 
@@ -398,24 +399,25 @@ def attend(
         lengths: (B,) int64: slots in use before these tokens, whatever ``end`` says.
         end: slots that are seen at most.
     """
-    batch, shared, capacity, size = keys.shape
+    batch, kv_heads, capacity, size = keys.shape
     nodes = len(states) // batch
     span = max(_SPAN, triton.next_power_of_2(triton.cdiv(end, _MOST_SPANS)))
-    spans, rows = triton.cdiv(end, span), nodes * (heads // shared)
+    spans, rows = triton.cdiv(end, span), nodes * (heads // kv_heads)
     tile = min(_QUERIES, max(_LEAST, triton.next_power_of_2(rows)))
-    shape = (batch, shared, spans, rows)
+    shape = (batch, kv_heads, spans, rows)
     found = torch.empty(*shape, size, dtype=torch.float32, device=states.device)
     weights = torch.empty(*shape, 2, dtype=torch.float32, device=states.device)
     strides = (0, 0) if mask is None else (mask.stride(0), mask.stride(2))
-    _attend[batch * shared, spans, triton.cdiv(rows, tile)](
+    _attend[batch * kv_heads, spans, triton.cdiv(rows, tile)](
         states, keys, values, states if mask is None else mask, lengths, found, weights,
         scale, nodes, capacity, *strides, SPAN=span,
-        HEADS=heads, SHARED=shared, SIZE=size, ROWS=tile, SLOTS=_SPAN,
+        HEADS=heads, KV_HEADS=kv_heads, SIZE=size, ROWS=tile, SLOTS=_SPAN,
         MASKED=mask is not None, num_warps=4, num_stages=2,
     )  # fmt: skip
     out = torch.empty(len(states), heads * size, dtype=states.dtype, device=states.device)
     _join[len(states), heads](
         found, weights, lengths, out, nodes, span, spans,
-        HEADS=heads, SHARED=shared, SIZE=size, SPANS=triton.next_power_of_2(spans), num_warps=1 if spans <= 8 else 4,
+        HEADS=heads, KV_HEADS=kv_heads, SIZE=size, SPANS=triton.next_power_of_2(spans),
+        num_warps=1 if spans <= 8 else 4,
     )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""By what a predictor or a feature store knows its target again."""
+"""How a predictor or a feature store recognises its target."""
 
 import hashlib
 import json
@@ -29,17 +29,15 @@ class TargetIdentity:
     template_hash: str
 
     @classmethod
-    def of(
-        cls, name: str, revision: str, hidden_size: int, vocab_size: int, tokenizer: Any, head: Any
-    ) -> "TargetIdentity":
+    def of(cls, target: Any) -> "TargetIdentity":
         return cls(
-            name,
-            revision,
-            hidden_size,
-            vocab_size,
-            tokenizer_hash=_tokenizer_hash(tokenizer),
-            head_hash=_head_hash(head),
-            template_hash=_template_hash(tokenizer),
+            target.name,
+            target.revision,
+            target.hidden_size,
+            target.vocab_size,
+            tokenizer_hash=_tokenizer_hash(target.tokenizer),
+            head_hash=_head_hash(target.head),
+            template_hash=_template_hash(target.tokenizer),
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def gradientless(networks: Iterable[nn.Module]) -> type[torch.inference_mode] | 
     return torch.inference_mode if plain and steady else torch.no_grad
 
 
-def current(device: torch.device) -> AbstractContextManager[Any]:
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Within it streams, events, graphs and kernels are those of this device, where another was current before."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 

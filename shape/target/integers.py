@@ -38,7 +38,7 @@ from shape.target.kernels import (
     Program,
     begin,
     every,
-    share,
+    own_units,
 )
 
 GROUP = 32  # inputs that share a weight's scale in 4 bits
@@ -162,7 +162,7 @@ def grain_of(inputs: int) -> int:
     return gcd(inputs, SPAN)
 
 
-def serves(dtype: torch.dtype) -> bool:
+def supports(dtype: torch.dtype) -> bool:
     """Whether there are kernels for activations of this dtype."""
     return dtype in _DIGITS
 
@@ -200,24 +200,22 @@ def _quantiser(module: ir.Module, kind: Kind) -> None:
     NaN and infinity become a step of NaN or infinity, and so do the results.
     """
     code, given = begin(module, "quantise", _QUANTISER)
-    spans, grain = given["spans"], given["grain"]
-    start, count, code = share(code, given["units"])
-    own, inner, done = code.counted(code.times(count, grain), "spans")
-    place = inner.at(own, inner.times(start, grain))
-    token, span = inner.udiv(place, spans), inner.urem(place, spans)
+    spans = given["spans"]
+    own, inner, done = own_units(code, given["units"], "spans", given["grain"])
+    token, span = inner.udiv(own, spans), inner.urem(own, spans)
     chunk, row = inner.udiv(token, I64(kind.rows)), inner.urem(token, I64(kind.rows))
-    where = inner.at(given["x"], inner.times(place, kind.span * GROUP * kind.dtype.itemsize))
+    where = inner.plus(given["x"], inner.times(own, kind.span * GROUP * kind.dtype.itemsize))
     halves = GROUP // TILE
-    x = [inner.take(kind.dtype, inner.at(where, kind.dtype.itemsize * TILE * at)) for at in range(halves * kind.span)]
+    x = [inner.take(kind.dtype, inner.plus(where, kind.dtype.itemsize * TILE * at)) for at in range(halves * kind.span)]
     sizes = [inner.and_(inner.bitcast(one, INTS), every(0x7FFFFFFF)) for one in x]  # ordered as floats are, NaN above
     size = reduce(lambda one, other: inner.intrinsic("llvm.umax.v16i32", INTS, one, other), sizes)
     largest = inner.bitcast(inner.intrinsic("llvm.vector.reduce.umax.v16i32", I32, size), F32)
     most = ir.Constant(F32, _LARGEST[kind.digits])
     small = inner.fcmp_ordered("<", largest, ir.Constant(F32, 2.0**-100))  # of which the inverse may not exist
     inverse = inner.spread(inner.select(small, ir.Constant(F32, 0.0), inner.fdiv(most, largest)))
-    place = inner.at(inner.times(chunk, spans), span)
+    place = inner.plus(inner.times(chunk, spans), span)
     inner.write(
-        inner.fdiv(largest, most), inner.at(given["steps"], inner.times(place, 4 * kind.rows), inner.times(row, 4))
+        inner.fdiv(largest, most), inner.plus(given["steps"], inner.times(place, 4 * kind.rows), inner.times(row, 4))
     )
     numbers = [inner.fptosi(inner.intrinsic("llvm.rint.v16f32", FLOATS, inner.fmul(one, inverse)), INTS) for one in x]
     digits = [numbers]
@@ -227,17 +225,17 @@ def _quantiser(module: ir.Module, kind: Kind) -> None:
     each = len(x) // kind.sums
     for number, digit in enumerate(digits):
         for at, values in enumerate(digit):
-            group = inner.at(inner.times(place, kind.span), at // halves)
-            line = inner.at(inner.times(inner.at(inner.times(group, kind.digits), number), kind.rows), row)
-            where = inner.at(given["digits"], inner.times(line, GROUP), at % halves * TILE)
+            group = inner.plus(inner.times(place, kind.span), at // halves)
+            line = inner.plus(inner.times(inner.plus(inner.times(group, kind.digits), number), kind.rows), row)
+            where = inner.plus(given["digits"], inner.times(line, GROUP), at % halves * TILE)
             inner.write(inner.trunc(values, ir.VectorType(I8, TILE)), where)
         for at in range(kind.sums):
             total = reduce(inner.add, digit[at * each : (at + 1) * each])
             total = inner.intrinsic("llvm.vector.reduce.add.v16i32", I32, total)
-            number_of_sum = inner.at(inner.times(place, kind.sums), at)
-            line = inner.at(inner.times(inner.at(inner.times(number_of_sum, kind.digits), number), kind.rows), row)
+            number_of_sum = inner.plus(inner.times(place, kind.sums), at)
+            line = inner.plus(inner.times(inner.plus(inner.times(number_of_sum, kind.digits), number), kind.rows), row)
             offset = I32(-(1 << (kind.bits - 1)))
-            inner.write(inner.mul(total, offset), inner.at(given["offsets"], inner.times(line, 4)))
+            inner.write(inner.mul(total, offset), inner.plus(given["offsets"], inner.times(line, 4)))
     inner.again(own, done).ret_void()
 
 
@@ -245,25 +243,23 @@ def _multiplier(module: ir.Module, kind: Kind) -> None:
     """This thread's share of the tiles, each times all chunks of tokens."""
     code, given = begin(module, "multiply", _MULTIPLIER)
     tiles, spans = given["tiles"], given["spans"]
-    start, count, code = share(code, tiles)
-    number, code, done = code.counted(count, "tiles")
-    tile = code.at(number, start)
+    tile, code, done = own_units(code, tiles, "tiles")
     chunk, code, after = code.counted(given["chunks"], "chunks")
     first = code.times(chunk, kind.rows)  # its first token
-    weights = code.at(given["weights"], code.times(tile, spans, kind.span * _bytes(kind)))
+    weights = code.plus(given["weights"], code.times(tile, spans, kind.span * _bytes(kind)))
     of_tile = 64 if kind.bits == 8 else code.times(spans, 2 * TILE * kind.span)
-    scales = code.at(given["scales"], code.times(tile, of_tile))
+    scales = code.plus(given["scales"], code.times(tile, of_tile))
     span, inner, behind = code.counted(spans, "spans")
     totals = [inner.phi(FLOATS) for _ in range(kind.rows)]
     for total in totals:
         total.add_incoming(every(0.0, FLOATS), code.block)
-    place = inner.at(inner.times(chunk, spans), span)
-    own = inner.at(weights, inner.times(span, kind.span * _bytes(kind)))
+    place = inner.plus(inner.times(chunk, spans), span)
+    own = inner.plus(weights, inner.times(span, kind.span * _bytes(kind)))
     found: list[Any] = []
     for at in range(kind.sums):
         sums = [inner.sitofp(one, FLOATS) for one in _sums(inner, kind, given, own, place, at)]
         if kind.bits == 4:
-            scale = inner.at(scales, inner.times(span, 2 * TILE * kind.span), 2 * TILE * at)
+            scale = inner.plus(scales, inner.times(span, 2 * TILE * kind.span), 2 * TILE * at)
             factor = inner.widened(inner.read(HALVES, scale))
             before = found or [None] * kind.rows
             sums = [
@@ -271,17 +267,17 @@ def _multiplier(module: ir.Module, kind: Kind) -> None:
                 for one, total in zip(sums, before, strict=True)
             ]
         found = sums
-    steps = inner.at(given["steps"], inner.times(place, 4 * kind.rows))
+    steps = inner.plus(given["steps"], inner.times(place, 4 * kind.rows))
     for row, total in enumerate(totals):
-        found[row] = inner.fma(found[row], inner.spread(inner.read(F32, inner.at(steps, 4 * row))), total)
+        found[row] = inner.fma(found[row], inner.spread(inner.read(F32, inner.plus(steps, 4 * row))), total)
         total.add_incoming(found[row], inner.block)
     code = inner.again(span, behind)
     for row, value in enumerate(found):
         value = value if kind.bits == 4 else code.fmul(value, code.read(FLOATS, scales))
-        at = code.times(code.at(code.times(code.at(first, row), tiles), tile), TILE * kind.dtype.itemsize)
-        code.put(kind.dtype, value, code.at(given["out"], at))
+        at = code.times(code.plus(code.times(code.plus(first, row), tiles), tile), TILE * kind.dtype.itemsize)
+        code.put(kind.dtype, value, code.plus(given["out"], at))
     code = code.again(chunk, after)
-    code.again(number, done).ret_void()
+    code.again(tile, done).ret_void()
 
 
 def _bytes(kind: Kind) -> int:
@@ -297,23 +293,23 @@ def _sums(code: Code, kind: Kind, given: dict[str, Any], weights: Any, place: An
         weights: the address of the span's. place: of the span among those of all chunks. at: which sum.
     """
     lines, groups = kind.digits * kind.rows, kind.span // kind.sums
-    numbers = code.at(given["digits"], code.times(place, kind.span * lines * GROUP))
-    offsets = code.at(given["offsets"], code.times(place, kind.sums * lines * 4), at * lines * 4)
-    sums = [code.spread(code.read(I32, code.at(offsets, 4 * line))) for line in range(lines)]
+    numbers = code.plus(given["digits"], code.times(place, kind.span * lines * GROUP))
+    offsets = code.plus(given["offsets"], code.times(place, kind.sums * lines * 4), at * lines * 4)
+    sums = [code.spread(code.read(I32, code.plus(offsets, 4 * line))) for line in range(lines)]
     avx2 = kernels.has("avx2") and not (kernels.has("avx512vnni") or kernels.has("avxvnni"))
     if avx2 and kind.bits == 8:
         sums = [every(0)] * lines
     for group in range(at * groups, (at + 1) * groups):
         fours = []
         for piece in range(group * _bytes(kind), (group + 1) * _bytes(kind), 64):
-            some = code.read(INTS, code.at(weights, piece))
+            some = code.read(INTS, code.plus(weights, piece))
             if kind.rows > _FEW:
-                code.ask(code.at(weights, piece))
+                code.prefetch(code.plus(weights, piece))
             low = every(0x0F0F0F0F)
             fours += [some] if kind.bits == 8 else [code.and_(some, low), code.and_(code.lshr(some, every(4)), low)]
-        own = code.at(numbers, group * lines * GROUP)
+        own = code.plus(numbers, group * lines * GROUP)
         digits = [
-            [code.spread(code.read(I32, code.at(own, GROUP * line + 4 * four))) for line in range(lines)]
+            [code.spread(code.read(I32, code.plus(own, GROUP * line + 4 * four))) for line in range(lines)]
             for four in range(len(fours))
         ]
         if avx2:

@@ -240,13 +240,13 @@ def _runner() -> int:
     if openmp() is not None:
         thread = code.zext(code.intrinsic("omp_get_thread_num", I32), I64)
         threads = code.zext(code.intrinsic("omp_get_num_threads", I32), I64)
-    arrived = code.inttoptr(code.read(I64, code.at(given, 8)), I64.as_pointer())
+    arrived = code.inttoptr(code.read(I64, code.plus(given, 8)), I64.as_pointer())
     start = code.block
     number, code, done = code.counted(code.read(I64, given), "steps")
     before = code.phi(I64)  # arrivals, of all threads, at the waits so far
     before.add_incoming(I64(0), start)
-    step = code.at(given, 16, code.times(number, 24))
-    kernel, arguments, wait = (code.read(I64, code.at(step, at)) for at in (0, 8, 16))
+    step = code.plus(given, 16, code.times(number, 24))
+    kernel, arguments, wait = (code.read(I64, code.plus(step, at)) for at in (0, 8, 16))
     kind = ir.FunctionType(ir.VoidType(), [I64.as_pointer(), I64, I64]).as_pointer()
     code.call(code.inttoptr(kernel, kind), [code.inttoptr(arguments, I64.as_pointer()), thread, threads])
     expected = code.add(before, code.mul(wait, threads))
@@ -255,14 +255,14 @@ def _runner() -> int:
         code.cbranch(code.icmp_unsigned("==", wait, I64(0)), on, waiting)
         code = Code(waiting)
         code.atomic_rmw("add", arrived, I64(1), "acq_rel")
-        _look(code, arrived, expected, on)
+        _spin_until(code, arrived, expected, on)
         code = Code(on)
     before.add_incoming(expected, code.block)
     code.again(number, done).ret_void()
     return compiled(module)["run"]
 
 
-def _look(code: "Code", arrived: Any, expected: Any, on: Any) -> None:
+def _spin_until(code: "Code", arrived: Any, expected: Any, on: Any) -> None:
     """Go on once so many have arrived."""
     look, relax, offer = (code.append_basic_block(name) for name in ("look", "relax", "offer"))
     start = code.block
@@ -345,7 +345,7 @@ def _keep(name: str, code: bytes) -> None:
 class Code(ir.IRBuilder):
     """LLVM's builder, with the few things that the kernels are made of. Addresses are integers."""
 
-    def at(self, address: Any, *offsets: Any) -> Any:
+    def plus(self, address: Any, *offsets: Any) -> Any:
         for offset in offsets:
             address = self.add(address, offset if isinstance(offset, ir.Value) else I64(offset))
         return address
@@ -364,14 +364,14 @@ class Code(ir.IRBuilder):
     def write(self, value: Any, address: Any) -> None:
         self.store(value, self.inttoptr(address, value.type.as_pointer())).align = 1
 
-    def ask(self, address: Any) -> None:
-        """For memory ahead of its use, where several tokens keep the core from asking early enough by itself.
+    def prefetch(self, address: Any) -> None:
+        """Prefetches memory, where several tokens keep the core from asking early enough by itself.
 
         With AVX-512 far ahead and into the second cache, which is up to twice as fast as near and into the first; with
         AVX2 alone it is slower.
         """
         ahead, cache = (16384, 2) if has("avx512f") else (2048, 3)
-        place = self.inttoptr(self.at(address, ahead), I8.as_pointer())
+        place = self.inttoptr(self.plus(address, ahead), I8.as_pointer())
         self.intrinsic("llvm.prefetch.p0", ir.VoidType(), place, I32(0), I32(cache), I32(1))
 
     def spread(self, value: Any, count: int = TILE) -> Any:
@@ -446,15 +446,15 @@ class Code(ir.IRBuilder):
         bits = self.add(self.bitcast(y, kind), self.shl(self.fptosi(power, kind), every(23, kind)))
         return self.select(small, every(0.0, x.type), self.bitcast(bits, x.type))
 
-    def counted(self, count: Any, name: str) -> tuple[Any, "Code", Any]:
-        """A loop: its number, the code inside of it, and the block behind it, which ``again`` leads to."""
+    def counted(self, end: Any, name: str, first: Any = None) -> tuple[Any, "Code", Any]:
+        """A loop from `first`, or 0, to below `end`: its number, its code, and the block that ``again`` leads to."""
         before, inside = self.block, self.append_basic_block(name)
         behind = self.append_basic_block(f"{name}_done")
         self.branch(inside)
         code = Code(inside)
         number = code.phi(I64)
-        number.add_incoming(I64(0), before)
-        number.limit = count
+        number.add_incoming(first or I64(0), before)
+        number.limit = end
         return number, code, behind
 
     def again(self, number: Any, behind: Any) -> "Code":
@@ -477,15 +477,16 @@ def begin(module: ir.Module, name: str, arguments: tuple[str, ...]) -> tuple[Cod
     return code, {name: code.load(code.gep(function.args[0], [I64(at)])) for at, name in enumerate(arguments)}
 
 
-def share(code: Code, units: Any) -> tuple[Any, Any, Code]:
-    """This thread's share of so many units: its first, their number, and the code that goes on if there are any."""
+def own_units(code: Code, units: Any, name: str = "units", parts: Any = 1) -> tuple[Any, Code, Any]:
+    """A loop over this thread's share of so many units, or over all parts of these: see ``Code.counted``."""
     _, thread, threads = code.function.args
     first = code.udiv(code.mul(units, thread), threads)
-    count = code.sub(code.udiv(code.mul(units, code.at(thread, 1)), threads), first)
+    end = code.udiv(code.mul(units, code.plus(thread, 1)), threads)
     nothing, work = code.append_basic_block("nothing"), code.append_basic_block("work")
-    code.cbranch(code.icmp_unsigned("==", count, I64(0)), nothing, work)
+    code.cbranch(code.icmp_unsigned("==", first, end), nothing, work)
     Code(nothing).ret_void()
-    return first, count, Code(work)
+    code = Code(work)
+    return code.counted(code.times(end, parts), name, code.times(first, parts))
 
 
 def bits(value: float) -> int:

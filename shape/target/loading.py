@@ -16,13 +16,8 @@ from shape.target.options import AnsweringOptions, PairOptions, PlacedOptions, T
 # target's and the predictor's.
 SOURCE = frozenset({"token", "cache_dir", "local_files_only", "force_download", "proxies"})
 HUB_OPTIONS = SOURCE | {"revision"}
-_OURS = {
-    "dtype",
-    "device_map",
-    "tokenizer",
-    "prepacked",
-    "quantize",
-}  # in Target.load, and options of commands by themselves
+# Options of Target.load, and of commands by themselves.
+_OURS = {"dtype", "device_map", "tokenizer", "prepacked", "quantize"}
 # What says which files are read: all that a tokenizer takes, of which any other would become a setting.
 FILE_OPTIONS = HUB_OPTIONS | {"trust_remote_code", "code_revision", "subfolder", "gguf_file"}
 
@@ -44,10 +39,11 @@ def of_target(options: TargetOptions) -> dict[str, Any]:
     if isinstance(options, PlacedOptions):
         if options.device is not None and options.device_map is not None:
             raise ConfigError("device and device_map both say where the target is put; give one of them")
-        other = isinstance(options, AnsweringOptions) and options.backend != "torch"
-        if isinstance(options, AnsweringOptions) and other:
-            given["backend"] = options.backend
-        device = options.device if options.device is None or other else resolve_device(options.device)
+        device: Any = options.device
+        if isinstance(options, AnsweringOptions) and options.backend != "torch":
+            given["backend"] = options.backend  # it has its own names for devices
+        elif device is not None:
+            device = resolve_device(device)
         given["device_map"] = options.device_map if device is None else device
     given = {name: value for name, value in given.items() if value is not None}
     if ours := sorted(_OURS & options.target_options.keys()):
@@ -108,6 +104,12 @@ def resolve_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ConfigError(f"dtype {dtype} is not a floating-point dtype; use float32, bfloat16 or float16")
     return found
+
+
+def dtype_of(dtype: str | torch.dtype | None, config: Any) -> torch.dtype:
+    """What a target is computed in: the dtype asked for, else its checkpoint's, else float32."""
+    own = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+    return resolve_dtype(dtype) or resolve_dtype(own) or torch.float32
 
 
 def commit_of(where: str, options: dict[str, Any]) -> str:

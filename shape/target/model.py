@@ -26,7 +26,7 @@ from shape.errors import ConfigError, DataError, UnsupportedTarget
 from shape.target.chat import answer_message, prompt_ids, render
 from shape.target.identity import TargetIdentity, float_weight
 from shape.target.inference import evaluating
-from shape.target.loading import commit_of, default_device, first_line, read_tokenizer, resolve_dtype
+from shape.target.loading import commit_of, default_device, dtype_of, first_line, read_tokenizer, resolve_dtype
 from shape.target.prepack import PrepackedForward, is_prepacked, linear, prepack, unpack
 from shape.target.quantize import Quantization, QuantizedLinear, check, quantize_model, quantized
 from shape.target.rotary import Switch, find_switch
@@ -145,8 +145,9 @@ class Target:
         if backend == "openvino":
             from shape.target.openvino import OpenVinoTarget  # which is an extra, and a Target
 
-            options |= {"device_map": device_map, "quantize": quantize}
-            return OpenVinoTarget.load(target, tokenizer=tokenizer, dtype=dtype, **options)
+            return OpenVinoTarget.load(
+                target, tokenizer=tokenizer, dtype=dtype, device_map=device_map, quantize=quantize, **options
+            )
         where, options = bundled.resolve(str(target)), {"trust_remote_code": False, **options}
         revision = commit_of(where, options)
         if revision:  # all parts are of one, even while somebody uploads
@@ -157,7 +158,7 @@ class Target:
         if device_map is None and (place := default_device()).type != "cpu":
             device_map = str(place)
         if quantize is not None:
-            check(quantize, device_map, resolve_dtype(dtype or config.dtype), config, options)
+            check(quantize, device_map, dtype_of(dtype, config), config, options)
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 where, dtype=resolve_dtype(dtype) or "auto", device_map=device_map, **options
@@ -404,8 +405,7 @@ class Target:
 
     @cached_property
     def identity(self) -> TargetIdentity:
-        sizes = self.hidden_size, self.vocab_size
-        return TargetIdentity.of(self.name, self.revision, *sizes, self.tokenizer, self.head)
+        return TargetIdentity.of(self)
 
     def render(
         self,
@@ -421,11 +421,8 @@ class Target:
         Raises:
             DataError: no tokenizer, one without a chat template, or a template that refuses the messages.
         """
-        if self.tokenizer is None or not self.tokenizer.chat_template:
-            raise DataError(
-                f"target {self.name} has no chat template; give a target whose tokenizer has one, or data made of "
-                "plain text or prompt/completion pairs"
-            )
+        if self.tokenizer is None:
+            raise DataError(f"target {self.name} has no tokenizer, so no chat template; give one that has")
         return render(self.tokenizer, messages, add_generation_prompt, chat_template_kwargs)
 
     def encode(

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from shape import bundled
 from shape.errors import ConfigError, UnsupportedTarget
 from shape.files import cache_folder
-from shape.target.loading import commit_of, first_line, only, read_tokenizer, resolve_dtype
+from shape.target.loading import commit_of, dtype_of, first_line, only, read_tokenizer
 from shape.target.model import Target, read_config
 from shape.target.openvino_conversion import (
     IDS,
@@ -101,14 +101,17 @@ class OpenVinoTarget(Target):
             options: transformers', as in ``Target.load``.
 
         Raises:
-            ConfigError: OpenVINO is not installed, or has no such device.
+            ConfigError: OpenVINO is not installed, or has no such device, or does not compute in this dtype.
             UnsupportedTarget: nothing can be loaded from there.
         """
         place = _place(device or device_map)
         if quantize is not None:
             check_name(quantize)
         config = read_config(target, **options)
-        compute = _computed_in(dtype, config)
+        compute = dtype_of(dtype, config)
+        if compute not in _HINTS:
+            name = str(compute).removeprefix("torch.")
+            raise ConfigError(f"dtype {name} is not for backend openvino; give float32, bfloat16 or float16")
         where = bundled.resolve(str(target))
         revision = commit_of(where, options)
         folder = _folder_of(where, revision, quantize, options)
@@ -252,10 +255,12 @@ class CompiledLayers:
     """The decoder's layers on a device, for some states of theirs.
 
     Args:
-        model: of all states. states: which of them to compute, see ``Target.hidden``. compiled: what compiles.
+        model: the converted layers, with the states of every layer as outputs.
+        states: which of them to compute, as in ``Target.hidden``.
+        compile_model: a function that compiles a model for the device.
     """
 
-    def __init__(self, model: Any, states: tuple[int, ...], compiled: Any) -> None:
+    def __init__(self, model: Any, states: tuple[int, ...], compile_model: Any) -> None:
         import openvino as ov
         from openvino import opset13 as ops
 
@@ -263,7 +268,7 @@ class CompiledLayers:
         chosen = [found[f"{STATES}.{layer}"].get_node().input_value(0) for layer in states]
         side_by_side = chosen[0] if len(chosen) == 1 else ops.concat(chosen, -1).output(0)
         result = ops.result(side_by_side)
-        self._compiled = compiled(ov.Model([result], model.get_sinks(), model.get_parameters(), "layers"))
+        self._compiled = compile_model(ov.Model([result], model.get_sinks(), model.get_parameters(), "layers"))
         self._width = self._compiled.output(0).get_partial_shape()[2].get_length()
         self.idle: list[Any] = []  # requests that nobody uses
 
@@ -324,26 +329,12 @@ def _place(device: str | None) -> str:
         there = _core().available_devices
     except ImportError as error:
         raise ConfigError("backend openvino is not installed; pip install shape-decoding[openvino]") from error
-    if place.partition(".")[0] not in DEVICES or not any(
-        one.partition(".")[0] == place.partition(".")[0] for one in there
-    ):
+    kind = place.partition(".")[0]
+    if kind not in DEVICES or all(one.partition(".")[0] != kind for one in there):
         raise ConfigError(
             f"device {device} is not there for backend openvino, which finds {', '.join(there)}; give one"
         )
     return place
-
-
-def _computed_in(dtype: str | torch.dtype | None, config: Any) -> torch.dtype:
-    """The dtype that is multiplied in.
-
-    Raises:
-        ConfigError: one that OpenVINO does not compute in.
-    """
-    own = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
-    found = resolve_dtype(dtype) or resolve_dtype(own) or torch.float32
-    if found not in _HINTS:
-        raise ConfigError(f"dtype {dtype or own} is not for backend openvino; give float32, bfloat16 or float16")
-    return found
 
 
 def _folder_of(where: str, revision: str, quantize: str | None, options: dict[str, Any]) -> Path:

@@ -11,7 +11,6 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer
 
 from shape.errors import ConfigError, UnsupportedTarget
 from shape.files import typed
@@ -40,32 +39,12 @@ def mask_names(support: Support) -> dict[str, int | None]:
     return {"attention": support.sliding_window}
 
 
-class _Appending(CacheLayerMixin):
+class _Appending(DynamicLayer):
     """Keys and values of a layer, (B, heads, T, D), to which new ones are appended."""
-
-    is_sliding = False
-    keys: Tensor
-    values: Tensor
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__()
         self.keys, self.values, self.is_initialized = keys, values, True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.keys = torch.cat([self.keys, key_states], dim=2)
-        self.values = torch.cat([self.values, value_states], dim=2)
-        return self.keys, self.values
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.keys.shape[2] + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.keys.shape[2]
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 class _Layers(nn.Module):
@@ -210,7 +189,7 @@ def _traced_body(body: nn.Module, support: Support) -> Any:
         *(torch.zeros(_BATCH, 1, _NEW, _PAST + _NEW) for _ in masks),
         *(torch.randn(_BATCH, heads, _PAST, size) for heads, size in shapes),
     ]
-    with _quietly(), torch.no_grad():
+    with torch.no_grad():
         model = _traced(_Layers(body, masks), tuple(example))
     past, present = ([f"{name}.{number}" for number in range(len(shapes))] for name in ("past", "present"))
     depth = len(model.outputs) - len(present)
@@ -236,7 +215,7 @@ def _traced_body(body: nn.Module, support: Support) -> Any:
 def _traced_head(model: PreTrainedModel) -> Any:
     """The output embedding, (T, H) -> (T, V)."""
     size = model.config.get_text_config().hidden_size
-    with _quietly(), torch.no_grad():
+    with torch.no_grad():
         head = _traced(model.get_output_embeddings(), (torch.zeros(_NEW, size),))
     head.reshape([-1, size])
     return head
@@ -248,8 +227,9 @@ def _traced(module: nn.Module, example: tuple[Tensor, ...]) -> Any:
     from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
 
     reader = FrontEndManager().load_by_framework("pytorch")
-    graph = TorchScriptPythonDecoder(module, example_input=example)  # has to live until it is converted
-    return reader.convert(reader.load(graph))
+    with warnings.catch_warnings(action="ignore"):  # of code whose branches are the same for every text
+        graph = TorchScriptPythonDecoder(module, example_input=example)  # has to live until it is converted
+        return reader.convert(reader.load(graph))
 
 
 def _reorder_rows(model: Any, past: Sequence[str]) -> None:
@@ -286,11 +266,3 @@ def _start_empty(model: Any, shapes: Mapping[str, tuple[int, int]]) -> None:
 def _flat(layers: Sequence[LayerShape]) -> list[tuple[int, int]]:
     """(heads, head size) of every layer's keys and values in turn."""
     return [shape for layer in layers for shape in (layer.keys, layer.values)]
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Without what tracers say of code whose branches are the same for every text."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

@@ -160,7 +160,7 @@ def onednn_multiplies(dtype: torch.dtype) -> bool:
 def _ours(dtype: torch.dtype) -> bool:
     """Whether our own kernels do it: not where oneDNN has instructions for whole matrices."""
     whole = dtype == torch.bfloat16 and kernels.has("amx-bf16") and onednn_multiplies(dtype)
-    return floats.serves(dtype) and not whole
+    return floats.supports(dtype) and not whole
 
 
 def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

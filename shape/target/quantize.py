@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from shape.errors import ConfigError
-from shape.target.integers import GROUP, TILE, Packed, product, serves
+from shape.target.integers import GROUP, TILE, Packed, product, supports
 from shape.target.memory import in_large_pages
 from shape.target.prepack import is_plain
 
@@ -56,7 +56,7 @@ class QuantizedLinear(nn.Module):
         """(..., in) bfloat16 or float32 on the CPU -> (..., out)."""
         if torch.is_grad_enabled() and x.requires_grad:
             return F.linear(x, self.rows(dtype=x.dtype), self.bias)
-        if not (x.is_cpu and serves(x.dtype)):
+        if not (x.is_cpu and supports(x.dtype)):
             raise ConfigError(
                 f"a layer quantised for the CPU is given {x.dtype} on {x.device}; leave the target on the CPU in "
                 "float32 or bfloat16, or load it with quantization_config instead of quantize"
@@ -75,7 +75,7 @@ class QuantizedLinear(nn.Module):
     def rows(self, outputs: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weights that the integers stand for, (K, in), of some outputs, (K,) int64, or of all."""
         outputs = torch.arange(self.out_features) if outputs is None else outputs.cpu()
-        parts = [unpack(self.packed, self.scales, some, self.bits).to(dtype) for some in outputs.split(_ROWS)]
+        parts = [dequantize(self.packed, self.scales, some, self.bits).to(dtype) for some in outputs.split(_ROWS)]
         return torch.cat(parts)[:, : self.in_features]
 
     def extra_repr(self) -> str:
@@ -101,7 +101,7 @@ def pack(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return (low | high << 4).contiguous(), steps.view(tiles, TILE, -1).transpose(1, 2).contiguous()
 
 
-def unpack(packed: Tensor, scales: Tensor, outputs: Tensor, bits: int) -> Tensor:
+def dequantize(packed: Tensor, scales: Tensor, outputs: Tensor, bits: int) -> Tensor:
     """Rows (K, in) float32 of what ``pack`` gave, its scales as bytes."""
     tile, inside = outputs // TILE, outputs % TILE
     some = packed[tile, :, inside]
@@ -148,7 +148,7 @@ def check_name(how: str) -> None:
         raise ConfigError(f"quantize {how} is unknown; use {' or '.join(get_args(Quantization))}")
 
 
-def check(how: str, place: Any, dtype: torch.dtype | None, config: Any, options: dict[str, Any]) -> None:
+def check(how: str, place: Any, dtype: torch.dtype, config: Any, options: dict[str, Any]) -> None:
     """Whether a target can be quantised, before it is read.
 
     Args:
@@ -166,7 +166,7 @@ def check(how: str, place: Any, dtype: torch.dtype | None, config: Any, options:
             f"quantize {how} is for the CPU, and the target is put on {place}; give device cpu, or "
             "quantization_config with a method of transformers for that device"
         )
-    if dtype is not None and not serves(dtype):
+    if not supports(dtype):
         name = str(dtype).removeprefix("torch.")
         raise ConfigError(f"quantize {how} computes in bfloat16 or float32, not in {name}; give dtype bfloat16")
 

@@ -106,10 +106,10 @@ def find_switch(target: "Target") -> Switch | None:
             second = middle
     if change(seen(second), far) > least:
         return Switch(first, unserved="goes on changing it with every token", steady=False)
-    return _asked(target, first)
+    return _switch_at(target, first)
 
 
-def _asked(target: "Target", positions: int) -> Switch:
+def _switch_at(target: "Target", positions: int) -> Switch:
     """What the model's own preparation of a step makes of a cache as long as the first table reaches."""
     model, size = target.model, positions + 1
     cache = DynamicCache(config=model.config)

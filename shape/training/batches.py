@@ -16,11 +16,11 @@ from shape.features.store import FeatureStore
 from shape.networks.teacher_forcing import Texts
 from shape.training.order import StepOrder, cuts, derive_seed
 
-STEPS_POOLED = 16  # whose texts are sorted
+STEPS_POOLED = 16  # steps whose texts are sorted by size together
 
 
 @dataclass(frozen=True)
-class Split:
+class Partition:
     """Which part of every step's batch a process works on, and in how many portions."""
 
     rank: int = 0
@@ -70,22 +70,22 @@ class Batch:
 class Batches(Dataset[Batch]):
     """Item k is this process's k-th portion since step 0: a pure function of k, wherever a run starts."""
 
-    def __init__(self, order: StepOrder, split: Split, steps: int) -> None:
-        self.order, self.split, self.steps = order, split, steps
+    def __init__(self, order: StepOrder, partition: Partition, steps: int) -> None:
+        self.order, self.partition, self.steps = order, partition, steps
 
     def __len__(self) -> int:
-        return self.steps * self.split.accumulate
+        return self.steps * self.partition.accumulate
 
     def __getitem__(self, index: int) -> Batch:
         if index >= len(self):
             raise IndexError(index)
-        step, portion = divmod(index, self.split.accumulate)
-        part, whole = portion * self.split.world + self.split.rank, self._step(step)
+        step, portion = divmod(index, self.partition.accumulate)
+        part, whole = portion * self.partition.world + self.partition.rank, self._step(step)
         samples, followers = self._portions(whole)[part], self._followers(whole)
         if len(samples):
-            return self._load(Batch(step, part, self.split.parts, samples, followers))
+            return self._load(Batch(step, part, self.partition.parts, samples, followers))
         # All processes run the same networks, those without a text of their own on one without a supervised position.
-        return _unsupervised(self._load(Batch(step, part, self.split.parts, whole[:1], followers)))
+        return _unsupervised(self._load(Batch(step, part, self.partition.parts, whole[:1], followers)))
 
     def _step(self, step: int) -> Tensor:
         """The samples of a step, whatever the number of its portions."""
@@ -93,7 +93,7 @@ class Batches(Dataset[Batch]):
 
     def _portions(self, samples: Tensor) -> Sequence[Tensor]:
         """Samples of a step by portion; where there are too few, the first portions have one each."""
-        return samples.tensor_split(self.split.parts)
+        return samples.tensor_split(self.partition.parts)
 
     def _load(self, batch: Batch) -> Batch:
         """The same with its texts, or the conversations to compute them from."""
@@ -114,10 +114,10 @@ class StoredBatches(Batches):
         window: int,
         ahead: int,
         order: StepOrder,
-        split: Split,
+        partition: Partition,
         steps: int,
     ) -> None:
-        super().__init__(order, split, steps)
+        super().__init__(order, partition, steps)
         self.store, self.roots, self.window, self.ahead = store, roots, window, ahead
         self.followers = store.followers(roots)
 
@@ -160,8 +160,8 @@ class WholeTextBatches(Batches):
     equally large, and so are portions. Which padding costs most is the subclass's to say.
     """
 
-    def __init__(self, order: StepOrder, split: Split, steps: int) -> None:
-        super().__init__(order, split, steps)
+    def __init__(self, order: StepOrder, partition: Partition, steps: int) -> None:
+        super().__init__(order, partition, steps)
         self._pool, self._dealt = -1, list[Tensor]()
 
     def _step(self, step: int) -> Tensor:
@@ -179,7 +179,7 @@ class WholeTextBatches(Batches):
         return [steps[turn] for turn in torch.randperm(STEPS_POOLED, generator=generator).tolist()]
 
     def _portions(self, samples: Tensor) -> Sequence[Tensor]:
-        return samples.tensor_split(cuts(self._roots(samples), self.split.parts))
+        return samples.tensor_split(cuts(self._roots(samples), self.partition.parts))
 
     def _sizes(self, samples: Tensor) -> Tensor:
         """What texts are sorted by."""
@@ -197,8 +197,8 @@ class TextBatches(WholeTextBatches):
         roots: (R,) int64 positions in the store, ascending.
     """
 
-    def __init__(self, store: FeatureStore, roots: Tensor, order: StepOrder, split: Split, steps: int) -> None:
-        super().__init__(order, split, steps)
+    def __init__(self, store: FeatureStore, roots: Tensor, order: StepOrder, partition: Partition, steps: int) -> None:
+        super().__init__(order, partition, steps)
         self.store, self.followers = store, store.followers(roots)
         self.numbers, self.counts = store.owner(roots).unique(return_counts=True)  # texts with roots, and how many
         self.ends = self.counts.cumsum(0)
@@ -227,10 +227,10 @@ class ConversationBatches(WholeTextBatches):
         conversations: Sequence[Conversation],
         encode: Callable[[Conversation], Encoded],
         order: StepOrder,
-        split: Split,
+        partition: Partition,
         steps: int,
     ) -> None:
-        super().__init__(order, split, steps)
+        super().__init__(order, partition, steps)
         self.conversations, self.encode = conversations, encode
         self._encoded: dict[int, Encoded] = {}  # of one pool
 

@@ -47,7 +47,7 @@ class StopOnDivergence(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if self._first is not None:
-            finite = torch.stack([_own(weight).isfinite().all() for weight in pl_module.parameters()]).all()
+            finite = torch.stack([_local_part(weight).isfinite().all() for weight in pl_module.parameters()]).all()
             self._check(trainer, torch.where(finite, self._first, self._first.clamp(max=trainer.global_step - 1)))
         self._saved = trainer.global_step
 
@@ -62,7 +62,7 @@ class StopOnDivergence(pl.Callback):
             )
 
 
-def _own(weight: Tensor) -> Tensor:
+def _local_part(weight: Tensor) -> Tensor:
     """What this process holds of a weight."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 

@@ -40,7 +40,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             with open(temporary, "wb") as file:
                 torch.save(checkpoint, file)
             if final.exists():
-                os.replace(final, _before(final))
+                os.replace(final, _previous(final))
 
 
 class LastCheckpoint(ModelCheckpoint):
@@ -60,14 +60,14 @@ class LastCheckpoint(ModelCheckpoint):
         super().on_train_start(trainer, pl_module)
         self._step = trainer.global_step
         if trainer.world_size == 1 and current_thread() is main_thread():
-            self._handlers = {each: signal.signal(each, self._wait) for each in (signal.SIGINT, signal.SIGTERM)}
+            self._handlers = {each: signal.signal(each, self._on_signal) for each in (signal.SIGINT, signal.SIGTERM)}
 
-    def _wait(self, *_: Any) -> None:
+    def _on_signal(self, *_: Any) -> None:
         self._interrupted = True
-        self._let_go()
+        self._restore_handlers()
         print("interrupted: a checkpoint follows this step; once more ends at once", flush=True)
 
-    def _let_go(self) -> None:
+    def _restore_handlers(self) -> None:
         for each, handler in self._handlers.items():
             signal.signal(each, handler)
         self._handlers = {}
@@ -81,13 +81,13 @@ class LastCheckpoint(ModelCheckpoint):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         trainer.save_checkpoint(self._last)
-        self._let_go()
+        self._restore_handlers()
 
     def on_exception(self, *_: Any) -> None:
-        self._let_go()
+        self._restore_handlers()
 
 
-def _before(path: Path) -> Path:
+def _previous(path: Path) -> Path:
     """The name of the checkpoint before this one."""
     return path.with_name(f"{path.stem}.before{path.suffix}")
 
@@ -98,7 +98,7 @@ def sound_checkpoint(path: Path) -> Path:
     Raises:
         CheckpointError: there is none, or none whose checksums are right.
     """
-    present = [each for each in (path, _before(path)) if each.is_file()]
+    present = [each for each in (path, _previous(path)) if each.is_file()]
     if not present:
         raise CheckpointError(f"there is no checkpoint {path} to resume from; leave out --ckpt_path to start anew")
     for each in present:

@@ -21,11 +21,6 @@ def rows_in_chunk(row_bytes: int) -> int:
     return max(1, CHUNK_BYTES // max(row_bytes, 1))
 
 
-def in_chunks(function: Callable[[Tensor], Tensor], rows: Tensor, size: int) -> Tensor:
-    """function(rows) for a function of each row (R, ...) by itself, of `size` rows at a time."""
-    return torch.cat([function(some) for some in rows.split(size)])
-
-
 def chunked_sum(
     loss_of: LossOf, rows: Sequence[Tensor | None], shared: Sequence[Tensor], size: int, scale: int = 1
 ) -> Tensor:

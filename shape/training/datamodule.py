@@ -21,7 +21,7 @@ from shape.training.batches import (
     Batches,
     ConversationBatches,
     FetchedBatches,
-    Split,
+    Partition,
     StoredBatches,
     TextBatches,
     followers_of_roots,
@@ -29,7 +29,7 @@ from shape.training.batches import (
 from shape.training.order import SHARDS_SHUFFLED, ShardedOrder, StepOrder
 
 _ROOTS_SAMPLE = 256
-_EARLY = 0.5  # of such a group's steps, by which its shards are fetched before
+_EARLY = 0.5  # share of a shard group's steps (`SHARDS_SHUFFLED`) by which its shards are fetched ahead
 
 
 class _FromStep(Sampler[int]):
@@ -56,7 +56,7 @@ class _ResumableLoader(DataLoader[Batch]):
 
 
 def _leave_interrupts(worker: int) -> None:
-    """Of the terminal to the process that trains, which needs a worker up to the end of its step."""
+    """Ignore Ctrl-C in data workers: the process that trains handles it, and needs them until its step ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -91,8 +91,8 @@ class ShapeDataModule(pl.LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.target, self.seed = target, seed
-        self.steps, self.batch_size, self.workers = steps, batch_size, workers
+        self.seed, self.workers = seed, workers
+        self.steps, self.batch_size = steps, batch_size
         self.window, self.ahead = window, ahead
         self.encode = partial(
             encode_row, tokenizer=target.tokenizer, max_length=max_length, skip_bad_rows=skip_bad_rows
@@ -135,12 +135,12 @@ class ShapeDataModule(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader[Batch]:
         trainer = self.trainer
         assert trainer is not None
-        split = Split(trainer.global_rank, trainer.world_size, trainer.accumulate_grad_batches)
-        data = self.batches(split)
+        partition = Partition(trainer.global_rank, trainer.world_size, trainer.accumulate_grad_batches)
+        data = self.batches(partition)
         return _ResumableLoader(
             data,
             batch_size=None,
-            sampler=_FromStep(trainer.global_step * split.accumulate, len(data)),
+            sampler=_FromStep(trainer.global_step * partition.accumulate, len(data)),
             num_workers=self.workers,
             pin_memory=trainer.strategy.root_device.type == "cuda",
             persistent_workers=self.workers > 0,
@@ -148,22 +148,22 @@ class ShapeDataModule(pl.LightningDataModule):
             generator=torch.Generator(),  # the loader draws a worker seed, and not from the global generator
         )
 
-    def batches(self, split: Split) -> Batches:
+    def batches(self, partition: Partition) -> Batches:
         """All portions of one process."""
         if self.store is not None and self.window is not None:
             reading = (self.store, self.roots, self.window, self.ahead)
             if self.store.storage.folder is not None:
                 order = StepOrder(self.seed, len(self.roots), self.batch_size)
-                return StoredBatches(*reading, order, split, self.steps)
+                return StoredBatches(*reading, order, partition, self.steps)
             counts = self.store.shard_of(self.roots).bincount()
             group = min(SHARDS_SHUFFLED, len(counts)) * len(self.roots) / len(counts) / self.batch_size
             by_shard = ShardedOrder(self.seed, counts, self.batch_size)
-            return FetchedBatches(*reading, by_shard, split, self.steps, early=math.ceil(_EARLY * group))
+            return FetchedBatches(*reading, by_shard, partition, self.steps, early=math.ceil(_EARLY * group))
         texts = max(1, round(self.batch_size / self.roots_each))
         order = StepOrder(self.seed, len(self.conversations) or self.texts_with_roots, texts)
         if self.store is not None:
-            return TextBatches(self.store, self.roots, order, split, self.steps)
-        return ConversationBatches(self.conversations, self.encode, order, split, self.steps)
+            return TextBatches(self.store, self.roots, order, partition, self.steps)
+        return ConversationBatches(self.conversations, self.encode, order, partition, self.steps)
 
     def _mean_roots(self) -> float:
         sample = evenly(self.conversations, _ROOTS_SAMPLE)

@@ -6,12 +6,13 @@ are in `shape.networks.sizing`.
 - **Length** of a conversation: 1,024 tokens, or as many as the target has positions.
 - **Depth**: one block, as none, one and two are accepted alike (`PredictorOptions.num_layers`).
 - **Steps**: four passes over the positions of the data, but at least 600 steps of 1,024 positions as long as these are
-  no more than forty passes, never fewer than 200 steps, and never more than 40,000.
+  no more than forty passes, never fewer than 200 steps (fewer where 600 x 1,024 positions are less), and never more
+  than 40,000.
 """
 
 from dataclasses import asdict, replace
 
-from shape.data.statistics import Text
+from shape.data.statistics import DataStatistics
 from shape.errors import ConfigError
 from shape.features.options import longest
 from shape.networks import sizing
@@ -33,7 +34,7 @@ def steps(positions: float, batch_size: int) -> int:
     return round(max(min(_PASSES * positions / batch_size, _MOST_STEPS), least))
 
 
-def resolve(options: TrainOptions, size: Size, text: Text | None) -> TrainOptions:
+def resolve(options: TrainOptions, size: Size, text: DataStatistics | None) -> TrainOptions:
     """The options with what was left open filled in for a target and data; what is given stays.
 
     Args:
@@ -91,7 +92,9 @@ def network_config(options: TrainOptions, target: Target | Size) -> ShapeConfig 
     """
     chosen, given = options.predictor, asdict(options.predictor)
     if chosen.kind == "model":
-        sizing.draft_model(target.hidden_size, chosen.intermediate_size, chosen.num_layers, chosen.num_heads)
+        sizing.draft_model_width_and_heads(
+            target.hidden_size, chosen.intermediate_size, chosen.num_layers, chosen.num_heads
+        )
         return None
     if (given["draft_vocab_size"] or 0) > target.vocab_size:
         raise ConfigError(

@@ -19,9 +19,9 @@ from shape.training.module import DrafterModule
 def draft_model(target: Target, width: int | None, layers: int, heads: int | None) -> LlamaForCausalLM:
     """An untrained Llama with the target's vocabulary and positions, its embedding tied: most of its parameters.
 
-    Sizes are those of `shape.networks.sizing.draft_model`, which raises for what cannot be made.
+    Sizes are those of `shape.networks.sizing.draft_model_width_and_heads`, which raises for what cannot be made.
     """
-    width, heads = sizing.draft_model(target.hidden_size, width, layers, heads)
+    width, heads = sizing.draft_model_width_and_heads(target.hidden_size, width, layers, heads)
     eos = target.eos_token_ids
     config = LlamaConfig(
         vocab_size=target.vocab_size,
@@ -77,4 +77,4 @@ class DistillModule(DrafterModule):
             return loss
 
         loss = chunked_sum(loss_of, [own], [head.weight], rows_in_chunk(4 * target.vocab_size), int(counts))
-        return self._share(batch, loss, sums)
+        return self._log_and_scale(batch, loss, sums)

@@ -8,7 +8,6 @@ Elsewhere config.json is enough, and hours are those of an accelerator that is a
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
-from functools import partial
 from io import StringIO
 from itertools import chain
 from pathlib import Path
@@ -20,23 +19,23 @@ import psutil
 import pytorch_lightning as pl
 import torch
 from huggingface_hub import try_to_load_from_cache
-from transformers import AutoTokenizer, PretrainedConfig
 
 from shape import bundled
 from shape.data.conversations import Conversation, evenly
 from shape.data.encoding import encode_row
 from shape.data.reading import load_conversations
 from shape.data.regeneration import regenerate
-from shape.data.statistics import Text
+from shape.data.statistics import DataStatistics
 from shape.drafters import TrainedDrafter
-from shape.features.extraction import compute_features, extract, place, rows_of
+from shape.features.costs import tokenizer_of
+from shape.features.extraction import compute_features, extract, place, split_conversations
 from shape.features.storage import Storage
 from shape.files import human_bytes
 from shape.generation.answers import LocalBackend
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.timing import draft_cost
 from shape.networks.base import Predictor
-from shape.target.loading import FILE_OPTIONS, of_target, only, resolve_dtype
+from shape.target.loading import dtype_of, of_target
 from shape.target.model import Target, read_config
 from shape.target.size import Size, size_of
 from shape.training import preparation
@@ -58,20 +57,20 @@ def dry_run(options: TrainOptions) -> str:
     """
     options.check()
     config = read_config(options.target, **of_target(options))
-    size, dtype = size_of(config, options.trust_remote_code), _dtype(options, config)
+    size, dtype = size_of(config, options.trust_remote_code), dtype_of(options.dtype, config)
     first = resolve(options, size, None)
     first.feature_options().check_for(options.target, size.positions, config.get_text_config().num_hidden_layers)
     network_config(first, size)
     conversations = preparation.load_data(options)
     held_out = set() if preparation.validation_data(options) else preparation.held_out_numbers(options, conversations)
-    tokenizer, notes = _tokenizer(options), []
+    tokenizer, notes = tokenizer_of(options.target, options), []
     if tokenizer is None:
         text = _by_letters(conversations)
         notes.append(f"tokens: taken to be {_LETTERS} letters each, for want of the target's tokenizer")
     else:
         excluded = preparation.excluded_numbers(first, len(conversations), held_out)
         text = preparation.text_to_learn(first, conversations, excluded, tokenizer)
-    if options.regenerate and not options.uses_bundled_answers:
+    if options.writes_answers:
         if text.answers == 0:
             each = preparation.longest_answer(first) // 2
             text = _answered(text, conversations, each)
@@ -84,39 +83,23 @@ def dry_run(options: TrainOptions) -> str:
         notes.append(f"measured: nothing, as {reason}")
     else:
         draft, hours = _measured(resolved, conversations, text)
-    return "\n".join([Forecast(resolved, size, text, dtype, draft, hours).full(), *notes])
+    return "\n".join([*Forecast(resolved, size, text, dtype, draft, hours).lines, *notes])
 
 
-def _dtype(options: TrainOptions, config: PretrainedConfig) -> torch.dtype:
-    """That the target would be run in."""
-    own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-    found = resolve_dtype(options.dtype or own)
-    return found if isinstance(found, torch.dtype) else torch.float32
-
-
-def _tokenizer(options: TrainOptions) -> Any:
-    """The target's, or None where it has none, of which transformers may make one that knows no word."""
-    try:
-        found = AutoTokenizer.from_pretrained(bundled.resolve(options.target), **only(FILE_OPTIONS, of_target(options)))
-        return found if len(found.encode("two words", add_special_tokens=False)) > 1 else None
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def _by_letters(conversations: Sequence[Conversation]) -> Text:
+def _by_letters(conversations: Sequence[Conversation]) -> DataStatistics:
     """What the conversations hold, without a tokenizer."""
     messages = [message for conversation in conversations for message in conversation.messages]
     letters = sum(len(message.content) for message in messages)
     answers = [len(message.content) for message in messages if message.role == "assistant"]
     count = len(conversations)
-    return Text(count, letters / _LETTERS / count, sum(answers) / max(letters, 1), len(answers) / count)
+    return DataStatistics(count, letters / _LETTERS / count, sum(answers) / max(letters, 1), len(answers) / count)
 
 
-def _answered(text: Text, conversations: Sequence[Conversation], each: int) -> Text:
+def _answered(text: DataStatistics, conversations: Sequence[Conversation], each: int) -> DataStatistics:
     """The same with an answer of so many tokens to every question."""
     asked = sum(message.role == "user" for one in conversations for message in one.messages) / len(conversations)
     tokens = text.tokens + asked * each
-    return Text(text.conversations, tokens, asked * each / tokens, asked)
+    return DataStatistics(text.conversations, tokens, asked * each / tokens, asked)
 
 
 def _obstacle(options: TrainOptions, size: Size, dtype: torch.dtype) -> str | None:
@@ -135,17 +118,13 @@ def _obstacle(options: TrainOptions, size: Size, dtype: torch.dtype) -> str | No
     return f"{human_bytes(needed)} for the target are more than is free" if needed > free else None
 
 
-def _measured(options: TrainOptions, conversations: Sequence[Conversation], text: Text) -> tuple[Draft | None, Hours]:
+def _measured(
+    options: TrainOptions, conversations: Sequence[Conversation], text: DataStatistics
+) -> tuple[Draft | None, Hours]:
     """On one device: a batch of answers, their features, some steps, and drafts beside steps of the target."""
     target = preparation.load_target(options, options.trainer.for_extraction())
     tokens, hours = text.conversations * text.tokens, {}
     steps, layers = cast(int, options.training.steps), options.feature_options().layers
-    encode = partial(
-        encode_row,
-        tokenizer=target.tokenizer,
-        max_length=cast(int, options.max_length),
-        skip_bad_rows=options.skip_bad_rows,
-    )
     sample = evenly(conversations, options.regeneration.batch_size)
     with TemporaryDirectory() as name, redirect_stdout(StringIO()):
         trial = _trial(options, name)
@@ -153,10 +132,11 @@ def _measured(options: TrainOptions, conversations: Sequence[Conversation], text
         place(target, trainer.strategy.root_device)
         seconds = None
         asked = [each for each in sample if each.asks]
-        if asked and options.regenerate and not options.uses_bundled_answers:
+        if asked and options.writes_answers:
             seconds, sample = _answers(trial, target, asked, Path(name))
-        texts = list(chain.from_iterable(rows_of(target, sample)))
-        encoded = [encode(each) for each in texts]
+        texts = list(chain.from_iterable(split_conversations(target, sample)))
+        length = cast(int, options.max_length)
+        encoded = [encode_row(each, target.tokenizer, length, options.skip_bad_rows) for each in texts]
         if seconds is not None:
             written = sum(int(each.loss_mask.sum()) for each in encoded)
             hours["answers"] = tokens * text.answers * seconds / max(written, 1) / 3600
@@ -199,7 +179,7 @@ def _answers(
     decoder.generate(torch.ones(1, 2, dtype=torch.int64, device=target.device), max_new_tokens=2)  # warms up
     backend = LocalBackend(decoder, min(_ANSWER, preparation.longest_answer(options)), chosen.temperature)
     start, output = monotonic(), folder / "own.jsonl"
-    regenerate(asked, backend, output, sampled_share=chosen.sampled_share, batch_size=chosen.batch_size, progress=False)
+    regenerate(asked, backend, output, chosen, progress=False)
     return monotonic() - start, load_conversations(output)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from shape.data.statistics import Text
+from shape.data.statistics import DataStatistics
 from shape.features.costs import costs
 from shape.features.manifest import state_bytes
 from shape.features.options import CostOptions
@@ -59,7 +59,7 @@ class Forecast:
         self,
         options: TrainOptions,
         size: Size,
-        text: Text,
+        text: DataStatistics,
         dtype: torch.dtype,
         draft: Draft | None = None,
         hours: Hours | None = None,
@@ -80,15 +80,9 @@ class Forecast:
         self.draft = draft or Draft(read / size.read, "by the weights read, not measured")
         self.hours = hours or assumed(options, size, text, self.learned)
 
-    def brief(self) -> str:
-        """The plan in two lines."""
-        return "\n".join(self._lines()[:2])
-
-    def full(self) -> str:
-        """All of it, a line each."""
-        return "\n".join(self._lines())
-
-    def _lines(self) -> list[str]:
+    @property
+    def lines(self) -> list[str]:
+        """For people; the first two are the plan."""
         predictor, training, size, text = self.options.predictor, self.options.training, self.size, self.text
         drafted = predictor.draft_vocab_size or size.vocab_size
         width = "" if predictor.intermediate_size is None else f"width {predictor.intermediate_size:,}, "
@@ -177,7 +171,7 @@ def portion_bytes(config: ShapeConfig, roots: float, known: float, precision: st
     return logits + states + read + scores + (passes * inputs + each if checkpointing else passes * each)
 
 
-def _portion(options: TrainOptions, size: Size, text: Text) -> float:
+def _portion(options: TrainOptions, size: Size, text: DataStatistics) -> float:
     """Bytes of a portion of a step beside weights."""
     config = network_config(options, size)
     roots = options.training.batch_size / (options.trainer.accumulate_grad_batches * options.trainer.processes)
@@ -188,7 +182,7 @@ def _portion(options: TrainOptions, size: Size, text: Text) -> float:
     return portion_bytes(config, roots, known, options.trainer.chosen_precision(), checkpointing)
 
 
-def assumed(options: TrainOptions, size: Size, text: Text, learned: int) -> Hours:
+def assumed(options: TrainOptions, size: Size, text: DataStatistics, learned: int) -> Hours:
     """Hours of as many accelerators as processes, which share the work without loss, by operations and bytes."""
     machine, processes = CostOptions(answered_together=options.regeneration.batch_size), options.trainer.processes
     found = costs(size, text, machine, math.inf)
@@ -202,7 +196,7 @@ def assumed(options: TrainOptions, size: Size, text: Text, learned: int) -> Hour
     each = 6 * passes * (learned - own) + 6 * steps * drafted * size.hidden_size
     done = cast(int, options.training.steps) * options.training.batch_size
     parts = {
-        "answers": found.answers if options.regenerate else 0.0,
+        "answers": found.answers if options.writes_answers else 0.0,
         "features": found.forward * (done / max(text.positions, 1) if options.online else 1),
         "training": done * each / (machine.flops * machine.utilisation) / 3600,
     }

@@ -65,7 +65,7 @@ class JointModule(TrainingModule):
             module.on_train_batch_start(batch, batch_idx)
             own = replace(batch, texts=texts._replace(hidden=hidden))
             losses.append(cast(Tensor, module.training_step(own, batch_idx)))
-        whole = sum(module.shares["loss"] for module in self.trained.values())
+        whole = sum(module.step_totals["loss"] for module in self.trained.values())
         self.log("train/loss", whole, prog_bar=True, batch_size=len(batch.samples), sync_dist=True, reduce_fx="sum")
         return torch.stack(losses).sum()
 

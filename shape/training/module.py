@@ -33,7 +33,7 @@ from shape.target.prepack import onednn_multiplies
 from shape.target.sharding import blocks
 from shape.training.batches import Batch
 from shape.training.checkpoints import require_same_run
-from shape.training.chunks import chunked_sum, in_chunks, rows_in_chunk
+from shape.training.chunks import chunked_sum, rows_in_chunk
 from shape.training.compiling import compiled
 from shape.training.losses import acceptance_loss, agreement_loss, step_sum, supervised, weighted_loss
 from shape.training.optimization import learning_rate_factor, parameter_groups
@@ -153,7 +153,7 @@ class DrafterModule(TrainingModule):
         self._seconds_before = 0.0
         self._started = monotonic()
         self._elapsed = 0.0
-        self._step, self.shares = -1, dict[str, float | Tensor]()
+        self._step, self.step_totals = -1, dict[str, float | Tensor]()
 
     @property
     def trained(self) -> Mapping[str, "DrafterModule"]:
@@ -202,17 +202,17 @@ class DrafterModule(TrainingModule):
     def _texts(self, batch: Batch) -> Texts:
         return batch.texts or computed_texts(self.target, batch, self.layers, self.device)
 
-    def _share(self, batch: Batch, loss: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
+    def _log_and_scale(self, batch: Batch, loss: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
         """What training returns for a portion, given its shares of the whole step's losses, and of other figures: these
         have to add up, where Lightning and DDP take means. What is logged is the whole step's.
         """
         shares = {"loss": loss, **parts}
         if batch.step != self._step:
-            self._step, self.shares = batch.step, dict.fromkeys(shares, 0.0)
+            self._step, self.step_totals = batch.step, dict.fromkeys(shares, 0.0)
         for name, share in shares.items():
-            self.shares[name] = self.shares[name] + share.detach()
+            self.step_totals[name] = self.step_totals[name] + share.detach()
             self.log(
-                f"train/{name}", self.shares[name], prog_bar=name in _SHOWN, batch_size=len(batch.samples),
+                f"train/{name}", self.step_totals[name], prog_bar=name in _SHOWN, batch_size=len(batch.samples),
                 sync_dist=True, reduce_fx="sum",
             )  # fmt: skip
         return loss * batch.parts
@@ -269,7 +269,7 @@ class ShapeModule(DrafterModule):
     predictor: Predictor
 
     def __init__(self, predictor: Predictor, target: Target, losses: Losses, *arguments: Any, **options: Any) -> None:
-        for parameter in () if losses.on_logits else predictor.reading:
+        for parameter in () if losses.on_logits else predictor.head_parameters:
             parameter.requires_grad_(False)  # no loss reaches it, and processes would wait for its gradient
         super().__init__(predictor, target, losses, *arguments, **options)
         predictor.gradient_checkpointing = self.options.gradient_checkpointing
@@ -308,12 +308,12 @@ class ShapeModule(DrafterModule):
         if predictor.learns_draftable_alone and predictor.draft_vocabulary is not None:
             learned = learned & draftable(self.target, predictor.draft_vocabulary, texts, config.num_steps)
         measuring = (self.global_step + 1) % self.log_every == 0
-        loss, parts, drafts = self._compared(batch, texts, cut, learned, predicted, embeddings, measuring)
+        loss, parts, drafts = self._chunked_loss(batch, texts, cut, learned, predicted, embeddings, measuring)
         if measuring:
             self._log_agreement(drafts, cut, batch.step != self._step)
-        return self._share(batch, loss, parts)
+        return self._log_and_scale(batch, loss, parts)
 
-    def _compared(
+    def _chunked_loss(
         self,
         batch: Batch,
         texts: Texts,
@@ -405,12 +405,9 @@ class ShapeModule(DrafterModule):
 @torch.no_grad()
 def likeliest_tokens(target: Target, states: Tensor) -> Tensor:
     """By the target's states, (..., H) -> (...) int64."""
-
-    def best(some: Tensor) -> Tensor:
-        return target.logits(some.to(target.dtype)).argmax(-1)
-
-    rows = states.reshape(-1, states.shape[-1])
-    return in_chunks(best, rows, rows_in_chunk(4 * target.vocab_size)).view(states.shape[:-1])
+    chunks = states.reshape(-1, states.shape[-1]).split(rows_in_chunk(4 * target.vocab_size))
+    best = [target.logits(some.to(target.dtype)).argmax(-1) for some in chunks]
+    return torch.cat(best).view(states.shape[:-1])
 
 
 def positions_ahead(texts: Texts, steps: int) -> Tensor:

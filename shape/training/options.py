@@ -360,6 +360,11 @@ class TrainOptions(TargetOptions):
         """The conversations that ship come with the answers of the target that ships."""
         return self.data is None and self.target == QUICKSTART_TARGET
 
+    @property
+    def writes_answers(self) -> bool:
+        """Whether the target has answers to write first."""
+        return self.regenerate and not self.uses_bundled_answers
+
     def check(self) -> None:
         """Raises ConfigError for options that contradict each other or are out of range, before anything is loaded."""
         self.training.check()

@@ -8,7 +8,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-SHARDS_SHUFFLED = 16  # among which samples are shuffled, where they have to be fetched
+SHARDS_SHUFFLED = 16  # shards among which samples are shuffled together, where shards have to be fetched
 
 
 def derive_seed(*parts: int | str) -> int:

@@ -10,10 +10,8 @@ from shape import bundled
 from shape.errors import ConfigError, exit_on_error
 from shape.features.trainer import TrainerOptions
 from shape.files import reading
-from shape.parsing import HELP, CommandParser, command_parser
+from shape.parsing import DRY_RUN, HELP, CommandParser, command_parser
 from shape.training.options import QUICKSTART_TARGET, TrainOptions
-
-DRY_RUN = ("--dry_run", "--dry-run")
 
 
 def parser(defaults: Path | None, docstring: str | None = None, common: Sequence[str] = ()) -> CommandParser:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, cast
 
 import pytorch_lightning as pl
@@ -14,13 +15,13 @@ from torch import Tensor
 
 from shape import bundled
 from shape.data.conversations import Conversation, Prompt, evenly
-from shape.data.encoding import encode_row
+from shape.data.encoding import encode_row, supervised_runs
 from shape.data.reading import load_conversations, load_prompts
 from shape.data.regeneration import answers_file, own_answers
-from shape.data.statistics import Text, counted
+from shape.data.statistics import DataStatistics, count_tokens
 from shape.errors import ConfigError, DataError, FeatureStoreError
 from shape.evaluation.prompts import refuse_shared_ids
-from shape.features.extraction import place, rows_of
+from shape.features.extraction import place, split_conversations
 from shape.features.manifest import MANIFEST, refuse_others
 from shape.features.storage import Storage
 from shape.generation.answers import LocalBackend
@@ -31,7 +32,6 @@ from shape.target.size import size_of
 from shape.training.defaults import network_config, resolve
 from shape.training.forecast import Forecast
 from shape.training.options import TrainOptions
-from shape.training.order import derive_seed
 
 _HELD_OUT_SHARE = 0.1
 _TEXT_PROMPT = 32  # tokens of a text that prompt for the rest
@@ -43,7 +43,7 @@ class Material:
 
     Attributes:
         runs: the options of each, resolved.
-        conversations: each of one text, as `rows_of` makes them.
+        conversations: each of one text, as `split_conversations` makes them.
         excluded: numbers of those that are not learned from: validated on, measured on, or more than were asked for.
         for_validation: those, or others, that choose the weights.
         prompts: of the measurement at the end; they chose nothing.
@@ -90,9 +90,9 @@ def prepare(runs: Sequence[TrainOptions], home: Storage) -> Material:
     refuse_others(home, target)
     for_validation = validation_data(options)
     options = resolve(options, size, None)  # what follows reads its length
-    if options.regenerate and not options.uses_bundled_answers:
+    if options.writes_answers:
         conversations = _regenerated(options, target, conversations, home, trainer)
-    texts = rows_of(target, conversations)
+    texts = split_conversations(target, conversations)
     held_out = set() if for_validation else held_out_numbers(options, conversations)
     excluded = excluded_numbers(options, len(conversations), held_out)
     text = text_to_learn(options, conversations, excluded, target.tokenizer)
@@ -108,14 +108,15 @@ def prepare(runs: Sequence[TrainOptions], home: Storage) -> Material:
         for_validation, prompts = for_validation[::2], _as_prompts(for_validation[1::2])
     rank_zero_only(announce)(target)
     for run in resolved:
-        rank_zero_only(print)(Forecast(run, size, text, target.dtype).brief(), flush=True)
+        plan = Forecast(run, size, text, target.dtype).lines[:2]
+        rank_zero_only(print)("\n".join(plan), flush=True)
     owners = [number for number, own in enumerate(texts) for _ in own]
     return Material(
         resolved,
         target,
         list(chain.from_iterable(texts)),
         {index for index, number in enumerate(owners) if number in excluded},
-        list(chain.from_iterable(rows_of(target, for_validation))),
+        list(chain.from_iterable(split_conversations(target, for_validation))),
         _fitting(prompts, target, options),
         home,
         trainer,
@@ -126,9 +127,7 @@ def writable(output: Path) -> Path:
     """The output folder, made; raises ConfigError where nothing can be written."""
     try:
         output.mkdir(parents=True, exist_ok=True)
-        probe = output / f".writable-{derive_seed(str(output))}"
-        probe.touch()
-        probe.unlink(missing_ok=True)
+        TemporaryFile(dir=output).close()
     except OSError as error:
         raise ConfigError(f"output {output} cannot be written ({error.strerror}); give another folder") from error
     return output
@@ -181,7 +180,7 @@ def _regenerated(
     return own_answers(
         conversations,
         backend,
-        folder,
+        answers,
         chosen,
         replace(options.trainer, enable_progress_bar=False).for_extraction(),
         progress=options.trainer.enable_progress_bar,
@@ -214,11 +213,11 @@ def excluded_numbers(options: TrainOptions, count: int, held_out: set[int]) -> s
 
 def text_to_learn(
     options: TrainOptions, conversations: Sequence[Conversation], excluded: set[int], tokenizer: Any
-) -> Text:
+) -> DataStatistics:
     """What the conversations that are learned from hold, in the target's tokens, by a sample of them."""
     assert options.max_length is not None
     learned = [conversation for number, conversation in enumerate(conversations) if number not in excluded]
-    return counted(learned, tokenizer, options.max_length, options.skip_bad_rows)
+    return count_tokens(learned, tokenizer, options.max_length, options.skip_bad_rows)
 
 
 # ------------------------------------------------------------------------------------------------- what is decoded
@@ -248,9 +247,7 @@ def validation_prompts(conversations: Sequence[Conversation], target: Target, op
     found: list[Tensor] = []
     for index, conversation in enumerate(conversations):
         encoded = encode_row(conversation, target.tokenizer, length, options.skip_bad_rows)
-        previous = encoded.loss_mask.roll(1)
-        previous[:1] = False
-        starts = (encoded.loss_mask & ~previous).nonzero()[:, 0].tolist()
+        starts = [first for first, _ in supervised_runs(encoded.loss_mask)]
         if conversation.kind == "text":
             starts = [min(_TEXT_PROMPT, len(encoded.input_ids) // 2)]
         starts = [start for start in starts if 1 <= start <= room]

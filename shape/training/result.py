@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from shape.data.conversations import Prompt, evenly, evenly_by_category
 from shape.evaluation.doctor import acceptance, in_chains
 from shape.evaluation.environment import Environment, matrix_product_peak, peak_memory
-from shape.evaluation.methods import Whole
+from shape.evaluation.methods import Configured
 from shape.evaluation.results import SpeedResults
-from shape.evaluation.speed import measure
+from shape.evaluation.speed import SpeedSetting, measure
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
 from shape.networks.base import Predictor
@@ -140,11 +140,14 @@ def _measure(options: TrainOptions, decoder: ShapeDecoder, prompts: Sequence[Pro
     chosen, drafter = options.measurement, decoder.drafter
     return measure(
         decoder.target,
-        {"transformers": "transformers", "autoregressive": None, "shape": drafter, _WHOLE: Whole(drafter)},
+        {
+            "transformers": "transformers",
+            "autoregressive": None,
+            "shape": drafter,
+            _WHOLE: Configured(drafter, whole=True),
+        },
         evenly_by_category(prompts, chosen.limit),
-        max_new_tokens=chosen.max_new_tokens,
-        temperature=chosen.temperature,
-        seed=options.seed,
+        SpeedSetting(chosen.max_new_tokens, chosen.temperature, seed=options.seed),
         progress=options.trainer.enable_progress_bar,
         label=f"{options.output}, measured after training",
     )

@@ -3,9 +3,10 @@
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import pytorch_lightning as pl
@@ -20,10 +21,10 @@ from transformers import PreTrainedModel
 from shape.drafters import Drafter
 from shape.errors import CheckpointError
 from shape.evaluation.estimates import estimate, ratio
-from shape.evaluation.runner import side_by_side
 from shape.files import written_whole
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
+from shape.generation.prompts import side_by_side
 from shape.target.inference import evaluating
 from shape.target.model import Target
 from shape.training.module import DrafterModule, TrainingModule
@@ -32,20 +33,11 @@ _BATCH_SIZE = 8
 _MEASURED = "measured"  # in the metadata of the best weights
 
 
-class Measured(NamedTuple):
-    """Acceptance length on a set of prompts, with a 95 % bootstrap interval over them."""
-
-    value: float
-    low: float
-    high: float
-
-
-def acceptance_length(emitted: Sequence[int], forwards: Sequence[int]) -> Measured:
-    """Sum of tokens over sum of forwards, of each prompt."""
+def acceptance_length(emitted: Sequence[int], forwards: Sequence[int]) -> dict[str, float]:
+    """Sum of tokens over sum of forwards, of each prompt: its value, and low and high of its interval."""
     counts = np.array([emitted, forwards], dtype=float)
-    found = estimate(lambda weights: ratio(*(weights @ each for each in counts)), len(emitted))
-    value = cast(float, found.value)
-    return Measured(value, *(value if bound is None else bound for bound in (found.low, found.high)))
+    found = asdict(estimate(lambda weights: ratio(*(weights @ each for each in counts)), len(emitted)))
+    return {name: found["value"] if figure is None else figure for name, figure in found.items()}
 
 
 class DecodingValidation(pl.Callback):
@@ -138,17 +130,17 @@ class DecodingValidation(pl.Callback):
         assert isinstance(trained, TrainingModule)
         module = trained.trained[self.name]
         started = monotonic()
-        network = whole(module.network)
+        network = gathered(module.network)
         with evaluating([network]), torch.autocast(module.device.type, enabled=False):
             counts = self._counts(trainer, module, module.drafter(network))
         counts = trainer.strategy.reduce(counts, reduce_op="sum")
         measured = acceptance_length(*counts.tolist())
-        best, entry = self.best, {"step": trainer.global_step, **measured._asdict()}
-        if trainer.is_global_zero and (best is None or measured.value > best["value"]):
+        best, entry = self.best, {"step": trainer.global_step, **measured}
+        if trainer.is_global_zero and (best is None or entry["value"] > best["value"]):
             save_weights(network, self.best_path, entry)
         self.history.append(entry)
-        figures = {"acceptance_length": measured.value, "low": measured.low, "high": measured.high}
-        values = {"/".join(filter(None, [self.name, "val", figure])): value for figure, value in figures.items()}
+        named = {("acceptance_length" if name == "value" else name): figure for name, figure in measured.items()}
+        values = {"/".join(filter(None, [self.name, "val", name])): figure for name, figure in named.items()}
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.global_step)
         self.seconds += monotonic() - started
@@ -181,7 +173,7 @@ def decode_counts(
     return emitted, forwards
 
 
-def whole(network: PreTrainedModel) -> PreTrainedModel:
+def gathered(network: PreTrainedModel) -> PreTrainedModel:
     """The network, or, where processes share its weights, a copy in each of them that has all."""
     state = network.state_dict()
     if not any(isinstance(each, DTensor) for each in state.values()):

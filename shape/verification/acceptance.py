@@ -219,11 +219,9 @@ def typical_lossy(tree: TokenTree, p: Tensor, choices: Tensor, epsilon: float, d
     Args:
         p: (B, N, V) the target's distribution at every node. choices: (B, N) int64, its choice there.
     """
-    rows = torch.arange(p.shape[0], device=p.device)[:, None]
-    parent = tree.parent.clamp(min=0)
-    chance = p[rows, parent, tree.tokens]
+    chance = at_nodes(tree, p)
     limit = (delta * torch.exp(-torch.special.entr(p).sum(-1))).clamp(max=epsilon)
-    reached = _reached(tree, chance > limit.gather(1, parent))
+    reached = _reached(tree, chance > limit.gather(1, tree.parent.clamp(min=0)))
     longest = reached & (tree.depth == tree.depth.masked_fill(~reached, -1).amax(1, keepdim=True))
     last = _joint(tree, chance.log()).masked_fill(~longest, float("-inf")).argmax(1)
     return _accept_path(tree, last, choices.gather(1, last[:, None]))
@@ -265,6 +263,12 @@ def unverified_lossy(tree: TokenTree, possible: Tensor, roots: Tensor) -> Accept
     again = (tree.parent[:, :, None] == tree.parent[:, None, :]).tril(-1).any(-1)  # an earlier node has the same parent
     last = tree.depth.masked_fill(~_reached(tree, possible & ~again), -1).argmax(1)
     return _ending_with_draft(_accept_path(tree, last, roots[:, None]))
+
+
+def at_nodes(tree: TokenTree, scores: Tensor) -> Tensor:
+    """(B, N): of (B, N, V) what every node's parent has for its token."""
+    rows = torch.arange(scores.shape[0], device=scores.device)[:, None]
+    return scores[rows, tree.parent.clamp(min=0), tree.tokens]
 
 
 def _ending_with_draft(accepted: Accepted) -> Accepted:

@@ -57,7 +57,7 @@ def grouped_sdpa(
 
 
 def repeated(mask: Tensor, groups: int) -> Tensor:
-    """(B, 1, N, K) -> (B, 1, groups * N, K), with rows as far apart as they were (see ``tree.placed``)."""
+    """(B, 1, N, K) -> (B, 1, groups * N, K), with rows as far apart as they were (see ``tree.positions_and_mask``)."""
     keys = mask.shape[-1]
     padding = mask.stride(2) - keys
     if not 0 < padding < ALIGNED:

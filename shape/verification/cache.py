@@ -124,11 +124,11 @@ class KVCache(Cache):
         device: of lengths and paths, and of layers that have none of their own.
 
     Attributes:
-        looked_at: the layers that were found to be as they were (``FusedLayers``), and stay so for the call that this
+        checked_by: the layers that were found to be as they were (``FusedLayers``), and stay so for the call that this
             is for.
     """
 
-    looked_at: Any = None
+    checked_by: Any = None
 
     def __init__(
         self, shapes: list[LayerShape], batch: int, capacity: int, dtype: torch.dtype, device: torch.device

@@ -10,12 +10,17 @@ import math
 import numpy as np
 import torch
 
-from shape.loops import compiled
+from shape.loops import Function, compiled
 
 
-def serves(x: torch.Tensor) -> bool:
+def runs_on_host(x: torch.Tensor) -> bool:
     """Whether loops may be asked about this tensor: it is the host's, and nothing is being traced."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def compiled_sum(function: Function) -> Function:
+    """Compiled; its sums may be added in lanes, which is another order."""
+    return compiled(function, "reassoc")
 
 
 _ONE, _HALF = np.float32(1), np.float32(0.5)
@@ -83,15 +88,14 @@ def exp(x: np.float32) -> np.float32:
     return (p * f * f + f + _ONE) * np.int32(np.int32(whole + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
-def _sum_of_exp(scores: np.ndarray, largest: np.float32) -> np.float32:
+@compiled_sum
+def sum_of_exp(scores: np.ndarray, largest: np.float32) -> np.float32:
     """Of (K,) float32, over exp of the largest."""
     total = np.float32(0)
     for k in range(scores.shape[0]):
         total += exp(scores[k] - largest)
     return total
 
-
-sum_of_exp = compiled(_sum_of_exp, "reassoc")  # a sum in lanes is one in another order
 
 _BLOCK = 256
 _SIGN, _ALL_BUT_SIGN = np.int32(-(2**31)), np.int32(2**31 - 1)

@@ -14,7 +14,7 @@ from shape.target.support import Support
 from shape.verification.attention import grouped_queries
 from shape.verification.cache import KVCache
 from shape.verification.openvino import OpenVinoCache
-from shape.verification.tree import TokenTree, chain, placed
+from shape.verification.tree import TokenTree, chain, positions_and_mask
 
 _FEW = 128  # tokens of a prompt; for more, what torch's calls cost does not count
 _FILLED = 16  # of which prompts are filled up to multiples
@@ -148,9 +148,9 @@ def tree_inputs(
         positions = cache.lengths[:, None] if tree.size == 1 else cache.lengths[:, None] + tree.depth
     else:
         given = tree, cache.lengths, cache.longest + tree.size, cache.dtype
-        positions, masks = placed(*given, support.sliding_window)
+        positions, masks = positions_and_mask(*given, support.sliding_window)
         if support.mask_by_layer_type:
-            masks = {"full_attention": placed(*given, None)[1], "sliding_attention": masks}
+            masks = {"full_attention": positions_and_mask(*given, None)[1], "sliding_attention": masks}
     limit = support.positions or target.max_positions
     if limit is not None and cache.longest + tree.size > limit:
         # Nodes past the last position cannot be emitted any more, but must not index out of a position table.

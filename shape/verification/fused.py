@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from shape.target import elements, floats, integers
-from shape.target.families import hooked, is_hooked, is_known, is_plain_mlp
+from shape.target.families import has_foreign_hooks, is_hooked, is_known, is_plain_mlp
 from shape.target.inference import keeps_frequencies, states_of
 from shape.target.kernels import TILE, Buffers, Made, Pool, Program, bits, row_bytes
 from shape.target.prepack import PrepackedForward
@@ -67,7 +67,7 @@ class FusedLayers:
         self._body, self._config, self.head = body, config, head
         attention = body.layers[0].self_attn
         self.scale, self.size = attention.scaling, attention.head_dim
-        self.heads, self.shared = config.num_attention_heads, config.num_key_value_heads
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         kinds = kinds or ["full_attention"] * len(body.layers)
         self.layers = [
             _Layer(block._modules, block.self_attn._modules, kind)
@@ -113,7 +113,7 @@ class FusedLayers:
             and not torch.compiler.is_compiling()
             and cache is not None
             and (mask is not None or input_ids.shape[1] == 1)
-            and (getattr(cache, "looked_at", None) is self or self._computes_as_here())
+            and (getattr(cache, "checked_by", None) is self or self._computes_as_here())
             and self.goes_behind(cache)
         )
 
@@ -129,7 +129,7 @@ class FusedLayers:
         """
         if torch.is_grad_enabled() or torch.is_autocast_enabled(self.device):
             return False
-        return getattr(cache, "looked_at", None) is self or self._look(cache)
+        return getattr(cache, "checked_by", None) is self or self._look(cache)
 
     def _look(self, cache: Any) -> bool:
         dtype = self._body._modules["norm"].weight.dtype
@@ -137,7 +137,7 @@ class FusedLayers:
         if not (in_place and self._unchanged()):
             return False
         self._renew()
-        cache.looked_at = self
+        cache.checked_by = self
         return True
 
     def __call__(
@@ -190,7 +190,7 @@ class FusedLayers:
     def _unchanged(self) -> bool:
         return (
             _hold(self._places)
-            and not any(map(hooked, self._hooks))
+            and not any(map(has_foreign_hooks, self._hooks))
             and not any("forward" in own for own in self._attributes)
         )
 
@@ -381,7 +381,7 @@ class Forward:
 
     def _attend(self, layer: _Layer, number: int, seen: Tensor) -> None:
         of, (batch, nodes), tokens = self._of, self._shape, self._tokens
-        widths = [heads * of.size for heads in (of.heads, of.shared, of.shared)]
+        widths = [heads * of.size for heads in (of.heads, of.kv_heads, of.kv_heads)]
         q, k, v = self._linear(layer.attention, _ATTENTION[:3], seen, widths)
         self._norm_heads(layer, "q_norm", q, of.heads)
         self._program.add(
@@ -389,12 +389,13 @@ class Forward:
             *(q, row_bytes(q), *self._turn, of.heads, tokens, self._query, nodes),
         )
         self._keep(layer, number, k, v)
-        queries = of.heads // of.shared * nodes
+        queries = of.heads // of.kv_heads * nodes
         self._rows = elements.queries_at_a_time(queries)
         mask = _MASKS + 3 * of.kinds.index(layer.kind)
         self._program.add(
             elements.attend(self._dtype, of.size, self._rows, self._masked),
-            *(self._query, self._attended, row_bytes(self._attended), bits(of.scale), batch, of.shared, nodes, queries),
+            *(self._query, self._attended, row_bytes(self._attended), bits(of.scale)),
+            *(batch, of.kv_heads, nodes, queries),
             *(self._now, self._keys + number, self._values + number, _END, _CAPACITY, _SCRATCH, _SCRATCH_BYTES),
             *((mask, mask + 1, mask + 2) if self._masked else ()),
         )
@@ -411,10 +412,10 @@ class Forward:
     def _keep(self, layer: _Layer, number: int, k: Tensor, v: Tensor) -> None:
         """Put keys, turned, and values into the cache."""
         of = self._of
-        self._norm_heads(layer, "k_norm", k, of.shared)
+        self._norm_heads(layer, "k_norm", k, of.kv_heads)
         self._program.add(
             elements.turn(self._dtype, of.size, True),
-            *(k, row_bytes(k), *self._turn, of.shared, self._tokens, v, row_bytes(v)),
+            *(k, row_bytes(k), *self._turn, of.kv_heads, self._tokens, v, row_bytes(v)),
             *(self._now, self._keys + number, self._values + number, _SLOTS),
         )
         self._program.wait()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from shape.target.families import is_hooked, is_plain_mlp
-from shape.target.inference import current
+from shape.target.inference import on_device
 from shape.verification.fused import FusedLayers
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -75,7 +75,7 @@ class FusedGpuLayers(FusedLayers):
         layers: Sequence[int],
         logits: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        with current(input_ids.device):  # where Triton launches
+        with on_device(input_ids.device):  # where Triton launches
             parts, (batch, nodes) = self._body._modules, input_ids.shape
             embedded: Tensor = parts["embed_tokens"](input_ids)
             turned = [

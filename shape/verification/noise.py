@@ -16,7 +16,7 @@ import torch
 from numba.extending import register_jitable
 from torch import Tensor
 
-from shape.verification.compiled import compiled, log, log_complement, serves
+from shape.verification.compiled import compiled, log, log_complement, runs_on_host
 
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
 _MIX1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -100,7 +100,7 @@ def gumbel(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     Returns:
         (..., K) float32.
     """
-    if not serves(keys):
+    if not runs_on_host(keys):
         return _gumbel_on_device(keys, positions, tokens)
     keys, positions = torch.broadcast_tensors(keys, positions)
     out = torch.empty(*positions.shape, len(tokens), dtype=torch.float32)

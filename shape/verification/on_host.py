@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shape.verification.acceptance import Accepted
-from shape.verification.compiled import compiled, exp, first_largest, log, sum_of_exp
+from shape.verification.compiled import compiled, compiled_sum, exp, first_largest, log, sum_of_exp
 from shape.verification.noise import RESIDUALS, UNIFORMS, fill_gumbel, numbered_bits, step_hash
 from shape.verification.tree import TokenTree
 
@@ -78,19 +78,15 @@ class _Given(NamedTuple):
 def _given(
     tree: TokenTree, scores: Tensor, temperature: float, keys: Tensor, lengths: Tensor, hashes: Tensor
 ) -> _Given:
+    drawn = tree.were_drawn.contiguous().numpy()
+    log_q = _NO_ROWS if tree.log_q is None else tree.log_q.contiguous().numpy()  # not read where no node was drawn
     bits, brain, _ = _bits_of(scores)
     noise = keys.numpy(), lengths.numpy(), hashes.numpy()
-    return _Given(*_shape_of(tree), *_draws_of(tree), bits, brain, temperature, *noise)
+    return _Given(*_shape_of(tree), drawn, log_q, bits, brain, temperature, *noise)
 
 
 def _shape_of(tree: TokenTree) -> tuple[np.ndarray, np.ndarray]:
     return tree.tokens.contiguous().numpy(), tree.parent.contiguous().numpy()
-
-
-def _draws_of(tree: TokenTree) -> tuple[np.ndarray, np.ndarray]:
-    """Which nodes were drawn, (B, N), and the log-probabilities, (B, N, V), which are not looked at where none was."""
-    log_q = _NO_ROWS if tree.log_q is None else tree.log_q.contiguous().numpy()
-    return tree.were_drawn.contiguous().numpy(), log_q
 
 
 def _bits_of(scores: Tensor) -> tuple[Any, ...]:
@@ -289,7 +285,8 @@ def _fill_exp(logs: np.ndarray, largest: np.float32, total: np.float32, out: np.
         out[k] = exp(x) * scale if x >= _LEAST else _ZERO
 
 
-def _leave_out(p: np.ndarray, q: np.ndarray, share: np.float32) -> np.float32:
+@compiled_sum
+def _leave(p: np.ndarray, q: np.ndarray, share: np.float32) -> np.float32:
     """Makes of p what is left of share * p without q, over its sum, and returns that.
 
     Without any p equals q up to rounding, or is not asked for again.
@@ -308,7 +305,8 @@ def _leave_out(p: np.ndarray, q: np.ndarray, share: np.float32) -> np.float32:
     return mass
 
 
-def _renormalise(q: np.ndarray, token: int) -> np.float32:
+@compiled_sum
+def _take_out(q: np.ndarray, token: int) -> np.float32:
     """Takes a token out of q, renormalises where anything is left, and returns how much was."""
     q[token], rest = _ZERO, _ZERO
     for k in range(len(q)):
@@ -318,9 +316,6 @@ def _renormalise(q: np.ndarray, token: int) -> np.float32:
         for k in range(len(q)):
             q[k] *= scale
     return rest
-
-
-_leave, _take_out = compiled(_leave_out, "reassoc"), compiled(_renormalise, "reassoc")  # sums in lanes
 
 
 @compiled

@@ -20,7 +20,7 @@ from shape.verification.forward import new_cache, prefill, tree_forward
 from shape.verification.fused import FusedLayers
 from shape.verification.fused_gpu import FusedGpuLayers
 from shape.verification.tree import TokenTree, chain, root_only
-from shape.verification.windows import PretendedCache, far, too_wide
+from shape.verification.windows import PretendedCache, pretended_length, too_wide
 
 # Allowed relative error (root mean square) between a cached tree forward and forwards of its paths as texts. Some
 # models take their softmax in float32 whatever their dtype; a wrong mask or position is off by far more.
@@ -298,7 +298,7 @@ def _far_failure(target: Target, support: Support, tree: TokenTree, allowed: flo
     """One tree behind a long text, against its paths under the model's own masks and its own cache."""
     if support.mode == "tree" and (window := too_wide(target)) is not None:
         return f"its window of {window} tokens is wider than can be looked beyond"
-    if (length := far(target, tree.size)) is None:
+    if (length := pretended_length(target, tree.size)) is None:
         return None
     try:
         states = tree_forward(target, support, PretendedCache(target, support.layers, length, tree.size), tree)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 
 from shape.verification.acceptance import Accepted, follow, match, reject_in_turn, traverse
-from shape.verification.compiled import serves
+from shape.verification.compiled import runs_on_host
 from shape.verification.noise import DRAFTS, RESIDUALS, UNIFORMS, all_hashes, gumbel, numbered_bits, step_hash
 from shape.verification.on_host import follow_scores, reject_scores, traverse_scores
 from shape.verification.tree import TokenTree, root_only
@@ -35,7 +35,7 @@ def best(scores: Tensor) -> Tensor:
 
     On a CPU by numpy, whose search takes a tenth of the time of torch's.
     """
-    if not serves(scores):
+    if not runs_on_host(scores):
         return scores.argmax(-1)
     return torch.as_tensor(scores.detach().numpy().argmax(-1))
 
@@ -283,7 +283,8 @@ class Sampler:
         if self.draws or self.node_by_node:
             return follow(tree, partial(self.choose_at, logits, tree))
         if self.on_host:
-            return self._follow(logits, tree)
+            given = (self._allowed(logits, tree),) if self.greedy else self._decided_by(logits, tree)
+            return follow_scores(tree, *given)
         return match(tree, self.choose(logits, tree))
 
     def traverse(self, logits: Tensor, tree: TokenTree) -> Accepted:
@@ -304,11 +305,6 @@ class Sampler:
 
     def _allowed(self, logits: Tensor, tree: TokenTree) -> Tensor:
         return self._forbid_early_eos(logits, tree.depth) if self.min_new_tokens > 0 else logits
-
-    def _follow(self, logits: Tensor, tree: TokenTree) -> Accepted:
-        if self.greedy:
-            return follow_scores(tree, self._allowed(logits, tree))
-        return follow_scores(tree, *self._decided_by(logits, tree))
 
     def choose_roots(self, logits: Tensor, tree: TokenTree) -> Tensor:
         """(B,) int64, the choice at every root; arguments as of ``choose``."""

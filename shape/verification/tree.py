@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shape.verification.compiled import compiled, serves
+from shape.verification.compiled import compiled, runs_on_host
 
 Drafted = list[tuple[int, int, float]]
 ALIGNED = 8  # numbers: what a GPU's kernels want rows of a mask to be a multiple of
@@ -54,7 +54,7 @@ class TokenTree:
 
     @cached_property
     def _relations(self) -> tuple[Tensor, Tensor]:
-        if not serves(self.parent):
+        if not runs_on_host(self.parent):
             above = ancestors(self.parent)
             return above, above.sum(-1) - 1
         found, depths = _walk(self.parent.contiguous().numpy())
@@ -65,7 +65,7 @@ class TokenTree:
         """No node is deeper. A device is not asked: what it would answer is waited for."""
         if self.deepest is not None:
             return self.deepest
-        return int(self.depth.max()) if serves(self.parent) else self.size - 1
+        return int(self.depth.max()) if runs_on_host(self.parent) else self.size - 1
 
     @property
     def were_drawn(self) -> Tensor:
@@ -177,7 +177,7 @@ def ragged_tree(root: Tensor, drafts: Sequence[Drafted]) -> TokenTree:
     tokens, parent, joint = ([[node[part] for node in row] for row in padded] for part in range(3))
     both = of_lists([tokens, parent], root.device)
     both[0, :, 0] = root
-    deepest = None if serves(root) else max(map(_deepest, drafts), default=0)
+    deepest = None if runs_on_host(root) else max(map(_deepest, drafts), default=0)
     return TokenTree(both[0], both[1], joint=of_lists(joint, root.device, np.float32), deepest=deepest)
 
 
@@ -226,7 +226,7 @@ def keep_best(tree: TokenTree, nodes: int, by: np.ndarray | None = None) -> Toke
     the parent, which comes first, is kept first and the result stays a tree.
     """
     assert tree.joint is not None
-    if tree.log_q is not None or not serves(tree.parent):
+    if tree.log_q is not None or not runs_on_host(tree.parent):
         return keep_best_on_device(tree, nodes)
     joint = tree.joint.numpy()
     given = tree.tokens.numpy(), tree.parent.numpy(), joint if by is None else by
@@ -289,7 +289,7 @@ def best_nodes(
     return kept_tokens, kept_parents, kept_joint, kept
 
 
-def placed(
+def positions_and_mask(
     tree: TokenTree, lengths: Tensor, key_length: int, dtype: torch.dtype, sliding_window: int | None
 ) -> tuple[Tensor, Tensor]:
     """What a forward over a tree behind ``lengths`` cached tokens is told: positions, and an additive mask.
@@ -306,10 +306,10 @@ def placed(
         number elsewhere. Its rows begin at multiples of 8 numbers, but for the host's: a GPU's kernels would copy it at
         every layer.
     """
-    if serves(lengths):
+    if runs_on_host(lengths):
         window = -1 if sliding_window is None else sliding_window
         given = tree.parent.contiguous().numpy(), lengths.contiguous().numpy()
-        found, bits = _placed(*given, key_length, window, _bits_of_least(dtype))
+        found, bits = _positions_and_mask(*given, key_length, window, _bits_of_least(dtype))
         return torch.from_numpy(found), torch.from_numpy(bits).view(dtype)
     visible, (batch, nodes) = tree.ancestors, tree.parent.shape
     slots = torch.arange(key_length, device=lengths.device)
@@ -332,10 +332,10 @@ def _bits_of_least(dtype: torch.dtype) -> Any:
 
 
 @compiled
-def _placed(
+def _positions_and_mask(
     parents: np.ndarray, lengths: np.ndarray, keys: int, window: int, hidden: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``placed``, with bits for floats, those of ``hidden`` and of 0; no window is below 0."""
+    """``positions_and_mask``, with bits for floats, those of ``hidden`` and of 0; no window is below 0."""
     rows, nodes = parents.shape
     positions, mask = np.empty((rows, nodes), np.int64), np.full((rows, 1, nodes, keys), hidden)
     for row in range(rows):

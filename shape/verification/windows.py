@@ -61,7 +61,7 @@ class PretendedCache(KVCache):
             self.layers.append(PretendedLayer(self.slots, *contents[keys, group, dropped]))
 
 
-def far(target: Target, new: int) -> int | None:
+def pretended_length(target: Target, new: int) -> int | None:
     """How many tokens to pretend before ``new`` ones, so that every window of the target ends among them; None where
     its positions leave no room, and no window that could hide anything.
     """
@@ -78,7 +78,7 @@ def windows(target: Target) -> list[int]:
 
 
 def too_wide(target: Target) -> int | None:
-    """A window of which it cannot be seen what lies behind it."""
+    """A window wider than ``_MOST`` tokens, beyond which the probe cannot look; None where there is none."""
     return next((number for number in windows(target) if number > _MOST), None)
 
 

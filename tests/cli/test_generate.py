@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from helpers import predictor
+from helpers import predictor, save_untrained
 
 from shape.cli.generate import main
 from shape.cli.terminal import answer, coloured, report
@@ -15,8 +15,6 @@ from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import Engine
 from shape.generation.options import GenerateOptions
 from shape.generation.trace import STYLES, pieces
-from shape.networks.config import ShapeConfig
-from shape.networks.shape import ShapePredictor
 
 FAST = ["--max_new_tokens", "12"]
 
@@ -24,13 +22,7 @@ FAST = ["--max_new_tokens", "12"]
 @pytest.fixture(scope="module")
 def predictor_folder(tiny_target, tiny_target_folder, tmp_path_factory):
     """An untrained predictor of the tiny target, as train would export it."""
-    folder = tmp_path_factory.mktemp("predictor")
-    identity = tiny_target.identity.to_dict() | {"name": str(tiny_target_folder)}
-    config = ShapeConfig(hidden_size=tiny_target.hidden_size, num_steps=2, target_identity=identity)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        ShapePredictor(config).save_pretrained(folder)
-    return str(folder)
+    return save_untrained(tiny_target, tiny_target_folder, tmp_path_factory.mktemp("predictor"))
 
 
 def run(capsys, *arguments: str) -> list[str]:
@@ -94,7 +86,7 @@ def test_a_predictor_by_its_networks_name_in_a_hybrid(capsys, tiny_target, tiny_
     assert "(suffix+eagle)" in run(capsys, *pair, "--drafter", "suffix+eagle3")[-1]
 
 
-def test_no_miss_is_written_of_what_nobody_asked(capsys, tiny_target, tiny_target_folder, tmp_path):
+def test_no_miss_is_written_of_what_nobody_asked(tiny_target, tiny_target_folder, tmp_path):
     pack, log = tmp_path / "task.pack", tmp_path / "misses.jsonl"
     Pack(tiny_target.identity, (Recipe((5, 6), (7,), 2),), samples=1, prompts=1).save(pack)
     main(["--target", str(tiny_target_folder), "--pack", str(pack), "--misses", str(log), "--prompt", "Hello", *FAST])
@@ -197,9 +189,5 @@ def test_report_counts_every_token(tiny_target):
         (["--prompt", "x", "--acceptance", "trs-lossy", "--drafter", "ngram", *FAST], "'trs-lossy' needs the k^N"),
     ],
 )
-def test_errors_are_one_sentence_and_status_2(capsys, predictor_folder, arguments, sentence):
-    with pytest.raises(SystemExit) as stopped:
-        main(["--predictor", predictor_folder, *arguments])
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert stopped.value.code == 2
-    assert error.startswith("error: ") and sentence in error
+def test_errors_are_one_sentence_and_status_2(refused, predictor_folder, arguments, sentence):
+    assert sentence in refused(main, "--predictor", predictor_folder, *arguments)

@@ -1,8 +1,7 @@
 """`python -m shape.preview`: colours, a summary, and its errors."""
 
-import json
-
-import pytest
+from helpers import write_rows
+from transformers import AutoTokenizer
 
 from shape.cli.preview import main
 from shape.data.conversations import Conversation
@@ -16,16 +15,23 @@ def chat(identity: str, question: str, answer: str) -> Conversation:
 def test_samples_and_a_summary_are_printed(tmp_path, tiny_target_folder, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     rows = [chat("a", "hello", "world [bold]").to_row(), chat("b", "hello", "again").to_row()]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "data.jsonl", *rows)
     main(["--data", str(tmp_path / "data.jsonl"), "--target", str(tiny_target_folder), "-n", "1"])
     out = capsys.readouterr().out
     assert "\x1b[1;32mworld [bold]<|im_end|>" in out and "again" not in out
     assert "2 rows, " in out and "% supervised" in out
 
 
-def test_bad_input_exits_with_status_2(tmp_path, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["--data", str(tmp_path / "none.jsonl"), "--target", str(tmp_path)])
-    assert caught.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and "none.jsonl does not exist" in error and error.count("\n") == 1
+def test_a_tokenizer_that_fails_without_a_word(tmp_path, monkeypatch, refused):
+    def fail(*_: object) -> None:
+        raise ValueError
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", fail)
+    write_rows(tmp_path / "data.jsonl", chat("a", "hello", "world").to_row())
+    error = refused(main, "--data", str(tmp_path / "data.jsonl"), "--target", "T", alone=True)
+    assert "the tokenizer of T cannot be loaded: ValueError" in error
+
+
+def test_bad_input_exits_with_status_2(tmp_path, refused):
+    error = refused(main, "--data", str(tmp_path / "none.jsonl"), "--target", str(tmp_path), alone=True)
+    assert "none.jsonl does not exist" in error

@@ -1,8 +1,7 @@
 """The command: compile, merge, inspect."""
 
-import json
-
 import pytest
+from helpers import write_rows
 
 from shape.cli.generate import main as generate
 from shape.cli.recipes import main
@@ -13,9 +12,8 @@ from shape.errors import ConfigError
 from shape.generation.decoder import ShapeDecoder
 
 
-def test_compile_merge_and_inspect(tiny_target_folder, tmp_path, capsys):
-    ask = tmp_path / "prompts.jsonl"
-    ask.write_text("".join(json.dumps({"id": str(i), "turns": [f"say {i % 2}"]}) + "\n" for i in range(4)))
+def test_compile_merge_and_inspect(tiny_target_folder, tmp_path, capsys, refused):
+    ask = write_rows(tmp_path / "prompts.jsonl", *({"id": str(i), "turns": [f"say {i % 2}"]} for i in range(4)))
     one, two, both = (str(tmp_path / f"{name}.pack") for name in ("one", "two", "both"))
     given = ["--target", str(tiny_target_folder), "--prompts", str(ask), "--max_new_tokens", "12", "--prefix", "2"]
     main(["compile", *given, "--output", one, "--temperature", "0", "--samples", "1"])
@@ -44,6 +42,4 @@ def test_compile_merge_and_inspect(tiny_target_folder, tmp_path, capsys):
         ["merge", one, two, "--output", both],
         ["compile", *given, "--output", one, "--prefix", "0"],
     ):
-        with pytest.raises(SystemExit) as stop:
-            main(arguments)
-        assert stop.value.code == 2 and capsys.readouterr().err.splitlines()[-1].startswith("error: ")
+        refused(main, *arguments)

@@ -1,29 +1,25 @@
 """`python -m shape.regenerate`: its output and its errors."""
 
 import gzip
-import json
 import os
 import signal
 
 import pytest
+from helpers import write_rows
 
 from shape.cli.regenerate import main
 from shape.generation.answers import LocalBackend
 
 
-def test_command(tmp_path, tiny_target_folder, capsys):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"id": f"p{i}", "turns": [f"ask {i}"]}) + "\n" for i in range(5)))
+def test_command(tmp_path, tiny_target_folder, capsys, refused):
+    prompts = write_rows(tmp_path / "prompts.jsonl", *({"id": f"p{i}", "turns": [f"ask {i}"]} for i in range(5)))
     output = tmp_path / "new" / "out.jsonl.gz"
     command = ["--target", str(tiny_target_folder), "--data", str(prompts), "--output", str(output)]
     main([*command, "--max_new_tokens", "4", "--batch_size", "2"])
     assert "5 conversations (0 left out), 5 answers to 5 questions" in capsys.readouterr().out
     assert len(gzip.decompress(output.read_bytes()).splitlines()) == 5
     for extra in ([], ["--endpoint", "http://localhost:1/v1"]):
-        with pytest.raises(SystemExit) as caught:
-            main([*command, *extra])
-        assert caught.value.code == 2
-        assert capsys.readouterr().err.startswith("error: ")
+        refused(main, *command, *extra, alone=True)
 
 
 @pytest.mark.parametrize(
@@ -35,18 +31,16 @@ def test_command(tmp_path, tiny_target_folder, capsys):
         (["--target", "t", "--temperature", "0"], "for greedy answers set sampled_share to 0"),
     ],
 )
-def test_contradictory_options(tmp_path, capsys, options, sentence):
+def test_contradictory_options(tmp_path, refused, options, sentence):
     (tmp_path / "p.jsonl").write_text('{"prompt": "x"}\n')
-    with pytest.raises(SystemExit) as caught:
-        main(["--data", str(tmp_path / "p.jsonl"), "--output", str(tmp_path / "o.jsonl"), *options])
-    assert caught.value.code == 2
-    assert sentence in capsys.readouterr().err
+    given = ["--data", str(tmp_path / "p.jsonl"), "--output", str(tmp_path / "o.jsonl")]
+    assert sentence in refused(main, *given, *options)
 
 
 def test_a_request_to_end_interrupts(tmp_path, tiny_target_folder, monkeypatch, capsys):
     """Lightning, in which the work is done, would note SIGTERM and go on."""
     prompts, generate = tmp_path / "prompts.jsonl", LocalBackend.generate
-    prompts.write_text("".join(json.dumps({"id": f"p{i}", "turns": [f"ask {i}"]}) + "\n" for i in range(9)))
+    write_rows(prompts, *({"id": f"p{i}", "turns": [f"ask {i}"]} for i in range(9)))
     called, handlers = [], [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
 
     def asked_to_end(self, requests):

@@ -1,12 +1,9 @@
 """What tells data sets apart."""
 
+from regenerated import chat
+
 from shape.data.conversations import Conversation, fingerprint
 from shape.target.chat import Message
-
-
-def chat(*texts: str) -> Conversation:
-    roles = ("user", "assistant")
-    return Conversation("c", tuple(Message(roles[i % 2], text) for i, text in enumerate(texts)))
 
 
 def test_fingerprint_sees_every_part():

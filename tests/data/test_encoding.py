@@ -1,20 +1,17 @@
 """The loss mask, proven on adversarial contents and templates."""
 
-import json
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from regenerated import IM_END, IM_START, chat, turns
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from shape.data.conversations import Conversation
-from shape.data.encoding import encode, encode_all, unfolded
+from shape.data.encoding import encode, encode_all, split_by_template
 from shape.errors import DataError
 from shape.target.chat import Message, prompt_ids, render
 
-IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 CHATML = (
     "{% for m in messages %}"
     "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -73,25 +70,12 @@ def bpe_tokenizer(template: str | None, pre=None, decoder=None) -> PreTrainedTok
 MERGING = bpe_tokenizer(CHATML)
 TRIMMING = bpe_tokenizer(CHATML)
 TRIMMING.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-contents = st.lists(
-    st.one_of(
-        st.sampled_from(["\n", " ", "hello", "é😀", IM_END, f"{IM_START}assistant\n", "slot0z", "\u2028", "\t"]),
-        st.text(max_size=6),
-    ),
-    max_size=5,
-).map("".join)
-turns = st.lists(st.builds(Message, st.sampled_from(["system", "user", "assistant"]), contents), min_size=1, max_size=6)
-
-
-def chat(*texts: str) -> Conversation:
-    roles = ("user", "assistant")
-    return Conversation("c", tuple(Message(roles[i % 2], text) for i, text in enumerate(texts)))
 
 
 def runs(tokenizer, conversation, max_length=None) -> list[tuple[bool, str]]:
     """(supervised, decoded text) of each stretch of equal mask, text after text."""
     stretches: list[tuple[bool, list[int]]] = []
-    for part in unfolded(conversation, tokenizer):
+    for part in split_by_template(conversation, tokenizer):
         encoded = encode(part, tokenizer, max_length)
         for number, (token, mark) in enumerate(
             zip(encoded.input_ids.tolist(), encoded.loss_mask.tolist(), strict=True)
@@ -106,11 +90,6 @@ def supervised(tokenizer, conversation) -> list[str]:
     return [text for mark, text in runs(tokenizer, conversation) if mark]
 
 
-def write(path: Path, *rows: object) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
-
-
 @pytest.fixture(scope="module")
 def real_tokenizer(shared):
     return AutoTokenizer.from_pretrained(shared / "targets" / "chat-12m")
@@ -120,7 +99,7 @@ def real_tokenizer(shared):
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(messages=turns)
 def test_supervised_tokens_are_the_answers_and_their_end(template, messages):
     MERGING.chat_template = template
@@ -131,14 +110,14 @@ def test_supervised_tokens_are_the_answers_and_their_end(template, messages):
     assert "".join(text for _, text in found) == whole  # so the rest is not supervised
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(messages=turns)
 def test_real_tokenizer(messages, real_tokenizer):
     answers = [m.content + IM_END for m in messages if m.role == "assistant"]
     assert supervised(real_tokenizer, Conversation("c", tuple(messages))) == answers
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(messages=turns, cut=st.integers(1, 60))
 def test_truncation_keeps_the_beginning(messages, cut):
     MERGING.chat_template = CHATML
@@ -196,7 +175,7 @@ def test_sentencepiece_style_tokens():
     assert "".join(kept) == f"▁the▁answer▁{IM_END}▁answer▁{IM_END}"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(messages=turns)
 def test_offsets_that_leave_out_spaces(messages):
     """As GPT-2's: spaces belong to no token's span, and here the prompt ends with one."""
@@ -218,7 +197,7 @@ def test_an_unfinished_answer_has_no_end_to_learn(template):
     assert supervised(bpe_tokenizer(template), Conversation("c", messages)) == ["A"]
 
 
-def test_slow_tokenizer(tmp_path):
+def test_slow_tokenizer():
     from transformers import ByT5Tokenizer
 
     tokenizer = ByT5Tokenizer()

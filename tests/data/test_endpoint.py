@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from helpers import ROOT
-from regenerated import asking, written
+from regenerated import conversation_of, messages_by_id
 from transformers import AutoTokenizer
 
 from shape import bundled
@@ -18,6 +18,7 @@ from shape.data.backends import Answer, Request
 from shape.data.conversations import Conversation
 from shape.data.encoding import encode_all
 from shape.data.endpoint import EndpointBackend, EndpointError
+from shape.data.options import AnswerOptions
 from shape.data.reading import load_conversations
 from shape.data.regeneration import regenerate
 from shape.errors import DataError
@@ -84,10 +85,10 @@ def server():
 def test_endpoint(server, tmp_path):
     backend = EndpointBackend(server.url, "name", max_new_tokens=9, temperature=0.7, api_key="key")
     pair = Conversation("pair", (Message("user", "raw"), Message("assistant", "x")), "completion")
-    conversations = [asking("a", "one", "two"), asking("b", "cut", "never"), pair]
-    done = regenerate(conversations, backend, tmp_path / "out.jsonl", sampled_share=1.0, progress=False)
+    conversations = [conversation_of("a", "one", "two"), conversation_of("b", "cut", "never"), pair]
+    done = regenerate(conversations, backend, tmp_path / "out.jsonl", AnswerOptions(sampled_share=1.0), progress=False)
     assert (done.rows, done.answers, done.unfinished) == (3, 4, 1)
-    assert written(tmp_path / "out.jsonl") == {
+    assert messages_by_id(tmp_path / "out.jsonl") == {
         "a": ["one", "1:one:0.7", "two", "3:two:0.7"],
         "b": ["cut", "1:cut:0.7"],
         "pair": ["raw", "raw"],
@@ -99,6 +100,7 @@ def test_endpoint(server, tmp_path):
     assert "key" not in repr(backend)
 
 
+REQUEST = Request((Message("user", "q"),), False, 0)
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 
 
@@ -117,17 +119,25 @@ def test_endpoint_keeps_reasoning_calls_and_token_ids(server, name):
     assert body["tools"] == [{"name": "f"}] and body["messages"][1]["tool_calls"] == [CALL]
 
 
+def test_an_endpoint_is_given_a_recorded_calls_arguments_as_they_are(server):
+    calls = [{"type": "function", "function": {"name": "f", "arguments": each}} for each in ('{"x": ', {"x": 1})]
+    history = (Message("user", "q"), Message("assistant", "", more={"tool_calls": calls}), Message("tool", "R"))
+    EndpointBackend(server.url, "m").generate([Request(history, False, 0)])
+    sent = server.asked[0][2]["messages"][1]["tool_calls"]
+    assert [each["function"]["arguments"] for each in sent] == ['{"x": ', '{"x": 1}']
+
+
 def test_rows_of_an_endpoint_hold_its_token_ids_or_its_reasoning(server, tmp_path):
     backend = EndpointBackend(server.url, "m")
     message = {"role": "assistant", "content": "yes", "reasoning": "so"}
     choice = {"message": message, "finish_reason": "stop", "token_ids": [7, 8]}
     server.reply = {"prompt_token_ids": [5, 6], "choices": [choice]}
-    regenerate([asking("a", "one", "two")], backend, tmp_path / "ids.jsonl", progress=False)
+    regenerate([conversation_of("a", "one", "two")], backend, tmp_path / "ids.jsonl", progress=False)
     (found,) = load_conversations(tmp_path / "ids.jsonl")
     assert [list(text.input_ids) for text in found.texts] == [[5, 6, 7, 8], [5, 6, 7, 8]]
     assert [m.reasoning for m in found.messages] == ["", "so", "", "so"]
     del server.reply["prompt_token_ids"]
-    regenerate([asking("a", "one", "two")], backend, tmp_path / "words.jsonl", progress=False)
+    regenerate([conversation_of("a", "one", "two")], backend, tmp_path / "words.jsonl", progress=False)
     (found,) = load_conversations(tmp_path / "words.jsonl")
     assert found.texts == () and [m.reasoning for m in found.messages] == ["", "so", "", "so"]
 
@@ -138,7 +148,8 @@ def test_rows_hold_what_vllm_wrote_token_for_token(server, tmp_path, name):
     recorded = json.loads((ROOT / "tests" / "fixtures" / "engine" / "replies.json").read_text())[name]
     server.reply = recorded["reply"]
     question = recorded["body"]["messages"][0]["content"]
-    regenerate([asking("a", question)], EndpointBackend(server.url, "m"), tmp_path / "out.jsonl", progress=False)
+    asked, backend = conversation_of("a", question), EndpointBackend(server.url, "m")
+    regenerate([asked], backend, tmp_path / "out.jsonl", progress=False)
     (found,) = load_conversations(tmp_path / "out.jsonl")
     tokenizer = AutoTokenizer.from_pretrained(bundled.resolve("quickstart-target"))
     prompt, ids = prompt_ids([Message("user", question)], tokenizer), recorded["reply"]["choices"][0]["token_ids"]
@@ -150,8 +161,9 @@ def test_rows_hold_what_vllm_wrote_token_for_token(server, tmp_path, name):
 
 
 def test_answers_without_token_ids_are_reported(server, tmp_path):
+    asked, backend = conversation_of("a", "q"), EndpointBackend(server.url, "m")
     with pytest.warns(UserWarning, match="1 of 1 conversations hold text alone, for the endpoint gives no token ids"):
-        regenerate([asking("a", "q")], EndpointBackend(server.url, "m"), tmp_path / "out.jsonl", progress=False)
+        regenerate([asked], backend, tmp_path / "out.jsonl", progress=False)
 
 
 def test_endpoint_that_refuses_to_be_asked_for_token_ids(server):
@@ -160,12 +172,15 @@ def test_endpoint_that_refuses_to_be_asked_for_token_ids(server):
     assert ["return_token_ids" in body for _, _, body in server.asked] == [True, False]
 
 
-def test_endpoint_asks_greedy_answers_at_temperature_0(server):
-    (answer,) = EndpointBackend(server.url, "m").generate([Request((Message("user", "q"),), False, 0)])
-    assert answer == Answer("1:q:0.0", True)
-
-
-REQUEST = Request((Message("user", "q"),), False, 0)
+@pytest.mark.parametrize("key", [None, "secret"])
+def test_the_key_is_read_from_the_environment(server, monkeypatch, key):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    if key is not None:
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+    backend = EndpointBackend.of(server.url, "m", max_new_tokens=9)
+    assert backend.generate([REQUEST]) == [Answer("1:q:0.0", True)]
+    assert [given for _, given, _ in server.asked] == [key and "Bearer secret"]
+    assert "secret" not in repr(backend)
 
 
 def test_endpoint_tries_again(server):
@@ -196,7 +211,7 @@ def test_endpoint_failures(server):
 
 def dialogues(count: int) -> list[Conversation]:
     """Of one to four turns, the first of one turn."""
-    return [asking(f"d{i}", *(f"{turn} of {i}" for turn in range(1 + i % 4))) for i in range(count)]
+    return [conversation_of(f"d{i}", *(f"{turn} of {i}" for turn in range(1 + i % 4))) for i in range(count)]
 
 
 def test_an_endpoint_is_asked_by_many_dialogues_and_none_waits_for_another(server, tmp_path, monkeypatch):

@@ -7,11 +7,11 @@ import re
 import sys
 from collections import Counter
 from importlib import import_module
-from pathlib import Path
 
 import pytest
+from helpers import ROOT
 
-DATA = Path(__file__).resolve().parents[2] / "data"
+DATA = ROOT / "data"
 
 
 sys.path.append(str(DATA))

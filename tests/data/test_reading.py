@@ -4,32 +4,17 @@ import gzip
 import json
 from array import array
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from helpers import write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from regenerated import turns
 
 from shape.data.conversations import Checks, Conversation, Tokens, fingerprint
 from shape.data.reading import load_conversations, load_prompts
 from shape.errors import DataError
 from shape.target.chat import Message
-
-IM_START, IM_END = "<|im_start|>", "<|im_end|>"
-contents = st.lists(
-    st.one_of(
-        st.sampled_from(["\n", " ", "hello", "é😀", IM_END, f"{IM_START}assistant\n", "slot0z", "\u2028", "\t"]),
-        st.text(max_size=6),
-    ),
-    max_size=5,
-).map("".join)
-turns = st.lists(st.builds(Message, st.sampled_from(["system", "user", "assistant"]), contents), min_size=1, max_size=6)
-
-
-def write(path: Path, *rows: object) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
-
 
 SYSTEM, USER, BOT = Message("system", "S"), Message("user", "Q"), Message("assistant", "A")
 THINKS = Message("assistant", "A", more={"reasoning_content": "T"})
@@ -131,7 +116,7 @@ def test_formats(tmp_path, row, messages, kind, suffix):
     assert found == Conversation("rows-0", messages, kind)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(messages=turns, kind=st.sampled_from(["chat", "completion", "text"]), finished=st.booleans())
 def test_rows_round_trip(tmp_path_factory, messages, kind, finished):
     last = Message("assistant", messages[-1].content, finished)
@@ -150,14 +135,14 @@ def test_rows_round_trip(tmp_path_factory, messages, kind, finished):
         Conversation("ids", (), "tokens", texts=(text,)),
     ]
     every = [conversation, *(others if kind == "chat" else others[1:])]
-    path = write(tmp_path_factory.getbasetemp() / "round-trip.jsonl", *(each.to_row() for each in every))
+    path = write_rows(tmp_path_factory.getbasetemp() / "round-trip.jsonl", *(each.to_row() for each in every))
     assert load_conversations(path) == every
     assert len({fingerprint([each]) for each in every}) == len(every)
 
 
 def test_folder_text_order_limit_and_exclusion(tmp_path):
     (tmp_path / "b.txt").write_text("\n\none\ntwo\n\nthree\u2028four\n")
-    write(tmp_path / "a.jsonl", {"id": "keep-1", "text": "x\u2028y"}, {"id": "out-1", "text": "y"})
+    write_rows(tmp_path / "a.jsonl", {"id": "keep-1", "text": "x\u2028y"}, {"id": "out-1", "text": "y"})
     (tmp_path / "README.md").write_text("not data")
     found = load_conversations(tmp_path)
     assert [c.id for c in found] == ["keep-1", "out-1", "b-0", "b-1"]
@@ -168,8 +153,8 @@ def test_folder_text_order_limit_and_exclusion(tmp_path):
 
 
 def test_json_lines_under_the_name_json_and_a_single_object(tmp_path):
-    assert len(load_conversations(write(tmp_path / "lines.json", {"text": "a\u2028"}, {"text": "b"}))) == 2
-    assert len(load_conversations(write(tmp_path / "one.json", {"text": "a"}))) == 1
+    assert len(load_conversations(write_rows(tmp_path / "lines.json", {"text": "a\u2028"}, {"text": "b"}))) == 2
+    assert len(load_conversations(write_rows(tmp_path / "one.json", {"text": "a"}))) == 1
 
 
 def test_parquet(tmp_path):
@@ -207,7 +192,7 @@ def test_null_is_no_value_wherever_rows_come_from(tmp_path, monkeypatch):
     table = datasets.Dataset.from_list(rows)
     table.to_parquet(tmp_path / "rows.parquet")
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: table)
-    for source in (write(tmp_path / "rows.jsonl", *rows), "org/rows"):
+    for source in (write_rows(tmp_path / "rows.jsonl", *rows), "org/rows"):
         found = load_conversations(source, require_answers=False)
         assert found == [Conversation("rows-0", (USER,)), Conversation("rows-1", (USER,))]
         assert [(one.id, one.category, one.turns) for one in load_prompts(source)] == [
@@ -282,7 +267,7 @@ GOOD = {"text": "fine"}
 )
 def test_bad_input_gets_its_sentence(tmp_path, name, lines, sentence):
     with pytest.raises(DataError, match=sentence) as caught:
-        load_conversations(write(tmp_path / name, *lines))
+        load_conversations(write_rows(tmp_path / name, *lines))
     assert "\n" not in str(caught.value)
 
 
@@ -301,17 +286,17 @@ def test_missing_truncated_and_undecodable_files(tmp_path):
 
 
 def test_skip_bad_rows_counts_and_continues(tmp_path):
-    path = write(tmp_path / "mixed.jsonl", GOOD, "{oops", {"foo": 1}, GOOD)
+    path = write_rows(tmp_path / "mixed.jsonl", GOOD, "{oops", {"foo": 1}, GOOD)
     with pytest.warns(UserWarning, match=r"skipped 2 malformed of 4 rows \(the first: .*mixed\.jsonl:2: not valid"):
         assert len(load_conversations(path, skip_bad_rows=True)) == 2
-    hopeless = write(tmp_path / "hopeless.jsonl", {"foo": 1})
+    hopeless = write_rows(tmp_path / "hopeless.jsonl", {"foo": 1})
     with (
         pytest.warns(UserWarning, match="skipped 1"),
         pytest.raises(DataError, match="none of its 1 rows can be read"),
     ):
         load_conversations(hopeless, skip_bad_rows=True)
     with pytest.raises(DataError, match="no conversation is left of 1 rows"):
-        load_conversations(write(tmp_path / "one.jsonl", {"id": "x", **GOOD}), exclude_ids=("x",))
+        load_conversations(write_rows(tmp_path / "one.jsonl", {"id": "x", **GOOD}), exclude_ids=("x",))
 
 
 def test_hub_names(monkeypatch):
@@ -393,21 +378,22 @@ def test_speed_bench_by_name_and_as_its_program_writes_it(tmp_path, monkeypatch)
     assert (found.category, found.turns) == ("coding", ("Sort.", "Again."))
     messages = [{"role": "user", "content": turn} for turn in found.turns]
     prepared = {"question_id": "a" * 32, "category": "coding", "messages": messages}
-    (again,) = load_prompts(write(tmp_path / "qualitative.jsonl", prepared))
+    (again,) = load_prompts(write_rows(tmp_path / "qualitative.jsonl", prepared))
     assert again.turns == found.turns and again.messages == found.messages
     with pytest.raises(DataError, match="1 of 1 rows name a source"):
-        load_prompts(write(tmp_path / "bare.jsonl", rows[1]))
+        load_prompts(write_rows(tmp_path / "bare.jsonl", rows[1]))
 
 
 def test_spec_bench_and_deep_spec(tmp_path):
     first = {"question_id": 81, "category": "writing", "turns": ["One", "Two"], "reference": ["x"]}
-    spec = write(tmp_path / "question.jsonl", first, {"question_id": 241, "category": "summarization", "turns": ["S"]})
+    second = {"question_id": 241, "category": "summarization", "turns": ["S"]}
+    spec = write_rows(tmp_path / "question.jsonl", first, second)
     found = load_prompts(spec)
     assert [(one.id, one.category, len(one.turns)) for one in found] == [
         ("question-81", "writing", 2),
         ("question-241", "summarization", 1),
     ]
-    (deep,) = load_prompts(write(tmp_path / "gsm8k.jsonl", {"turns": ["How many?"]}))
+    (deep,) = load_prompts(write_rows(tmp_path / "gsm8k.jsonl", {"turns": ["How many?"]}))
     assert (deep.id, deep.turns) == ("gsm8k-0", ("How many?",))
 
 
@@ -422,7 +408,7 @@ def test_hub_failure_is_one_sentence(monkeypatch):
 
 
 def test_prompts(tmp_path):
-    path = write(
+    path = write_rows(
         tmp_path / "prompts.jsonl",
         {"id": 7, "category": "math", "turns": ["one", "two"], "reference": ["x"]},
         {"prompt": "ask"},
@@ -436,9 +422,9 @@ def test_prompts(tmp_path):
     assert (prompt.id, prompt.category, prompt.turns) == ("prompts-1", "", ("ask",))
     assert (messages.turns, messages.messages) == (("Q",), (SYSTEM, USER))
     with pytest.raises(DataError, match=r"bad\.jsonl:2: no user message to answer"):
-        load_prompts(write(tmp_path / "bad.jsonl", {"prompt": "x"}, {"text": "x"}))
+        load_prompts(write_rows(tmp_path / "bad.jsonl", {"prompt": "x"}, {"text": "x"}))
     with pytest.raises(DataError, match=r"bad\.jsonl:1: unknown format"):
-        load_prompts(write(tmp_path / "bad.jsonl", {"asked": "x"}))
+        load_prompts(write_rows(tmp_path / "bad.jsonl", {"asked": "x"}))
 
 
 def test_prompts_at_hand(shared):
@@ -454,8 +440,7 @@ def test_known_answers_and_tests_of_prompts(tmp_path):
         {"prompt": "def four():\n", "test": "def check(f): ...", "entry_point": "four"},
         {"prompt": "Five?", "test": "no function to test"},
     ]
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_rows(tmp_path / "prompts.jsonl", *rows)
     one, two, four, five = load_prompts(path)
     assert (one.references, two.references) == (("#### 1",), ("2", ""))
     assert five.references == ()

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from regenerated import Echo, asking, many, written
+from regenerated import Echo, conversation_of, many, messages_by_id
+from training_runs import extraction_trainer
 
 from shape.data.conversations import Conversation
 from shape.data.encoding import encode
@@ -18,19 +19,18 @@ from shape.data.options import AnswerOptions
 from shape.data.reading import load_conversations
 from shape.data.regeneration import Share, Summary, answers_file, own_answers, regenerate
 from shape.errors import ConfigError, DataError
-from shape.features.trainer import TrainerOptions
 from shape.target.chat import Message
 
 
 def test_answers_replace_turns_in_order_and_feed_the_next(tmp_path):
     conversations = [
-        Conversation("s", (Message("system", "S"), *asking("", "one", "two").messages)),
+        Conversation("s", (Message("system", "S"), *conversation_of("", "one", "two").messages)),
         Conversation("asked only", (Message("user", "one"), Message("user", "two"))),
         Conversation("pair", (Message("user", "prompt"), Message("assistant", "x")), "completion"),
         Conversation("begins with an answer", (Message("assistant", "hi"), Message("user", "one"))),
     ]
     backend = Echo()
-    done = regenerate(conversations, backend, tmp_path / "out.jsonl", sampled_share=0.0, progress=False)
+    done = regenerate(conversations, backend, tmp_path / "out.jsonl", AnswerOptions(sampled_share=0.0), progress=False)
     rows = {c.id: c for c in load_conversations(tmp_path / "out.jsonl")}
     assert list(rows) == [c.id for c in conversations]
     assert [m.role for m in rows["s"].messages] == ["system", "user", "assistant", "user", "assistant"]
@@ -44,7 +44,8 @@ def test_answers_replace_turns_in_order_and_feed_the_next(tmp_path):
 
 
 def test_a_cut_answer_ends_its_conversation_and_is_marked(tmp_path, tiny_tokenizer):
-    conversations = [asking("a", "one", "cut", "three"), asking("b", "long"), asking("c", "one", "long")]
+    asked = {"a": ["one", "cut", "three"], "b": ["long"], "c": ["one", "long"]}
+    conversations = [conversation_of(name, *questions) for name, questions in asked.items()]
     with pytest.warns(UserWarning, match=r"2 conversations end early or are left out \(the first: b: too long"):
         done = regenerate(conversations, Echo(), tmp_path / "out.jsonl", progress=False)
     assert (done.rows, done.left_out, done.questions, done.answers, done.unfinished) == (2, 1, 6, 3, 1)
@@ -57,8 +58,8 @@ def test_a_cut_answer_ends_its_conversation_and_is_marked(tmp_path, tiny_tokeniz
 
 def test_kind_and_noise_depend_on_seed_and_id_alone(tmp_path):
     def kinds(conversations, name, **options):
-        regenerate(conversations, Echo(), tmp_path / name, progress=False, **options)
-        return {key: texts[1].split(":")[2:] for key, texts in written(tmp_path / name).items()}
+        regenerate(conversations, Echo(), tmp_path / name, AnswerOptions(**options), progress=False)
+        return {key: texts[1].split(":")[2:] for key, texts in messages_by_id(tmp_path / name).items()}
 
     base = kinds(many(200), "a.jsonl")
     assert kinds(many(200)[::-2], "b.jsonl", batch_size=3).items() <= base.items()
@@ -70,7 +71,7 @@ def test_kind_and_noise_depend_on_seed_and_id_alone(tmp_path):
 
 def test_batches_are_alike(tmp_path):
     backend = Echo()
-    regenerate(many(64), backend, tmp_path / "out.jsonl", batch_size=4, progress=False)
+    regenerate(many(64), backend, tmp_path / "out.jsonl", AnswerOptions(batch_size=4), progress=False)
     assert all(len({request.sampled for request in batch}) == 1 and len(batch) <= 4 for batch in backend.batches)
     first = [batch for batch in backend.batches if len(batch[0].prompt) == 1]
     spread = [max(w) - min(w) for w in ([len(r.prompt[0].content) for r in batch] for batch in first)]
@@ -81,6 +82,7 @@ KILLED = """
 import os, signal, sys
 sys.path.insert(0, {tests!r})
 from regenerated import Echo, many
+from shape.data.options import AnswerOptions
 from shape.data.regeneration import regenerate
 
 class Fragile(Echo):
@@ -89,7 +91,7 @@ class Fragile(Echo):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().generate(requests)
 
-regenerate(many(60), Fragile(), {output!r}, batch_size=4, progress=False)
+regenerate(many(60), Fragile(), {output!r}, AnswerOptions(batch_size=4), progress=False)
 """
 
 
@@ -97,7 +99,7 @@ regenerate(many(60), Fragile(), {output!r}, batch_size=4, progress=False)
 def test_killed_and_resumed_gives_the_same_bytes(tmp_path, name):
     straight, output = tmp_path / f"straight-{name}", tmp_path / name
     whole = Echo()
-    regenerate(many(60), whole, straight, batch_size=4, progress=False)
+    regenerate(many(60), whole, straight, AnswerOptions(batch_size=4), progress=False)
     tests = os.path.dirname(os.path.dirname(__file__))
     code = KILLED.format(tests=tests, after=17, output=str(output))
     environment = {**os.environ, "PYTHONPATH": os.path.dirname(tests)}
@@ -108,7 +110,7 @@ def test_killed_and_resumed_gives_the_same_bytes(tmp_path, name):
     with open(partial, "ab") as file:
         file.write(b'[[0, {"id": "half a line')
     rest = Echo()
-    regenerate(many(60), rest, output, batch_size=4, progress=False)
+    regenerate(many(60), rest, output, AnswerOptions(batch_size=4), progress=False)
     assert output.read_bytes() == straight.read_bytes()
     assert 0 < len(rest.batches) < len(whole.batches)  # it went on where it was
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([name, f"straight-{name}"])
@@ -130,26 +132,26 @@ class Stopping(Echo):
 def test_resuming_with_other_options_is_refused(tmp_path):
     output = tmp_path / "out.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        regenerate(many(30), Stopping(), output, batch_size=4, progress=False)
+        regenerate(many(30), Stopping(), output, AnswerOptions(batch_size=4), progress=False)
     with pytest.raises(ConfigError, match=r"begun with other options .*data "):
-        regenerate(many(29), Echo(), output, batch_size=4, progress=False)
+        regenerate(many(29), Echo(), output, AnswerOptions(batch_size=4), progress=False)
     with pytest.raises(ConfigError, match="name echo against other"):
-        regenerate(many(30), Echo("other"), output, batch_size=4, progress=False)
-    assert regenerate(many(30), Echo(), output, batch_size=4, progress=False).rows == 30
+        regenerate(many(30), Echo("other"), output, AnswerOptions(batch_size=4), progress=False)
+    assert regenerate(many(30), Echo(), output, AnswerOptions(batch_size=4), progress=False).rows == 30
     with pytest.raises(ConfigError, match="exists already; delete it or name another"):
-        regenerate(many(30), Echo(), output, batch_size=4, progress=False)
+        regenerate(many(30), Echo(), output, AnswerOptions(batch_size=4), progress=False)
 
 
 @pytest.mark.parametrize("size", [2, 7])
 def test_another_batch_size_goes_on(tmp_path, size):
     """As after running out of memory: nothing that was answered is asked for again."""
     straight, output, rest = tmp_path / "straight.jsonl", tmp_path / "out.jsonl", Echo()
-    regenerate(many(30), Echo(), straight, batch_size=4, progress=False)
+    regenerate(many(30), Echo(), straight, AnswerOptions(batch_size=4), progress=False)
     with pytest.raises(KeyboardInterrupt):
-        regenerate(many(30), Stopping(), output, batch_size=4, progress=False)
+        regenerate(many(30), Stopping(), output, AnswerOptions(batch_size=4), progress=False)
     lines = Path(f"{output}.partial").read_text().splitlines()[1:]
     done = {entry[0] for line in lines for entry in json.loads(line)}
-    regenerate(many(30), rest, output, batch_size=size, progress=False)
+    regenerate(many(30), rest, output, AnswerOptions(batch_size=size), progress=False)
     assert output.read_bytes() == straight.read_bytes()
     first = [request.prompt for batch in rest.batches for request in batch if len(request.prompt) == 1]
     assert done and len(first) == 30 - len(done) and max(map(len, rest.batches)) <= size
@@ -166,7 +168,7 @@ def test_bad_input(tmp_path):
     with pytest.raises(ConfigError, match=r"let its name end in \.jsonl or \.jsonl\.gz"):
         regenerate(many(1), Echo(), tmp_path / "c.json", progress=False)
     with pytest.raises(ConfigError, match=r"sampled_share 2\.0 must be within 0 and 1"):
-        regenerate(many(1), Echo(), tmp_path / "d.jsonl", sampled_share=2.0, progress=False)
+        regenerate(many(1), Echo(), tmp_path / "d.jsonl", AnswerOptions(sampled_share=2.0), progress=False)
 
 
 # Several processes -----------------------------------------------------------------------------------
@@ -175,11 +177,11 @@ def test_bad_input(tmp_path):
 def test_processes_share_the_batches(tmp_path):
     straight, output, barrier = tmp_path / "straight.jsonl", tmp_path / "out.jsonl", threading.Barrier(3)
     whole, parts = Echo(), [Echo() for _ in range(3)]
-    expected = regenerate(many(60), whole, straight, batch_size=4, progress=False)
+    expected = regenerate(many(60), whole, straight, AnswerOptions(batch_size=4), progress=False)
 
     def work(rank: int) -> Summary | None:
         share = Share(rank, 3, barrier.wait)
-        return regenerate(many(60), parts[rank], output, batch_size=4, progress=False, share=share)
+        return regenerate(many(60), parts[rank], output, AnswerOptions(batch_size=4), progress=False, share=share)
 
     with ThreadPoolExecutor(3) as threads:
         assert list(threads.map(work, range(3))) == [expected, None, None]
@@ -191,23 +193,25 @@ def test_processes_share_the_batches(tmp_path):
 
 def test_another_number_of_processes_goes_on(tmp_path):
     straight, output, whole, rest = tmp_path / "straight.jsonl", tmp_path / "out.jsonl", Echo(), Echo()
-    regenerate(many(60), whole, straight, batch_size=4, progress=False)
+    regenerate(many(60), whole, straight, AnswerOptions(batch_size=4), progress=False)
     for rank in (1, 2):  # and the first is lost at once
         part = Echo()
-        assert regenerate(many(60), part, output, batch_size=4, progress=False, share=Share(rank, 3)) is None
+        share = Share(rank, 3)
+        assert regenerate(many(60), part, output, AnswerOptions(batch_size=4), progress=False, share=share) is None
     with open(tmp_path / "out.jsonl.partial.2", "ab") as file:
         file.write(b'[[0, {"id": "half a line')
-    assert regenerate(many(60), Echo(), output, batch_size=4, progress=False, share=Share(1, 2)) is None
-    regenerate(many(60), rest, output, batch_size=4, progress=False)
+    assert regenerate(many(60), Echo(), output, AnswerOptions(batch_size=4), progress=False, share=Share(1, 2)) is None
+    regenerate(many(60), rest, output, AnswerOptions(batch_size=4), progress=False)
     assert output.read_bytes() == straight.read_bytes() and 0 < len(rest.batches) < len(whole.batches) / 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "straight.jsonl"]
 
 
 def test_answers_that_are_written_are_only_read(tmp_path):
-    trainer = TrainerOptions(accelerator="cpu", devices=1, enable_progress_bar=False).for_extraction()
-    first = own_answers(many(4), Echo(), tmp_path, AnswerOptions(), trainer, progress=False)
+    trainer = extraction_trainer()
+    output = answers_file(many(4), Echo(), tmp_path, AnswerOptions())
+    first = own_answers(many(4), Echo(), output, AnswerOptions(), trainer, progress=False)
     for lock in tmp_path.glob("*.lock"):
         lock.unlink()
     before = tmp_path.stat().st_mtime_ns
-    assert own_answers(many(4), Echo(), tmp_path, AnswerOptions(), trainer, progress=False) == first
+    assert own_answers(many(4), Echo(), output, AnswerOptions(), trainer, progress=False) == first
     assert tmp_path.stat().st_mtime_ns == before

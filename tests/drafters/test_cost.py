@@ -50,9 +50,13 @@ def test_the_best_depth_and_the_break_even():
 
 def test_costs_between_sizes():
     costs = Costs(1, 128, {1: 1.0, 3: 2.0, 5: 2.0}, {1: (0.0, 0.1), 2: (0.1, 0.25)})
-    assert costs.of(2, 0, 1) == 1.5 and costs.of(4, 2, 2) == pytest.approx(2.6) and costs.of(10, 0, 1) == 4.0
-    assert costs.of(1, 1, 9) == pytest.approx(1.35)  # wider than what was measured
-    assert Costs(1, 1, {1: 1.0}, {}).of(1, 5, 1) == 1.0  # a drafter without a network
+    assert (
+        costs.step_seconds(2, 0, 1) == 1.5
+        and costs.step_seconds(4, 2, 2) == pytest.approx(2.6)
+        and costs.step_seconds(10, 0, 1) == 4.0
+    )
+    assert costs.step_seconds(1, 1, 9) == pytest.approx(1.35)  # wider than what was measured
+    assert Costs(1, 1, {1: 1.0}, {}).step_seconds(1, 5, 1) == 1.0  # a drafter without a network
 
 
 def test_a_costly_source_is_asked_where_it_brings_more_than_it_costs():

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import BASELINES, WIDTHS, prompts
+from helpers import BASELINES, WIDTHS, committed, prompts
 from helpers import predictor as build
 
 from shape.drafters import Committed, TrainedDrafter, TreeShape
@@ -58,12 +58,12 @@ def target(tiny_model) -> Target:
 def begin(network: Any, target: Target, tree: TreeShape, lengths: list[int]) -> tuple[TrainedDrafter, Committed]:
     generator = torch.Generator().manual_seed(1)
     texts = [torch.randint(3, 64, (length,), generator=generator).tolist() for length in lengths]
-    committed = Committed(texts, torch.tensor(lengths), torch.tensor([text[-1] for text in texts]))
+    begun = committed(*texts)
     drafter = TrainedDrafter(network, tree)
     drafter.bind(target)
     size = network.config.feature_size
-    drafter.start(committed, torch.randn(len(lengths), max(lengths) - 1, size, generator=generator))
-    return drafter, committed
+    drafter.start(begun, torch.randn(len(lengths), max(lengths) - 1, size, generator=generator))
+    return drafter, begun
 
 
 def eager(drafter: TrainedDrafter) -> TrainedDrafter:
@@ -103,13 +103,13 @@ def steps(monkeypatch) -> list[int]:
 @pytest.mark.parametrize("how", ["greedy", "coupled", "drawn", "one drawn"])
 @pytest.mark.parametrize("name", [*STEP_BY_STEP, *AT_ONCE])
 def test_trees_are_those_of_the_network(target, steps, name, how, lengths, shape):
-    drafter, committed = begin(made(name), target, shape, lengths)
+    drafter, begun = begin(made(name), target, shape, lengths)
     if name in AT_ONCE:
         drafter.limit_draft(min(shape.depth, drafter.predictor.config.num_steps))
-    sampler = sampler_of(committed, how)
-    there = eager(drafter).draft(committed, sampler)
+    sampler = sampler_of(begun, how)
+    there = eager(drafter).draft(begun, sampler)
     assert not steps
-    here = drafter.draft(committed, sampler)
+    here = drafter.draft(begun, sampler)
     assert steps[0] == 1 and len(steps) == (1 if name in AT_ONCE else drafter.passes) <= shape.depth
     assert torch.equal(here.tokens, there.tokens) and torch.equal(here.parent, there.parent)
     torch.testing.assert_close(here.joint[:, 1:], there.joint[:, 1:], atol=1e-4, rtol=1e-4)
@@ -125,15 +125,15 @@ def test_trees_are_those_of_the_network(target, steps, name, how, lengths, shape
 @pytest.mark.parametrize("name", [*STEP_BY_STEP, *AT_ONCE])
 def test_the_memory_is_that_of_the_network(target, name, lengths, dtype):
     """Behind several commits with drafts in between, which leave nothing."""
-    drafter, committed = begin(made(name, dtype), target, TreeShape(depth=3, width=2), lengths)
-    other, sampler = eager(drafter), sampler_of(committed, "greedy")
+    drafter, begun = begin(made(name, dtype), target, TreeShape(depth=3, width=2), lengths)
+    other, sampler = eager(drafter), sampler_of(begun, "greedy")
     generator = torch.Generator().manual_seed(2)
     for counts in ([3, 1], [1, 2], [2, 4]):
         counts = counts[: len(lengths)]
         tokens = [torch.randint(3, 64, (count + 1,), generator=generator).tolist() for count in counts]
         hidden = torch.randn(len(lengths), 4, drafter.predictor.config.feature_size, generator=generator)
         for one in (drafter, other):
-            one.draft(committed, sampler)
+            one.draft(begun, sampler)
             one.update(tokens, hidden, torch.tensor(counts))
     assert drafter.cache.host_lengths == other.cache.host_lengths
     near = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
@@ -151,9 +151,9 @@ def test_estimates_end_drafts(target, threshold, depth):
     network = made(ESTIMATED)
     network.confidence_head.proj.weight.zero_()
     network.confidence_head.proj.bias.zero_()  # a half of every likeliest child
-    drafter, committed = begin(network, target, TreeShape(depth=3, width=2, threshold=threshold), [9])
-    sampler = sampler_of(committed, "greedy")
-    here, there = (one.draft(committed, sampler) for one in (drafter, eager(drafter)))
+    drafter, begun = begin(network, target, TreeShape(depth=3, width=2, threshold=threshold), [9])
+    sampler = sampler_of(begun, "greedy")
+    here, there = (one.draft(begun, sampler) for one in (drafter, eager(drafter)))
     assert torch.equal(here.tokens, there.tokens)
     likeliest = [here.joint[here.depth == at].max().exp().item() for at in range(1, int(here.depth.max()) + 1)]
     assert likeliest == pytest.approx([0.5**at for at in range(1, depth + 1)])
@@ -164,17 +164,17 @@ def test_estimates_end_drafts(target, threshold, depth):
 def test_weights_are_those_of_the_moment(target, name):
     """When a text begins."""
     network = made(name)
-    drafter, committed = begin(network, target, TreeShape(depth=4, width=2), [9])
-    sampler, states = sampler_of(committed, "greedy"), torch.randn(1, 8, network.config.feature_size)
+    drafter, begun = begin(network, target, TreeShape(depth=4, width=2), [9])
+    sampler, states = sampler_of(begun, "greedy"), torch.randn(1, 8, network.config.feature_size)
     found = []
     for factor in (1, -1.5):
         for weight in network.parameters():
             weight.mul_(factor)
-        drafter.start(committed, states)
-        found.append(drafter.draft(committed, sampler))
+        drafter.start(begun, states)
+        found.append(drafter.draft(begun, sampler))
     before, after = found
     assert not torch.equal(before.tokens, after.tokens)
-    assert torch.equal(after.tokens, eager(drafter).draft(committed, sampler).tokens)
+    assert torch.equal(after.tokens, eager(drafter).draft(begun, sampler).tokens)
 
 
 @torch.no_grad()

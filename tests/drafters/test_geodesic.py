@@ -9,7 +9,6 @@ from shape.drafters import GeodesicDrafter
 from shape.drafters.geodesic import PATHS, acceleration, analogue, follow, geodesic, line, parabola
 from shape.errors import ConfigError
 
-TIMES = torch.arange(9, dtype=torch.float64)
 NONE = torch.zeros(9, dtype=torch.long)
 
 

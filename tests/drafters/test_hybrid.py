@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import predictor
+from helpers import GREEDY, committed, predictor
 
 from shape.drafters import (
     Committed,
@@ -22,8 +22,6 @@ from shape.errors import ConfigError
 from shape.generation.decoder import ShapeDecoder
 from shape.verification.sampling import Sampler
 from shape.verification.tree import Drafted, TokenTree, ragged_tree
-
-GREEDY = Sampler(prompt_lengths=torch.tensor([1]))
 
 
 class Fixed(Drafter):
@@ -46,11 +44,6 @@ class Fixed(Drafter):
     def draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
         self.asked += 1
         return ragged_tree(committed.root, [self.drafted] * len(committed.texts))
-
-
-def committed(*rows: list[int]) -> Committed:
-    lengths = torch.tensor([len(text) for text in rows])
-    return Committed(list(rows), lengths, torch.tensor([text[-1] for text in rows]))
 
 
 def draft(hybrid: HybridDrafter, *rows: list[int]) -> TokenTree:
@@ -118,7 +111,7 @@ def test_unlikely_nodes_are_left_to_speculation_control():
         assert draft(started(each), [1, 2]).tokens[0].tolist() == [2, 5, 6, 7, 8]
 
 
-def test_nobody_is_asked_while_a_cheap_source_is_sure(monkeypatch):
+def test_nobody_is_asked_while_a_cheap_source_is_sure():
     cheap, dear = Fixed("cheap", (5, 0, 0.9), (5, 1, 0.9), (5, 2, 0.9)), Fixed("dear", (5, 0, 0.6))
     hybrid = started(HybridDrafter([cheap, dear]))
     text = [1]
@@ -177,7 +170,7 @@ def test_a_tree_of_drawn_nodes_is_taken_whole_whatever_its_size(monkeypatch):
     assert tree.size == 4 and tree.log_q is not None
 
 
-def test_a_rehearsal_has_the_passes_that_each_source_had(monkeypatch):
+def test_a_rehearsal_has_the_passes_that_each_source_had():
     light, heavy = Fixed("light", (5, 0, 0.5)), Fixed("heavy", (6, 0, 0.5))
     light.passes, heavy.passes, asked = 1, 3, []
     for drafter in (light, heavy):
@@ -199,7 +192,7 @@ def test_who_observes_a_drafter_says_what_rules_ask_of_it():
     assert not Wrapped(Fixed("fixed")).drops_drawn_nodes and not Wrapped(Fixed("fixed")).draws_one_child
 
 
-def test_names(tiny_target, tmp_path):
+def test_names(tiny_target):
     assert make_drafter("suffix+ngram").name == "suffix+ngram"
     with pytest.raises(ConfigError, match="names one twice"):
         make_drafter("suffix+suffix")

@@ -1,22 +1,15 @@
 """Lookahead decoding: the window's tokens are what the target said, the pool's n-grams what it went through."""
 
 import torch
-from helpers import prompts
+from helpers import GREEDY, committed, prompts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shape.drafters import Committed, LookaheadDrafter
+from shape.drafters import LookaheadDrafter
 from shape.generation.decoder import ShapeDecoder
-from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree
 
-GREEDY = Sampler(prompt_lengths=torch.tensor([1]))
 VOCABULARY = 97
-
-
-def committed(*rows: list[int]) -> Committed:
-    lengths = torch.tensor([len(text) for text in rows])
-    return Committed(list(rows), lengths, torch.tensor([text[-1] for text in rows]))
 
 
 def says(path: list[int]) -> int:

@@ -2,24 +2,18 @@
 
 import pytest
 import torch
-from conftest import tiny_config
-from helpers import prompts, weaker_model
+from helpers import committed, prompts, tiny_config, weaker_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from shape.drafters import Committed, HybridDrafter, ModelDrafter, make_drafter
+from shape.drafters import HybridDrafter, ModelDrafter, make_drafter
 from shape.drafters.lengths import Fixed
 from shape.errors import ConfigError, TargetMismatch
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
 from shape.verification.noise import sequence_keys
 from shape.verification.sampling import Sampler
-
-
-def committed(*rows: list[int]) -> Committed:
-    lengths = torch.tensor([len(text) for text in rows])
-    return Committed([list(text) for text in rows], lengths, torch.tensor([text[-1] for text in rows]))
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +28,7 @@ def bound(small: Target, target: Target, length: int = 4) -> ModelDrafter:
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=5), st.integers(1, 5), st.booleans(), st.integers(0, 99))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_drafts_its_own_continuation_whatever_became_of_the_last(tiny_model, small, accepted, length, sampling, seed):
     """Rows accept unequal parts of each draft; one row leaves on the way."""
     drafter = bound(small, Target(tiny_model()), length)
@@ -172,7 +166,7 @@ def test_from_pretrained(tiny_target, tiny_target_folder, tmp_path, tiny_model, 
     for name in (None, "model", "suffix+model", "none"):
         decoder = ShapeDecoder.from_pretrained(tmp_path, target=tiny_target, drafter=name, num_draft_tokens=3)
         assert torch.equal(decoder.generate(**ids, max_new_tokens=10), expected), name
-    assert isinstance(decoder.drafter, type(None))
+    assert decoder.drafter is None
     hybrid = ShapeDecoder.from_pretrained(tmp_path, target=tiny_target_folder, drafter=["suffix", "model"]).drafter
     assert isinstance(hybrid, HybridDrafter) and hybrid.name == "suffix+model"
     with pytest.raises(ConfigError, match="is a language model, which drafts for any with its tokens"):

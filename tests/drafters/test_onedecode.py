@@ -2,18 +2,11 @@
 
 import pytest
 import torch
+from helpers import GREEDY, committed
 
-from shape.drafters import Committed, OneDecodeDrafter
+from shape.drafters import OneDecodeDrafter
 from shape.drafters.onedecode import bake_texts, bake_tokens
 from shape.target.model import Target
-from shape.verification.sampling import Sampler
-
-GREEDY = Sampler(prompt_lengths=torch.tensor([1]))
-
-
-def committed(*rows: list[int]) -> Committed:
-    lengths = torch.tensor([len(text) for text in rows])
-    return Committed(list(rows), lengths, torch.tensor([text[-1] for text in rows]))
 
 
 def test_tokens_by_themselves_are_what_the_target_says_of_them(tiny_model):

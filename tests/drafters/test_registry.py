@@ -1,16 +1,14 @@
 """Drafters by name, those of other packages among them."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from helpers import prompts
+from helpers import ROOT, prompts
 
 from shape.drafters import DRAFTERS, NgramDrafter, SuffixDrafter, make_drafter
 from shape.errors import ConfigError
 from shape.generation.decoder import ShapeDecoder
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "example_package"
+EXAMPLE = ROOT / "tests/example_package"
 
 
 def test_every_name_makes_its_drafter():

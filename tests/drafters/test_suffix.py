@@ -4,26 +4,20 @@ import math
 
 import pytest
 import torch
+from helpers import GREEDY, committed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shape.drafters import Committed, SuffixDrafter
+from shape.drafters import SuffixDrafter
 from shape.drafters import suffix as module
 from shape.drafters.suffix import SuffixAutomaton
-from shape.verification.sampling import Sampler
 
-GREEDY = Sampler(prompt_lengths=torch.tensor([1]))
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
 
 
 @pytest.fixture(autouse=True)
 def _count_all(monkeypatch):
     monkeypatch.setattr(module, "_COUNTED", 1000)
-
-
-def committed(*rows: list[int]) -> Committed:
-    lengths = torch.tensor([len(text) for text in rows])
-    return Committed(list(rows), lengths, torch.tensor([text[-1] for text in rows]))
 
 
 def followers(text: list[int], suffix: list[int]) -> dict[int, int]:

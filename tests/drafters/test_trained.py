@@ -3,37 +3,21 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import BASELINES, WIDTHS
-from helpers import predictor as build
+from helpers import BASELINES, MODES, WIDTHS, committed, predictor
 
 from shape.drafters import Committed, TrainedDrafter, TreeShape, biases
 from shape.errors import TargetMismatch
-from shape.networks.base import Known
-from shape.networks.config import ShapeConfig
-from shape.networks.shape import ShapePredictor, roll, windows
+from shape.networks.base import Known, Predictor
+from shape.networks.shape import windows
 from shape.networks.teacher_forcing import Reader, Texts, known_in
 from shape.target.model import Target
 from shape.verification.noise import sequence_keys, token_hashes
 from shape.verification.sampling import Sampler
 
-MODES = [
-    ("recursive", "path"),
-    ("recursive", "root"),
-    ("recursive", "none"),
-    ("parallel", "root"),
-    ("parallel", "none"),
-]
 
-
-def predictor(step_mode: str, conditioning: str, seed: int = 0) -> ShapePredictor:
-    torch.manual_seed(seed)
-    network = ShapePredictor(
-        ShapeConfig(hidden_size=32, step_mode=step_mode, token_conditioning=conditioning, intermediate_size=48)
-    )
-    # Away from the identity it starts as, so that windows and tokens matter.
-    for parameter in network.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return network.double().eval()
+def loud(step_mode: str, conditioning: str) -> Predictor:
+    """Away from the identity it starts as, so that windows and tokens matter."""
+    return predictor(step_mode=step_mode, token_conditioning=conditioning, loud=True)
 
 
 @pytest.fixture(scope="module")
@@ -45,25 +29,25 @@ def begin(network, target, tree, batch=2) -> tuple[TrainedDrafter, Committed, to
     generator = torch.Generator().manual_seed(1)
     lengths = [6, 3][:batch]
     texts = [torch.randint(3, 64, (length,), generator=generator).tolist() for length in lengths]
-    committed = Committed(texts, torch.tensor(lengths), torch.tensor([text[-1] for text in texts]))
+    begun = committed(*texts)
     hidden = torch.randn(batch, 5, 32, dtype=torch.float64, generator=generator)
     drafter = TrainedDrafter(network, tree)
     drafter.bind(target)
-    drafter.start(committed, hidden)
-    return drafter, committed, hidden
+    drafter.start(begun, hidden)
+    return drafter, begun, hidden
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_children_are_the_best_of_each_nodes_own_path(target, mode, temperature):
-    network = predictor(*mode)
-    drafter, committed, hidden = begin(network, target, TreeShape(depth=3, width=2, branching=2))
-    sampler = Sampler(committed.lengths - 1, temperature, keys=sequence_keys(0, 2) if temperature else None)
-    sampler.commit(committed.lengths)
-    tree = drafter.draft(committed, sampler)
+    network = loud(*mode)
+    drafter, begun, hidden = begin(network, target, TreeShape(depth=3, width=2, branching=2))
+    sampler = Sampler(begun.lengths - 1, temperature, keys=sequence_keys(0, 2) if temperature else None)
+    sampler.commit(begun.lengths)
+    tree = drafter.draft(begun, sampler)
     assert tree.size == 1 + 2 + 4 + 4
     for row in range(2):
-        end = len(committed.texts[row]) - 1
+        end = len(begun.texts[row]) - 1
         for node in range(tree.size):
             children = [n for n in range(tree.size) if tree.parent[row, n] == node]
             if not children:
@@ -82,20 +66,20 @@ def test_children_are_the_best_of_each_nodes_own_path(target, mode, temperature)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("kind", [{"kind": "block", "markov_rank": 4}, BASELINES["shape with Markov bias"]])
 def test_biases_from_a_table_are_those_that_are_computed(target, monkeypatch, kind, temperature):
-    network = build(**kind, loud=True)
+    network = predictor(**kind, loud=True)
     sampler = Sampler(torch.tensor([5, 2]), temperature, keys=sequence_keys(0, 2) if temperature else None)
     trees = []
     for entries in (biases._TABLED, 0):
         monkeypatch.setattr(biases, "_TABLED", entries)
-        drafter, committed, _ = begin(network, target, TreeShape(depth=3, width=2))
+        drafter, begun, _ = begin(network, target, TreeShape(depth=3, width=2))
         assert (drafter._bias.table is None) == (entries == 0)
-        sampler.commit(committed.lengths)
-        trees.append(drafter.draft(committed, sampler))
+        sampler.commit(begun.lengths)
+        trees.append(drafter.draft(begun, sampler))
     assert torch.equal(trees[0].tokens, trees[1].tokens) and torch.equal(trees[0].parent, trees[1].parent)
     for weight in network.token_bias.parameters():
         weight.data.zero_()  # and they matter
-    drafter, committed, _ = begin(network, target, TreeShape(depth=3, width=2))
-    assert not torch.equal(drafter.draft(committed, sampler).tokens, trees[0].tokens)
+    drafter, begun, _ = begin(network, target, TreeShape(depth=3, width=2))
+    assert not torch.equal(drafter.draft(begun, sampler).tokens, trees[0].tokens)
 
 
 SHAPES = [
@@ -116,15 +100,15 @@ def test_trees_grown_on_the_host_are_those_grown_on_a_device(target, monkeypatch
         monkeypatch.setattr(biases, "_TABLED", 0)
     kinds = {"parallel": {"kind": "shape", "step_mode": "parallel", "token_conditioning": "root"}}
     kinds |= {"no table": BASELINES["shape with Markov bias"], "block": {"kind": "block", "markov_rank": 4}}
-    network = build(**(BASELINES | kinds)[name], loud=True)
-    drafter, committed, _ = begin(network, target, shape)
+    network = predictor(**(BASELINES | kinds)[name], loud=True)
+    drafter, begun, _ = begin(network, target, shape)
     noise = {} if how == "greedy" else {"temperature": 0.7, "keys": sequence_keys(0, 2)}
-    sampler = Sampler(committed.lengths - 1, **noise, coupled="drawn" not in how, one_drawn=how == "one drawn")
-    sampler.commit(committed.lengths)
+    sampler = Sampler(begun.lengths - 1, **noise, coupled="drawn" not in how, one_drawn=how == "one drawn")
+    sampler.commit(begun.lengths)
     assert drafter.on_host and not network.by_path
-    here = drafter.draft(committed, sampler)
+    here = drafter.draft(begun, sampler)
     drafter.on_host = False
-    there = drafter.draft(committed, sampler)
+    there = drafter.draft(begun, sampler)
     assert torch.equal(here.tokens, there.tokens) and torch.equal(here.parent, there.parent)
     torch.testing.assert_close(here.joint[:, 1:], there.joint[:, 1:], check_dtype=False)
     assert torch.equal(here.were_drawn[:, 1:], there.were_drawn[:, 1:])
@@ -136,7 +120,7 @@ def test_trees_grown_on_the_host_are_those_grown_on_a_device(target, monkeypatch
 
 
 def test_pruned_trees_keep_the_likeliest_nodes(target):
-    network = predictor("recursive", "path")
+    network = loud("recursive", "path")
     whole, committed, _ = begin(network, target, TreeShape(depth=3, width=3))
     pruned, _, _ = begin(network, target, TreeShape(depth=3, width=3, nodes=5))
     sampler = Sampler(committed.lengths - 1)
@@ -156,12 +140,12 @@ def test_pruned_trees_keep_the_likeliest_nodes(target):
 
 @pytest.mark.parametrize("counts", [[1, 3], [2, 1]])
 def test_update_moves_the_window_by_what_was_accepted(target, counts):
-    network = predictor("recursive", "path")
-    drafter, committed, hidden = begin(network, target, TreeShape())
+    network = loud("recursive", "path")
+    drafter, begun, hidden = begin(network, target, TreeShape())
     new = torch.randn(2, 3, 32, dtype=torch.float64)
     drafter.update([[0] * (1 + count) for count in counts], new, torch.tensor(counts))
     for row, count in enumerate(counts):
-        known = torch.cat([hidden[row, : len(committed.texts[row]) - 1], new[row, :count]])
+        known = torch.cat([hidden[row, : len(begun.texts[row]) - 1], new[row, :count]])
         expected = windows(known[None], torch.tensor([[len(known)]]), 4)[0, 0]
         assert torch.equal(drafter.window[row], expected)
     drafter.select(torch.tensor([1]))
@@ -172,17 +156,17 @@ def test_update_moves_the_window_by_what_was_accepted(target, counts):
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_draft_vocabulary_is_all_that_is_drafted(target, mode, temperature):
     """A vocabulary of every token, in another order, changes nothing; a smaller one holds every draft."""
-    whole = predictor(*mode)
+    whole = loud(*mode)
     everything, some = torch.arange(63, -1, -1), torch.tensor([9, 4, 33, 60])
     drafts = []
     for vocabulary in (None, everything, some):
-        network = predictor(*mode)
+        network = loud(*mode)
         network.load_state_dict(whole.state_dict())
         network.register_buffer("draft_vocabulary", vocabulary)
-        drafter, committed, _ = begin(network, target, TreeShape(depth=3, width=2))
-        sampler = Sampler(committed.lengths - 1, temperature, keys=sequence_keys(0, 2) if temperature else None)
-        sampler.commit(committed.lengths)
-        drafts.append(drafter.draft(committed, sampler))
+        drafter, begun, _ = begin(network, target, TreeShape(depth=3, width=2))
+        sampler = Sampler(begun.lengths - 1, temperature, keys=sequence_keys(0, 2) if temperature else None)
+        sampler.commit(begun.lengths)
+        drafts.append(drafter.draft(begun, sampler))
     assert torch.equal(drafts[0].tokens, drafts[1].tokens)
     assert set(drafts[2].tokens[:, 1:].flatten().tolist()) <= set(some.tolist())
 
@@ -193,17 +177,12 @@ def test_full_trees_hold_every_path():
 
 
 def test_parallel_predictors_draft_no_deeper_than_their_steps(target):
-    drafter, committed, _ = begin(predictor("parallel", "none"), target, TreeShape(depth=9, width=1))
-    assert drafter.draft(committed, Sampler(committed.lengths)).size == 1 + 4
-
-
-def test_rolling_uses_the_predicted_state(target):
-    window = torch.arange(4.0)[:, None].expand(4, 32)
-    assert roll(window, torch.full((32,), 9.0))[:, 0].tolist() == [1, 2, 3, 9]
+    drafter, begun, _ = begin(loud("parallel", "none"), target, TreeShape(depth=9, width=1))
+    assert drafter.draft(begun, Sampler(begun.lengths)).size == 1 + 4
 
 
 def test_another_target_is_refused(target, tiny_model):
-    network = predictor("recursive", "path")
+    network = loud("recursive", "path")
     network.config.target_identity = target.identity.to_dict()
     with pytest.raises(TargetMismatch, match=r"differs in output embedding .*; give the target"):
         TrainedDrafter(network).bind(Target(tiny_model("llama", seed=5)))
@@ -217,12 +196,10 @@ def test_another_target_is_refused(target, tiny_model):
 @pytest.mark.parametrize("mode", MODES)
 def test_every_node_draws_children_of_its_own(target, mode):
     """Where the rule asks for draws: siblings do not draw alike, even from one distribution, which the tree tells."""
-    drafter, committed, _ = begin(predictor(*mode), target, TreeShape(depth=3, width=3))
-    sampler = Sampler(
-        committed.lengths - 1, 99.0, keys=sequence_keys(0, 2), coupled=False
-    )  # near the flat distribution
-    sampler.commit(committed.lengths)
-    tree = drafter.draft(committed, sampler)
+    drafter, begun, _ = begin(loud(*mode), target, TreeShape(depth=3, width=3))
+    sampler = Sampler(begun.lengths - 1, 99.0, keys=sequence_keys(0, 2), coupled=False)  # near the flat distribution
+    sampler.commit(begun.lengths)
+    tree = drafter.draft(begun, sampler)
     assert tree.log_q is not None
     for row in range(2):
         parents, tokens = tree.parent[row].tolist(), tree.tokens[row].tolist()
@@ -240,7 +217,7 @@ def test_every_node_draws_children_of_its_own(target, mode):
 @pytest.mark.parametrize("grown", ["at once", "step by step"])
 def test_every_kind_drafts_what_training_unrolls(target, kind, grown):
     """Along every path of a tree the drafts are the best of `unroll` on whole texts, however the states came in."""
-    network = build(**(BASELINES | WIDTHS)[kind], loud=True)
+    network = predictor(**(BASELINES | WIDTHS)[kind], loud=True)
     layers, size = network.config.feature_layers, 32
     generator = torch.Generator().manual_seed(1)
     texts = [torch.randint(3, 64, (length,), generator=generator).tolist() for length in (9, 6)]
@@ -248,9 +225,8 @@ def test_every_kind_drafts_what_training_unrolls(target, kind, grown):
     drafter = TrainedDrafter(network, TreeShape(depth=3, width=2, branching=2))
     drafter.bind(target)
     short = [2, 4] if grown == "step by step" else [9, 6]  # committed at the prefill, root included
-    begun = [text[:n] for text, n in zip(texts, short, strict=True)]
-    committed = Committed(begun, torch.tensor(short), torch.tensor([0]))
-    drafter.start(committed, hidden[:, : max(short) - 1])
+    begun = committed(*(text[:n] for text, n in zip(texts, short, strict=True)))
+    drafter.start(begun, hidden[:, : max(short) - 1])
     while (behind := [len(text) - n for text, n in zip(texts, short, strict=True)]) != [0, 0]:
         counts = [min(more, many) for more, many in zip(behind, (3, 1), strict=True)]
         new = [hidden[b, n - 1 : n + c - 1] for b, (n, c) in enumerate(zip(short, counts, strict=True))]
@@ -258,10 +234,10 @@ def test_every_kind_drafts_what_training_unrolls(target, kind, grown):
         ids = [text[n - 1 : n + count] for text, n, count in zip(texts, short, counts, strict=True)]
         short = [n + count for n, count in zip(short, counts, strict=True)]
         drafter.update(ids, torch.stack(rows), torch.tensor(counts))
-    committed = Committed(texts, torch.tensor(short), torch.tensor([text[-1] for text in texts]))
-    sampler = Sampler(committed.lengths - 1)
-    sampler.commit(committed.lengths)
-    tree = drafter.draft(committed, sampler)
+    now = committed(*texts)
+    sampler = Sampler(now.lengths - 1)
+    sampler.commit(now.lengths)
+    tree = drafter.draft(now, sampler)
     assert tree.size == 1 + 2 + 4 + 4
     reader = Reader(network, target)
     for row, text in enumerate(texts):

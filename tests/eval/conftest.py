@@ -1,11 +1,12 @@
 """An ablation of seconds, and trainings that run in the process of the test."""
 
-import json
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import yaml
+from helpers import write_rows
+from training_runs import write_conversations
 
 from eval.ablation import training
 
@@ -14,16 +15,8 @@ from eval.ablation import training
 def file(tiny_target_folder, tmp_path_factory) -> Path:
     """An ablation of seconds: three variants on the tiny target."""
     folder = tmp_path_factory.mktemp("ablation")
-    talks, prompts = folder / "talks.jsonl", folder / "prompts.jsonl"
-    talks.write_text(
-        "".join(
-            json.dumps({"id": f"c{i}", "conversations": [
-                {"from": "human", "value": "say " + "a b c " * (i % 6)}, {"from": "gpt", "value": f"there: {i}, done"},
-            ]}) + "\n"
-            for i in range(24)
-        )
-    )  # fmt: skip
-    prompts.write_text("".join(json.dumps({"id": str(i), "turns": [f"say {i}"]}) + "\n" for i in range(3)))
+    talks, prompts = write_conversations(folder / "talks.jsonl", 24), folder / "prompts.jsonl"
+    write_rows(prompts, *({"id": str(i), "turns": [f"say {i}"]} for i in range(3)))
     values = {
         "title": "Tiny",
         "base": [],

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers import predictor, tiny_bert
+from helpers import tiny_bert
 
 from eval.ablate import main, parse
 from eval.ablation import training
@@ -15,7 +15,7 @@ from eval.ablation.measuring import examine
 from eval.ablation.plan import Run, plan
 from eval.quality import _Measurement
 from shape import bundled
-from shape.drafters import OracleDrafter, TrainedDrafter, TreeShape
+from shape.drafters import OracleDrafter, TreeShape
 from shape.errors import CheckpointError, ConfigError
 from shape.evaluation.speed import Bench
 from shape.generation.decoder import ShapeDecoder
@@ -39,7 +39,7 @@ SHIPPED = [
 ]
 
 
-def test_trains_every_variant_with_every_seed_and_measures_them_together(file, tmp_path, launched, capsys):
+def test_trains_every_variant_with_every_seed_and_measures_them_together(file, tmp_path, launched, refused):
     arguments = [str(file), f"--output={tmp_path}", "--only=[path 1.0,root]"]
     main(arguments)
     folders = [Path(told[0].removeprefix("--config=")).parent.name for told in launched]
@@ -53,7 +53,7 @@ def test_trains_every_variant_with_every_seed_and_measures_them_together(file, t
             assert figures["summary"]["answers"] == 4  # two prompts, two seeds
             assert set(figures["acceptance_lengths"]) == {"0", "1"} and figures["summary"]["equal_autoregressive"] == 4
             assert all(length >= 1 for length in figures["acceptance_lengths"].values())
-            assert figures["anatomy"]["flops"] > 0 and figures["step_ms"]["verify"] > 0
+            assert figures["step_ms"]["verify"] > 0
         for trained in found["trained"][line["variant"]].values():
             assert trained["steps"] == 3 and 0 <= trained["seconds"] <= trained["record"]["seconds"]
             assert trained["parameters"] > 1000 and 0 < trained["record"]["share_of_peak"] < 1
@@ -69,13 +69,12 @@ def test_trains_every_variant_with_every_seed_and_measures_them_together(file, t
     kept.write_text(yaml.safe_dump({name: value for name, value in values.items() if name != "shard_target"}))
     main(arguments)  # nor does an option that was not there then
     assert len(launched) == 4
-    with pytest.raises(SystemExit):  # what lies there was another training
-        main([*arguments, "--override=[training.steps=4]"])
-    assert "other options (training.steps was 3 and is 4)" in capsys.readouterr().err
+    said = refused(main, *arguments, "--override=[training.steps=4]")  # what lies there was another training
+    assert "other options (training.steps was 3 and is 4)" in said
 
 
 @pytest.mark.slow  # trains and decodes by every rule
-def test_what_variants_write_by_lossy_rules(file, tmp_path, launched, monkeypatch, capsys):
+def test_what_variants_write_by_lossy_rules(file, tmp_path, launched, monkeypatch):
     bert = tiny_bert(tmp_path / "bert")
     arguments = [str(file), f"--output={tmp_path}", "--only=[path 1.0,affine]", f"--measure.encoder={bert}"]
     arguments += ["--measure.lossy=[trs-lossy]"]
@@ -142,11 +141,9 @@ def test_interrupted_work_goes_on(file, tmp_path, launched, monkeypatch):
     assert (tmp_path / "ablation.md").exists() and "One seed (3)" in (tmp_path / "ablation.md").read_text()
 
 
-def test_variants_trained_together_on_one_forward(file, tmp_path, launched, capsys):
+def test_variants_trained_together_on_one_forward(file, tmp_path, launched, refused):
     arguments = [str(file), f"--output={tmp_path}", "--together=true", "--measure.temperatures=[0]"]
-    with pytest.raises(SystemExit):
-        main(arguments)
-    assert "together: path-1.0-0 reads stored features" in capsys.readouterr().err
+    assert "together: path-1.0-0 reads stored features" in refused(main, *arguments)
     main([*arguments, "--override=[online=true]"])
     assert [len([each for each in told if each.endswith("options.yaml")]) for told in launched] == [3, 3]  # by seed
     assert "all variants of a seed at once" in (tmp_path / "ablation.md").read_text()
@@ -259,18 +256,6 @@ def test_shipped_ablations_are_sound(name, tmp_path):
 # ------------------------------------------------------------------------------------------------- counting
 
 
-def test_operations_of_a_draft_are_those_of_its_matrix_products(tiny_target):
-    """A chain of two, by hand: per pass window, token, block, delta, gate and head; two per multiply-add."""
-    network = predictor(torch.float32, num_layers=1)
-    config, width, size = network.config, 48, 32
-    pass_ = width * (config.window * size + size) + 2 * width**2 + size * width + 2 * size * size
-    pass_ += size * tiny_target.vocab_size
-    found = examine(
-        tiny_target, TrainedDrafter(network, TreeShape(depth=2, width=1)), [torch.tensor([[5, 6, 7]])], 0.0, 8
-    )
-    assert found.flops == 2 * 2 * pass_
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_acceptance_by_depth_counts_drafts_that_came_so_far(tiny_target, temperature):
     context = torch.tensor([[5, 6, 7, 8]])
@@ -278,7 +263,7 @@ def test_acceptance_by_depth_counts_drafts_that_came_so_far(tiny_target, tempera
     text = ShapeDecoder(tiny_target).generate(context, seed=0, max_new_tokens=40, **options)[0].tolist()
     oracle = OracleDrafter([text], error_rate=0.25, depth=3)
     found = examine(tiny_target, oracle, [context], temperature, 40)
-    assert len(found.asked) == 3 and found.flops == 0
+    assert len(found.asked) == 3
     assert all(later <= before for later, before in zip(found.asked[1:], found.accepted, strict=False))
     assert all(0 < yes <= of for yes, of in zip(found.accepted, found.asked, strict=True))
     exact = examine(tiny_target, OracleDrafter([text], depth=3), [context], temperature, 40)
@@ -325,12 +310,9 @@ def test_acceptance_by_depth_counts_drafts_that_came_so_far(tiny_target, tempera
         (["--unknown=1"], "tiny.yaml: "),
     ],
 )
-def test_mistakes_get_one_sentence_before_any_work(file, tmp_path, monkeypatch, capsys, more, message):
+def test_mistakes_get_one_sentence_before_any_work(file, tmp_path, monkeypatch, refused, more, message):
     monkeypatch.setattr(training, "_launch", lambda *_: pytest.fail("work has begun"))
-    with pytest.raises(SystemExit) as stopped:
-        main([str(file), f"--output={tmp_path}", *more])
-    said = capsys.readouterr().err.strip().splitlines()
-    assert stopped.value.code == 2 and said[-1].startswith("error: ") and message in said[-1]
+    assert message in refused(main, str(file), f"--output={tmp_path}", *more)
     assert not (tmp_path / "runs").exists()
 
 

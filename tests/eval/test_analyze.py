@@ -1,23 +1,35 @@
 """What the analysis measures, on a tiny target whose predictors are not trained: figures, not findings."""
 
 import json
+from copy import copy
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import write_rows
 
 from eval.analysis.limits import acceptances, simulate
 from eval.analysis.losses import loss_family
 from eval.analysis.optimal_acceptance import optimal_acceptance
 from eval.analysis.plans import ITERATIONS, read_outs, transitions
+from eval.analysis.report import report
 from eval.analysis.states import distances, similarity
-from eval.analysis.texts import chosen, common_support, predictions, speaking, successive_states, texts_of
-from eval.analyze import AnalyzeOptions, run
+from eval.analysis.texts import (
+    answer_positions,
+    common_support,
+    drawn_positions,
+    predictions,
+    successive_states,
+    texts_of,
+)
+from eval.analyze import AnalyzeOptions, _texts, run
 from shape.data.encoding import Encoded
 from shape.errors import ConfigError, DataError
 from shape.features.store import Stored
+from shape.generation.decoder import ShapeDecoder
 from shape.networks.config import ShapeConfig
 from shape.networks.shape import ShapePredictor
+from shape.target.model import Target
 
 
 def mixed(target, **options) -> ShapePredictor:
@@ -53,16 +65,16 @@ def pairs() -> tuple[torch.Tensor, torch.Tensor]:
 def test_states_of_an_answer_are_those_that_predict_it():
     mask = torch.tensor([0, 0, 1, 1, 1, 0, 0, 1, 1]).bool()
     text = Stored(torch.arange(9), mask, torch.zeros(9, 2))
-    assert speaking(text, 1).tolist() == [1, 2, 3, 6, 7]
-    assert speaking(text, 3).tolist() == [1]
-    assert speaking(text, 20).tolist() == []
+    assert answer_positions(text, 1).tolist() == [1, 2, 3, 6, 7]
+    assert answer_positions(text, 3).tolist() == [1]
+    assert answer_positions(text, 20).tolist() == []
 
 
 def test_positions_are_drawn_from_all_texts():
-    parts = chosen([3, 0, 50], 10, seed=0)
+    parts = drawn_positions([3, 0, 50], 10, seed=0)
     assert [len(part) for part in parts][1] == 0 and sum(len(part) for part in parts) == 10
     assert all((part < count).all() for part, count in zip(parts, (3, 0, 50), strict=True))
-    assert [part.tolist() for part in chosen([2, 3], 100, seed=1)] == [[0, 1], [0, 1, 2]]
+    assert [part.tolist() for part in drawn_positions([2, 3], 100, seed=1)] == [[0, 1], [0, 1, 2]]
 
 
 def test_cosines():
@@ -173,7 +185,7 @@ def folder(predictor: ShapePredictor, path: Path) -> str:
 def test_the_command_writes_what_it_measured(tiny_target, tiny_target_folder, tmp_path):
     answers = tmp_path / "answers.jsonl"
     rows = [{"prompt": f"Hello {number}", "completion": "Good day to you."} for number in range(3)]
-    answers.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(answers, *rows)
     options = AnalyzeOptions(
         output=str(tmp_path / "out"), target=str(tiny_target_folder), data=str(answers), label="Tiny",
         predictor=folder(mixed(tiny_target, refinement="none"), tmp_path / "autoregressive"),
@@ -185,11 +197,13 @@ def test_the_command_writes_what_it_measured(tiny_target, tiny_target_folder, tm
     assert text.startswith("# Tiny\n") and text.count("**What it means.**") == 6 and "nan" not in text
     assert (tmp_path / "out" / "analysis.png").stat().st_size > 10_000
     assert record["environment"]["versions"]["POT"] and record["texts"] == 2
+    record["losses"]["apart"]["50"] = 1e9  # where tokens lie further apart than any scale, the widest one is told of
+    widest = [row["name"] for row in record["losses"]["rows"] if row["name"].startswith("transport")][-1]
+    assert f"and one along {widest} " in report(record)
 
 
 def test_prompts_are_answered_first(tiny_target, tiny_target_folder, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Hello", "Good day")))
+    prompts = write_rows(tmp_path / "prompts.jsonl", *({"prompt": text} for text in ("Hello", "Good day")))
     options = AnalyzeOptions(
         output=str(tmp_path / "out"), target=str(tiny_target_folder), prompts=str(prompts),
         predictor=folder(mixed(tiny_target, refinement="none"), tmp_path / "autoregressive"), **OPTIONS,
@@ -200,6 +214,14 @@ def test_prompts_are_answered_first(tiny_target, tiny_target_folder, tmp_path):
         run(AnalyzeOptions(predictor=options.predictor, target=options.target))
     with pytest.raises(ConfigError, match='has no refinement "sinkhorn"'):
         run(AnalyzeOptions(**{**vars(options), "refined": options.predictor}))
+
+
+def test_a_target_without_a_chat_template_answers_bare_text(tiny_target, tmp_path):
+    base = Target(tiny_target.model, copy(tiny_target.tokenizer), name="base")
+    base.tokenizer.chat_template = None
+    prompts = write_rows(tmp_path / "prompts.jsonl", {"prompt": "Hello"})
+    (text,) = _texts(AnalyzeOptions(prompts=str(prompts), max_new_tokens=4), ShapeDecoder(base))
+    assert text.input_ids[:5].tolist() == base.encode("Hello")[0].tolist() and text.loss_mask.sum() <= 4
 
 
 @pytest.mark.parametrize(

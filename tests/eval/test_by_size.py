@@ -1,14 +1,14 @@
 """The table by the size of the target."""
 
 import json
-from pathlib import Path
 
 import pytest
+from helpers import ROOT
 
 from eval.by_size import RESULTS, rendered, table
 from shape.errors import DataError
 
-PAGE = Path(__file__).parents[2] / "docs/research/baselines.md"
+PAGE = ROOT / "docs/research/baselines.md"
 
 
 def test_a_method_stands_once_for_each_target_the_smallest_first():

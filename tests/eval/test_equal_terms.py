@@ -7,13 +7,13 @@ from statistics import mean
 
 import pytest
 import yaml
+from helpers import ROOT
 
 from eval import equal_terms as program
 from eval.ablate import parse
 from eval.equal_terms import RESULTS, main, rendered
 from shape.errors import DataError
 
-ROOT = Path(__file__).parents[2]
 OPTIONS = ["--seeds=[0]", "--prompts=[bench,kinds]", "--targets=[tiny]", "--steps=2", "--minutes=1", "--jobs=1"]
 
 
@@ -125,7 +125,7 @@ def test_documents_say_what_was_measured():
     assert all(length in told for length in time.values()) and positions["eagle"] in told and positions["shape"] in told
 
 
-def test_wrong_requests(tmp_path, monkeypatch, capsys):
+def test_wrong_requests(tmp_path, monkeypatch, refused):
     monkeypatch.delenv("SHAPE_SHARED", raising=False)
     for given, message in (
         (["--targets=[llama]"], "llama is unknown; choose among shipped, chat-12m"),
@@ -133,9 +133,7 @@ def test_wrong_requests(tmp_path, monkeypatch, capsys):
         (["--methods=[lookahead]", "--estimate=true"], "variant lookahead is not in the file"),
         (["--targets=[chat-12m]"], "name their folder by SHAPE_SHARED"),
     ):
-        with pytest.raises(SystemExit, match="2"):
-            main([f"--work={tmp_path}", *given])
-        assert message in capsys.readouterr().err
+        assert message in refused(main, f"--work={tmp_path}", *given)
     with pytest.raises(DataError, match="no <!-- equal-terms:begin"):
         rendered("nothing", tmp_path)
 

@@ -35,7 +35,7 @@ def drawings(q: list[float], drafts: int, replacement: bool) -> dict[tuple[int, 
 
 class TestOptimalAcceptance:
     @given(seeds, st.integers(3, 5), st.integers(1, 3), st.booleans(), st.floats(0, 5))
-    @settings(deadline=None, max_examples=60)
+    @settings(max_examples=60)
     def test_against_the_linear_programme(
         self, seed: int, d: int, drafts: int, replacement: bool, sharpness: float
     ) -> None:
@@ -48,7 +48,6 @@ class TestOptimalAcceptance:
         assert optimal_acceptance(p, q, drafts, replacement).item() == pytest.approx(1 - refused, abs=1e-6)
 
     @given(seeds, st.booleans(), st.floats(0, 8))
-    @settings(deadline=None)
     def test_one_draft_is_total_variation_and_more_are_no_worse(
         self, seed: int, replacement: bool, size: float
     ) -> None:
@@ -66,7 +65,7 @@ class TestOptimalAcceptance:
 
 
 @given(seeds, st.integers(3, 6), st.integers(1, 4), st.floats(0, 6))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_one_drawn_draft_against_the_linear_programme(seed: int, d: int, drafts: int, sharpness: float) -> None:
     p, q = problem(seed, batch=(), d=d, sharpness=sharpness)
     drafts = min(drafts, d)
@@ -78,7 +77,7 @@ def test_one_drawn_draft_against_the_linear_programme(seed: int, d: int, drafts:
 
 
 @given(seeds, st.integers(2, 4), st.integers(1, 3), st.floats(0, 5))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_k_sequential_selection_is_lossless_and_between_its_bounds(
     seed: int, d: int, drafts: int, sharpness: float
 ) -> None:

@@ -31,7 +31,5 @@ def test_tokens_in_common():
     assert precisions.in_common([1, 2, 9], [1, 2, 3, 4], 2) == 0.0
 
 
-def test_what_is_not_known_is_named(capsys):
-    with pytest.raises(SystemExit):
-        precisions.main(["--sizes", '["7B"]'])
-    assert "7B is not measured; give some of 12.6M" in capsys.readouterr().err
+def test_what_is_not_known_is_named(refused):
+    assert "7B is not measured; give some of 12.6M" in refused(precisions.main, "--sizes", '["7B"]')

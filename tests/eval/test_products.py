@@ -10,7 +10,7 @@ from shape.target import floats
 from shape.target.prepack import onednn_multiplies
 
 pytestmark = pytest.mark.skipif(
-    not (floats.serves(torch.float32) and onednn_multiplies(torch.float32)), reason="nothing to compare here"
+    not (floats.supports(torch.float32) and onednn_multiplies(torch.float32)), reason="nothing to compare here"
 )
 
 

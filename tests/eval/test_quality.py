@@ -5,7 +5,7 @@ from math import exp
 
 import pytest
 import torch
-from helpers import tiny_bert
+from helpers import tiny_bert, write_rows
 
 from eval.quality import QualityOptions, main, run
 from eval.text_quality.results import Ahead, QualityResults
@@ -26,7 +26,7 @@ def options(tiny_predictor_folder, tiny_target_folder, tmp_path):
         {"id": "one", "category": "talk", "turns": ["Hello", "And then?"], "reference": ["#### 7", None]},
         {"id": "two", "category": "talk", "prompt": "Good day"},
     ]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(prompts, *rows)
 
     def make(**more) -> QualityOptions:
         values = {"output": str(tmp_path / "out"), "prompts": str(prompts), "max_new_tokens": 10, "dtype": "float32"}
@@ -97,7 +97,7 @@ def test_accuracy_by_lookahead_is_that_of_real_drafts(options, tiny_target, tiny
 def test_programs_are_run_only_where_that_is_allowed(options, tmp_path):
     prompts = tmp_path / "code.jsonl"
     row = {"id": "c", "prompt": "def one():\n", "test": "def check(f):\n    assert f() == 1\n", "entry_point": "one"}
-    prompts.write_text(json.dumps(row) + "\n")
+    write_rows(prompts, row)
     with pytest.raises(ConfigError, match="untrusted code: allow that with --run_code true"):
         run(options(prompts=str(prompts)))
     results = run(options(prompts=str(prompts), run_code=True, methods=["autoregressive"], temperature=[0.0]))
@@ -106,7 +106,7 @@ def test_programs_are_run_only_where_that_is_allowed(options, tmp_path):
     assert "pass@1" in results.to_markdown() and "Programs ran with 5 s" in results.to_markdown()
 
 
-def test_an_interrupted_measurement_goes_on(options, tmp_path, monkeypatch):
+def test_an_interrupted_measurement_goes_on(options, monkeypatch):
     only = {"methods": ["autoregressive", "unverified-lossy"], "temperature": [0.0]}
     whole = run(options(**only)).records
     append, calls = Journal.append, []
@@ -140,7 +140,5 @@ def test_what_cannot_be_meant_is_refused(options, given, message):
         run(options(**given))
 
 
-def test_the_command_says_it_in_one_sentence(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["--limit", "0"])
-    assert ended.value.code == 2 and capsys.readouterr().err == "error: limit is 0; give at least 1\n"
+def test_the_command_says_it_in_one_sentence(refused):
+    assert refused(main, "--limit", "0", alone=True) == "error: limit is 0; give at least 1"

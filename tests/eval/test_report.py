@@ -1,18 +1,16 @@
 """The one command that makes the report from nothing: what it runs, what it keeps, and that it works."""
 
-import json
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
+from helpers import save_untrained, write_rows
+from training_runs import write_conversations
 
 from eval import report as program
 from shape.errors import ConfigError
-from shape.networks.config import ShapeConfig
-from shape.networks.shape import ShapePredictor
 
 SECTIONS = ("rate", "all", "trace", "speed", "efficiency", "check", "analysis")
 
@@ -21,17 +19,12 @@ SECTIONS = ("rate", "all", "trace", "speed", "efficiency", "check", "analysis")
 def options(tiny_target, tiny_target_folder, tmp_path, monkeypatch):
     """Seconds of work on the tiny target, an untrained predictor of which is exported."""
     monkeypatch.setenv("SHAPE_CACHE", str(tmp_path / "cache"))
-    identity = tiny_target.identity.to_dict() | {"name": str(tiny_target_folder)}
-    config = ShapeConfig(hidden_size=tiny_target.hidden_size, num_steps=2, target_identity=identity)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        ShapePredictor(config).save_pretrained(tmp_path / "predictor")
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(
-        "".join(json.dumps({"id": text, "prompt": text}) + "\n" for text in ("Hello", "one two one two"))
+    untrained = save_untrained(tiny_target, tiny_target_folder, tmp_path / "predictor")
+    prompts = write_rows(
+        tmp_path / "prompts.jsonl", *({"id": text, "prompt": text} for text in ("Hello", "one two one two"))
     )
     return program.ReportOptions(
-        output=str(tmp_path / "report"), predictor=str(tmp_path / "predictor"), prompts=str(prompts), ablation="none",
+        output=str(tmp_path / "report"), predictor=untrained, prompts=str(prompts), ablation="none",
         dtype="float32", limit=2, max_new_tokens=6, batches=[1, 2], positions=4,
     )  # fmt: skip
 
@@ -67,7 +60,7 @@ def test_everything_is_measured_once_and_shown(options, launched, tmp_path, caps
     assert launched == ["shape.bench"] and written.exists()
     assert capsys.readouterr().out.count("kept: ") == len(everything) - 1
     options.limit = 1
-    with pytest.raises(ConfigError, match=r"holds results of other options \(limit\)"):
+    with pytest.raises(ConfigError, match=r"options.json holds a measurement with other settings \(limit\)"):
         program.make(options)
 
 
@@ -98,17 +91,7 @@ def test_commands_are_those_of_the_package(options):
 
 @pytest.mark.slow
 def test_with_an_ablation_in_processes_of_their_own(options, tiny_target_folder, tmp_path):
-    talks, file = tmp_path / "talks.jsonl", tmp_path / "tiny.yaml"
-    rows = (
-        {
-            "conversations": [
-                {"from": "human", "value": f"say {'a b ' * i}"},
-                {"from": "gpt", "value": f"there: {i}, done"},
-            ]
-        }
-        for i in range(24)
-    )
-    talks.write_text("".join(json.dumps({"id": f"c{i}", **row}) + "\n" for i, row in enumerate(rows)))
+    talks, file = write_conversations(tmp_path / "talks.jsonl", 24), tmp_path / "tiny.yaml"
     common = {
         "target": str(tiny_target_folder), "regenerate": False, "max_length": 128,
         "predictor": {"intermediate_size": 16}, "training": {"steps": 3, "batch_size": 16},

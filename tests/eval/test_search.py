@@ -113,14 +113,14 @@ def test_a_search_by_steps_asks_no_clock(searched, tmp_path, rounds):
     assert kept["tried"]["root"][0]["given"] == {"training.steps": 4, "training.max_minutes": None}
 
 
-def test_a_variant_without_any_finished_training_ends_the_search(searched, tmp_path, rounds, monkeypatch):
+def test_a_variant_without_any_finished_training_ends_the_search(searched, tmp_path, monkeypatch):
     monkeypatch.setattr(program, "train_all", lambda *_, **__: {})
     with pytest.raises(CheckpointError, match=r"no training of path 1\.0 came to its end"):
         search(parse([str(searched), f"--output={tmp_path}"]))
 
 
 @pytest.mark.slow  # two searches
-def test_measured_prompts_choose_nothing(searched, tmp_path, launched, monkeypatch, capsys):
+def test_measured_prompts_choose_nothing(searched, tmp_path, launched, monkeypatch, refused):
     """Whatever is decoded before the last measurement, in validation and for shapes of drafts, is of validation."""
     decoded, shapes = [], []
     validate, record = DecodingValidation._validate, Bench.record
@@ -154,15 +154,13 @@ def test_measured_prompts_choose_nothing(searched, tmp_path, launched, monkeypat
     assert shapes[count:] == [["0"], ["2"]]
     copied = tmp_path / "measured.jsonl"
     copied.write_text((tmp_path / "validation.jsonl").read_text().splitlines()[2] + "\n")
-    with pytest.raises(SystemExit):
-        main([*arguments, f"--measure.prompts={copied}"])
-    assert "is measured too, and must not choose anything" in capsys.readouterr().err
+    said = refused(main, *arguments, f"--measure.prompts={copied}")
+    assert "is measured too, and must not choose anything" in said
 
 
-def test_a_search_needs_prompts_of_its_own(file, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main([str(file), f"--output={tmp_path}", "--measure.fit=2"])
-    assert "give common.validation_data" in capsys.readouterr().err
+def test_a_search_needs_prompts_of_its_own(file, tmp_path, refused):
+    said = refused(main, str(file), f"--output={tmp_path}", "--measure.fit=2")
+    assert "give common.validation_data" in said
 
 
 def test_shapes_that_a_drafter_can_have(tiny_target):

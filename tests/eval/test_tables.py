@@ -7,8 +7,8 @@ import pytest
 from helpers import ROOT
 
 from eval import tables
-from eval.found import Found
-from eval.paper_tables import NUMBERS, Table, is_missing, made, render
+from eval.all_results import AllResults
+from eval.paper_tables import NUMBERS, Table, is_missing, render, tables_for
 from eval.tables import RUNS, TablesOptions, run
 from shape import bundled
 from shape.errors import ConfigError
@@ -17,9 +17,9 @@ COMMITTED = ROOT / "eval" / "results"
 
 
 @pytest.fixture(scope="module")
-def committed() -> Found:
+def committed() -> AllResults:
     """Some of it: every interval is bootstrapped anew."""
-    found = Found()
+    found = AllResults()
     for below in ("analysis/shipped", "shipped/float32-t1", "rules/chain", "batches", "ablations"):
         found.add(COMMITTED / below, f"{below}/")
     return found
@@ -35,7 +35,7 @@ def test_every_table_of_the_paper_has_a_maker_and_a_way_to_be_measured():
     measured = {number for _, wanted in RUNS.values() for number in wanted}
     assert measured == set(NUMBERS) - {"G.3"}  # which every training and every predictor tells by itself
     for number in NUMBERS:
-        assert number in made(Found(), [number])[0].numbers and is_missing(Found(), number)
+        assert number in tables_for(AllResults(), [number])[0].numbers and is_missing(AllResults(), number)
 
 
 def test_ablations_that_tables_are_made_of_have_a_configuration():
@@ -46,12 +46,12 @@ def test_ablations_that_tables_are_made_of_have_a_configuration():
 
 def test_figures_are_those_of_the_results(committed):
     by_lag = json.loads((COMMITTED / "analysis/shipped/analysis.json").read_text())["similarity"]
-    table = made(committed, ["9"])[0]
+    table = tables_for(committed, ["9"])[0]
     assert table.numbers == ["1", "9"] and "0.38–0.55 for Vicuna" in table.paper
     part = next(part for part in table.parts if "analysis/shipped" in part.notes[-1])
     assert [row[3] for row in part.rows] == [f"{row['mean']:.2f}" for row in by_lag]
 
-    speed = made(committed, ["2"])[0]
+    speed = tables_for(committed, ["2"])[0]
     path, results = next(item for item in committed.speed.items() if item[0] == "shipped/float32-t1/results.json")
     part = next(part for part in speed.parts if any(path in note for note in part.notes))
     row = next(row for row in part.rows if row[:3] == ["paper", "1", results.settings["dtype"]])
@@ -60,7 +60,7 @@ def test_figures_are_those_of_the_results(committed):
     assert not any("rules/" in note for part in speed.parts for note in part.notes)  # another question
     assert any("eagle" in row[0] for part in speed.parts for row in part.rows)
 
-    batches = made(committed, ["3"])[0]
+    batches = tables_for(committed, ["3"])[0]
     cases = {
         (case["method"], case["batch"]): case["tokens"] / case["seconds"]
         for case in json.loads((COMMITTED / "batches/shipped/efficiency.json").read_text())["cases"]
@@ -71,16 +71,16 @@ def test_figures_are_those_of_the_results(committed):
     record = json.loads((COMMITTED / "ablations/refinement/ablation.json").read_text())
     line = next(line for line in record["lines"] if line["label"] == "transport, row 64")
     value = line["at"]["0.0"]["summary"]["acceptance_length"]["value"]
-    assert cells(made(committed, ["6"])[0])["transport, row 64"][0].startswith(f"{value:.2f} (")
+    assert cells(tables_for(committed, ["6"])[0])["transport, row 64"][0].startswith(f"{value:.2f} (")
 
 
-def test_the_grid_is_read_off_the_names_of_trees(committed):
+def test_the_grid_is_read_off_the_names_of_trees():
     record = json.loads((COMMITTED / "ablations/refinement/ablation.json").read_text())
     lines = [
         {**line, "label": f"k = {k}, N = {n}"}
         for line, (k, n) in zip(record["lines"], [(1, 1), (2, 1), (1, 2)], strict=False)
     ]
-    table = made(Found(ablation={"grid": {**record, "lines": lines}}), ["7"])[0]
+    table = tables_for(AllResults(ablation={"grid": {**record, "lines": lines}}), ["7"])[0]
     speed = [line["at"]["0.0"]["summary"]["speed_up"]["value"] for line in lines]
     rows = cells(table)
     assert [rows["k = 1"][n].partition(" ")[0] for n in (0, 1)] == [f"{speed[0]:.2f}x", f"{speed[2]:.2f}x"]
@@ -136,7 +136,7 @@ def test_what_is_missing_is_measured_once(options, tmp_path, monkeypatch):
     assert run(options(tables=numbers)) == made_now
 
 
-def test_a_part_that_fails_leaves_the_others(options, monkeypatch, tmp_path):
+def test_a_part_that_fails_leaves_the_others(options, monkeypatch):
     def fails(*arguments):
         raise ConfigError("nothing fits")
 
@@ -168,9 +168,9 @@ def test_what_lm_evaluation_harness_found_is_shown(tmp_path):
         "lm_eval_version": "0.4.13",
     }
     (tmp_path / "results_2026.json").write_text(json.dumps(record))
-    found = Found()
+    found = AllResults()
     found.add(tmp_path)
-    (table,) = made(found, ["10"])
+    (table,) = tables_for(found, ["10"])
     assert (
         table.parts[0].rows == [["mmlu", "acc", "0.250 ± 0.004"]]
         and "model shape (predictor=DIR)" in table.parts[0].notes[0]
@@ -183,7 +183,6 @@ def test_committed_tables_are_what_their_json_says():
     assert (folder / "tables.md").read_text() == render(json.loads((folder / "tables.json").read_text()))
 
 
-def test_numbers_on_the_command_line(tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        tables.main(["--tables", "[2,13,G.3]", "--results", str(tmp_path / "nowhere")])
-    assert ended.value.code == 2 and "there is no folder" in capsys.readouterr().err
+def test_numbers_on_the_command_line(tmp_path, refused):
+    said = refused(tables.main, "--tables", "[2,13,G.3]", "--results", str(tmp_path / "nowhere"))
+    assert "there is no folder" in said

@@ -2,7 +2,19 @@
 
 import pytest
 
-from eval.training_memory import NETWORKS, WAYS, Sizes, config_of, learned, peak, target_config
+from eval import training_memory
+from eval.training_memory import (
+    NETWORKS,
+    WAYS,
+    MemoryOptions,
+    Sizes,
+    config_of,
+    learned,
+    made,
+    peak,
+    run,
+    target_config,
+)
 from shape.networks.decoder import layers_like
 from shape.training import forecast
 from shape.training.forecast import portion_bytes
@@ -35,6 +47,14 @@ def test_the_forecast_of_p_eagle_is_near(monkeypatch):
     assert_near(network, measured, (0.7, 1.4), monkeypatch)
 
 
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_step_that_is_counted_is_a_real_one(name):
+    module, batch = made(NETWORKS[name], SIZES.smaller(), checkpointing=False)
+    loss = module.training_step(batch, 0)
+    assert 0 < float(loss.detach()) < 1e3
+    assert batch.counts(NETWORKS[name]["num_steps"]).tolist() == [39] * NETWORKS[name]["num_steps"]
+
+
 def assert_near(network, measured, bounds, monkeypatch):
     for bound in ("CHUNK_BYTES", "SCORES_BYTES"):
         monkeypatch.setattr(forecast, bound, getattr(forecast, bound) // SCALE**2)
@@ -42,6 +62,15 @@ def assert_near(network, measured, bounds, monkeypatch):
     for way in ("in parts", "checkpointed"):
         said = portion_bytes(config, roots, SIZES.tokens, "bf16-mixed", way == "checkpointed")
         assert least < said / measured[way] < most, (way, said, measured[way])
+
+
+def test_the_environment_is_that_of_before_anything_is_written(tmp_path, monkeypatch):
+    captured, capture = [], training_memory.Environment.capture
+    monkeypatch.setattr(
+        training_memory.Environment, "capture", lambda device: captured.append(device) or capture(device)
+    )
+    run(MemoryOptions(str(tmp_path), networks=["EAGLE-3, 7 steps"], widths=[256, 128], tokens=64))
+    assert len(captured) == 1 and (tmp_path / "memory.md").read_text().endswith(f"{capture(captured[0]).command}`.\n")
 
 
 def test_parameters_are_counted_without_storage():

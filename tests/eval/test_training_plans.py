@@ -45,6 +45,8 @@ def test_rows_of_the_recipes_data_are_dialogues(row):
     assert [message.role for message in parse_row(row, "x").messages] == ["user", "assistant"]
 
 
-@pytest.mark.parametrize(("devices", "count"), [(2, 4), ("8", 16), ([0, 3, 5], 6), ("0,1", 4)])
+@pytest.mark.parametrize(
+    ("devices", "count"), [(2, 4), ("8", 16), ([0, 3, 5], 6), ("0,1", 4), ([0], 2), ([3], 2), ("0,", 2)]
+)
 def test_processes_are_counted_over_machines(devices, count):
     assert TrainerOptions(devices=devices, num_nodes=2).processes == count

@@ -5,15 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import predictor
+from helpers import predictor, write_rows
 
 from shape.cli.check import main
 from shape.drafters.recipes.pack import Pack, Recipe
 from shape.evaluation.check import _untrained
 from shape.evaluation.speed import Bench
+from shape.generation.loading import draft_dtype
 from shape.networks.export import export
 from shape.networks.shape import ShapePredictor
 from shape.target.model import Target
+from shape.target.prepack import is_prepacked
 
 
 @pytest.fixture(autouse=True)
@@ -23,13 +25,18 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def questions(tmp_path) -> str:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Hello!", "What is the time?", "x" * 400)))
+    file = write_rows(
+        tmp_path / "prompts.jsonl", *({"prompt": text} for text in ("Hello!", "What is the time?", "x" * 400))
+    )
     return str(file)
 
 
+def short(questions: str, *arguments: str) -> list[str]:
+    return [*arguments, "--prompts", questions, "--max_new_tokens", "8"]
+
+
 def run(capsys, questions: str, *arguments: str) -> str:
-    main([*arguments, "--prompts", questions, "--max_new_tokens", "8"])
+    main(short(questions, *arguments))
     return capsys.readouterr().out
 
 
@@ -42,8 +49,11 @@ def test_before_training(capsys, questions, tiny_target_folder, tmp_path):
     speeds = [one["speed_up"] for one in report["chains"]]
     assert speeds == sorted(speeds) and speeds[0] > 0.999  # not to draft is among the choices
     assert "plans" not in report
-    network = _untrained(Target.load("quickstart-target")).predictor.config
-    assert (network.intermediate_size, network.draft_vocab_size) == (512, 2048)  # as the default of training
+    target = Target.load("quickstart-target")
+    network = _untrained(target).predictor
+    config = network.config
+    assert (config.intermediate_size, config.draft_vocab_size) == (512, 2048)  # as the default of training
+    assert is_prepacked(network) and network.dtype == draft_dtype(target, target.device)  # as one that is loaded
     measured = {one["drafter"]: one for one in report["measured"]}
     assert measured.keys() == {"none", "ngram", "suffix", "lookahead"} and measured["none"]["speed_up"] == 1.0
     assert report["target"]["identity"]["hidden_size"] == 32 and f"--drafter {report['measured'][0]['drafter']}" in out
@@ -81,7 +91,7 @@ def test_which_drafter_suits_the_task(capsys, questions, tiny_target, tiny_targe
 
 
 def test_drafters_are_measured_in_the_batch_that_was_asked_for(
-    capsys, questions, tiny_target_folder, tmp_path, monkeypatch
+    capsys, questions, tiny_target_folder, tmp_path, monkeypatch, refused
 ):
     groups, record = [], Bench.record
     monkeypatch.setattr(
@@ -92,9 +102,8 @@ def test_drafters_are_measured_in_the_batch_that_was_asked_for(
     own = ["--target", str(tiny_target_folder), "--drafter", "[ngram,suffix]"]
     assert "measured on these prompts" in run(capsys, questions, *own, "--batch_size", "2")
     assert groups == [2]  # the third prompt does not fit
-    with pytest.raises(SystemExit):
-        run(capsys, questions, *own, "--batch_size", "3")
-    assert "batch_size 3 cannot be filled with the 2 prompts of prompts.jsonl that fit" in capsys.readouterr().err
+    said = refused(main, *short(questions, *own, "--batch_size", "3"))
+    assert "batch_size 3 cannot be filled with the 2 prompts of prompts.jsonl that fit" in said
     with open(questions, "a") as file:
         file.write(json.dumps({"prompt": "One more"}) + "\n")
     report = tmp_path / "report.json"
@@ -106,7 +115,7 @@ def test_drafters_are_measured_in_the_batch_that_was_asked_for(
     assert f"2 of 4 prompts measured ({'; '.join(asked['reasons'])})" in out and "speed-up (range)" in out
 
 
-def test_what_does_not_belong_together_is_said_at_once(capsys, questions, tiny_target, tiny_target_folder, tmp_path):
+def test_what_does_not_belong_together_is_said_at_once(questions, tiny_target, tiny_target_folder, tmp_path, refused):
     pack = tmp_path / "task.pack"
     Pack(replace(tiny_target.identity, tokenizer_hash="others"), (Recipe((5, 6), (7,), 3),), 1, 1).save(pack)
     broken = tmp_path / "broken.pack"
@@ -120,10 +129,7 @@ def test_what_does_not_belong_together_is_said_at_once(capsys, questions, tiny_t
         (["--predictor", str(tmp_path / "other-tokens")], "tokenizer"),
         (["--predictor", str(tmp_path / "other-target")], "48"),
     ):
-        with pytest.raises(SystemExit) as stopped:
-            run(capsys, questions, "--target", str(tiny_target_folder), *arguments)
-        error = capsys.readouterr().err.strip().splitlines()[-1]
-        assert stopped.value.code == 2 and error.startswith("error: ") and sentence in error
+        assert sentence in refused(main, *short(questions, "--target", str(tiny_target_folder), *arguments))
 
 
 @pytest.mark.parametrize(
@@ -134,34 +140,25 @@ def test_what_does_not_belong_together_is_said_at_once(capsys, questions, tiny_t
         (["--batch_size", "16"], "batch_size 16 cannot be filled with limit 12 prompts; raise the limit"),
     ],
 )
-def test_mistakes_are_one_sentence_and_status_2(capsys, arguments, sentence):
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
-    assert sentence in capsys.readouterr().err
+def test_mistakes_are_one_sentence_and_status_2(refused, arguments, sentence):
+    assert sentence in refused(main, *arguments)
 
 
-def test_prompts_that_share_an_id_are_refused_before_anything_is_loaded(capsys, tmp_path):
-    file = tmp_path / "twice.jsonl"
-    file.write_text(json.dumps({"id": 7, "prompt": "Hello"}) + "\n" + json.dumps({"id": 7, "prompt": "Hi"}) + "\n")
-    with pytest.raises(SystemExit):
-        main(["--target", "/nowhere", "--prompts", str(file)])
-    assert "twice.jsonl: two prompts share the id 7;" in capsys.readouterr().err
+def test_prompts_that_share_an_id_are_refused_before_anything_is_loaded(refused, tmp_path):
+    file = write_rows(tmp_path / "twice.jsonl", {"id": 7, "prompt": "Hello"}, {"id": 7, "prompt": "Hi"})
+    said = refused(main, "--target", "/nowhere", "--prompts", str(file))
+    assert "twice.jsonl: two prompts share the id 7;" in said
 
 
-def test_the_report_has_its_place_before_anything_is_loaded(capsys, questions, tiny_target_folder, tmp_path):
+def test_the_report_has_its_place_before_anything_is_loaded(capsys, questions, tiny_target_folder, tmp_path, refused):
     file = tmp_path / "made" / "report.json"
     run(capsys, questions, "--target", str(tiny_target_folder), "--drafter", "[]", "--output", str(file))
     assert json.loads(file.read_text())["measured"] == []
     for wrong in (tmp_path, file / "below.json"):
-        with pytest.raises(SystemExit) as stopped:
-            main(["--target", "/nowhere", "--output", str(wrong)])
-        assert stopped.value.code == 2 and "cannot be read or written" in capsys.readouterr().err
+        assert "cannot be read or written" in refused(main, "--target", "/nowhere", "--output", str(wrong))
 
 
-def test_prompts_that_do_not_fit(capsys, tiny_target_folder, tmp_path):
-    file = tmp_path / "long.jsonl"
-    file.write_text(json.dumps({"prompt": "x" * 400}) + "\n")
-    with pytest.raises(SystemExit):
-        main(["--target", str(tiny_target_folder), "--prompts", str(file)])
-    assert "fit into the 256 positions" in capsys.readouterr().err
+def test_prompts_that_do_not_fit(refused, tiny_target_folder, tmp_path):
+    file = write_rows(tmp_path / "long.jsonl", {"prompt": "x" * 400})
+    said = refused(main, "--target", str(tiny_target_folder), "--prompts", str(file))
+    assert "fit into the 256 positions" in said

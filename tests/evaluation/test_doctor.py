@@ -5,8 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import tiny_config
-from helpers import speaking
+from helpers import tiny_config, with_chat_template
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
@@ -140,9 +139,9 @@ def test_dtype(tiny_target, prompts):
     assert found.cause == "float16 is too coarse for it", found
 
 
-def test_thinking_mode(tiny_target, tiny_tokenizer):
+def test_thinking_mode(tiny_tokenizer):
     """Trained without a thought, asked with one."""
-    tokenizer = speaking(tiny_tokenizer, "qwen3")
+    tokenizer = with_chat_template(tiny_tokenizer, "qwen3")
     model = AutoModelForCausalLM.from_config(tiny_config("llama", len(tokenizer)))
     target = Target(model.eval(), tokenizer, name="thinking")
 
@@ -155,7 +154,7 @@ def test_thinking_mode(tiny_target, tiny_tokenizer):
     assert found.cause == "thinking mode off in training", found
 
 
-def test_no_chat_template(tiny_target, learned, prompts):
+def test_no_chat_template(tiny_target, prompts):
     bare = [Prompt(p.id, p.category, p.turns, p.messages) for p in prompts]
     plain = Target(tiny_target.model, copy.copy(tiny_target.tokenizer), name="plain")
     plain.tokenizer.chat_template = None

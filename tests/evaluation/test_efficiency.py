@@ -1,11 +1,12 @@
 """Engine efficiency: what is counted, and that the command writes it down. Speed itself is no test's business."""
 
 import json
+import shutil
 from dataclasses import astuple, replace
 
 import pytest
 import torch
-from helpers import predictor
+from helpers import predictor, write_rows
 
 from shape.drafters import NgramDrafter, TrainedDrafter
 from shape.errors import ConfigError, DataError, ShapeError
@@ -115,8 +116,7 @@ def test_figures():
 
 
 def test_the_command_writes_what_it_measured(tiny_target_folder, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Hello", "Good day")))
+    prompts = write_rows(tmp_path / "prompts.jsonl", *({"prompt": text} for text in ("Hello", "Good day")))
     options = EfficiencyOptions(
         output=str(tmp_path / "out"), predictor="none", target=str(tiny_target_folder), prompts=str(prompts), limit=2,
         repeats=2, max_new_tokens=6, dtype=["float32"], temperature=[0.0], label="Tiny",
@@ -132,10 +132,21 @@ def test_the_command_writes_what_it_measured(tiny_target_folder, tmp_path):
         run(EfficiencyOptions(limit=2, batch_size=[4]))
 
 
+def test_a_target_without_a_chat_template_answers_bare_text(tiny_target_folder, tmp_path):
+    base = shutil.copytree(tiny_target_folder, tmp_path / "base")
+    (base / "chat_template.jinja").unlink()
+    prompts = write_rows(tmp_path / "prompts.jsonl", {"prompt": "Hello"})
+    options = EfficiencyOptions(
+        output=str(tmp_path / "out"), predictor="none", target=str(base), prompts=str(prompts), max_new_tokens=4,
+        dtype="float32", temperature=0.0, drafter=[],
+    )  # fmt: skip
+    assert [case.groups for case in run(options)] == [1, 1, 1]
+
+
 def test_prompts_that_do_not_fit_are_left_out_and_those_measured_are_counted(tiny_target_folder, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     texts = ("Hello", "x" * 400, "Good day", "What is the time?")
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    write_rows(prompts, *({"prompt": text} for text in texts))
     options = EfficiencyOptions(
         output=str(tmp_path / "out"), predictor="none", target=str(tiny_target_folder), prompts=str(prompts),
         max_new_tokens=4, dtype="float32", temperature=0.0, batch_size=3,

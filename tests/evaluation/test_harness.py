@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import write_rows
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'shape-decoding[eval]'")
 
@@ -49,7 +50,7 @@ def tasks(tmp_path_factory) -> Path:
     """Two tasks over a local file."""
     folder = tmp_path_factory.mktemp("tasks")
     rows = [{"question": text, "answer": "none"} for text in ("Hello", "Is it late?", "A longer question, then?")]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "rows.jsonl", *rows)
     for name, text in (("generate", GENERATE), ("choose", CHOOSE)):
         (folder / f"{name}.yaml").write_text(text.format(file=folder / "rows.jsonl"))
     return folder

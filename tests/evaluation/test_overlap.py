@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from helpers import write_rows
 
 from shape.cli.bench import main
 from shape.data.conversations import Conversation
@@ -38,8 +39,8 @@ def measured(tiny_target_folder, tmp_path) -> SpeedResults:
         {"id": "seen", "category": "old", "turns": ["Tell me a story", "And another one"]},
         {"id": "unseen", "category": "new", "prompt": "Prove that it halts"},
     ]
-    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "text.jsonl").write_text(json.dumps({"turns": ["Tell me a story", "And another one"]}) + "\n")
+    write_rows(tmp_path / "asked.jsonl", *rows)
+    write_rows(tmp_path / "text.jsonl", {"turns": ["Tell me a story", "And another one"]})
     arguments = ["--target", str(tiny_target_folder), "--prompts", str(tmp_path / "asked.jsonl"), "--warmup", "0"]
     arguments += ["--training_data", str(tmp_path / "text.jsonl"), "--output", str(tmp_path / "out")]
     main([*arguments, "--methods", "[autoregressive,ngram]", "--max_new_tokens", "24", "--fall_back", "false"])
@@ -80,7 +81,7 @@ def test_figures_under_vllms_names(measured):
 
 
 def test_texts_to_compare_with(tmp_path):
-    (tmp_path / "ids.jsonl").write_text(json.dumps({"input_ids": [1, 2], "loss_mask": [0, 1]}) + "\n")
+    write_rows(tmp_path / "ids.jsonl", {"input_ids": [1, 2], "loss_mask": [0, 1]})
     with pytest.raises(DataError, match=r"ids\.jsonl holds token ids and no text"):
         training_text(str(tmp_path / "ids.jsonl"))
     (tmp_path / "text.txt").write_text("One text.")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from browser import find as find_browser
 from browser import opened
-from helpers import ROOT, predictor
+from helpers import ROOT, predictor, write_rows
 
 from shape.cli.report import main
 from shape.cli.terminal import about
@@ -19,11 +19,11 @@ from shape.drafters import HybridDrafter, NgramDrafter, SuffixDrafter, TrainedDr
 from shape.errors import DataError
 from shape.evaluation.check import check
 from shape.evaluation.efficiency import run as measure_efficiency
-from shape.evaluation.methods import Ruled
+from shape.evaluation.methods import Configured
 from shape.evaluation.options import CheckOptions, EfficiencyOptions
 from shape.evaluation.report.page import bars, pages, plots_of
 from shape.evaluation.report.sources import find
-from shape.evaluation.speed import measure_in
+from shape.evaluation.speed import SpeedSetting, measure_in
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.options import GenerateOptions
 from shape.generation.rules import TypicalLossy
@@ -46,12 +46,11 @@ def results(tiny_target, tiny_target_folder, tmp_path_factory) -> Path:
     ]
     methods = {
         "transformers": "transformers", "autoregressive": None, "shape": own, "suffix+shape": hybrid,
-        "shape@typical-lossy": Ruled(own, TypicalLossy()), HOSTILE: NgramDrafter(),
+        "shape@typical-lossy": Configured(own, TypicalLossy()), HOSTILE: NgramDrafter(),
     }  # fmt: skip
-    measure_in(folder / "bench", tiny_target, methods, prompts, max_new_tokens=10, temperature=1.0, warmup=0,
-               progress=False, label=HOSTILE)  # fmt: skip
-    asked = folder / "questions.jsonl"
-    asked.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Hello", "Good day")))
+    setting = SpeedSetting(max_new_tokens=10, temperature=1.0, warmup=0)
+    measure_in(folder / "bench", tiny_target, methods, prompts, setting, progress=False, label=HOSTILE)
+    asked = write_rows(folder / "questions.jsonl", *({"prompt": text} for text in ("Hello", "Good day")))
     measure_efficiency(
         EfficiencyOptions(
             output=str(folder / "efficiency"), predictor="none", target=str(tiny_target_folder), prompts=str(asked),
@@ -197,7 +196,7 @@ def test_what_a_token_says(results, tmp_path):
     for record in records:
         if record["type"] == "token":
             record["text"] = HOSTILE + "\n"
-    (tmp_path / "edited.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_rows(tmp_path / "edited.jsonl", *records)
     outline = Outline(pages(find(tmp_path))["report-trace-edited-jsonl.html"])
     emitted = [record for record in records if record["type"] == "token" and record["emitted"]]
     spans = [one for one in outline.of("span") if one.get("role") == "option"]
@@ -235,7 +234,7 @@ def test_the_same_results_give_the_same_page(tmp_path):
         "emitted": True,
         "p": 0.5,
     }
-    trace.write_text(json.dumps(step) + "\n" + json.dumps(token) + "\n")
+    write_rows(trace, step, token)
     first = pages(find(tmp_path))
     text = first["report-trace-old-jsonl.html"]
     assert pages(find(tmp_path)) == first and "⟨7⟩" in text and "Environment not recorded" in text
@@ -285,14 +284,12 @@ def test_the_command_writes_pages_and_images(results, tmp_path, capsys):
         ("other.jsonl", '{"id": 1}\n', "holds no results that the report knows"),
     ],
 )
-def test_what_cannot_be_shown_is_one_sentence(name, text, sentence, tmp_path, capsys):
+def test_what_cannot_be_shown_is_one_sentence(name, text, sentence, tmp_path, refused):
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=sentence):
         find(tmp_path)
-    with pytest.raises(SystemExit) as stopped:
-        main([str(tmp_path), "--output", str(tmp_path / "report.html")])
-    assert stopped.value.code == 2 and not (tmp_path / "report.html").exists()
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    assert sentence in refused(main, str(tmp_path), "--output", str(tmp_path / "report.html"), alone=True)
+    assert not (tmp_path / "report.html").exists()
     with pytest.raises(DataError, match="is no folder"):
         find(tmp_path / "absent")
 

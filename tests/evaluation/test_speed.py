@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eval.ablation.measuring import pooled
@@ -15,10 +15,10 @@ from shape.data.conversations import Prompt
 from shape.drafters import AdversaryDrafter, HybridDrafter, NgramDrafter, TrainedDrafter, TreeShape
 from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
-from shape.evaluation.methods import Whole, describe
+from shape.evaluation.methods import Configured, describe
 from shape.evaluation.results import PromptRecord, SpeedResults, Tally
 from shape.evaluation.runner import Run
-from shape.evaluation.speed import Bench, Contexts, measure
+from shape.evaluation.speed import Bench, Contexts, SpeedSetting, measure
 from shape.generation import engine
 from shape.generation.control import StepCosts
 from shape.generation.stats import DecodeStats
@@ -39,8 +39,9 @@ PROMPTS = [
 METHODS = {"transformers": "transformers", "autoregressive": None, "ngram": NgramDrafter(), "wild": AdversaryDrafter()}
 
 
-def run(target, methods=METHODS, prompts=PROMPTS, **options) -> SpeedResults:
-    return measure(target, methods, prompts, **{"max_new_tokens": 10, "warmup": 0, "progress": False, **options})
+def run(target, methods=METHODS, prompts=PROMPTS, journal=None, **options) -> SpeedResults:
+    setting = SpeedSetting(**{"max_new_tokens": 10, "warmup": 0, **options})
+    return measure(target, methods, prompts, setting, progress=False, journal=journal)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +119,7 @@ def test_the_clock_decides_when_to_fall_back(tiny_target, monkeypatch, fall_back
 def test_one_method_may_be_verified_whole_beside_others(tiny_target, monkeypatch):
     monkeypatch.setattr(StepCosts, "break_even", lambda *_: 1000.0)
     drafter = AdversaryDrafter(nodes=6, seed=2)
-    methods = {"autoregressive": None, "wild": drafter, "whole": Whole(drafter)}
+    methods = {"autoregressive": None, "wild": drafter, "whole": Configured(drafter, whole=True)}
     results = run(tiny_target, methods, max_new_tokens=16)
     wild, whole = results.total["wild"], results.total["whole"]
     assert wild.draft_steps < wild.forwards and whole.draft_steps == whole.forwards
@@ -162,6 +163,10 @@ def test_json_and_markdown(results):
     assert strict["settings"]["target"] == "tiny"
     older = results.to_json().replace('"autoregressive', '"plain').replace("equal_autoregressive", "equal_plain")
     assert SpeedResults.from_json(older.replace('"schema_version": 3', '"schema_version": 1')) == results
+    second = json.loads(results.to_json()) | {"schema_version": 2, "projected_cost": dict.fromkeys(results.methods)}
+    for line in second["summary"].values():
+        line["projected_speed_up_8b"] = 1.5
+    assert SpeedResults.from_json(json.dumps(second)) == results
     unkept = re.sub(r', "wait_seconds": [^}]+', "", results.to_json())  # at batch 1 it is the prefill's time
     assert "wait_seconds" not in unkept and SpeedResults.from_json(unkept) == results
     assert "lower median of 2 run(s)" in results.about  # of two the faster run counts
@@ -331,7 +336,6 @@ def test_the_mean_over_categories_is_of_those_where_a_speed_up_is_defined():
     assert lines[-1] == ["mean of these", "–", "–"]
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=2, max_size=8))
 def test_intervals_hold_the_figure_and_stay_within_the_extremes(rows):
     results = made_up(*((tally(1.0, t, t), tally(0.5, t, f)) for t, f in rows))
@@ -342,7 +346,6 @@ def test_intervals_hold_the_figure_and_stay_within_the_extremes(rows):
     assert min(ratios) - 1e-9 <= low <= high <= max(ratios) + 1e-9
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=2))
 def test_tallies_add_up(counts):
     total = Tally(tokens=counts[0]) + Tally(tokens=counts[1], accepted=1)

@@ -1,9 +1,7 @@
 """What is read back from a trace's file agrees with what the decoder counted."""
 
-import json
-
 import pytest
-from helpers import predictor, prompts
+from helpers import predictor, prompts, write_rows
 
 from shape.drafters import HybridDrafter, NgramDrafter, SuffixDrafter, TrainedDrafter, TreeShape
 from shape.errors import DataError
@@ -85,6 +83,6 @@ def test_other_files(tmp_path):
     path.write_text('{"type": "call"}\n{"type": "tok')
     with pytest.raises(DataError, match=r"line 2 of trace .*some\.jsonl cannot be read; it is cut or damaged"):
         read(path)
-    path.write_text(json.dumps({"type": "call"}) + "\n")
+    write_rows(path, {"type": "call"})
     with pytest.raises(DataError, match="holds no token"):
         read(path)

@@ -1,18 +1,16 @@
 """The calculator: its sizes are those of real models and stores, its rule is what it says."""
 
-import json
-
 import pytest
 import torch
-from conftest import tiny_config
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from helpers import tiny_config, write_rows
+from training_runs import extraction_trainer
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3Config
 
 from shape.cli.extract import main
 from shape.data.reading import load_conversations
 from shape.features import costs
 from shape.features.extraction import extract
 from shape.features.options import CostOptions, FeatureOptions, StorageOptions
-from shape.features.trainer import TrainerOptions
 from shape.target.size import Size, size_of
 from shape.training.defaults import resolve
 from shape.training.forecast import Forecast
@@ -48,11 +46,10 @@ def test_bytes_are_those_of_a_real_store(tiny_target, tmp_path):
     rows = [{"id": f"c{i}", "messages": [
         {"role": "user", "content": "what " * (3 + i % 4)}, {"role": "assistant", "content": "it is " * (2 + i % 5)},
     ]} for i in range(24)]  # fmt: skip
-    (tmp_path / "d.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    conversations = load_conversations(tmp_path / "d.jsonl")
+    conversations = load_conversations(write_rows(tmp_path / "d.jsonl", *rows))
     tiny_target.tokenizer.save_pretrained(tmp_path / "t")
     tiny_target.model.config.save_pretrained(tmp_path / "t")
-    trainer = TrainerOptions(accelerator="cpu", devices=1, enable_progress_bar=False).for_extraction()
+    trainer = extraction_trainer()
     for dtype, before in (("bfloat16", None), ("int8", 8)):
         options = CostOptions(
             target=str(tmp_path / "t"),
@@ -105,8 +102,14 @@ def test_the_command_says_what_a_70b_target_takes_without_weights(tmp_path, caps
         (["--parameters=1", "--hidden_size=1", "--data=D"], "give --target"),
     ],
 )
-def test_mistakes_get_one_sentence(given, message, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["--dry-run", *given])
-    said = capsys.readouterr().err
-    assert stopped.value.code == 2 and message in said and said.count("\n") == 1
+def test_mistakes_get_one_sentence(given, message, refused):
+    assert message in refused(main, "--dry-run", *given, alone=True)
+
+
+# For which transformers makes no tokenizer, and an empty one.
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
+def test_text_is_not_counted_without_a_tokenizer(kind, tmp_path, refused):
+    kind(**LLAMA_70B).save_pretrained(tmp_path / "T")
+    (tmp_path / "d.jsonl").write_text('{"text": "words"}\n')
+    given = [f"--target={tmp_path / 'T'}", f"--data={tmp_path / 'd.jsonl'}"]
+    assert "has no tokenizer to count it with" in refused(main, "--dry-run", *given, alone=True)

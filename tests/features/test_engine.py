@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT
+from training_runs import extraction_trainer
 
 from shape.data.conversations import Conversation
-from shape.data.encoding import Encoded, joined
+from shape.data.encoding import Encoded, texts_of_turns
 from shape.data.endpoint import Endpoint, EndpointError
 from shape.errors import FeatureStoreError, UnsupportedTarget
 from shape.features.engine import EngineStates
 from shape.features.extraction import extract
 from shape.features.options import FeatureOptions
 from shape.features.store import FeatureStore
-from shape.features.trainer import TrainerOptions
 from shape.target.model import Target
 
 RECORDED = ROOT / "tests" / "fixtures" / "engine"
@@ -61,9 +61,11 @@ def test_states_of_an_engine_are_the_targets(states, target, tmp_path, layers):
 
 def test_features_of_an_engine_are_stored_as_the_targets(states, target, tmp_path):
     ids = [text.input_ids.tolist() for text in TEXTS]
-    asked = [Conversation(str(n), (), "tokens", texts=joined([(each[:3], each[3:])])) for n, each in enumerate(ids)]
+    asked = [
+        Conversation(str(n), (), "tokens", texts=texts_of_turns([(each[:3], each[3:])])) for n, each in enumerate(ids)
+    ]
     options = FeatureOptions(layers=[3, -1], feature_dtype="bfloat16")
-    trainer = TrainerOptions(accelerator="cpu", devices=1, enable_progress_bar=False).for_extraction()
+    trainer = extraction_trainer()
     store = extract(target, asked, tmp_path / "features", options, trainer, states)
     store.verify(target)
     assert isinstance(store, FeatureStore) and store.tokens == sum(map(len, ids))
@@ -72,9 +74,10 @@ def test_features_of_an_engine_are_stored_as_the_targets(states, target, tmp_pat
 def test_an_engine_with_other_layers_or_without_states_says_how_to_serve(states, monkeypatch):
     with pytest.raises(EndpointError, match=r"gives states \(21, 2, 384\), and \(21, 3, 384\).*ids\": \[1, 3, 6"):
         states(TEXTS[1:], [1, 3, -1])
-    monkeypatch.setattr(Endpoint, "post", lambda *_: '{"choices": []}')
-    with pytest.raises(EndpointError, match=r"gives no hidden states; serve with --speculative-config .*\[6\]"):
-        states(TEXTS, [-1])
+    for reply in ('{"choices": []}', "<html>busy</html>", "[]", '{"kv_transfer_params": {"hidden_states_path": 1}}'):
+        monkeypatch.setattr(Endpoint, "post", lambda *_, reply=reply: reply)
+        with pytest.raises(EndpointError, match=r"gives no hidden states; serve with --speculative-config .*\[6\]"):
+            states(TEXTS, [-1])
 
 
 def test_wrong_layers_of_the_right_number_are_found_out(states):

@@ -5,25 +5,26 @@ import json
 import re
 import shutil
 import threading
+from array import array
 from collections import namedtuple
 from pathlib import Path
 
 import pytest
 import torch
 from filelock import FileLock
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from training_runs import extraction_trainer
 
-from shape.data.conversations import Conversation
+from shape.data.conversations import Conversation, Tokens
 from shape.data.encoding import encode
 from shape.errors import ConfigError, DataError, DiskSpaceError, FeatureStoreError, TargetMismatch
 from shape.features import extraction
-from shape.features.extraction import compute_features, extract
+from shape.features.extraction import compute_features, extract, split_conversations
 from shape.features.options import FeatureOptions
 from shape.features.positions import eligible
 from shape.features.store import FeatureStore
-from shape.features.trainer import TrainerOptions
 from shape.target.chat import Message
 from shape.target.model import Target
 
@@ -40,7 +41,7 @@ CONVERSATIONS = [talk(number) for number in range(10)]
 
 
 def run(target, directory, options=OPTIONS, conversations=CONVERSATIONS) -> FeatureStore:
-    trainer = TrainerOptions(accelerator="cpu", devices=1, enable_progress_bar=False).for_extraction()
+    trainer = extraction_trainer()
     return extract(target, conversations, directory, options, trainer)
 
 
@@ -126,7 +127,6 @@ def test_gather_equals_slicing_one_conversation(folder, tiny_target):
 
 
 @given(hnp.arrays(bool, st.integers(1, 40)), st.data())
-@settings(deadline=None)
 def test_eligible_equals_its_definition(mask, data):
     cuts = data.draw(st.lists(st.integers(0, len(mask)), max_size=4).map(sorted))
     offsets = [0, *cuts, len(mask)]
@@ -285,6 +285,18 @@ def test_bad_options_are_refused_before_work(tiny_target, tmp_path, options, mes
     assert not (tmp_path / "new").exists()
 
 
+def test_text_for_a_target_without_a_tokenizer_is_refused(tiny_target, tmp_path):
+    bare = Target(tiny_target.model, None, name="bare")
+    ids = Conversation("ids", (), "tokens", texts=(Tokens(array("i", range(3, 9)), bytes([0, 1, 1, 1, 1, 1])),))
+    assert split_conversations(bare, [ids]) == [[ids]] and run(bare, tmp_path / "ids", conversations=[ids]).tokens == 6
+    for work in (
+        lambda each: split_conversations(bare, each),
+        lambda each: run(bare, tmp_path / "text", conversations=each),
+    ):
+        with pytest.raises(DataError, match="target bare has no tokenizer, and conversation c0 is text; put one"):
+            work([ids, talk(0)])
+
+
 def test_no_conversations_and_unwritable_folders_are_refused(tiny_target, tmp_path):
     with pytest.raises(DataError, match="no conversations"):
         run(tiny_target, tmp_path, conversations=[])
@@ -296,7 +308,8 @@ def test_no_conversations_and_unwritable_folders_are_refused(tiny_target, tmp_pa
 def test_too_small_a_disk_is_noticed_before_work(tiny_target, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1, 1, 1000))
-    with pytest.raises(DiskSpaceError, match=r"about 5\d kB.*1e\+03 B free|disk is too small"):
+    figures = r"about 67\.7 kB, in 3 shard\(s\) to .* \(1 kB free\): the disk is too small"
+    with pytest.raises(DiskSpaceError, match=figures):
         run(tiny_target, tmp_path)
     assert not list(tmp_path.glob("shard*"))
 

@@ -12,24 +12,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from training_runs import CONVERSATIONS, OPTIONS, data_of, fit, weights
+from training_runs import CONVERSATIONS, OPTIONS, data_of, extraction_trainer, fit, weights
 
 from shape.data.conversations import Conversation
 from shape.errors import ConfigError, FeatureStoreError
 from shape.features.extraction import extract
 from shape.features.options import FeatureOptions
-from shape.features.positions import eligible, kept
-from shape.features.shards import quantised, restored
+from shape.features.positions import eligible, stored_positions
+from shape.features.shards import dequantise, quantise
 from shape.features.storage import LocalCopies, Storage
 from shape.features.store import FeatureStore
-from shape.features.trainer import TrainerOptions
 from shape.target.chat import Message
-from shape.training.batches import FetchedBatches, Split
+from shape.training.batches import FetchedBatches, Partition
 from shape.training.order import ShardedOrder, StepOrder
 
 
 def run(target, address, conversations=CONVERSATIONS, **changes) -> FeatureStore:
-    trainer = TrainerOptions(accelerator="cpu", devices=1, enable_progress_bar=False).for_extraction()
+    trainer = extraction_trainer()
     options = FeatureOptions(max_length=128, shard_size=2, **changes)
     return extract(target, conversations, address, options, trainer)
 
@@ -115,6 +114,13 @@ def test_copies_keep_within_their_room(whole, tmp_path):
         store.require_room(5)
 
 
+def test_copies_go_where_what_can_be_made_again_is_kept(whole, tmp_path, monkeypatch):
+    monkeypatch.setenv("SHAPE_CACHE", str(tmp_path))
+    store = FeatureStore(f"file://{whole.storage.folder}")
+    assert len(store[0].input_ids)
+    assert list((tmp_path / "features" / store.manifest.digest).glob("shard-*"))
+
+
 def test_a_copy_that_another_process_drops_is_fetched_again(whole, tmp_path):
     storage = Storage(f"file://{whole.storage.folder}")
     copies = LocalCopies(storage, tmp_path, 10**9, Path.read_bytes)
@@ -135,7 +141,7 @@ def test_addresses_that_lead_nowhere_are_named():
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(1, 4), st.integers(0, 3))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_an_order_by_shards_visits_everything_once_and_few_shards_at_a_time(counts, together, seed):
     counts = torch.tensor(counts)
     order = ShardedOrder(seed, counts, 3, together)
@@ -163,7 +169,7 @@ def test_processes_share_shards_and_steps_do_not_depend_on_their_number(elsewher
     asked: list[int] = []
 
     def step_of(step: int, world: int) -> list[list[int]]:
-        batches = [data.batches(Split(rank, world)) for rank in range(world)]
+        batches = [data.batches(Partition(rank, world)) for rank in range(world)]
         assert all(isinstance(each, FetchedBatches) for each in batches)
         return [each[step].samples.tolist() for each in batches]
 
@@ -180,12 +186,12 @@ def test_processes_share_shards_and_steps_do_not_depend_on_their_number(elsewher
 
 
 @given(st.integers(1, 3), st.integers(1, 6), st.floats(1e-3, 1e3))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_int8_is_within_half_a_step_of_each_state(layers, rows, size):
     states = torch.randn(rows, layers * 16) * size
     states[0, :16] = 0
-    steps, scale = quantised(states, 16)
-    back = restored(steps, scale).float()
+    steps, scale = quantise(states, 16)
+    back = dequantise(steps, scale).float()
     assert steps.dtype == torch.int8 and scale.shape == (rows, layers)
     largest = states.unflatten(-1, (layers, 16)).abs().amax(-1, keepdim=True)
     error = (back - states).unflatten(-1, (layers, 16)).abs()
@@ -212,11 +218,10 @@ def test_int8_halves_the_bytes_and_is_read_like_the_rest(whole, tiny_target, tmp
 
 
 @given(hnp.arrays(bool, st.integers(1, 40)), st.integers(1, 5), st.data())
-@settings(deadline=None)
 def test_kept_states_are_those_that_windows_and_steps_read(mask, before, data):
     cuts = data.draw(st.lists(st.integers(0, len(mask)), max_size=4).map(sorted))
     offsets = [0, *cuts, len(mask)]
-    stored = kept(torch.from_numpy(mask), torch.tensor(offsets), before)
+    stored = stored_positions(torch.from_numpy(mask), torch.tensor(offsets), before)
     owner = torch.searchsorted(torch.tensor(offsets), torch.arange(len(mask)), right=True)
     expected = [
         any(mask[other] and owner[other] == owner[row] for other in range(row, min(row + before + 1, len(mask))))
@@ -226,7 +231,7 @@ def test_kept_states_are_those_that_windows_and_steps_read(mask, before, data):
     for root in eligible(torch.from_numpy(mask), torch.tensor(offsets)).nonzero()[:, 0].tolist():
         window = [row for row in range(max(root - before, 0), root + 1) if owner[row] == owner[root]]
         assert stored[window].all()
-    assert kept(torch.from_numpy(mask), torch.tensor(offsets), None).all()
+    assert stored_positions(torch.from_numpy(mask), torch.tensor(offsets), None).all()
 
 
 def test_training_reads_no_more_than_is_kept(whole, tiny_target, tmp_path):

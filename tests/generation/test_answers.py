@@ -5,10 +5,11 @@ from itertools import chain
 
 import pytest
 import torch
-from regenerated import asking, many, written
+from regenerated import conversation_of, many, messages_by_id
 
 from shape.data.backends import Request
-from shape.data.encoding import encode, unfolded
+from shape.data.encoding import encode, split_by_template
+from shape.data.options import AnswerOptions
 from shape.data.reading import load_conversations
 from shape.data.regeneration import regenerate
 from shape.generation.answers import LocalBackend
@@ -49,18 +50,18 @@ def test_greedy_answers_are_those_of_transformers(talkative):
 
 
 def test_drafter_changes_no_answer_and_long_prompts_are_refused(talkative, tmp_path):
-    conversations = [*many(6), asking("long", "x" * 300)]
+    conversations = [*many(6), conversation_of("long", "x" * 300)]
     for name, drafter in (("plain", None), ("ngram", "ngram")):
         backend = LocalBackend(ShapeDecoder(talkative, drafter), max_new_tokens=8)
         with pytest.warns(UserWarning, match=r"long: a prompt of 3\d\d tokens does not fit the 256 positions"):
-            regenerate(conversations, backend, tmp_path / f"{name}.jsonl", batch_size=3, progress=False)
+            regenerate(conversations, backend, tmp_path / f"{name}.jsonl", AnswerOptions(batch_size=3), progress=False)
     assert (tmp_path / "plain.jsonl").read_bytes() == (tmp_path / "ngram.jsonl").read_bytes()
-    assert "long" not in written(tmp_path / "plain.jsonl")
+    assert "long" not in messages_by_id(tmp_path / "plain.jsonl")
 
 
 def learned(path, target: Target, length: int) -> list[tuple[list[int], list[bool]]]:
     """Of each text whose answer begins within the length: ids and mask, up to the last token of an answer."""
-    parts = chain.from_iterable(unfolded(each, target.tokenizer) for each in load_conversations(path))
+    parts = chain.from_iterable(split_by_template(each, target.tokenizer) for each in load_conversations(path))
     texts = [encode(part, target.tokenizer, length) for part in parts]
     ends = [int(text.loss_mask.nonzero()[-1]) + 1 if text.loss_mask.any() else 0 for text in texts]
     found = zip(texts, ends, strict=True)
@@ -70,14 +71,14 @@ def learned(path, target: Target, length: int) -> list[tuple[list[int], list[boo
 @pytest.mark.filterwarnings("error:.*end early or are left out")
 def test_what_training_would_throw_away_is_not_answered(talkative, tmp_path):
     """A conversation ends, quietly, once its prompt is as long as what is kept of it."""
-    growing = [asking(f"grows-{i}", "a" * (i + 1), "b" * 90, "c") for i in range(8)]
+    growing = [conversation_of(f"grows-{i}", "a" * (i + 1), "b" * 90, "c") for i in range(8)]
     bounded = LocalBackend(ShapeDecoder(talkative), max_new_tokens=24, max_length=100)
     whole = replace(bounded, max_length=None)
     for name, backend in zip(KEPT, (bounded, whole), strict=True):
-        regenerate(growing, backend, tmp_path / f"{name}.jsonl", sampled_share=0.0, progress=False)
-    regenerate([growing[0], asking("long", "x" * 300)], bounded, tmp_path / "long.jsonl", progress=False)
-    fewer, all_of_them = ([len(each) for each in written(tmp_path / f"{name}.jsonl").values()] for name in KEPT)
+        regenerate(growing, backend, tmp_path / f"{name}.jsonl", AnswerOptions(sampled_share=0.0), progress=False)
+    regenerate([growing[0], conversation_of("long", "x" * 300)], bounded, tmp_path / "long.jsonl", progress=False)
+    fewer, all_of_them = ([len(each) for each in messages_by_id(tmp_path / f"{name}.jsonl").values()] for name in KEPT)
     assert max(fewer) == 2 and max(all_of_them) == 6
     same = [learned(tmp_path / f"{name}.jsonl", talkative, 100) for name in KEPT]
     assert same[0] == same[1] and len(same[0]) == 8
-    assert "long" not in written(tmp_path / "long.jsonl") and bounded.describe() != whole.describe()
+    assert "long" not in messages_by_id(tmp_path / "long.jsonl") and bounded.describe() != whole.describe()

@@ -128,14 +128,14 @@ def test_it_returns_when_the_text_becomes_easy():
 
 def test_the_break_even_is_a_ratio_of_medians():
     times = StepCosts()
-    assert times.unknown(100, drafted=True)
+    assert times.unmeasured(100, drafted=True)
     for seconds in (2.0, 2.0, 90.0, 2.0):
         times.add(True, seconds, 100)
-    assert not times.unknown(100, drafted=True) and times.unknown(100, drafted=False)
+    assert not times.unmeasured(100, drafted=True) and times.unmeasured(100, drafted=False)
     for seconds in (1.0, 50.0, 1.0):
         times.add(False, seconds, 100)
     assert times.break_even(100) == 2.0
-    assert times.unknown(1000, drafted=False)
+    assert times.unmeasured(1000, drafted=False)
 
 
 def test_what_steps_took_behind_a_long_context_says_nothing_of_short_ones():

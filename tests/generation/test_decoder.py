@@ -8,12 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import BASELINES, FAMILIES, LENGTHS, WIDTHS, predictor, prompts, weaker_model
+from helpers import BASELINES, FAMILIES, LENGTHS, WIDTHS, Recorder, chain_only_model, predictor, prompts, weaker_model
 from transformers import (
     DynamicCache,
     GenerationConfig,
-    GPTNeoConfig,
-    GPTNeoForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
@@ -30,7 +28,6 @@ from transformers.generation import (
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
 )
-from transformers.generation.streamers import BaseStreamer
 
 from shape.drafters import (
     DRAFTERS,
@@ -810,36 +807,18 @@ def test_stop_strings(tiny_target):
     assert model.generation_config.stop_strings == stops
 
 
-class Recorder(BaseStreamer):
-    def __init__(self) -> None:
-        self.pieces: list[list[int]] = []
-        self.ended = False
-
-    def put(self, value) -> None:
-        self.pieces.append(value.flatten().tolist())
-
-    def end(self) -> None:
-        self.ended = True
-
-
 def test_streaming_gives_every_token_once(tiny_model):
     decoder = ShapeDecoder(tiny_model("llama"), AdversaryDrafter())
     batch = prompts([6])
     recorder = Recorder()
     out = decoder.generate(**batch, max_new_tokens=12, streamer=recorder)
-    assert recorder.ended and [token for piece in recorder.pieces for token in piece] == out[0].tolist()
+    assert recorder.ended == 1 and recorder.tokens == out[0].tolist()
     with pytest.raises(UnsupportedGeneration, match="streaming follows one sequence"):
         decoder.generate(**prompts(), streamer=recorder)
 
 
-def test_chain_only_targets_decode_row_by_row(tmp_path):
-    torch.manual_seed(0)
-    config = GPTNeoConfig(
-        vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, window_size=5, max_position_embeddings=128,
-        attention_types=[[["global", "local"], 1]], initializer_range=0.3, bos_token_id=None, eos_token_id=2,
-        pad_token_id=0,
-    )  # fmt: skip
-    model = GPTNeoForCausalLM(config).double().eval()
+def test_chain_only_targets_decode_row_by_row():
+    model = chain_only_model()
     rows = [prompts([length])["input_ids"] for length in (5, 9)]
     answers = [model.generate(ids, max_new_tokens=25, do_sample=False) for ids in rows]
     for name, make in drafters().items():
@@ -1053,7 +1032,7 @@ def test_a_target_alone_and_what_comes_first(tiny_target, tiny_target_folder, ti
         ShapeDecoder.from_pretrained(whole, drafter="shape")
 
 
-def test_from_pretrained_mistakes(tiny_target, tiny_target_folder, tiny_model, tmp_path):
+def test_from_pretrained_mistakes(tiny_target, tiny_model, tmp_path):
     with pytest.raises(ConfigError, match="neither a predictor nor a target"):
         ShapeDecoder.from_pretrained(None)
     with pytest.raises(ConfigError, match="needs a predictor"):
@@ -1113,7 +1092,7 @@ def test_warming_up_makes_steps_whatever_the_target_says_first(tiny_model):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_torch_makes_by_default_is_nothing_to_us(tiny_model, tmp_path, dtype):
+def test_what_torch_makes_by_default_is_nothing_to_us(tiny_model, dtype):
     """Neither on which device nor in which dtype; kernels are given addresses, and would not notice."""
     ids, model = prompts([9])["input_ids"], tiny_model("llama", dtype)
     network = predictor(dtype, step_mode="parallel", token_conditioning="root", num_steps=3, loud=True)

@@ -20,10 +20,14 @@ from transformers import (
 )
 
 from shape.drafters import Drafter, LookaheadDrafter, OracleDrafter, TrainedDrafter, TreeShape
+from shape.drafters.recipes.drafter import RecipeDrafter
+from shape.drafters.recipes.pack import pack_of, recipes_of
+from shape.generation import fixed as fixed_steps
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.engine import ShapeOutput
 from shape.generation.fixed import FixedSteps, bucket, buckets
 from shape.generation.stage import Stage
+from shape.target.model import Target
 
 SHAPES = {
     "shape tree": TreeShape(depth=4, width=3, nodes=7),
@@ -110,7 +114,7 @@ def padded(steps, fixed: ShapeOutput):
 
 
 @pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.parametrize("kind", ["ngram", "suffix", "onedecode"])
+@pytest.mark.parametrize("kind", ["ngram", "suffix", "onedecode", "recipes"])
 def test_drafts_of_the_text_are_made_on_the_host(tiny_model, kind, sample):
     """Rows end at different times, and go on in steps of smaller batches; texts repeat, so that there are drafts."""
     given, model = prompts([3, 17, 9, 1, 12]), tiny_model("llama")
@@ -121,15 +125,20 @@ def test_drafts_of_the_text_are_made_on_the_host(tiny_model, kind, sample):
     }
     options = {"max_new_tokens": 40, "eos_token_id": [2, 9, 11], "pad_token_id": 0, **(SAMPLED if sample else {})}
     expected = decode(model, None, batch, False, **options)
+    drafter: str | Drafter = kind
+    if kind == "recipes":  # of texts that are near the answers, and not the same
+        target, others = Target(model), decode(model, None, batch, False, **{**options, **SAMPLED, "seed": 8}).sequences
+        rows = [*expected.sequences[:2].tolist(), *others.tolist()]
+        drafter = RecipeDrafter(pack_of(target.identity, recipes_of(rows, prefix=2, depth=5), 1, 5, most=1000))
     for fall_back in (False, True):
         steps = FixedSteps(slots=FEW)
-        decoder = ShapeDecoder(model, kind, fall_back=fall_back, graphs=steps)
+        decoder = ShapeDecoder(model, drafter, fall_back=fall_back, graphs=steps)
         decoder.warm_up(batch_size=5, prompt_length=batch["input_ids"].shape[1], **options)
         fixed = decoder.generate(**batch, return_dict_in_generate=True, **options)
         assert fixed.stats.graphs and torch.equal(fixed.sequences, expected.sequences)
         assert fixed.stats.drafted > 0 and {len(stage.root) for stage in steps._kept} > {8}
-    eager = decode(model, ShapeDecoder(model, kind).drafter, batch, False, **options)
-    fixed = decode(model, ShapeDecoder(model, kind).drafter, batch, FixedSteps(slots=FEW), **options)
+    eager = decode(model, ShapeDecoder(model, drafter).drafter, batch, False, **options)
+    fixed = decode(model, ShapeDecoder(model, drafter).drafter, batch, FixedSteps(slots=FEW), **options)
     assert (fixed.stats.drafted, fixed.stats.accepted) == (eager.stats.drafted, eager.stats.accepted)
 
 
@@ -195,7 +204,8 @@ def test_what_is_put_into_the_target_between_calls_is_seen(tiny_model):
     assert len(seen) == 8
 
 
-def test_memory_is_counted_and_bounded(tiny_model):
+@pytest.mark.parametrize("share", [False, True])
+def test_memory_is_counted_and_bounded(tiny_model, monkeypatch, share):
     model = tiny_model("llama")
     drafter = tree_of_attention()
     steps = FixedSteps(slots=64)
@@ -208,7 +218,8 @@ def test_memory_is_counted_and_bounded(tiny_model):
     window = stage.state.numel()
     assert stage.bytes == 8 * (floats + window + 2 * (5 + 3 + drafter.tree.depth)) == steps.bytes
     limit = int(2.5 * stage.bytes)
-    decoder = ShapeDecoder(model, drafter, graphs=FixedSteps(slots=64, memory=limit))
+    monkeypatch.setattr(fixed_steps, "free_bytes", lambda device: 4 * limit if share else pytest.fail("not asked for"))
+    decoder = ShapeDecoder(model, drafter, graphs=FixedSteps(slots=64, memory=0.25 if share else limit))
     for rows in (1, 2, 4, 1, 2):
         batch = prompts([5] * rows)
         out = decoder.generate(**batch, max_new_tokens=3, eos_token_id=[], return_dict_in_generate=True)

@@ -79,7 +79,7 @@ def test_a_drafter_is_called_by_its_own_name(model, foreign):
         ShapeDecoder.from_pretrained(foreign, target=model, drafter=other)
 
 
-def test_another_target_is_refused(foreign, tiny_target, tiny_model, tmp_path):
+def test_another_target_is_refused(foreign, tiny_target):
     with pytest.raises(TargetMismatch, match="vocabulary"):
         ShapeDecoder.from_pretrained(foreign, target=tiny_target)
     config = json.loads((foreign / "config.json").read_text())

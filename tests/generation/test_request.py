@@ -48,7 +48,7 @@ def test_calls_with_equal_options_are_prepared_once_whatever_their_prompts(targe
     assert len(preparations) == 2
 
 
-def test_a_changed_configuration_is_noticed(target, preparations):
+def test_a_changed_configuration_is_noticed(target):
     config = GenerationConfig(max_new_tokens=5)
     assert resolved(target, config=config).max_new_tokens == 5
     config.max_new_tokens = 6
@@ -85,6 +85,6 @@ def test_what_looks_at_the_text_or_the_clock_is_prepared_for_every_call(target, 
 
 
 def test_only_so_many_kinds_of_calls_are_kept(target):
-    for count in range(1, 3 * request._MOST_KNOWN):
+    for count in range(1, 3 * request._MOST_RESOLVED):
         resolved(target, max_new_tokens=count)
-    assert len(request._known[target]) <= request._MOST_KNOWN
+    assert len(request._resolved[target]) <= request._MOST_RESOLVED

@@ -1,7 +1,7 @@
 """The registry of acceptance rules: names, parameters, refusals. What they emit is tested with the decoder."""
 
 import pytest
-from transformers import GPTNeoConfig, GPTNeoForCausalLM
+from helpers import chain_only_model, predictor
 
 from shape.cli.bench import parser as bench_parser
 from shape.cli.generate import parser as generate_parser
@@ -19,8 +19,6 @@ from shape.generation.rules import (
     UnverifiedLossy,
     make_rule,
 )
-from shape.networks.config import ShapeConfig
-from shape.networks.shape import ShapePredictor
 
 
 def test_lossy_rules_say_so_and_no_others_do():
@@ -68,7 +66,7 @@ def test_the_commands_name_every_rule(parser):
 
 
 def shape_drafter(tree: TreeShape) -> TrainedDrafter:
-    return TrainedDrafter(ShapePredictor(ShapeConfig(hidden_size=32, intermediate_size=48, num_steps=3)), tree)
+    return TrainedDrafter(predictor(num_steps=3), tree)
 
 
 @pytest.mark.parametrize("rule", [Rejection(), Traversal()], ids=str)
@@ -104,11 +102,7 @@ def test_the_papers_rule_takes_full_trees_and_refuses_what_has_none(tiny_model):
     assert isinstance(full, TrainedDrafter) and full.tree == TreeShape.full(2, 3)
     with pytest.raises(UnsupportedGeneration, match=r"needs the k\^N trees"):
         TrsLossy().fit(NgramDrafter(), decoder.target)
-    config = GPTNeoConfig(
-        vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, window_size=5, max_position_embeddings=128,
-        attention_types=[[["global", "local"], 1]], bos_token_id=None, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    chains = ShapeDecoder(GPTNeoForCausalLM(config).double().eval())
+    chains = ShapeDecoder(chain_only_model())
     with pytest.raises(UnsupportedGeneration, match="verifies chains only"):
         TrsLossy().fit(decoder.drafter, chains.target)
 

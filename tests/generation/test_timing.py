@@ -22,6 +22,12 @@ def test_costs_are_kept(tiny_model, tmp_path, monkeypatch):
     assert (tmp_path / "other" / "costs.json").exists()
 
 
+def test_a_target_without_a_limit_of_positions_is_timed_behind_as_much_context(tiny_model, tmp_path):
+    decoder = ShapeDecoder(tiny_model("llama"))
+    decoder.target.max_positions = None
+    assert measure_costs(decoder, context=40, repeats=1, cache=tmp_path / "costs.json").context == 64
+
+
 @pytest.mark.parametrize("name", ["shape of three layers", "eagle of three layers"])
 def test_drafters_that_read_several_layers_are_timed(tiny_model, tmp_path, name):
     decoder = ShapeDecoder(tiny_model("llama"), TrainedDrafter(predictor(**BASELINES[name])))
@@ -56,5 +62,5 @@ def test_drafts_from_few_tokens_by_prepacked_layers_are_timed(tiny_model, tmp_pa
 def test_a_draft_is_what_it_takes_before_its_passes_and_these(ends, line):
     assert _line(*ends) == pytest.approx(line)
     costs = Costs(1, 64, {1: 1.0}, {1: line, 2: line})
-    assert costs.drafting(8, 4) == pytest.approx(line[0] + 8 * line[1])
-    assert costs.drafting(0, 1) == Costs(1, 64, {1: 1.0}, {}).drafting(8, 1) == 0.0
+    assert costs.draft_seconds(8, 4) == pytest.approx(line[0] + 8 * line[1])
+    assert costs.draft_seconds(0, 1) == Costs(1, 64, {1: 1.0}, {}).draft_seconds(8, 1) == 0.0

@@ -5,9 +5,8 @@ import math
 
 import pytest
 import torch
-from helpers import predictor, prompts
+from helpers import chain_only_model, predictor, prompts
 from rich.console import Console
-from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from shape.drafters import (
     AdversaryDrafter,
@@ -123,11 +122,7 @@ def test_of_several_drafters_all_that_was_accepted_is_somebodys(tiny_model, rule
 
 def test_batches_of_one_call_have_steps_of_their_own():
     """Those of targets that are decoded sequence by sequence, whose numbers go on."""
-    config = GPTNeoConfig(
-        vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, window_size=5, max_position_embeddings=128,
-        attention_types=[[["global", "local"], 1]], bos_token_id=None, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    decoder = ShapeDecoder(GPTNeoForCausalLM(config).double().eval())
+    decoder = ShapeDecoder(chain_only_model())
     out = decoder.generate(
         **prompts([4, 6]), max_new_tokens=5, eos_token_id=[], trace=True, return_dict_in_generate=True
     )

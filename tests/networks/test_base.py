@@ -93,38 +93,6 @@ def test_drafters_of_another_width_start_as_projections_of_the_targets_embedding
         torch.testing.assert_close(own @ own.T, best @ best.T, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kind": "lookahead"}, "kind is 'lookahead'"),
-        ({"kind": "eagle", "num_layers": 0}, "kind 'eagle' has at least 1 decoder layer"),
-        (
-            {"kind": "eagle", "transformer_layer_config": {"layer_types": ["sliding_attention"]}},
-            "layers of kind 'eagle' can be full_attention",
-        ),
-        ({"kind": "block", "transformer_layer_config": {"layer_types": ["full_attention"] * 2}}, "has 2 layer_types"),
-        ({"kind": "peagle", "norm_output": True}, "norm_output is for kind eagle"),
-        ({"own_heads": True, "vocab_size": 9}, "own_heads and own_embeddings are for the other kinds"),
-        ({"kind": "eagle", "fc_norm": True, "norm_before_fc": True}, "both given"),
-        ({"kind": "medusa", "norm_output": True}, "norm_output is for kind eagle"),
-        ({"kind": "eagle", "transformer_layer_config": {"model_type": "bert"}}, "of model_type 'bert'"),
-        ({"kind": "eagle", "transformer_layer_config": {"hidden_size": 64}}, "give the same"),
-        ({"kind": "eagle", "own_embeddings": True}, "give vocab_size"),
-        ({"attention": True, "num_heads": 3}, "num_heads is 3"),
-        ({"markov_rank": 4, "step_mode": "recursive", "token_conditioning": "path"}, "markov_rank is 4"),
-        ({"coupling": 4}, "give a markov_rank"),
-        ({"markov_rank": -1}, "markov_rank is -1"),
-        ({"markov_rank": 4, "markov_head_type": "gated"}, "markov_head_type is for kind block"),
-        ({"target_hidden_size": 48}, "kind 'shape' has the target's width"),
-        ({"kind": "eagle", "target_hidden_size": 48, "own_heads": True}, "give own_heads and own_embeddings"),
-        ({"refinement_readout": "mean"}, "refinement_readout is 'mean'"),
-    ],
-)
-def test_what_cannot_be_is_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        ShapeConfig(hidden_size=32, **options)
-
-
 def test_tables_need_a_vocabulary_and_classes_their_kind():
     with pytest.raises(ConfigError, match="give draft_vocab_size"):
         PREDICTORS["medusa"](ShapeConfig(hidden_size=32, kind="medusa", own_heads=True))

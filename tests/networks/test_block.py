@@ -169,23 +169,3 @@ def test_own_embeddings_have_the_mask(tiny_target):
     network = BlockPredictor(ShapeConfig(kind="block", mask_token_id=5, own_embeddings=True, **sizes))
     network.adopt(tiny_target)
     torch.testing.assert_close(network.mask, tiny_target.embed(torch.tensor(5)).to(network.dtype))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"markov_rank": 4}, "give vocab_size"),
-        ({"markov_rank": 4, "vocab_size": 9, "coupling": 2}, "coupling is 2"),
-        ({"markov_rank": 4, "vocab_size": 9, "markov_head_type": "rnn"}, "give sample_from_anchor with it"),
-        ({"markov_rank": 4, "markov_head_type": "lstm"}, "markov_head_type is 'lstm'"),
-        ({"kind": "medusa", "mask_token_id": 3}, "is for kinds block and peagle"),
-        ({"kind": "peagle", "sample_from_anchor": True}, "is for kind block"),
-        (
-            {"transformer_layer_config": {"model_type": "qwen3", "layer_types": ["sliding_attention"]}},
-            "give their sliding_window",
-        ),
-    ],
-)
-def test_what_a_block_cannot_be_is_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        ShapeConfig(hidden_size=32, **{"kind": "block", **options})

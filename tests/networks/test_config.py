@@ -1,7 +1,8 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from helpers import MODES
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -27,19 +28,10 @@ valid_options = st.fixed_dictionaries(
         "draft": st.none() | st.just({"width": 3, "depth": 4, "nodes": 8}),
     }
 )
-modes = st.sampled_from(
-    [
-        ("parallel", "none"),
-        ("parallel", "root"),
-        ("recursive", "none"),
-        ("recursive", "root"),
-        ("recursive", "path"),
-    ]
-)
+modes = st.sampled_from(MODES)
 
 
 @given(valid_options, modes)
-@settings(deadline=None)
 def test_survives_json_unchanged(options: dict, mode: tuple[str, str]) -> None:
     config = ShapeConfig(**options, step_mode=mode[0], token_conditioning=mode[1])
     stored = json.loads(config.to_json_string())
@@ -112,11 +104,49 @@ def test_feature_size_counts_layers() -> None:
         ({"feature_layers": ["3", -1]}, "list of layer indices"),
         ({"windows": 3}, "no option windows"),
         ({"steps": 3, "lookahead": 2}, "no option lookahead, steps"),
+        ({"kind": "lookahead"}, "kind is 'lookahead'"),
+        ({"kind": "eagle", "num_layers": 0}, "kind 'eagle' has at least 1 decoder layer"),
+        (
+            {"kind": "eagle", "transformer_layer_config": {"layer_types": ["sliding_attention"]}},
+            "layers of kind 'eagle' can be full_attention",
+        ),
+        ({"kind": "block", "transformer_layer_config": {"layer_types": ["full_attention"] * 2}}, "has 2 layer_types"),
+        ({"kind": "peagle", "norm_output": True}, "norm_output is for kind eagle"),
+        ({"own_heads": True, "vocab_size": 9}, "own_heads and own_embeddings are for the other kinds"),
+        ({"kind": "eagle", "fc_norm": True, "norm_before_fc": True}, "both given"),
+        ({"kind": "medusa", "norm_output": True}, "norm_output is for kind eagle"),
+        ({"kind": "eagle", "transformer_layer_config": {"model_type": "bert"}}, "of model_type 'bert'"),
+        ({"kind": "eagle", "transformer_layer_config": {"hidden_size": 64}}, "give the same"),
+        ({"kind": "eagle", "own_embeddings": True}, "give vocab_size"),
+        ({"attention": True, "num_heads": 3}, "num_heads is 3"),
+        ({"markov_rank": 4, "step_mode": "recursive", "token_conditioning": "path"}, "markov_rank is 4"),
+        ({"coupling": 4}, "give a markov_rank"),
+        ({"markov_rank": -1}, "markov_rank is -1"),
+        ({"markov_rank": 4, "markov_head_type": "gated"}, "markov_head_type is for kind block"),
+        ({"target_hidden_size": 48}, "kind 'shape' has the target's width"),
+        ({"kind": "eagle", "target_hidden_size": 48, "own_heads": True}, "give own_heads and own_embeddings"),
+        ({"refinement_readout": "mean"}, "refinement_readout is 'mean'"),
+        ({"kind": "block", "markov_rank": 4}, "give vocab_size"),
+        ({"kind": "block", "markov_rank": 4, "vocab_size": 9, "coupling": 2}, "coupling is 2"),
+        (
+            {"kind": "block", "markov_rank": 4, "vocab_size": 9, "markov_head_type": "rnn"},
+            "give sample_from_anchor with it",
+        ),
+        ({"kind": "block", "markov_rank": 4, "markov_head_type": "lstm"}, "markov_head_type is 'lstm'"),
+        ({"kind": "medusa", "mask_token_id": 3}, "is for kind peagle or block"),
+        ({"kind": "peagle", "sample_from_anchor": True}, "is for kind block"),
+        (
+            {
+                "kind": "block",
+                "transformer_layer_config": {"model_type": "qwen3", "layer_types": ["sliding_attention"]},
+            },
+            "give their sliding_window",
+        ),
     ],
 )
 def test_wrong_options_get_one_sentence(options: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
-        ShapeConfig(**options)
+        ShapeConfig(**{"hidden_size": 32, **options})
     assert "\n" not in str(caught.value)
 
 

@@ -71,7 +71,7 @@ def test_attention_in_parts_is_attention_at_once(blocks, budget, monkeypatch):
 
 
 @given(st.integers(0, 500), st.integers(0, 500), st.integers(0, 50))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_rotary_products_depend_on_distance_alone(first, second, shift):
     torch.manual_seed(0)
     query, key = torch.randn(2, 1, 1, 1, 8).double().unbind(0)
@@ -98,7 +98,7 @@ def test_a_root_that_sees_nothing_gives_numbers():
 
 
 @given(st.integers(0, 10**6), st.integers(2, 6))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_coupled_steps_keep_their_marginals(seed, size):
     """With the whole vocabulary as candidates, chaining the conditionals gives back what the steps said alone."""
     generator = torch.Generator().manual_seed(seed)

@@ -2,8 +2,8 @@ import itertools
 
 import pytest
 import torch
-from helpers import matrix
-from hypothesis import given, settings
+from helpers import MODES, matrix
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModel
@@ -16,16 +16,13 @@ from shape.networks.shape import Adapters, ResidualBlock, ShapePredictor, roll, 
 from shape.networks.transport import sinkhorn, squared_distances
 
 H, W, S = 16, 4, 3
-MODES = [
-    ("parallel", "none"),
-    ("parallel", "root"),
-    ("recursive", "none"),
-    ("recursive", "root"),
-    ("recursive", "path"),
-]
 REFINEMENTS = [("none", "row"), ("affine", "row"), ("sinkhorn", "row"), ("sinkhorn", "column")]
 every_mode = pytest.mark.parametrize(("step_mode", "token_conditioning"), MODES)
-every_refinement = pytest.mark.parametrize(("refinement", "last_update"), REFINEMENTS)
+COMBINATIONS = [
+    {"step_mode": step_mode, "token_conditioning": conditioning, "refinement": kind, "refinement_last_update": last}
+    for (step_mode, conditioning), (kind, last) in itertools.product(MODES, REFINEMENTS)
+]
+every_combination = pytest.mark.parametrize("options", COMBINATIONS, ids=["-".join(c.values()) for c in COMBINATIONS])
 
 
 def tiny_config(**options) -> ShapeConfig:
@@ -64,7 +61,6 @@ def test_adapters_are_a_residual_block_for_each_step() -> None:
 
 class TestWindows:
     @given(st.data())
-    @settings(deadline=None)
     def test_against_a_loop(self, data: st.DataObject) -> None:
         batch, length, size = (data.draw(st.integers(1, n)) for n in (3, 9, 5))
         count = data.draw(st.integers(0, 6))
@@ -105,20 +101,12 @@ class TestWindows:
         assert torch.equal(rolled[:, -1], torch.cat([torch.zeros(3, H), state], -1))
 
 
-@every_mode
-@every_refinement
+@every_combination
 class TestEveryCombination:
     @pytest.mark.parametrize("layers", [[-1], [2, 5, -1]])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_trains(self, step_mode, token_conditioning, refinement, last_update, layers, dtype) -> None:
-        model = predictor(
-            step_mode=step_mode,
-            token_conditioning=token_conditioning,
-            refinement=refinement,
-            refinement_last_update=last_update,
-            feature_layers=layers,
-            dropout=0.1,
-        ).to(dtype)
+    def test_trains(self, options, layers, dtype) -> None:
+        model = predictor(**options, feature_layers=layers, dropout=0.1).to(dtype)
         model.train()
         predicted = model(*inputs(2, 5, layers=len(layers), dtype=dtype))
         assert predicted.shape == (2, 5, S, H)
@@ -129,55 +117,35 @@ class TestEveryCombination:
             assert weight.grad.isfinite().all(), name
             assert weight.grad.any(), name
 
-    def test_forward_is_repeated_steps(self, step_mode, token_conditioning, refinement, last_update) -> None:
+    def test_forward_is_repeated_steps(self, options) -> None:
         """Training unrolls exactly what decoding does one step at a time."""
-        model = predictor(
-            step_mode=step_mode,
-            token_conditioning=token_conditioning,
-            refinement=refinement,
-            refinement_last_update=last_update,
-        ).double()
+        model = predictor(**options).double()
         window, embeddings = inputs(2, 5, dtype=torch.float64)
         predicted, known = model(window, embeddings), Known(window, [], None, None)
         carried = model.begin(known, embeddings[..., 0, :])
         for n in range(S):
-            token = embeddings[..., n if token_conditioning == "path" else 0, :]
+            token = embeddings[..., n if options["token_conditioning"] == "path" else 0, :]
             state, carried = model.advance(known, carried, token, n)
             torch.testing.assert_close(predicted[..., n, :], state)
 
-    def test_size_of_states_does_not_matter(self, step_mode, token_conditioning, refinement, last_update) -> None:
-        model = predictor(
-            step_mode=step_mode,
-            token_conditioning=token_conditioning,
-            refinement=refinement,
-            refinement_last_update=last_update,
-        ).double()
+    def test_size_of_states_does_not_matter(self, options) -> None:
+        model = predictor(**options).double()
         window, embeddings = inputs(3, dtype=torch.float64)
         torch.testing.assert_close(
             model(100 * window, embeddings), 100 * model(window, embeddings), rtol=1e-4, atol=1e-2
         )
 
-    def test_autocast(self, step_mode, token_conditioning, refinement, last_update) -> None:
-        model = predictor(
-            step_mode=step_mode,
-            token_conditioning=token_conditioning,
-            refinement=refinement,
-            refinement_last_update=last_update,
-        )
+    def test_autocast(self, options) -> None:
+        model = predictor(**options)
         window, embeddings = inputs(3)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             predicted = model(window, embeddings)
         assert predicted.dtype == torch.float32
         torch.testing.assert_close(predicted, model(window, embeddings), rtol=0.1, atol=1.0)
 
-    def test_unknown_states_only(self, step_mode, token_conditioning, refinement, last_update) -> None:
+    def test_unknown_states_only(self, options) -> None:
         """Rows of a batch that count for nothing may hold nothing: no NaN may come out of them."""
-        model = predictor(
-            step_mode=step_mode,
-            token_conditioning=token_conditioning,
-            refinement=refinement,
-            refinement_last_update=last_update,
-        )
+        model = predictor(**options)
         predicted = model(torch.zeros(2, W, H), torch.zeros(2, S, H))
         predicted.sum().backward()
         assert predicted.isfinite().all()
@@ -348,16 +316,9 @@ def test_number_of_weights(options: dict, extra: int) -> None:
 
 
 class TestFiles:
-    @every_mode
-    @every_refinement
-    def test_round_trip(self, tmp_path, step_mode, token_conditioning, refinement, last_update) -> None:
-        model = predictor(
-            step_mode=step_mode,
-            token_conditioning=token_conditioning,
-            refinement=refinement,
-            refinement_last_update=last_update,
-            training={"acceptance_length": 3.4},
-        )
+    @every_combination
+    def test_round_trip(self, tmp_path, options) -> None:
+        model = predictor(**options, training={"acceptance_length": 3.4})
         model.save_pretrained(tmp_path)
         assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
         for loaded in (ShapePredictor.from_pretrained(tmp_path), AutoModel.from_pretrained(tmp_path)):

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from helpers import committed
 
-from shape.drafters.base import Committed
 from shape.drafters.trained import TrainedDrafter
 from shape.networks.base import Known
 from shape.networks.config import ShapeConfig
@@ -133,11 +133,11 @@ def test_a_draft_begins_with_the_weights_as_they_are(tiny_target) -> None:
     drafter = TrainedDrafter(network)
     drafter.bind(tiny_target)
     window = torch.randn(1, WINDOW, tiny_target.hidden_size)
-    committed = Committed([[1, 2, 3, 4]], torch.tensor([4]), torch.tensor([4]))
+    begun = committed([1, 2, 3, 4])
     found = []
     for factor in (1, 2):
         network.window_projection.weight.mul_(factor)
-        drafter.start(committed, window)
+        drafter.start(begun, window)
         found.append(drafter.single(window[0], torch.ones(tiny_target.hidden_size))[0])
     assert not torch.equal(*found)
 
@@ -152,10 +152,9 @@ def test_sequences_draft_together_as_alone(tiny_target, rows) -> None:
     texts, hidden = [[1, 2, 3 + row] for row in range(rows)], torch.randn(rows, WINDOW, size)
 
     def draft(first: int, end: int) -> TokenTree:
-        own, lengths = texts[first:end], torch.full((end - first,), 3)
-        committed = Committed(own, lengths, torch.tensor([text[-1] for text in own]))
-        drafter.start(committed, hidden[first:end])
-        return drafter.draft(committed, Sampler(lengths - 1))
+        own = committed(*texts[first:end])
+        drafter.start(own, hidden[first:end])
+        return drafter.draft(own, Sampler(own.lengths - 1))
 
     together = draft(0, rows)
     for row in range(rows):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shape.data.statistics import Text
+from shape.data.statistics import DataStatistics
 from shape.drafters import PREDICTORS
 from shape.errors import ConfigError
 from shape.networks import sizing
@@ -36,7 +36,7 @@ def test_eagle_reads_the_published_layers(count, layers):
      (256_000, 99_000, 32_768), (128_256, 500, 2048), (128_256, 9_000, 9_216)],
 )  # fmt: skip
 def test_drafted_tokens_cover_the_answers(vocabulary, covering, drafted):
-    size, text = Size(1e9, 1e9, 2048, vocab_size=vocabulary), Text(10, 100.0, 0.5, 1.0, covering)
+    size, text = Size(1e9, 1e9, 2048, vocab_size=vocabulary), DataStatistics(10, 100.0, 0.5, 1.0, covering)
     assert sizing.draft_vocab_size(size, text) == drafted
     if covering is None:
         assert sizing.draft_vocab_size(size, None) == drafted

@@ -18,7 +18,7 @@ from shape.training.losses import supervised
 from shape.training.options import Losses
 
 
-def naive(hidden, tokens, mask, root, window, steps, size):
+def naive(hidden, tokens, mask, root, window, steps):
     """The definition, position by position."""
     length = len(tokens)
     before = [hidden[i] if i >= 0 else torch.zeros_like(hidden[0]) for i in range(root - window, root)]
@@ -30,7 +30,7 @@ def naive(hidden, tokens, mask, root, window, steps, size):
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_examples_equal_their_definition(data):
     length = data.draw(st.integers(2, 14))
     window, steps = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
@@ -39,7 +39,7 @@ def test_examples_equal_their_definition(data):
     roots = torch.arange(length)[None]
     cut = examples(Texts(hidden, tokens, mask[None], roots), window, steps, hidden_size=2)
     for root in range(length):
-        before, supervised = naive(hidden[0], tokens[0], mask, root, window, steps, 2)
+        before, supervised = naive(hidden[0], tokens[0], mask, root, window, steps)
         assert torch.equal(cut.window[0, root], before)
         assert cut.mask[0, root].tolist() == supervised
         for n in [n for n in range(steps) if supervised[n]]:

@@ -76,7 +76,6 @@ class TestMarginals:
         st.floats(0, 6),
         st.sampled_from(["float32", "float64"]),
     )
-    @settings(deadline=None)
     def test_last_update_is_exact_at_every_iteration_count(
         self, seed: int, iterations: int, epsilon: float, sharpness: float, dtype: str
     ) -> None:
@@ -114,7 +113,6 @@ class TestMarginals:
         assert min(x.abs().max() for x in gradients("row")) > 1e-4
 
     @given(seeds)
-    @settings(deadline=None)
     def test_equal_distributions_stay_put_as_epsilon_falls(self, seed: int) -> None:
         p, _, cost = problem(seed)
         moved = matrix(sinkhorn(p, p, cost, 0.02, 200))
@@ -179,7 +177,6 @@ class TestGradients:
 
 class TestGroundCost:
     @given(seeds, st.floats(1e-3, 1e3))
-    @settings(deadline=None)
     def test_shape_of_it(self, seed: int, size: float) -> None:
         points = size * torch.randn(9, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         cost = squared_distances(points)
@@ -267,7 +264,7 @@ class TestDivergence:
         assert gaps[2] < 0.02
 
     @given(seeds, st.floats(0, 6), st.integers(1, 30))
-    @settings(deadline=None, max_examples=20)
+    @settings(max_examples=20)
     def test_zero_between_equals_and_symmetric(self, seed: int, sharpness: float, iterations: int) -> None:
         p, q, cost = problem(seed, sharpness=sharpness)
         same = sinkhorn_divergence(p.log(), p.log(), cost, 0.2, 200)

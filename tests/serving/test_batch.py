@@ -5,10 +5,9 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from helpers import BASELINES, predictor
+from helpers import BASELINES, committed, predictor
 
 from shape.drafters import (
-    Committed,
     Drafter,
     GeodesicDrafter,
     HybridDrafter,
@@ -89,9 +88,9 @@ def plain(target: Target, prompt: list[int], new: int) -> list[int]:
 
 def alone(drafter: Drafter, target: Target, text: list[int], first: int = 0) -> list[int]:
     """The draft of one request whose states are known from a position on."""
-    committed = Committed([list(text)], torch.tensor([len(text)]), torch.tensor([text[-1]]))
-    drafter.start(committed, target.features(torch.tensor([text[:-1]]), drafter.layers)[:, first:])
-    return likeliest_chains(drafter.draft(committed, Sampler(committed.lengths)))[0][:MOST]
+    own = committed(text)
+    drafter.start(own, target.features(torch.tensor([text[:-1]]), drafter.layers)[:, first:])
+    return likeliest_chains(drafter.draft(own, Sampler(own.lengths)))[0][:MOST]
 
 
 def trained(name: str, target: Target) -> TrainedDrafter:

@@ -8,8 +8,9 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers import committed
 
-from shape.drafters import Committed, SuffixDrafter
+from shape.drafters import SuffixDrafter
 from shape.errors import ConfigError
 from shape.serving.batch import likeliest_chains
 from shape.serving.sglang import DRAFTERS, Corpus, plug_in
@@ -43,10 +44,10 @@ def drafts(corpus: Corpus, texts: list[list[int]], reach: int = 64, names: str =
 def alone(text: list[int]) -> list[int]:
     drafter = SuffixDrafter().reproducible()
     drafter.limit_draft(3)
-    committed = Committed([text], torch.tensor([len(text)]), torch.tensor([text[-1]]))
-    drafter.start(committed, torch.empty(1, len(text) - 1, 0))
+    own = committed(text)
+    drafter.start(own, torch.empty(1, len(text) - 1, 0))
     # An unused node, token 0 on the root, looks like a draft of that token.
-    return likeliest_chains(drafter.draft(committed, Sampler(committed.lengths)))[0] or [0]
+    return likeliest_chains(drafter.draft(own, Sampler(own.lengths)))[0] or [0]
 
 
 def test_each_request_drafts_from_its_own_text(corpus):

@@ -14,18 +14,15 @@ from urllib.request import urlopen
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_config
-from helpers import ROOT
+from helpers import ROOT, committed, predictor, tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from shape.drafters import Committed, TrainedDrafter, TreeShape
+from shape.drafters import TrainedDrafter, TreeShape
 from shape.drafters.recipes.pack import Pack, Recipe
 from shape.errors import ConfigError, UnsupportedTarget
 from shape.generation.loading import load_predictor
-from shape.networks.config import ShapeConfig
 from shape.networks.export import export
-from shape.networks.shape import ShapePredictor
 from shape.serving.batch import likeliest_chains
 from shape.serving.vllm import TRIED, ServingOptions, ShapeProposer
 from shape.target.model import Target
@@ -92,9 +89,9 @@ def alone(folder, target: Target, text: list[int], most: int) -> list[int]:
     """The predictor's draft for one text, with the whole target at hand."""
     drafter = TrainedDrafter(load_predictor(str(folder)), TreeShape(depth=most, width=1))
     drafter.bind(target)
-    committed = Committed([text], torch.tensor([len(text)]), torch.tensor([text[-1]]))
-    drafter.start(committed, target.features(torch.tensor([text[:-1]]), drafter.layers))
-    return likeliest_chains(drafter.draft(committed, Sampler(committed.lengths)))[0]
+    own = committed(text)
+    drafter.start(own, target.features(torch.tensor([text[:-1]]), drafter.layers))
+    return likeliest_chains(drafter.draft(own, Sampler(own.lengths)))[0]
 
 
 def test_a_predictor_drafts_from_the_states_of_the_forward(
@@ -109,13 +106,8 @@ def test_a_predictor_drafts_from_the_states_of_the_forward(
 
 
 def several_layers(target: Target, folder, layers: list[int]):
-    torch.manual_seed(0)
-    options = {"step_mode": "recursive", "token_conditioning": "path", "attention": True, "feature_layers": layers}
-    size = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": target.vocab_size}
-    network = ShapePredictor(ShapeConfig(**size, **options))
-    for parameter in network.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    export(network, folder, target.identity, {"command": "none"})
+    options = {"attention": True, "feature_layers": layers, "vocab_size": target.vocab_size, "loud": True}
+    export(predictor(torch.float32, **options), folder, target.identity, {"command": "none"})
     return folder
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import numbers
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
@@ -12,10 +13,6 @@ from shape.target.kernels import Program, bits, row_bytes
 DTYPES = [torch.float32, torch.bfloat16]
 SIZES = [8, 48, 64, 80, 128]  # of a head: halves that vectors of 16 divide, and others
 ALL = 1 << 30  # work that all threads are woken for
-
-
-def numbers(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def run(kernel: int, *arguments: int | Tensor) -> None:

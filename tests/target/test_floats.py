@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from helpers import numbers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from shape.generation.decoder import ShapeDecoder
 from shape.target import floats, kernels, prepack
@@ -14,7 +15,7 @@ from shape.target.model import Target
 DTYPES = [torch.float32, torch.bfloat16]
 STEP = {torch.float32: 2**-24, torch.bfloat16: 2**-8}
 
-pytestmark = pytest.mark.skipif(not floats.serves(torch.float32), reason="this CPU lacks AVX2, or torch GNU's OpenMP")
+pytestmark = pytest.mark.skipif(not floats.supports(torch.float32), reason="this CPU lacks AVX2, or torch GNU's OpenMP")
 
 
 @pytest.fixture(params=["as it is", "avx2"])
@@ -26,10 +27,6 @@ def cpu(request, monkeypatch):
     floats._multiplier.cache_clear()
     yield request.param
     floats._multiplier.cache_clear()
-
-
-def numbers(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -78,7 +75,7 @@ def test_results_are_rounded_to_nearest(cpu):
 @pytest.fixture
 def ours(monkeypatch):
     """As on a CPU on which our own kernels multiply, whatever this one is."""
-    monkeypatch.setattr(prepack, "_ours", floats.serves)
+    monkeypatch.setattr(prepack, "_ours", floats.supports)
 
 
 @torch.no_grad()

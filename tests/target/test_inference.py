@@ -8,8 +8,7 @@ from threading import Barrier
 
 import pytest
 import torch
-from conftest import tiny_config
-from helpers import predictor
+from helpers import predictor, tiny_config
 from torch import nn
 from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, LlamaConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel

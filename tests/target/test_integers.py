@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shape.target import integers, kernels
 from shape.target.integers import GROUP, grain_of, product
-from shape.target.quantize import pack, unpack
+from shape.target.quantize import dequantize, pack
 
 KINDS = [(bits, dtype) for bits in (8, 4) for dtype in (torch.float32, torch.bfloat16)]
 
@@ -18,7 +18,7 @@ def packed(bits: int, outputs: int, inputs: int, seed: int = 0) -> tuple[Tensor,
     weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed))
     weights, scales = pack(weight, bits)
     scales = scales.view(torch.uint8)
-    return weights, scales, unpack(weights, scales, torch.arange(outputs), bits).double()
+    return weights, scales, dequantize(weights, scales, torch.arange(outputs), bits).double()
 
 
 def tokens(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -95,7 +95,7 @@ def test_other_instructions_give_the_same(bits, dtype, count, features, monkeypa
 def test_the_largest_products_fit(bits, dtype, inputs):
     """Where an instruction would saturate: weights and activations, and their low digits, all as large as can be."""
     weights, scales = pack(torch.stack([torch.ones(inputs), -torch.ones(inputs)]), bits)
-    meant = unpack(weights, scales.view(torch.uint8), torch.arange(2), bits).double()
+    meant = dequantize(weights, scales.view(torch.uint8), torch.arange(2), bits).double()
     x = torch.full((4, inputs), 127.0 * 256)
     x[1:3, 1:] = torch.tensor([[126 * 256 + 128.0], [128.0]])  # these digits are 127 and -128, 1 and -128
     x[3:] *= -1

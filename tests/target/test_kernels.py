@@ -68,9 +68,9 @@ def neighbours() -> int:
     module = ir.Module()
     code, given = begin(module, "neighbours", ("first", "second"))
     _, thread, threads = code.function.args
-    following = code.urem(code.at(thread, 1), threads)
-    found = code.read(kernels.I64, code.at(given["first"], code.times(following, 8)))
-    code.write(code.at(found, 1), code.at(given["second"], code.times(thread, 8)))
+    following = code.urem(code.plus(thread, 1), threads)
+    found = code.read(kernels.I64, code.plus(given["first"], code.times(following, 8)))
+    code.write(code.plus(found, 1), code.plus(given["second"], code.times(thread, 8)))
     code.ret_void()
     return kernels.compiled(module)["neighbours"]
 
@@ -118,7 +118,7 @@ def test_what_was_lent_to_a_call_that_failed_is_not_used_again():
         assert one == [2]
 
 
-@pytest.mark.skipif(not floats.serves(torch.float32), reason="this CPU lacks AVX2, or torch GNU's OpenMP")
+@pytest.mark.skipif(not floats.supports(torch.float32), reason="this CPU lacks AVX2, or torch GNU's OpenMP")
 @pytest.mark.parametrize("tokens", [1, 3, kernels._FEW + 1])
 def test_one_program_serves_many_weights_and_threads(tokens):
     generator = torch.Generator().manual_seed(0)

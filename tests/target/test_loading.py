@@ -161,16 +161,14 @@ def test_options_that_cannot_be_served(tiny_target, tiny_target_folder):
         of_target(PairOptions(revision="v1", target_options={"revision": "v2"}))
 
 
-def test_a_target_that_is_too_large_for_the_accelerator(tiny_target_folder, monkeypatch, capsys):
+def test_a_target_that_is_too_large_for_the_accelerator(tiny_target_folder, monkeypatch, refused):
     def full(*arguments, **options):
         raise torch.OutOfMemoryError("tried to allocate 9 GiB")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
-    with pytest.raises(SystemExit) as stopped:
-        generate.main(["--target", str(tiny_target_folder), "--prompt", "x"])
-    said = capsys.readouterr().err
-    assert stopped.value.code == 2 and "does not fit into the memory of cuda; give device_map auto" in said
+    said = refused(generate.main, "--target", str(tiny_target_folder), "--prompt", "x")
+    assert "does not fit into the memory of cuda; give device_map auto" in said
     assert "in training, which has no device_map, shard_target or a smaller dtype" in said
 
 

@@ -141,6 +141,13 @@ def test_what_cannot_be_quantised(tiny_model, tiny_target_folder):
             Target.load(tiny_target_folder, **{"device_map": "cpu", **options})
 
 
+@pytest.mark.parametrize("dtype", [None, "auto"])
+def test_a_checkpoint_in_float16_is_refused_before_it_is_read(dtype, tmp_path):
+    FalconConfig(dtype="float16").save_pretrained(tmp_path)  # no weights are there
+    with pytest.raises(ConfigError, match="not in float16; give dtype bfloat16"):
+        Target.load(tmp_path, device_map="cpu", dtype=dtype, quantize="int8")
+
+
 def test_a_family_with_linear_layers_of_its_own_is_refused(tmp_path):
     """All of its weights but the output embedding's would stay floats."""
     config = FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)

@@ -108,7 +108,7 @@ def test_sampling_and_sessions_across_the_change_are_those_of_separate_plain_cal
     assert reused == ([0, 17, 28, 39, 0] if target.switch.recomputes else [0, 17, 0, 39, 0])
 
 
-def test_steps_of_fixed_shapes_stay_on_one_side(tiny_model):
+def test_steps_of_fixed_shapes_stay_on_one_side():
     target = Target(build("llama, LongRoPE"))
     for lengths, new_tokens, served in ([3, 9], 16, True), ([30, 41], 30, True), ([9], 30, False):
         batch, options = prompts(lengths), {"max_new_tokens": new_tokens, "eos_token_id": []}

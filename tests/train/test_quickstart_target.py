@@ -1,28 +1,14 @@
 """The recipe of the shipped target in micro size: its export, what it holds out, how it resumes."""
 
-import importlib.util
-import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import program, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-def load_recipe():
-    spec = importlib.util.spec_from_file_location("quickstart_target", REPOSITORY / "train/quickstart_target.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up by name
-    spec.loader.exec_module(module)
-    return module
-
-
-quickstart = load_recipe()
-
+quickstart = program("train", "quickstart_target")
 MICRO = quickstart.Recipe(
     hidden_size=32,
     layers=1,
@@ -131,9 +117,7 @@ def test_resuming_with_other_settings_is_refused(finished):
 def test_development_dialogues_are_held_out(tmp_path):
     turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
     rows = [{"id": name, "conversations": turns} for name in ("sgd-train-1", "sgd-dev-1", "sgd-train-2")]
-    path = tmp_path / "sgd_train.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    train, held_out = quickstart.local_sources([path])
+    train, held_out = quickstart.local_sources([write_rows(tmp_path / "sgd_train.jsonl", *rows)])
     assert {name: len(texts) for name, texts in (train | held_out).items()} == {"sgd_train": 2, "sgd-dev": 1}
 
 

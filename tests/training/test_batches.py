@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_runs import CONVERSATIONS, OPTIONS, STEPS, UNEQUAL, WINDOW, data_of, extracted, network, portions
+from training_runs import CONVERSATIONS, OPTIONS, STEPS, UNEQUAL, WINDOW, data_of, network, portions
 
 from shape.data.conversations import Conversation
 from shape.data.encoding import Encoded
@@ -16,7 +16,7 @@ from shape.features.positions import eligible
 from shape.networks.teacher_forcing import Texts, examples
 from shape.target.chat import Message
 from shape.training import datamodule
-from shape.training.batches import STEPS_POOLED, Batch, Split
+from shape.training.batches import STEPS_POOLED, Batch, Partition
 from shape.training.module import ShapeModule, computed_texts
 from shape.training.options import Losses
 from shape.training.order import StepOrder, cuts, derive_seed
@@ -24,7 +24,7 @@ from shape.training.order import StepOrder, cuts, derive_seed
 
 def test_stored_batches_equal_examples_of_whole_conversations(store, tiny_target):
     data = data_of(store, tiny_target)
-    for batch in data.batches(Split()):
+    for batch in data.batches(Partition()):
         for index, row in enumerate(data.roots[batch.samples].tolist()):
             number = int((store.offsets <= row).sum()) - 1
             while store.offsets[number + 1] <= row:
@@ -43,7 +43,7 @@ def test_stored_batches_equal_examples_of_whole_conversations(store, tiny_target
 def test_whole_texts_hold_every_root(store, tiny_target):
     options = replace(OPTIONS, batch_size=64, steps=STEPS_POOLED)
     data = data_of(store, tiny_target, options, window=None, exclude=[0])
-    batches = data.batches(Split(0, 1, 2))
+    batches = data.batches(Partition(0, 1, 2))
     assert 0 not in batches.numbers.tolist()
     parts = list(batches)
     assert len(parts) == 2 * STEPS_POOLED
@@ -61,18 +61,13 @@ def test_whole_texts_hold_every_root(store, tiny_target):
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=60), st.integers(1, 9))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_cuts_are_even(sizes, parts):
     found = torch.tensor(sizes).tensor_split(cuts(torch.tensor(sizes), parts))
     assert torch.cat(found).tolist() == sizes and len(found) == parts
     assert [len(part) > 0 for part in found] == [number < len(sizes) for number in range(parts)]
     if len(sizes) > parts * max(sizes):  # no sample is as large as a part
         assert max(part.sum() for part in found) - min(part.sum() for part in found) <= 2 * max(sizes)
-
-
-@pytest.fixture(scope="module")
-def unequal(tiny_target, tmp_path_factory):
-    return extracted(tiny_target, tmp_path_factory.mktemp("unequal"), UNEQUAL)
 
 
 # Of data, by how they are read; the batches are of fewer texts than there may be portions.
@@ -117,20 +112,20 @@ def test_steps_are_of_texts_of_like_size(unequal, tiny_target, stored):
     """Those of a pool do not overlap, and are in no order; nor do the portions of a step."""
     options = replace(OPTIONS, batch_size=90, steps=2 * STEPS_POOLED)
     data = data_of(unequal if stored else UNEQUAL, tiny_target, options, window=None, max_length=160)
-    every = data.batches(Split())
+    every = data.batches(Partition())
     for pool in range(2):
         steps = [every._sizes(every._step(STEPS_POOLED * pool + turn)) for turn in range(STEPS_POOLED)]
         spans = [(int(step.min()), int(step.max())) for step in steps if len(step)]
         assert len(set(spans)) > 3 and spans != sorted(spans)
         assert all(before[1] <= after[0] for before, after in pairwise(sorted(spans)))
-    parts = [every._sizes(part) for part in data.batches(Split(0, 2, 1))._portions(every._step(0)) if len(part)]
+    parts = [every._sizes(part) for part in data.batches(Partition(0, 2, 1))._portions(every._step(0)) if len(part)]
     assert all(before.max() <= after.min() for before, after in pairwise(parts))
 
 
 def test_online_examples_are_those_of_the_store(store, tiny_target):
     module = ShapeModule(network(tiny_target), tiny_target, Losses(), OPTIONS)
     data = data_of(CONVERSATIONS, tiny_target, max_length=128)
-    batch = data.batches(Split())[0]
+    batch = data.batches(Partition())[0]
     texts = module._texts(batch)
     cut = examples(texts, WINDOW, STEPS, tiny_target.hidden_size)
     assert cut.mask[..., 0].any()
@@ -153,7 +148,7 @@ def test_a_portion_of_one_text_without_tokens_teaches_nothing(tiny_target, atten
 
 
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(0, 3), st.sampled_from([1, 2, 4]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_order_visits_everything_once_per_epoch(count, batches, seed, parts):
     order = StepOrder(seed, count, batches * parts)
     seen = torch.cat([order.step(step) for step in range(count)])

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from shape.training import chunks
-from shape.training.chunks import chunked_sum, in_chunks
+from shape.training.chunks import chunked_sum
+from shape.training.module import likeliest_tokens
 
 
 def numbers(*shape: int) -> torch.Tensor:
@@ -36,10 +37,11 @@ def test_weights_that_are_not_trained_and_nothing_to_learn():
     assert total == 0 and states.grad.shape == (0, 4)
 
 
-def test_rows_of_a_function_by_itself(monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 100)
-    seen = []
-    rows = numbers(10, 4)
-    found = in_chunks(lambda some: seen.append(len(some)) or some.sum(-1), rows, chunks.rows_in_chunk(24))
+def test_the_likeliest_tokens_are_found_some_states_at_a_time(tiny_target, monkeypatch):
+    states = numbers(5, 2, tiny_target.hidden_size)
+    expected = tiny_target.logits(states.float()).argmax(-1)
+    logits, seen = tiny_target.logits, []
+    monkeypatch.setattr(tiny_target, "logits", lambda some: seen.append(len(some)) or logits(some))
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 4 * 4 * tiny_target.vocab_size + 1)
+    assert torch.equal(likeliest_tokens(tiny_target, states), expected)
     assert seen == [4, 4, 2]
-    torch.testing.assert_close(found, rows.sum(-1))

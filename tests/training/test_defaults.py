@@ -7,7 +7,7 @@ import torch
 from helpers import LLAMA_8B, QWEN_06B
 from transformers import LlamaConfig, Qwen3Config
 
-from shape.data.statistics import Text
+from shape.data.statistics import DataStatistics
 from shape.errors import ConfigError
 from shape.target.size import Size, size_of
 from shape.training import defaults
@@ -16,7 +16,7 @@ from shape.training.forecast import Forecast, network_size
 from shape.training.options import PredictorOptions, TrainOptions
 from shape.training.parsing import parse
 
-SHAREGPT = Text(conversations=50_000, tokens=1000.0, answers=0.6, turns=2.0, covering=11_800)
+SHAREGPT = DataStatistics(conversations=50_000, tokens=1000.0, answers=0.6, turns=2.0, covering=11_800)
 
 
 @pytest.mark.parametrize("config", [LlamaConfig(**LLAMA_8B), Qwen3Config(**QWEN_06B)], ids=["8B", "0.6B"])

@@ -5,6 +5,7 @@ import json
 import pytest
 import pytorch_lightning as pl
 import torch
+from helpers import write_rows
 from torch.nn.utils.rnn import pad_sequence
 from training_runs import OPTIONS, data_of
 
@@ -93,7 +94,7 @@ def test_the_whole_way(tiny_target, tiny_target_folder, tmp_path, capsys):
         {"id": f"c{i}", "conversations": [{"from": "human", "value": "say"}, {"from": "gpt", "value": f"there: {i}"}]}
         for i in range(20)
     )
-    talks.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(talks, *rows)
     output = tmp_path / "small"
     main([
         f"--target={tiny_target_folder}", f"--data={talks}", f"--output={output}", "--regenerate=false",

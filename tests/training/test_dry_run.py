@@ -3,11 +3,17 @@
 import re
 
 import pytest
+import torch
 from helpers import LLAMA_8B, QWEN_06B
-from training_runs import talks
+from training_runs import write_conversations
 from transformers import LlamaConfig, Qwen3Config
 
 from shape.cli.train import main
+from shape.data.statistics import DataStatistics
+from shape.target.size import size_of
+from shape.training.defaults import resolve
+from shape.training.forecast import Forecast
+from shape.training.options import TrainOptions
 
 
 @pytest.mark.parametrize("flag", ["--dry-run", "--dry_run"])
@@ -28,13 +34,21 @@ def test_a_target_of_8b_is_planned_for_by_its_configuration(flag, tmp_path, caps
 
 def test_what_the_user_gives_is_planned_with(tmp_path, capsys):
     Qwen3Config(**QWEN_06B, dtype="bfloat16").save_pretrained(tmp_path)
-    talks(tmp_path / "talks.jsonl")
+    write_conversations(tmp_path / "talks.jsonl")
     more = ["--training.steps=77", "--predictor.intermediate_size=256", "--online=true", "--regenerate=false"]
     main([f"--target={tmp_path}", f"--data={tmp_path / 'talks.jsonl'}", *more, "--dry-run"])
     said = capsys.readouterr().out
     assert "596.0M parameters" in said and "77 steps of 1,024" in said and "width 256" in said
     (disk,) = re.findall(r"disk: .*", said)
     assert "checkpoints" in disk and "features" not in disk and "answers" not in said
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("auto", "1.19 GB"), ("float32", "2.38 GB")])
+def test_dtype_auto_is_the_checkpoints(dtype, size, tmp_path, capsys):
+    Qwen3Config(**QWEN_06B, dtype="bfloat16").save_pretrained(tmp_path)
+    write_conversations(tmp_path / "talks.jsonl")
+    main([f"--target={tmp_path}", f"--data={tmp_path / 'talks.jsonl'}", f"--dtype={dtype}", "--dry-run"])
+    assert f"target {size}" in capsys.readouterr().out
 
 
 def test_where_weights_are_here_it_is_measured(tiny_target_folder, tmp_path, capsys):
@@ -52,8 +66,13 @@ def test_where_weights_are_here_it_is_measured(tiny_target_folder, tmp_path, cap
     assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl"]
 
 
-def test_mistakes_are_said_as_in_a_run(tiny_target_folder, tmp_path, capsys):
+def test_answers_that_ship_cost_nothing(tiny_target):
+    size, text = size_of(tiny_target.model), DataStatistics(100, 50.0, 0.5, 1.0)
+    for data, written in ((None, False), ("prompts.jsonl", True)):
+        options = resolve(TrainOptions(data=data), size, text)
+        assert ("answers" in Forecast(options, size, text, torch.float32).hours.parts) == written
+
+
+def test_mistakes_are_said_as_in_a_run(tiny_target_folder, refused):
     for more, message in [("--max_length=9999", "256 positions"), ("--data=missing.jsonl", "missing.jsonl")]:
-        with pytest.raises(SystemExit) as end:
-            main([f"--target={tiny_target_folder}", more, "--dry-run"])
-        assert end.value.code == 2 and message in capsys.readouterr().err
+        assert message in refused(main, f"--target={tiny_target_folder}", more, "--dry-run")

@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from training_runs import arguments, talks
+from training_runs import arguments, write_conversations
 
 from shape.cli import joint
 from shape.cli.train import main as train_alone
@@ -31,7 +31,7 @@ RUNS = {
 def files(tiny_target_folder, tmp_path_factory) -> list[str]:
     """Of the options of every run."""
     folder = tmp_path_factory.mktemp("joint")
-    data = talks(folder / "talks.jsonl")
+    data = write_conversations(folder / "talks.jsonl")
     found = []
     for name, changes in RUNS.items():
         more = ["--online=true", "--training.steps=8", "--training.decay=none", "--training.checkpoint_every=4"]
@@ -87,16 +87,13 @@ def test_they_go_on_where_they_stopped(files, alone, tmp_path):
     require_equal(files, alone)
 
 
-def test_other_runs_cannot_go_on_from_their_checkpoint(files, tmp_path, capsys):
+def test_other_runs_cannot_go_on_from_their_checkpoint(files, tmp_path, refused):
     joint.main([*files[:2], f"--output={tmp_path}"])
     for others in (files[1:3], files[:1] + files[3:]):
-        with pytest.raises(SystemExit) as stopped:
-            joint.main([*others, f"--output={tmp_path}", "--ckpt_path=last"])
-        assert stopped.value.code == 2
-        assert "the checkpoint is of window, two-layers, and these runs are" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        train_alone([f"--config={files[0]}", f"--ckpt_path={tmp_path / 'checkpoints/last.ckpt'}"])
-    assert "not written by shape.train" in capsys.readouterr().err
+        said = refused(joint.main, *others, f"--output={tmp_path}", "--ckpt_path=last")
+        assert "the checkpoint is of window, two-layers, and these runs are" in said
+    said = refused(train_alone, f"--config={files[0]}", f"--ckpt_path={tmp_path / 'checkpoints/last.ckpt'}")
+    assert "not written by shape.train" in said
 
 
 @pytest.mark.parametrize(
@@ -109,7 +106,7 @@ def test_other_runs_cannot_go_on_from_their_checkpoint(files, tmp_path, capsys):
         ({"trainer": {"strategy": "fsdp"}}, "takes one network"),
     ],
 )
-def test_what_cannot_be_trained_jointly_is_refused(files, tmp_path, changes, sentence, capsys):
+def test_what_cannot_be_trained_jointly_is_refused(files, tmp_path, changes, sentence, refused):
     values = yaml.safe_load(Path(files[1]).read_text())
     values["training"] |= {"ema": None}
     for name, given in changes.items():
@@ -117,21 +114,14 @@ def test_what_cannot_be_trained_jointly_is_refused(files, tmp_path, changes, sen
     values["output"] = str(tmp_path / "other")
     other = tmp_path / "other.yaml"
     other.write_text(yaml.safe_dump(values))
-    with pytest.raises(SystemExit) as stopped:
-        joint.main([files[0], str(other), f"--output={tmp_path}"])
-    assert stopped.value.code == 2
-    assert sentence in capsys.readouterr().err
+    assert sentence in refused(joint.main, files[0], str(other), f"--output={tmp_path}")
 
 
-def test_files_that_are_none_are_refused(files, tmp_path, capsys):
+def test_files_that_are_none_are_refused(files, tmp_path, refused):
     (tmp_path / "empty.yaml").write_text("")
     for wrong, sentence in ((tmp_path / "none.yaml", "cannot be read"), (tmp_path / "empty.yaml", "has no options")):
-        with pytest.raises(SystemExit):
-            joint.main([files[0], str(wrong)])
-        assert sentence in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        joint.main([files[0], files[0]])
-    assert "give at least two, with folders of unlike names" in capsys.readouterr().err
+        assert sentence in refused(joint.main, files[0], str(wrong))
+    assert "give at least two, with folders of unlike names" in refused(joint.main, files[0], files[0])
 
 
 def test_every_option_may_differ_or_is_shared(files):

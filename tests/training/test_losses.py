@@ -79,7 +79,6 @@ class TestValues:
         torch.testing.assert_close(smooth_l1(predicted, target), huber.mean(-1))
 
     @given(seeds, sizes)
-    @settings(deadline=None)
     def test_bounds_and_relations(self, seed: int, size: float) -> None:
         predicted, target = pair(seed, 5, 17, size=size, dtype=torch.float32)
         tv = total_variation(predicted, target)
@@ -161,7 +160,7 @@ class TestSinkhorn:
     """The family between total variation (s -> 0) and transport by meaning."""
 
     @given(seeds, st.floats(0.5, 8))
-    @settings(deadline=None, max_examples=25)
+    @settings(max_examples=25)
     def test_its_limit_is_total_variation(self, seed: int, size: float) -> None:
         predicted, target = pair(seed, 4, 11, size=size)
         embeddings = pair(seed + 1, 11, 5)[0]
@@ -246,7 +245,7 @@ class TestSupervised:
 
 class TestWeightedLoss:
     @given(seeds, st.floats(0.1, 1))
-    @settings(deadline=None, max_examples=25)
+    @settings(max_examples=25)
     def test_portions_add_up_by_one_number_of_the_whole(self, seed: int, decay: float) -> None:
         losses = Losses(mse=0.3, smooth_l1=0.0, kl=0.7, step_decay=decay)
         states, logits = pair(seed, 12, 4), pair(seed + 1, 12, 7)
@@ -261,7 +260,6 @@ class TestWeightedLoss:
         torch.testing.assert_close(torch.stack(portions).sum(), at_once, rtol=1e-5, atol=1e-6)
 
     @given(seeds, st.floats(0.1, 1))
-    @settings(deadline=None)
     def test_against_a_loop(self, seed: int, decay: float) -> None:
         states, logits = pair(seed, 2, 5, 3, 4), pair(seed + 1, 2, 5, 3, 7)
         mask = torch.rand(2, 5, 3, generator=torch.Generator().manual_seed(seed)) < 0.6

@@ -1,13 +1,13 @@
 """Before training: which conversations are learned from, validated on and measured on."""
 
-import json
 import shutil
 from array import array
 from collections import Counter
 from dataclasses import replace
 
 import pytest
-from training_runs import talks
+from helpers import write_rows
+from training_runs import write_conversations
 
 from shape.data.conversations import Conversation, Tokens
 from shape.errors import DataError
@@ -18,13 +18,14 @@ from shape.training.preparation import held_out_numbers, prepare
 
 
 def test_chats_that_the_template_refuses_are_not_measured_on(tiny_target_folder, tiny_tokenizer, tmp_path):
-    target, given, data = tmp_path / "target", tmp_path / "given.jsonl", talks(tmp_path / "talks.jsonl", 5)
+    target, given = tmp_path / "target", tmp_path / "given.jsonl"
+    data = write_conversations(tmp_path / "talks.jsonl", 5)
     shutil.copytree(tiny_target_folder, target)
     strict = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('begin with user') }}{% endif %}"
     (target / "chat_template.jinja").write_text(strict + tiny_tokenizer.chat_template)
     turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
     rows = [[*([{"role": "system", "content": "S"}] if number < 2 else []), *turns] for number in range(4)]
-    given.write_text("".join(json.dumps({"id": str(id), "messages": row}) + "\n" for id, row in enumerate(rows)))
+    write_rows(given, *({"id": str(id), "messages": row} for id, row in enumerate(rows)))
     options = TrainOptions(target=str(target), data=str(data), validation_data=str(given), regenerate=False)
     options.max_length, options.skip_bad_rows = 128, True
     assert [prompt.id for prompt in prepare([options], Storage(tmp_path)).prompts] == ["3"]
@@ -36,7 +37,7 @@ def test_conversations_are_learned_from_or_left_out_as_a_whole(tiny_target_folde
     """With each of their texts, which are several where the template rewrites earlier turns."""
     text, given = Tokens(array("i", [5, 6, 7, 8]), bytes([0, 1, 1, 1])), tmp_path / "given.jsonl"
     rows = [Conversation(str(number), (), "tokens", texts=(text,) * (1 + number % 3)) for number in range(20)]
-    given.write_text("".join(json.dumps(row.to_row()) + "\n" for row in rows))
+    write_rows(given, *(row.to_row() for row in rows))
     options = TrainOptions(target=str(tiny_target_folder), data=str(given), regenerate=False, max_length=128)
     options.training.conversations = 5
     material = prepare([options], Storage(tmp_path))

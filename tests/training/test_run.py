@@ -12,9 +12,10 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import yaml
+from helpers import write_rows
 from rich.console import Console
 from safetensors.torch import load_file
-from training_runs import arguments, command, kill_when, talks
+from training_runs import arguments, command, kill_when, write_conversations
 from transformers import AutoTokenizer
 
 from shape import bundled
@@ -41,7 +42,7 @@ from shape.training.validation import DecodingValidation
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    return talks(tmp_path_factory.mktemp("data") / "talks.jsonl")
+    return write_conversations(tmp_path_factory.mktemp("data") / "talks.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -76,16 +77,15 @@ def test_the_whole_way(trained, tiny_target):
     assert list((trained / "logs/version_0").glob("events.out.tfevents*"))
 
 
-def test_a_part_of_the_conversations_can_be_learned_from(trained, tiny_target_folder, data, tmp_path, capsys):
+def test_a_part_of_the_conversations_can_be_learned_from(trained, tiny_target_folder, data, tmp_path, refused):
     """With all of them stored, and others kept for validation."""
     more = ["--training.steps=2", "--training.conversations=7", f"--features={trained / 'features'}"]
     main(arguments(tiny_target_folder, data, tmp_path, *more))
     record = json.loads((tmp_path / "config.json").read_text())["training"]
     whole = json.loads((trained / "config.json").read_text())["training"]
     assert record["examples"].endswith("of 7 conversations") and whole["examples"].endswith("of 54 conversations")
-    with pytest.raises(SystemExit):
-        main(arguments(tiny_target_folder, data, tmp_path, "--training.conversations=0"))
-    assert "training.conversations is 0" in capsys.readouterr().err
+    none = arguments(tiny_target_folder, data, tmp_path, "--training.conversations=0")
+    assert "training.conversations is 0" in refused(main, *none)
 
 
 def test_checkpoint_holds_the_predictor_alone_and_no_pickled_objects(trained):
@@ -139,7 +139,7 @@ def ended(output: Path) -> tuple[dict[str, torch.Tensor], list[int]]:
 
 
 @pytest.mark.slow
-def test_two_processes_train(trained, tiny_target_folder, data, tmp_path):
+def test_two_processes_train(tiny_target_folder, data, tmp_path):
     output = tmp_path / "two"
     more = ["--trainer.devices=2", "--trainer.strategy=ddp", "--training.steps=10", "--validation.every=5"]
     process = command(*arguments(tiny_target_folder, data, output, *more))
@@ -177,12 +177,12 @@ def test_online_mode_stores_nothing(tiny_target_folder, data, tmp_path):
     assert (tmp_path / "model.safetensors").exists() and not (tmp_path / "features").exists()
 
 
-def test_the_target_answers_first_unless_told_otherwise(tiny_target_folder, data, tmp_path, capsys):
+def test_the_target_answers_first_unless_told_otherwise(tiny_target_folder, data, tmp_path, capsys, refused):
     """Prompts without answers are data enough; a second run, or one with other features, finds the answers."""
     prompts = tmp_path / "prompts.jsonl"
     rows = [json.loads(line) for line in data.read_text().splitlines()[:20]]
-    lines = [json.dumps({"id": row["id"], "turns": [row["conversations"][0]["value"]]}) for row in rows]
-    prompts.write_text("\n".join([*lines, json.dumps({"id": "text", "text": "plain text has no prompt " * 4})]))
+    asked = [{"id": row["id"], "turns": [row["conversations"][0]["value"]]} for row in rows]
+    write_rows(prompts, *asked, {"id": "text", "text": "plain text has no prompt " * 4})
     more = ["--regenerate=true", "--regeneration.max_new_tokens=24", "--training.steps=3", "--limit=21"]
     main(arguments(tiny_target_folder, prompts, tmp_path / "out", *more))
     (answers,) = (tmp_path / "out/features").glob("answers-*.jsonl")
@@ -192,9 +192,9 @@ def test_the_target_answers_first_unless_told_otherwise(tiny_target_folder, data
     capsys.readouterr()
     main(arguments(tiny_target_folder, prompts, tmp_path / "out", *more))
     assert answers.stat().st_mtime_ns == written
-    with pytest.raises(SystemExit):  # without their answers there is nothing to learn from
-        main(arguments(tiny_target_folder, prompts, tmp_path / "no", *more, "--regenerate=false", "--limit=20"))
-    assert "assistant" in capsys.readouterr().err
+    # Without their answers there is nothing to learn from.
+    without = arguments(tiny_target_folder, prompts, tmp_path / "no", *more, "--regenerate=false", "--limit=20")
+    assert "assistant" in refused(main, *without)
 
 
 def test_a_new_run_sets_older_checkpoints_aside(trained, tiny_target_folder, data, tmp_path, capsys):
@@ -305,7 +305,7 @@ def test_loggers_are_chosen(given, written, tmp_path):
 def test_what_is_measured_on_chose_nothing(tiny_target_folder, data, tmp_path):
     """The conversations of the last measurement neither taught nor chose the weights."""
     options = TrainOptions(target=str(tiny_target_folder), data=str(data), regenerate=False, max_length=128)
-    few = talks(tmp_path / "few.jsonl", 7)
+    few = write_conversations(tmp_path / "few.jsonl", 7)
     for given, choosing, measured in ((None, 3, 3), (str(few), 4, 3)):
         material = prepare([replace(options, validation_data=given)], Storage(tmp_path))
         ids = {conversation.id for conversation in material.for_validation}
@@ -326,7 +326,7 @@ def test_ids_that_repeat_do_not_stop_the_measurement_at_the_end(tiny_target_fold
     given = tmp_path / "given.jsonl"
     turns = [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]
     rows = [{"id": name, "conversations": turns} for name in names for _ in range(2)]
-    given.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(given, *rows)
     options = TrainOptions(target=str(tiny_target_folder), data=str(data), regenerate=False, max_length=128)
     material = prepare([replace(options, validation_data=str(given))], Storage(tmp_path))
     assert [prompt.id for prompt in material.prompts] == ["a", "a-2", "a-2-2", "b", "a-3", "a-4"]
@@ -400,8 +400,7 @@ def long_talks(path: Path) -> Path:
         ]}
         for i in range(24)
     ]  # fmt: skip
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_rows(path, *rows)
 
 
 # ------------------------------------------------------------------------------------------------- errors
@@ -436,21 +435,17 @@ def long_talks(path: Path) -> Path:
     ],
 )
 def test_mistakes_get_one_sentence_before_any_work(
-    tiny_target_folder, data, tmp_path, monkeypatch, capsys, more, message
+    tiny_target_folder, data, tmp_path, monkeypatch, refused, more, message
 ):
     monkeypatch.setattr(pl.Trainer, "predict", lambda *args, **kwargs: pytest.fail("work has begun"))
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments(tiny_target_folder, data, tmp_path / "out", *more))
-    said = capsys.readouterr().err
-    assert exit_.value.code == 2
-    assert said.startswith("error: ") and message in said and said.count("\n") == 1
+    given = arguments(tiny_target_folder, data, tmp_path / "out", *more)
+    assert message in refused(main, *given, alone=True)
 
 
-def test_a_target_for_several_processes_is_not_loaded_by_one(tiny_target_folder, data, tmp_path, monkeypatch, capsys):
+def test_a_target_for_several_processes_is_not_loaded_by_one(tiny_target_folder, data, tmp_path, monkeypatch, refused):
     monkeypatch.setattr("shape.training.preparation.load_target", lambda *_: pytest.fail("the target is loaded"))
-    with pytest.raises(SystemExit):
-        main(arguments(tiny_target_folder, data, tmp_path, "--online=true", "--shard_target=true"))
-    assert "shares the target out among processes, and there is one" in capsys.readouterr().err
+    given = arguments(tiny_target_folder, data, tmp_path, "--online=true", "--shard_target=true")
+    assert "shares the target out among processes, and there is one" in refused(main, *given)
 
 
 @pytest.mark.parametrize("kind", ["shape", "medusa", "eagle", "peagle", "block"])
@@ -462,26 +457,23 @@ def test_what_options_say_is_read_is_what_networks_read(kind, tiny_target):
         assert chosen.known_states == (None if predictor.memory_shapes else predictor.config.window)
 
 
-def test_unwritable_output(tiny_target_folder, data, tmp_path, capsys):
+def test_unwritable_output(tiny_target_folder, data, tmp_path, refused):
     (tmp_path / "file").touch()
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments(tiny_target_folder, data, tmp_path / "file" / "below"))
-    assert exit_.value.code == 2 and "cannot be written" in capsys.readouterr().err
+    given = arguments(tiny_target_folder, data, tmp_path / "file" / "below")
+    assert "cannot be written" in refused(main, *given)
 
 
-def test_features_of_another_target(trained, tiny_model, tiny_tokenizer, data, tmp_path, capsys):
+def test_features_of_another_target(trained, tiny_model, tiny_tokenizer, data, tmp_path, refused):
     tiny_model("llama", torch.float32, 9, len(tiny_tokenizer)).save_pretrained(tmp_path / "other")
     tiny_tokenizer.save_pretrained(tmp_path / "other")
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments(tmp_path / "other", data, tmp_path / "out", f"--features={trained / 'features'}"))
-    assert exit_.value.code == 2 and "output embedding" in capsys.readouterr().err
+    given = arguments(tmp_path / "other", data, tmp_path / "out", f"--features={trained / 'features'}")
+    assert "output embedding" in refused(main, *given)
 
 
-def test_checkpoint_of_another_run(trained, tiny_target_folder, data, tmp_path, capsys):
+def test_checkpoint_of_another_run(trained, tiny_target_folder, data, tmp_path, refused):
     output = Path(shutil.copytree(trained, tmp_path / "copy"))
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments(tiny_target_folder, data, output, "--ckpt_path=last", "--seed=1"))
-    assert exit_.value.code == 2 and "seed was 0 and is 1" in capsys.readouterr().err
+    given = arguments(tiny_target_folder, data, output, "--ckpt_path=last", "--seed=1")
+    assert "seed was 0 and is 1" in refused(main, *given)
 
 
 @pytest.mark.parametrize(("decoded", "warned"), [(2.9, False), (2.6, True)])
@@ -505,7 +497,7 @@ def test_conversations_of_8192_tokens_take_bounded_memory(tiny_target_folder, tm
     rows = [
         [{"from": "human", "value": "say"}, {"from": "gpt", "value": f"{number} a b " * 3000}] for number in range(4)
     ]
-    data.write_text("".join(json.dumps({"id": str(n), "conversations": row}) + "\n" for n, row in enumerate(rows)))
+    write_rows(data, *({"id": str(n), "conversations": row} for n, row in enumerate(rows)))
     options = {
         "max_length": 8192, "online": "true", "predictor.kind": "eagle", "predictor.num_steps": 2,
         "predictor.markov_rank": 0, "predictor.dropout": 0, "training.steps": 1, "training.batch_size": 8192,

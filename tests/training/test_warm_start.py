@@ -1,11 +1,10 @@
 """`--init`: training goes on from a predictor, ours or another package's."""
 
 import csv
-import json
 
 import pytest
 import torch
-from helpers import predictor
+from helpers import predictor, write_rows
 from transformers import AutoConfig
 
 from shape.errors import ConfigError, TargetMismatch
@@ -66,7 +65,7 @@ def test_training_goes_on_from_what_was_learned(tiny_target_folder, tmp_path):
         {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"yes {n}, yes {n}!"}]}
         for n in range(24)
     ]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(tmp_path / "data.jsonl", *lines)
 
     def run(name: str, init: str | None = None, learning_rate: float = 2e-3) -> Predictor:
         options = TrainOptions(
@@ -95,7 +94,7 @@ def test_training_goes_on_from_what_was_learned(tiny_target_folder, tmp_path):
     assert after[0] < before[0] and after[-1] < before[-1]
 
 
-def test_what_contradicts_the_checkpoint_is_refused(tiny_target, tmp_path, tiny_predictor_folder):
+def test_what_contradicts_the_checkpoint_is_refused(tiny_target, tmp_path):
     checkpoint_of("medusa", tiny_target, tmp_path)
     given = PredictorOptions(num_steps=5)
     with pytest.raises(ConfigError, match=r"^predictor.num_steps is 5, and checkpoint .* has 2; leave it out"):

@@ -5,12 +5,10 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_config
-from helpers import predictor
+from helpers import ROOT, predictor, tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -22,8 +20,6 @@ from shape.verification.forward import new_cache, prefill, tree_logits
 from shape.verification.fused_gpu import FusedGpuLayers
 from shape.verification.probe import support_of
 from shape.verification.tree import TokenTree, chain
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_kernels_as_they_are_interpreted():

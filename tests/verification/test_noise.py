@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
+from helpers import words
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shape.verification import noise
-from shape.verification.noise import GOLDEN, gumbel, mix, sequence_keys, token_hashes
+from shape.verification.noise import GOLDEN, gumbel, mix, sequence_keys
 
 # Every statistical check below rejects a correct implementation with a probability of about 1e-6 (|z| < 4.9);
 # seeds are fixed, so that the outcome does not change from run to run.
@@ -24,10 +25,6 @@ def test_mix_is_splitmix64(x):
         return z ^ (z >> 31)
 
     assert int(mix(torch.tensor(x))) % (1 << 64) == reference(x)
-
-
-def words(count: int) -> torch.Tensor:
-    return token_hashes(torch.arange(count))
 
 
 def test_gumbel_has_the_standard_distribution():

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from helpers import words
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
@@ -35,10 +36,6 @@ def test_the_best_is_the_first_of_equal_ones(scores):
     assert best(given).tolist() == [row.index(max(row)) for row in scores] == given.argmax(-1).tolist()
     given[0, 3] = float("nan")
     assert best(given)[0] == given[0].argmax() == 3
-
-
-def words(count: int) -> torch.Tensor:
-    return token_hashes(torch.arange(count))
 
 
 def sampler(**options) -> Sampler:

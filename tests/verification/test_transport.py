@@ -45,7 +45,7 @@ seeds = st.integers(0, 2**31)
 
 
 @given(seeds, st.integers(2, 6), st.integers(1, 4), st.floats(0, 6), st.booleans())
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_the_rule_is_the_optimal_plan_and_keeps_the_distribution(seed, size, children, sharpness, zeros):
     """Against the linear programme between all proposals and all tokens, by POT; the marginal to rounding."""
     generator = torch.Generator().manual_seed(seed)

@@ -15,7 +15,7 @@ from shape.verification.tree import (
     first_path,
     keep_best,
     keep_best_on_device,
-    placed,
+    positions_and_mask,
     ragged_chain,
     root_only,
 )
@@ -112,9 +112,9 @@ def test_the_hosts_positions_and_mask_are_those_of_a_device(monkeypatch, window,
     """Rows of unequal length, with padding nodes, and more slots than are in use."""
     tree = TokenTree(torch.zeros(2, 6, dtype=torch.long), torch.tensor([[-1, 0, 0, 1, 3, 4], [-1, 0, 1, 2, -1, -1]]))
     given = torch.tensor([2, 7]), 15, dtype, window
-    positions, mask = placed(tree, *given)
+    positions, mask = positions_and_mask(tree, *given)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    others, other = placed(replace(tree), *given)
+    others, other = positions_and_mask(replace(tree), *given)
     assert torch.equal(positions, others) and torch.equal(mask, other) and mask.dtype == other.dtype == dtype
     assert other.stride()[:3] == (6 * 16, 6 * 16, 16)  # of 15 slots: no kernel needs a copy
 
@@ -123,7 +123,7 @@ def test_the_hosts_positions_and_mask_are_those_of_a_device(monkeypatch, window,
 def test_mask_shows_settled_tokens_and_ancestors_within_the_window(parent, length, slack, window):
     tree = TokenTree(torch.zeros(1, len(parent), dtype=torch.long), torch.tensor([parent]))
     keys = length + len(parent) + slack
-    positions, mask = placed(tree, torch.tensor([length]), keys, torch.float32, window)
+    positions, mask = positions_and_mask(tree, torch.tensor([length]), keys, torch.float32, window)
     assert mask.shape == (1, 1, len(parent), keys)
     for node in range(len(parent)):
         position = length + len(walk(parent, node)) - 1

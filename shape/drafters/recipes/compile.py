@@ -25,12 +25,7 @@ from shape.target.model import Target
 def agreed(samples: Sequence[Sequence[int]], shortest: int) -> Iterator[tuple[int, ...]]:
     """The longest stretches of the first sample, of at least so many tokens, that occur in all the others."""
     first, *others = samples
-    automata = []
-    for other in others:
-        automaton = SuffixAutomaton()
-        for token in other:
-            automaton.extend(token)
-        automata.append(automaton)
+    automata = [SuffixAutomaton(other) for other in others]
     # matched[end]: how many tokens before `end` every other sample has in a row.
     places = [(0, 0)] * len(automata)
     matched = [0]

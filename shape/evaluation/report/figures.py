@@ -7,12 +7,11 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from shape.evaluation.estimates import Estimate, number, ratio
+from shape.evaluation.estimates import Estimate, number, quantile, ratio
 from shape.evaluation.markdown import DASH, Table, show
 from shape.evaluation.report import plots
 from shape.evaluation.report.sources import Source
 from shape.evaluation.results import AUTOREGRESSIVE, COLUMNS, SpeedResults
-from shape.generation.stats import quantile
 
 ORACLE = "oracle (simulated)"
 _PARTS = ("draft", "verify", "commit")

@@ -3,8 +3,8 @@
 
 The layers that are read have two numberings. At the top of a configuration, where speculators writes and vLLM looks
 first, layer i is transformers' `hidden_states[i]`, as here. In `eagle_config`, where SpecForge writes and SGLang looks,
-it is the output of the target's decoder layer i, which is `hidden_states[i + 1]`, where the first is 1; files in which
-it is another have been published with the other numbering (sgl-project/sglang, pull request 25454).
+a list that begins with 1 counts outputs of decoder layers: its layer i is `hidden_states[i + 1]`. Files whose list
+begins with another number use the first numbering (sgl-project/sglang, pull request 25454).
 """
 
 from typing import Any

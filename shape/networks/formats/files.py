@@ -27,11 +27,6 @@ class Checkpoint(NamedTuple):
     weights: Weights
 
 
-def read_config(source: str | Path, **hub: Any) -> dict[str, Any]:
-    """What `config.json` of a folder or hub repository says; no code of it is run."""
-    return PretrainedConfig.get_config_dict(str(source), **hub)[0]
-
-
 def architectures(config: dict[str, Any]) -> set[str]:
     """Names of the classes that a configuration is for."""
     given = config.get("architectures")
@@ -64,7 +59,7 @@ def read_checkpoint(source: str | Path, **hub: Any) -> Checkpoint:
         for file in files:
             pickled = file.suffix != ".safetensors"
             weights |= torch.load(file, map_location="cpu", weights_only=True) if pickled else load_file(file)
-        return Checkpoint(read_config(folder), weights)
+        return Checkpoint(PretrainedConfig.get_config_dict(str(folder))[0], weights)
 
 
 def write_checkpoint(folder: str | Path, checkpoint: Checkpoint) -> None:

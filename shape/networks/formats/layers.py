@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig
 
 from shape.errors import CheckpointError
@@ -107,19 +106,13 @@ def own_weights(predictor: Predictor) -> Weights:
     return {**weights, "d2t": tokens.cpu() - torch.arange(len(tokens)), "t2d": marked}
 
 
-def drafted(weights: Weights) -> int | None:
-    """`ShapeConfig.draft_vocab_size`."""
-    tokens: Tensor | None = weights.get("draft_vocabulary")
-    return None if tokens is None else len(tokens)
-
-
 def shared_options(config: dict[str, Any], layers: dict[str, Any], vocab_size: int, weights: Weights) -> dict[str, Any]:
     """What of `ShapeConfig` follows from the layers and from which weights are there."""
     return {
         "target_hidden_size": config.get("target_hidden_size"),
         "hidden_size": layers["hidden_size"],
         "vocab_size": vocab_size,
-        "draft_vocab_size": drafted(weights),
+        "draft_vocab_size": len(weights["draft_vocabulary"]) if "draft_vocabulary" in weights else None,
         "transformer_layer_config": layers,
         "num_layers": layers["num_hidden_layers"],
         "own_heads": "lm_head.weight" in weights,

@@ -10,17 +10,7 @@ from shape.networks.formats.files import Checkpoint, Weights
 from shape.networks.formats.targets import TargetFacts
 
 _VERSION = "0.9.0"  # of the package whose files these are
-_READ = {
-    "eagle3": eagle.read_speculators,
-    "peagle": eagle.read_speculators,
-    "dflash": block.read_speculators,
-    "dspark": block.read_speculators,
-}
-_WRITE = {
-    "eagle": eagle.write_speculators,
-    "peagle": eagle.write_speculators,
-    "block": block.write_speculators,
-}
+_ALGORITHMS = {"eagle3": eagle, "peagle": eagle, "dflash": block, "dspark": block}  # by `speculators_model_type`
 
 
 def recognise(config: dict[str, Any]) -> bool:
@@ -39,22 +29,16 @@ def read(checkpoint: Checkpoint, target: TargetFacts) -> tuple[ShapeConfig, Weig
         CheckpointError: an algorithm that has no network here.
     """
     config = checkpoint.config
-    if (kind := config["speculators_model_type"]) not in _READ:
-        raise CheckpointError(f"its algorithm is {kind}, and there are networks for {', '.join(_READ)}")
+    if (kind := config["speculators_model_type"]) not in _ALGORITHMS:
+        raise CheckpointError(f"its algorithm is {kind}, and there are networks for {', '.join(_ALGORITHMS)}")
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    return _READ[kind](checkpoint, methods[0].get("speculative_tokens") or 1, target)
+    return _ALGORITHMS[kind].read_speculators(checkpoint, methods[0].get("speculative_tokens") or 1, target)
 
 
 def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
-    """Speculators' of ours.
-
-    Raises:
-        CheckpointError: a kind that it has no algorithm for.
-    """
+    """Speculators' of ours."""
     config = predictor.config
-    if config.kind not in _WRITE:
-        raise CheckpointError(f"speculators has no algorithm for kind {config.kind}, but for {', '.join(_WRITE)}")
-    own, weights = _WRITE[config.kind](predictor, target)
+    own, weights = (block if config.kind == "block" else eagle).write_speculators(predictor, target)
     algorithm = own["speculators_model_type"]
     written = {
         **own,

@@ -1,17 +1,18 @@
 """What samples agree on, what passes verification, and misses."""
 
-import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
+from helpers import write_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shape.data.options import CompileOptions
 from shape.drafters.recipes.compile import agreed, compile_pack
-from shape.drafters.recipes.misses import Miss, recipes_of_misses
-from shape.drafters.recipes.pack import recipes_of
+from shape.drafters.recipes.misses import Miss, recipes_of_misses, write_misses
+from shape.drafters.recipes.pack import Pack, Recipe, recipes_of
 from shape.drafters.recipes.verify import make_verify
 from shape.errors import ConfigError
 
@@ -47,10 +48,9 @@ def test_of_misses_counts_what_another_one_says_too():
 
 
 @pytest.mark.parametrize("answers,counted", [([1, 1], 2), ([1, 0], 1), ([0, 0], 0)])
-def test_prompts_count_where_every_answer_passes(tiny_target, tmp_path, monkeypatch, answers, counted):
+def test_prompts_count_where_every_answer_passes(tiny_target, tmp_path, answers, counted):
     """Of two prompts; the second samples of some are no JSON."""
-    asked = tmp_path / "prompts.jsonl"
-    asked.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("one", "two")))
+    asked = write_rows(tmp_path / "prompts.jsonl", *({"prompt": text} for text in ("one", "two")))
     good, bad = (tiny_target.tokenizer(text, add_special_tokens=False).input_ids for text in ("[12, 34]", "[12, 34}"))
     left = list(answers)
 
@@ -64,6 +64,26 @@ def test_prompts_count_where_every_answer_passes(tiny_target, tmp_path, monkeypa
     )
     made = compile_pack(options, tiny_target, generate)
     assert made.prompts == counted and (made.recipes != ()) == (counted > 0)
+
+
+def test_what_was_missed_twice_is_compiled_too(tiny_target, tmp_path):
+    """Beside what samples agree on, from several logs, and at the same prefix."""
+    asked, logs = tmp_path / "prompts.jsonl", [tmp_path / "one.jsonl", tmp_path / "other.jsonl"]
+    write_rows(asked, {"prompt": "one"})
+    write_misses(logs[0], [Miss([1, 2], [3, 4, 5], []), Miss([7, 8], [9], [])])
+    write_misses(logs[1], [Miss([1, 2], [3, 4, 6], [9])])
+
+    def generate(ids, mask, **options):
+        return torch.cat([ids.expand(2, -1), torch.tensor([[20, 21, 22, 23]] * 2)], dim=1)
+
+    options = CompileOptions(
+        target="tiny", prompts=str(asked), output=str(tmp_path / "made.pack"), samples=2, prefix=2, depth=5
+    )
+    without = compile_pack(options, tiny_target, generate)
+    assert Recipe((20, 21), (22, 23), 1) in without.recipes
+    made = compile_pack(replace(options, misses=[str(log) for log in logs]), tiny_target, generate)
+    assert set(made.recipes) == {*without.recipes, Recipe((1, 2), (3, 4), 2), Recipe((2, 3), (4,), 2)}
+    assert Pack.load(tmp_path / "made.pack") == made
 
 
 def test_verification_by_name(tmp_path, monkeypatch):

@@ -2,27 +2,14 @@
 
 import pytest
 import torch
-from helpers import prompts
+from helpers import GREEDY, committed, pack, prompts
 
-from shape.drafters import Committed
 from shape.drafters.recipes.drafter import RecipeDrafter
 from shape.drafters.recipes.misses import Miss, read_misses, recipes_of_misses
-from shape.drafters.recipes.pack import Pack, Recipe, merged, pack_of, recipes_of
+from shape.drafters.recipes.pack import Recipe, merged, pack_of, recipes_of
 from shape.errors import CheckpointError, ConfigError
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
-from shape.verification.sampling import Sampler
-
-GREEDY = Sampler(prompt_lengths=torch.tensor([1]))
-
-
-def committed(*rows: list[int]) -> Committed:
-    lengths = torch.tensor([len(text) for text in rows])
-    return Committed(list(rows), lengths, torch.tensor([text[-1] for text in rows]))
-
-
-def pack(target: Target, *recipes: tuple) -> Pack:
-    return Pack(target.identity, tuple(Recipe(*recipe) for recipe in recipes), samples=3, prompts=2)
 
 
 def test_looks_up_what_stands_there_and_then_its_shape(tiny_target):

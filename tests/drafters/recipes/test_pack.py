@@ -5,15 +5,12 @@ import json
 from collections import Counter
 
 import pytest
+from helpers import pack
 
 from shape.drafters.recipes.drafter import RecipeDrafter
 from shape.drafters.recipes.pack import Pack, Recipe, merged, pack_of
 from shape.errors import CheckpointError, ConfigError, TargetMismatch
 from shape.target.model import Target
-
-
-def pack(target: Target, *recipes: tuple) -> Pack:
-    return Pack(target.identity, tuple(Recipe(*recipe) for recipe in recipes), samples=3, prompts=2)
 
 
 def test_packs_keep_the_frequent_and_say_nothing_twice(tiny_target):

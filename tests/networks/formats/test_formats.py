@@ -1,6 +1,8 @@
 """Checkpoints of other packages: they are read and written, whole or not at all."""
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -92,6 +94,32 @@ def test_there_and_back(name, form, tmp_path):
     if network.config.has_decoder_layers:
         layers, others = again.config.transformer_layer_config, network.config.layer_config().to_dict()
         assert {**others, **layers, "max_position_embeddings": 0} == {**others, "max_position_embeddings": 0}
+
+
+class Harmful:
+    """What runs a program where it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[Path]]:
+        return Path.touch, (self.file,)
+
+
+def test_pickled_weights_run_nothing(tmp_path):
+    save(made(OURS["medusa"][0]), tmp_path, "medusa", TARGET)
+    (file,) = tmp_path.glob("*.safetensors")
+    weights = load_file(file)
+    file.unlink()
+    pickled, touched = tmp_path / "pytorch_model.bin", tmp_path / "touched"
+    torch.save(weights, pickled)
+    assert load(tmp_path).state_dict().keys() == made(OURS["medusa"][0]).state_dict().keys()
+    torch.save({**weights, "harmful": Harmful(touched)}, pickled)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load(tmp_path)
+    assert not touched.exists()
+    torch.load(pickled, weights_only=False)  # another unpickler would
+    assert touched.exists()
 
 
 @pytest.mark.parametrize(("name", "form"), PAIRS)

@@ -12,7 +12,7 @@ from shape.files import reading
 
 
 @dataclass
-class Found:
+class AllResults:
     """Results by path, relative to the folder that they were found in."""
 
     speed: dict[str, SpeedResults] = field(default_factory=dict)
