@@ -173,7 +173,7 @@ def _require_tokens(target: Target, conversations: Sequence[Conversation]) -> No
 
 def place(target: Target, device: torch.device) -> None:
     """Move the target beside what is trained, unless its own `device_map` spreads it over several devices."""
-    # Asked only where there is something to move: some quantise models refuse to be.
+    # Asked only where there is something to move: some quantised models refuse to be.
     if target.device != device and getattr(target.model, "hf_device_map", None) is None:
         target.model.to(device)
 
