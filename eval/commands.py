@@ -16,7 +16,7 @@ from shape.evaluation.environment import Environment
 REPOSITORY = Path(__file__).resolve().parents[1]  # whose commands are run, from whatever folder
 
 
-def environment(**more: str) -> dict[str, str]:
+def child_variables(**more: str) -> dict[str, str]:
     """The variables of a child process that finds the packages of this checkout."""
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, **more}

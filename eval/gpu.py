@@ -358,7 +358,7 @@ def launch(deadline: float, work: Path, *command: str | Path) -> bool:
     """
     print("$ python", *command, flush=True)
     process = subprocess.Popen(
-        [sys.executable, *map(str, command)], cwd=work, env=commands.environment(), start_new_session=True
+        [sys.executable, *map(str, command)], cwd=work, env=commands.child_variables(), start_new_session=True
     )
     try:
         status = process.wait(max(deadline - monotonic(), 0))

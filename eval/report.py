@@ -139,7 +139,7 @@ def parts(options: ReportOptions) -> list[Part]:
 def launch(module: str, arguments: Sequence[str]) -> int:
     """A command of the package in a process of its own; its exit status."""
     command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(command, check=False, env=commands.environment()).returncode
+    return subprocess.run(command, check=False, env=commands.child_variables()).returncode
 
 
 def make(options: ReportOptions) -> None:

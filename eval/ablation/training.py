@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from eval.ablation.plan import Run, by_seed
 from eval.ablation.results import Trained
-from eval.commands import environment
+from eval.commands import child_variables
 from shape.errors import CheckpointError
 from shape.evaluation.environment import Environment
 from shape.files import reading, typed
@@ -119,7 +119,7 @@ def _launch(module: str, arguments: list[str], log: Path, threads: int) -> int:
     """A command as a process, its exit status; what it says goes to the end of a file."""
     with log.open("a") as file:
         command = [sys.executable, "-m", module, *arguments]
-        variables = environment(OMP_NUM_THREADS=str(threads))
+        variables = child_variables(OMP_NUM_THREADS=str(threads))
         return subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=variables).returncode
 
 

@@ -38,13 +38,17 @@ def bench(options: BenchOptions) -> list[SpeedResults]:
         raise ConfigError("temperature, batch_size or context_length holds no value, or one twice; give each once")
     chosen, source = chosen_prompts(options.prompts or None, options.limit, options.chat_template_kwargs)
     prompts = [replace(each, turns=each.turns[: options.max_turns]) for each in chosen]
+    shared = SpeedSetting(
+        options.max_new_tokens,
+        repeats=options.repeats,
+        warmup=options.warmup,
+        seed=options.seed,
+        fall_back=options.fall_back,
+    )
     settings = [
-        SpeedSetting(
-            options.max_new_tokens, temperature, options.repeats, options.warmup, options.seed, options.fall_back,
-            batch, context,
-        )
+        replace(shared, temperature=temperature, batch=batch, context_length=context)
         for temperature, batch, context in asked
-    ]  # fmt: skip
+    ]
     bare = [name.partition("@")[0] for name in options.methods or [AUTOREGRESSIVE]]  # a default has a baseline
     for setting in settings:
         setting.check({name: None if name == AUTOREGRESSIVE else name for name in bare}, prompts, source)

@@ -7,9 +7,7 @@ before you rent machines for many.
 import math
 import shutil
 from dataclasses import dataclass
-from typing import Any
 
-from shape import bundled
 from shape.data.reading import load_conversations
 from shape.data.statistics import DataStatistics, count_tokens
 from shape.errors import ConfigError, UnsupportedTarget
@@ -17,9 +15,8 @@ from shape.features.manifest import state_bytes
 from shape.features.options import CostOptions, longest
 from shape.features.storage import Storage
 from shape.files import human_bytes
-from shape.target.loading import of_target, read_tokenizer
+from shape.target.loading import of_target, tokenizer_of
 from shape.target.model import read_config
-from shape.target.options import TargetOptions
 from shape.target.size import Size, size_of
 
 _WINDOW = 8  # states before an answer that the default predictor reads
@@ -133,17 +130,6 @@ def measured(options: CostOptions, positions: int | None = None) -> DataStatisti
             "--data, and give --conversations, --tokens, --answers and --turns"
         )
     return count_tokens(conversations, tokenizer, longest(options.max_length, positions), options.skip_bad_rows)
-
-
-def tokenizer_of(target: str, options: TargetOptions) -> Any:
-    """A target's tokenizer; None where it has none, of which transformers may make one that knows no word.
-
-    Raises:
-        UnsupportedTarget: its files are damaged.
-    """
-    found = read_tokenizer(bundled.resolve(target), target, of_target(options))
-    knows_words = found is not None and len(found.encode("two words", add_special_tokens=False)) > 1
-    return found if knows_words else None
 
 
 def free_space(options: CostOptions) -> float:

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoTokenizer
 from transformers.utils import cached_file, extract_commit_hash
 
+from shape import bundled
 from shape.errors import ConfigError, UnsupportedTarget
 from shape.target.options import AnsweringOptions, PairOptions, PlacedOptions, TargetOptions
 
@@ -137,6 +138,17 @@ def read_tokenizer(where: str, target: Any, options: Mapping[str, Any]) -> Any:
                 f"the tokenizer of target {target} cannot be read; restore its files ({first_line(error)})"
             ) from error
         return None
+
+
+def tokenizer_of(target: str, options: TargetOptions) -> Any:
+    """A target's tokenizer; None where it has none, of which transformers may make one that knows no word.
+
+    Raises:
+        UnsupportedTarget: its files are damaged.
+    """
+    found = read_tokenizer(bundled.resolve(target), target, of_target(options))
+    knows_words = found is not None and len(found.encode("two words", add_special_tokens=False)) > 1
+    return found if knows_words else None
 
 
 def only(names: Set[str], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from shape.data.reading import load_conversations
 from shape.data.regeneration import regenerate
 from shape.data.statistics import DataStatistics
 from shape.drafters import TrainedDrafter
-from shape.features.costs import tokenizer_of
 from shape.features.extraction import compute_features, extract, place, split_conversations
 from shape.features.storage import Storage
 from shape.files import human_bytes
@@ -35,7 +34,7 @@ from shape.generation.answers import LocalBackend
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.timing import draft_cost
 from shape.networks.base import Predictor
-from shape.target.loading import dtype_of, of_target
+from shape.target.loading import dtype_of, of_target, tokenizer_of
 from shape.target.model import Target, read_config
 from shape.target.size import Size, size_of
 from shape.training import preparation
