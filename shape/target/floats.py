@@ -2,11 +2,11 @@
 
 A forward over one token costs what its weights' bytes cost, and one over the dozen tokens of a tree should cost no
 more. oneDNN has kernels for many tokens, and in bfloat16 none for most laptops, which have AVX2 and nothing beyond.
-These take up to 14 tokens at a time, whose sums stay in registers: weights are read once for them, as they lie in
-memory. In bfloat16 they are multiplied in pairs where the CPU can (AVX-512 BF16), else widened in registers; sums are
-in float32.
+These take up to 16 tokens at a time, whose sums stay in registers: weights are read once for them, as they lie in
+memory. In bfloat16 they are multiplied by whole matrices (AMX) or in pairs (AVX-512 BF16) where the CPU can, else
+widened in registers; sums are in float32.
 
-Each output is a sum over the inputs in their order, so that a token's result is the same, bit for bit, whatever goes
+Each output is a sum over the inputs in one order, so that a token's result is the same, bit for bit, whatever goes
 through beside it.
 
 Layout: outputs in tiles of 16, and of a tile, one input after the other, or one pair of them, 16 weights each.
@@ -14,7 +14,7 @@ Layout: outputs in tiles of 16, and of a tile, one input after the other, or one
 
 from dataclasses import dataclass
 from functools import cache
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from llvmlite import ir
 from torch import Tensor
 
-from shape.target import kernels
-from shape.target.kernels import F32, FLOATS, I32, I64, INTS, TILE, Bfloat, Code, Program, begin, own_units
+from shape.target import kernels, matrices
+from shape.target.kernels import F32, FLOATS, I32, I64, INTS, TILE, Bfloat, Code, Program, begin, own_share, own_units
 from shape.target.memory import in_large_pages
 
 _TILES = 4  # weights are filled up to so many, as kernels of few tokens take several at a time
@@ -47,15 +47,14 @@ class Packed:
         weights: (tiles, inputs, 16), or in pairs (tiles, inputs / 2, 16, 2), filled up with zeros.
         bias: (16 * tiles,) float32.
         outputs, inputs: of the weight as it was.
-        pairs: whether inputs are multiplied two at a time, which takes activations in bfloat16; else they are taken in
-            float32.
+        at_once: inputs that an instruction multiplies by: 32 or 2, of activations in bfloat16, or 1, in float32.
     """
 
     weights: Tensor
     bias: Tensor
     outputs: int
     inputs: int
-    pairs: bool
+    at_once: int
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None, wide: bool = False) -> "Packed":
@@ -65,22 +64,22 @@ class Packed:
             wide: whether activations are to be taken in float32, whatever the CPU can.
         """
         outputs, inputs = weight.shape
-        pairs = weight.dtype == torch.bfloat16 and kernels.has("avx512bf16") and not wide
-        pair = 2 if pairs else 1
-        weight = F.pad(weight, (0, -inputs % pair, 0, -outputs % (TILE * _TILES)))
-        tiles = weight.view(-1, TILE, weight.shape[1] // pair, *(pair,) * (pair - 1)).transpose(1, 2).contiguous()
+        at_once = 1 if wide or weight.dtype == torch.float32 else _multiplied_at_once()
+        weight = F.pad(weight, (0, -inputs % at_once, 0, -outputs % (TILE * _TILES)))
+        pair = () if at_once == 1 else (2,)
+        tiles = weight.view(-1, TILE, weight.shape[1] // prod(pair), *pair).transpose(1, 2).contiguous()
         biases = torch.zeros(outputs, dtype=torch.float32) if bias is None else bias.float()
         biases = F.pad(biases, (0, len(weight) - outputs))
-        return cls(in_large_pages(tiles), biases, outputs, inputs, pairs)
+        return cls(in_large_pages(tiles), biases, outputs, inputs, at_once)
 
     @property
-    def whole(self) -> bool:
-        """Whether activations need not be filled up."""
-        return self.inputs == self.weights[0].numel() // TILE
+    def filled(self) -> int:
+        """Zeros that activations have to be filled up with."""
+        return self.weights[0].numel() // TILE - self.inputs
 
     @property
     def layout(self) -> tuple[Any, ...]:
-        return self.weights.dtype, self.weights.shape
+        return self.weights.dtype, self.weights.shape, self.at_once
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
@@ -92,7 +91,7 @@ class Packed:
         Args:
             grain: of a row, that the same thread makes: a divisor of `inputs`.
         """
-        if x.dtype == torch.float32 or self.pairs:
+        if x.dtype == torch.float32 or self.at_once > 1:
             return x
         wide = program.buffers.empty(*x.shape, dtype=torch.float32)
         program.add(_widener(gcd(grain, TILE)), x, wide, x.numel() // grain, grain)
@@ -103,12 +102,17 @@ class Packed:
         tiles, tokens = len(self.weights), len(x)
         out = program.buffers.empty(tokens, tiles * TILE, dtype=dtype)
         most = _MOST_AVX2
-        if kernels.has("avx512f"):
+        if self.at_once == 32:
+            most = matrices.ROWS
+        elif kernels.has("avx512f"):
             most = _MOST if tokens <= _MOST else _MANY
         rows = -(-tokens // -(-tokens // most))
         chunks = -(-tokens // rows)
         given = (self.weights, self.bias, x, out, self.weights.shape[1], tiles, tokens, chunks)
-        program.add(_multiplier(self.weights.dtype, self.pairs, rows, dtype), *given)
+        if self.at_once == 32:
+            program.add(_matrix_multiplier(dtype), *given, rows)
+        else:
+            program.add(_multiplier(self.weights.dtype, self.at_once == 2, rows, dtype), *given)
         return out
 
 
@@ -124,9 +128,16 @@ def product(x: Tensor, packed: Packed) -> Tensor:
     rows = x.reshape(-1, packed.inputs).contiguous()
     if not len(rows):
         return x.new_empty(*x.shape[:-1], packed.outputs)
-    rows = rows if packed.whole else F.pad(rows, (0, 1))
+    rows = F.pad(rows, (0, packed.filled)) if packed.filled else rows
     out = kernels.multiplied(packed, rows, rows.shape[1])
     return out[:, : packed.outputs].view(*x.shape[:-1], packed.outputs)
+
+
+def _multiplied_at_once() -> int:
+    """Inputs in bfloat16 that this CPU has an instruction for."""
+    if matrices.multiplies("bf16"):
+        return 32
+    return 2 if kernels.has("avx512bf16") else 1
 
 
 @cache
@@ -187,6 +198,50 @@ def _multiplier(dtype: torch.dtype, pairs: bool, rows: int, result: torch.dtype)
             code.put(result, value, code.plus(given["out"], at))
     code = code.again(chunk, after)
     code.again(number, done).ret_void()
+    return kernels.compiled(module)["multiply"]
+
+
+@cache
+def _matrix_multiplier(result: torch.dtype) -> int:
+    """The address of a kernel of ``_ARGUMENTS`` and the tokens that it takes at a time, at most 16. The last ones begin
+    as many before the end.
+
+    Its registers: sums of four tiles, then activations, then weights, of one tile while the other's are multiplied.
+    """
+    module, x_at, weights_at = ir.Module(), _TILES, (_TILES + 1, _TILES + 2)
+    code, given = begin(module, "multiply", (*_ARGUMENTS, "rows"))
+    inputs, tiles, rows = given["inputs"], given["tiles"], given["rows"]
+    start, end, code = own_share(code, code.udiv(tiles, I64(_TILES)))
+    matrices.begin(code, [(rows, matrices.ROW)] * (_TILES + 1) + [(matrices.ROWS, matrices.ROW)] * len(weights_at))
+    sums = [matrices.memory(code, matrices.ROWS) for _ in range(_TILES)]
+    number, code, done = code.counted(end, "tiles", start)
+    places = [code.plus(code.times(number, _TILES), tile) for tile in range(_TILES)]
+    chunk, code, after = code.counted(given["chunks"], "chunks")
+    first, last = code.times(chunk, rows), code.sub(given["tokens"], rows)
+    first = code.select(code.icmp_unsigned("<", first, last), first, last)
+    row_size = code.times(inputs, 4)
+    x = code.plus(given["x"], code.times(first, row_size))
+    for tile, place in enumerate(places):
+        matrices.load(code, tile, code.plus(given["bias"], code.times(place, 4 * TILE)), stride=0)
+    at, inner, behind = code.counted(code.udiv(inputs, I64(matrices.ROWS)), "inputs")
+    matrices.load(inner, x_at, inner.plus(x, inner.times(at, matrices.ROW)), row_size)
+    for tile, place in enumerate(places):
+        of_tile = inner.plus(given["weights"], inner.times(place, inputs, 4 * TILE))
+        matrices.load(inner, weights_at[tile % 2], inner.plus(of_tile, inner.times(at, matrices.ROWS * matrices.ROW)))
+        matrices.multiply(inner, "bf16", tile, x_at, weights_at[tile % 2])
+    code = inner.again(at, behind)
+    for tile, where in enumerate(sums):
+        matrices.store(code, tile, where)
+    row, inner, behind = code.counted(rows, "rows")
+    out = inner.plus(given["out"], inner.times(inner.plus(first, row), tiles, TILE * result.itemsize))
+    for place, where in zip(places, sums, strict=True):
+        found = inner.read(FLOATS, inner.plus(where, inner.times(row, matrices.ROW)))
+        inner.put(result, found, inner.plus(out, inner.times(place, TILE * result.itemsize)))
+    code = inner.again(row, behind)
+    code = code.again(chunk, after)
+    code = code.again(number, done)
+    matrices.end(code)
+    code.ret_void()
     return kernels.compiled(module)["multiply"]
 
 

@@ -1,10 +1,11 @@
 """Products with weights of 8 and 4 bits for a few tokens: kernels in LLVM's own language, made for the CPU at hand.
 
 A forward over one token costs what its weights' bytes cost; one over a tree costs no more for as long as the cores
-multiply as fast as the memory delivers. In bfloat16 two cores do not; in integers of 8 bits, of which AVX-512 VNNI
-multiplies 64 at once, they nearly do. Activations have a scale per token and 128 inputs: one for a whole forward, or
-for a whole token, loses much more where few activations are large, and one for every 32 makes a forward over 13 tokens
-of the shipped target take an eighth longer.
+multiply as fast as the memory delivers. In bfloat16 two cores do not, unless they multiply whole matrices (AMX); in
+integers of 8 bits, of which AVX-512 VNNI multiplies 64 at once, they nearly do, and by whole matrices they do.
+Activations have a scale per token and 128 inputs: one for a whole forward, or for a whole token, loses much more where
+few activations are large, and one for every 32 makes a forward over 13 tokens of the shipped target take an eighth
+longer.
 
 Sums of integers are exact, and the sums of groups are added in one order: a token's result is the same, bit for bit,
 whatever goes through beside it, and on whatever CPU. With AVX2 alone a product takes several instructions, and a token
@@ -23,7 +24,7 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from shape.target import kernels
+from shape.target import kernels, matrices
 from shape.target.kernels import (
     F32,
     FLOATS,
@@ -38,6 +39,7 @@ from shape.target.kernels import (
     Program,
     begin,
     every,
+    own_share,
     own_units,
 )
 
@@ -45,6 +47,7 @@ GROUP = 32  # inputs that share a weight's scale in 4 bits
 SPAN = 128  # inputs that share an activation's scale, where that divides a row
 # Tokens whose sums fit into the registers, by digits of activations; more than AVX2 has, where it was as good.
 _MOST_ROWS = {1: 13, 2: 8}
+_LEAST_LINES = {8: 6, 4: 9}  # digits of tokens, by bits of weights, that are multiplied as a matrix where the CPU can
 _FEW = 3  # tokens for which a core asks for memory early enough by itself
 _DIGITS = {torch.bfloat16: 1, torch.float32: 2}  # an activation's, of 8 bits each
 _LARGEST = {1: 127.0, 2: 127.0 * 256}
@@ -75,6 +78,15 @@ class Kind:
     def sums(self) -> int:
         """Of a span: products are added as integers where they share both scales."""
         return 1 if self.bits == 8 else self.span
+
+    @property
+    def lines(self) -> int:
+        """Digits of all tokens."""
+        return self.digits * self.rows
+
+    @property
+    def by_matrices(self) -> bool:
+        return self.lines >= _LEAST_LINES[self.bits] and matrices.multiplies("int8")
 
 
 @dataclass(frozen=True)
@@ -132,7 +144,9 @@ class Packed:
             grain: of a row, that the same thread makes: a divisor of `inputs`, and a multiple of ``grain_of`` them.
         """
         tokens, groups = len(x), self.inputs // GROUP
-        chunks = -(-tokens // _MOST_ROWS[self.digits or _DIGITS[x.dtype]])
+        digits = self.digits or _DIGITS[x.dtype]
+        most = matrices.ROWS // digits if matrices.multiplies("int8") else _MOST_ROWS[digits]
+        chunks = -(-tokens // most)
         kind = self._kind(x.dtype, -(-tokens // chunks))
         spans = groups // kind.span
         made = Digits(
@@ -243,21 +257,32 @@ def _multiplier(module: ir.Module, kind: Kind) -> None:
     """This thread's share of the tiles, each times all chunks of tokens."""
     code, given = begin(module, "multiply", _MULTIPLIER)
     tiles, spans = given["tiles"], given["spans"]
-    tile, code, done = own_units(code, tiles, "tiles")
+    start, end, code = own_share(code, tiles)
+    ahead = _Matrices(code, kind, given) if kind.by_matrices else None
+    tile, code, done = code.counted(end, "tiles", start)
     chunk, code, after = code.counted(given["chunks"], "chunks")
     first = code.times(chunk, kind.rows)  # its first token
     weights = code.plus(given["weights"], code.times(tile, spans, kind.span * _bytes(kind)))
     of_tile = 64 if kind.bits == 8 else code.times(spans, 2 * TILE * kind.span)
     scales = code.plus(given["scales"], code.times(tile, of_tile))
+    place = code.times(chunk, spans)  # of the first span among those of all chunks
+    if ahead is not None:
+        ahead.multiply(code, weights, place, I64(0))
     span, inner, behind = code.counted(spans, "spans")
     totals = [inner.phi(FLOATS) for _ in range(kind.rows)]
     for total in totals:
         total.add_incoming(every(0.0, FLOATS), code.block)
-    place = inner.plus(inner.times(chunk, spans), span)
+    if ahead is not None:
+        following, last = inner.plus(span, 1), inner.sub(spans, I64(1))
+        following = inner.select(inner.icmp_unsigned("<", following, last), following, last)
+        of_following = inner.plus(weights, inner.times(following, kind.span * _bytes(kind)))
+        ahead.multiply(inner, of_following, inner.plus(place, following), inner.plus(span, 1))
+    place = inner.plus(place, span)
     own = inner.plus(weights, inner.times(span, kind.span * _bytes(kind)))
     found: list[Any] = []
     for at in range(kind.sums):
-        sums = [inner.sitofp(one, FLOATS) for one in _sums(inner, kind, given, own, place, at)]
+        sums = _sums(inner, kind, given, own, place, at) if ahead is None else ahead.sums(inner, place, span, at)
+        sums = [inner.sitofp(one, FLOATS) for one in sums]
         if kind.bits == 4:
             scale = inner.plus(scales, inner.times(span, 2 * TILE * kind.span), 2 * TILE * at)
             factor = inner.widened(inner.read(HALVES, scale))
@@ -277,7 +302,10 @@ def _multiplier(module: ir.Module, kind: Kind) -> None:
         at = code.times(code.plus(code.times(code.plus(first, row), tiles), tile), TILE * kind.dtype.itemsize)
         code.put(kind.dtype, value, code.plus(given["out"], at))
     code = code.again(chunk, after)
-    code.again(tile, done).ret_void()
+    code = code.again(tile, done)
+    if ahead is not None:
+        matrices.end(code)
+    code.ret_void()
 
 
 def _bytes(kind: Kind) -> int:
@@ -292,21 +320,14 @@ def _sums(code: Code, kind: Kind, given: dict[str, Any], weights: Any, place: An
     Args:
         weights: the address of the span's. place: of the span among those of all chunks. at: which sum.
     """
-    lines, groups = kind.digits * kind.rows, kind.span // kind.sums
+    lines, groups = kind.lines, kind.span // kind.sums
     numbers = code.plus(given["digits"], code.times(place, kind.span * lines * GROUP))
-    offsets = code.plus(given["offsets"], code.times(place, kind.sums * lines * 4), at * lines * 4)
-    sums = [code.spread(code.read(I32, code.plus(offsets, 4 * line))) for line in range(lines)]
+    sums = _offsets(code, kind, given, place, at)
     avx2 = kernels.has("avx2") and not (kernels.has("avx512vnni") or kernels.has("avxvnni"))
     if avx2 and kind.bits == 8:
         sums = [every(0)] * lines
     for group in range(at * groups, (at + 1) * groups):
-        fours = []
-        for piece in range(group * _bytes(kind), (group + 1) * _bytes(kind), 64):
-            some = code.read(INTS, code.plus(weights, piece))
-            if kind.rows > _FEW:
-                code.prefetch(code.plus(weights, piece))
-            low = every(0x0F0F0F0F)
-            fours += [some] if kind.bits == 8 else [code.and_(some, low), code.and_(code.lshr(some, every(4)), low)]
+        fours = _fours(code, kind, weights, group)
         own = code.plus(numbers, group * lines * GROUP)
         digits = [
             [code.spread(code.read(I32, code.plus(own, GROUP * line + 4 * four))) for line in range(lines)]
@@ -317,11 +338,90 @@ def _sums(code: Code, kind: Kind, given: dict[str, Any], weights: Any, place: An
         else:
             for four, some in zip(fours, digits, strict=True):
                 sums = [_dot(code, *each) for each in zip(sums, [four] * lines, some, strict=True)]
+    return _of_digits(code, kind, sums)
+
+
+def _offsets(code: Code, kind: Kind, given: dict[str, Any], place: Any, at: int) -> list[Any]:
+    """What sums begin with, for each line."""
+    offsets = code.plus(given["offsets"], code.times(place, kind.sums * kind.lines * 4), at * kind.lines * 4)
+    return [code.spread(code.read(I32, code.plus(offsets, 4 * line))) for line in range(kind.lines)]
+
+
+def _fours(code: Code, kind: Kind, weights: Any, group: int) -> list[Any]:
+    """Of a tile and a group, four inputs' weights after the other's."""
+    fours = []
+    for piece in range(group * _bytes(kind), (group + 1) * _bytes(kind), 64):
+        some = code.read(INTS, code.plus(weights, piece))
+        if kind.rows > _FEW:
+            code.prefetch(code.plus(weights, piece))
+        low = every(0x0F0F0F0F)
+        fours += [some] if kind.bits == 8 else [code.and_(some, low), code.and_(code.lshr(some, every(4)), low)]
+    return fours
+
+
+def _of_digits(code: Code, kind: Kind, sums: list[Any]) -> list[Any]:
+    """Sums of numbers, from those of their digits."""
     if kind.digits == 1:
         return sums
     return [
         code.add(code.shl(high, every(8)), low) for high, low in zip(sums[: kind.rows], sums[kind.rows :], strict=True)
     ]
+
+
+class _Matrices:
+    """Sums of products by instructions for matrices, made a span ahead of their use: they come by way of memory, and
+    what was written a moment ago is loaded late.
+    """
+
+    _X, _WEIGHTS = (4, 5), (6, 7)  # registers, of one group while the other's are in use; the first are for sums
+
+    def __init__(self, code: Code, kind: Kind, given: dict[str, Any]) -> None:
+        self._kind, self._given = kind, given
+        sums, x, weights = (kind.lines, 4 * TILE), (kind.lines, GROUP), (GROUP // 4, 4 * TILE)
+        matrices.begin(code, [sums] * min(self._X) + [x] * len(self._X) + [weights] * len(self._WEIGHTS))
+        self._sums = [matrices.memory(code, 2 * kind.lines) for _ in range(kind.sums)]
+        self._bytes = [matrices.memory(code, 2 * GROUP // 4) for _ in range(kind.span if kind.bits == 4 else 0)]
+
+    def multiply(self, code: Code, weights: Any, place: Any, number: Any) -> None:
+        """Make a span's sums.
+
+        Args:
+            weights: the address of the span's. place: of the span among those of all chunks. number: the span's, as
+                ``sums`` will be given it.
+        """
+        kind = self._kind
+        digits = code.plus(self._given["digits"], code.times(place, kind.span * kind.lines * GROUP))
+        groups = [code.plus(weights, group * _bytes(kind)) for group in range(kind.span)]
+        for group, memory in enumerate(self._bytes):
+            fours = _fours(code, kind, weights, group)
+            groups[group] = _every_other(code, memory, GROUP // 4, number)
+            for row, four in enumerate(fours):
+                code.write(four, code.plus(groups[group], matrices.ROW * row))
+        for register in range(kind.sums):
+            matrices.zero(code, register)
+        for group, where in enumerate(groups):
+            register = group * kind.sums // kind.span
+            x, own = self._X[group % 2], self._WEIGHTS[group % 2]
+            matrices.load(code, x, code.plus(digits, group * kind.lines * GROUP), GROUP)
+            matrices.load(code, own, where)
+            for row in range(GROUP // 4 if kind.bits == 8 else 0):
+                code.prefetch(code.plus(where, matrices.ROW * row))
+            matrices.multiply(code, "su", register, x, own)
+        for register, memory in enumerate(self._sums):
+            matrices.store(code, register, _every_other(code, memory, kind.lines, number))
+
+    def sums(self, code: Code, place: Any, number: Any, at: int) -> list[Any]:
+        """What ``_sums`` returns."""
+        kind = self._kind
+        memory = _every_other(code, self._sums[at], kind.lines, number)
+        found = [code.read(INTS, code.plus(memory, matrices.ROW * line)) for line in range(kind.lines)]
+        offsets = _offsets(code, kind, self._given, place, at)
+        return _of_digits(code, kind, [code.add(*each) for each in zip(found, offsets, strict=True)])
+
+
+def _every_other(code: Code, memory: Any, rows: int, number: Any) -> Any:
+    """The address of one half of twice so many rows, in turn."""
+    return code.plus(memory, code.times(code.and_(number, I64(1)), matrices.ROW * rows))
 
 
 def _dot(code: Code, sums: Any, unsigned: Any, signed: Any) -> Any:

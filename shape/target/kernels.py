@@ -157,15 +157,14 @@ class Pool:
     @contextmanager
     def lend(self, key: Any, make: Callable[[], Made]) -> Iterator[Made]:
         """Who has it holds it alone, as several threads may decode at a time."""
-        held = self._held
         try:
-            one = held[key].pop()
+            one = self._held[key].pop()
         except (KeyError, IndexError):
             one = make()
         yield one
-        if len(held) >= self._most and key not in held:
-            held.clear()
-        held.setdefault(key, []).append(one)
+        if len(self._held) >= self._most and key not in self._held:
+            self._held.clear()
+        self._held.setdefault(key, []).append(one)
 
 
 class Blocks(Protocol):
@@ -365,10 +364,8 @@ class Code(ir.IRBuilder):
         self.store(value, self.inttoptr(address, value.type.as_pointer())).align = 1
 
     def prefetch(self, address: Any) -> None:
-        """Prefetches memory, where several tokens keep the core from asking early enough by itself.
-
-        With AVX-512 far ahead and into the second cache, which is up to twice as fast as near and into the first; with
-        AVX2 alone it is slower.
+        """Prefetches memory, where several tokens keep the core from asking early enough by itself. With AVX-512 far
+        ahead and into the second cache, which is up to twice as fast as into the first; with AVX2 alone it is slower.
         """
         ahead, cache = (16384, 2) if has("avx512f") else (2048, 3)
         place = self.inttoptr(self.plus(address, ahead), I8.as_pointer())
@@ -417,9 +414,9 @@ class Code(ir.IRBuilder):
 
     def take(self, dtype: torch.dtype, address: Any, count: int = TILE) -> Any:
         """So many numbers of float32 or bfloat16, as float32."""
-        if dtype == torch.float32:
-            return self.read(ir.VectorType(F32, count), address)
-        return self.widened(self.read(ir.VectorType(I16, count), address))
+        wide = dtype == torch.float32
+        read = self.read(ir.VectorType(F32 if wide else I16, count), address)
+        return read if wide else self.widened(read)
 
     def put(self, dtype: torch.dtype, floats: Any, address: Any) -> None:
         self.write(floats if dtype == torch.float32 else self.narrowed(floats), address)
@@ -479,14 +476,18 @@ def begin(module: ir.Module, name: str, arguments: tuple[str, ...]) -> tuple[Cod
 
 def own_units(code: Code, units: Any, name: str = "units", parts: Any = 1) -> tuple[Any, Code, Any]:
     """A loop over this thread's share of so many units, or over all parts of these: see ``Code.counted``."""
+    first, end, code = own_share(code, units)
+    return code.counted(code.times(end, parts), name, code.times(first, parts))
+
+
+def own_share(code: Code, units: Any) -> tuple[Any, Any, Code]:
+    """First and end of this thread's share of so many units, and the code that follows where there is one."""
     _, thread, threads = code.function.args
     first = code.udiv(code.mul(units, thread), threads)
     end = code.udiv(code.mul(units, code.plus(thread, 1)), threads)
-    nothing, work = code.append_basic_block("nothing"), code.append_basic_block("work")
-    code.cbranch(code.icmp_unsigned("==", first, end), nothing, work)
-    Code(nothing).ret_void()
-    code = Code(work)
-    return code.counted(code.times(end, parts), name, code.times(first, parts))
+    with code.if_then(code.icmp_unsigned("==", first, end)):
+        code.ret_void()
+    return first, end, code
 
 
 def bits(value: float) -> int:

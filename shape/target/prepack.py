@@ -6,8 +6,8 @@ tree then takes up to three times as long as one over a single token. With weigh
 that is what speculation lives on. It costs a second copy of the weights in memory. ``python eval/forwards.py`` measures
 both on a machine.
 
-Blocks are those of our own kernels (``shape.target.floats``), which were as fast as oneDNN's or faster for any number
-of tokens where both were measured (two cores with AVX-512); else oneDNN's, as for bfloat16 on CPUs with AMX.
+Blocks are those of our own kernels (``shape.target.floats``), which for the tokens of a tree were as fast as oneDNN's
+or faster wherever both were measured (two cores with AVX-512, and with AMX); else oneDNN's.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from shape.target import floats, kernels
+from shape.target import floats
 from shape.target.inference import state_of
 
 _EXPECTED_TOKENS = 16  # for which the layout is chosen; measured to be as good for one and for hundreds
@@ -80,7 +80,7 @@ class PrepackedForward:
         rows = weight.detach()
         rows = rows.T.contiguous() if isinstance(self._layer, Conv1D) else rows
         with torch.inference_mode(False):  # else it could not be used without
-            if _ours(weight.dtype):
+            if floats.supports(weight.dtype):
                 self._packed = floats.Packed.of(rows, None if bias is None else bias.detach())
             else:
                 self._blocks = _BLOCKS(rows, _EXPECTED_TOKENS)
@@ -143,7 +143,7 @@ def is_plain(module: nn.Module) -> bool:
 
 def multiplies(dtype: torch.dtype) -> bool:
     """Whether there are kernels on this machine that multiply by matrices of this dtype in a layout of their own."""
-    return onednn_multiplies(dtype) or _ours(dtype)
+    return onednn_multiplies(dtype) or floats.supports(dtype)
 
 
 def onednn_multiplies(dtype: torch.dtype) -> bool:
@@ -155,12 +155,6 @@ def onednn_multiplies(dtype: torch.dtype) -> bool:
     if dtype == torch.float16:
         return torch.ops.mkldnn._is_mkldnn_fp16_supported()
     return dtype == torch.float32
-
-
-def _ours(dtype: torch.dtype) -> bool:
-    """Whether our own kernels do it: not where oneDNN has instructions for whole matrices."""
-    whole = dtype == torch.bfloat16 and kernels.has("amx-bf16") and onednn_multiplies(dtype)
-    return floats.supports(dtype) and not whole
 
 
 def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

@@ -485,7 +485,7 @@ def blocks_of(module: Any) -> floats.Packed | integers.Packed | None:
         return None
     if isinstance(own, PrepackedForward):
         packed = own.packed()
-        return packed if packed is not None and packed.whole else None
+        return None if packed is None or packed.filled else packed
     if type(module) is QuantizedLinear and own is None:
         return module.blocks
     return None

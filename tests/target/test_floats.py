@@ -18,9 +18,12 @@ STEP = {torch.float32: 2**-24, torch.bfloat16: 2**-8}
 pytestmark = pytest.mark.skipif(not floats.supports(torch.float32), reason="this CPU lacks AVX2, or torch GNU's OpenMP")
 
 
-@pytest.fixture(params=["as it is", "avx2"])
+@pytest.fixture(params=["as it is", "no matrices", "avx2"])
 def cpu(request, monkeypatch):
-    """This one, and one with half of its registers and without products in bfloat16."""
+    """This one, without instructions for matrices, and with half of its registers and no products in bfloat16."""
+    has = kernels.has
+    if request.param == "no matrices":
+        monkeypatch.setattr(kernels, "has", lambda feature: has(feature) and not feature.startswith("amx"))
     if request.param == "avx2":
         monkeypatch.setattr(kernels, "has", lambda feature: feature in ("avx2", "fma"))
     monkeypatch.setattr(kernels, "_PRODUCTS", kernels.Pool(16))  # of those that are kept, none was made elsewhere
@@ -72,14 +75,8 @@ def test_results_are_rounded_to_nearest(cpu):
     assert product(x[:0], packed).shape == (0, 3)
 
 
-@pytest.fixture
-def ours(monkeypatch):
-    """As on a CPU on which our own kernels multiply, whatever this one is."""
-    monkeypatch.setattr(prepack, "_ours", floats.supports)
-
-
 @torch.no_grad()
-def test_prepacked_layers_take_them(ours):
+def test_prepacked_layers_take_them():
     layer = nn.Linear(24, 40).bfloat16().requires_grad_(False)
     model = nn.Sequential(layer)
     x, expected = numbers(torch.bfloat16, 3, 24), layer(numbers(torch.bfloat16, 3, 24))
@@ -90,7 +87,7 @@ def test_prepacked_layers_take_them(ours):
     torch.testing.assert_close(model(x), expected + 1, rtol=2**-6, atol=2**-6)
 
 
-def test_drafted_decoding_writes_what_plain_decoding_writes(ours):
+def test_drafted_decoding_writes_what_plain_decoding_writes():
     """The layers add up alike for one token and for a tree; what attention rounds otherwise is not seen here."""
     target = Target.load("quickstart-target", dtype="bfloat16", device_map="cpu")
     assert target.prepacked

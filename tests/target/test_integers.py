@@ -54,12 +54,12 @@ def test_products_are_those_of_the_rounded_numbers(kind, batch, groups, outputs)
 def test_a_token_does_not_depend_on_the_others(bits, dtype, threads):
     """Bit for bit, in chunks of every size, by one thread and by two, beside tokens of any size."""
     weights, scales, _ = packed(bits, 1040, 256)  # enough for threads to be woken
-    x = tokens(dtype, 14, 256)
+    x = tokens(dtype, 18, 256)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         alone = torch.stack([product(one, weights, scales, bits, 1040) for one in x])
-        for count in (2, 5, 13, 14):
+        for count in (2, 5, 8, 13, 14, 17):
             assert torch.equal(product(x[:count], weights, scales, bits, 1040), alone[:count])
     finally:
         torch.set_num_threads(before)
@@ -69,16 +69,18 @@ def test_a_token_does_not_depend_on_the_others(bits, dtype, threads):
     assert torch.equal(beside[[1, 3, 4]], alone[[1, 3, 4]])
 
 
-@pytest.mark.parametrize("features", [(), ("avx2",)])
-@pytest.mark.parametrize("count", [3, 9])
+@pytest.mark.parametrize("features", [(), ("avx2",), ("avx2", "avx512f", "avx512vnni")])
+@pytest.mark.parametrize("count", [3, 9, 17])
 @pytest.mark.parametrize(("bits", "dtype"), KINDS)
 def test_other_instructions_give_the_same(bits, dtype, count, features, monkeypatch):
-    """On a CPU with AVX2 alone and without it, and where torch computes with the threads of another library."""
+    """On a CPU with AVX2 alone and without it, and without those for matrices, and where torch computes with the
+    threads of another library.
+    """
     weights, scales, _ = packed(bits, 40, 96)
     x = tokens(dtype, count, 96)
     expected = product(x, weights, scales, bits, 40)
-    made = (integers._kernels, kernels._runner)
-    monkeypatch.setattr(kernels, "has", lambda feature: feature in features)
+    made, has = (integers._kernels, kernels._runner), kernels.has
+    monkeypatch.setattr(kernels, "has", lambda feature: feature in features and has(feature))
     monkeypatch.setattr(kernels, "openmp", lambda: None)
     monkeypatch.setattr(kernels, "_PRODUCTS", kernels.Pool(16))
     try:
