@@ -73,8 +73,8 @@ class Packed:
         return cls(in_large_pages(tiles), biases, outputs, inputs, at_once)
 
     @property
-    def filled(self) -> int:
-        """Zeros that activations have to be filled up with."""
+    def padding(self) -> int:
+        """Zeros that activations are padded with."""
         return self.weights[0].numel() // TILE - self.inputs
 
     @property
@@ -128,7 +128,7 @@ def product(x: Tensor, packed: Packed) -> Tensor:
     rows = x.reshape(-1, packed.inputs).contiguous()
     if not len(rows):
         return x.new_empty(*x.shape[:-1], packed.outputs)
-    rows = F.pad(rows, (0, packed.filled)) if packed.filled else rows
+    rows = F.pad(rows, (0, packed.padding)) if packed.padding else rows
     out = kernels.multiplied(packed, rows, rows.shape[1])
     return out[:, : packed.outputs].view(*x.shape[:-1], packed.outputs)
 

@@ -485,7 +485,7 @@ def blocks_of(module: Any) -> floats.Packed | integers.Packed | None:
         return None
     if isinstance(own, PrepackedForward):
         packed = own.packed()
-        return None if packed is None or packed.filled else packed
+        return None if packed is None or packed.padding else packed
     if type(module) is QuantizedLinear and own is None:
         return module.blocks
     return None
