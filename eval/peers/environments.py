@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -24,31 +25,35 @@ def _environment(threads: int | None = None) -> dict[str, str]:
     return found if threads is None else found | {"OMP_NUM_THREADS": str(threads)}
 
 
-def _run(command: list[Any], log: Path, what: str) -> None:
+def _run(command: list[Any], log: Path, what: str, flags: str = "") -> None:
     """Raises ConfigError if the command fails; what it says is in the log."""
     log.parent.mkdir(parents=True, exist_ok=True)
+    variables = _environment() | ({"CFLAGS": flags, "CXXFLAGS": flags} if flags else {})
     with log.open("w") as output:
-        done = subprocess.run(command, cwd=_ROOT, env=_environment(), stdout=output, stderr=subprocess.STDOUT)
+        done = subprocess.run(command, cwd=_ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT)
     if done.returncode:
         raise ConfigError(f"{what} failed with status {done.returncode}; see {log}: {_ADVICE}")
 
 
 def python_of(peer: str, work: Path) -> Path:
     """The Python of the peer's environment; made at the first call, which takes minutes (llama.cpp is compiled)."""
-    packages = list(PEERS[peer].packages)
+    packages, x86 = list(PEERS[peer].packages), platform.machine() in ("x86_64", "AMD64")
     if not packages:
         return Path(sys.executable)
+    flags = PEERS[peer].flags if x86 else ""
+    made_of = [*packages, *([flags] if flags else [])]
     folder = work / "environments" / peer
     mark = folder / "packages.json"  # of a finished environment
-    if not mark.is_file() or json.loads(mark.read_text()) != packages:
+    if not mark.is_file() or json.loads(mark.read_text()) != made_of:
         shutil.rmtree(folder, ignore_errors=True)
         log = work / "logs" / f"{peer}-environment.log"
         _run([sys.executable, "-m", "venv", folder], log, f"making the environment of {peer}")
         pip = [folder / "bin" / "python", "-m", "pip"]
-        _run([*pip, "install", *packages], log, f"installing {peer}")
+        anew = ["--no-cache-dir"] if flags else []  # and not as it was compiled without them
+        _run([*pip, "install", *anew, *packages], log, f"installing {peer}", flags)
         if removed := PEERS[peer].removed:
             _run([*pip, "uninstall", "--yes", *removed], log, f"installing {peer}")
-        mark.write_text(json.dumps(packages))
+        mark.write_text(json.dumps(made_of))
     return folder / "bin" / "python"
 
 

@@ -25,6 +25,7 @@ class Peer:
         precisions: that it has.
         packages: of its environment; none are needed where it runs in ours.
         removed: what these bring and nothing here needs.
+        flags: of the compiler, where packages are compiled for an x86 CPU.
         converts: whether it loads a format of its own.
         labels: what it calls a precision itself.
     """
@@ -34,6 +35,7 @@ class Peer:
     precisions: Sequence[str]
     packages: Sequence[str] = ()
     removed: Sequence[str] = ()
+    flags: str = ""
     converts: bool = False
     labels: tuple[tuple[str, str], ...] = ()
     backend: str | None = None
@@ -61,6 +63,8 @@ PEERS = {
         "llama",
         PRECISIONS,
         ("llama-cpp-python==0.3.36", "gguf==0.19.0"),
+        # Its products by whole matrices crash on the CPUs that have them: ggml-org/llama.cpp, issue 20824.
+        flags="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16",
         converts=True,
         labels=(("int8", "Q8_0"), ("int4", "Q4_0")),
     ),
