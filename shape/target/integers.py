@@ -406,7 +406,7 @@ class _Matrices:
             matrices.load(code, own, where)
             for row in range(GROUP // 4 if kind.bits == 8 else 0):
                 code.prefetch(code.plus(where, matrices.ROW * row))
-            matrices.multiply(code, "su", register, x, own)
+            matrices.multiply(code, "int8", register, x, own)
         for register, memory in enumerate(self._sums):
             matrices.store(code, register, _every_other(code, memory, kind.lines, number))
 

@@ -18,7 +18,7 @@ from shape.target import kernels
 from shape.target.kernels import I8, I16, I64, Code
 
 ROWS, ROW = 16, 64  # of a register: rows, and bytes of one
-_REGISTERS, _VOID = 8, ir.VoidType()
+_VOID = ir.VoidType()
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18  # a system call's number, its ARCH_REQ_XCOMP_PERM, and what for
 
 
@@ -30,8 +30,7 @@ def multiplies(numbers: str) -> bool:
 @cache
 def _allowed() -> bool:
     """Linux gives the registers to processes that have asked for them; once for all threads."""
-    asked = sys.platform == "linux"
-    return asked and ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0
+    return sys.platform == "linux" and ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0
 
 
 def begin(code: Code, shapes: Sequence[tuple[Any, int]]) -> None:
@@ -82,9 +81,9 @@ def multiply(code: Code, numbers: str, sums: int, x: int, weights: int) -> None:
     four bytes hold.
 
     Args:
-        numbers: bf16, pairs of which give sums in float32; or su or ss, bytes with signs by bytes without or with,
-            fours of which give sums in int32.
+        numbers: bf16, pairs of which give sums in float32; or int8, x with signs and weights without, fours of which
+            give sums in int32.
         sums, x, weights: registers.
     """
-    name = {"bf16": "tdpbf16ps"}.get(numbers, f"tdpb{numbers}d")
+    name = {"bf16": "tdpbf16ps", "int8": "tdpbsud"}[numbers]
     code.intrinsic(f"llvm.x86.{name}", _VOID, *map(I8, (sums, x, weights)))
