@@ -143,8 +143,8 @@ def notes(options: PeersOptions, threads: int, records: Sequence[dict[str, Any]]
         f"together, where there are several; {few_units_note('prompts')}. "
         + "; ".join(shown)
         + ". OpenVINO and llama.cpp run with their defaults, but for the threads and in float32 the KV cache, and in "
-        "formats made by optimum-intel and by llama.cpp, which is compiled without AMX, as it crashes with it. Int8 and int4 quantise weights, each in its own way: their "
-        "answers are those of the quantised model.",
+        "formats made by optimum-intel and by llama.cpp, which is compiled without AMX, as it crashes with it. Int8 "
+        "and int4 quantise weights, each in its own way: their answers are those of the quantised model.",
         ", ".join(f"{name} {number}" for name, number in sorted(versions.items()))
         + f". Measured at commit {', '.join(commits)}.",
     ]
