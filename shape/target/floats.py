@@ -14,7 +14,7 @@ Layout: outputs in tiles of 16, and of a tile, one input after the other, or one
 
 from dataclasses import dataclass
 from functools import cache
-from math import gcd, prod
+from math import gcd
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ class Packed:
         at_once = 1 if wide or weight.dtype == torch.float32 else _multiplied_at_once()
         weight = F.pad(weight, (0, -inputs % at_once, 0, -outputs % (TILE * _TILES)))
         pair = () if at_once == 1 else (2,)
-        tiles = weight.view(-1, TILE, weight.shape[1] // prod(pair), *pair).transpose(1, 2).contiguous()
+        tiles = weight.view(len(weight) // TILE, TILE, -1, *pair).transpose(1, 2).contiguous()
         biases = torch.zeros(outputs, dtype=torch.float32) if bias is None else bias.float()
         biases = F.pad(biases, (0, len(weight) - outputs))
         return cls(in_large_pages(tiles), biases, outputs, inputs, at_once)
