@@ -14,7 +14,8 @@ from torch import Tensor
 from shape.networks.base import Predictor
 from shape.target.rotary import RotaryTable
 from shape.verification.cache import KVCache
-from shape.verification.fused import MOST, FusedLayers, blocks_of
+from shape.verification.fused import MOST, FusedLayers
+from shape.verification.program import Turns, blocks_of
 
 
 class FusedPredictor(FusedLayers):
@@ -45,15 +46,10 @@ class FusedPredictor(FusedLayers):
         """Whether so many tokens of each sequence can go through behind what this cache holds."""
         return cache.longest > 0 and count * len(cache.lengths) <= MOST and self.goes_behind(cache)
 
-    def turns(self, lengths: list[int], count: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of so many positions behind each of these, (B or 1, count, D) both."""
+    def turns(self, lengths: list[int], count: int) -> Turns:
+        """Of so many positions behind each of these, (B, count)."""
         assert self._table is not None
-        cosines, sines = self._table.until(max(lengths) + count)
-        if min(lengths) == max(lengths):
-            places: Any = None, slice(lengths[0], lengths[0] + count)
-        else:
-            places = torch.tensor(lengths)[:, None] + torch.arange(count)
-        return cosines[places], sines[places]
+        return Turns(*self._table.until(max(lengths) + count), torch.tensor(lengths)[:, None] + torch.arange(count))
 
     def _rotary_table(self) -> RotaryTable:
         network = self.predictor
@@ -65,10 +61,10 @@ class FusedPredictor(FusedLayers):
         """
         rows, count = features.shape[:2]
         cache.reserve(count)
-        turn, mask = self.turns(cache.host_lengths, count), self._in_order(cache, count)
+        turns, mask = self.turns(cache.host_lengths, count), self._in_order(cache, count)
         with self.program(self.memory, rows, count, mask is not None) as memory:
             memory.write(features, embeddings)
-            memory.run(turn, cache, cache.slots.next(count, cache.device), cache.longest + count, [mask])
+            memory.run(turns, cache, cache.longest + count, [mask])
 
     def _in_order(self, cache: KVCache, count: int) -> Tensor | None:
         """The mask of new positions; None where what they leave does not depend on others."""

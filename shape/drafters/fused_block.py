@@ -6,7 +6,7 @@ from torch import Tensor
 from shape.drafters.fused import FusedPredictor
 from shape.networks.block import BlockPredictor
 from shape.verification.cache import KVCache
-from shape.verification.fused import Forward
+from shape.verification.program import Forward, all_rows
 
 
 class _Memory(Forward):
@@ -36,8 +36,7 @@ class FusedBlock(FusedPredictor):
         size = network.config.block_size
         cache.reserve(size)
         x = torch.cat([embedding, network.mask.to(embedding).expand(rows, size - 1, -1)], dim=1).to(network.dtype)
-        turn, mask = self.turns(cache.host_lengths, size), self.seen(cache, size)
-        slots, end = cache.slots.next(size, cache.device), cache.longest + size
-        with self.program(Forward, rows, size, mask is not None) as forward:
-            states, _ = forward(x, turn, cache, slots, end, [mask])
+        turns, mask = self.turns(cache.host_lengths, size), self.seen(cache, size)
+        with self.program(Forward, rows, size, mask is not None, (-1,)) as forward:
+            states, _ = forward(all_rows(x), turns, cache, cache.longest + size, [mask])
         return states[:, size - network.config.num_steps :]

@@ -10,7 +10,7 @@ from shape.drafters.fused import FusedPredictor
 from shape.networks.eagle import EaglePredictor, ParallelEaglePredictor
 from shape.target import elements
 from shape.verification.cache import KVCache
-from shape.verification.fused import Forward
+from shape.verification.program import Forward, Turns
 from shape.verification.tree_shape import TreeShape
 
 
@@ -41,15 +41,15 @@ class _Step(_Eagle):
         self,
         embedding: Tensor,
         feature: Tensor,
-        turn: tuple[Tensor, Tensor],
+        turns: Turns,
         cache: KVCache,
-        slots: Tensor,
         end: int,
         mask: Tensor | None,
+        between: int = 0,
     ) -> tuple[Tensor, Tensor]:
         self._embedding.copy_(embedding.reshape(self._x.shape))
         self._x.copy_(feature.reshape(self._x.shape))
-        self.run(turn, cache, slots, end, [mask])
+        self.run(turns, cache, end, [mask], between=between)
         return self._y.view(*self._shape, -1).clone(), self._carries.view(*self._shape, -1).clone()
 
 
@@ -106,10 +106,10 @@ class FusedParallelEagle(FusedEagle):
         embedding = torch.cat([embedding, network.mask.to(embedding).expand(rows, steps - 1, -1)], dim=1)
         among = torch.ones(steps, steps, dtype=torch.bool).tril()
         among[:, 0] = False  # the first place is the last known position, which is remembered
-        turn = self.turns([max(length - 1, 0) for length in cache.host_lengths], steps)
-        slots, end = cache.slots.next(steps, cache.device), cache.longest + steps
+        turns = self.turns([max(length - 1, 0) for length in cache.host_lengths], steps)
+        mask = self.seen(cache, steps, among)
         with self.program(_Step, rows, steps, True) as step:
-            return step.advance(embedding, feature, turn, cache, slots, end, self.seen(cache, steps, among))[0]
+            return step.advance(embedding, feature, turns, cache, cache.longest + steps, mask)[0]
 
 
 class EagleDraft:
@@ -123,7 +123,6 @@ class EagleDraft:
         nodes = shape.width * shape.depth
         cache.reserve(nodes)
         self._of, self._cache, self._used, self._depth = of, cache, 0, 0
-        self._slots = cache.slots.next(nodes, cache.device).view(-1, nodes)
         # The root's node is the last known position. (Where nothing is known yet what is made of it does not matter.)
         self._turns = of.turns([max(length - 1, 0) for length in cache.host_lengths], shape.depth)
         self._carried = torch.empty(0)
@@ -151,13 +150,12 @@ class EagleDraft:
     def _step(self, feature: Tensor, embedding: Tensor, new: int) -> Tensor:
         """Args: new: nodes that are seen beside those before: not the root's, which is in the cache."""
         cache, nodes = self._cache, embedding.shape[1]
-        slots = self._slots[:, self._used : self._used + nodes].contiguous()
         end = cache.longest + self._used + new
-        cosines, sines = self._turns
-        turn = cosines[:, self._depth : self._depth + 1], sines[:, self._depth : self._depth + 1]
+        positions = self._turns.positions[:, self._depth : self._depth + 1].expand(-1, nodes).contiguous()
         mask = None if self._above is None else self._mask(self._above, nodes, end)
         with self._of.program(_Step, len(embedding), nodes, mask is not None) as step:
-            state, self._carried = step.advance(embedding, feature, turn, cache, slots, end, mask)
+            turns = self._turns._replace(positions=positions)
+            state, self._carried = step.advance(embedding, feature, turns, cache, end, mask, self._used)
         self._used, self._depth = self._used + new, self._depth + 1
         return state
 

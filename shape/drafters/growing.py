@@ -145,7 +145,7 @@ def grow_by_depth(
             biases = biases._replace(estimates=estimate(depth, expanded))
         grown, width = _expand(*so_far, grown, width, depth, depth + 1, given, biases)
         depth += 1
-    return _with_draws(best_nodes(tokens, parents, joint, grown, given.nodes), given)
+    return _with_draws(best_nodes(tokens, parents, joint, joint, grown, given.nodes), given)
 
 
 def grow_by_path(
@@ -176,7 +176,7 @@ def grow_by_path(
         biases = Biases(logits.flatten(0, 1).numpy(), False)
         grown, width = _expand(*so_far, grown, width, depth - 1, depth, given, biases)
         behind = np.maximum(frontier[0, :, :width] - first, 0) // given.branching
-    return _with_draws(best_nodes(tokens, parents, joint, grown, given.nodes), given), depth
+    return _with_draws(best_nodes(tokens, parents, joint, joint, grown, given.nodes), given), depth
 
 
 def _given(logits: Tensor, ids: np.ndarray, shape: TreeShape, temperature: float, noise: Noise | None) -> _Given:
@@ -202,10 +202,10 @@ _NO_ROWS = np.empty((0, 0, 0), np.float32)
 
 def _with_draws(best: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray], given: _Given) -> TokenTree:
     """The tree of these nodes, and what was drawn of them, and from what."""
-    tree, nodes = of_arrays(*best[:3]), torch.from_numpy(best[3])
+    tree = of_arrays(*best[:3])
     if given.log_q.size == 0:
         return tree
-    log_q = torch.from_numpy(given.log_q)
+    nodes, log_q = torch.from_numpy(best[3]), torch.from_numpy(given.log_q)
     if nodes.shape[1] < given.room:
         log_q = rows_of(log_q, nodes)
     return replace(tree, log_q=log_q, drawn=first_children(nodes, given.branching) if given.one else None)
@@ -226,7 +226,7 @@ def _grow_with_tables(
     if width > 0:
         depths = given.logits.shape[1]
         grown, _ = _expand(tokens, parents, joint, frontier, grown, width, 1, depths, given, later)
-    return best_nodes(tokens, parents, joint, grown, given.nodes)
+    return best_nodes(tokens, parents, joint, joint, grown, given.nodes)
 
 
 @compiled

@@ -21,7 +21,7 @@ from shape.drafters.fused_block import FusedBlock
 from shape.drafters.fused_eagle import EagleDraft, FusedEagle, FusedParallelEagle
 from shape.drafters.growing import Biases, Noise, grow_by_depth, grow_by_path, tree_of_depths
 from shape.errors import TargetMismatch
-from shape.networks.base import Carried, Head, Known, Predictor, Remembered
+from shape.networks.base import Head, Known, Predictor, Remembered
 from shape.networks.shape import windows
 from shape.networks.single import SingleRoot
 from shape.target import kernels
@@ -278,15 +278,18 @@ class TrainedDrafter(Drafter):
         width, branching = self.tree.width, self.tree.branching or self.tree.width
 
         root = committed.root[:, None]
-        embedding = self._embed_roots(root)
-        if by_path and (fused := self._fused(width * depth)) is not None:
-            return self._grown_by_kernels(fused, root, embedding, sampler)
-        known, carried = self._begin(depth, embedding)
-        if not by_path:
-            all_states, found = self._logits_of_all_depths(known, carried, embedding, depth)
+        of_roots = self._numbers[[text[-1] for text in committed.texts]] if self.on_host else None
+        embedding = self._embed_roots(root, of_roots)
+        if by_path:
+            if of_roots is not None and (fused := self._fused(width * depth)) is not None:
+                return self._grown_by_kernels(fused, committed.root, of_roots, embedding, sampler)
+            known = self._known(depth)
+            carried = network.begin(known, embedding)
+        else:
+            all_states, found = self._all_steps(embedding, depth)
             all_logits = sampler.draft_logits(found, None, self._vocabulary)
-            if self.on_host and not (self._bias and self._bias.reads_states):
-                return self._grown_on_host(root, embedding, all_states, all_logits, sampler)
+            if of_roots is not None and not (self._bias and self._bias.reads_states):
+                return self._grown_on_host(committed.root, of_roots, embedding, all_states, all_logits, sampler)
         rows = torch.arange(root.shape[0], device=root.device)[:, None]
         noise = sampler.draft_noise(depth, self._words, width)
         # The frontier: nodes expanded next, with numbers, joint log-probabilities, embeddings and what they carry.
@@ -336,7 +339,8 @@ class TrainedDrafter(Drafter):
             read = None if bias is None else bias.behind(drafted)
             if width > 1 and (by_path or bias_state is not None):  # a child inherits what its parent carries
                 parents = chosen // branching
-                carried = tuple(part[rows, parents] for part in carried) if by_path else carried
+                if by_path:
+                    carried = tuple(part[rows, parents] for part in carried)
                 bias_state = None if bias_state is None else bias_state[rows, parents]
         if best and not by_path:
             # A wait for all depths, so that no more is verified than is likely.
@@ -348,21 +352,27 @@ class TrainedDrafter(Drafter):
         )
 
     def _grown_on_host(
-        self, root: Tensor, embedding: Tensor, states: Tensor, logits: Tensor, sampler: Sampler
+        self,
+        root: Tensor,
+        numbers: np.ndarray,
+        embedding: Tensor,
+        states: Tensor,
+        logits: Tensor,
+        sampler: Sampler,
     ) -> TokenTree:
         """The same from the states (B, depth, H) and logits (B, depth, K) of all depths, of which each serves all nodes
         of its depth.
 
         Args:
-            root: (B, 1) int64. embedding: (B, 1, H), its.
+            root, numbers: (B,) int64, tokens, and their numbers in the draft vocabulary. embedding: (B, 1, H), theirs.
         """
-        numbers, bias = self._numbers[root[:, 0].numpy()], self._bias
+        bias = self._bias
         first = _NO_BIAS if bias is None else bias.first_on_host(numbers, root, embedding)
         later = _NO_BIAS if bias is None else bias.later_on_host()
         estimated = self.predictor.config.confidence and sampler.greedy
         estimate = partial(self._estimates, root, embedding, states) if estimated else None
         self.passes = logits.shape[1]
-        behind_all = root[:, 0], numbers, logits, self._ids, first, later, self.tree, estimate
+        behind_all = root, numbers, logits, self._ids, first, later, self.tree, estimate
         return grow_by_depth(*behind_all, sampler.temperature or 1.0, self._noise(sampler))
 
     def _estimates(
@@ -371,14 +381,17 @@ class TrainedDrafter(Drafter):
         """Log-probabilities, (B M,), that the best children of nodes at a depth, with these numbers of their tokens,
         are accepted.
         """
+        root = root[:, None]
         if depth > 0:
             drafted = torch.from_numpy(numbers)
             root, embedding = self._token_ids(drafted), self._embed_drafted(drafted)
         found = self.predictor.estimate(states[:, depth : depth + 1], root, embedding)
         return F.logsigmoid(found).float().flatten().numpy()
 
-    def _grown_by_kernels(self, fused: FusedPredictor, root: Tensor, embedding: Tensor, sampler: Sampler) -> TokenTree:
-        """The same where every node has a prediction of its own, root and embedding as above."""
+    def _grown_by_kernels(
+        self, fused: FusedPredictor, root: Tensor, numbers: np.ndarray, embedding: Tensor, sampler: Sampler
+    ) -> TokenTree:
+        """The same where every node has a prediction of its own; arguments as above."""
         assert self.cache is not None
         draft = EagleDraft(fused, self.cache, self.tree)
 
@@ -389,8 +402,7 @@ class TrainedDrafter(Drafter):
                 states = draft.go_on(self._embed_drafted(torch.from_numpy(numbers)), torch.from_numpy(behind))
             return sampler.draft_logits(self._logits(states), depth, self._vocabulary)
 
-        numbers = self._numbers[root[:, 0].numpy()]
-        tree, self.passes = grow_by_path(root[:, 0], numbers, step, self._ids, self.tree, self._noise(sampler))
+        tree, self.passes = grow_by_path(root, numbers, step, self._ids, self.tree, self._noise(sampler))
         return tree
 
     def _noise(self, sampler: Sampler) -> Noise | None:
@@ -399,12 +411,10 @@ class TrainedDrafter(Drafter):
             return Noise(keys, torch.zeros_like(keys), self._words, self._target.vocab_size, sampler.one_drawn)
         return None if sampler.greedy else Noise(*sampler.counters, self._words)
 
-    def _embed_roots(self, root: Tensor) -> Tensor:
-        """(B, 1) tokens -> (B, 1, H)."""
-        if self.on_host and self._embeddings is not None and len(root) == 1:
-            number = self._numbers[int(root)]
-            if number >= 0:  # at hand, in a tenth of the time
-                return self._embeddings[None, number : number + 1]
+    def _embed_roots(self, root: Tensor, numbers: np.ndarray | None) -> Tensor:
+        """(B, 1) tokens, with their numbers in the draft vocabulary, on the host, -> (B, 1, H)."""
+        if numbers is not None and self._embeddings is not None and len(numbers) == 1 and (at := int(numbers[0])) >= 0:
+            return self._embeddings[None, at : at + 1]  # at hand, in a tenth of the time
         return self._embed_tokens(root)
 
     @torch.no_grad()
@@ -436,13 +446,15 @@ class TrainedDrafter(Drafter):
                 self._logits(draft.go_on(embedding.expand(-1, self.tree.width, -1), behind))
             return
         roots = torch.full((rows, 1), MEASURED_LENGTH, device=self._device)
-        known, carried = like._begin(passes, embedding)
         bias = self._bias if self._bias and not (self.on_host and self._bias.table is not None) else None
         state, bias_state = zeros(rows, 1, config.hidden_size), None
         if bias is not None:
             _, bias_state = bias(bias.behind_roots(torch.zeros_like(roots), embedding), state, None)
-        if not network.by_path:
-            self._logits_of_all_depths(known, carried, embedding, passes)
+        if network.by_path:
+            known = like._known(passes)
+            carried = network.begin(known, embedding)
+        else:
+            like._all_steps(embedding, passes)
         frontier = torch.zeros(rows, self.tree.width, dtype=torch.long, device=self._device)
         for n in range(passes):
             if n > 0 and bias is not None:
@@ -456,32 +468,30 @@ class TrainedDrafter(Drafter):
                 carried = tuple(part[:, wide] for part in carried)
                 embedding = embedding[:, wide]
 
-    def _begin(self, steps: int, root: Tensor) -> tuple[Known, Carried]:
-        """What is known for so many steps, and ``Predictor.begin`` behind the roots with embeddings (B, 1, H)."""
-        fused = None if self.predictor.by_path else self._fused(self.predictor.config.block_size)
+    def _all_steps(self, root: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """States (B, depth, H) and logits (B, depth, K) behind roots with embeddings (B, 1, H), where one prediction
+        per depth serves every path.
+        """
+        network, fused, read = self.predictor, self._fused(self.predictor.config.block_size), None
         if isinstance(fused, FusedBlock | FusedParallelEagle) and self.cache is not None:
             states = fused.begin(self.window[:, -1:], root, self.cache)
-            return Known(self.window[:, None], [], None, None), (states[:, None],)
-        known = self._known(steps)
-        if self.single is None or not self.on_host or len(root) > _ONE_BY_ONE:
-            return known, self.predictor.begin(known, root)
-        each = [self.single(window, own) for window, own in zip(known.window[:, 0], root[:, 0], strict=True)]
-        return known, tuple(torch.stack(found)[:, None] for found in zip(*each, strict=True))
-
-    def _logits_of_all_depths(
-        self, known: Known, carried: tuple[Tensor, ...], root: Tensor, depth: int
-    ) -> tuple[Tensor, Tensor]:
-        """States (B, depth, H) and logits (B, depth, K) where one prediction per depth serves every path."""
-        if self.predictor.config.step_mode == "parallel":
-            found, *read = (one[:, 0, :depth] for one in carried)
+        elif self.single is not None and self.on_host and len(root) <= _ONE_BY_ONE:
+            states, read = self.single(self.window, root[:, 0])
         else:
-            states = []
-            for n in range(depth):
-                state, carried = self.predictor.advance(known, carried, root, n)
-                states.append(state)
-            found, read = torch.cat(states, dim=1), []
-        logits = self._target.logits(found, lambda _: read[0]) if read else self._logits(found)
-        return found, self.predictor.couple(logits, None if self._bias is None else self._bias.reduced)
+            known = self._known(depth)
+            carried = network.begin(known, root)
+            if network.config.step_mode == "parallel":
+                states = carried[0][:, 0]
+            else:
+                found = []
+                for n in range(depth):
+                    state, carried = network.advance(known, carried, root, n)
+                    found.append(state)
+                states = torch.cat(found, dim=1)
+        if states.shape[1] > depth:
+            states, read = states[:, :depth], None if read is None else read[:, :depth]
+        logits = self._logits(states) if read is None else self._target.logits(states, lambda _: read)
+        return states, network.couple(logits, None if self._bias is None else self._bias.reduced)
 
     def _logits(self, states: Tensor) -> Tensor:
         """(..., H) -> (..., K), over the draft vocabulary."""

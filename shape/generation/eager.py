@@ -133,11 +133,12 @@ class EagerSteps(Steps):
         """Keep the states of the accepted nodes for the drafter and the memory."""
         if not self._needs_updates and self._memory is None:
             return
-        path = accepted.path[:, :most]
-        if states.shape[1] > 1 and len(path) == 1:  # in half of the time
-            states = states.index_select(1, path.view(-1))
-        elif states.shape[1] > 1:
-            states = states.gather(1, path[:, :, None].expand(-1, -1, states.shape[-1]))
+        if states.shape[1] > 1:
+            path = accepted.path[:, :most]
+            if len(path) == 1:  # in half of the time
+                states = states.index_select(1, path.view(-1))
+            else:
+                states = states.gather(1, path[:, :, None].expand(-1, -1, states.shape[-1]))
         if self._needs_updates:
             before = zip(self._committed.texts, tokens, strict=True)
             self._pending.append(([[text[-1], *own] for text, own in before], states, accepted.counts))

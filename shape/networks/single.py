@@ -23,7 +23,7 @@ from shape.networks.refinement import SinkhornRefinement
 from shape.networks.shape import ShapePredictor
 from shape.target import elements, floats, integers
 from shape.target.inference import states_of
-from shape.target.kernels import TILE, Program, bits, row_bytes
+from shape.target.kernels import TILE, Program, bits, put, row_bytes
 from shape.target.memory import in_large_pages
 from shape.target.quantize import QuantizedLinear, pack
 
@@ -45,9 +45,11 @@ class _Product:
     Attributes:
         x, y: (rows, inputs) and (rows, outputs) float32, where a program reads and, once the product is part of it,
             writes.
+        whole: what y is part of.
     """
 
     y: Tensor
+    whole: Tensor
 
     def __init__(self, packed: floats.Packed | integers.Packed, inputs: int, bias: Tensor | None, rows: int) -> None:
         self._packed, self._bias, self._outputs = packed, bias, packed.outputs
@@ -80,7 +82,7 @@ class _Product:
                 bias = F.pad(self._bias, (0, y.shape[1] - self._outputs))
                 given = (y, row_bytes(y), bias, 0, y.shape[1] // TILE, rows)
                 program.add(elements.add(torch.float32, TILE), *given)
-        self.y = y[:rows, : self._outputs]
+        self.whole, self.y = y, y[:rows, : self._outputs]
 
 
 class SingleRoot:
@@ -107,20 +109,28 @@ class SingleRoot:
         served = plain and predictor.dtype in (torch.bfloat16, torch.float32)
         return cls(predictor, weight_bits, head) if served else None
 
-    def __call__(self, window: Tensor, embedding: Tensor) -> tuple[Tensor, ...]:
-        """(W, F) and the root's (H,), of any dtype -> states (S, H) in the weights', and logits (S, K) float32 where it
-        has a head.
+    def __call__(self, windows: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Of roots, one after the other: (B, W, F) and their (B, H), of any dtype -> states (B, S, H) in the weights',
+        and logits (B, S, K) float32 where it has a head.
         """
-        with self._lock, torch.no_grad():  # its buffers are for one root
-            self._known.copy_(window.to(self._dtype).reshape(self._known.shape))
-            self._token.copy_(embedding.to(self._dtype))
-            for part in self._parts:
-                if isinstance(part, Program):
-                    part.run(self._work)
-                else:
-                    part()
-            states = self._states.to(self._dtype, copy=True)
-            return (states,) if self._logits is None else (states, self._logits.clone())
+        rows, logits = len(windows), None
+        states = torch.empty(rows, *self._states.shape, dtype=self._dtype)
+        given = [windows.to(self._dtype).contiguous(), embeddings.to(self._dtype).contiguous(), states]
+        if self._logits is not None:
+            logits = torch.empty(rows, *self._logits, dtype=torch.float32)
+            given.append(logits)
+        with self._lock:  # its buffers are for one root
+            for row in range(rows):
+                for places, one in zip(self._places, given, strict=True):
+                    put(places, one.data_ptr() + row * row_bytes(one))
+                for part in self._parts:
+                    if isinstance(part, Program):
+                        part.run(self._work)
+                    else:
+                        part()
+        if logits is None or self._logits == self._wanted:
+            return states, logits
+        return states, logits[:, : self._wanted[0], : self._wanted[1]].contiguous()
 
     def renew(self) -> None:
         """Take the weights as they are now, where they have changed."""
@@ -139,16 +149,17 @@ class SingleRoot:
         size, steps, projection = config.hidden_size, config.num_steps, network.token_projection
         self._parts: list[Program | Callable[[], None]] = []
         self._program, self._work = Program(), 0
-        self._known = torch.zeros(config.window * config.feature_size // size, size, dtype=torch.float32)
-        self._token = torch.zeros(1, size, dtype=torch.float32)
+        known = torch.zeros(config.window * config.feature_size // size, size, dtype=torch.float32)
+        token = torch.zeros(1, size, dtype=torch.float32)
+        self._places = [self._outside(own, reads=True) for own in (known, token)]
         window = self._of(network.window_projection)
         normed = window.x[0].view(-1, size)
-        current, here = self._known[-1:], normed[-1:]  # the current state, and as the network reads it
-        self._add(elements.standardise(size), self._known, normed)
+        current, here = known[-1:], normed[-1:]  # the current state, and as the network reads it
+        self._add(elements.standardise(size), known, normed)
         first = [window]
         if projection is not None:
             first.append(self._of(projection))
-            self._add(elements.standardise(size), self._token, first[1].x)
+            self._add(elements.standardise(size), token, first[1].x)
         self._multiply(*first)
         x = torch.zeros_like(window.y)
         self._silu(x, *(one.y for one in first))
@@ -186,14 +197,16 @@ class SingleRoot:
         self._add(elements.residual(size), current, gate.y, shared.y, delta.y, self._states)
         if network.refinement is not None:
             self._refine(network.refinement, current, here)
-        self._logits = None
+        self._places.append(self._outside(self._states, reads=False))
+        self._logits: tuple[int, ...] | None = None
         if (head := self._head) is not None:
             digits = 1 if self._dtype == torch.bfloat16 else 2
             read = integers.Packed(head.packed, head.scales, head.bits, head.out_features, digits)
             logits = _Product(read, size, None if head.bias is None else head.bias.float(), steps)
             self._copy(logits.x, self._states)
             self._multiply(logits)
-            self._logits = logits.y
+            self._logits, self._wanted = tuple(logits.whole.shape), tuple(logits.y.shape)  # kernels fill both up
+            self._places.append(self._program.vacate(logits.whole))
         self._end()
 
     def _refine(self, refinement: Any, current: Tensor, here: Tensor) -> None:
@@ -247,6 +260,12 @@ class SingleRoot:
 
     def _sum(self, out: Tensor, x: Tensor, y: Tensor, wait: bool = True) -> None:
         self._add(elements.combine(x.shape[1], True, False), x, y, out, wait=wait)
+
+    def _outside(self, held: Tensor, reads: bool) -> list[tuple[Any, int]]:
+        """Go on with what each run is given, or gives, like this: the places of its address."""
+        other = torch.empty(held.shape, dtype=self._dtype, device="meta")
+        self._copy(*(held, other) if reads else (other, held))
+        return self._program.vacate(other)
 
     def _copy(self, out: Tensor, x: Tensor) -> None:
         elements.copy_rows(self._program, out, x)

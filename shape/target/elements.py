@@ -65,36 +65,62 @@ def norm(dtype: torch.dtype, width: int, adds: bool) -> int:
 
 
 @cache
+def gather(dtype: torch.dtype, lanes: int) -> int:
+    """y = rows of a table, by their numbers, (rows,) int64; the last row for numbers that it has not.
+
+    Arguments: y, y_bytes, vectors (of a row, of so many numbers), now, and where its table, last row's number and
+    numbers are, rows.
+    """
+    size, module = dtype.itemsize, ir.Module()
+    code, given = begin(module, "gather", ("y", "y_bytes", "vectors", "now", "table", "last", "numbers", "rows"))
+    table, last, numbers = (_now(code, given, name) for name in ("table", "last", "numbers"))
+    row, code, done = own_units(code, given["rows"], "rows")
+    number = code.read(I64, code.plus(numbers, code.times(row, 8)))
+    number = code.select(code.icmp_unsigned("<", number, last), number, last)
+    x = code.plus(table, code.times(number, given["vectors"], lanes * size))
+    y = code.plus(given["y"], code.times(row, given["y_bytes"]))
+    at, inner, behind = code.counted(given["vectors"], "vectors")
+    offset = inner.times(at, lanes * size)
+    inner.put(dtype, inner.take(dtype, inner.plus(x, offset), lanes), inner.plus(y, offset))
+    inner.again(at, behind).again(row, done).ret_void()
+    return kernels.compiled(module)["gather"]
+
+
+@cache
 def turn(dtype: torch.dtype, size: int, cached: bool) -> int:
     """Rotary embedding of projected heads, whose units are rows times heads.
 
-    Arguments: x, x_bytes, cosines and sines (rows, size), heads, rows, and
-    y, nodes: queries go there as (B, heads, nodes, size) float32; or, where they are cached,
-    v, v_bytes, now, and where its keys, values and slots are: keys go to the cache, and values as they are.
+    Arguments: x, x_bytes, heads, rows, nodes (rows of a sequence), now, where its cosines and sines (P, size) and
+    positions (rows,) int64 are, and
+    y: queries go there as (B, heads, nodes, size) float32; or, where they are cached,
+    v, v_bytes, and where now's keys, values, lengths (B,) int64, slots between these and the first node, and slots per
+    sequence are: keys go to the cache, and values as they are.
     """
-    names: tuple[str, ...] = ("x", "x_bytes", "cos", "sin", "heads", "rows")
-    names += ("v", "v_bytes", "now", "keys", "values", "slots") if cached else ("y", "nodes")
+    names: tuple[str, ...] = ("x", "x_bytes", "heads", "rows", "nodes", "now", "cos", "sin", "positions")
+    names += ("v", "v_bytes", "keys", "values", "lengths", "between", "capacity") if cached else ("y",)
     half = size // 2
     lanes, width, module = gcd(half, TILE), dtype.itemsize, ir.Module()
     code, given = begin(module, "turn", names)
-    heads = given["heads"]
+    heads, nodes = given["heads"], given["nodes"]
+    cos, sin, positions = (_now(code, given, name) for name in ("cos", "sin", "positions"))
     if cached:
-        keys, values, slots = (_now(code, given, name) for name in ("keys", "values", "slots"))
+        keys, values, lengths, between, capacity = (_now(code, given, name) for name in names[11:])
     unit, code, done = own_units(code, code.times(given["rows"], heads))
     row, head = code.udiv(unit, heads), code.urem(unit, heads)
+    batch, node = code.udiv(row, nodes), code.urem(row, nodes)
     x = code.plus(given["x"], code.times(row, given["x_bytes"]), code.times(head, size * width))
-    cos, sin = (code.plus(given[name], code.times(row, size * width)) for name in ("cos", "sin"))
+    position = code.read(I64, code.plus(positions, code.times(row, 8)))
+    cos, sin = (code.plus(table, code.times(position, size * width)) for table in (cos, sin))
     if cached:
-        slot = code.read(I64, code.plus(slots, code.times(row, 8)))
+        length = code.read(I64, code.plus(lengths, code.times(batch, 8)))
+        slot = code.plus(length, between, node, code.times(batch, capacity))
         place = code.times(code.plus(code.times(slot, heads), head), size * width)
         y, v = (
             code.plus(keys, place),
             code.plus(given["v"], code.times(row, given["v_bytes"]), code.times(head, size * width)),
         )
     else:
-        nodes = given["nodes"]
-        batch = code.udiv(row, nodes)
-        place = code.plus(code.times(code.plus(code.times(batch, heads), head), nodes), code.urem(row, nodes))
+        place = code.plus(code.times(code.plus(code.times(batch, heads), head), nodes), node)
         y = code.plus(given["y"], code.times(place, size * 4))
     for at in range(0, half, lanes):
         here, there = (code.take(dtype, code.plus(x, (at + some) * width), lanes) for some in (0, half))
@@ -243,30 +269,29 @@ def gated(dtype: torch.dtype, grain: int) -> int:
 @cache
 def add(dtype: torch.dtype, lanes: int) -> int:
     """x += y by rows, so many numbers at a time. Arguments: x, x_bytes, y, y_bytes, vectors (of a row), rows."""
-    return _by_rows("add", dtype, lanes)
+    return _by_rows("add", dtype, dtype, lanes)
 
 
 @cache
-def copy(dtype: torch.dtype, lanes: int) -> int:
-    """x = y, as ``add``."""
-    return _by_rows("copy", dtype, lanes)
+def copy(dtype: torch.dtype, source: torch.dtype, lanes: int) -> int:
+    """x = y, of another dtype perhaps, as ``add``."""
+    return _by_rows("copy", dtype, source, lanes)
 
 
 def copy_rows(program: Program, x: Tensor, y: Tensor) -> None:
     """Go on with x = y, of as many columns and rows as y has."""
     lanes = gcd(y.shape[1], TILE)
-    program.add(copy(y.dtype, lanes), x, row_bytes(x), y, row_bytes(y), y.shape[1] // lanes, len(y))
+    program.add(copy(x.dtype, y.dtype, lanes), x, row_bytes(x), y, row_bytes(y), y.shape[1] // lanes, len(y))
 
 
-def _by_rows(name: str, dtype: torch.dtype, lanes: int) -> int:
-    size = dtype.itemsize
+def _by_rows(name: str, dtype: torch.dtype, source: torch.dtype, lanes: int) -> int:
     module, code, given, number, done, (x, y) = _begin_rows(name, ("x", "y"), "vectors")
     at, inner, behind = code.counted(given["vectors"], "vectors")
-    offset = inner.times(at, lanes * size)
-    value = inner.take(dtype, inner.plus(y, offset), lanes)
+    x, y = (inner.plus(row, inner.times(at, lanes * one.itemsize)) for row, one in ((x, dtype), (y, source)))
+    value = inner.take(source, y, lanes)
     if name == "add":
-        value = inner.fadd(inner.take(dtype, inner.plus(x, offset), lanes), value)
-    inner.put(dtype, value, inner.plus(x, offset))
+        value = inner.fadd(inner.take(dtype, x, lanes), value)
+    inner.put(dtype, value, x)
     inner.again(at, behind).again(number, done).ret_void()
     return kernels.compiled(module)[name]
 

@@ -23,14 +23,29 @@ from llvmlite import ir
 from torch import Tensor
 
 from shape.target import kernels, matrices
-from shape.target.kernels import F32, FLOATS, I32, I64, INTS, TILE, Bfloat, Code, Program, begin, own_share, own_units
+from shape.target.kernels import F32, FLOATS, I32, I64, INTS, TILE, Code, Program, begin, own_share, own_units
 from shape.target.memory import in_large_pages
 
 _TILES = 4  # weights are filled up to so many, as kernels of few tokens take several at a time
 _MOST, _MOST_AVX2 = 14, 6  # tokens whose sums fit into the registers
 _MANY = 8  # of many, at a time: their activations stay in the first cache
-_PAIRS = ir.VectorType(Bfloat(), 2 * TILE)
 _ARGUMENTS = ("weights", "bias", "x", "out", "inputs", "tiles", "tokens", "chunks")
+
+
+class _Bfloat(ir.Type):
+    """A number of bfloat16 as few instructions take it, a type that llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Bfloat)
+
+    def __hash__(self) -> int:
+        return hash(_Bfloat)
+
+
+_PAIRS = ir.VectorType(_Bfloat(), 2 * TILE)
 
 
 def supports(dtype: torch.dtype) -> bool:

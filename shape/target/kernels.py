@@ -53,19 +53,6 @@ def openmp() -> Any:
     return library
 
 
-class Bfloat(ir.Type):
-    """A number of bfloat16 as few instructions take it, a type that llvmlite has no name for."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Bfloat)
-
-    def __hash__(self) -> int:
-        return hash(Bfloat)
-
-
 class Buffers:
     """Memory that kernels write, made once and used again from layer to layer, each of which asks for the same."""
 
@@ -141,6 +128,12 @@ class Program:
             ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_runner())(ctypes.addressof(self._array))
         else:
             library.GOMP_parallel(_runner(), ctypes.addressof(self._array), threads, 0)
+
+
+def put(places: list[tuple[Any, int]], address: int) -> None:
+    """Give programs an address, for their next run, where they have let go of a tensor."""
+    for array, at in places:
+        array[at] = address
 
 
 class Pool:
@@ -219,9 +212,7 @@ class _Product:
     def __call__(self, blocks: Blocks, x: Tensor) -> Tensor:
         out = torch.empty(self._shape, dtype=x.dtype)
         for places, one in zip(self._places, (out, x, *blocks.tensors), strict=True):
-            address = one.data_ptr()
-            for array, at in places:
-                array[at] = address
+            put(places, one.data_ptr())
         self._program.run(x.shape[0] * blocks.weights.numel())
         return out
 

@@ -138,11 +138,12 @@ class RotaryTable:
 
     def __init__(self, make: Callable[[Tensor], Iterable[Tensor]]) -> None:
         self._make = make
-        self._held: tuple[Tensor, ...] = (torch.empty(0, 0),) * 2
+        self._held: tuple[Tensor, Tensor] = torch.empty(0, 0), torch.empty(0, 0)
 
-    def until(self, end: int) -> tuple[Tensor, ...]:
+    def until(self, end: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines (P, D) of at least so many positions."""
         if len(self._held[0]) < end:
             with torch.inference_mode(False), torch.no_grad():  # they outlive the mode in which they are made
-                self._held = tuple(self._make(torch.arange(max(end + end // 4, _TABLE))))
+                cosines, sines = self._make(torch.arange(max(end + end // 4, _TABLE)))
+                self._held = cosines.contiguous(), sines.contiguous()
         return self._held

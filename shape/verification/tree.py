@@ -229,10 +229,10 @@ def keep_best(tree: TokenTree, nodes: int, by: np.ndarray | None = None) -> Toke
     if tree.log_q is not None or not runs_on_host(tree.parent):
         return keep_best_on_device(tree, nodes)
     joint = tree.joint.numpy()
-    given = tree.tokens.numpy(), tree.parent.numpy(), joint if by is None else by
-    tokens, parents, found, kept = best_nodes(*given, tree.size, nodes)
+    given = tree.tokens.numpy(), tree.parent.numpy(), joint, joint if by is None else by
+    tokens, parents, joint, kept = best_nodes(*given, tree.size, nodes)
     source = tree.source and [[row[at] for at in own] for row, own in zip(tree.source, kept.tolist(), strict=True)]
-    return of_arrays(tokens, parents, found if by is None else np.take_along_axis(joint, kept, 1), source)
+    return of_arrays(tokens, parents, joint, source)
 
 
 def keep_best_on_device(tree: TokenTree, nodes: int) -> TokenTree:
@@ -257,7 +257,7 @@ def rows_of(log_q: Tensor, nodes: Tensor) -> Tensor:
 
 @compiled
 def best_nodes(
-    tokens: np.ndarray, parents: np.ndarray, joint: np.ndarray, size: int, nodes: int
+    tokens: np.ndarray, parents: np.ndarray, joint: np.ndarray, by: np.ndarray, size: int, nodes: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """``keep_best`` of the trees in the first ``size`` columns of (B, at least N) arrays, or all of them; and which of
     the columns they are.
@@ -274,7 +274,7 @@ def best_nodes(
         for _ in range(nodes):
             best = -1
             for node in range(size):
-                if number[node] == -1 and (best < 0 or joint[row, node] > joint[row, best]):
+                if number[node] == -1 and (best < 0 or by[row, node] > by[row, best]):
                     best = node
             number[best] = -2
         count = 0

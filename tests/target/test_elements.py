@@ -74,8 +74,22 @@ def test_rows_are_added_and_copied(dtype):
     expected[:, :24] += bias
     run(elements.add(dtype, 8), x, row_bytes(x), bias, 0, 3, 5)
     assert torch.equal(x, expected)
-    run(elements.copy(dtype, 2), x, row_bytes(x), y, row_bytes(y), 13, 5)
+    run(elements.copy(dtype, dtype, 2), x, row_bytes(x), y, row_bytes(y), 13, 5)
     assert torch.equal(x, torch.cat([y, expected[:, 26:]], dim=1))
+    for other in DTYPES:
+        found = torch.zeros(5, 30, dtype=other)
+        run(elements.copy(other, dtype, 1), found, row_bytes(found), y, row_bytes(y), 26, 5)
+        assert torch.equal(found, torch.cat([y.to(other), torch.zeros(5, 4, dtype=other)], dim=1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_a_table_are_gathered_by_their_numbers(dtype):
+    """Of numbers that it has not, the last one's: nothing beside the table is read."""
+    table, asked = numbers(dtype, 4, 24), torch.tensor([2, 0, 2, 3, 4, -1, 1 << 40])
+    found, now = torch.zeros(7, 26, dtype=dtype), torch.tensor([table.data_ptr(), 3, asked.data_ptr()])
+    run(elements.gather(dtype, 8), found, row_bytes(found), 3, now, 0, 1, 2, 7)
+    assert torch.equal(found[:, :24], table[[2, 0, 2, 3, 3, 3, 3]])
+    assert not found[:, 24:].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -88,12 +102,15 @@ def test_heads_are_turned_as_llama_turns_them(dtype, size):
     tables = (one.view(batch, nodes, size) for one in (cos, sin))
     expected = apply_rotary_pos_emb(states, states, *tables)[0]
     found = torch.zeros(batch, heads, nodes, size)
-    run(elements.turn(dtype, size, False), x, row_bytes(x), cos, sin, heads, 6, found, nodes)
-    assert torch.equal(found.to(dtype), expected)
     keys, values = torch.zeros(2, batch * slots, heads, size, dtype=dtype)
-    where = torch.tensor([3, 4, 5, 17, 18, 19])
-    now = torch.tensor([keys.data_ptr(), values.data_ptr(), where.data_ptr()])
-    run(elements.turn(dtype, size, True), x, row_bytes(x), cos, sin, heads, 6, v, row_bytes(v), now, 0, 1, 2)
+    lengths, order = torch.tensor([1, 5]), torch.tensor([5, 0, 3, 1, 2, 4])
+    where = torch.tensor([3, 4, 5, 17, 18, 19])  # two slots behind either length
+    cos, sin = (torch.empty_like(one).index_copy_(0, order, one) for one in (cos, sin))
+    now = torch.tensor([*(one.data_ptr() for one in (cos, sin, order, keys, values, lengths)), 2, slots])
+    given = x, row_bytes(x), heads, 6, nodes, now, 0, 1, 2
+    run(elements.turn(dtype, size, False), *given, found)
+    assert torch.equal(found.to(dtype), expected)
+    run(elements.turn(dtype, size, True), *given, v, row_bytes(v), *range(3, 8))
     assert torch.equal(keys[where], expected.transpose(1, 2).reshape(6, heads, size))
     assert torch.equal(values[where], v.view(6, heads, size))
     assert not keys[[0, 6, 20 - 4]].any()
