@@ -43,6 +43,7 @@ MEASURES = {
     "avx2/peers/": (*_DECODING, "eval/peers"),
     "avx2/precisions/": ("shape/target", "eval/precisions.py"),
     "chat-12m/": _MEASURED,
+    "choices/": ("shape/verification", "eval/choices.py"),
     "compressed/": (*_MEASURED, "eval/drafters.py"),
     "draft-shapes": (*_MEASURED, "eval/draft_shapes.py"),
     "drafters/": _MEASURED,

@@ -102,7 +102,7 @@ _SIGN, _ALL_BUT_SIGN = np.int32(-(2**31)), np.int32(2**31 - 1)
 
 
 @compiled
-def _ordered(x: np.float32) -> np.int32:
+def ordered(x: np.float32) -> np.int32:
     """An integer that is larger where x is: unlike floats, integers are compared in lanes. NaN is beyond all."""
     bits = np.float32(x).view(np.int32)
     if bits == _SIGN:  # -0 is 0
@@ -111,22 +111,28 @@ def _ordered(x: np.float32) -> np.int32:
 
 
 @compiled
+def unordered(number: np.int32) -> np.float32:
+    """What ``ordered`` makes such an integer of."""
+    return np.int32(number ^ np.int32(np.int32(number >> np.int32(31)) & _ALL_BUT_SIGN)).view(np.float32)
+
+
+@compiled
+def largest(numbers: np.ndarray) -> np.float32:
+    """Of (K,) float32; NaN where there is one."""
+    found = ordered(numbers[0])
+    for k in range(numbers.shape[0]):
+        found = max(found, ordered(numbers[k]))
+    return unordered(found)
+
+
+@compiled
 def first_largest(numbers: np.ndarray) -> int:
-    """Where the largest of (K,) float32 or float64 is, the first of equal ones."""
-    begin = 0
-    if numbers.itemsize > 4:  # of targets in float64, which need not be fast
-        for k in range(numbers.shape[0]):
-            if numbers[k] > numbers[begin]:
-                begin = k
-        return begin
-    largest = _ordered(numbers[0])
+    """Where the largest of (K,) float32 is, the first of equal ones."""
+    begin, found = 0, ordered(numbers[0])
     for start in range(0, numbers.shape[0], _BLOCK):
-        block = numbers[start : start + _BLOCK]
-        here = _ordered(block[0])
-        for k in range(block.shape[0]):
-            here = max(here, _ordered(block[k]))
-        if here > largest:
-            largest, begin = here, start
-    while _ordered(numbers[begin]) != largest:
+        here = ordered(largest(numbers[start : start + _BLOCK]))
+        if here > found:
+            found, begin = here, start
+    while ordered(numbers[begin]) != found:
         begin += 1
     return begin

@@ -16,7 +16,7 @@ import torch
 from numba.extending import register_jitable
 from torch import Tensor
 
-from shape.verification.compiled import compiled, log, log_complement, runs_on_host
+from shape.verification.compiled import compiled, first_largest, largest, log, log_complement, runs_on_host
 
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
 _MIX1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -111,6 +111,9 @@ def gumbel(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
 # The smallest u above 0 and the largest float below 1.
 _LEAST, _MOST = np.float32(2.0**-64), np.float32(1 - 2.0**-24)
 _UNIT = np.float32(2.0**-63)
+_BLOCK = 64  # tokens whose noise is made together
+_EVERY = np.int64(2**63 - 1)
+_DOUBT = 1e-5  # of a sum, far more than rounding makes of it
 
 
 def _gumbel_on_device(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
@@ -135,6 +138,43 @@ def fill_gumbel(key: int, position: int, hashes: np.ndarray, out: np.ndarray) ->
         out[k] = min(max(np.float32(abs(word)) * _UNIT, _LEAST), _MOST)
     for k in range(hashes.shape[0]):
         out[k] = -log(-log_complement(out[k]))
+
+
+@compiled
+def noisiest(scores: np.ndarray, key: int, position: int, hashes: np.ndarray) -> int:
+    """Where scores + ``gumbel`` is largest, of (K,) float32 and hashes (K,) int64; the first of equal ones.
+
+    Noise, two logarithms a token, is made where it can matter alone. In a block with scores up to m a token needs more
+    noise than the largest sum known, b, less m. It has that much only if its u is below exp(m - b), and u is hashed
+    bits as they come: of most blocks of a sharp distribution no token has.
+    """
+    size, noise = scores.shape[0], np.empty(_BLOCK, np.float32)
+    found = first_largest(scores)
+    fill_gumbel(key, position, hashes[found : found + 1], noise)
+    known = scores[found] + noise[0]
+    if not np.isfinite(known):  # nor is the largest score
+        return found
+    best, row = known - _DOUBT * (1 + abs(known)), mix(key + position * GOLDEN)
+    found = -1
+    for start in range(0, size, _BLOCK):
+        some, own = scores[start : start + _BLOCK], hashes[start : start + _BLOCK]
+        share = np.exp(np.float64(largest(some)) - best)
+        if share < _LEAST:  # no noise is so large
+            continue
+        if share < 1:
+            least = _EVERY
+            for k in range(own.shape[0]):
+                word = (row ^ own[k]) * _MIX1
+                word = (word ^ shift(word, 32)) * _MIX2
+                least = min(least, abs(word))
+            if least > share * 2.0**63:
+                continue
+        fill_gumbel(key, position, own, noise)
+        for k in range(own.shape[0]):
+            value = some[k] + noise[k]
+            if value > best:
+                best, found = value, start + k
+    return found
 
 
 @compiled

@@ -1,4 +1,4 @@
-"""The lossless acceptance rules in compiled loops, for a CPU, where scores are warped by a temperature alone.
+"""The lossless acceptance rules in compiled loops, for a CPU, where scores are warped in ways that these know.
 
 ``acceptance`` has each of them by operations of tensors, for accelerators, and says why it is lossless.
 """
@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from shape.verification.acceptance import Accepted
-from shape.verification.compiled import compiled, compiled_sum, exp, first_largest, log, sum_of_exp
-from shape.verification.noise import RESIDUALS, UNIFORMS, fill_gumbel, numbered_bits, step_hash
+from shape.verification.compiled import compiled, compiled_sum, exp, first_largest, largest, log, sum_of_exp
+from shape.verification.noise import RESIDUALS, UNIFORMS, noisiest, numbered_bits, step_hash
 from shape.verification.tree import TokenTree
+from shape.verification.warping import Warps, warp
 
 _NONE = np.empty(0, np.int64)
 _NO_ROWS = np.empty((0, 0, 0), np.float32)
-_SINGLE, _DOUBLE = np.float32(0), np.float64(0)
+_NO_WARPS = Warps(_NONE, np.empty(0))
 _ZERO, _ONE, _NEVER = np.float32(0), np.float32(1), np.float32(-np.inf)
 _LEAST, _TINY = np.float32(-87.0), np.float32(1e-37)  # exp of less, and less, are taken for 0
 
@@ -24,40 +25,40 @@ _LEAST, _TINY = np.float32(-87.0), np.float32(1e-37)  # exp of less, and less, a
 def follow_scores(
     tree: TokenTree,
     scores: Tensor,
-    temperature: float = 1.0,
+    warps: Warps = _NO_WARPS,
     keys: Tensor | None = None,
     positions: Tensor | None = None,
     hashes: Tensor | None = None,
 ) -> Accepted:
-    """``acceptance.follow``, where a choice is the largest of scores over a temperature, and with noise.
+    """``acceptance.follow``, where a choice is the largest of warped scores, and with noise.
 
     Args:
-        scores: (B, N, V) floats of the host.
+        scores: (B, N, V) floats of the host, of at most 32 bits.
         keys: (B,) int64 of ``noise.sequence_keys``; None adds no noise.
         positions: (B,) int64 of the tokens chosen at the roots. hashes: (V,), ``noise.token_hashes`` of all tokens.
     """
     noise = (_NONE if one is None else one.numpy() for one in (keys, positions, hashes))
-    given: tuple[Any, ...] = (*_shape_of(tree), *_bits_of(scores), temperature, *noise)
+    given: tuple[Any, ...] = (*_shape_of(tree), *_bits_of(scores), warps, *noise)
     return _of_arrays(_follow(*given))
 
 
 def reject_scores(
-    tree: TokenTree, scores: Tensor, temperature: float, keys: Tensor, lengths: Tensor, hashes: Tensor
+    tree: TokenTree, scores: Tensor, warps: Warps, keys: Tensor, lengths: Tensor, hashes: Tensor
 ) -> Accepted:
-    """``acceptance.reject_in_turn`` at the root and wherever its token leads, where p is softmax(scores / temperature).
+    """``acceptance.reject_in_turn`` at the root and wherever its token leads, where p is the softmax of warped scores.
 
     Args:
         scores: (B, N, V) floats of the host, of at most 32 bits.
         keys, lengths: (B,) int64, of ``noise.step_hash``. hashes: as of ``follow_scores``.
     """
-    return _of_arrays(_reject(_given(tree, scores, temperature, keys, lengths, hashes)))
+    return _of_arrays(_reject(_given(tree, scores, warps, keys, lengths, hashes)))
 
 
 def traverse_scores(
-    tree: TokenTree, scores: Tensor, temperature: float, keys: Tensor, lengths: Tensor, hashes: Tensor
+    tree: TokenTree, scores: Tensor, warps: Warps, keys: Tensor, lengths: Tensor, hashes: Tensor
 ) -> Accepted:
     """``acceptance.traverse``; arguments as of ``reject_scores``."""
-    return _of_arrays(_traverse(_given(tree, scores, temperature, keys, lengths, hashes)))
+    return _of_arrays(_traverse(_given(tree, scores, warps, keys, lengths, hashes)))
 
 
 class _Given(NamedTuple):
@@ -69,33 +70,30 @@ class _Given(NamedTuple):
     log_q: np.ndarray
     scores: np.ndarray
     brain: bool
-    temperature: float
+    warps: Warps
     keys: np.ndarray
     lengths: np.ndarray
     hashes: np.ndarray
 
 
-def _given(
-    tree: TokenTree, scores: Tensor, temperature: float, keys: Tensor, lengths: Tensor, hashes: Tensor
-) -> _Given:
+def _given(tree: TokenTree, scores: Tensor, warps: Warps, keys: Tensor, lengths: Tensor, hashes: Tensor) -> _Given:
     drawn = tree.were_drawn.contiguous().numpy()
     log_q = _NO_ROWS if tree.log_q is None else tree.log_q.contiguous().numpy()  # not read where no node was drawn
-    bits, brain, _ = _bits_of(scores)
+    bits, brain = _bits_of(scores)
     noise = keys.numpy(), lengths.numpy(), hashes.numpy()
-    return _Given(*_shape_of(tree), drawn, log_q, bits, brain, temperature, *noise)
+    return _Given(*_shape_of(tree), drawn, log_q, bits, brain, warps, *noise)
 
 
 def _shape_of(tree: TokenTree) -> tuple[np.ndarray, np.ndarray]:
     return tree.tokens.contiguous().numpy(), tree.parent.contiguous().numpy()
 
 
-def _bits_of(scores: Tensor) -> tuple[Any, ...]:
-    """Scores for numpy; whether they are bfloat16's bits, which it does not know; and what is computed in."""
+def _bits_of(scores: Tensor) -> tuple[np.ndarray, bool]:
+    """Scores for numpy, and whether they are bfloat16's bits, which it does not know."""
     brain = scores.dtype == torch.bfloat16  # whose bits are the upper half of a float32's
     if scores.dtype == torch.float16:
         scores = scores.float()
-    bits = (scores.contiguous().view(torch.int16) if brain else scores.contiguous()).numpy()
-    return bits, brain, _DOUBLE if scores.dtype == torch.float64 else _SINGLE
+    return (scores.contiguous().view(torch.int16) if brain else scores.contiguous()).numpy(), brain
 
 
 def _of_arrays(found: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Accepted:
@@ -109,8 +107,7 @@ def _follow(
     parents: np.ndarray,
     scores: np.ndarray,
     brain: bool,
-    kind: np.floating,
-    temperature: float,
+    warps: Warps,
     keys: np.ndarray,
     positions: np.ndarray,
     hashes: np.ndarray,
@@ -118,19 +115,18 @@ def _follow(
     """Paths, counts and tokens of ``Accepted``."""
     rows, nodes, size = scores.shape
     paths, counts, emitted = _room(rows, nodes)
-    noise, held = np.empty(len(hashes), np.float32), np.full(size, kind)
+    held = np.empty(size, np.float32)
     for row in range(rows):
         depths = np.full(nodes, -1)  # of the nodes that choices lead to: several, if there are equal siblings
         depths[0] = node = last = count = 0
         while node >= 0:
             last = node
             _read(scores[row, node], brain, held)
-            if len(keys) > 0:
-                fill_gumbel(keys[row], positions[row] + count, hashes, noise)
-                _divide(held, temperature)
-                for k in range(size):
-                    held[k] += noise[k]
-            emitted[row, count] = chosen = first_largest(held)
+            warp(held, warps)
+            chosen = (
+                first_largest(held) if len(keys) == 0 else noisiest(held, keys[row], positions[row] + count, hashes)
+            )
+            emitted[row, count] = chosen
             node = _child(tokens[row], parents[row], depths, count, chosen)
             count += 1
         counts[row] = count
@@ -141,10 +137,10 @@ def _follow(
 @compiled
 def _reject(given: _Given) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """As ``_follow``, but for how a choice is made."""
-    tokens, parents, drawn, log_q, scores, brain, temperature, keys, lengths, hashes = given
+    tokens, parents, drawn, log_q, scores, brain, warps, keys, lengths, hashes = given
     rows, nodes, size = scores.shape
     paths, counts, emitted = _room(rows, nodes)
-    noise, p, q = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
+    p, q = np.empty(size, np.float32), np.empty(size, np.float32)
     for row in range(rows):
         coins = step_hash(keys[row], lengths[row], UNIFORMS)
         depths = np.full(nodes, -1)
@@ -152,29 +148,29 @@ def _reject(given: _Given) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         while node >= 0:
             last, chosen, refused = node, -1, False
             _read(scores[row, node], brain, p)
-            _divide(p, temperature)
-            largest = p[first_largest(p)]
-            total = sum_of_exp(p, largest)
+            warp(p, warps)
+            most = largest(p)
+            total = sum_of_exp(p, most)
             for child in range(node + 1, nodes):
                 if parents[row, child] != node or not drawn[row, child]:
                     continue
                 token = tokens[row, child]
                 wanted, offered = p[token], q[token]
                 if not refused:  # most are accepted, and need no more of p and q
-                    wanted, offered = _exp(wanted - largest) / total, _exp(log_q[row, node, token])
+                    wanted, offered = _exp(wanted - most) / total, _exp(log_q[row, node, token])
                 if offered <= 0:  # nothing is drawn where q has no mass left
                     continue
                 if _uniform(coins, child) * offered < wanted:
                     chosen = token
                     break
                 if not refused:
-                    _fill_exp(p, largest, total, p)
+                    _fill_exp(p, most, total, p)
                     _fill_exp(log_q[row, node], _ZERO, _ONE, q)
                     refused = True
                 _leave(p, q, _ONE)
                 _take_out(q, token)
             if chosen < 0:
-                chosen = _drawn(p, refused, step_hash(keys[row], lengths[row], RESIDUALS), count, hashes, noise)
+                chosen = _drawn(p, refused, step_hash(keys[row], lengths[row], RESIDUALS), count, hashes)
             emitted[row, count] = chosen
             node = _child(tokens[row], parents[row], depths, count, chosen)
             count += 1
@@ -186,10 +182,10 @@ def _reject(given: _Given) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 @compiled
 def _traverse(given: _Given) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """As ``_reject``: ``acceptance.stop_chances`` node by node, and the first in post-order that stops."""
-    tokens, parents, drawn, log_q, scores, brain, temperature, keys, lengths, hashes = given
+    tokens, parents, drawn, log_q, scores, brain, warps, keys, lengths, hashes = given
     rows, nodes, size = scores.shape
     paths, counts, emitted = _room(rows, nodes)
-    noise, p, q = np.empty(size, np.float32), np.empty((nodes, size), np.float32), np.empty(size, np.float32)
+    p, q = np.empty((nodes, size), np.float32), np.empty(size, np.float32)
     for row in range(rows):
         shares, holds = np.zeros(nodes), np.zeros(nodes, np.bool_)  # whether a node or one below it stops
         spent = np.zeros(nodes, np.bool_)  # where p is what is left of it, and not scores any more
@@ -202,9 +198,9 @@ def _traverse(given: _Given) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
                 token = tokens[row, child]
                 if not spent[node]:
                     _read(scores[row, node], brain, left)
-                    _divide(left, temperature)
-                    largest = left[first_largest(left)]
-                    _fill_exp(left, largest, sum_of_exp(left, largest), left)
+                    warp(left, warps)
+                    most = largest(left)
+                    _fill_exp(left, most, sum_of_exp(left, most), left)
                     spent[node] = True
                 if drawn[row, child]:
                     if not known:
@@ -233,9 +229,9 @@ def _traverse(given: _Given) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
                 count += 1
         if not spent[last]:
             _read(scores[row, last], brain, p[last])
-            _divide(p[last], temperature)
+            warp(p[last], warps)
         key = step_hash(keys[row], lengths[row], RESIDUALS)
-        emitted[row, count] = _drawn(p[last], spent[last], key, 0, hashes, noise)
+        emitted[row, count] = _drawn(p[last], spent[last], key, 0, hashes)
         counts[row] = count + 1
         _write_path(parents[row], last, paths[row, : count + 1])
     return paths, counts, emitted
@@ -260,15 +256,6 @@ def _read(scores: np.ndarray, brain: bool, out: np.ndarray) -> None:
             out[k] = np.int32(np.int32(scores[k]) << np.int32(16)).view(np.float32)
     else:
         out[:] = scores
-
-
-@compiled
-def _divide(numbers: np.ndarray, by: float) -> None:
-    divisor = numbers[:1].copy()  # of the same kind, so that all is computed in it
-    divisor[0] = by
-    if by != 1.0:
-        for k in range(len(numbers)):
-            numbers[k] /= divisor[0]
 
 
 @compiled
@@ -319,15 +306,12 @@ def _take_out(q: np.ndarray, token: int) -> np.float32:
 
 
 @compiled
-def _drawn(p: np.ndarray, spent: bool, key: int, position: int, hashes: np.ndarray, noise: np.ndarray) -> int:
+def _drawn(p: np.ndarray, spent: bool, key: int, position: int, hashes: np.ndarray) -> int:
     """A draw from p, or from softmax(p) where p is not ``spent``: where log p + g is largest. Uses p up."""
-    fill_gumbel(key, position, hashes, noise)
     if spent:
         for k in range(len(p)):
             p[k] = log(p[k]) if p[k] > _TINY else _NEVER
-    for k in range(len(p)):
-        p[k] += noise[k]
-    return first_largest(p)
+    return noisiest(p, key, position, hashes)
 
 
 @compiled

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from warnings import warn
 
 import torch
@@ -16,6 +15,7 @@ from shape.verification.compiled import runs_on_host
 from shape.verification.noise import DRAFTS, RESIDUALS, UNIFORMS, all_hashes, gumbel, numbered_bits, step_hash
 from shape.verification.on_host import follow_scores, reject_scores, traverse_scores
 from shape.verification.tree import TokenTree, root_only
+from shape.verification.warping import Warps
 
 
 def perturbed(logits: Tensor, noise: Tensor | None) -> Tensor:
@@ -56,7 +56,7 @@ class Sampler:
     Attributes:
         prompt_lengths: (B,) int64.
         node_by_node: whether to choose at one node after the other, since all at once would cost more or is impossible.
-        on_host: whether the compiled loop serves: scores are the host's, and warped by a temperature alone.
+        on_host: whether compiled loops serve: scores are the host's, and warped in ways that these know.
         temperature: 0 means greedy: no noise.
         keys: (B,) int64 from sequence_keys, or None when greedy.
         warpers: transformers' processors that look at the scores alone, temperature among them.
@@ -89,12 +89,12 @@ class Sampler:
         device = self.prompt_lengths.device
         self._ends = torch.tensor(self.eos_token_ids, dtype=torch.long, device=device)
         on_cpu = device.type == "cpu" and self.static_depth is None
-        sorts = not all(isinstance(one, TemperatureLogitsWarper) for one in self.warpers)
+        self._warps = Warps.of(self.warpers)
         # A CPU need not wait for itself, as other devices would at every depth.
-        self.on_host = on_cpu and self.processors is None and not sorts
+        self.on_host = on_cpu and self.processors is None and self._warps is not None
+        sorts = not all(isinstance(one, TemperatureLogitsWarper) for one in self.warpers)
         self.node_by_node = self.processors is not None or (on_cpu and sorts)
         self._drafted_with: tuple[Tensor, Tensor] | None = None  # hashes, and noise for them from offset 0 on
-        self._divisor = prod(one.temperature for one in self.warpers if isinstance(one, TemperatureLogitsWarper))
 
     @property
     def greedy(self) -> bool:
@@ -278,30 +278,31 @@ class Sampler:
         """What rule "match" accepts, or rejection sampling, by whichever form costs least here; arguments as of
         ``choose``.
         """
-        if self.draws and self._draws_on_host(logits):
-            return reject_scores(tree, *self._decided_by(logits, tree))
-        if self.draws or self.node_by_node:
-            return follow(tree, partial(self.choose_at, logits, tree))
-        if self.on_host:
+        if self._decides_on_host(logits):
+            if self.draws:
+                return reject_scores(tree, *self._decided_by(logits, tree))
             given = (self._allowed(logits, tree),) if self.greedy else self._decided_by(logits, tree)
             return follow_scores(tree, *given)
+        if self.draws or self.node_by_node:
+            return follow(tree, partial(self.choose_at, logits, tree))
         return match(tree, self.choose(logits, tree))
 
     def traverse(self, logits: Tensor, tree: TokenTree) -> Accepted:
         """What rule "traversal" accepts; arguments as of ``choose``."""
-        if self._draws_on_host(logits):
+        if self._decides_on_host(logits):
             return traverse_scores(tree, *self._decided_by(logits, tree))
         p = self.tree_scores(logits, tree).softmax(-1)
         q = None if tree.log_q is None else tree.log_q.exp()
         return traverse(tree, p, q, self.uniforms(tree.size), self.residual_noise(p.shape[-1]))
 
-    def _draws_on_host(self, logits: Tensor) -> bool:
+    def _decides_on_host(self, logits: Tensor) -> bool:
         return self.on_host and logits.dtype != torch.float64  # which need not be fast
 
-    def _decided_by(self, logits: Tensor, tree: TokenTree) -> tuple[Tensor, float, Tensor, Tensor, Tensor]:
-        """What compiled loops decide by when sampling: scores, temperature, keys, positions and hashes."""
+    def _decided_by(self, logits: Tensor, tree: TokenTree) -> tuple[Tensor, Warps, Tensor, Tensor, Tensor]:
+        """What compiled loops decide by when sampling: scores, warpers, keys, positions and hashes."""
+        assert self._warps is not None
         hashes = all_hashes(logits.shape[-1], logits.device)
-        return self._allowed(logits, tree), self._divisor, *self.counters, hashes
+        return self._allowed(logits, tree), self._warps, *self.counters, hashes
 
     def _allowed(self, logits: Tensor, tree: TokenTree) -> Tensor:
         return self._forbid_early_eos(logits, tree.depth) if self.min_new_tokens > 0 else logits
