@@ -7,7 +7,7 @@ of its own for every token; transformers as its ``generate`` does, by warpers, s
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -18,6 +18,7 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -29,6 +30,7 @@ from shape.target.loading import recorded
 from shape.verification.noise import sequence_keys
 from shape.verification.sampling import Sampler
 from shape.verification.tree import root_only
+from shape.verification.warping import Warps
 
 SETTINGS: dict[str, list[LogitsProcessor]] = {
     "temperature 0.7": [TemperatureLogitsWarper(0.7)],
@@ -39,8 +41,15 @@ SETTINGS: dict[str, list[LogitsProcessor]] = {
         TopKLogitsWarper(20),
         TopPLogitsWarper(0.8),
     ],
+    "Qwen2.5's: the same behind a repetition penalty of 1.05": [
+        RepetitionPenaltyLogitsProcessor(1.05),
+        TemperatureLogitsWarper(0.7),
+        TopKLogitsWarper(20),
+        TopPLogitsWarper(0.8),
+    ],
     "min-p 0.05": [MinPLogitsWarper(0.05)],
 }
+_TEXT = 200  # tokens that the penalty looks at
 
 
 @dataclass
@@ -74,17 +83,19 @@ class Line:
 
 @torch.inference_mode()
 def measure(options: ChoicesOptions, vocabulary: int, setting: str) -> Line:
-    warpers = SETTINGS[setting]
-    chain, root = LogitsProcessorList(warpers), root_only(torch.tensor([0]))
-    sampler = Sampler(torch.tensor([1]), 1.0, sequence_keys(0, 1), tuple(warpers))
+    chain, root = LogitsProcessorList(SETTINGS[setting]), root_only(torch.tensor([0]))
+    sampler = Sampler(torch.tensor([1]), 1.0, sequence_keys(0, 1), tuple(chain))
+    if Warps.of(chain) is None:  # the text is looked at
+        sampler = replace(sampler, warpers=(), processors=(chain,))
+    text = torch.randint(vocabulary, (1, _TEXT))
     seconds: tuple[list[float], list[float]] = [], []
     for turn in range(options.rounds + 3):
         logits = (options.deviation * torch.randn(1, 1, vocabulary)).bfloat16()
-        sampler.commit(torch.tensor([2 + turn]))
+        sampler.commit(torch.tensor([_TEXT + turn]), text.tolist())
         for which in (0, 1) if turn % 2 else (1, 0):
             began = perf_counter()
             if which:
-                scores = chain(None, logits[:, 0].float())  # type: ignore[arg-type]  # they do not look at the text
+                scores = chain(text, logits[:, 0].float())  # type: ignore[arg-type]
                 torch.multinomial(scores.softmax(-1), 1)
             else:
                 sampler.match(logits, root)

@@ -12,10 +12,10 @@ from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogits
 
 from shape.verification.acceptance import Accepted, follow, match, reject_in_turn, traverse
 from shape.verification.compiled import runs_on_host
-from shape.verification.noise import DRAFTS, RESIDUALS, UNIFORMS, all_hashes, gumbel, numbered_bits, step_hash
+from shape.verification.noise import DRAFTS, RESIDUALS, UNIFORMS, all_hashes, gumbel, noisiest, numbered_bits, step_hash
 from shape.verification.on_host import follow_scores, reject_scores, traverse_scores
 from shape.verification.tree import TokenTree, root_only
-from shape.verification.warping import Warps
+from shape.verification.warping import Warps, warp
 
 
 def perturbed(logits: Tensor, noise: Tensor | None) -> Tensor:
@@ -94,6 +94,7 @@ class Sampler:
         self.on_host = on_cpu and self.processors is None and self._warps is not None
         sorts = not all(isinstance(one, TemperatureLogitsWarper) for one in self.warpers)
         self.node_by_node = self.processors is not None or (on_cpu and sorts)
+        self._chains = [Warps.at_end_of(one) if on_cpu else (one, None) for one in self.processors or ()]
         self._drafted_with: tuple[Tensor, Tensor] | None = None  # hashes, and noise for them from offset 0 on
 
     @property
@@ -330,8 +331,15 @@ class Sampler:
             return self._reject(scores, tree, rows, nodes, offset).tolist()
         if not self.greedy:
             assert self.keys is not None
-            hashes = all_hashes(scores.shape[-1], scores.device)
-            scores = scores + gumbel(self.keys[rows], self._lengths[rows] + offset, hashes)
+            keys, positions, hashes = (
+                self.keys[rows],
+                self._lengths[rows] + offset,
+                all_hashes(scores.shape[-1], scores.device),
+            )
+            if runs_on_host(scores) and scores.dtype == torch.float32:
+                each = zip(scores.contiguous().numpy(), keys.tolist(), positions.tolist(), strict=True)
+                return [noisiest(*one, hashes.numpy()) for one in each]
+            scores = scores + gumbel(keys, positions, hashes)
         return best(scores).tolist()
 
     def tree_scores(self, logits: Tensor, tree: TokenTree) -> Tensor:
@@ -363,10 +371,14 @@ class Sampler:
             return self.warp(scores)
         texts = ([[*self._texts[row], *path]] for row, path in zip(rows, paths, strict=True))
         each = zip(rows, texts, scores.to(torch.float32, copy=True), strict=True)  # processors may write to them
-        found = [
-            self.processors[row](torch.tensor(text, device=scores.device), one[None])  # type: ignore[arg-type]
-            for row, text, one in each
-        ]
+        found = []
+        for row, text, one in each:
+            chain, warps = self._chains[row]
+            one = chain(torch.tensor(text, device=scores.device), one[None])  # type: ignore[arg-type]
+            if warps is not None:
+                one = one.float().contiguous()
+                warp(one[0].numpy(), warps)
+            found.append(one)
         return torch.cat(found)
 
     def uniforms(self, nodes: int) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import (
     LogitsProcessor,
+    LogitsProcessorList,
     MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -48,6 +49,16 @@ class Warps(NamedTuple):
                 return None
             found.append((kind, float(getattr(warper, _KINDS[kind][1]))))
         return cls(np.array([kind for kind, _ in found], np.int64), np.array([value for _, value in found]))
+
+    @classmethod
+    def at_end_of(cls, chain: LogitsProcessorList) -> "tuple[LogitsProcessorList, Warps]":
+        """A chain of processors without the warpers that end it, and these."""
+        first = len(chain)
+        while first > 0 and cls.of(chain[first - 1 : first]) is not None:
+            first -= 1
+        warps = cls.of(chain[first:])
+        assert warps is not None
+        return LogitsProcessorList(chain[:first]), warps
 
 
 @compiled

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 from transformers import (
     LogitsProcessor,
+    LogitsProcessorList,
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -128,6 +130,29 @@ def test_the_choice_is_where_scores_and_noise_are_largest(size, scale, seed, pos
     hashes = all_hashes(size, torch.device("cpu"))
     noise = gumbel(torch.tensor([key]), torch.tensor([position]), hashes)[0]
     assert noisiest(scores.numpy(), key, position, hashes.numpy()) == int((scores + noise).argmax())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_warpers_behind_what_looks_at_the_text_are_compiled_too(temperature):
+    """Against transformers' whole chain, by its largest score, with the noise."""
+    chain = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(3.0), TemperatureLogitsWarper(0.7)])
+    chain += [TopKLogitsWarper(20), TopPLogitsWarper(0.8)]
+    head, warps = Warps.at_end_of(chain)
+    assert len(head) == 1 and len(warps.kinds) == 3
+    assert len(Warps.at_end_of(LogitsProcessorList([*chain, TypicalLogitsWarper(0.9)]))[0]) == 5
+    keys = None if temperature == 0 else sequence_keys(2, 2)
+    chooser, changed = Sampler(torch.tensor([2, 3]), temperature, keys, processors=(chain, chain)), 0
+    for step in range(100):
+        scores = torch.stack([logits(60, 2.0, 2 * step + row) for row in range(2)])
+        texts = [[1, 2, int(scores[0].argmax())], [3, 4, 5, int(scores[1].argmax())]]
+        chooser.commit(torch.tensor([3 + step, 4 + step]), texts)
+        expected = [chain(torch.tensor([text]), one[None])[0] for text, one in zip(texts, scores, strict=True)]
+        noise = torch.zeros(2, 60) if keys is None else chooser.noise(0, 60)
+        tree = TokenTree(torch.zeros(2, 1, dtype=torch.long), torch.full((2, 1), -1))
+        found = chooser.match(scores[:, None], tree).tokens[:, 0]
+        assert torch.equal(found, (torch.stack(expected) + noise).argmax(-1))
+        changed += int((found != scores.argmax(-1)).sum())
+    assert changed > 50
 
 
 def test_choices_have_the_frequencies_of_the_warped_distribution():
