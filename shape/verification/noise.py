@@ -146,7 +146,7 @@ def noisiest(scores: np.ndarray, key: int, position: int, hashes: np.ndarray) ->
 
     Noise, two logarithms a token, is made where it can matter alone. In a block with scores up to m a token needs more
     noise than the largest sum known, b, less m. It has that much only if its u is below exp(m - b), and u is hashed
-    bits as they come: of most blocks of a sharp distribution no token has.
+    bits as they come: in most blocks of a sharp distribution no token has.
     """
     size, noise = scores.shape[0], np.empty(_BLOCK, np.float32)
     found = first_largest(scores)
@@ -154,11 +154,11 @@ def noisiest(scores: np.ndarray, key: int, position: int, hashes: np.ndarray) ->
     known = scores[found] + noise[0]
     if not np.isfinite(known):  # nor is the largest score
         return found
-    best, row = known - _DOUBT * (1 + abs(known)), mix(key + position * GOLDEN)
-    found = -1
+    doubt, row = _DOUBT * (1 + abs(known)), mix(key + position * GOLDEN)
+    best, found = known - doubt, -1
     for start in range(0, size, _BLOCK):
         some, own = scores[start : start + _BLOCK], hashes[start : start + _BLOCK]
-        share = np.exp(np.float64(largest(some)) - best)
+        share = np.exp(largest(some) - best + doubt)
         if share < _LEAST:  # no noise is so large
             continue
         if share < 1:
