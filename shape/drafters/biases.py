@@ -33,10 +33,10 @@ class PathBias:
         self.reduced = torch.cat([markov.reduced(some, embed(some)) for some in tokens.split(_EMBEDDED)])
         few = len(tokens) ** 2 <= _TABLED and not self.reads_states
         self.table: Tensor | None = markov(self.reduced) if few else None
-        self._on_host: Biases | None = None
+        self._tabled: Biases | None = None
         if self.table is not None and self.table.device.type == "cpu":  # numpy has no smaller floats
             self.table = self.table.float()
-            self._on_host = Biases(self.table.numpy(), True)
+            self._tabled = Biases(self.table.numpy(), True)
 
     def behind_roots(self, root: Tensor, embedding: Tensor) -> Tensor:
         """What ``__call__`` reads at roots (B, 1) with embeddings (B, 1, H)."""
@@ -65,12 +65,12 @@ class PathBias:
 
     def first_on_host(self, numbers: np.ndarray, root: Tensor, embedding: Tensor) -> Biases:
         """Behind the roots (B,) with embeddings (B, 1, H), whose numbers are negative where they cannot be drafted."""
-        if self._on_host is not None and min(numbers.tolist()) >= 0:
-            return self._on_host
+        if self._tabled is not None and min(numbers.tolist()) >= 0:
+            return self._tabled
         return self.on_host(self.markov(self.markov.reduced(root[:, None], embedding)))
 
     def later_on_host(self) -> Biases | Callable[[np.ndarray], Biases]:
         """Behind all other nodes."""
-        if self._on_host is not None:
-            return self._on_host
+        if self._tabled is not None:
+            return self._tabled
         return lambda numbers: self.on_host(self.markov(self.behind(torch.from_numpy(numbers))))

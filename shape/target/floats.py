@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from llvmlite import ir
 from torch import Tensor
 
-from shape.target import kernels, matrices
+from shape.target import elements, kernels, matrices
 from shape.target.kernels import F32, FLOATS, I32, I64, INTS, TILE, Code, Program, begin, own_share, own_units
 from shape.target.memory import in_large_pages
 
@@ -109,7 +109,8 @@ class Packed:
         if x.dtype == torch.float32 or self.at_once > 1:
             return x
         wide = program.buffers.empty(*x.shape, dtype=torch.float32)
-        program.add(_widener(gcd(grain, TILE)), x, wide, x.numel() // grain, grain)
+        lanes, rows = gcd(grain, TILE), (wide, grain * wide.itemsize, x, grain * x.itemsize)
+        program.add(elements.copy(wide.dtype, x.dtype, lanes), *rows, grain // lanes, x.numel() // grain)
         return wide
 
     def multiply(self, program: Program, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -153,19 +154,6 @@ def _multiplied_at_once() -> int:
     if matrices.multiplies("bf16"):
         return 32
     return 2 if kernels.has("avx512bf16") else 1
-
-
-@cache
-def _widener(lanes: int) -> int:
-    """bfloat16 to float32, a unit of `grain` numbers, so many at a time, after the other."""
-    module = ir.Module()
-    code, given = begin(module, "widen", ("x", "wide", "units", "grain"))
-    number, code, done = own_units(code, given["units"], "vectors", code.udiv(given["grain"], I64(lanes)))
-    at = code.times(number, lanes)
-    numbers = code.take(torch.bfloat16, code.plus(given["x"], code.times(at, 2)), lanes)
-    code.write(numbers, code.plus(given["wide"], code.times(at, 4)))
-    code.again(number, done).ret_void()
-    return kernels.compiled(module)["widen"]
 
 
 @cache

@@ -112,7 +112,7 @@ def gumbel(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
 _LEAST, _MOST = np.float32(2.0**-64), np.float32(1 - 2.0**-24)
 _UNIT = np.float32(2.0**-63)
 _BLOCK = 64  # tokens whose noise is made together
-_EVERY = np.int64(2**63 - 1)
+_EVERY = 2**63 - 1
 _DOUBT = 1e-5  # of a sum, far more than rounding makes of it
 
 
@@ -128,14 +128,19 @@ def _gumbel_on_device(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
+@register_jitable
+def _joined(row: int, token: int) -> int:
+    """The word of a token's noise, from the hashes of its position and of its id."""
+    word = (row ^ token) * _MIX1
+    return (word ^ shift(word, 32)) * _MIX2
+
+
 @compiled
 def fill_gumbel(key: int, position: int, hashes: np.ndarray, out: np.ndarray) -> None:
     """``gumbel`` of one sequence at one position: hashes (K,) int64, out (K,) float32."""
     row = mix(key + position * GOLDEN)
     for k in range(hashes.shape[0]):  # integers and floats apart: together they are not computed in lanes
-        word = (row ^ hashes[k]) * _MIX1
-        word = (word ^ shift(word, 32)) * _MIX2
-        out[k] = min(max(np.float32(abs(word)) * _UNIT, _LEAST), _MOST)
+        out[k] = min(max(np.float32(abs(_joined(row, hashes[k]))) * _UNIT, _LEAST), _MOST)
     for k in range(hashes.shape[0]):
         out[k] = -log(-log_complement(out[k]))
 
@@ -148,15 +153,14 @@ def noisiest(scores: np.ndarray, key: int, position: int, hashes: np.ndarray) ->
     noise than the largest sum known, b, less m. It has that much only if its u is below exp(m - b), and u is hashed
     bits as they come: in most blocks of a sharp distribution no token has.
     """
-    size, noise = scores.shape[0], np.empty(_BLOCK, np.float32)
-    found = first_largest(scores)
+    noise, found = np.empty(_BLOCK, np.float32), first_largest(scores)
     fill_gumbel(key, position, hashes[found : found + 1], noise)
     known = scores[found] + noise[0]
     if not np.isfinite(known):  # nor is the largest score
         return found
     doubt, row = _DOUBT * (1 + abs(known)), mix(key + position * GOLDEN)
     best, found = known - doubt, -1
-    for start in range(0, size, _BLOCK):
+    for start in range(0, scores.shape[0], _BLOCK):
         some, own = scores[start : start + _BLOCK], hashes[start : start + _BLOCK]
         share = np.exp(largest(some) - best + doubt)
         if share < _LEAST:  # no noise is so large
@@ -164,9 +168,7 @@ def noisiest(scores: np.ndarray, key: int, position: int, hashes: np.ndarray) ->
         if share < 1:
             least = _EVERY
             for k in range(own.shape[0]):
-                word = (row ^ own[k]) * _MIX1
-                word = (word ^ shift(word, 32)) * _MIX2
-                least = min(least, abs(word))
+                least = min(least, abs(_joined(row, own[k])))
             if least > share * 2.0**63:
                 continue
         fill_gumbel(key, position, own, noise)

@@ -80,7 +80,9 @@ class Forward:
         self._values = self._keys + len(of.layers)
         self._now = torch.zeros(self._values + len(of.layers), dtype=torch.int64)
         self._out = torch.empty(tokens, len(layers) * width, dtype=self._dtype, device="meta")
-        self._out_places: list[tuple[Any, int, int]] = []  # where their address goes, and what to add to it
+        self._out_places: list[
+            tuple[int, list[tuple[Any, int]]]
+        ] = []  # what to add to their address, and where it goes
         self._steps: list[Program | Callable[[], Any]] = []
         self._buffers = Buffers()
         self._program = Program(self._buffers)
@@ -143,9 +145,8 @@ class Forward:
             masks: by kind of attention.
         """
         states, logits = torch.empty(*self._shape, self._out.shape[1], dtype=self._dtype), None
-        address = states.data_ptr()
-        for array, at, offset in self._out_places:
-            array[at] = address + offset
+        for offset, places in self._out_places:
+            put(places, states.data_ptr() + offset)
         if self._logits is not None:
             shape, places = self._logits
             logits = torch.empty(shape, dtype=self._dtype)
@@ -307,7 +308,7 @@ class Forward:
         for at in (at * width for at, one in enumerate(wanted) if one == layer):
             out = self._out[:, at : at + width]
             elements.copy_rows(self._program, out, states)
-            self._out_places += [(*place, at * out.itemsize) for place in self._program.vacate(out)]
+            self._out_places.append((at * out.itemsize, self._program.vacate(out)))
 
 
 def all_rows(x: Tensor) -> Rows:

@@ -106,9 +106,7 @@ def _keep_top_p(scores: np.ndarray, share: float) -> None:
     masses = np.empty(len(some), np.float32)
     for k in range(len(some)):
         masses[k] = exp(some[k] - most)
-    low, high = np.int64(ordered(some[0])), np.int64(ordered(most))
-    for k in range(len(some)):
-        low = min(low, np.int64(ordered(some[k])))
+    low, high = np.int64(ordered(np.float32(least))), np.int64(ordered(most))
     while low < high:  # the smallest of which those above have less than the share
         middle = (low + high) >> 1
         if _mass_above(some, masses, np.int32(middle)) < share * total:
