@@ -8,10 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shape.drafters.growing import Biases
-from shape.networks.layers import MarkovBias, MarkovTable, StateMarkov
+from shape.drafters.path_state import PathState
+from shape.networks.layers import MarkovBias, MarkovTable, PathMarkov, StateMarkov
+from shape.networks.single import PathKnown
 
 _EMBEDDED = 4096  # tokens whose embeddings are held at once
 _TABLED = 2**24  # biases of tokens by tokens before them that are kept as a table
+_ALONG_PATHS = 2**20  # numbers of a matrix that loops read for each node
+_NOTHING = np.empty((0, 0), np.float32)
 
 
 class PathBias:
@@ -25,6 +29,7 @@ class PathBias:
     Attributes:
         reduced: (K, rank), what the bias reads of each token.
         table: (K, K) biases behind each token, on the host in float32; None where there are many, or states are read.
+        on_host: whether the host's loops know it.
     """
 
     @torch.no_grad()
@@ -33,10 +38,22 @@ class PathBias:
         self.reduced = torch.cat([markov.reduced(some, embed(some)) for some in tokens.split(_EMBEDDED)])
         few = len(tokens) ** 2 <= _TABLED and not self.reads_states
         self.table: Tensor | None = markov(self.reduced) if few else None
+        small = self.reduced.numel() <= _ALONG_PATHS and self.reduced.device.type == "cpu"
+        self.on_host = not self.reads_states or (small and isinstance(markov, PathMarkov))
         self._tabled: Biases | None = None
+        if isinstance(markov, PathMarkov) and self.on_host:
+            rank, joint = self.reduced.shape[1], markov.joint_proj
+            self._of_states, self._offset = joint.weight[:, 2 * rank :].clone(), joint.bias
+            weights = self.reduced, joint.weight[:, : 2 * rank].T, markov.expansion.weight.T
+            self._weights = [one.float().contiguous().numpy() for one in weights]
         if self.table is not None and self.table.device.type == "cpu":  # numpy has no smaller floats
             self.table = self.table.float()
             self._tabled = Biases(self.table.numpy(), True)
+
+    @property
+    def in_loops(self) -> bool:
+        """Whether the host's loops make all of it, without a call in between."""
+        return self.table is not None or (self.reads_states and self.on_host)
 
     def behind_roots(self, root: Tensor, embedding: Tensor) -> Tensor:
         """What ``__call__`` reads at roots (B, 1) with embeddings (B, 1, H)."""
@@ -59,18 +76,45 @@ class PathBias:
             read, carried = self.markov.step(read, states, carried)
         return self.markov(read), carried
 
-    def on_host(self, found: Tensor) -> Biases:
+    def for_loops(
+        self, numbers: np.ndarray, root: Tensor, embedding: Tensor, states: Tensor, known: PathKnown | None
+    ) -> tuple[Biases, Biases | Callable[[np.ndarray], Biases]]:
+        """For the host's loops, behind the roots and behind all other nodes.
+
+        Args:
+            numbers, root: (B,), of the roots among what can be drafted, negative for those that are not, and in the
+                target's vocabulary. embedding: (B, 1, H), theirs.
+            states: (B, depth, H), those whose logits are biased.
+            known: what a bias along paths knows of these, where that is at hand.
+        """
+        if self.reads_states:
+            found = self._along_paths(root, embedding, states, known)
+            return found, found
+        return self._first_on_host(numbers, root, embedding), self._later_on_host()
+
+    def _along_paths(self, root: Tensor, embedding: Tensor, states: Tensor, known: PathKnown | None) -> Biases:
+        markov = self.markov
+        assert isinstance(markov, PathMarkov)
+        if known is None:
+            by_state = F.linear(markov.seen(states.to(self._of_states.dtype)), self._of_states, self._offset)
+            known = markov.reduced(root[:, None], embedding).float(), by_state.float()
+        roots, by_state = known
+        tokens, joint, expand = self._weights
+        path = PathState(roots[:, 0].numpy(), tokens, joint, by_state.numpy(), expand)
+        return Biases(_NOTHING, True, path=path)
+
+    def _rows(self, found: Tensor) -> Biases:
         """Biases (B, M, K) for the host's loops."""
         return Biases(found.float().flatten(0, 1).numpy(), False)
 
-    def first_on_host(self, numbers: np.ndarray, root: Tensor, embedding: Tensor) -> Biases:
+    def _first_on_host(self, numbers: np.ndarray, root: Tensor, embedding: Tensor) -> Biases:
         """Behind the roots (B,) with embeddings (B, 1, H), whose numbers are negative where they cannot be drafted."""
         if self._tabled is not None and min(numbers.tolist()) >= 0:
             return self._tabled
-        return self.on_host(self.markov(self.markov.reduced(root[:, None], embedding)))
+        return self._rows(self.markov(self.markov.reduced(root[:, None], embedding)))
 
-    def later_on_host(self) -> Biases | Callable[[np.ndarray], Biases]:
+    def _later_on_host(self) -> Biases | Callable[[np.ndarray], Biases]:
         """Behind all other nodes."""
         if self._tabled is not None:
             return self._tabled
-        return lambda numbers: self.on_host(self.markov(self.behind(torch.from_numpy(numbers))))
+        return lambda numbers: self._rows(self.markov(self.behind(torch.from_numpy(numbers))))

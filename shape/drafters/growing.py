@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shape.drafters.path_state import NO_STATE, PathState, go_along
 from shape.verification.compiled import compiled, first_largest, sum_of_exp
 from shape.verification.noise import fill_gumbel
 from shape.verification.tree import Drafted, TokenTree, best_nodes, keep_best, of_arrays, rows_of
@@ -61,18 +62,20 @@ def grow(
 
 
 class Biases(NamedTuple):
-    """What is added to the logits behind a node, by its token.
+    """What is added to the logits behind a node, by its token, or by its path.
 
     Attributes:
         table: (R, K) float32; of no columns if nothing is added.
         by_number: whether a node's row is its token's number; if not there is one for each node, row after row.
         estimates: log-probability, by an estimate of its own, that a node's likeliest child is accepted, row after row,
             float32; of its other children the odds to that one stay as they are. Empty where the logits tell.
+        path: adds what the table does not.
     """
 
     table: np.ndarray
     by_number: bool
     estimates: np.ndarray = np.empty(0, np.float32)
+    path: PathState = NO_STATE
 
 
 class Noise(NamedTuple):
@@ -107,6 +110,7 @@ class _Given(NamedTuple):
     nodes: int
     log_q: np.ndarray
     one: bool
+    rank: int
 
 
 def grow_by_depth(
@@ -133,10 +137,11 @@ def grow_by_depth(
         temperature: that of the biases.
         noise: None where drafts are the likeliest ones.
     """
-    given, depths = _given(logits, ids, shape, temperature, noise), logits.shape[1]
+    rank = len(first.path.expand)
+    given, depths = _given(logits, ids, shape, temperature, noise, rank), logits.shape[1]
     if isinstance(later, Biases) and estimate is None:
         return _with_draws(_grow_with_tables(root.numpy(), numbers, given, first, later), given)
-    so_far = tokens, parents, joint, frontier = _new_trees(root.numpy(), numbers, given)
+    so_far = tokens, parents, joint, frontier, _ = _new_trees(root.numpy(), numbers, given)
     grown, width, depth = 1, 1, 0
     while depth < depths and width > 0:
         expanded = frontier[1, :, :width]
@@ -168,7 +173,7 @@ def grow_by_path(
     """
     nothing = torch.zeros(len(numbers), shape.depth, len(ids), dtype=torch.float32)
     given = _given(nothing, ids, shape, 1.0, noise)
-    so_far = tokens, parents, joint, frontier = _new_trees(root.numpy(), numbers, given)
+    so_far = tokens, parents, joint, frontier, _ = _new_trees(root.numpy(), numbers, given)
     behind, grown, width, depth = np.zeros((len(numbers), 1), np.int64), 1, 1, 0
     while width > 0 and depth < shape.depth:
         logits = step(depth, np.maximum(frontier[1, :, :width], 0), behind)
@@ -179,7 +184,9 @@ def grow_by_path(
     return _with_draws(best_nodes(tokens, parents, joint, joint, grown, given.nodes), given), depth
 
 
-def _given(logits: Tensor, ids: np.ndarray, shape: TreeShape, temperature: float, noise: Noise | None) -> _Given:
+def _given(
+    logits: Tensor, ids: np.ndarray, shape: TreeShape, temperature: float, noise: Noise | None, rank: int = 0
+) -> _Given:
     _, depths, size = logits.shape
     branching = min(shape.branching or shape.width, size)
     counts = [branching]
@@ -191,9 +198,10 @@ def _given(logits: Tensor, ids: np.ndarray, shape: TreeShape, temperature: float
     keys, positions, hashes = _NO_NOISE if noise is None else (part.numpy() for part in noise[:3])
     drawn, one = (0, False) if noise is None else noise[3:]
     log_q = np.zeros((len(keys), room, drawn), np.float32) if drawn else _NO_ROWS
+    noise_of = keys, positions, hashes
     return _Given(
-        logits.numpy(), ids, temperature, keys, positions, hashes, shape.width, branching, least, room, most, log_q, one
-    )  # fmt: skip
+        logits.numpy(), ids, temperature, *noise_of, shape.width, branching, least, room, most, log_q, one, rank
+    )
 
 
 _NO_NOISE = [np.empty(0, np.int64)] * 3
@@ -221,26 +229,26 @@ def _grow_with_tables(
     root: np.ndarray, numbers: np.ndarray, given: _Given, first: Biases, later: Biases
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """All of ``grow_by_depth`` where one table serves all later depths: what ``best_nodes`` finds."""
-    tokens, parents, joint, frontier = _new_trees(root, numbers, given)
-    grown, width = _expand(tokens, parents, joint, frontier, 1, 1, 0, 1, given, first)
+    tokens, parents, joint, frontier, carried = _new_trees(root, numbers, given)
+    grown, width = _expand(tokens, parents, joint, frontier, carried, 1, 1, 0, 1, given, first)
     if width > 0:
         depths = given.logits.shape[1]
-        grown, _ = _expand(tokens, parents, joint, frontier, grown, width, 1, depths, given, later)
+        grown, _ = _expand(tokens, parents, joint, frontier, carried, grown, width, 1, depths, given, later)
     return best_nodes(tokens, parents, joint, joint, grown, given.nodes)
 
 
 @compiled
 def _new_trees(
     root: np.ndarray, numbers: np.ndarray, given: _Given
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Room for tokens, parents and joint log-probabilities, (B, room), with the roots in it, and the first frontier,
-    (2, B, width): nodes to expand, and the numbers of their tokens.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Room for tokens, parents and joint log-probabilities, (B, room), with the roots in it, the first frontier, (2, B,
+    width): nodes to expand, and the numbers of their tokens, and room for what paths carry, (B, room, rank).
     """
     rows, size = len(root), given.room
     tokens, parents = np.empty((rows, size), np.int64), np.empty((rows, size), np.int64)
     joint, frontier = np.empty((rows, size), np.float32), np.zeros((2, rows, given.width), np.int64)
     tokens[:, 0], parents[:, 0], joint[:, 0], frontier[1, :, 0] = root, -1, 0.0, numbers
-    return tokens, parents, joint, frontier
+    return tokens, parents, joint, frontier, np.zeros((rows, size if given.rank > 0 else 0, given.rank), np.float32)
 
 
 @compiled
@@ -249,6 +257,7 @@ def _expand(
     parents: np.ndarray,
     joint: np.ndarray,
     frontier: np.ndarray,
+    carried: np.ndarray,
     grown: int,
     width: int,
     depth: int,
@@ -268,7 +277,7 @@ def _expand(
     logits, hashes, branching, divisor = given.logits, given.hashes, given.branching, np.float32(given.temperature)
     rows, size, draws = tokens.shape[0], logits.shape[2], given.log_q.shape[0] > 0
     noise, shared, scores = np.empty(len(hashes), np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
-    numbers = np.empty(given.width * branching, np.int64)
+    numbers, along = np.empty(given.width * branching, np.int64), np.empty(size, np.float32)
     for n in range(depth, end):
         best, count, going = -np.inf, width * branching, False
         following = min(given.width, count) if n + 1 < logits.shape[1] else 0
@@ -287,7 +296,12 @@ def _expand(
                     at += branching
                     continue
                 scores[:] = shared
-                if biases.table.shape[1] > 0:
+                if given.rank > 0:
+                    number = frontier[1, row, place] if above > 0 else -1
+                    go_along(biases.path, carried[row], row, n, above, parents[row, above], number, along)
+                    for k in range(size):
+                        scores[k] = shared[k] + along[k] / divisor
+                elif biases.table.shape[1] > 0:
                     added = biases.table[frontier[1, row, place] if biases.by_number else row * width + place]
                     for k in range(size):
                         scores[k] = shared[k] + added[k] / divisor

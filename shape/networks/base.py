@@ -21,7 +21,7 @@ from transformers import initialization as init
 
 from shape.errors import ConfigError
 from shape.networks.config import ShapeConfig
-from shape.networks.layers import MarkovBias, MarkovTable, Memory, StateMarkov, normalise, rotary_table
+from shape.networks.layers import MarkovBias, MarkovTable, Memory, RecurrentBias, StateMarkov, normalise, rotary_table
 from shape.target.model import Target
 
 Remembered = list[Memory]
@@ -109,7 +109,8 @@ class Predictor(PreTrainedModel):
     def _add_token_heads(self) -> None:
         """What reads the token before: a bias and a confidence estimate, where the configuration asks for them."""
         config, size = self.config, self.config.hidden_size
-        self.markov = MarkovBias(size, config.markov_rank, config.draft_size) if config.markov_rank else None
+        kind = RecurrentBias if config.markov_head_type == "rnn" else MarkovBias
+        self.markov = kind(size, config.markov_rank, config.draft_size) if config.markov_rank else None
         self.confidence = nn.Linear(2 * size, 1) if config.confidence else None
 
     # -- what a kind is

@@ -39,7 +39,7 @@ DECODER_LAYERS = ("eagle", "peagle", "block")  # kinds built of them
 MASKED = ("peagle", "block")  # kinds that draft in places of mask tokens
 _OWN: dict[tuple[str, ...], tuple[str, ...]] = {  # options of some kinds alone
     ("medusa",): ("shared_head", "residual_bias"),
-    ("block",): ("sample_from_anchor", "sliding_window_non_causal", "markov_head_type"),
+    ("block",): ("sample_from_anchor", "sliding_window_non_causal"),
     ("eagle", "peagle"): ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
     MASKED: ("mask_token_id",),
 }
@@ -121,8 +121,8 @@ class ShapeConfig(PreTrainedConfig):
         vocab_size: of the target; needed only where logits have weights of their own and draft_vocab_size is None.
         markov_rank: rank of a bias on the logits by the token before (DSpark's Markov head), for steps that do not read
             it themselves; 0 is none.
-        markov_head_type: "block": whether the bias is of the token before alone ("vanilla"), gated by the state
-            ("gated"), or of a state of its own that goes along the block ("rnn").
+        markov_head_type: whether the bias is of the token before alone ("vanilla"), of a state of its own that goes
+            along the path ("rnn"), or gated by the network's state ("gated", of "block").
         coupling: correct the bias so that the marginals of the steps stay: an entropic coupling of neighbouring steps
             over so many of their likeliest candidates, whose cost is the bias; 0 leaves the bias as it is.
         confidence: estimate for each node whether the target will agree with its best draft; dynamic trees grow by it.
@@ -320,8 +320,13 @@ class ShapeConfig(PreTrainedConfig):
         if self.has_decoder_layers and self.num_layers < 1:
             raise ConfigError(f"num_layers is {self.num_layers}: kind {self.kind!r} has at least 1 decoder layer")
         self._check_block()
-        if self.coupling and not self.markov_rank:
-            raise ConfigError(f"coupling is {self.coupling}: it corrects a Markov bias, so give a markov_rank")
+        if self.coupling and (not self.markov_rank or self.markov_head_type != "vanilla"):
+            raise ConfigError(
+                f"coupling is {self.coupling}: it corrects a Markov bias by the token before alone, so give a "
+                "markov_rank and the markov_head_type vanilla"
+            )
+        if self.markov_head_type == "gated" and self.kind != "block":
+            raise ConfigError(f"markov_head_type gated is for kind block: give kind {self.kind!r} vanilla or rnn")
         if self.markov_rank and self.token_conditioning == "path":
             raise ConfigError(
                 f"markov_rank is {self.markov_rank}: a bias by the token before is for steps that do not read it; with "

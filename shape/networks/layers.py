@@ -86,15 +86,11 @@ class MarkovTable(nn.Module):
         return self.markov_w1(tokens)
 
 
-class StateMarkov(MarkovTable):
-    """DSpark's Markov heads whose bias depends on the network's states as well: W_2 of what is made of W_1[x] and them.
-
-    Args:
-        size: width of states.
-    """
+class StateMarkov(nn.Module):
+    """A Markov bias that depends on the network's states as well: W_2 of what is made of W_1 e and them (DSpark)."""
 
     def step(self, reduced: Tensor, state: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What W_2 reads at a step, (..., rank), of W_1[x], the state (..., H) and what the step before carried on."""
+        """What W_2 reads at a step, (..., rank), of W_1 e, the state (..., H) and what the step before carried on."""
         raise NotImplementedError
 
     def along(self, reduced: Tensor, states: Tensor) -> Tensor:
@@ -106,8 +102,12 @@ class StateMarkov(MarkovTable):
         return torch.stack(found, dim=-2)
 
 
-class GatedMarkov(StateMarkov):
-    """Of the type "gated": the state and W_1[x] weight each part of W_1[x]."""
+class GatedMarkov(StateMarkov, MarkovTable):
+    """DSpark's Markov head of the type "gated": the state and W_1[x] weight each part of W_1[x].
+
+    Args:
+        size: width of states.
+    """
 
     def __init__(self, vocabulary: int, rank: int, drafted: int, size: int) -> None:
         super().__init__(vocabulary, rank, drafted)
@@ -118,19 +118,48 @@ class GatedMarkov(StateMarkov):
         return self.gate_proj(seen).sigmoid() * reduced, None
 
 
-class RecurrentMarkov(StateMarkov):
-    """Of the type "rnn": a state of its own, which starts as zeros, is carried along the path."""
+class PathMarkov(StateMarkov):
+    """Of the type "rnn": a state of its own, which starts as zeros, is carried along the path.
+
+    Attributes:
+        joint_proj: makes gate, candidate and what W_2 reads of what is carried, W_1 e and the network's state.
+    """
+
+    joint_proj: nn.Linear
+
+    def step(self, reduced: Tensor, state: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        carried = torch.zeros_like(reduced) if carried is None else carried
+        seen = torch.cat([carried, reduced, self.seen(state.to(reduced)).expand(*reduced.shape[:-1], -1)], dim=-1)
+        gate, candidate, read = self.joint_proj(seen).chunk(3, dim=-1)
+        gate = gate.sigmoid()
+        return read.tanh(), gate * carried + (1 - gate) * candidate.tanh()
+
+    def seen(self, states: Tensor) -> Tensor:
+        """States as they are read."""
+        return states
+
+
+class RecurrentMarkov(PathMarkov, MarkovTable):
+    """DSpark's Markov head of the type "rnn".
+
+    Args:
+        size: width of states.
+    """
 
     def __init__(self, vocabulary: int, rank: int, drafted: int, size: int) -> None:
         super().__init__(vocabulary, rank, drafted)
         self.joint_proj = nn.Linear(2 * rank + size, 3 * rank)
 
-    def step(self, reduced: Tensor, state: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        carried = torch.zeros_like(reduced) if carried is None else carried
-        seen = torch.cat([carried, reduced, state.to(reduced).expand(*reduced.shape[:-1], -1)], dim=-1)
-        gate, candidate, read = self.joint_proj(seen).chunk(3, dim=-1)
-        gate = gate.sigmoid()
-        return read.tanh(), gate * carried + (1 - gate) * candidate.tanh()
+
+class RecurrentBias(PathMarkov, MarkovBias):
+    """The same of projected embeddings. States are normalised, so that targets' with larger ones need no others."""
+
+    def __init__(self, size: int, rank: int, vocabulary: int) -> None:
+        super().__init__(size, rank, vocabulary)
+        self.joint_proj = nn.Linear(2 * rank + size, 3 * rank)
+
+    def seen(self, states: Tensor) -> Tensor:
+        return normalise(states)
 
 
 class ConfidenceHead(nn.Module):
