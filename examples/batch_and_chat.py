@@ -16,7 +16,8 @@ def answer_batch(decoder: ShapeDecoder, max_new_tokens: int) -> list[str]:
     """Answers to prompts of unequal length, decoded together; each sequence advances by what it accepts."""
     chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
     texts = [decoder.target.render(chat, add_generation_prompt=True) for chat in chats]
-    batch = decoder.tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+    # Without special tokens: the chat template has written the BOS already.
+    batch = decoder.tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
     sequences = decoder.generate(**batch.to(decoder.target.device), max_new_tokens=max_new_tokens)
     return decoder.tokenizer.batch_decode(sequences[:, batch.input_ids.shape[1] :], skip_special_tokens=True)
 
