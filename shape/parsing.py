@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
+from itertools import islice
 from typing import Any, NoReturn, TypeVar
 
 from jsonargparse import ArgumentParser, Namespace
@@ -34,13 +35,15 @@ class CommandParser(ArgumentParser):
     """jsonargparse's parser, as all commands have it; `command_parser` makes one.
 
     `--help` shows the options that people use and `--help-all` all of them, both with the defaults that apply. Hyphens
-    in names mean underscores.
+    in names mean underscores. What the command line says goes before what files do, in whatever order they are given.
     """
 
     common: frozenset[str] = frozenset()  # what --help shows; nothing here means all
 
     def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **named: Any) -> Namespace:  # type: ignore[override]
         given = sys.argv[1:] if args is None else args
+        if "--config" in self._option_string_actions:
+            given = _files_first(given)
         return super().parse_args([self._in_current_words(each) for each in given], *rest, **named)
 
     def options(self, kind: type[Options], args: Sequence[str] | None = None) -> Options:
@@ -101,6 +104,17 @@ class CommandParser(ArgumentParser):
         if not option.startswith("-"):
             return f"{option!r} is no option of {self.prog}"
         return f"unknown option {option}{did_you_mean(option, self._option_string_actions)}"
+
+
+def _files_first(arguments: Sequence[str]) -> list[str]:
+    """`--config FILE` before all else: what is read later wins."""
+    files, others, left = [], [], iter(arguments)
+    for argument in left:
+        if argument.partition("=")[0] != "--config":
+            others.append(argument)
+        else:
+            files += [argument] if "=" in argument else [argument, *islice(left, 1)]
+    return [*files, *others]
 
 
 def command_parser(

@@ -253,7 +253,7 @@ def kinds(folder: Path, tiny_target) -> dict[str, tuple[bytes, Callable[[Path], 
 
     def answers(path: Path) -> None:
         journal = AnswerJournal(path, {"a": 1})
-        assert all(len(entry) == 4 for entry in journal.entries.values())
+        assert all(len(entry) == 4 for entry in journal.entries())
 
     def summary(path: Path) -> None:
         found = traced.read(path)

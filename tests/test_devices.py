@@ -72,7 +72,7 @@ def test_a_drafter_on_a_device_that_is_named():
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:99"])
 def test_a_drafter_on_a_device_that_is_not_there(device):
-    with pytest.raises(ConfigError, match=f"device {device} is not there"):
+    with pytest.raises(ConfigError, match=f"device {device} is not here"):
         ShapeDecoder.from_pretrained("quickstart-shape", draft_device=device)
 
 

@@ -27,7 +27,11 @@ def line(name: str) -> str:
 def overview() -> str:
     """What `shape --help` prints."""
     width = max(map(len, COMMANDS))
-    lines = ["usage: shape COMMAND [options]", "", "Lossless speculative decoding by transported hidden states."]
+    lines = [
+        "usage: shape COMMAND [options]",
+        "",
+        "Lossless speculative decoding: faster text from a language model, with the same tokens.",
+    ]
     for group, names in GROUPS.items():
         lines += ["", f"{group}:", *(f"  {name:{width}}  {line(name)}" for name in names)]
     return "\n".join([*lines, "", "shape COMMAND --help shows a command's options.", ""])

@@ -12,7 +12,7 @@ from rich.text import Text
 from transformers import TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
-from shape.errors import ConfigError, DataError
+from shape.errors import ConfigError, DataError, ShapeError
 from shape.evaluation.environment import Environment
 from shape.files import prepare_file
 from shape.generation.decoder import ShapeDecoder
@@ -40,6 +40,9 @@ def answer(
         say: the session of the conversation; None computes all of it.
     """
     input_ids = decoder.target.encode(messages, options.chat_template_kwargs)
+    room, longest = options.max_new_tokens, decoder.target.max_positions
+    if say is not None and longest is not None:  # a chat grows, and its answers are seldom as long as they may be
+        room = max(1, min(room, longest - input_ids.shape[1]))
     traced = options.show_draft or options.show_trace
     recorded = traced or options.trace is not None
     output = (say or decoder.generate)(
@@ -50,7 +53,7 @@ def answer(
         trace=recorded,
         # Greedy answers that nobody looks into may look at the clock, and so are the fastest.
         reproducible=recorded or options.temperature > 0,
-        max_new_tokens=options.max_new_tokens,
+        max_new_tokens=room,
         **generation_options(options),
     )
     assert isinstance(output, ShapeOutput)
@@ -117,7 +120,11 @@ def chat(decoder: ShapeDecoder, options: GenerateOptions, console: Console) -> N
         if not question:
             break
         messages.append({"role": "user", "content": question})
-        messages.append(_show(decoder, messages, options, console, say))
+        try:
+            messages.append(_show(decoder, messages, options, console, say))
+        except ShapeError as error:
+            _notes().print(f"error: {error}", style="red")
+            messages.pop()
 
 
 def _show(

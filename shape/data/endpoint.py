@@ -6,7 +6,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.client import HTTPException
 from typing import Any, Self
 
@@ -20,6 +20,18 @@ _TOKEN_IDS = "return_token_ids"  # asks vLLM for the ids of prompt and answer; m
 
 class EndpointError(ShapeError):
     """An endpoint that cannot be reached, refuses, or answers with something else than a completion."""
+
+
+class RequestRefused(EndpointError):
+    """An endpoint that finds a request wrong (status 400 or 422): this one, or every one.
+
+    Attributes:
+        reason: the status, and what the server said.
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,8 @@ class Endpoint:
 
         Raises:
             DataError: the prompt is too long.
-            EndpointError: no server there, or it refuses.
+            RequestRefused: the server finds the request wrong.
+            EndpointError: no server there, or it refuses otherwise.
         """
         # The standard library's client: the hub's own has another name in each major version (requests, httpx, httpx2)
         # and refuses to work under HF_HUB_OFFLINE.
@@ -73,6 +86,7 @@ class Endpoint:
             headers["Authorization"] = f"Bearer {self.api_key}"
         whole = json.dumps({"model": self.model, **body}).encode()
         request = urllib.request.Request(f"{self.url.rstrip('/')}/{path}", whole, headers)
+        wrong = False
         for attempt in range(self.retries + 1):
             if attempt:
                 time.sleep(self.pause * 2 ** (attempt - 1))
@@ -83,15 +97,16 @@ class Endpoint:
                 said = " ".join(error.read(500).decode(errors="replace").split())
                 if error.code in (400, 413, 422) and "context" in said.lower():
                     raise DataError(f"the endpoint finds the prompt too long ({said})") from None
-                reason = f"status {error.code}: {said}"
+                reason, wrong = f"status {error.code}: {said}", error.code in (400, 422)
                 if error.code != 429 and error.code < 500:
                     break
             except (OSError, HTTPException) as error:  # URLError and timeouts are OSErrors
                 reason = str(error) or type(error).__name__
-        raise EndpointError(
+        message = (
             f"endpoint {self.url} does not serve model {self.model} ({reason}); check the address, the name, "
             "the key, and that the server runs, then give the same command again to continue"
         )
+        raise RequestRefused(message, reason) if wrong else EndpointError(message)
 
 
 @dataclass(frozen=True)
@@ -115,9 +130,13 @@ class EndpointBackend(Endpoint):
     def _answer(self, request: Request) -> Answer | DataError:
         raw = isinstance(request.prompt, str)
         try:
-            reply = self._reply("completions" if raw else "chat/completions", self._body(request))
+            reply = self._reply(request)
         except DataError as error:
             return error
+        except RequestRefused as refused:
+            if not self._answers_others(request):
+                raise
+            return DataError(f"the endpoint refuses the conversation ({refused.reason})")
         try:
             said = json.loads(reply)
             choice = said["choices"][0]
@@ -135,6 +154,17 @@ class EndpointBackend(Endpoint):
                 "check that it speaks OpenAI's protocol"
             ) from None
 
+    def _answers_others(self, request: Request) -> bool:
+        """Whether the server takes a plain prompt with the same options: one that does not know the model, or one of
+        the options, refuses that too, and all that is left to ask.
+        """
+        plain = "Hello" if isinstance(request.prompt, str) else (Message("user", "Hello"),)
+        try:
+            self._reply(replace(request, prompt=plain, template={}))
+        except (DataError, EndpointError):
+            return False
+        return True
+
     def _body(self, request: Request) -> dict[str, Any]:
         body: dict[str, Any] = {
             "max_tokens": self.max_new_tokens,
@@ -150,7 +180,8 @@ class EndpointBackend(Endpoint):
         more = {"messages": messages, "tools": tools, "chat_template_kwargs": given}
         return body | {name: value for name, value in more.items() if value}
 
-    def _reply(self, path: str, body: Mapping[str, Any]) -> bytes:
+    def _reply(self, request: Request) -> bytes:
+        path, body = "completions" if isinstance(request.prompt, str) else "chat/completions", self._body(request)
         try:
             return self.post(path, {**body, _TOKEN_IDS: True})
         except EndpointError as error:

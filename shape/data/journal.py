@@ -4,7 +4,8 @@ import glob
 import json
 import os
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ class AnswerJournal:
     """Finished conversations, a batch in each line, behind a line with all that the run depends on; a file for each
     process that writes, of which all read all.
 
-    A line counts once its newline is written: a half-written one is cut off on resuming.
+    A line counts once its newline is written: a half-written one is cut off on resuming. Entries stay in the files, as
+    token ids of all answers take many gigabytes.
 
     Attributes:
-        entries: by index of the conversation.
+        places: of each entry, by index of the conversation: the file, the first byte, and the number of bytes.
 
     Raises:
         ConfigError: it was begun with other settings.
@@ -31,7 +33,7 @@ class AnswerJournal:
 
     def __init__(self, path: Path, settings: dict[str, Any], rank: int = 0) -> None:
         self.path, self.settings = path, settings
-        self.entries: dict[int, Entry] = {}
+        self.places: dict[int, tuple[Path, int, int]] = {}
         self._read: dict[Path, int] = {}  # bytes of each file
         self._writing = threading.Lock()
         self._own = path.with_name(f"{path.name}.{rank}") if rank else path
@@ -39,7 +41,7 @@ class AnswerJournal:
         with open(self._own, "ab") as file:
             file.truncate(self._read.get(self._own, 0))
         if not self._read.get(self._own):
-            self._write(settings)
+            self._write(_line(settings))
 
     @property
     def files(self) -> list[Path]:
@@ -51,30 +53,55 @@ class AnswerJournal:
     def read(self) -> None:
         """Read what was written to any of the files since."""
         for path in self.files:
-            start = self._read.get(path, 0)
+            at = self._read.get(path, 0)
             with open(path, "rb") as file:
-                file.seek(start)
-                text = file.read()
-            lines = text[: text.rfind(b"\n") + 1].splitlines(keepends=True)
-            self._read[path] = start + sum(map(len, lines))
-            if lines and not start:
+                file.seek(at)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    with _readable(path):
+                        if at:
+                            batch = typed(list[Entry], json.loads(line))
+                            if line != _line(batch):
+                                raise ValueError("a line is not as it was written")
+                            self._note(path, at, batch)
+                        else:
+                            begun = typed(dict[str, Any], json.loads(line))
+                    if not at:
+                        self._compare(path, begun)
+                    at += len(line)
+            self._read[path] = at
+
+    def entries(self) -> Iterator[Entry]:
+        """All that are known, in the order of their indices, one at a time."""
+        with ExitStack() as opened:
+            files = {path: opened.enter_context(open(path, "rb")) for path in self._read}
+            for index in sorted(self.places):
+                path, start, size = self.places[index]
+                files[path].seek(start)
                 with _readable(path):
-                    begun = typed(dict[str, Any], json.loads(lines.pop(0)))
-                self._compare(path, begun)
-            with _readable(path):
-                for line in lines:
-                    self.entries.update((entry[0], entry) for entry in typed(list[Entry], json.loads(line)))
+                    (entry,) = typed(list[Entry], [json.loads(files[path].read(size))])
+                yield entry
 
-    def append(self, batch: list[Entry]) -> None:
-        self._write(batch)
-        with self._writing:
-            self.entries.update((entry[0], entry) for entry in batch)
+    def append(self, batch: Sequence[Entry]) -> None:
+        self._write(_line(batch), batch)
 
-    def _write(self, values: Any) -> None:
+    def _write(self, line: bytes, batch: Sequence[Entry] = ()) -> None:
         with self._writing, open(self._own, "ab") as file:
-            file.write(json.dumps(values).encode() + b"\n")
+            start = file.tell()
+            file.write(line)
             file.flush()
             os.fsync(file.fileno())
+            self._note(self._own, start, batch)
+            self._read[self._own] = file.tell()
+
+    def _note(self, path: Path, start: int, batch: Sequence[Entry]) -> None:
+        """Where the entries of a line lie that starts there."""
+        start += len("[")
+        for entry in batch:
+            size = len(json.dumps(entry))
+            self.places[entry[0]] = path, start, size
+            start += size + len(", ")
 
     def _compare(self, path: Path, begun: dict[str, Any]) -> None:
         names = begun.keys() | self.settings.keys()
@@ -82,6 +109,10 @@ class AnswerJournal:
         if other:
             said = ", ".join(f"{name} {begun.get(name)} against {self.settings.get(name)}" for name in other)
             raise ConfigError(f"{path} was begun with other options ({said}); give the same again, or delete it")
+
+
+def _line(values: Any) -> bytes:
+    return json.dumps(values).encode() + b"\n"
 
 
 def _readable(path: Path) -> AbstractContextManager[None]:

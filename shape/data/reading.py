@@ -82,7 +82,7 @@ def load_conversations(
     if require_answers and not any(c.texts or any(m.role == "assistant" for m in c.messages) for c in found):
         raise DataError(
             f"{label} has no assistant turn in any of its {len(found)} rows, so there is nothing to learn "
-            "from; give conversations with answers, or write them with `python -m shape.regenerate`"
+            "from; give conversations with answers, or write them with `shape regenerate`"
         )
     return found
 

@@ -6,15 +6,19 @@ import json
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 from filelock import FileLock
+from torch import distributed
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
@@ -29,6 +33,8 @@ from shape.files import written_whole
 from shape.target.chat import Message
 
 BATCHES_PER_CHUNK = 32
+_LONGEST_WAIT = timedelta(days=30)  # for processes whose share takes longer
+_SECONDS_TO_APPEAR = 60.0  # of what another process has written, on a network file system
 
 Ask = Callable[[Sequence[Request]], Sequence[Answer | DataError | None]]
 
@@ -39,7 +45,7 @@ class Share:
 
     Attributes:
         rank, world_size: its number, and how many there are.
-        barrier: waits until all are there.
+        barrier: waits until all are there, and raises where one is gone.
     """
 
     rank: int = 0
@@ -95,7 +101,7 @@ def regenerate(
         share: which part of the work is this process's.
 
     Returns:
-        The counts; None in processes other than the first, which waits for them and writes `output`.
+        The counts; None in processes other than the first, which writes `output` once all have done their share.
 
     Raises:
         DataError: plain text among the conversations, or no answer at all.
@@ -118,7 +124,7 @@ def regenerate(
     share.barrier()  # all have seen what is done, and nobody has cleared it away
     mine = batches[share.rank :: share.world_size]
     # Of a batch of another size, a part may be answered.
-    left = [rest for batch in mine if (rest := [each for each in batch if each not in journal.entries])]
+    left = [rest for batch in mine if (rest := [each for each in batch if each not in journal.places])]
 
     def answer(batch: list[int], ask: Ask) -> None:
         results = _answer_batch([conversations[i] for i in batch], [kinds[i] for i in batch], ask)
@@ -127,12 +133,29 @@ def regenerate(
     disable = not progress or share.rank > 0
     with tqdm(desc="regenerate", total=len(mine), initial=len(mine) - len(left), disable=disable) as bar:
         _answer_all(answer, left, backend, bar.update)
+    share.barrier()  # all have answered their share
     if share.rank > 0:
         return None
-    while len(journal.entries) < len(conversations):
-        time.sleep(1.0)  # for the other processes
-        journal.read()
+
+    def complete() -> bool:
+        if len(journal.places) < len(conversations):
+            journal.read()
+        return len(journal.places) == len(conversations)
+
+    _appears(complete, output)
     return _finish(journal, output)
+
+
+def _appears(there: Callable[[], bool], output: Path) -> None:
+    """Returns once `there()` is true. Raises DataError where it stays false."""
+    deadline = time.monotonic() + _SECONDS_TO_APPEAR
+    while not there():
+        if time.monotonic() > deadline:
+            raise DataError(
+                f"what other processes have written for {output} is not to be seen by this one; give an output on a "
+                "file system that all of them share"
+            )
+        time.sleep(0.1)
 
 
 def check_output(output: Path) -> None:
@@ -206,40 +229,55 @@ def _answer_all(
 
 
 def _finish(journal: AnswerJournal, output: Path) -> Summary:
-    """Write the rows in order, atomically, and delete the journal."""
-    entries = [journal.entries[index] for index in sorted(journal.entries)]
-    rows = [row for _, row, _, _ in entries if row is not None]
-    problems = [problem for *_, problem in entries if problem is not None]
-    if problems:
-        warnings.warn(
-            f"{len(problems)} conversations end early or are left out (the first: {problems[0]})",
-            stacklevel=3,
-        )
-    if not rows:
-        raise DataError(
-            f"none of the {len(entries)} conversations has a user message that could be answered; give data with "
-            "messages that fit the target's positions and, in training, max_length"
-        )
-    if unknown := sum("input_ids" not in row for row in rows):
-        warnings.warn(
-            f"{unknown} of {len(rows)} conversations hold text alone, for the endpoint gives no token ids: where "
-            "tokenising the text gives others than the target wrote, a drafter learns these; vLLM gives its ids",
-            stacklevel=3,
-        )
-    data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    """Write the rows in order, one by one, as a whole file, and delete the journal."""
+    rows = left_out = questions = answers = unfinished = unknown = 0
+    problems: list[str] = []
     with written_whole(output) as temporary:
-        temporary.write_bytes(gzip.compress(data, mtime=0) if output.suffix == ".gz" else data)
+        with _rows_file(temporary, output.suffix == ".gz") as file:
+            for _, row, asked, problem in journal.entries():
+                questions += asked
+                if problem is not None:
+                    problems.append(problem)
+                if row is None:
+                    left_out += 1
+                    continue
+                file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+                turns = row.get("conversations", [{"from": "gpt", **row}])
+                own = [turn for turn in turns if turn["from"] == "gpt" and turn.get("weight") != 0]
+                rows, answers = rows + 1, answers + len(own)
+                unfinished += sum("finished" in turn for turn in own)
+                unknown += "input_ids" not in row
+        if problems:
+            warnings.warn(
+                f"{len(problems)} conversations end early or are left out (the first: {problems[0]})",
+                stacklevel=3,
+            )
+        if not rows:
+            raise DataError(
+                f"none of the {left_out} conversations has a user message that could be answered; give data with "
+                "messages that the target's chat template takes, and that fit its positions and, in training, "
+                f"max_length{f' ({problems[0]})' if problems else ''}"
+            )
+        if unknown:
+            warnings.warn(
+                f"{unknown} of {rows} conversations hold text alone, for the endpoint gives no token ids: where "
+                "tokenising the text gives others than the target wrote, a drafter learns these; vLLM gives its ids",
+                stacklevel=3,
+            )
     for path in journal.files:
         path.unlink()
-    turns = [turn for row in rows for turn in row.get("conversations", [{"from": "gpt", **row}])]
-    answers = [turn for turn in turns if turn["from"] == "gpt" and turn.get("weight") != 0]
-    return Summary(
-        rows=len(rows),
-        left_out=len(entries) - len(rows),
-        questions=sum(questions for _, _, questions, _ in entries),
-        answers=len(answers),
-        unfinished=sum("finished" in turn for turn in answers),
-    )
+    return Summary(rows, left_out, questions, answers, unfinished)
+
+
+@contextmanager
+def _rows_file(path: Path, compressed: bool) -> Iterator[BufferedIOBase]:
+    """To write to; compressed ones are the same bytes at any time and under any name."""
+    with open(path, "wb") as file:
+        if not compressed:
+            yield file
+            return
+        with gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed:
+            yield packed
 
 
 # One batch -------------------------------------------------------------------------------------------
@@ -349,8 +387,8 @@ def own_answers(
         with FileLock(output.with_suffix(".lock")) if alone else nullcontext():
             if not trainer.strategy.broadcast(output.exists()):
                 regenerate(chats, backend, output, options, progress=progress, share=share)
-        while not output.exists():
-            time.sleep(1.0)
+                share.barrier()  # the first has written them
+        _appears(output.exists, output)
 
     in_every_process(work, trainer)
     return load_conversations(output) + texts
@@ -381,5 +419,14 @@ class _Work(pl.LightningModule):
 
     def predict_step(self, number: int) -> int:
         trainer = self.trainer
-        self.work(Share(trainer.global_rank, trainer.world_size, trainer.strategy.barrier))
+        self.work(Share(trainer.global_rank, trainer.world_size, _barrier(trainer)))
         return number
+
+
+def _barrier(trainer: pl.Trainer) -> Callable[[], object]:
+    """Waits for all processes for as long as they are there. The strategy's own barrier gives up after minutes, and the
+    shares of an answering may end hours apart.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return trainer.strategy.barrier
+    return partial(distributed.barrier, distributed.new_group(backend="gloo", timeout=_LONGEST_WAIT))

@@ -1,6 +1,7 @@
 """What proposes tokens: one file per drafter, one protocol (``base.Drafter``), one registry of names."""
 
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from importlib.metadata import entry_points
 
 from shape.drafters.base import Committed, Drafter
@@ -64,7 +65,12 @@ def _make(name: str, given: Mapping[str, Drafter]) -> Drafter | None:
     others = entry_points(group=_GROUP)
     if name not in others.names:
         known = ["none", *DRAFTERS, *sorted(others.names - DRAFTERS.keys()), *given]
-        raise ConfigError(f"drafter {name!r} is unknown; use one of {', '.join(known)}, or several joined by +")
+        meant = get_close_matches(name, [*known, "shape", "model", "recipes"], n=1)
+        raise ConfigError(
+            f"drafter {name!r} is unknown{f'; did you mean {meant[0]}?' if meant else ''}; use one of "
+            f"{', '.join(known)}, or several joined by +; with a predictor, pack or smaller model also shape, recipes "
+            "or model"
+        )
     try:
         return others[name].load()()
     except Exception as error:  # whatever another package does wrong

@@ -13,6 +13,7 @@ from shape.drafters.base import Committed, Drafter
 from shape.drafters.calibration import Calibration
 from shape.drafters.cost import DraftValue, RecentTimes
 from shape.drafters.proposal import Proposal
+from shape.errors import ConfigError
 from shape.target.model import Target
 from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree, ragged_tree
@@ -34,6 +35,8 @@ class HybridDrafter(Drafter):
     """
 
     def __init__(self, drafters: Sequence[Drafter], nodes: int = 24) -> None:
+        if not drafters:
+            raise ConfigError("a hybrid of no drafters drafts nothing; give some")
         self.drafters, self.nodes = list(drafters), nodes
         self.name = "+".join(drafter.name for drafter in drafters)
         self.verified_whole = any(each.verified_whole for each in drafters)

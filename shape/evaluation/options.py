@@ -82,7 +82,7 @@ class CheckOptions(AnsweringOptions):
             tokens; default: an untrained predictor of the default size that runs once per depth, which costs at least
             as much per draft as a trained one of the default kind.
         pack: recipes of `shape.drafters.recipes.drafter`.
-        drafter: measured on the prompts, interleaved: names as in `shape.bench`; default: those without training, the
+        drafter: measured on the prompts, interleaved: names as in `shape bench`; default: those without training, the
             predictor, the recipes, and hybrids of these; [] measures none.
         prompts: JSON-lines file, of the task in question; default: the bundled validation prompts.
         limit: prompts, evenly chosen from every category, on which acceptance is estimated and drafters are measured.

@@ -59,7 +59,7 @@ def _load(folder: Path) -> list[SpeedResults]:
     """Every `results.json` below a folder, in the order of their paths."""
     paths = sorted(folder.rglob("results.json"))
     if not paths:
-        raise DataError(f"no results.json lies under {folder}; measure with python -m shape.bench --output first")
+        raise DataError(f"no results.json lies under {folder}; measure with shape bench --output first")
     return [SpeedResults.from_json(path.read_text()) for path in paths]
 
 

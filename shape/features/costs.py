@@ -15,8 +15,7 @@ from shape.features.manifest import state_bytes
 from shape.features.options import CostOptions, longest
 from shape.features.storage import Storage
 from shape.files import human_bytes
-from shape.target.loading import of_target, tokenizer_of
-from shape.target.model import read_config
+from shape.target.loading import of_target, read_config, tokenizer_of
 from shape.target.size import Size, size_of
 
 _WINDOW = 8  # states before an answer that the default predictor reads
@@ -91,11 +90,11 @@ def report(size: Size, text: DataStatistics, options: CostOptions, found: Costs)
             "everything anew in each pass"
         )
     elif options.passes <= 1:
-        lines.append("use: online (--online true of shape.train): in a single pass nothing would be read twice")
+        lines.append("use: online (--online true of shape train): in a single pass nothing would be read twice")
     else:
         least = min(found.stored.values())
         lines.append(
-            f"use: online (--online true of shape.train): {human_bytes(least)}, the least of these, does not fit the "
+            f"use: online (--online true of shape train): {human_bytes(least)}, the least of these, does not fit the "
             f"{human_bytes(found.free)} free; with --output s3://... features may be stored elsewhere"
         )
     lines.append(

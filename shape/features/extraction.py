@@ -7,11 +7,12 @@ and ends in the bytes of an undisturbed one.
 import math
 import os
 import shutil
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 
 import pytorch_lightning as pl
@@ -38,6 +39,7 @@ from shape.target.loading import of_target
 from shape.target.model import Target, announce
 
 _ESTIMATE_SAMPLE = 256
+_READ_SAMPLE = 32  # conversations whose token ids are read as text
 _FORWARD_TOKENS = 2**14  # of one forward: every layer's states of them may be held at a time
 
 States = Callable[[Sequence[Encoded], Sequence[int]], Iterable[Tensor]]
@@ -148,7 +150,8 @@ def split_conversations(target: Target, conversations: Sequence[Conversation]) -
     """What features are computed of, for each conversation: see `shape.data.encoding.split_by_template`.
 
     Raises:
-        DataError: token ids that the target does not have, or text where it has no tokenizer.
+        DataError: token ids that the target does not have or reads as something else than the answers beside them, or
+            text where it has no tokenizer.
     """
     _require_tokens(target, conversations)
     for conversation in conversations:
@@ -158,7 +161,41 @@ def split_conversations(target: Target, conversations: Sequence[Conversation]) -
                 f"conversation {conversation.id} holds token {largest}, and target {target.name} has "
                 f"{target.vocab_size} tokens; give token ids that were made for it"
             )
+    _require_own_tokens(target, conversations)
     return [split_by_template(conversation, target.tokenizer) for conversation in conversations]
+
+
+def _require_own_tokens(target: Target, conversations: Sequence[Conversation]) -> None:
+    """Raises DataError where token ids and the answers' text differ in most of a sample of the conversations that hold
+    both. In a few they may: templates trim answers, and a character may be cut.
+    """
+    if target.tokenizer is None:
+        return
+    both = [(each, answers) for each in conversations if each.texts and (answers := _answers(each))]
+    sample = evenly(both, _READ_SAMPLE)
+    others = [each for each, answers in sample if not any(text in _read(target, each) for text in answers)]
+    if 2 * len(others) > len(sample):
+        raise DataError(
+            f"conversation {others[0].id} holds token ids that target {target.name} reads as other text than its "
+            f"answers ({len(others)} of {len(sample)} looked at do); give answers that were written for this target"
+        )
+
+
+def _answers(conversation: Conversation) -> list[str]:
+    said = (_letters(m.content) for m in conversation.messages if m.role == "assistant" and m.learned)
+    return [text for text in said if text]
+
+
+def _read(target: Target, conversation: Conversation) -> str:
+    """The supervised tokens as text."""
+    assert target.tokenizer is not None
+    ids = chain.from_iterable(compress(text.input_ids, text.loss_mask) for text in conversation.texts)
+    return _letters(str(target.tokenizer.decode(list(ids), skip_special_tokens=True)))
+
+
+def _letters(text: str) -> str:
+    """Without blanks, and in the forms to which some tokenizers change characters."""
+    return "".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def _require_tokens(target: Target, conversations: Sequence[Conversation]) -> None:

@@ -50,7 +50,7 @@ class Manifest:
             content = storage.read(MANIFEST)
         except FileNotFoundError:
             raise FeatureStoreError(
-                f"{storage} is not a feature folder: it has no {MANIFEST}; make one with python -m shape.extract"
+                f"{storage} is not a feature folder: it has no {MANIFEST}; make one with shape extract"
             ) from None
         with reading(
             f"{MANIFEST} of {storage}", FeatureStoreError, "it is damaged: extract again into an empty folder"

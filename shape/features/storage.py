@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from os.path import expanduser
 from pathlib import Path
 from threading import Lock, get_ident
 from typing import Generic, TypeVar
@@ -31,7 +32,7 @@ class Storage:
     """
 
     def __init__(self, address: "str | Path | Storage") -> None:
-        self.address = str(address)
+        self.address = expanduser(str(address))
         self.folder = None if "://" in self.address else Path(self.address)
         try:
             self._files, self._root = url_to_fs(self.address)

@@ -63,6 +63,9 @@ class TrainerOptions:
         """
         import pytorch_lightning as pl
 
+        for name in ("accumulate_grad_batches", "log_every_n_steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"trainer.{name} is {getattr(self, name)}; give at least 1")
         if self.strategy.startswith("fsdp") and self.strategy != "fsdp":
             raise ConfigError(f"trainer.strategy {self.strategy} is not offered; give fsdp, or ddp")
         own = {each.name for each in fields(self)}
@@ -91,10 +94,8 @@ class TrainerOptions:
 
     def for_training(self, steps: int, **others: Any) -> "pl.Trainer":
         """A Trainer for so many steps of batches that are dealt to processes already."""
-        import pytorch_lightning as pl
-
         own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "more"}
-        return pl.Trainer(
+        return _made(
             **{**own, "precision": self.chosen_precision(), "strategy": self._chosen_strategy(), **self.more},
             max_steps=steps,
             max_epochs=1,  # one run over the loader, which counts in steps
@@ -126,9 +127,7 @@ class TrainerOptions:
 
     def for_extraction(self) -> "pl.Trainer":
         """A Trainer for `extract`. No inference mode: its tensors could not be used in training afterwards."""
-        import pytorch_lightning as pl
-
-        return pl.Trainer(
+        return _made(
             accelerator=self.accelerator,
             devices=self.devices,
             num_nodes=self.num_nodes,
@@ -140,6 +139,20 @@ class TrainerOptions:
             enable_model_summary=False,
             use_distributed_sampler=False,
         )
+
+
+def _made(**options: Any) -> "pl.Trainer":
+    """Raises ConfigError for what Lightning does not take, or not on this machine; its errors are of many kinds."""
+    import pytorch_lightning as pl
+
+    try:
+        return pl.Trainer(**options)
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(
+            f"Lightning's Trainer cannot be made with these options ({said}); give other --trainer.accelerator, "
+            "devices, strategy, precision, or whatever it names"
+        ) from error
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from shape.drafters import TreeShape
+from shape.drafters import Drafter, TreeShape
 from shape.drafters.lengths import DraftLength
 from shape.errors import ConfigError, UnsupportedGeneration
 from shape.generation import streams
@@ -35,6 +35,7 @@ from shape.networks.export import export
 
 _EOS_AWARE_TOKENS = 4
 _WARM_UP_TOKENS = 16  # enough for a few steps
+_ANSWER = 512  # tokens at most, where nobody says how many
 
 
 class ShapeDecoder(Engine):
@@ -67,7 +68,7 @@ class ShapeDecoder(Engine):
         tokenizer: Any = None,
         dtype: str | torch.dtype | None = None,
         device_map: Any = None,
-        drafter: str | Sequence[str] | None = None,
+        drafter: str | Sequence[str] | Drafter | None = None,
         tree: TreeShape | None = None,
         fall_back: bool | float = True,
         draft_device: str | torch.device | None = None,
@@ -124,10 +125,13 @@ class ShapeDecoder(Engine):
             TargetMismatch: predictor and target do not belong together.
             UnsupportedTarget: no target can be loaded from there, or none that can be verified exactly.
         """
-        drafts = DrafterOptions(drafter, tree, draft_device, draft_length(options, num_draft_tokens), pack, misses)
+        own, named = (drafter, "none") if isinstance(drafter, Drafter) else (None, drafter)
+        if not isinstance(tree, TreeShape | None):
+            raise ConfigError(f"tree is {tree!r}; give a TreeShape, for example TreeShape(depth=4, width=2)")
+        drafts = DrafterOptions(named, tree, draft_device, draft_length(options, num_draft_tokens), pack, misses)
         options |= {"tokenizer": tokenizer, "dtype": dtype, "device_map": device_map}
         loaded, chosen = load_pair(source, target, predictor, drafts, predictor_revision, prepacked, **options)
-        made = cls(loaded, chosen, fall_back=fall_back, graphs=graphs)
+        made = cls(loaded, own or chosen, fall_back=fall_back, graphs=graphs)
         made._made_target = loaded is not source and loaded is not target
         return made
 
@@ -278,15 +282,15 @@ class ShapeDecoder(Engine):
             streaming = streamer is not None
             pieces = self._start(prompt, attention_mask, generation_config, streaming=streaming, **options)
             out = finish(pieces, prompt, streamer)
-        if return_dict_in_generate is None and generation_config is not None:
-            return_dict_in_generate = generation_config.return_dict_in_generate
+        if return_dict_in_generate is None:
+            config = self.target.model.generation_config if generation_config is None else generation_config
+            return_dict_in_generate = config is not None and config.return_dict_in_generate
         return out if return_dict_in_generate else out.sequences
 
     def chat(
         self,
         messages: str | Sequence[Mapping[str, Any]],
         *,
-        max_new_tokens: int = 512,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> str:
@@ -298,7 +302,7 @@ class ShapeDecoder(Engine):
         Args:
             messages: the conversation so far, with roles as the chat template knows them; a text is the user's message.
             chat_template_kwargs: what the chat template is given beside the messages: `enable_thinking`, `tools`, ...
-            options: those of ``generate``.
+            options: those of ``generate``; where nobody says how long, an answer has 512 tokens at most.
 
         Raises:
             DataError: the target has no tokenizer, or its chat template refuses the messages.
@@ -306,9 +310,18 @@ class ShapeDecoder(Engine):
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         ids = self.target.encode(messages, chat_template_kwargs)
-        out = self.generate(ids, torch.ones_like(ids), max_new_tokens=max_new_tokens, **options)
+        out = self.generate(ids, torch.ones_like(ids), **self._as_long_as_answers(ids, options))
         tokens = out if isinstance(out, Tensor) else out.sequences
         return self.target.message(tokens[0, ids.shape[1] :].tolist(), chat_template_kwargs)["content"]
+
+    def _as_long_as_answers(self, ids: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+        """Options for text behind ids (1, L), of which transformers' default length is no answer's."""
+        configs, longest = (options.get("generation_config"), self.target.model.generation_config), _ANSWER
+        if any(getattr(config, "max_new_tokens", None) for config in configs):
+            return options
+        if self.target.max_positions is not None:
+            longest = max(1, min(longest, self.target.max_positions - ids.shape[1]))
+        return options if {"max_new_tokens", "max_length"} & options.keys() else {**options, "max_new_tokens": longest}
 
     @overload
     def stream(
@@ -342,7 +355,8 @@ class ShapeDecoder(Engine):
                 of a chat, which yields text in whole words, without special tokens.
             attention_mask: (1, L), with ids only.
             chat_template_kwargs: what the chat template is given beside the messages: `enable_thinking`, `tools`, ...
-            options: those of ``generate`` but for streamer and those that say what to return.
+            options: those of ``generate`` but for streamer and those that say what to return; where nobody says how
+                long, text has 512 tokens at most.
 
         Raises:
             UnsupportedGeneration: as in ``generate``, before anything is computed.
@@ -351,6 +365,7 @@ class ShapeDecoder(Engine):
         if isinstance(input_ids, Tensor):
             return streams.ids(self._start(input_ids, attention_mask, streaming=True, stepwise=True, **options))
         ids = self.target.encode(input_ids, chat_template_kwargs)
+        options = self._as_long_as_answers(ids, options)
         tokens = streams.ids(self._start(ids, torch.ones_like(ids), streaming=True, stepwise=True, **options))
         return streams.text(tokens, self.tokenizer)
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from shape.drafters import Drafter, make_drafter
-from shape.errors import UnsupportedGeneration
+from shape.errors import ConfigError, UnsupportedGeneration
 from shape.generation.control import FIXED_BREAK_EVEN, SpeculationControl, StepCosts
 from shape.generation.eager import EagerSteps
 from shape.generation.fixed import FixedSteps, why_not
@@ -56,6 +56,12 @@ class Engine:
         fall_back: bool | float = True,
         graphs: bool | FixedSteps | None = None,
     ) -> None:
+        if not isinstance(drafter, Drafter | str | None):
+            raise ConfigError(
+                f"drafter is {drafter!r}; give a Drafter, for example SuffixDrafter(), or the name of one"
+            )
+        if not isinstance(fall_back, bool | int | float):
+            raise ConfigError(f"fall_back is {fall_back!r}; give True, False or an acceptance length")
         self.target = Target.load(target, tokenizer=tokenizer)
         self.drafter = make_drafter(drafter) if isinstance(drafter, str) else drafter
         with evaluating([self.target.model]), host_by_default():

@@ -69,6 +69,8 @@ def load_pair(
 ) -> tuple[Target, Drafter | None]:
     """Arguments and errors are those of ``ShapeDecoder.from_pretrained``."""
     options = {name: value for name, value in options.items() if value is not None}
+    if not isinstance(predictor, str | Path | None):
+        raise ConfigError(f"predictor is a {type(predictor).__name__}; give a folder or a hub id")
     hub, code = only(SOURCE, options), only({"trust_remote_code"}, options)
     if predictor_revision is not None:
         hub["revision"] = predictor_revision
@@ -94,6 +96,11 @@ def load_pair(
     if predictor is not None and not is_model:
         network = load_predictor(predictor, target, **hub)
         target = target or _target_of(network, predictor)
+    if predictor is not None and name is not None and is_model != ("model" in parts) and trained:
+        what = "language model" if is_model else "predictor"
+        raise ConfigError(
+            f"drafter {name!r} is asked for, and {predictor} is a {what}; leave drafter out, or give another"
+        )
     if network is not None and network.kind != PREDICTOR_KINDS.get(predictor_name, network.kind):
         raise ConfigError(f"drafter {name!r} is asked for, and predictor {predictor} is of kind {network.kind}")
     if target is None:
@@ -111,8 +118,11 @@ def load_pair(
             predictor, dtype=draft_dtype(loaded, where), device_map=where, prepacked=prepacked, **code, **hub
         )
         given["model"] = ModelDrafter(small, "adaptive" if isinstance(length, int | None) else length)
+    if not isinstance(length, int | None) and "model" not in given:
+        raise ConfigError(f"num_draft_tokens is {length!r}, as smaller models that draft take it; give a number")
     limit = length if isinstance(length, int) else None
-    return loaded, make_drafter(name or "+".join(given) or _DEFAULT_DRAFTER, given, limit)
+    chosen = "+".join(given) or _DEFAULT_DRAFTER if name is None else name
+    return loaded, make_drafter(chosen, given, limit)
 
 
 def draft_dtype(target: Target, device: torch.device) -> torch.dtype:
@@ -210,14 +220,15 @@ def load_predictor(source: str | Path, target: TargetSource | None = None, form:
             either that can be seen.
     """
     where = bundled.resolve(str(source))
-    with reading(f"predictor {source}", CheckpointError, "give a folder written by shape.train or a hub id"):
+    advice = (
+        f"give a folder written by shape train or a hub id{'' if Path(where).exists() else ': no such folder is here'}"
+    )
+    with reading(f"predictor {source}", CheckpointError, advice):
         if form != "auto" or format_of(_config_of(source, hub)) is not None:
             given = target if isinstance(target, str | Path | None) else target.config
             return _sound(load_foreign(where, given, form, **hub), source)
         config = ShapeConfig.from_pretrained(where, **hub)
-        shape = typed(TreeShape, config.draft or {})
-        if min(size for size in (shape.depth, shape.width, shape.branching, shape.nodes) if size is not None) < 1:
-            raise ValueError(f"draft is {config.draft}")
+        typed(TreeShape, config.draft or {})
         if config.target_identity is not None:
             TargetIdentity.from_dict(config.target_identity)
         found: Any = PREDICTORS[config.kind].from_pretrained(where, config=config, output_loading_info=True, **hub)

@@ -327,9 +327,9 @@ def _resolve_options(
 ) -> _ResolvedOptions:
     """From an earlier call with the same options, where the prompts have no part in what they mean."""
     known, key = _resolved.setdefault(target, {}), _key(target, config, options)
-    if key in known:
+    if key is not None and (found := known.get(key)) is not None:
         width_of(input_ids)
-        return known[key]
+        return found
     given = merged(target, config, options)
     refuse(target, given)
     if given.get("eos_token_id") == [] and given.get("pad_token_id") is None:

@@ -71,8 +71,8 @@ class Rejection(Rule):
     def fit(self, drafter: Drafter | None, target: Target) -> Drafter | None:
         if drafter is not None and drafter.drops_drawn_nodes:
             raise UnsupportedGeneration(
-                f"acceptance {self.name!r} is biased where drawn nodes are dropped again; give a tree without nodes, "
-                "or use 'match'"
+                f"acceptance {self.name!r} is biased where drawn nodes are dropped again; give a tree without a "
+                "limit of nodes (--tree.nodes null), or use 'match'"
             )
         return drafter
 

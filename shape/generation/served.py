@@ -61,10 +61,14 @@ def without_none(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged(target: Target, generation_config: GenerationConfig | None, options: dict[str, Any]) -> dict[str, Any]:
+    """The options that are given by name, or else by configurations, in which transformers ignores what it does not
+    know, as some targets' have it.
+    """
     given: dict[str, Any] = {}
+    known = GenerationConfig().to_dict().keys() | NEUTRAL_VALUES.keys()
     for config in (target.model.generation_config, generation_config):
         if config is not None:
-            given |= without_none(config.to_dict())
+            given |= {name: value for name, value in without_none(config.to_dict()).items() if name in known}
     return given | without_none(options)
 
 

@@ -56,8 +56,7 @@ tags: [speculative-decoding]
 # Draft model for {target.name}
 
 Drafts tokens for lossless speculative decoding of `{target.name}`, whose tokenizer it has: a causal LM of
-{millions:.1f}M parameters that learned the target's distributions on the target's own answers. It is of little use by
-itself.
+{millions:.1f}M parameters that learned the target's distributions. It is of little use by itself.
 
 ```python
 from shape import ShapeDecoder

@@ -23,7 +23,8 @@ from shape.drafters import TreeShape
 from shape.errors import ConfigError, UnsupportedTarget
 from shape.generation.loading import PREDICTOR_KINDS, DrafterOptions, load_pair
 from shape.serving.batch import BatchDrafter, Computed
-from shape.target.model import Target, read_config
+from shape.target.loading import read_config
+from shape.target.model import Target
 
 TRIED = ("0.32.0",)
 """Versions of vLLM that this was run in."""

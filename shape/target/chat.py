@@ -59,6 +59,8 @@ def render(
     given = template or {}
     template_of(tokenizer, given)
     chat = [dict(message.chat if isinstance(message, Message) else message) for message in messages]
+    if strange := [message for message in chat if "role" not in message]:
+        raise DataError(f"a message has the keys {', '.join(map(str, strange[0]))}; give role and content")
     try:
         return cast(
             str,
@@ -67,6 +69,16 @@ def render(
     except Exception as error:  # a template is a program and may raise anything
         roles = ", ".join(str(message.get("role")) for message in chat) or "no message"
         raise DataError(f"the chat template of {name_of(tokenizer)} refuses the turns {roles}: {error}") from None
+
+
+def plain_text(name: str, messages: Sequence[Message | Mapping[str, Any]]) -> str:
+    """What a target without a chat template continues; raises DataError where that is no text."""
+    parts = [message.content if isinstance(message, Message) else message.get("content") for message in messages]
+    if strange := [part for part in parts if not isinstance(part, str)]:
+        raise DataError(
+            f"target {name} has no chat template, and continues texts, not {strange[0]!r}; give such contents"
+        )
+    return "\n".join(map(str, parts))
 
 
 def prompt_ids(

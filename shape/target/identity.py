@@ -95,12 +95,12 @@ def float_weight(module: Any) -> Tensor | None:
 def _head_hash(head: nn.Module) -> str:
     """Hash of evenly spaced rows in bfloat16, so that loading in another dtype keeps the identity.
 
-    Empty, which is "unknown", for a quantised head: its rows are no longer those that a predictor was trained for, and
-    still close enough to draft with.
+    Empty, which is "unknown", for a quantised head, and in float16, which rounds other digits: its rows are no longer
+    those that a predictor was trained for, and still close enough to draft with.
     """
     with align_module_device(head):
         weight = float_weight(head)
-        if weight is None or weight.device.type == "meta":
+        if weight is None or weight.device.type == "meta" or weight.dtype == torch.float16:
             return ""
         rows, last = min(_HEAD_SAMPLE_ROWS, weight.shape[0]), weight.shape[0] - 1
         chosen = torch.linspace(0, last, rows, dtype=torch.float32).long()

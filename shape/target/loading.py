@@ -1,12 +1,14 @@
 """How a target comes to be loaded: what the options of all commands mean to transformers' ``from_pretrained``."""
 
+import re
 from collections.abc import Mapping, Set
 from dataclasses import asdict
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers.utils import cached_file, extract_commit_hash
 
 from shape import bundled
@@ -19,6 +21,11 @@ SOURCE = frozenset({"token", "cache_dir", "local_files_only", "force_download", 
 HUB_OPTIONS = SOURCE | {"revision"}
 # Options of Target.load, and of commands by themselves.
 _OURS = {"dtype", "device_map", "tokenizer", "prepacked", "quantize"}
+# What is often meant by an option that nobody knows.
+_OFTEN_GIVEN = [
+    *("device_map", "drafter", "fall_back", "num_draft_tokens", "predictor", "tree", "draft_device"),
+    *_OURS,
+]
 # What says which files are read: all that a tokenizer takes, of which any other would become a setting.
 FILE_OPTIONS = HUB_OPTIONS | {"trust_remote_code", "code_revision", "subfolder", "gguf_file"}
 
@@ -90,7 +97,9 @@ def resolve_device(device: str | torch.device) -> torch.device:
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:  # an unknown name; or torch was built without that kind
-        raise ConfigError(f"device {device} is not there; use cpu, cuda or cuda:1 ({first_line(error)})") from error
+        here = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+        here += ["mps"] if torch.backends.mps.is_available() else []
+        raise ConfigError(f"device {device} is not here; give {' or '.join(here)} ({first_line(error)})") from error
 
 
 def resolve_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -122,6 +131,26 @@ def commit_of(where: str, options: dict[str, Any]) -> str:
         return extract_commit_hash(found, None) or ""
     except (OSError, ValueError):
         return ""
+
+
+def read_config(target: str | Path, **options: Any) -> PretrainedConfig:
+    """The configuration of a target that is not loaded yet; options as in ``Target.load``.
+
+    Raises:
+        UnsupportedTarget: nothing that can be read there, or no target.
+    """
+    known = {name: value for name, value in options.items() if name not in ("quantization_config", "quantize")}
+    where = bundled.resolve(str(target))
+    try:
+        config, _ = AutoConfig.from_pretrained(where, return_unused_kwargs=True, **known)  # these are not merged here
+    except Exception as error:  # damaged files have errors of many kinds
+        raise UnsupportedTarget(
+            f"target {target} cannot be loaded; give a folder with config.json or the id of a reachable hub "
+            f"model{'' if Path(where).exists() else ': no such folder is here'} ({first_line(error)})"
+        ) from error
+    if config.model_type == "shape":
+        raise UnsupportedTarget(f"{target} is a predictor; give it as predictor, and a language model as target")
+    return config
 
 
 def read_tokenizer(where: str, target: Any, options: Mapping[str, Any]) -> Any:
@@ -158,3 +187,13 @@ def only(names: Set[str], options: Mapping[str, Any]) -> dict[str, Any]:
 
 def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def unknown_option(target: Any, error: TypeError) -> ConfigError:
+    """What to say where a model was given an option that it does not know."""
+    unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    meant = get_close_matches(unknown[1], _OFTEN_GIVEN, n=1) if unknown else []
+    return ConfigError(
+        f"target {target} cannot be loaded with these options ({first_line(error)}); give such as ours, or "
+        f"transformers' from_pretrained, takes{f'; did you mean {meant[0]}?' if meant else ''}"
+    )

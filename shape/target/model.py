@@ -17,16 +17,25 @@ from accelerate.utils import align_module_device
 from torch import Tensor
 from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils import output_capturing
 
 from shape import bundled
 from shape.errors import ConfigError, DataError, UnsupportedTarget
-from shape.target.chat import answer_message, prompt_ids, render
+from shape.target.chat import answer_message, plain_text, prompt_ids, render
 from shape.target.identity import TargetIdentity, float_weight
 from shape.target.inference import evaluating
-from shape.target.loading import commit_of, default_device, dtype_of, first_line, read_tokenizer, resolve_dtype
+from shape.target.loading import (
+    commit_of,
+    default_device,
+    dtype_of,
+    first_line,
+    read_config,
+    read_tokenizer,
+    resolve_dtype,
+    unknown_option,
+)
 from shape.target.prepack import PrepackedForward, is_prepacked, linear, prepack, unpack
 from shape.target.quantize import Quantization, QuantizedLinear, check, quantize_model, quantized
 from shape.target.rotary import Switch, find_switch
@@ -148,7 +157,13 @@ class Target:
             return OpenVinoTarget.load(
                 target, tokenizer=tokenizer, dtype=dtype, device_map=device_map, quantize=quantize, **options
             )
+        if not isinstance(target, str | Path):
+            raise ConfigError(
+                f"target is a {type(target).__name__}; give the PreTrainedModel in it, a folder or a hub id"
+            )
         where, options = bundled.resolve(str(target)), {"trust_remote_code": False, **options}
+        if isinstance(tokenizer, str | Path):
+            tokenizer = read_tokenizer(bundled.resolve(str(tokenizer)), tokenizer, {})
         revision = commit_of(where, options)
         if revision:  # all parts are of one, even while somebody uploads
             options["revision"] = revision
@@ -170,10 +185,7 @@ class Target:
                 f"({first_line(error)})"
             ) from error
         except TypeError as error:  # transformers gives what it does not know to the model
-            raise ConfigError(
-                f"target {target} cannot be loaded with these options ({first_line(error)}); give such as ours, or "
-                "transformers' from_pretrained, takes"
-            ) from error
+            raise unknown_option(target, error) from error
         except Exception as error:  # a quantiser that is not installed, damaged files: each has errors of its own
             raise UnsupportedTarget(f"target {target} cannot be loaded ({first_line(error)})") from error
         if quantize is not None:
@@ -443,7 +455,7 @@ class Target:
         if self.tokenizer is None:
             raise DataError(f"target {self.name} has no tokenizer; give a folder that has one, or token ids")
         if not isinstance(prompt, str) and not self.tokenizer.chat_template:
-            prompt = "\n".join(message["content"] for message in prompt)
+            prompt = plain_text(self.name, prompt)
         ids = prompt_ids(prompt, self.tokenizer, chat_template_kwargs)
         if not ids:
             raise DataError("the prompt is empty; give at least one token")
@@ -459,25 +471,6 @@ class Target:
 
     def __repr__(self) -> str:
         return f"Target({self.name}, hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, {self.precision})"
-
-
-def read_config(target: str | Path, **options: Any) -> PretrainedConfig:
-    """The configuration of a target that is not loaded yet; options as in ``Target.load``.
-
-    Raises:
-        UnsupportedTarget: nothing that can be read there.
-    """
-    known = {
-        name: value for name, value in options.items() if name not in ("quantization_config", "quantize")
-    }  # not merged here
-    try:
-        config, _ = AutoConfig.from_pretrained(bundled.resolve(str(target)), return_unused_kwargs=True, **known)
-        return config
-    except Exception as error:  # damaged files have errors of many kinds
-        raise UnsupportedTarget(
-            f"target {target} cannot be loaded; give a folder with config.json or the id of a reachable hub "
-            f"model ({first_line(error)})"
-        ) from error
 
 
 def announce(target: Target, more: str = "") -> None:

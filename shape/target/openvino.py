@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 from shape import bundled
 from shape.errors import ConfigError, UnsupportedTarget
 from shape.files import cache_folder
-from shape.target.loading import commit_of, dtype_of, first_line, only, read_tokenizer
-from shape.target.model import Target, read_config
+from shape.target.loading import commit_of, dtype_of, first_line, only, read_config, read_tokenizer
+from shape.target.model import Target
 from shape.target.openvino_conversion import (
     IDS,
     POSITIONS,

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from shape.errors import UnsupportedTarget
+
 
 @dataclass(frozen=True)
 class Size:
@@ -35,13 +37,28 @@ class Size:
 
 
 def size_of(target: PretrainedConfig | PreTrainedModel, trust_remote_code: bool = False) -> Size:
-    """Of a model, or from a configuration alone: the model is then made without memory for its weights."""
+    """Of a model, or from a configuration alone: the model is then made without memory for its weights.
+
+    Raises:
+        UnsupportedTarget: it is no decoder-only language model with attention.
+    """
     if isinstance(target, PreTrainedModel):
         model = target
     else:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(target, trust_remote_code=trust_remote_code)
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(target, trust_remote_code=trust_remote_code)
+        except ValueError as error:  # transformers lists all that it knows
+            raise UnsupportedTarget(
+                f"the target's configuration, of model_type {target.model_type}, is not that of a decoder-only "
+                "language model; give one of a causal LM"
+            ) from error
     text = model.config.get_text_config()
+    if getattr(text, "num_attention_heads", None) is None:
+        raise UnsupportedTarget(
+            f"the target, of model_type {text.model_type}, has no attention, and drafts are verified by it; give a "
+            "causal LM of transformer layers"
+        )
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     outside = {id(weight): weight.numel() for each in (embedding, head) for weight in each.parameters()}
     parameters = sum(weight.numel() for weight in model.parameters())

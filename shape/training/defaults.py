@@ -117,6 +117,11 @@ def network_config(options: TrainOptions, target: Target | Size) -> ShapeConfig 
         }
     if options.predictor.kind in MASKED and given["mask_token_id"] is None and isinstance(target, Target):
         given["mask_token_id"] = mask_token(target)
+    if not 0 <= (given["mask_token_id"] or 0) < target.vocab_size:
+        raise ConfigError(
+            f"predictor.mask_token_id is {given['mask_token_id']}, and the target's tokens are 0 to "
+            f"{target.vocab_size - 1}; give one of them, or null, which chooses one"
+        )
     return ShapeConfig(
         vocab_size=target.vocab_size,
         target_identity=target.identity.to_dict() if isinstance(target, Target) else None,

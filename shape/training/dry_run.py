@@ -34,8 +34,8 @@ from shape.generation.answers import LocalBackend
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.timing import draft_cost
 from shape.networks.base import Predictor
-from shape.target.loading import dtype_of, of_target, tokenizer_of
-from shape.target.model import Target, read_config
+from shape.target.loading import dtype_of, of_target, read_config, tokenizer_of
+from shape.target.model import Target
 from shape.target.size import Size, size_of
 from shape.training import preparation
 from shape.training.defaults import network_config, resolve

@@ -246,7 +246,7 @@ class DrafterModule(TrainingModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint.get("shape")
         if saved is None:
-            raise CheckpointError("the checkpoint was not written by shape.train; give one of its last.ckpt files")
+            raise CheckpointError("the checkpoint was not written by shape train; give one of its last.ckpt files")
         require_same_run(saved["recipe"], self.recipe)
         self._seconds_before = saved["seconds"]
         # A run that had ended goes on where more steps are asked for: its last batch is not the last any more, nor its

@@ -3,6 +3,7 @@
 import math
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
 from shape.data.options import AnswerOptions
@@ -56,8 +57,8 @@ class PredictorOptions:
         draft_vocab_size: draft from so many of the most frequent tokens only; null drafts from all, auto from as many
             as target and data suggest (`shape.networks.sizing`).
         markov_rank: rank of a bias by the token before, for steps that do not read it; 0 is none.
-        markov_head_type: of block, whether the bias is of the token alone, gated by the state, or has a state of its
-            own.
+        markov_head_type: whether the bias is of the token alone, has a state of its own along the path, or, of block,
+            is gated by the network's state.
         coupling: keep the steps' marginals under the bias, by a coupling over so many candidates; 0 does not.
         confidence: estimate where the target will agree, for dynamic trees.
         shared_head: one output embedding of its own for all of medusa's steps.
@@ -198,7 +199,7 @@ class TrainingOptions:
         decay: how the learning rate falls to zero over the remaining steps.
         weight_decay: on matrices only; biases, gates and norms are left alone.
         noise: standard deviation of uniform noise on the input states, in units of each state's root mean square.
-            Off by default: `python -m shape.train --training.noise 0.2` was no better within its interval.
+            Off by default: `shape train --training.noise 0.2` was no better within its interval.
         noise_absolute: that deviation is in the states' own units (the paper's), whatever their size.
         ema: validate and export an exponential moving average of the weights, with this decay per step; null takes the
             weights themselves.
@@ -296,7 +297,7 @@ class TrainOptions(TargetOptions):
         regenerate: let the target answer the prompts of `data` itself, and learn from its answers (kept in the
             features folder); false learns from the answers as they are, which is right where shape.regenerate or a
             server wrote them.
-        features: folder of stored features, or an address that fsspec knows (s3://...), made by shape.extract or by an
+        features: folder of stored features, or an address that fsspec knows (s3://...), made by shape extract or by an
             earlier run, or to be filled; null is `features` in the output folder.
         online: compute features in each training step and store none.
         shard_target: each of several processes keeps its part of the target's weights (FSDP), and they gather a block
@@ -370,6 +371,8 @@ class TrainOptions(TargetOptions):
         self.training.check()
         self.regeneration.check()
         self.trainer.check()
+        if Path(self.output).resolve() == Path(self.target).resolve():
+            raise ConfigError(f"output {self.output} is the target's folder, which would be replaced; give another")
         if self.training.ema is not None and self.trainer.strategy == "fsdp":
             raise ConfigError("ema averages whole networks, and fsdp cuts them; leave it out, or give ddp")
         if self.training.compile and self.trainer.strategy == "fsdp":

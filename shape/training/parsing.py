@@ -1,6 +1,8 @@
 """`TrainOptions` from the command line and from YAML files. Precedence: CLI > --config files > defaults."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ def parse(arguments: Sequence[str], docstring: str | None = None, common: Sequen
     reader = parser(defaults if is_bundled else None, docstring, common)
     values = reader.parse_args(arguments)
     with exit_on_error():
+        if values.dry_run and not set(DRY_RUN) & set(arguments):
+            raise ConfigError("dry_run stands in a file, which is read for trainings too; give --dry-run instead")
         options = as_options(reader.instantiate(values).as_dict())
         if options.init is None:
             return options
@@ -50,7 +54,8 @@ def _trainer_option(argument: str) -> str:
 
 def as_options(values: Mapping[str, Any]) -> TrainOptions:
     """Out of all that the parser knows."""
-    return TrainOptions(**{name: value for name, value in values.items() if name not in ("config", "dry_run")})
+    options = TrainOptions(**{name: value for name, value in values.items() if name not in ("config", "dry_run")})
+    return replace(options, output=expanduser(options.output))
 
 
 def read_options(file: str) -> TrainOptions:
@@ -59,8 +64,8 @@ def read_options(file: str) -> TrainOptions:
     Raises:
         ConfigError: it is no file with options.
     """
-    with reading(file, ConfigError, "give a YAML file with options of shape.train"):
+    with reading(file, ConfigError, "give a YAML file with options of shape train"):
         values = yaml.safe_load(Path(file).read_text())
     if not isinstance(values, dict):
-        raise ConfigError(f"{file} has no options; give a YAML file with options of shape.train")
+        raise ConfigError(f"{file} has no options; give a YAML file with options of shape train")
     return parse([f"--config={file}"])

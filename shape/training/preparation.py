@@ -32,6 +32,7 @@ from shape.target.size import size_of
 from shape.training.defaults import network_config, resolve
 from shape.training.forecast import Forecast
 from shape.training.options import TrainOptions
+from shape.training.warm_start import refuse_other_sizes
 
 _HELD_OUT_SHARE = 0.1
 _TEXT_PROMPT = 32  # tokens of a text that prompt for the rest
@@ -60,6 +61,14 @@ class Material:
     home: Storage
     trainer: pl.Trainer
 
+    @property
+    def answers(self) -> str:
+        """Whose they are, for the record: the target answers where there is a prompt, and nothing else."""
+        asked = [conversation.asks for conversation in self.conversations]
+        if not self.runs[0].regenerate or not any(asked):
+            return "as given"
+        return "the target's own" if all(asked) else "the target's own; texts without a prompt as given"
+
 
 def prepare(runs: Sequence[TrainOptions], home: Storage) -> Material:
     """Target and data of runs that share them, and every check of their options that needs these.
@@ -72,6 +81,8 @@ def prepare(runs: Sequence[TrainOptions], home: Storage) -> Material:
     """
     options = runs[0]
     trainer = options.trainer.for_extraction()
+    for run in runs:  # early, so that a bad option stops the run before the work
+        run.trainer.for_training(1, logger=False, enable_checkpointing=False)
     if options.shard_target and trainer.world_size < 2:
         raise ConfigError(
             "shard_target shares the target out among processes, and there is one; give --trainer.devices and "
@@ -85,11 +96,13 @@ def prepare(runs: Sequence[TrainOptions], home: Storage) -> Material:
         first = resolve(run, size, None)
         first.feature_options().check(target)
         network_config(first, target)
+        refuse_other_sizes(run, target)
     prompts = _measurement_prompts(options)  # read early, so that a bad file stops the run before the work
     conversations = load_data(options)
     refuse_others(home, target)
     for_validation = validation_data(options)
     options = resolve(options, size, None)  # what follows reads its length
+    _refuse_early(options, target, conversations, for_validation, prompts)
     if options.writes_answers:
         conversations = _regenerated(options, target, conversations, home, trainer)
     texts = split_conversations(target, conversations)
@@ -99,11 +112,6 @@ def prepare(runs: Sequence[TrainOptions], home: Storage) -> Material:
     resolved = [resolve(run, size, text) for run in runs]
     for_validation = for_validation or [conversations[index] for index in sorted(held_out)]
     if not prompts:
-        if options.measurement.limit and len(for_validation) < 2:
-            raise DataError(
-                "there is one conversation to validate on, and none is left to measure on; give more "
-                "--validation_data, or --measurement.prompts, or --measurement.limit 0"
-            )
         # The best of many measurements owes something to luck on its own prompts, and is measured on others.
         for_validation, prompts = for_validation[::2], _as_prompts(for_validation[1::2])
     rank_zero_only(announce)(target)
@@ -121,6 +129,26 @@ def prepare(runs: Sequence[TrainOptions], home: Storage) -> Material:
         home,
         trainer,
     )
+
+
+def _refuse_early(
+    options: TrainOptions,
+    target: Target,
+    conversations: list[Conversation],
+    for_validation: list[Conversation],
+    prompts: list[Prompt],
+) -> None:
+    """Raises DataError for what the files alone can say, before the target answers."""
+    if for_validation:
+        validation_prompts(list(chain.from_iterable(split_conversations(target, for_validation))), target, options)
+    else:
+        held_out_numbers(options, conversations)
+    _fitting(prompts, target, options)
+    if options.measurement.limit and len(for_validation) == 1 and not prompts:
+        raise DataError(
+            "there is one conversation to validate on, and none is left to measure on; give more --validation_data, or "
+            "--measurement.prompts, or --measurement.limit 0"
+        )
 
 
 def writable(output: Path) -> Path:

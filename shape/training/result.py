@@ -50,7 +50,6 @@ def export_and_measure(
         "command": Environment.capture(target.device).command,
         "target": options.target,
         "data": options.data or "the conversations that ship with shape",
-        "answers": "the target's own" if options.regenerate else "as given",
         "steps": module.trainer.global_step,
         "seconds": round(module.seconds, 1),
         "validation_seconds": round(validation.seconds, 1),
@@ -60,7 +59,7 @@ def export_and_measure(
     }
     _export(predictor, output, target, record)
     if target.sharded:  # of which this process alone could not run a layer
-        command = f"python -m shape.bench --target {options.target} --predictor {output} --device_map auto"
+        command = f"shape bench --target {options.target} --predictor {output} --device_map auto"
         console.print(f"the predictor is in {output}; measure it:\n  {command}", highlight=False, soft_wrap=True)
         return
     decoder = ShapeDecoder.from_pretrained(output, target=target)
@@ -90,7 +89,7 @@ def export_and_measure(
     console.print(f"the predictor is in {output}; try it:", highlight=False)
     text = prompts[0].turns[0] if prompts else "Hello"
     pair = "" if isinstance(predictor, Predictor) else f"--target {options.target} "
-    command = f"  python -m shape.generate {pair}--predictor {output} --prompt {text!r}"
+    command = f"  shape generate {pair}--predictor {output} --prompt {text!r}"
     console.print(command, highlight=False, soft_wrap=True)
 
 

@@ -77,7 +77,7 @@ def _train(
     runs, first = material.runs, material.runs[0]
     validations = [_validation(run, material, name) for run, name in zip(runs, names, strict=True)]
     counted = CountFlops()
-    trainer = make_trainer(first, material.target, output, [*validations, counted])
+    trainer = make_trainer(first, material.target, output, [counted, *validations])
     if checkpoint is None:
         set_aside(output / "checkpoints")
     store = None if first.online else _features(first, material)
@@ -94,7 +94,8 @@ def _train(
     trainer.fit(trained, data, ckpt_path=checkpoint, weights_only=True)
     if trainer.is_global_zero:
         validating = sum(validation.seconds for validation in validations)
-        record = {"examples": data.size, **throughput(first, modules[0], modules[0].seconds - validating, counted)}
+        record: dict[str, Any] = {"answers": material.answers, "examples": data.size}
+        record |= throughput(first, modules[0], modules[0].seconds - validating, counted)
         if len(runs) > 1:  # of all, as it cannot be told apart
             record |= {"joint": list(names), "validation_seconds": round(validating, 1)}
         for run, module, validation in zip(runs, modules, validations, strict=True):
@@ -172,6 +173,8 @@ def _recipe(options: TrainOptions, material: Material, in_pools: bool) -> dict[s
         in_pools: whether texts are batched by size (`shape.training.batches.WholeTextBatches`).
     """
     shuffled = "in pools by size" if in_pools else "as a whole" if material.home.folder else "by shards"
+    # Of these alone, as other options of validation hold out others of the same data.
+    learned = (each for number, each in enumerate(material.conversations) if number not in material.excluded)
     return {
         "predictor": asdict(options.predictor),
         "init": options.init,
@@ -179,7 +182,7 @@ def _recipe(options: TrainOptions, material: Material, in_pools: bool) -> dict[s
         "online": options.online,
         "shuffled": shuffled,
         "max_length": options.max_length,
-        "conversations": fingerprint(material.conversations)[:16],
+        "conversations": fingerprint(learned)[:16],
         "precision": options.trainer.chosen_precision(),
         "gradient_clip_val": options.trainer.gradient_clip_val,
         "gradient_clip_algorithm": options.trainer.more.get("gradient_clip_algorithm"),

@@ -1,5 +1,6 @@
 """Validation by decoding: the acceptance length with the current weights, by which the best ones are kept."""
 
+import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -85,8 +86,14 @@ class DecodingValidation(pl.Callback):
     def best(self) -> dict[str, float] | None:
         return max(self.history, key=lambda entry: entry["value"], default=None)
 
+    @property
+    def _decoded(self) -> str:
+        """A hash of what is decoded: lengths of other prompts do not compare."""
+        decoded = [[prompt.tolist() for prompt in self.prompts], self.max_new_tokens]
+        return hashlib.sha256(json.dumps(decoded).encode()).hexdigest()[:16]
+
     def state_dict(self) -> dict[str, Any]:
-        return {"history": self.history, "seconds": self.seconds}
+        return {"history": self.history, "seconds": self.seconds, "decoded": self._decoded}
 
     def on_load_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
         self._resumed_from = Path(cast(str, trainer.ckpt_path))
@@ -96,8 +103,12 @@ class DecodingValidation(pl.Callback):
         for path in (self._resumed_from.with_name(self.best_path.name), self.best_path):
             if self.history and measured_in(path) in (self.best, {}):
                 _copy(path, self.best_path)
-                return
-        self.history.clear()  # its best weights are lost, and the best from now on are kept
+                break
+        else:
+            self.history.clear()  # its best weights are lost, and the best from now on are kept
+        if self.history and state_dict.get("decoded", self._decoded) != self._decoded:  # nothing in older checkpoints
+            self.history.clear()
+            rank_zero_only(print)("validation decodes other prompts than before: the best weights are chosen anew")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Of an end that is none any more: an undisturbed run would not have measured here. It stays where its weights

@@ -35,14 +35,11 @@ def as_checkpoint(options: TrainOptions, defaults: PredictorOptions | None = Non
     return replace(options, predictor=PredictorOptions(**own))
 
 
-def start_from(predictor: Predictor, options: TrainOptions, target: Target) -> None:
-    """Give a network the weights and the draft vocabulary of the checkpoint, in its own dtype.
-
-    Raises:
-        TargetMismatch: the checkpoint is for states or a vocabulary of another size.
-    """
-    found = _checkpoint(options, target)
-    config = found.config
+def refuse_other_sizes(options: TrainOptions, target: Target) -> None:
+    """Raises TargetMismatch where the checkpoint, if there is one, is for states or a vocabulary of another size."""
+    if options.init is None:
+        return
+    config = _checkpoint(options, target).config
     widths = ("hidden_size", config.state_size, target.hidden_size)
     for name, given, wanted in (widths, ("vocab_size", config.vocab_size, target.vocab_size)):
         if given not in (None, wanted):
@@ -50,6 +47,11 @@ def start_from(predictor: Predictor, options: TrainOptions, target: Target) -> N
                 f"checkpoint {options.init} is for targets with {name} {given}, and {target.name} has {wanted}; give "
                 "one that was trained for this target, or for what it was fine-tuned from"
             )
+
+
+def start_from(predictor: Predictor, options: TrainOptions, target: Target) -> None:
+    """Give a network the weights and the draft vocabulary of the checkpoint, in its own dtype."""
+    found = _checkpoint(options, target)
     predictor.draft_vocabulary = found.draft_vocabulary
     predictor.load_state_dict(found.state_dict())
     predictor.complete(target)

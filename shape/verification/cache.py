@@ -96,6 +96,7 @@ class KVCacheLayer(CacheLayerMixin):
         slots, new = self.slots, key_states.shape[2]
         end = slots.longest + new
         for held, states in ((self.keys, key_states), (self.values, value_states)):
+            states = states.to(held.dtype)  # which autocast may have made others
             if slots.uniform:
                 held[:, :, slots.longest : end] = states
             else:  # each token as a whole

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from shape.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class TreeShape:
@@ -14,6 +16,9 @@ class TreeShape:
         nodes: drafted nodes kept of all candidates, the best by joint probability; None keeps all.
         threshold: stop growing once no path's joint probability reaches this, as the drafter estimates it; 0 never
             stops. Looking costs a wait for the device: at every depth where each takes a pass of the network, else one.
+
+    Raises:
+        ConfigError: nothing would be drafted.
     """
 
     depth: int = 4
@@ -21,6 +26,14 @@ class TreeShape:
     branching: int | None = None
     nodes: int | None = None
     threshold: float = 0.0
+
+    def __post_init__(self) -> None:
+        sizes = {"depth": self.depth, "width": self.width, "branching": self.branching, "nodes": self.nodes}
+        for name, size in sizes.items():
+            if size is not None and size < 1:
+                raise ConfigError(f"tree.{name} is {size}; give at least 1")
+        if not 0 <= self.threshold < 1:
+            raise ConfigError(f"tree.threshold is {self.threshold}; give a probability from 0 to below 1")
 
     @classmethod
     def full(cls, branching: int, depth: int) -> "TreeShape":

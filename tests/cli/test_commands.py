@@ -124,6 +124,15 @@ def test_hyphens_are_underscores(example):
         assert options_of(Example, example.parse_args(given)) == Example(batch_size=3)
 
 
+def test_the_command_line_goes_before_files_in_any_order(example, tmp_path):
+    for name, size in (("one", 4), ("two", 5)):
+        (tmp_path / name).write_text(f"batch_size: {size}\n")
+    one, two = (["--config", str(tmp_path / "one")], [f"--config={tmp_path / 'two'}"])
+    for given in (["--batch_size=3", *one], [*one, "--batch_size", "3"], [*one, "--batch_size=3", *two]):
+        assert example.parse_args(given).batch_size == 3
+    assert example.parse_args([*one, *two]).batch_size == 5
+
+
 def test_names_of_the_version_before_still_work(example, tmp_path):
     for given in (["--rows", "3"], ["--batches=3"]):
         with pytest.warns(FutureWarning, match=r"--(rows|batches) is now --batch_size"):

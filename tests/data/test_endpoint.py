@@ -34,6 +34,7 @@ class Server(ThreadingHTTPServer):
         self.asked: list[tuple[str, str | None, dict[str, Any]]] = []
         self.reply: dict[str, Any] | None = None
         self.strict = False  # about options that OpenAI does not know
+        self.refused: tuple[int, str] | None = None  # the status for requests with this text
 
     @property
     def url(self) -> str:
@@ -50,6 +51,8 @@ class Handler(BaseHTTPRequestHandler):
             status = self.server.script.pop(0)
             said = "maximum context length is 8" if status == 400 else "no"
             return self._send(status, {"error": {"message": said}})
+        if self.server.refused is not None and self.server.refused[1] in json.dumps(body):
+            return self._send(self.server.refused[0], {"error": {"message": "roles must alternate"}})
         if self.server.reply is not None:
             return self._send(200, self.server.reply)
         if self.server.strict and "return_token_ids" in body:
@@ -207,6 +210,29 @@ def test_endpoint_failures(server):
         backend.generate([REQUEST])
     with pytest.raises(EndpointError, match=r"Connection refused"):
         EndpointBackend("http://127.0.0.1:9/v1", "m", retries=1, pause=0.01).generate([REQUEST])
+
+
+@pytest.mark.parametrize("status", [400, 422])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_conversation_that_the_endpoint_refuses_is_left_out(server, tmp_path, status, strict):
+    """The first one, before anything was answered, and a second turn, with what was answered before it kept."""
+    server.refused, server.strict = (status, "bad"), strict
+    asked = [conversation_of("a", "bad"), conversation_of("b", "good"), conversation_of("c", "good", "bad")]
+    with pytest.warns(UserWarning, match=rf"2 conversations .* a: the endpoint refuses .*status {status}: .*alternate"):
+        done = regenerate(asked, EndpointBackend(server.url, "m"), tmp_path / "out.jsonl", progress=False)
+    assert (done.rows, done.left_out) == (2, 1)
+    assert messages_by_id(tmp_path / "out.jsonl") == {"b": ["good", "1:good:0.0"], "c": ["good", "1:good:0.0"]}
+
+
+@pytest.mark.parametrize("everything", ['"model": "m"', '"temperature": 0.0'])
+def test_an_endpoint_that_refuses_everything_ends_the_run_at_once(server, tmp_path, everything):
+    """Later, too: a server may lose its model."""
+    backend = EndpointBackend(server.url, "m", concurrency=1)
+    backend.generate([REQUEST])
+    server.refused = (400, everything)
+    with pytest.raises(EndpointError, match=r"does not serve model m \(status 400: .*alternate"):
+        regenerate(dialogues(9), backend, tmp_path / "out.jsonl", progress=False)
+    assert len(server.asked) == 3, "it went on asking"
 
 
 def dialogues(count: int) -> list[Conversation]:

@@ -3,16 +3,21 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from regenerated import Echo, conversation_of, many, messages_by_id
 from training_runs import extraction_trainer
 
+from shape.data import regeneration as program
+from shape.data.backends import Answer
 from shape.data.conversations import Conversation
 from shape.data.encoding import encode
 from shape.data.options import AnswerOptions
@@ -204,6 +209,92 @@ def test_another_number_of_processes_goes_on(tmp_path):
     regenerate(many(60), rest, output, AnswerOptions(batch_size=4), progress=False)
     assert output.read_bytes() == straight.read_bytes() and 0 < len(rest.batches) < len(whole.batches) / 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "straight.jsonl"]
+
+
+FAILING = """
+import sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from regenerated import Echo, many
+from shape.data.options import AnswerOptions
+from shape.data.regeneration import own_answers
+from shape.errors import DataError, exit_on_error
+from shape.features.trainer import TrainerOptions
+
+rank, failing = map(int, sys.argv[1:])
+
+class Failing(Echo):
+    def generate(self, requests):
+        if rank == failing and len(self.batches) == 2:
+            raise DataError("this process fails")
+        return super().generate(requests)
+
+with exit_on_error():
+    trainer = TrainerOptions(accelerator="cpu", devices=2, strategy="ddp", enable_progress_bar=False).for_extraction()
+    answers = own_answers(
+        many(60), Failing(), Path({output!r}), AnswerOptions(batch_size=4), trainer, progress=False
+    )
+    print(len(answers), "answered")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_process_that_fails_ends_the_others(tmp_path, failing):
+    """Under a launcher that leaves the others alone, as SLURM's does; of two processes number 2 is none."""
+    tests, output = os.path.dirname(os.path.dirname(__file__)), tmp_path / "out.jsonl"
+    code = FAILING.format(tests=tests, output=str(output))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), str(failing)],
+            env={**os.environ, **place, "PYTHONPATH": os.path.dirname(tests), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        said = [process.communicate(timeout=120)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == ([0, 0] if failing == 2 else [2, 2]), said
+    for rank in (0, 1):
+        ended = "this process fails" if rank == failing else f"rank {rank} has lost a process beside it"
+        assert ("60 answered" if failing == 2 else ended) in said[rank]
+    assert output.exists() == (failing == 2)
+
+
+def test_what_no_other_process_shows_is_waited_for_with_an_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(program, "_SECONDS_TO_APPEAR", 0.2)
+    with pytest.raises(DataError, match=r"written for .*out\.jsonl is not to be seen by this one; give an output on"):
+        regenerate(many(60), Echo(), tmp_path / "out.jsonl", progress=False, share=Share(0, 2))
+
+
+@dataclass
+class Wordy(Echo):
+    """Answers of 10,000 token ids."""
+
+    def _answer(self, request):
+        return Answer(super()._answer(request).text, True, tokens=([0], list(range(1000, 11_000))))
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz"])
+def test_memory_does_not_grow_with_the_answers(tmp_path, name):
+    """Neither while they are written, nor where they are resumed, nor in the end."""
+    output, conversations = tmp_path / name, [conversation_of(f"id-{number}", "q") for number in range(60)]
+    for share in (Share(1, 2), Share(0, 2)):
+        tracemalloc.start()
+        regenerate(conversations, Wordy(), output, AnswerOptions(batch_size=2), progress=False, share=share)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert most < 8e6, f"{most:,} bytes for 60 answers, of which two are a tenth of that"
+    rows = load_conversations(output)
+    assert [row.id for row in rows] == [each.id for each in conversations] and len(rows[0].texts[0].input_ids) == 10_001
 
 
 def test_answers_that_are_written_are_only_read(tmp_path):

@@ -7,6 +7,7 @@ import shutil
 import threading
 from array import array
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -295,6 +296,27 @@ def test_text_for_a_target_without_a_tokenizer_is_refused(tiny_target, tmp_path)
     ):
         with pytest.raises(DataError, match="target bare has no tokenizer, and conversation c0 is text; put one"):
             work([ids, talk(0)])
+
+
+def with_ids(target, conversation: Conversation, shift: int = 0) -> Conversation:
+    """As `shape regenerate` writes it for a target, or for one whose bytes are other tokens."""
+    text = encode(conversation, target.tokenizer, None)
+    ids = [each if each < 3 else 3 + (each - 3 + shift) % 256 for each in text.input_ids.tolist()]
+    return replace(conversation, texts=(Tokens(array("i", ids), bytes(text.loss_mask.tolist())),))
+
+
+def test_token_ids_of_another_tokenizer_are_refused(tiny_target):
+    """A few that do not read as their answers are not: characters may be cut, and templates may trim."""
+    odd = [Conversation("spaced", (Message("user", "?"), Message("assistant", " \n so ")))]
+    for shifted in (0, 5):
+        rows = [with_ids(tiny_target, talk(number), number < shifted) for number in range(10)]
+        rows += [with_ids(tiny_target, each) for each in odd] + [talk(10)]
+        assert len(split_conversations(tiny_target, rows)) == 12
+    rows = [talk(0), *(with_ids(tiny_target, talk(number), 1) for number in range(1, 100))]
+    with pytest.raises(
+        DataError, match=r"conversation c\d+ holds .* reads as other text .*\(32 of 32 looked at do\); give"
+    ):
+        split_conversations(tiny_target, rows)
 
 
 def test_no_conversations_and_unwritable_folders_are_refused(tiny_target, tmp_path):

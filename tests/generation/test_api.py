@@ -1,11 +1,12 @@
 """What people call first: chat, saving, the hub, and what a decoder says of itself."""
 
 import logging
+from copy import copy
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from shape.drafters import SuffixDrafter, TreeShape
 from shape.errors import ConfigError, DataError, UnsupportedGeneration
@@ -26,6 +27,46 @@ def test_chat_gives_the_answer_as_text(tiny_target):
     assert decoder.chat("Say something.", max_new_tokens=20) == decoder.chat(messages, max_new_tokens=20)
     with pytest.raises(DataError, match="no tokenizer"):
         ShapeDecoder(Target(tiny_target.model)).chat("Say something.")
+
+
+def test_answers_have_a_length_where_nobody_says_one(tiny_target, tiny_model, tiny_tokenizer, monkeypatch):
+    decoder, asked = ShapeDecoder(tiny_target, SuffixDrafter()), []
+    start = decoder._start
+    given = [{"role": "user", "content": "Say something."}], "Say something."  # of a chat, and as it is
+    rooms = [tiny_target.max_positions - tiny_target.encode(one).shape[1] for one in given]
+    monkeypatch.setattr(decoder, "_start", lambda *given, **options: asked.append(options) or start(*given, **options))
+    short = GenerationConfig(max_new_tokens=3)
+    for options in ({"eos_token_id": 0}, {"max_length": 90}, {"generation_config": short}):
+        decoder.chat("Say something.", **options)
+        list(decoder.stream("Say something.", **options))
+    assert [one.get("max_new_tokens") for one in asked] == [*rooms, None, None, None, None]
+
+
+def test_what_nobody_knows_of_a_configuration_is_ignored(tiny_model):
+    model, ids = tiny_model("llama"), torch.tensor([[5, 6, 7, 5, 6]])
+    model.generation_config.update(chat_format="chatml", max_window_size=6144, return_dict_in_generate=True)
+    out = ShapeDecoder(model, SuffixDrafter()).generate(ids, max_new_tokens=8)
+    assert torch.equal(out.sequences, model.generate(ids, max_new_tokens=8).sequences)
+    with pytest.raises(UnsupportedGeneration, match="option chat_format is not one of generate's"):
+        ShapeDecoder(model, "suffix").generate(ids, chat_format="chatml")
+
+
+def test_autocast_behind_texts_of_unequal_length(tiny_model):
+    model, ids = tiny_model("llama", torch.float32), torch.tensor([[5, 6, 7, 5, 6], [0, 0, 8, 9, 8]])
+    mask = (ids > 0).long()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = ShapeDecoder(model, SuffixDrafter()).generate(ids, mask, max_new_tokens=20, pad_token_id=0)
+    assert out.shape[1] > 5
+
+
+def test_messages_for_a_target_without_a_template(tiny_model, tiny_tokenizer):
+    tokenizer = copy(tiny_tokenizer)
+    tokenizer.chat_template = None
+    target = Target(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer)
+    with pytest.raises(DataError, match="has no chat template, and continues texts, not None"):
+        target.encode([{"role": "user"}])
+    with pytest.raises(DataError, match="a message has the keys from, value; give role and content"):
+        Target(target.model, tiny_tokenizer).encode([{"from": "human", "value": "hi"}])
 
 
 def test_chat_leaves_reasoning_out(thinking_target):

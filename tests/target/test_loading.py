@@ -9,18 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MambaConfig, T5Config
 
 from eval import ablate, latency, quality, tables
 from shape.cli import bench, check, efficiency, extract, generate, recipes, terminal, train
 from shape.cli import regenerate as regeneration
-from shape.drafters import ModelDrafter, TrainedDrafter
+from shape.drafters import ModelDrafter, SuffixDrafter, TrainedDrafter
 from shape.errors import CheckpointError, ConfigError, UnsupportedTarget
 from shape.evaluation.environment import Environment
 from shape.generation.decoder import ShapeDecoder
 from shape.target.loading import default_device, of_predictor, of_target, recorded
 from shape.target.model import Target
 from shape.target.options import PairOptions, PlacedOptions, TargetOptions
+from shape.target.size import size_of
 
 TARGET, PREDICTOR = "somebody/target", "somebody/predictor"
 
@@ -146,7 +147,29 @@ def test_code_that_comes_with_the_target(tiny_target, tiny_target_folder, tmp_pa
 def test_options_that_cannot_be_served(tiny_target, tiny_target_folder):
     with pytest.raises(ConfigError, match=r"with these options .*unexpected keyword argument 'fall_bak'") as caught:
         ShapeDecoder.from_pretrained(tiny_target_folder, fall_bak=False)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and str(caught.value).endswith("did you mean fall_back?")
+    with pytest.raises(ConfigError, match=r"did you mean device_map\?"):
+        ShapeDecoder.from_pretrained(tiny_target_folder, device="cpu")
+    with pytest.raises(ConfigError, match=r"tree is \{'depth': 2\}; give a TreeShape"):
+        ShapeDecoder.from_pretrained(tiny_target, tree={"depth": 2})
+    with pytest.raises(ConfigError, match="target is a OptimizedModule; give the PreTrainedModel in it"):
+        ShapeDecoder(torch.compile(tiny_target.model))
+    with pytest.raises(ConfigError, match="predictor is a dict"):
+        ShapeDecoder.from_pretrained(tiny_target, predictor={})
+    with pytest.raises(ConfigError, match="num_draft_tokens is 'cost', as smaller models"):
+        ShapeDecoder.from_pretrained(tiny_target, num_draft_tokens="cost")
+    with pytest.raises(ConfigError, match="drafter '' is unknown"):
+        ShapeDecoder.from_pretrained(tiny_target, drafter="")
+    with pytest.raises(UnsupportedTarget, match="is a predictor; give it as predictor"):
+        ShapeDecoder.from_pretrained(target="quickstart-shape", drafter="suffix")
+    with pytest.raises(ConfigError, match="drafter 'model' is asked for, and quickstart-shape is a predictor"):
+        ShapeDecoder.from_pretrained(predictor="quickstart-shape", drafter="model")
+    with pytest.raises(ConfigError, match=r"drafter 'shape' is asked for, and .* is a language model"):
+        ShapeDecoder.from_pretrained(tiny_target, predictor=tiny_target_folder, drafter="shape")
+    with pytest.raises(ConfigError, match="fall_back is 'no'"):
+        ShapeDecoder(tiny_target, fall_back="no")
+    with pytest.raises(ConfigError, match=r"drafter is <class .*SuffixDrafter'>; give a Drafter"):
+        ShapeDecoder(tiny_target, SuffixDrafter)
     with pytest.raises(ConfigError, match=r"option attn_implementation .* while tiny is at hand"):
         ShapeDecoder.from_pretrained(tiny_target, attn_implementation="eager")
     with pytest.raises(ConfigError, match="give one target and one predictor"):
@@ -159,6 +182,22 @@ def test_options_that_cannot_be_served(tiny_target, tiny_target_folder):
         of_target(TargetOptions(target_options={"device_map": "auto"}))
     with pytest.raises(ConfigError, match="revision is given by itself and in target_options"):
         of_target(PairOptions(revision="v1", target_options={"revision": "v2"}))
+
+
+def test_a_drafter_at_hand(tiny_target, tiny_target_folder):
+    drafter, ids = SuffixDrafter(), torch.tensor([[5, 6, 7, 5, 6]])
+    decoder = ShapeDecoder.from_pretrained(tiny_target_folder, drafter=drafter)
+    assert decoder.drafter is drafter
+    assert torch.equal(
+        decoder.generate(ids, max_new_tokens=6), ShapeDecoder(tiny_target).generate(ids, max_new_tokens=6)
+    )
+
+
+def test_sizes_are_of_decoders_with_attention():
+    with pytest.raises(UnsupportedTarget, match="of model_type mamba, has no attention"):
+        size_of(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=32, state_size=4))
+    with pytest.raises(UnsupportedTarget, match="is not that of a decoder-only language model"):
+        size_of(T5Config())
 
 
 def test_a_target_that_is_too_large_for_the_accelerator(tiny_target_folder, monkeypatch, refused):

@@ -55,6 +55,8 @@ def test_identity_survives_saving_and_dtype(tiny_target, tiny_target_folder):
     loaded = Target.load(tiny_target_folder, dtype="bfloat16")
     assert loaded.dtype == torch.bfloat16
     assert tiny_target.identity.differences(loaded.identity) == []
+    half = Target.load(tiny_target_folder, dtype="float16")  # whose head has other digits
+    assert tiny_target.identity.differences(half.identity) == half.identity.differences(loaded.identity) == []
     assert TargetIdentity.from_dict(loaded.identity.to_dict()) == loaded.identity
 
 

@@ -14,7 +14,7 @@ from shape.errors import DataError
 from shape.features.storage import Storage
 from shape.target.chat import Message
 from shape.training.options import TrainOptions
-from shape.training.preparation import held_out_numbers, prepare
+from shape.training.preparation import Material, held_out_numbers, prepare
 
 
 def test_chats_that_the_template_refuses_are_not_measured_on(tiny_target_folder, tiny_tokenizer, tmp_path):
@@ -49,3 +49,18 @@ def test_conversations_are_learned_from_or_left_out_as_a_whole(tiny_target_folde
 def test_of_kinds_that_take_turns_every_one_is_held_out():
     rows = [Conversation(str(number), (Message("assistant", "A"),), "text") for number in range(400)]
     assert {number % 10 for number in held_out_numbers(TrainOptions(data="D"), rows)} == set(range(10))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "regenerate", "said"),
+    [
+        ({"text"}, True, "as given"),
+        ({"chat", "text"}, True, "the target's own; texts without a prompt as given"),
+        ({"chat"}, True, "the target's own"),
+        ({"chat"}, False, "as given"),
+    ],
+)
+def test_the_record_says_whose_the_answers_are(kinds, regenerate, said):
+    rows = [Conversation(kind, (Message("assistant", "A"),), kind) for kind in sorted(kinds)]
+    material = Material([TrainOptions(regenerate=regenerate)], None, rows, set(), [], [], None, None)
+    assert material.answers == said

@@ -60,6 +60,7 @@ def test_the_whole_way(trained, tiny_target):
     config = decoder.drafter.predictor.config
     assert config.token_conditioning == "root" and config.markov_rank == 64 and config.draft["depth"] == 8
     record = config.training
+    assert record["answers"] == "as given"
     assert record["steps"] == 60 and "| acceptance length |" in (trained / "README.md").read_text()
     assert record["peak_memory_gb"] > 0
     assert record["validation"]["low"] <= record["validation"]["value"] <= record["validation"]["high"]
@@ -406,48 +407,6 @@ def long_talks(path: Path) -> Path:
 # ------------------------------------------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--online=true", "--features=somewhere"], "choose one"),
-        (["--ckpt_path=last"], "no checkpoint"),
-        (["--max_length=9999"], "256 positions"),
-        (["--data=missing.jsonl"], "missing.jsonl"),
-        (["--validation_data=missing.jsonl"], "missing.jsonl"),
-        (["--target=no/such/folder"], "no/such/folder"),
-        (["--measurement.prompts=missing.jsonl"], "missing.jsonl"),
-        (["--training.steps=0"], "training.steps"),
-        (["--validation.every=0"], "validation.every"),
-        (["--predictor.token_conditioning=path", "--predictor.markov_rank=0"], "recursive"),
-        (["--limit=2"], "2 conversation(s), too few to train on"),
-        (["--predictor.draft_vocab_size=1000"], "259 tokens"),
-        (["--regeneration.sampled_share=2"], "sampled_share"),
-        (["--regenerate=true", "--validation_data=missing.jsonl"], "missing.jsonl"),
-        (["--logger=wandb"], "the logger wandb is not installed; pip install wandb"),
-        (["--losses.kl=-1"], "the weight of the loss kl is -1.0"),
-        (["--predictor.kind=model"], "on states (smooth_l1)"),
-        (["--extraction.before=4"], "reads a window of 8; give --extraction.before 8"),
-        (["--extraction.before=8", "--predictor.attention=true"], "whole texts; give --extraction.before null"),
-        (["--extraction.before=8", "--predictor.kind=eagle", "--predictor.markov_rank=0"], "attends to whole texts"),
-        (["--features=memory://there", "--predictor.attention=true"], "copy it into a folder"),
-        (["--trainer.nonsense=3"], "trainer.nonsense is no option of Lightning's Trainer"),
-        (["--trainer.max_steps=3"], "trainer.max_steps is no option of Lightning's Trainer that can be given here"),
-    ],
-)
-def test_mistakes_get_one_sentence_before_any_work(
-    tiny_target_folder, data, tmp_path, monkeypatch, refused, more, message
-):
-    monkeypatch.setattr(pl.Trainer, "predict", lambda *args, **kwargs: pytest.fail("work has begun"))
-    given = arguments(tiny_target_folder, data, tmp_path / "out", *more)
-    assert message in refused(main, *given, alone=True)
-
-
-def test_a_target_for_several_processes_is_not_loaded_by_one(tiny_target_folder, data, tmp_path, monkeypatch, refused):
-    monkeypatch.setattr("shape.training.preparation.load_target", lambda *_: pytest.fail("the target is loaded"))
-    given = arguments(tiny_target_folder, data, tmp_path, "--online=true", "--shard_target=true")
-    assert "shares the target out among processes, and there is one" in refused(main, *given)
-
-
 @pytest.mark.parametrize("kind", ["shape", "medusa", "eagle", "peagle", "block"])
 def test_what_options_say_is_read_is_what_networks_read(kind, tiny_target):
     for attention in (False, True) if kind == "shape" else (False,):
@@ -455,12 +414,6 @@ def test_what_options_say_is_read_is_what_networks_read(kind, tiny_target):
         options = resolve(TrainOptions(predictor=chosen), size_of(tiny_target.model), None)
         predictor = PREDICTORS[kind](network_config(options, tiny_target))
         assert chosen.known_states == (None if predictor.memory_shapes else predictor.config.window)
-
-
-def test_unwritable_output(tiny_target_folder, data, tmp_path, refused):
-    (tmp_path / "file").touch()
-    given = arguments(tiny_target_folder, data, tmp_path / "file" / "below")
-    assert "cannot be written" in refused(main, *given)
 
 
 def test_features_of_another_target(trained, tiny_model, tiny_tokenizer, data, tmp_path, refused):
@@ -474,6 +427,13 @@ def test_checkpoint_of_another_run(trained, tiny_target_folder, data, tmp_path, 
     output = Path(shutil.copytree(trained, tmp_path / "copy"))
     given = arguments(tiny_target_folder, data, output, "--ckpt_path=last", "--seed=1")
     assert "seed was 0 and is 1" in refused(main, *given)
+
+
+def test_a_run_is_not_resumed_on_other_conversations(trained, tiny_target_folder, data, tmp_path, refused):
+    """More to validate on leaves fewer to learn from, of the same data."""
+    output = Path(shutil.copytree(trained, tmp_path / "copy"))
+    given = arguments(tiny_target_folder, data, output, "--ckpt_path=last", "--validation.prompts=2")
+    assert "conversations was" in refused(main, *given)
 
 
 @pytest.mark.parametrize(("decoded", "warned"), [(2.9, False), (2.6, True)])

@@ -18,7 +18,7 @@ from shape.networks.formats.targets import TargetFacts
 from shape.networks.registry import PREDICTORS
 from shape.training.options import PredictorOptions, TrainOptions
 from shape.training.run import train
-from shape.training.warm_start import as_checkpoint, start_from
+from shape.training.warm_start import as_checkpoint, refuse_other_sizes, start_from
 
 KINDS = {
     "shape": {"num_steps": 2},
@@ -102,7 +102,7 @@ def test_what_contradicts_the_checkpoint_is_refused(tiny_target, tmp_path):
     smaller = predictor(torch.float32, kind="medusa", own_heads=True)
     save(smaller, tmp_path / "smaller", "medusa", TargetFacts("", 2, 64, 256))
     with pytest.raises(TargetMismatch, match="is for targets with vocab_size 64, and tiny has 259"):
-        start_from(smaller, TrainOptions(init=str(tmp_path / "smaller")), tiny_target)
+        refuse_other_sizes(TrainOptions(init=str(tmp_path / "smaller")), tiny_target)
 
 
 def test_a_token_and_trust_reach_the_checkpoint_and_its_target(tiny_target, tiny_target_folder, tmp_path, monkeypatch):

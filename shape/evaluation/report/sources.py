@@ -61,7 +61,7 @@ def find(folder: Path) -> list[Source[Any]]:
     if not found:
         raise DataError(
             f"{folder} holds no results that the report knows (results.json, efficiency.json, ablation.json, "
-            "analysis.json, a report of shape.check, traces); measure with python -m shape.bench --output "
+            "analysis.json, a report of shape check, traces); measure with shape bench --output "
             f"{folder}/bench"
         )
     return found
