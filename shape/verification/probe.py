@@ -257,7 +257,7 @@ def _check_logits(target: Target, prompt: Tensor) -> None:
     if not distance <= _tolerance(target):
         raise UnsupportedTarget(
             f"target {target.name} computes its logits in a way that is not known here (off by {distance:.2g}); "
-            "give a decoder-only model if it is an encoder, as BERT is; else add its scaling to Target.logits"
+            "add its scaling to Target.logits"
         )
 
 
