@@ -4,12 +4,13 @@ import re
 import sys
 import warnings
 from argparse import SUPPRESS, Action
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
 from itertools import islice
-from typing import Any, NoReturn, TypeVar
+from types import NoneType, UnionType
+from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -35,7 +36,8 @@ class CommandParser(ArgumentParser):
     """jsonargparse's parser, as all commands have it; `command_parser` makes one.
 
     `--help` shows the options that people use and `--help-all` all of them, both with the defaults that apply. Hyphens
-    in names mean underscores. What the command line says goes before what files do, in whatever order they are given.
+    in names mean underscores, and lists may be written with commas alone. What the command line says goes before what
+    files do, in whatever order they are given.
     """
 
     common: frozenset[str] = frozenset()  # what --help shows; nothing here means all
@@ -44,7 +46,7 @@ class CommandParser(ArgumentParser):
         given = sys.argv[1:] if args is None else args
         if "--config" in self._option_string_actions:
             given = _files_first(given)
-        return super().parse_args([self._in_current_words(each) for each in given], *rest, **named)
+        return super().parse_args(self._with_lists(map(self._in_current_words, given)), *rest, **named)
 
     def options(self, kind: type[Options], args: Sequence[str] | None = None) -> Options:
         """The options of a command, of a dataclass, as its arguments give them."""
@@ -83,6 +85,28 @@ class CommandParser(ArgumentParser):
             return argument
         name = self._renamed(option[2:].replace("-", "_"))
         return f"--{name}{equals}{value}" if f"--{name}" in self._option_string_actions else argument
+
+    def _with_lists(self, arguments: Iterable[str]) -> list[str]:
+        """Arguments in which what is given for lists is written as one: `--methods suffix,shape`."""
+        found: list[str] = []
+        option = ""
+        for argument in arguments:
+            name, equals, value = argument.partition("=")
+            if argument.startswith("--"):
+                option = name
+                found.append(f"{name}={self._as_list(name, value)}" if equals else argument)
+            else:
+                found.append(self._as_list(option, argument))
+        return found
+
+    def _as_list(self, option: str, value: str) -> str:
+        hint = getattr(self._option_string_actions.get(option), "_typehint", None)
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        lists = [kind for kind in kinds if get_origin(kind) is list]
+        if not lists or str in kinds or value.startswith("[") or value == "null":
+            return value
+        one = any(kind not in (*lists, NoneType) for kind in kinds) and "," not in value
+        return value if one else f"[{value}]"
 
     def _renamed(self, name: str) -> str:
         """The present name of an option, with a warning where that is another."""

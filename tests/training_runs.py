@@ -180,7 +180,6 @@ def arguments(target: Path, data: Path, output: Path, *more: str) -> list[str]:
         "output": output,
         "regenerate": "false",
         "max_length": 128,
-        "predictor.dropout": 0.1,
         "training.steps": 60,
         "training.batch_size": 16,
         "training.noise": 0.1,
@@ -195,6 +194,8 @@ def arguments(target: Path, data: Path, output: Path, *more: str) -> list[str]:
         "trainer.log_every_n_steps": 5,
         "trainer.enable_progress_bar": "false",
     }
+    if not any(one.startswith("--predictor.kind=") for one in more):
+        options["predictor.dropout"] = 0.1
     return [*(f"--{name}={value}" for name, value in options.items()), *more]
 
 

@@ -41,11 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with exit_on_error():
         options = parser().options(EfficiencyOptions, arguments)
         from rich.console import Console
-        from rich.markdown import Markdown
 
-        from shape.evaluation.efficiency import report, run
+        from shape.evaluation.efficiency import run, screens
 
-        Console().print(Markdown(report(run(options))))
+        Console().print(*screens(run(options)))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     shape recipes compile --target T --prompts P --output task.pack
     shape recipes inspect task.pack
     shape recipes merge one.pack other.pack --output both.pack
-    shape recipes merge task.pack --misses '[misses.jsonl]' --output task.pack
+    shape recipes merge task.pack --misses misses.jsonl --output task.pack
 
 A recipe says which tokens follow some others (Kolm's "recipe speculative decoding"). Kept are the sub-sequences on
 which all samples of a prompt agree, so that what varies from one answer to the next is in no recipe; with `--verify`

@@ -47,7 +47,7 @@ class PreviewOptions:
         data: conversations: a file, a folder, or a dataset on the hub (name[:split]).
         target: model whose tokenizer and chat template are used.
         n: conversations to print.
-        max_length: tokens kept of each conversation.
+        max_length: tokens kept of each conversation; training keeps as many where nothing else is said.
         limit: rows that are read for the summary.
         skip_bad_rows: count malformed rows and continue.
         chat_template_kwargs: given to the target's chat template, for example {"enable_thinking": false}.
@@ -56,7 +56,7 @@ class PreviewOptions:
     data: str
     target: str
     n: int = 3
-    max_length: int = 2048
+    max_length: int = 1024
     limit: int = 1000
     skip_bad_rows: bool = False
     chat_template_kwargs: dict[str, Any] | None = None

@@ -1,8 +1,9 @@
 """How little the engine adds to the forwards that decoding is made of (`shape efficiency`)."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.table import Table as ScreenTable
 from tqdm.auto import tqdm
 
 from shape.drafters import Drafter, OracleDrafter, make_drafter
@@ -17,7 +19,7 @@ from shape.errors import ConfigError, DataError
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import ENOUGH, Estimate, estimate, few_units_note, number, quantile, ratio
 from shape.evaluation.files import json_by_line
-from shape.evaluation.markdown import markdown, show
+from shape.evaluation.markdown import Table, markdown, on_screen, show
 from shape.evaluation.options import EfficiencyOptions, several
 from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.results import AUTOREGRESSIVE
@@ -217,8 +219,8 @@ def _add(case: Case, run: Run, decoder: ShapeDecoder | None) -> None:
         case.shares.append((forward + draft) / stats.decode_seconds)
 
 
-def report(cases: Sequence[Case]) -> str:
-    """The cases as Markdown; ratios are to the autoregressive loop and to transformers of the same setting."""
+def figures(cases: Sequence[Case]) -> Table:
+    """A line for each case; ratios are to the autoregressive loop and to transformers of the same setting."""
     head = [
         "dtype", "T", "batch", "method", "efficiency (95 %)", "step ms", "target ms", "drafter ms", "rest ms",
         "acceptance length", "tokens/s", "against autoregressive (95 %)", "against transformers (95 %)",
@@ -249,7 +251,15 @@ def report(cases: Sequence[Case]) -> str:
                 show(case.gap(0.95)),
             ]
         )
-    return markdown(head, lines)
+    return head, lines
+
+
+def screens(cases: Sequence[Case]) -> Iterator[ScreenTable]:
+    """A table for the screen of each setting."""
+    head, lines = figures(cases)
+    for (dtype, temperature, batch), own in groupby(lines, key=lambda line: line[:3]):
+        title = f"{dtype}, temperature {temperature}, batch size {batch}"
+        yield on_screen(head[3:], [line[3:] for line in own], title)
 
 
 def run(options: EfficiencyOptions) -> list[Case]:
@@ -355,4 +365,4 @@ def page(title: str, measured: str, max_new_tokens: int, cases: Sequence[Case], 
         "truth with a fifth of its tokens corrupted at random, at no cost: its speed-up is simulated. Gaps are between "
         "arrivals of tokens, several at a time where a draft was accepted."
     )
-    return "\n\n".join([f"### {title}", report(cases), note, environment.line()]) + "\n"
+    return "\n\n".join([f"### {title}", markdown(*figures(cases)), note, environment.line()]) + "\n"

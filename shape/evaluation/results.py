@@ -10,14 +10,13 @@ from functools import cached_property
 from statistics import fmean, median
 from typing import Any, Self
 
-from rich.markup import escape
 from rich.table import Table as ScreenTable
 
 from shape.data.conversations import Conversation
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import ENOUGH, Estimate, Sums, few_units_note, number, over_prompts, ratio
 from shape.evaluation.files import Results
-from shape.evaluation.markdown import Table, markdown, share, show
+from shape.evaluation.markdown import Table, markdown, on_screen, share, show
 from shape.evaluation.overlap import Overlap, overlaps
 from shape.files import typed
 
@@ -375,15 +374,8 @@ class SpeedResults(Results):
         return "\n\n".join(parts) + "\n"
 
     def table(self) -> ScreenTable:
-        """The same for the screen, where a column per method fits better."""
-        notes = escape("\n".join(self.notes()))  # brackets of a recorded command are no markup
-        table = ScreenTable(title=escape(self.label), caption=notes, caption_justify="left")
-        names, *figures = zip(["method", *COLUMNS], *self.lines(), strict=True)
-        for place, name in enumerate(names):
-            table.add_column(name, justify="right" if place else "left")
-        for line in figures:
-            table.add_row(*line)
-        return table
+        """The same for the screen."""
+        return on_screen(["method", *COLUMNS], self.lines(), self.label, "\n".join(self.notes()))
 
 
 def _mean_speed_up(lines: Sequence[Summary]) -> float | None:

@@ -147,7 +147,7 @@ class CostOptions(_RunOptions):
         turns: answers in a conversation, in the mean.
         output: where features would be stored; its free space decides, unless disk_gigabytes says so.
         disk_gigabytes: free for features.
-        passes: over the data in training; each costs online mode a forward of all of it.
+        passes: over the data in training, which makes four of much data; each costs online mode a forward of all of it.
         flops: of one accelerator, dense, in bfloat16, per second (989e12: an H100 SXM).
         utilisation: share of them that a forward over whole texts reaches.
         bandwidth: bytes per second of its memory.
@@ -165,7 +165,7 @@ class CostOptions(_RunOptions):
     turns: float = 2.0
     output: str | None = None
     disk_gigabytes: float | None = None
-    passes: float = 10.0
+    passes: float = 4.0
     flops: float = 989e12
     utilisation: float = 0.4
     bandwidth: float = 3.35e12

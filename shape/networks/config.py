@@ -38,6 +38,7 @@ _COUNTS = (
 DECODER_LAYERS = ("eagle", "peagle", "block")  # kinds built of them
 MASKED = ("peagle", "block")  # kinds that draft in places of mask tokens
 _OWN: dict[tuple[str, ...], tuple[str, ...]] = {  # options of some kinds alone
+    ("shape",): ("dropout",),
     ("medusa",): ("shared_head", "residual_bias"),
     ("block",): ("sample_from_anchor", "sliding_window_non_causal"),
     ("eagle", "peagle"): ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
@@ -114,7 +115,7 @@ class ShapeConfig(PreTrainedConfig):
         refinement_last_update: which marginal the last update makes exact. With "column" the paper's read-out
             equals q whatever the plan is, so that transport drops out (see `shape.networks.transport`); with "row" the
             plan keeps an influence for as long as the iterations have not converged.
-        dropout: probability, applied after each activation.
+        dropout: probability, applied after each activation of kind shape.
         draft_vocab_size: draft from so many of the target's tokens only, the most frequent in the training data
             (EAGLE-3, FR-Spec arXiv 2502.14856): reading the whole output embedding is most of a small drafter's
             cost. None drafts from all. The output stays the target's: what cannot be drafted is still chosen.

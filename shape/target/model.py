@@ -112,6 +112,7 @@ class Target:
         taken as they are.
 
         Args:
+            tokenizer: or the folder or hub id of one; None takes the target's own.
             dtype: "float32", "bfloat16", ... ; None keeps the checkpoint's own.
             device_map: as in transformers: a device, "auto", or a device for each part; also offloading. None takes an
                 accelerator where there is one. A model at hand stays where it is.
@@ -132,6 +133,10 @@ class Target:
         """
         if backend not in ("torch", "openvino"):
             raise ConfigError(f"backend {backend} is unknown; give torch or openvino")
+        if isinstance(named := tokenizer, str | Path):
+            tokenizer = read_tokenizer(bundled.resolve(str(named)), named, {})
+            if tokenizer is None:
+                raise ConfigError(f"there is no tokenizer in {named}; give a folder or a hub id that has one")
         if isinstance(target, Target | PreTrainedModel):
             given = target if isinstance(target, Target) else cls(target, tokenizer)
             if backend != "torch" and not isinstance(target, Target):
@@ -162,8 +167,6 @@ class Target:
                 f"target is a {type(target).__name__}; give the PreTrainedModel in it, a folder or a hub id"
             )
         where, options = bundled.resolve(str(target)), {"trust_remote_code": False, **options}
-        if isinstance(tokenizer, str | Path):
-            tokenizer = read_tokenizer(bundled.resolve(str(tokenizer)), tokenizer, {})
         revision = commit_of(where, options)
         if revision:  # all parts are of one, even while somebody uploads
             options["revision"] = revision

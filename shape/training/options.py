@@ -49,7 +49,7 @@ class PredictorOptions:
         refinement_readout: what is read of the transport plan.
         refinement_iterations: Sinkhorn iterations.
         refinement_last_update: which marginal is exact in the end.
-        dropout: probability.
+        dropout: probability, of kind shape.
         feature_layers: layers of the target that are read, shape's with -1 in the end; auto is a low, a middle and a
             high one, as published for EAGLE-3 (`shape.networks.sizing`).
         transformer_layer_config: of eagle's, peagle's and block's decoder layers, what differs from the target's

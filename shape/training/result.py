@@ -85,6 +85,8 @@ def export_and_measure(
         record["measured_on"] = f"{place.device}, {place.cpu}, {place.threads} threads, {place.date}"
         _export(predictor, output, target, record)
         (output / "measurement.json").write_text(results.to_json())
+    elif options.measurement.limit:
+        console.print("speed was not measured: the data has no chats to ask; give --measurement.prompts")
     _show_sample(decoder, prompts, options, console)
     console.print(f"the predictor is in {output}; try it:", highlight=False)
     text = prompts[0].turns[0] if prompts else "Hello"

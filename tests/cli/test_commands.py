@@ -29,10 +29,16 @@ class Example:
     Attributes:
         batch_size: at once.
         rare: seldom used.
+        methods: of several.
+        sizes: one or several.
+        files: one or several, whose names may have commas.
     """
 
     batch_size: int = 1
     rare: float = 0.5
+    methods: list[str] | None = None
+    sizes: int | list[int] = 1
+    files: list[str] | str | None = None
 
 
 @pytest.fixture
@@ -171,3 +177,21 @@ def test_python_m_is_the_same():
     ):
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         assert text.startswith("usage: shape check")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["--methods", "suffix"], ["suffix"]),
+        (["--methods=suffix,ngram"], ["suffix", "ngram"]),
+        (["--methods", "[suffix, ngram]"], ["suffix", "ngram"]),
+        (["--methods", "null"], None),
+        (["--sizes", "4"], 4),
+        (["--sizes", "1,4"], [1, 4]),
+        (["--files", "a,b"], "a,b"),
+        (["--files", "[a,b]"], ["a", "b"]),
+    ],
+)
+def test_lists_may_be_written_with_commas_alone(example, given, expected):
+    options = options_of(Example, example.parse_args(given))
+    assert getattr(options, given[0].partition("=")[0][2:]) == expected

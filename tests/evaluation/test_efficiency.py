@@ -10,7 +10,8 @@ from helpers import predictor, write_rows
 
 from shape.drafters import NgramDrafter, TrainedDrafter
 from shape.errors import ConfigError, DataError, ShapeError
-from shape.evaluation.efficiency import Case, bare_seconds, measure, report, run
+from shape.evaluation.efficiency import Case, bare_seconds, figures, measure, run, screens
+from shape.evaluation.markdown import markdown
 from shape.evaluation.options import EfficiencyOptions
 from shape.evaluation.report.sources import find
 from shape.generation.decoder import ShapeDecoder
@@ -45,7 +46,9 @@ def test_every_method_answers_the_same_prompts(tiny_target, batch, temperature):
         assert case.efficiency > 0 and len(case.gaps) == case.steps
         assert case.gap(0.5) <= case.gap(0.95)
     assert found["transformers"].efficiency is None
-    text = report(cases)
+    (screen,) = screens(cases)
+    assert len(screen.columns) == 1 + len(cases)
+    text = markdown(*figures(cases))
     assert text.count("\n") == 1 + len(cases) and "| 1.00x |" in text
 
 
@@ -192,4 +195,4 @@ def test_answers_that_end_with_the_prefill_have_no_rate(tiny_target, monkeypatch
     monkeypatch.setattr(tiny_target.model.generation_config, "eos_token_id", list(range(tiny_target.vocab_size)))
     monkeypatch.setattr(tiny_target, "eos_token_ids", tuple(range(tiny_target.vocab_size)))
     cases = measure(tiny_target, {"ngram": NgramDrafter()}, CONTEXTS, batch=1, temperature=0.0, max_new_tokens=6)
-    assert [case.tokens for case in cases] == [0] * 4 and "nan" not in report(cases)
+    assert [case.tokens for case in cases] == [0] * 4 and "nan" not in markdown(*figures(cases))

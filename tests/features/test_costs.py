@@ -79,7 +79,7 @@ def test_the_command_says_what_a_70b_target_takes_without_weights(tmp_path, caps
     assert "70.6B parameters" in said and "100,000,000 tokens" in said
     assert "1.64 TB  bfloat16, all positions" in said and "use: offline, bfloat16, all positions" in said
     # 2 x 68.5e9 x 1e8 operations, and attention's 1.3e6 x 500, at 40 % of 989 TFLOP/s.
-    assert "one forward over all: 9.71 GPU-hours" in said and "online: 97.1 GPU-hours in 10 passes" in said
+    assert "one forward over all: 9.71 GPU-hours" in said and "online: 38.8 GPU-hours in 4 passes" in said
     main([*command, "--disk_gigabytes", "600"])
     assert "use: offline, int8, answers and 8 positions before each" in capsys.readouterr().out
     main([*command, "--disk_gigabytes", "100"])

@@ -1044,6 +1044,8 @@ def test_from_pretrained_mistakes(tiny_target, tiny_model, tmp_path):
             ShapeDecoder.from_pretrained(None, target=tiny_target, **said)
     with pytest.raises(ConfigError, match="target tiny has a tokenizer of its own already"):
         ShapeDecoder(tiny_target, tokenizer=object())
+    with pytest.raises(ConfigError, match=r"there is no tokenizer in .*; give a folder or a hub id that has one"):
+        ShapeDecoder(tiny_target.model, tokenizer=tmp_path)
     with pytest.raises(ConfigError, match="drafter 'sufix' is unknown"):
         ShapeDecoder.from_pretrained(None, target=tiny_target, drafter="sufix")
     with pytest.raises(CheckpointError, match="cannot be read"):

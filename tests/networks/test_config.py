@@ -112,6 +112,7 @@ def test_feature_size_counts_layers() -> None:
         ),
         ({"kind": "block", "transformer_layer_config": {"layer_types": ["full_attention"] * 2}}, "has 2 layer_types"),
         ({"kind": "peagle", "norm_output": True}, "norm_output is for kind eagle"),
+        ({"kind": "eagle", "dropout": 0.1}, "dropout is for kind shape"),
         ({"own_heads": True, "vocab_size": 9}, "own_heads and own_embeddings are for the other kinds"),
         ({"kind": "eagle", "fc_norm": True, "norm_before_fc": True}, "both given"),
         ({"kind": "medusa", "norm_output": True}, "norm_output is for kind eagle"),

@@ -178,6 +178,13 @@ def test_online_mode_stores_nothing(tiny_target_folder, data, tmp_path):
     assert (tmp_path / "model.safetensors").exists() and not (tmp_path / "features").exists()
 
 
+def test_texts_are_learned_from_and_ask_nothing(tiny_target_folder, tmp_path, capsys):
+    data = write_rows(tmp_path / "texts.jsonl", *({"id": str(i), "text": f"{i} times " * 20} for i in range(20)))
+    more = ["--training.steps=3", "--training.decay=none", "--measurement.limit=2"]
+    main(arguments(tiny_target_folder, data, tmp_path / "out", *more))
+    assert "speed was not measured: the data has no chats to ask" in capsys.readouterr().out
+
+
 def test_the_target_answers_first_unless_told_otherwise(tiny_target_folder, data, tmp_path, capsys, refused):
     """Prompts without answers are data enough; a second run, or one with other features, finds the answers."""
     prompts = tmp_path / "prompts.jsonl"
