@@ -89,14 +89,15 @@ class CommandParser(ArgumentParser):
     def _with_lists(self, arguments: Iterable[str]) -> list[str]:
         """Arguments in which what is given for lists is written as one: `--methods suffix,shape`."""
         found: list[str] = []
-        option = ""
+        option = ""  # whose value comes next
         for argument in arguments:
             name, equals, value = argument.partition("=")
-            if argument.startswith("--"):
-                option = name
-                found.append(f"{name}={self._as_list(name, value)}" if equals else argument)
-            else:
-                found.append(self._as_list(option, argument))
+            if not argument.startswith("--"):
+                argument = self._as_list(option, argument)
+            elif equals:
+                argument = f"{name}={self._as_list(name, value)}"
+            option = "" if equals or not argument.startswith("--") else name
+            found.append(argument)
         return found
 
     def _as_list(self, option: str, value: str) -> str:

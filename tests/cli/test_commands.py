@@ -195,3 +195,8 @@ def test_python_m_is_the_same():
 def test_lists_may_be_written_with_commas_alone(example, given, expected):
     options = options_of(Example, example.parse_args(given))
     assert getattr(options, given[0].partition("=")[0][2:]) == expected
+
+
+def test_what_follows_a_list_is_no_part_of_it():
+    merge = parser_of("recipes").parse_args(["merge", "--misses", "a,b", "one.pack", "two.pack", "--output=o"]).merge
+    assert (merge.misses, merge.packs) == (["a", "b"], ["one.pack", "two.pack"])
