@@ -52,6 +52,16 @@ _LATENT = {
     "v_head_dim": 8,
 }  # fmt: skip
 
+_MIXED = {"layer_types": ["linear_attention", "full_attention"]}
+_STATE_SPACE = {
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}  # fmt: skip
+_DELTA = {
+    "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, **_MIXED,
+}  # fmt: skip
+
 _BOUNDARY = 24
 _LONG = {
     "rope_parameters": {
@@ -148,12 +158,23 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bloom": ("linear biases", "bloom", _BASE | {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "mpt": ("linear biases", "mpt", _BASE | {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 256}),
     "qwen3_next": (
-        "linear attention", "qwen3_next",
-        _LLAMA | {
-            "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-            "shared_expert_intermediate_size": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
-            "linear_key_head_dim": 8, "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+        "linear attention, mixture of experts", "qwen3_next",
+        _LLAMA | _DELTA | {
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 24,
         },
+    ),
+    "qwen3_5": ("linear attention", "qwen3_5_text", _LLAMA | _DELTA),
+    "lfm2": ("short convolutions", "lfm2", _LLAMA | {"layer_types": ["conv", "full_attention"]}),
+    "granitemoehybrid": (
+        "state space, mixture of experts", "granitemoehybrid",
+        _LLAMA | _EXPERTS | _STATE_SPACE | _MIXED | {"shared_intermediate_size": 24},
+    ),
+    "bamba": ("state space", "bamba", _LLAMA | _STATE_SPACE | {"attn_layer_indices": [1]}),
+    "falcon_h1": ("state space beside attention", "falcon_h1", _LLAMA | _STATE_SPACE | {"mamba_d_ssm": 64}),
+    "jamba": (
+        "state space, mixture of experts", "jamba",
+        _LLAMA | {"num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
     ),
     "mamba": ("state space", "mamba", _BASE | {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
     "recurrent_gemma": (

@@ -1,9 +1,9 @@
-"""Random Llamas with the widths of models that people have: costs do not depend on what was learned."""
+"""Random Llamas, and others, with the widths of models that people have: costs do not depend on what was learned."""
 
 from dataclasses import asdict, dataclass
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from shape.target.model import Target
 
@@ -40,11 +40,26 @@ def random_llama(
     """Made where it will run, the same at every call.
 
     Args:
+        repeating: see ``random_target``.
+    """
+    config = LlamaConfig(**asdict(widths), eos_token_id=None, pad_token_id=0)
+    return random_target(config, dtype, device, prepacked, repeating)
+
+
+def random_target(
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    prepacked: bool = False,
+    repeating: bool = False,
+) -> Target:
+    """As ``random_llama``, of any family.
+
+    Args:
         repeating: its likeliest next token is its last one, by a margin that no kernel's rounding reaches. Of other
             random models the choices are near-ties, and an oracle's drafts wrong as soon as two kernels differ.
     """
     torch.manual_seed(0)
-    config = LlamaConfig(**asdict(widths), eos_token_id=None, pad_token_id=0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     if repeating:  # the residual stream is little more than the embedding, and so is the head

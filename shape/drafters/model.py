@@ -65,7 +65,11 @@ class ModelDrafter(Drafter):
             )
         self._target_size = target.vocab_size
         self._share = self.model.model.get_memory_footprint() / target.model.get_memory_footprint()
-        support_of(self.model)
+        if support_of(self.model).recurrent:
+            raise TargetMismatch(
+                f"draft model {self.model.name} has recurrent layers, which cannot forget a rejected draft; give one "
+                "with attention alone, or train a predictor"
+            )
         # Tables of tokens are padded to other sizes in models of one family.
         self._size = min(self.model.vocab_size, target.vocab_size)
         self._words = token_hashes(torch.arange(self._size, device=self.model.device))

@@ -15,7 +15,7 @@ from rich.table import Table as ScreenTable
 from tqdm.auto import tqdm
 
 from shape.drafters import Drafter, OracleDrafter, make_drafter
-from shape.errors import ConfigError, DataError
+from shape.errors import ConfigError, DataError, UnsupportedTarget
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import ENOUGH, Estimate, estimate, few_units_note, number, quantile, ratio
 from shape.evaluation.files import json_by_line
@@ -281,6 +281,11 @@ def run(options: EfficiencyOptions) -> list[Case]:
             **of_pair(options),
         )
         target = decoder.target
+        if decoder.support.recurrent:
+            raise UnsupportedTarget(
+                f"target {target.name} has recurrent layers, whose bare forwards cannot be run behind a text that is "
+                "not there; measure its speed with shape bench"
+            )
         announce(target)
         drafters = {name: made for name in options.drafter if (made := make_drafter(name)) is not None}
         if decoder.drafter is not None:

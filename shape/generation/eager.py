@@ -17,6 +17,9 @@ from shape.verification.tree import TokenTree, first_path, of_lists, root_only, 
 
 # Autoregressive steps whose updates the drafter gets together: a pause, or most of one, without its forwards.
 _MOST_PENDING = 128
+# Tokens at most that go through once more before a draft (``RecurrentCache``). Behind more a step does not draft, which
+# leaves none.
+_MOST_AGAIN = 16
 
 
 class EagerSteps(Steps):
@@ -57,7 +60,7 @@ class EagerSteps(Steps):
         drafting = Moment.now(batch.target.device)
         sampler.commit(committed.lengths, committed.texts)
         drafts = batch.control is None or batch.control.draft_next(cache.longest)
-        drafter = batch.drafter if drafts else None
+        drafter = batch.drafter if drafts and cache.again <= _MOST_AGAIN else None
         if drafter is not None:
             self._update_drafter()
         tree = self._fit(root_only(committed.root) if drafter is None else drafter.draft(committed, sampler))

@@ -41,7 +41,7 @@ class Memory:
         self.keep([], None, None, False)
         # The prompt's last token always goes through the target: its state says what comes next.
         common = common_length(tokens, prompt[:-1])
-        if cache is None or hidden is None or common == 0 or not same_table:
+        if cache is None or hidden is None or common == 0 or not same_table or not cache.can_hold(common):
             return None
         cache.set_lengths([common])
         cache.checked_by = None

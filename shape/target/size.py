@@ -40,7 +40,7 @@ def size_of(target: PretrainedConfig | PreTrainedModel, trust_remote_code: bool 
     """Of a model, or from a configuration alone: the model is then made without memory for its weights.
 
     Raises:
-        UnsupportedTarget: it is no decoder-only language model with attention.
+        UnsupportedTarget: it is no decoder-only language model.
     """
     if isinstance(target, PreTrainedModel):
         model = target
@@ -54,11 +54,6 @@ def size_of(target: PretrainedConfig | PreTrainedModel, trust_remote_code: bool 
                 "language model; give one of a causal LM"
             ) from error
     text = model.config.get_text_config()
-    if getattr(text, "num_attention_heads", None) is None:
-        raise UnsupportedTarget(
-            f"the target, of model_type {text.model_type}, has no attention, and drafts are verified by it; give a "
-            "causal LM of transformer layers"
-        )
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     outside = {id(weight): weight.numel() for each in (embedding, head) for weight in each.parameters()}
     parameters = sum(weight.numel() for weight in model.parameters())
@@ -66,12 +61,14 @@ def size_of(target: PretrainedConfig | PreTrainedModel, trust_remote_code: bool 
     # A token is sent to a few of a mixture's experts.
     count = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
     used = experts * (getattr(text, "num_experts_per_tok", None) or count) / count
-    width = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    heads = getattr(text, "num_attention_heads", None) or 0  # none where all layers are recurrent
+    width = heads * (getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1))
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     return Size(
         parameters=parameters,
         active=parameters - sum(outside.values()) - experts + used,
         hidden_size=text.hidden_size,
-        attention=4.0 * width * text.num_hidden_layers,
+        attention=4.0 * width * sum("attention" in kind and kind != "linear_attention" for kind in kinds),
         vocab_size=text.vocab_size,
         positions=getattr(text, "max_position_embeddings", None),
         config=text,

@@ -43,6 +43,8 @@ class Support:
         mask_by_layer_type: the model takes a dict of masks, one per layer type.
         grouped_queries: trees are attended to without repeated keys and values (``shape.verification.attention``).
         fused: the ``FusedLayers`` (``shape.verification.fused``) that few tokens go through where it serves, or None.
+        recurrent: layers have states that cannot forget (``shape.verification.recurrent``); the mode is "chain", and no
+            shapes are given.
         positions: that forwards may reach, where a call is sure to need no more and has the first rotary table
             throughout; None leaves it to the target.
     """
@@ -54,6 +56,7 @@ class Support:
     mask_by_layer_type: bool
     grouped_queries: bool = False
     fused: Any = None
+    recurrent: bool = False
     positions: int | None = None
 
 

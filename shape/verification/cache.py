@@ -169,6 +169,11 @@ class KVCache(Cache):
         return self.slots.uniform
 
     @property
+    def again(self) -> int:
+        """Committed tokens that have to go through the target once more, before others (``RecurrentCache``)."""
+        return 0
+
+    @property
     def views(self) -> list[KVCacheLayer]:
         """``layers``, by their own type."""
         return cast(list[KVCacheLayer], self.layers)
@@ -197,6 +202,10 @@ class KVCache(Cache):
     def set_lengths(self, lengths: list[int]) -> None:
         """Say how many slots of each sequence are committed."""
         self.slots.set(lengths)
+
+    def can_hold(self, length: int) -> bool:
+        """Whether so many tokens may be said to be committed, of those that went through the target."""
+        return True
 
     def commit(self, paths: list[list[int]]) -> None:
         """Keep the states of accepted nodes: slot ``length + path[i]`` moves to ``length + i``.

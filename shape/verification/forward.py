@@ -14,6 +14,7 @@ from shape.target.support import Support
 from shape.verification.attention import grouped_queries
 from shape.verification.cache import KVCache
 from shape.verification.openvino import OpenVinoCache
+from shape.verification.recurrent import RecurrentCache
 from shape.verification.tree import TokenTree, chain, positions_and_mask
 
 _FEW = 128  # tokens of a prompt; for more, what torch's calls cost does not count
@@ -23,6 +24,8 @@ _FILLED = 16  # of which prompts are filled up to multiples
 def new_cache(target: Target, support: Support, batch: int, capacity: int) -> KVCache:
     if isinstance(target, OpenVinoTarget) and target.converted is not None:
         return OpenVinoCache(target, support, batch)
+    if support.recurrent:
+        return RecurrentCache(target)
     return KVCache(support.layers, batch, capacity, target.dtype, target.device)
 
 
@@ -55,7 +58,9 @@ def prefill(
         start, batch = cache.longest, tokens.shape[0]
         cache.reserve(tokens.shape[1])
         few = support is not None and support.fused is not None and tokens.numel() <= _FEW and target.switch is None
-        if support is not None and few and support.fused.serves(tokens, {}, cache):  # under masks
+        if isinstance(cache, RecurrentCache):
+            hidden.append(cache.through(tokens, layers))
+        elif support is not None and few and support.fused.serves(tokens, {}, cache):  # under masks
             hidden.append(_few(target, support, cache, tokens, layers))
         else:
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -126,6 +131,8 @@ def node_states(
     """``tree_forward`` where positions and masks are at hand; and what the output embedding reads off the last layer's
     states, (B, N, V), where that is asked for and kernels make it in the same call.
     """
+    if isinstance(cache, RecurrentCache):
+        return cache.through(tokens, layers), None
     if support.fused is not None and support.fused.serves(tokens, masks, cache):
         return support.fused(tokens, positions, masks, cache, layers, logits)
     with attending(target, support):

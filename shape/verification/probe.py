@@ -19,6 +19,7 @@ from shape.target.support import LayerShape, Support
 from shape.verification.forward import new_cache, prefill, tree_forward
 from shape.verification.fused import FusedLayers
 from shape.verification.fused_gpu import FusedGpuLayers
+from shape.verification.recurrent import RECURRENT
 from shape.verification.tree import TokenTree, chain, root_only
 from shape.verification.windows import PretendedCache, pretended_length, too_wide
 
@@ -87,6 +88,7 @@ def _probe(target: Target) -> Support:
     prompt, drafts = _examples(target)
     try:
         layers, cached_noise = _cache_shapes(target, prompt)
+        recurrent = not layers
         _check_logits(target, prompt)
         noise = max(cached_noise, _sensitivity(target, prompt, _tolerance(target) / 10))
         mixing, where = _mixing(target, prompt)
@@ -101,6 +103,9 @@ def _probe(target: Target) -> Support:
     _judge_rounding(target, noise, mixing, where)
     allowed = max(_tolerance(target), min(3 * noise, _MOST_NOISE))
 
+    if recurrent:
+        why = "recurrent layers cannot forget a rejected draft"
+        return _chain(target, Support("chain", why, [], window, by_type, recurrent=True), prompt, drafts, allowed)
     grouped = _has_grouped_queries(target, layers)
     layered = FusedLayers if target.device.type == "cpu" else FusedGpuLayers
     fused = layered.of(target.model.base_model, target.config, target.head)
@@ -113,12 +118,16 @@ def _probe(target: Target) -> Support:
                 warnings.warn(f"target {target.name} is decoded without kernels of ours: {reasons[0]}", stacklevel=3)
             return support
         reasons.append(reason)
-    support = Support("chain", reason or "", layers, window, by_type)
-    chain_reason = _chain_failure(target, support, prompt[:1], drafts[:1], allowed)
-    if chain_reason is None:
+    return _chain(target, Support("chain", reason or "", layers, window, by_type), prompt, drafts, allowed)
+
+
+def _chain(target: Target, support: Support, prompt: Tensor, drafts: Tensor, allowed: float) -> Support:
+    """The support, where chains are exact; raises UnsupportedTarget where they are not."""
+    reason = _chain_failure(target, support, prompt[:1], drafts[:1], allowed)
+    if reason is None:
         return support
     raise UnsupportedTarget(
-        f"target {target.name} cannot verify drafts exactly: as a tree, {reason}; as a chain, {chain_reason}"
+        f"target {target.name} cannot verify drafts exactly: as a tree, {support.reason}; as a chain, {reason}"
     )
 
 
@@ -139,10 +148,15 @@ def _has_grouped_queries(target: Target, layers: list[LayerShape]) -> bool:
 
 
 def _cache_shapes(target: Target, prompt: Tensor) -> tuple[list[LayerShape], float]:
-    """Shapes of the model's own cache, and how far its cached decoding is from a full forward."""
+    """Shapes of the model's own cache, none where it is `RecurrentCache` that serves, and how far its cached decoding
+    is from a full forward.
+    """
     cache = DynamicCache(config=target.model.config)
     first = target.hidden(prompt[:, :-3], cache=cache)
     second = target.hidden(prompt[:, -3:], cache=cache)
+    noise = _distance(torch.cat([first, second], dim=1), target.hidden(prompt))
+    if any(isinstance(layer, RECURRENT) for layer in cache.layers):
+        return [], noise
     shapes = []
     for layer in cache.layers:
         if not isinstance(layer, DynamicLayer) or layer.keys is None or layer.values is None:
@@ -159,7 +173,7 @@ def _cache_shapes(target: Target, prompt: Tensor) -> tuple[list[LayerShape], flo
                 None if keys.device == target.device else keys.device,
             )
         )
-    return shapes, _distance(torch.cat([first, second], dim=1), target.hidden(prompt))
+    return shapes, noise
 
 
 def _sensitivity(target: Target, prompt: Tensor, change: float) -> float:
@@ -316,16 +330,23 @@ def _far_failure(target: Target, support: Support, tree: TokenTree, allowed: flo
 
 
 def _chain_failure(target: Target, support: Support, prompt: Tensor, drafts: Tensor, allowed: float) -> str | None:
-    tree = chain(drafts[:, 0], drafts[:, 1:])
+    """A chain, of which three tokens are accepted, and another one behind them, against forwards of their texts."""
+    others, accepted = drafts.flip(1), 3
     try:
-        cache = new_cache(target, support, 1, prompt.shape[1] + tree.size)
+        cache = new_cache(target, support, 1, prompt.shape[1] + accepted + 2 * drafts.shape[1])
         prefill(target, cache, prompt, [prompt.shape[1]])
+        tree = chain(drafts[:, 0], drafts[:, 1:])
         states = tree_forward(target, support, cache, tree)
+        cache.commit([[*range(accepted)]])
+        behind = tree_forward(target, support, cache, chain(others[:, 0], others[:, 1:]))
     except Exception as error:
         return f"it raises {type(error).__name__}"
-    expected = target.hidden(torch.cat([prompt, tree.tokens], dim=1))[:, prompt.shape[1] :]
-    distance = _distance(states, expected)
-    return _far_failure(target, support, tree, allowed) if distance <= allowed else f"states are off by {distance:.2g}"
+    expected = target.hidden(torch.cat([prompt, drafts], dim=1))[:, prompt.shape[1] :]
+    text = torch.cat([prompt, drafts[:, :accepted], others], dim=1)
+    distance = max(_distance(states, expected), _distance(behind, target.hidden(text)[:, -others.shape[1] :]))
+    if not distance <= allowed:
+        return f"states are off by {distance:.2g}"
+    return None if support.recurrent else _far_failure(target, support, tree, allowed)
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:

@@ -193,9 +193,9 @@ def test_a_drafter_at_hand(tiny_target, tiny_target_folder):
     )
 
 
-def test_sizes_are_of_decoders_with_attention():
-    with pytest.raises(UnsupportedTarget, match="of model_type mamba, has no attention"):
-        size_of(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=32, state_size=4))
+def test_sizes_are_of_decoders():
+    recurrent = size_of(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=32, state_size=4))
+    assert recurrent.attention == 0 and recurrent.active > 0
     with pytest.raises(UnsupportedTarget, match="is not that of a decoder-only language model"):
         size_of(T5Config())
 
