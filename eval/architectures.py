@@ -165,6 +165,13 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "qwen3_5": ("linear attention", "qwen3_5_text", _LLAMA | _DELTA),
+    "kimi_linear": (
+        "linear and latent attention, mixture of experts", "kimi_linear",
+        _LLAMA | _LATENT | _MIXED | {
+            "q_lora_rank": None, "linear_head_dim": 8, "linear_num_heads": 2, "num_experts": 4,
+            "num_experts_per_token": 2, "moe_intermediate_size": 24, "mlp_layer_types": ["dense", "sparse"],
+        },
+    ),
     "lfm2": ("short convolutions", "lfm2", _LLAMA | {"layer_types": ["conv", "full_attention"]}),
     "granitemoehybrid": (
         "state space, mixture of experts", "granitemoehybrid",

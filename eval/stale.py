@@ -54,6 +54,7 @@ MEASURES = {
     "forwards/": ("shape/target", "shape/verification", "eval/forwards.py"),
     "geodesic/": (*_MEASURED, "eval/drafters.py"),
     "lookahead/": (*_MEASURED, "eval/drafters.py"),
+    "recurrent/": (*_DECODING, "eval/recurrent.py", "eval/peers/oracle.py"),
     "loops/": (*_DECODING, "eval/loops.py"),
     "openvino/": ("shape/target", "shape/drafters", "eval/openvino.py"),
     "parity/": (*_DECODING, "shape/serving", "eval/parity.py"),

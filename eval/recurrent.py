@@ -1,6 +1,6 @@
 """What drafts bring on targets with recurrent layers, which go back where a part of a draft is rejected.
 
-    python -m eval.hybrids --output eval/results/hybrids
+    python -m eval.recurrent --output eval/results/recurrent
 
 Random weights in the widths of models that people have, which no predictor can be trained for: an oracle drafts chains
 of which each step accepts the same number of tokens, at the cost of a predictor of the default size
@@ -51,11 +51,11 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @dataclass
-class HybridsOptions:
+class RecurrentOptions:
     """What to measure.
 
     Args:
-        output: folder for hybrids.json and hybrids.md.
+        output: folder for recurrent.json and recurrent.md.
         targets: whose widths.
         lengths: acceptance lengths that are simulated.
         dtype: of the targets.
@@ -64,7 +64,7 @@ class HybridsOptions:
         rounds: over all prompts.
     """
 
-    output: str = "hybrids-results"
+    output: str = "recurrent-results"
     targets: list[str] = field(default_factory=lambda: list(TARGETS))
     lengths: list[int] = field(default_factory=lambda: [2, 3, 4, 5])
     dtype: str = "bfloat16"
@@ -101,7 +101,7 @@ class Case:
     speed_up: Estimate
 
 
-def measure(name: str, target: Target, options: HybridsOptions) -> list[Case]:
+def measure(name: str, target: Target, options: RecurrentOptions) -> list[Case]:
     generator = torch.Generator().manual_seed(0)
     size = (options.prompts, 100)
     prompts = torch.randint(target.vocab_size, size, generator=generator).tolist()
@@ -137,7 +137,7 @@ def _case(name: str, method: str, spent: Sequence[Spent], plain: Sequence[Spent]
     return Case(name, method, whole.tokens / whole.seconds, whole.tokens / whole.forwards, equal, speed_up)
 
 
-def run(options: HybridsOptions) -> None:
+def run(options: RecurrentOptions) -> None:
     cases: list[Case] = []
     for name in options.targets:
         kind, values = TARGETS[name]
@@ -158,11 +158,11 @@ def run(options: HybridsOptions) -> None:
     )
     record = {"rows": [asdict(one) for one in cases]}
     parts = ["### Targets with recurrent layers", markdown(head, cells), note]
-    print(commands.write_results(Path(options.output), "hybrids", record, *parts))
+    print(commands.write_results(Path(options.output), "recurrent", record, *parts))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    commands.run(run, HybridsOptions, arguments)
+    commands.run(run, RecurrentOptions, arguments)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
-"""`eval.hybrids` on tiny targets: what it writes. Speed itself is no test's business."""
+"""`eval.recurrent` on tiny targets: what it writes. Speed itself is no test's business."""
 
 import json
 
 import pytest
 
-from eval import hybrids
+from eval import recurrent
 from eval.architectures import FAMILIES
 
 
 def test_answers_are_the_same_and_lengths_are_those_asked_for(tmp_path, monkeypatch):
     _, kind, values = FAMILIES["qwen3_5"]
     tiny = {name: value for name, value in values.items() if "token_id" not in name} | {"tie_word_embeddings": True}
-    monkeypatch.setattr(hybrids, "TARGETS", {"tiny": (kind, tiny)})
+    monkeypatch.setattr(recurrent, "TARGETS", {"tiny": (kind, tiny)})
     command = ["--output", str(tmp_path), "--targets", "[tiny]", "--lengths", "[3]", "--dtype", "float32"]
-    hybrids.main([*command, "--prompts", "2", "--new_tokens", "20", "--rounds", "1"])
-    rows = json.loads((tmp_path / "hybrids.json").read_text())["rows"]
+    recurrent.main([*command, "--prompts", "2", "--new_tokens", "20", "--rounds", "1"])
+    rows = json.loads((tmp_path / "recurrent.json").read_text())["rows"]
     assert [row["method"] for row in rows] == ["transformers", "autoregressive", "drafted, 3"]
     assert all(row["equal"] == 1 and row["rate"] > 0 for row in rows)
     assert [row["length"] for row in rows[:2]] == [1, 1] and rows[2]["length"] == pytest.approx(2.5, abs=0.5)
-    assert "| tiny | drafted, 3 |" in (tmp_path / "hybrids.md").read_text()
+    assert "| tiny | drafted, 3 |" in (tmp_path / "recurrent.md").read_text()
