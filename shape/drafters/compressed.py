@@ -108,7 +108,10 @@ class CompressedDrafter(ModelDrafter):
                 f"drafter {self.name} copies a target whose weights are in memory, and some of {target.name} are "
                 "offloaded; use another"
             )
-        support_of(target)
+        if support_of(target).recurrent and self.compression.cache is not None:
+            raise ConfigError(
+                f"compression.cache is of keys and values, and target {target.name} has recurrent layers; leave it out"
+            )
         texts = self.texts or (own_texts(target) if self.compression.needs_texts else [])
         self.model, self.energy = compress(target, self.compression, texts)
         self._bases = None if self.compression.cache is None else cache_bases(self.model, self.compression.cache, texts)

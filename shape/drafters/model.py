@@ -27,8 +27,11 @@ class ModelDrafter(Drafter):
     """Drafts a chain with a smaller model of the target's tokens (Leviathan et al., arXiv 2211.17192; Chen et al.,
     arXiv 2302.01318).
 
-    Rolling back its KV cache is setting a length: no token is fed twice. It ranks by the noise of the target's own
-    choice, as every drafter, so that samples are those of autoregressive decoding.
+    Rolling back its KV cache is setting a length: no token is fed twice. Recurrent layers cannot be rolled back so; of
+    a model with them, which drafts for one sequence, each forward is over the whole draft so far.
+
+    It ranks by the noise of the target's own choice, as every drafter, so that samples are those of autoregressive
+    decoding.
 
     Args:
         model: the smaller model.
@@ -65,11 +68,7 @@ class ModelDrafter(Drafter):
             )
         self._target_size = target.vocab_size
         self._share = self.model.model.get_memory_footprint() / target.model.get_memory_footprint()
-        if support_of(self.model).recurrent:
-            raise TargetMismatch(
-                f"draft model {self.model.name} has recurrent layers, which cannot forget a rejected draft; give one "
-                "with attention alone, or train a predictor"
-            )
+        self._recurrent = support_of(self.model).recurrent
         # Tables of tokens are padded to other sizes in models of one family.
         self._size = min(self.model.vocab_size, target.vocab_size)
         self._words = token_hashes(torch.arange(self._size, device=self.model.device))
@@ -145,8 +144,7 @@ class ModelDrafter(Drafter):
                 log_p = sampler.draft_log_probs(logits, self._size)
                 drawn.append(F.pad(log_p, (0, self._target_size - self._size), value=float("-inf")))
             if n + 1 < length:
-                state = self._forward(root_only(token[:, 0]))
-                self.cache.set_lengths([one + 1 for one in self.cache.host_lengths])
+                state = self._behind(tokens)
         drafted = torch.cat(tokens, dim=1)
         self._drafted = drafted.tolist()
         self.cache.set_lengths([len(text) for text in committed.texts])
@@ -154,6 +152,14 @@ class ModelDrafter(Drafter):
         tree = chain(committed.root, drafted)
         log_q = torch.cat([*drawn, drawn[-1]], dim=1) if drawn else None  # nothing is drawn below the last node
         return replace(tree, log_q=log_q, joint=torch.cat(joint, dim=1))
+
+    def _behind(self, drafted: list[Tensor]) -> Tensor:
+        """States (B, 1, H) of the last of some drafted tokens, (B, 1) each."""
+        if self._recurrent:
+            return self._forward(chain(drafted[0][:, 0], torch.cat(drafted, dim=1)[:, 1:]))[:, -1:]
+        state = self._forward(root_only(drafted[-1][:, 0]))
+        self.cache.set_lengths([one + 1 for one in self.cache.host_lengths])
+        return state
 
     def _roll_back(self, texts: Sequence[Sequence[int]]) -> None:
         """Keep in the cache what it has of the text, accepted drafts included, and learn how many these were."""
@@ -167,7 +173,8 @@ class ModelDrafter(Drafter):
                 cost = self._share  # a forward takes as long as its weights take to be read
             self.length.observe(sum(accepted) / len(accepted), count, self._entropy, cost)
         # The last drafted token has not been fed, nor has the text's last one.
-        kept = [at + min(same, max(count - 1, 0)) for at, same in zip(lengths, accepted, strict=True)]
+        fed = 0 if self._recurrent else max(count - 1, 0)
+        kept = [at + min(same, fed) for at, same in zip(lengths, accepted, strict=True)]
         self.cache.set_lengths([min(length, len(text) - 1) for length, text in zip(kept, texts, strict=True)])
         self._drafted = [[] for _ in texts]
 
@@ -188,7 +195,8 @@ class ModelDrafter(Drafter):
     @torch.no_grad()
     def run_forwards(self, rows: int, passes: int) -> None:
         self.cache = self._new_cache(rows, MEASURED_LENGTH + passes)
-        self.cache.set_lengths([MEASURED_LENGTH] * rows)
+        if not self._recurrent:  # whose states cost the same behind any text
+            self.cache.set_lengths([MEASURED_LENGTH] * rows)
         tree = root_only(torch.zeros(rows, dtype=torch.long, device=self.model.device))
         for _ in range(passes):
             self.model.logits(self._forward(tree))

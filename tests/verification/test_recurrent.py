@@ -12,7 +12,8 @@ from eval.architectures import FAMILIES, build
 from eval.families import random_model
 from shape.cli.train import main as train
 from shape.drafters import AdversaryDrafter, ModelDrafter, OracleDrafter
-from shape.errors import TargetMismatch, UnsupportedTarget
+from shape.drafters.compressed import CompressedDrafter, Compression
+from shape.errors import ConfigError, UnsupportedTarget
 from shape.evaluation.efficiency import run as measure_efficiency
 from shape.evaluation.options import EfficiencyOptions
 from shape.generation.decoder import ShapeDecoder
@@ -160,9 +161,25 @@ def test_costs_are_measured_and_efficiency_is_not(qwen, tmp_path):
         measure_efficiency(options)
 
 
-def test_a_draft_model_with_such_layers_is_refused(qwen, tiny_model):
-    with pytest.raises(TargetMismatch, match="draft model qwen has recurrent layers, which cannot forget"):
-        ShapeDecoder(tiny_model("llama"), ModelDrafter(qwen))
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_model_with_such_layers_drafts(models, tiny_model, family):
+    """For itself, of whose choices all are accepted, and for others, of which nearly none are."""
+    for target in (models[family], tiny_model("llama")):
+        drafter = ModelDrafter(Target(models[family], name="draft model"), 4)
+        decoder = ShapeDecoder(target, drafter, fall_back=False)
+        out = decoder.generate(ids(11), max_new_tokens=41, eos_token_id=[], return_dict_in_generate=True)
+        assert torch.equal(out.sequences, ShapeDecoder(target).generate(ids(11), max_new_tokens=41, eos_token_id=[]))
+        assert out.stats.drafted > 0 and (out.stats.acceptance_length > 4) == (target is models[family])
+
+
+def test_a_compressed_copy_drafts(qwen):
+    decoder = ShapeDecoder(qwen, "compressed", fall_back=False)
+    out = decoder.generate(ids(11), max_new_tokens=41, eos_token_id=[], return_dict_in_generate=True)
+    assert torch.equal(out.sequences, ShapeDecoder(qwen).generate(ids(11), max_new_tokens=41, eos_token_id=[]))
+    assert out.stats.acceptance_length > 2
+    low_rank = CompressedDrafter(Compression(cache=0.5))
+    with pytest.raises(ConfigError, match=r"compression\.cache is of keys and values, and target qwen has recurrent"):
+        ShapeDecoder(qwen, low_rank)
 
 
 def test_a_predictor_is_trained_for_such_a_target(tiny_tokenizer, tmp_path):
