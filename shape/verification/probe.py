@@ -151,10 +151,10 @@ def _cache_shapes(target: Target, prompt: Tensor) -> tuple[list[LayerShape], flo
     """Shapes of the model's own cache, none where it is `RecurrentCache` that serves, and how far its cached decoding
     is from a full forward.
     """
-    cache = DynamicCache(config=target.model.config)
-    first = target.hidden(prompt[:, :-3], cache=cache)
-    second = target.hidden(prompt[:, -3:], cache=cache)
-    noise = _distance(torch.cat([first, second], dim=1), target.hidden(prompt))
+    cache, positions = DynamicCache(config=target.model.config), torch.arange(prompt.shape[1], device=prompt.device)
+    parts = [slice(-3), slice(-3, None)]
+    states = [target.hidden(prompt[:, part], position_ids=positions[None, part], cache=cache) for part in parts]
+    noise = _distance(torch.cat(states, dim=1), target.hidden(prompt))
     if any(isinstance(layer, RECURRENT) for layer in cache.layers):
         return [], noise
     shapes = []
