@@ -156,7 +156,7 @@ def _cache_shapes(target: Target, prompt: Tensor) -> tuple[list[LayerShape], flo
     states = [target.hidden(prompt[:, part], position_ids=positions[None, part], cache=cache) for part in parts]
     noise = _distance(torch.cat(states, dim=1), target.hidden(prompt))
     if any(isinstance(layer, RECURRENT) for layer in cache.layers):
-        return [], noise
+        return [], 0.0  # of some the cached forward begins anew, which is no noise
     shapes = []
     for layer in cache.layers:
         if not isinstance(layer, DynamicLayer) or layer.keys is None or layer.values is None:
