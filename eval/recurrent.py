@@ -20,7 +20,7 @@ from eval import commands
 from eval.llamas import random_target
 from eval.peers.oracle import Charged, SteadyOracle, default_predictor
 from eval.peers.systems import draft_depth
-from shape.evaluation.estimates import Estimate, Sums, over_prompts, ratio
+from shape.evaluation.estimates import Estimate, Sums, over_prompts, relative_rate
 from shape.evaluation.markdown import markdown
 from shape.evaluation.runner import Runner, by_decoder, by_transformers
 from shape.generation.decoder import ShapeDecoder
@@ -130,9 +130,7 @@ def measure(name: str, target: Target, options: RecurrentOptions) -> list[Case]:
 
 def _case(name: str, method: str, spent: Sequence[Spent], plain: Sequence[Spent], rounds: int) -> Case:
     whole = Spent.total(spent)
-    speed_up = over_prompts(
-        lambda one, other: ratio(ratio(one.tokens, one.seconds), ratio(other.tokens, other.seconds)), spent, plain
-    )
+    speed_up = over_prompts(relative_rate, spent, plain)
     equal = whole.equal / (rounds * len(spent))
     return Case(name, method, whole.tokens / whole.seconds, whole.tokens / whole.forwards, equal, speed_up)
 

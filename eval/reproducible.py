@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from eval import commands
 from shape.data.conversations import Prompt
-from shape.evaluation.estimates import Estimate, Sums, over_prompts, ratio
+from shape.evaluation.estimates import Estimate, Sums, over_prompts, relative_rate
 from shape.evaluation.markdown import DASH, markdown
 from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.runner import by_decoder, sampling
@@ -87,11 +87,7 @@ def measure(case: Case, decoder: ShapeDecoder, prompts: Sequence[Prompt], rounds
     totals = {way: Spent.total(parts) for way, parts in spent.items()}
     case.rates = {way: total.tokens / total.seconds for way, total in totals.items()}
     case.same = {way: count / max(len(prompts) * (rounds - 1), 1) for way, count in same.items()}
-    case.ratio = over_prompts(
-        lambda one, other: ratio(ratio(one.tokens, one.seconds), ratio(other.tokens, other.seconds)),
-        spent["reproducible"],
-        spent["by the clock"],
-    )
+    case.ratio = over_prompts(relative_rate, spent["reproducible"], spent["by the clock"])
     return case
 
 

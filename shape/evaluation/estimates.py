@@ -86,6 +86,11 @@ def ratio(numerator: Any, denominator: Any) -> Any:
     return np.divide(top, bottom, out=np.full(np.broadcast(top, bottom).shape, np.nan), where=bottom != 0)
 
 
+def relative_rate(one: Any, other: Any) -> Any:
+    """Tokens per second of one over those of the other, where both are sums with tokens and seconds."""
+    return ratio(ratio(one.tokens, one.seconds), ratio(other.tokens, other.seconds))
+
+
 def quantile(values: Sequence[float], share: float) -> float:
     """The value below which a share of them lies; 0 of none."""
     ordered = sorted(values)

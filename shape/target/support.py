@@ -38,13 +38,11 @@ class Support:
         mode: "tree" when ragged batches of trees are exact; "chain" when only an unbranched draft for one sequence is,
             and batches are decoded one sequence at a time.
         reason: why not "tree"; empty otherwise.
-        layers: shapes of the cache.
+        layers: shapes of the cache; none where layers are recurrent.
         sliding_window: window of the sliding layers, or None.
         mask_by_layer_type: the model takes a dict of masks, one per layer type.
         grouped_queries: trees are attended to without repeated keys and values (``shape.verification.attention``).
         fused: the ``FusedLayers`` (``shape.verification.fused``) that few tokens go through where it serves, or None.
-        recurrent: layers have states that cannot forget (``shape.verification.recurrent``); the mode is "chain", and no
-            shapes are given.
         positions: that forwards may reach, where a call is sure to need no more and has the first rotary table
             throughout; None leaves it to the target.
     """
@@ -56,8 +54,12 @@ class Support:
     mask_by_layer_type: bool
     grouped_queries: bool = False
     fused: Any = None
-    recurrent: bool = False
     positions: int | None = None
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether layers have states that cannot forget (``shape.verification.recurrent``), which have no shapes."""
+        return not self.layers
 
 
 CACHE_NAMES = ("past_key_values", "cache")

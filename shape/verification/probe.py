@@ -88,7 +88,6 @@ def _probe(target: Target) -> Support:
     prompt, drafts = _examples(target)
     try:
         layers, cached_noise = _cache_shapes(target, prompt)
-        recurrent = not layers
         _check_logits(target, prompt)
         noise = max(cached_noise, _sensitivity(target, prompt, _tolerance(target) / 10))
         mixing, where = _mixing(target, prompt)
@@ -103,9 +102,9 @@ def _probe(target: Target) -> Support:
     _judge_rounding(target, noise, mixing, where)
     allowed = max(_tolerance(target), min(3 * noise, _MOST_NOISE))
 
-    if recurrent:
+    if not layers:
         why = "recurrent layers cannot forget a rejected draft"
-        return _chain(target, Support("chain", why, [], window, by_type, recurrent=True), prompt, drafts, allowed)
+        return _chain(target, Support("chain", why, layers, window, by_type), prompt, drafts, allowed)
     grouped = _has_grouped_queries(target, layers)
     layered = FusedLayers if target.device.type == "cpu" else FusedGpuLayers
     fused = layered.of(target.model.base_model, target.config, target.head)

@@ -25,13 +25,13 @@ from shape.verification.probe import support_of
 from shape.verification.recurrent import RecurrentCache
 from shape.verification.tree import chain
 
-HYBRIDS = ["qwen3_5", "lfm2", "bamba", "falcon_h1"]
+TARGETS = ["qwen3_5", "lfm2", "bamba", "falcon_h1"]
 
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, PreTrainedModel]:
     """In float64, as far as their own code is."""
-    return {family: build(family) for family in HYBRIDS}
+    return {family: build(family) for family in TARGETS}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def off(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", TARGETS)
 def test_they_are_decoded_as_chains(models, family):
     support = support_of(Target(models[family]))
     assert support.recurrent and support.mode == "chain" and "cannot forget" in support.reason
@@ -57,7 +57,7 @@ def test_they_are_decoded_as_chains(models, family):
 steps = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=5)
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", TARGETS)
 @given(steps=steps)
 @settings(max_examples=8, deadline=None)
 def test_states_are_those_of_the_accepted_text(models, family, steps):
@@ -92,7 +92,7 @@ def test_a_cache_holds_no_fewer_tokens_than_its_states_are_of(qwen):
     assert off(states, qwen.hidden(ids(5, 1))) < 1e-4
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", TARGETS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_greedy_answers_are_the_targets_own(family, dtype):
     model = build(family).to(dtype)
@@ -161,7 +161,7 @@ def test_costs_are_measured_and_efficiency_is_not(qwen, tmp_path):
         measure_efficiency(options)
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", TARGETS)
 def test_a_model_with_such_layers_drafts(models, tiny_model, family):
     """For itself, of whose choices all are accepted, and for others, of which nearly none are."""
     for target in (models[family], tiny_model("llama")):
