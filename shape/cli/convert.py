@@ -4,7 +4,8 @@
     shape convert yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --to shape --target T --output eagle
 
 Read are ours, EAGLE-3 (SafeAILab, SpecForge), speculators (eagle3, dflash, dspark), DFlash and DSpark (z-lab, DeepSeek,
-SpecForge) and Medusa (FasterDecoding, vLLM). No weight is left out, and none is made up.
+SpecForge), Medusa (FasterDecoding, vLLM), and with --from mtp the MTP layer in the files of Qwen3-Next and Qwen3.5. No
+weight is left out, and none is made up.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ def parser() -> CommandParser:
     reader = command_parser("convert", __doc__, usage="SOURCE --to FORMAT --output DIR [options]", config=False)
     formats = "shape, speculators, eagle3, medusa or dspark (DFlash too)"
     reader.add_argument("source", type=str, help="folder or hub id of a predictor")
-    reader.add_argument("--from", type=str, default="auto", help=f"its format: auto, {formats}")
+    reader.add_argument("--from", type=str, default="auto", help=f"its format: auto, {formats}, or mtp")
     reader.add_argument("--to", type=str, required=True, help=f"format to write: {formats}")
     reader.add_argument("--output", type=str, required=True, help="folder to write, without a checkpoint yet")
     reader.add_argument("--target", type=str | None, help="folder or hub id of the target; default: as the source says")

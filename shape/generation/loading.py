@@ -21,7 +21,7 @@ from shape.networks.config import ShapeConfig
 from shape.networks.formats.table import format_of
 from shape.networks.formats.table import load as load_foreign
 from shape.target.identity import TargetIdentity
-from shape.target.loading import FILE_OPTIONS, SOURCE, first_line, only, resolve_device
+from shape.target.loading import FILE_OPTIONS, HUB_OPTIONS, SOURCE, first_line, only, resolve_device
 from shape.target.model import Target
 from shape.target.prepack import prepack
 
@@ -34,11 +34,13 @@ PREDICTOR_KINDS = {
     "eagle": "eagle",
     "eagle3": "eagle",
     "peagle": "peagle",
+    "mtp": "mtp",
     "block": "block",
     "dflash": "block",
     "dspark": "block",
 }
 _DEFAULT_DRAFTER = "suffix"  # drafts for a target alone
+_OWN_LAYER = "mtp"  # without a predictor it drafts with the layer that the target's own files have
 
 
 def needs_predictor(drafter: str | None) -> bool:
@@ -83,7 +85,8 @@ def load_pair(
     trained = needs_predictor(name)
     if predictor is None and target is None:
         raise ConfigError("neither a predictor nor a target is given; give at least one of them")
-    if predictor is None and name is not None and trained:
+    own = predictor is None and predictor_name == _OWN_LAYER
+    if predictor is None and name is not None and trained and not own:
         raise ConfigError(f"drafter {name!r} needs a predictor; give the folder of an exported one")
     if drafts.pack is None and "recipes" in parts:
         raise ConfigError(f"drafter {name!r} needs a pack; give a file of `shape recipes compile`")
@@ -96,6 +99,9 @@ def load_pair(
     if predictor is not None and not is_model:
         network = load_predictor(predictor, target, **hub)
         target = target or _target_of(network, predictor)
+    if own:
+        assert target is not None
+        network = _own_layer(target, **only(HUB_OPTIONS, options))
     if predictor is not None and name is not None and is_model != ("model" in parts) and trained:
         what = "language model" if is_model else "predictor"
         raise ConfigError(
@@ -123,6 +129,24 @@ def load_pair(
     limit = length if isinstance(length, int) else None
     chosen = "+".join(given) or _DEFAULT_DRAFTER if name is None else name
     return loaded, make_drafter(chosen, given, limit)
+
+
+def _own_layer(target: TargetSource, **hub: Any) -> Predictor:
+    """The MTP layer in a target's own files.
+
+    Raises:
+        CheckpointError: they have none.
+        ConfigError: a model that was made and not loaded.
+    """
+    if isinstance(target, Target):
+        return _own_layer(target.name, **{"revision": target.identity.revision or None, **hub})
+    name = target.name_or_path if isinstance(target, PreTrainedModel) else target
+    if not name:
+        raise ConfigError(
+            f"drafter {_OWN_LAYER!r} reads the target's files, and the model at hand does not say where these are; "
+            "give their folder or hub id"
+        )
+    return load_predictor(name, form=_OWN_LAYER, **hub)
 
 
 def draft_dtype(target: Target, device: torch.device) -> torch.dtype:

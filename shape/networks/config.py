@@ -16,7 +16,7 @@ from shape.errors import ConfigError
 from shape.features.options import with_state
 from shape.networks.transport import LastUpdate
 
-Kind = Literal["shape", "medusa", "eagle", "peagle", "block"]
+Kind = Literal["shape", "medusa", "eagle", "peagle", "mtp", "block"]
 StepMode = Literal["parallel", "recursive"]
 TokenConditioning = Literal["none", "root", "path"]
 Refinement = Literal["none", "affine", "sinkhorn"]
@@ -35,19 +35,23 @@ _COUNTS = (
     "markov_rank",
     "coupling",
 )
-DECODER_LAYERS = ("eagle", "peagle", "block")  # kinds built of them
+ANY_WIDTH = ("eagle", "peagle", "block")  # kinds that can be narrower or wider than their target
+DECODER_LAYERS = (*ANY_WIDTH, "mtp")  # kinds built of them
 MASKED = ("peagle", "block")  # kinds that draft in places of mask tokens
 _OWN: dict[tuple[str, ...], tuple[str, ...]] = {  # options of some kinds alone
     ("shape",): ("dropout",),
     ("medusa",): ("shared_head", "residual_bias"),
     ("block",): ("sample_from_anchor", "sliding_window_non_causal"),
-    ("eagle", "peagle"): ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+    ("eagle", "peagle"): ("norm_before_residual", "norm_before_fc", "fc_norm"),
+    ("eagle",): ("norm_output",),
     MASKED: ("mask_token_id",),
 }
 _MAY_BE_ZERO = {"num_layers", "markov_rank", "coupling"}
 
 # Whose decoder layers networks can be built of (`shape.networks.decoder`).
 LAYER_TYPES = ("llama", "qwen3")
+# Of kind "mtp" these too: a target's own.
+MTP_LAYER_TYPES = (*LAYER_TYPES, "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 # What a kind leaves no choice of: whatever else is given for these is replaced.
 _BASELINE = {"window": 1, "attention": False, "refinement": "none"}
@@ -56,6 +60,7 @@ _FIXED: dict[str, dict[str, Any]] = {
     "medusa": {**_BASELINE, "step_mode": "parallel", "token_conditioning": "none"},
     "eagle": {**_BASELINE, "step_mode": "recursive", "token_conditioning": "path"},
     "peagle": {**_BASELINE, "step_mode": "parallel", "token_conditioning": "root"},
+    "mtp": {**_BASELINE, "step_mode": "recursive", "token_conditioning": "path", "feature_layers": [-1]},
     "block": {**_BASELINE, "step_mode": "parallel", "token_conditioning": "root"},
 }
 
@@ -78,8 +83,9 @@ class ShapeConfig(PreTrainedConfig):
     """Configuration of a predictor of any kind; what "shape" alone reads is named as such or fixed for the others.
 
     Args:
-        kind: the network: "shape" (`shape.networks.shape`), or a baseline: "medusa", "eagle", "peagle" (P-EAGLE),
-            "block" (DFlash, DSpark), which sets step_mode, token_conditioning, window, attention and refinement itself.
+        kind: the network: "shape" (`shape.networks.shape`), or a baseline: "medusa", "eagle", "peagle" (P-EAGLE), "mtp"
+            (a target's own MTP layer), "block" (DFlash, DSpark), which sets step_mode, token_conditioning, window,
+            attention and refinement itself.
         hidden_size: width H of the target's hidden states and embeddings, and of the predictor's.
         target_hidden_size: "eagle", "peagle" and "block" that are narrower or wider than their target: its width; then
             hidden_size is the predictor's alone, and heads and embeddings have to be its own. None is the same.
@@ -87,9 +93,9 @@ class ShapeConfig(PreTrainedConfig):
         feature_layers: layers of the target whose states make up one feature vector, concatenated in this
             order, each of the target's width: indices into transformers' `hidden_states`, except -1, which is the
             vector that enters the output embedding. With "shape" it has to come last: predictions are residuals on it.
-        transformer_layer_config: "eagle", "peagle" and "block": transformers' configuration of the decoder layers, with
-            its `model_type` (llama, qwen3); the name is that of `speculators`. None makes Llama's (Qwen3's with
-            "block") of the options below.
+        transformer_layer_config: "eagle", "peagle", "mtp" and "block": transformers' configuration of the decoder
+            layers, with its `model_type` (llama, qwen3; "mtp" has more); the name is that of `speculators`. None makes
+            Llama's (Qwen3's with "block") of the options below.
         intermediate_size: width M of the predictor; None is the decoder layers', or 2 H.
         num_layers: residual MLP blocks at width M shared by all steps; residual layers of each of Medusa's heads;
             decoder layers of the others (published EAGLE-3 has one).
@@ -232,10 +238,11 @@ class ShapeConfig(PreTrainedConfig):
     def _layers_filled_in(self) -> dict[str, Any]:
         """`transformer_layer_config` with what it leaves open; intermediate_size and num_heads, given, replace its."""
         layer = {"model_type": "qwen3" if self.kind == "block" else "llama", **(self.transformer_layer_config or {})}
-        if layer["model_type"] not in LAYER_TYPES:
+        known = MTP_LAYER_TYPES if self.kind == "mtp" else LAYER_TYPES
+        if layer["model_type"] not in known:
             raise ConfigError(
                 f"transformer_layer_config is of model_type {layer['model_type']!r}: decoder layers can be those of "
-                f"{' or '.join(LAYER_TYPES)}"
+                f"{' or '.join(known)}"
             )
         if self.num_heads not in (None, layer.get("num_attention_heads")):
             for name in ("num_attention_heads", "num_key_value_heads", "head_dim"):
@@ -318,6 +325,8 @@ class ShapeConfig(PreTrainedConfig):
             raise ConfigError("own_embeddings makes weights for each token of the target: give vocab_size")
         self._check_medusa()
         self._check_eagle()
+        if self.kind == "mtp" and self.num_layers != 1:
+            raise ConfigError(f"num_layers is {self.num_layers}: kind mtp has one decoder layer")
         if self.has_decoder_layers and self.num_layers < 1:
             raise ConfigError(f"num_layers is {self.num_layers}: kind {self.kind!r} has at least 1 decoder layer")
         self._check_block()
@@ -352,10 +361,10 @@ class ShapeConfig(PreTrainedConfig):
         if self.target_hidden_size is None:
             return
         _require_int("target_hidden_size", self.target_hidden_size, 1)
-        if not self.has_decoder_layers:
+        if self.kind not in ANY_WIDTH:
             raise ConfigError(
                 f"hidden_size is {self.hidden_size} and the target's {self.target_hidden_size}: kind {self.kind!r} has "
-                f"the target's width; {', '.join(DECODER_LAYERS)} can have another"
+                f"the target's width; {', '.join(ANY_WIDTH)} can have another"
             )
         if not (self.own_heads and self.own_embeddings):
             raise ConfigError(
@@ -421,8 +430,6 @@ class ShapeConfig(PreTrainedConfig):
             )
 
     def _check_eagle(self) -> None:
-        if self.norm_output and self.kind == "peagle":
-            raise ConfigError("norm_output is for kind eagle: no step of peagle reads the output of the one before")
         if self.norm_before_fc and self.fc_norm:
             raise ConfigError("norm_before_fc and fc_norm are both given: features are normalised together or each")
 

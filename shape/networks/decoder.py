@@ -6,13 +6,13 @@ training, see what is remembered of known positions and what their own path or b
 """
 
 import math
+from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.models.llama import modeling_llama as llama
-from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from shape.networks.base import Predictor
 from shape.networks.layers import Memory, attend, attend_in_order, rotate
@@ -24,10 +24,23 @@ class _Classes(NamedTuple):
     rotary: type[nn.Module]
 
 
-_CLASSES = {
-    "llama": _Classes(llama.LlamaDecoderLayer, llama.LlamaRMSNorm, llama.LlamaRotaryEmbedding),
-    "qwen3": _Classes(qwen3.Qwen3DecoderLayer, qwen3.Qwen3RMSNorm, qwen3.Qwen3RotaryEmbedding),
+# By model type: transformers' package, and how its classes begin, the rotary embedding's last.
+_NAMES = {
+    "llama": ("llama", "Llama", "Llama"),
+    "qwen3": ("qwen3", "Qwen3", "Qwen3"),
+    "qwen3_next": ("qwen3_next", "Qwen3Next", "Qwen3Next"),
+    "qwen3_5_text": ("qwen3_5", "Qwen3_5", "Qwen3_5Text"),
+    "qwen3_5_moe_text": ("qwen3_5_moe", "Qwen3_5Moe", "Qwen3_5MoeText"),
 }
+
+
+@cache
+def _classes(model_type: str) -> _Classes:
+    package, name, rotary = _NAMES[model_type]
+    module = import_module(f"transformers.models.{package}.modeling_{package}")
+    return _Classes(
+        *(getattr(module, each) for each in (f"{name}DecoderLayer", f"{name}RMSNorm", f"{rotary}RotaryEmbedding"))
+    )
 
 
 _SCALINGS = ("default", "linear", "llama3", "yarn")
@@ -75,7 +88,7 @@ class Rotary:
 
     def __init__(self, config: PreTrainedConfig) -> None:
         with torch.device("cpu"):  # models are made on the device "meta" when they are loaded
-            module = _CLASSES[config.model_type].rotary(config)
+            module = _classes(config.model_type).rotary(config)
         self.scaling: float = module.attention_scaling  # type: ignore[assignment]
         self._frequencies: dict[torch.device, Tensor] = {torch.device("cpu"): module.inv_freq}  # type: ignore[dict-item]
 
@@ -90,12 +103,12 @@ class Rotary:
 
 def norm_of(config: PreTrainedConfig, size: int) -> nn.Module:
     """The model type's RMS norm, of any width."""
-    return _CLASSES[config.model_type].norm(size, eps=config.rms_norm_eps)
+    return _classes(config.model_type).norm(size, eps=config.rms_norm_eps)
 
 
 class DraftAttention(nn.Module):
     """The parts of a model type's attention, and our own attention on them: grouped heads, biases, norms of queries and
-    keys are the type's.
+    keys, and a gate on what is found (made beside the queries), are the type's.
 
     Args:
         stock: transformers' attention, whose parts become this one's.
@@ -109,7 +122,9 @@ class DraftAttention(nn.Module):
         self.scaling = self.head_dim**-0.5
         self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
         bias = config.attention_bias
-        self.q_proj = nn.Linear(in_size, self.heads * self.head_dim, bias=bias)
+        queries: int = stock.q_proj.out_features  # type: ignore[union-attr,assignment]
+        self.gated = queries == 2 * self.heads * self.head_dim
+        self.q_proj = nn.Linear(in_size, queries, bias=bias)
         self.k_proj = nn.Linear(in_size, self.key_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(in_size, self.key_heads * self.head_dim, bias=bias)
         self.o_proj: nn.Module = stock.o_proj  # type: ignore[assignment]
@@ -132,19 +147,27 @@ class DraftAttention(nn.Module):
         among: Tensor | None = None,
     ) -> Tensor:
         """(B, M, in_size) -> (B, M, H); the other arguments as of `shape.networks.layers.attend`."""
-        return self._out(attend(self._query(states, rotary), memory, visible, own, among))
+        query, gate = self._query(states, rotary)
+        return self._out(attend(query, memory, visible, own, among), gate)
 
     def in_order(self, states: Tensor, rotary: Tensor, new: Memory, past: Memory | None, lengths: Tensor) -> Tensor:
         """(B, N, in_size) -> (B, N, H); the other arguments as of `shape.networks.layers.attend_in_order`."""
-        return self._out(attend_in_order(self._query(states, rotary), new, past, lengths))
+        query, gate = self._query(states, rotary)
+        return self._out(attend_in_order(query, new, past, lengths), gate)
 
-    def _query(self, states: Tensor, rotary: Tensor) -> Tensor:
-        query = self._split(self.q_proj(states))
+    def _query(self, states: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Queries (B, heads, N, D), and the gate (B, N, heads, D) where there is one."""
+        query, gate = self.q_proj(states), None
+        if self.gated:
+            query, gate = query.unflatten(-1, (self.heads, -1)).chunk(2, dim=-1)
+        else:
+            query = self._split(query)
         query = query if self.q_norm is None else self.q_norm(query)
-        return rotate(query.transpose(1, 2), rotary)
+        return rotate(query.transpose(1, 2), rotary), gate
 
-    def _out(self, found: Tensor) -> Tensor:
-        return self.o_proj(found.transpose(1, 2).flatten(-2))
+    def _out(self, found: Tensor, gate: Tensor | None) -> Tensor:
+        found = found.transpose(1, 2)
+        return self.o_proj((found if gate is None else found * gate.sigmoid()).flatten(-2))
 
     def _split(self, states: Tensor) -> Tensor:
         return states.unflatten(-1, (-1, self.head_dim))
@@ -159,7 +182,7 @@ class DraftLayer(nn.Module):
 
     def __init__(self, config: PreTrainedConfig, in_size: int | None = None) -> None:
         super().__init__()
-        stock = _CLASSES[config.model_type].layer(config, 0)
+        stock = _classes(config.model_type).layer(config, 0)
         self.self_attn = DraftAttention(stock.self_attn, config, in_size or config.hidden_size)  # type: ignore[arg-type]
         self.mlp: nn.Module = stock.mlp  # type: ignore[assignment]
         self.input_layernorm: nn.Module = stock.input_layernorm  # type: ignore[assignment]

@@ -38,16 +38,21 @@ class EaglePredictor(DecoderPredictor):
 
     def __init__(self, config: ShapeConfig) -> None:
         super().__init__(config)
-        layer, size = config.layer_config(), config.hidden_size
+        layer = config.layer_config()
+        first = self._add_inputs(layer)
+        self.layers = nn.ModuleList([first, *(DraftLayer(layer) for _ in range(config.num_layers - 1))])
+        self.norm = norm_of(layer, config.hidden_size)
+        self._rotary = Rotary(layer)
+        self._add_read_out(heads=1 if config.own_heads else 0)
+
+    def _add_inputs(self, layer: PreTrainedConfig) -> DraftLayer:
+        """What features and tokens go through, and the layer that reads them."""
+        config = self.config
         self.input_norm = norm_of(layer, config.feature_size) if config.norm_before_fc else None
         norms = [norm_of(layer, config.state_size) for _ in config.feature_layers]
         self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
-        self.fc = nn.Linear(config.feature_size, size, bias=False)
-        first = EagleLayer(layer, config.norm_before_residual)
-        self.layers = nn.ModuleList([first, *(DraftLayer(layer) for _ in range(config.num_layers - 1))])
-        self.norm = norm_of(layer, size)
-        self._rotary = Rotary(layer)
-        self._add_read_out(heads=1 if config.own_heads else 0)
+        self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+        return EagleLayer(layer, config.norm_before_residual)
 
     def remember(
         self, features: Tensor, embeddings: Tensor, positions: Tensor, past: Remembered | None = None
@@ -83,7 +88,12 @@ class EaglePredictor(DecoderPredictor):
                 own = keys[number].permute(0, 3, 1, 2, 4), values[number].permute(0, 3, 1, 2, 4)
             x = layer.behind(residual, layer.self_attn(seen, rotary, memory, known.visible, own))
         state = self.norm(x)
-        return state, (state if self.config.norm_output else x, *keys, *values)
+        return state, (state if self.feeds_normed else x, *keys, *values)
+
+    @property
+    def feeds_normed(self) -> bool:
+        """Whether the next step reads the normalised output."""
+        return self.config.norm_output
 
     def _joined(self, feature: Tensor, embedding: Tensor) -> Tensor:
         """What the first layer reads: (..., H) twice -> (..., 2 H)."""

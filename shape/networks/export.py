@@ -79,7 +79,7 @@ def model_card(predictor: Predictor, identity: TargetIdentity, training: Mapping
     config = predictor.config
     millions = predictor.num_parameters() / 1e6
     revision = f" (revision {identity.revision})" if identity.revision else ""
-    title = {"shape": "SHAPE", "eagle": "EAGLE", "peagle": "P-EAGLE", "block": "Block-parallel"}.get(
+    title = {"shape": "SHAPE", "eagle": "EAGLE", "peagle": "P-EAGLE", "mtp": "MTP", "block": "Block-parallel"}.get(
         config.kind, config.kind.capitalize()
     )
     return f"""---

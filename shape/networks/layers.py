@@ -328,10 +328,11 @@ def rotary_table(positions: Tensor, head_size: int, dtype: torch.dtype) -> Tenso
 
 
 def rotate(states: Tensor, rotary: Tensor) -> Tensor:
-    """Rotary position embedding: (B, G, N, D), (B, N or 1, 2, D / 2) -> (B, G, N, D)."""
+    """Rotary position embedding: (B, G, N, D), (B, N or 1, 2, R / 2) -> (B, G, N, D), of which the first R turn."""
     cos, sin = rotary.to(states.dtype).unsqueeze(1).unbind(-2)
-    first, second = states.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    size = cos.shape[-1]
+    first, second, still = states[..., :size], states[..., size : 2 * size], states[..., 2 * size :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, still], dim=-1)
 
 
 def normalise(x: Tensor) -> Tensor:

@@ -4,9 +4,17 @@ from shape.networks.base import Predictor
 from shape.networks.block import BlockPredictor
 from shape.networks.eagle import EaglePredictor, ParallelEaglePredictor
 from shape.networks.medusa import MedusaPredictor
+from shape.networks.mtp import MtpPredictor
 from shape.networks.shape import ShapePredictor
 
 PREDICTORS: dict[str, type[Predictor]] = {
     network.kind: network
-    for network in (ShapePredictor, MedusaPredictor, EaglePredictor, ParallelEaglePredictor, BlockPredictor)
+    for network in (
+        ShapePredictor,
+        MedusaPredictor,
+        EaglePredictor,
+        ParallelEaglePredictor,
+        MtpPredictor,
+        BlockPredictor,
+    )
 }

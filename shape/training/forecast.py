@@ -162,8 +162,8 @@ def portion_bytes(config: ShapeConfig, roots: float, known: float, precision: st
         return logits + states + (inner / passes if checkpointing and config.step_mode == "recursive" else inner)
     layer = config.layer_config()
     heads, inner_size = layer.num_attention_heads, layer.intermediate_size
-    passes = steps if config.kind == "eagle" else config.num_layers  # of one place, or of all through a layer
-    places = {"eagle": 1, "peagle": steps, "block": config.block_size}[config.kind]
+    passes = steps if config.step_mode == "recursive" else config.num_layers  # of one place, or of all through a layer
+    places = {"eagle": 1, "mtp": 1, "peagle": steps, "block": config.block_size}[config.kind]
     inputs = 4 * roots * places * size  # of a step, or of a layer
     each = roots * places * (size * (40 + 8 * half) + 4 * half * inner_size)
     read = known * (4 + half) * (config.feature_size + 2 * size)

@@ -25,15 +25,15 @@ class PredictorOptions:
     """The network; see `shape.networks.config.ShapeConfig`, whose fields of the same names these become.
 
     Attributes:
-        kind: shape, or a baseline: medusa, eagle, peagle (P-EAGLE), block (DFlash, DSpark), which have a window of one
-            state, no refinement, and fix step_mode and token_conditioning. Or model, a small language model of the
+        kind: shape, or a baseline: medusa, eagle, peagle (P-EAGLE), mtp, block (DFlash, DSpark), which have a window of
+            one state, no refinement, and fix step_mode and token_conditioning. Or model, a small language model of the
             target's tokens, which reads no states and of these options num_layers, num_heads and intermediate_size
             alone: the width of its states.
         window: known states that the predictor reads.
         hidden_size: of eagle, peagle and block, a width other than the target's, with own_heads and own_embeddings;
             null is the target's.
         intermediate_size: its width; null follows from the target: shape's by `shape.networks.sizing`, that of eagle,
-            peagle and block is that of the target's own layers. medusa has none.
+            peagle, mtp and block is that of the target's own layers. medusa has none.
         num_layers: residual blocks at that width; residual layers of each of medusa's heads; decoder layers of the
             others.
         attention: SHAPE's steps also attend to all known positions.
@@ -52,7 +52,7 @@ class PredictorOptions:
         dropout: probability, of kind shape.
         feature_layers: layers of the target that are read, shape's with -1 in the end; auto is a low, a middle and a
             high one, as published for EAGLE-3 (`shape.networks.sizing`).
-        transformer_layer_config: of eagle's, peagle's and block's decoder layers, what differs from the target's
+        transformer_layer_config: of eagle's, peagle's, mtp's and block's decoder layers, what differs from the target's
             geometry.
         draft_vocab_size: draft from so many of the most frequent tokens only; null drafts from all, auto from as many
             as target and data suggest (`shape.networks.sizing`).
@@ -76,7 +76,7 @@ class PredictorOptions:
         norm_output: eagle's next step reads the normalised output (EAGLE-3.1).
     """
 
-    kind: Literal["shape", "medusa", "eagle", "peagle", "block", "model"] = "shape"
+    kind: Literal["shape", "medusa", "eagle", "peagle", "mtp", "block", "model"] = "shape"
     window: int = 8
     hidden_size: int | None = None
     intermediate_size: int | None = None

@@ -414,7 +414,7 @@ def long_talks(path: Path) -> Path:
 # ------------------------------------------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize("kind", ["shape", "medusa", "eagle", "peagle", "block"])
+@pytest.mark.parametrize("kind", ["shape", "medusa", "eagle", "peagle", "mtp", "block"])
 def test_what_options_say_is_read_is_what_networks_read(kind, tiny_target):
     for attention in (False, True) if kind == "shape" else (False,):
         chosen = PredictorOptions(kind=kind, attention=attention, markov_rank=0, draft_vocab_size=None)

@@ -25,6 +25,7 @@ KINDS = {
     "eagle": {"kind": "eagle", "own_heads": True, "draft_vocab_size": 40, "feature_layers": [1, 2], "num_steps": 2},
     "medusa": {"kind": "medusa", "own_heads": True, "num_steps": 2},
     "peagle": {"kind": "peagle", "mask_token_id": 9, "feature_layers": [1, 2], "num_layers": 2, "num_steps": 3},
+    "mtp": {"kind": "mtp", "num_steps": 2},
     "block": {"kind": "block", "mask_token_id": 9, "feature_layers": [1, 2], "num_steps": 3, "markov_rank": 0},
 }
 FORMATS = {"eagle": "eagle3", "medusa": "medusa", "peagle": "speculators", "block": "speculators"}

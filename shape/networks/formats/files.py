@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -17,6 +18,7 @@ from shape.target.loading import HUB_OPTIONS, only
 Weights = dict[str, Tensor]
 # What hub repositories are read for; the first kind that is there has the weights.
 _WEIGHTS = ("model*.safetensors", "medusa_lm_head.safetensors", "pytorch_model*.bin", "medusa_lm_head.pt")
+_INDEX = "model.safetensors.index.json"  # which file has which weight
 _MASK = "mask_embedding.pt"
 
 
@@ -33,10 +35,13 @@ def architectures(config: dict[str, Any]) -> set[str]:
     return {str(name) for name in given} if isinstance(given, list) else set()
 
 
-def read_checkpoint(source: str | Path, **hub: Any) -> Checkpoint:
+def read_checkpoint(source: str | Path, prefix: str = "", **hub: Any) -> Checkpoint:
     """Configuration and weights of a folder or hub repository.
 
     Pickled files are read with torch's restricted unpickler, which makes tensors and nothing else.
+
+    Args:
+        prefix: of the names of the weights that are wanted, and whose files alone are fetched and opened.
 
     Raises:
         CheckpointError: nothing that can be read there.
@@ -45,21 +50,39 @@ def read_checkpoint(source: str | Path, **hub: Any) -> Checkpoint:
         folder = Path(source)
         if not folder.is_dir():
             options = only(HUB_OPTIONS - {"proxies"}, hub)
-            patterns = ["*.json", _MASK, *_WEIGHTS]
-            folder = Path(snapshot_download(str(source), allow_patterns=patterns, **options))
+            folder = Path(snapshot_download(str(source), allow_patterns=["*.json", _MASK], **options))
+            files = _indexed(folder, prefix) or list(_WEIGHTS)
+            folder = Path(snapshot_download(str(source), allow_patterns=files, **options))
         if (folder / _MASK).exists():
             raise CheckpointError(
                 f"checkpoint {source} has a mask embedding of its own ({_MASK}), which is not a token's: give one "
                 "whose mask is a token"
             )
-        files = next((found for pattern in _WEIGHTS if (found := sorted(folder.glob(pattern)))), [])
-        if not files:
+        patterns = _indexed(folder, prefix) or _WEIGHTS
+        found = next((found for pattern in patterns if (found := sorted(folder.glob(pattern)))), [])
+        if not found:
             raise CheckpointError(f"checkpoint {source} has no weights; it needs one of {', '.join(_WEIGHTS)}")
         weights: Weights = {}
-        for file in files:
-            pickled = file.suffix != ".safetensors"
-            weights |= torch.load(file, map_location="cpu", weights_only=True) if pickled else load_file(file)
-        return Checkpoint(PretrainedConfig.get_config_dict(str(folder))[0], weights)
+        for file in found:
+            if file.suffix != ".safetensors":
+                weights |= torch.load(file, map_location="cpu", weights_only=True)
+                continue
+            with safe_open(file, "pt") as opened:
+                weights |= {name: opened.get_tensor(name) for name in opened.keys() if name.startswith(prefix)}  # noqa: SIM118
+        wanted = {name: weight for name, weight in weights.items() if name.startswith(prefix)}
+        if not wanted:
+            raise CheckpointError(
+                f"{source} has no weights {prefix}*, of an MTP layer of its own; leave drafter out, or train one"
+            )
+        return Checkpoint(PretrainedConfig.get_config_dict(str(folder))[0], wanted)
+
+
+def _indexed(folder: Path, prefix: str) -> list[str]:
+    """Names of the files that have weights whose names begin so; none where no index says so."""
+    if not prefix or not (folder / _INDEX).exists():
+        return []
+    known: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
+    return sorted({file for name, file in known.items() if name.startswith(prefix)})
 
 
 def write_checkpoint(folder: str | Path, checkpoint: Checkpoint) -> None:

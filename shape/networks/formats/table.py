@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from shape.errors import CheckpointError, ConfigError
 from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
-from shape.networks.formats import block, eagle, medusa, speculators
+from shape.networks.formats import block, eagle, medusa, mtp, speculators
 from shape.networks.formats.files import Checkpoint, Weights, read_checkpoint, write_checkpoint
 from shape.networks.formats.targets import TargetFacts
 from shape.networks.registry import PREDICTORS
@@ -28,12 +28,14 @@ class Format(NamedTuple):
         recognise: whether a configuration is of it.
         read: ours of a checkpoint: the configuration, and the weights by our names.
         write: the way back.
+        prefix: of the names of its weights, where others lie beside them.
     """
 
     kinds: tuple[str, ...]
     recognise: Callable[[dict[str, Any]], bool]
     read: Callable[[Checkpoint, TargetFacts], tuple[ShapeConfig, Weights]]
     write: Callable[[Predictor, TargetFacts], Checkpoint]
+    prefix: str = ""
 
 
 # The first that recognises a configuration reads it.
@@ -42,6 +44,7 @@ FORMATS = {
     "medusa": Format(("medusa",), medusa.recognise, medusa.read, medusa.write),
     "dspark": Format(("block",), block.recognise, block.read, block.write),
     "eagle3": Format(("eagle",), eagle.recognise, eagle.read, eagle.write),
+    "mtp": Format(("mtp",), mtp.recognise, mtp.read, mtp.write, mtp.PREFIX),
 }
 
 
@@ -64,11 +67,12 @@ def load(
     Raises:
         CheckpointError: not a checkpoint of a known format; a weight that is missing, or that the network has not.
     """
-    checkpoint = read_checkpoint(source, **hub)
+    checkpoint = read_checkpoint(source, FORMATS[form].prefix if form in FORMATS else "", **hub)
     name = format_of(checkpoint.config) if form == "auto" else form
     if name is None:
         raise CheckpointError(f"checkpoint {source} is of no known format ({', '.join(FORMATS)}); name it with --from")
     named = speculators.verifier(checkpoint.config) or checkpoint.config.get("base_model_name_or_path")
+    named = str(source) if name is not None and FORMATS[name].prefix else named
     known = TargetFacts() if target is None else TargetFacts.of(target, **only(SOURCE | {"trust_remote_code"}, hub))
     try:
         config, weights = FORMATS[name].read(checkpoint, known)
