@@ -17,6 +17,7 @@ from unittest.mock import patch
 import pytest
 from helpers import ROOT, program
 from jsonargparse import ArgumentParser
+from mtp_targets import MTP_TARGET, write_small
 from transformers import dynamic_module_utils
 
 from shape import bundled
@@ -67,7 +68,7 @@ def eagle3(folder: Path) -> Path:
 
 @no_old_names
 @pytest.mark.parametrize("page", [page for page in PAGES if any(blocks(page))], ids=named)
-def test_python_runs(page, monkeypatch, tmp_path):
+def test_python_runs(page, monkeypatch, tiny_tokenizer, tmp_path):
     """Block after block in one namespace, as a reader would; what cannot run here has to be Python at least."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
@@ -75,6 +76,9 @@ def test_python_runs(page, monkeypatch, tmp_path):
     for number, (code, runs) in enumerate(blocks(page), 1):
         if "path/of/an/eagle3" in code:
             code = code.replace("path/of/an/eagle3", str(eagle3(tmp_path))).replace(HUB_TARGET, "quickstart-target")
+        if MTP_TARGET in code:
+            write_small(tmp_path / "qwen", tiny_tokenizer)
+            code = code.replace(MTP_TARGET, str(tmp_path / "qwen"))
         compiled = compile(code, f"{page.name}, block {number}", "exec")
         if runs:
             exec(compiled, namespace)

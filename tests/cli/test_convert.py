@@ -7,6 +7,7 @@ from importlib import import_module
 import pytest
 import torch
 from helpers import ROOT
+from mtp_targets import MTP_TARGET, write_small
 from training_runs import arguments, write_conversations
 
 from shape.cli.convert import main
@@ -63,21 +64,23 @@ def test_nothing_is_overwritten(eagle, refused):
     assert "has a checkpoint already" in refused(main, str(eagle), "--to", "shape", "--output", str(eagle))
 
 
-def test_every_command_of_the_page_runs(eagle, tiny_target_folder, tmp_path, monkeypatch):
+def test_every_command_of_the_page_runs(eagle, tiny_target_folder, tiny_tokenizer, tmp_path, monkeypatch):
     """docs/guides/checkpoints.md, with files of ours in place of a reader's; training is as short as can be."""
     monkeypatch.chdir(tmp_path)
     main([str(eagle), "--to", "eagle3", "--output", "theirs", "--target", str(tiny_target_folder)])
     data, target = write_conversations(tmp_path / "talks.jsonl", 12), str(tiny_target_folder)
     files = {"path/of/an/eagle3": "theirs", "path/of/the/drafter": "theirs", "D": str(data)}
-    files |= {"T": target, "my-fine-tune": target, "checkpoints/my-eagle": "checkpoints/mine"}
+    files |= {"T": target, "my-fine-tune": target, "checkpoints/my-eagle": "checkpoints/mine", MTP_TARGET: "qwen"}
+    write_small(tmp_path / "qwen", tiny_tokenizer)
     short = [option for option in arguments("", "", "") if not option.startswith(("--target", "--data", "--output"))]
     short = [option for option in short if not option.startswith("--predictor.")] + ["--training.steps=2"]
     page = (ROOT / "docs/guides/checkpoints.md").read_text()
     commands = [shlex.split(line) for line in page.splitlines() if line.startswith("shape ")]
-    assert [command[1] for command in commands] == ["convert", "convert", "train"]
-    for _, name, *given in sorted(commands, key=lambda command: command[1] != "train"):  # which makes checkpoints/mine
+    assert [command[1] for command in commands] == ["convert", "train", "convert", "convert", "train"]
+    for _, name, *given in sorted(commands, key=lambda command: command[-1] != "checkpoints/mine"):  # which others read
         run = import_module(f"shape.cli.{name}").main
         run([files.get(part, part) for part in given] + (short if name == "train" else []))
-    for made in ("checkpoints/eagle", "checkpoints/mine", "mine-vllm"):
-        assert (tmp_path / made / "model.safetensors").exists()
-        assert load_predictor(tmp_path / made).kind == "eagle"
+    made = {"checkpoints/eagle": "eagle", "checkpoints/mine": "eagle", "mine-vllm": "eagle", "checkpoints/mtp": "mtp"}
+    for folder, kind in made.items():
+        assert (tmp_path / folder / "model.safetensors").exists()
+        assert load_predictor(tmp_path / folder).kind == kind

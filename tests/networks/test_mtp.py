@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from mtp_targets import Layer, write, write_small
+from safetensors.torch import save_file
+from torch import Tensor
 from training_runs import arguments, write_conversations
 from transformers import AutoConfig, PreTrainedModel
 
-from eval.architectures import FAMILIES as ARCHITECTURES
 from eval.architectures import build
 from eval.families import random_model
 from shape.cli.train import main as train
@@ -21,40 +21,12 @@ from shape.generation.conversion import convert
 from shape.generation.decoder import ShapeDecoder
 from shape.networks.base import known_at
 from shape.networks.config import ShapeConfig
-from shape.networks.decoder import _classes
 from shape.networks.formats.table import load
 from shape.networks.mtp import MtpPredictor
 from shape.networks.shape import windows
 
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
 FAMILIES = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
-
-
-class Layer(nn.Module):
-    """What the files hold, of transformers' own classes."""
-
-    def __init__(self, config: AutoConfig, model_type: str) -> None:
-        super().__init__()
-        classes, size = _classes(model_type), config.hidden_size
-        config.layer_types, config._attn_implementation = ["full_attention"], "eager"
-        config._experts_implementation = "eager"
-        self.pre_fc_norm_hidden, self.pre_fc_norm_embedding = classes.norm(size), classes.norm(size)
-        self.fc = nn.Linear(2 * size, size, bias=False)
-        self.layers = nn.ModuleList([classes.layer(config, 0)])
-        self.norm = classes.norm(size)
-        self.turns = classes.rotary(config)
-        generator = torch.Generator().manual_seed(0)
-        for weight in self.parameters():
-            nn.init.normal_(weight, std=0.3, generator=generator)
-
-    def forward(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
-        """(B, N, H) twice -> (B, N, H)."""
-        both = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)]
-        x, places = self.fc(torch.cat(both, dim=-1)), torch.arange(hidden.shape[1])[None]
-        mask = torch.full((len(places[0]),) * 2, -torch.inf, dtype=x.dtype).triu(1)[None, None]
-        axes = places.expand(3, 1, -1) if hasattr(self.turns, "mrope_section") else places  # time, height and width
-        turns = tuple(part.to(x.dtype) for part in self.turns(x, axes))
-        return self.norm(self.layers[0](x, position_embeddings=turns, attention_mask=mask, position_ids=places))
 
 
 class Target(NamedTuple):
@@ -72,32 +44,8 @@ def model_of(family: str) -> PreTrainedModel:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def target(request, tmp_path_factory) -> Target:
-    """A folder as the hub has it: in shards, MTP weights in one of them, of Qwen3-Next each expert by itself."""
     folder, model = tmp_path_factory.mktemp(request.param), model_of(request.param)
     return Target(folder, model, write(folder, model))
-
-
-def write(folder: Path, model: PreTrainedModel) -> Layer:
-    """A model and a random layer."""
-    model.save_pretrained(folder)
-    config = AutoConfig.from_pretrained(folder)
-    layer = Layer(config, config.model_type).to(model.dtype).eval()
-    weights = {f"mtp.{name}": weight.detach().clone() for name, weight in layer.state_dict().items()}
-    if config.model_type == "qwen3_next":
-        start = "mtp.layers.0.mlp.experts"
-        both, down = weights.pop(f"{start}.gate_up_proj"), weights.pop(f"{start}.down_proj")
-        for number in range(len(both)):
-            gate, up = both[number].chunk(2)
-            parts = {"gate": gate, "up": up, "down": down[number]}
-            weights |= {f"{start}.{number}.{part}_proj.weight": weight.clone() for part, weight in parts.items()}
-    own = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    files = {"model-00001-of-00002.safetensors": own, "model-00002-of-00002.safetensors": weights}
-    for name, held in files.items():
-        save_file(held, folder / name, metadata={"format": "pt"})
-    index = {weight: name for name, held in files.items() for weight in held}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    return layer
 
 
 def texts(count: int = 1, length: int = 14) -> Tensor:
@@ -162,11 +110,8 @@ def test_a_model_at_hand_names_its_files(target):
 
 def test_it_is_trained_on(tiny_tokenizer, tmp_path):
     """`shape train --init`, from what `shape convert` wrote; the layer stays the target's own kind."""
-    _, _, values = ARCHITECTURES["qwen3_5"]
-    ends = {"eos_token_id": tiny_tokenizer.eos_token_id, "vocab_size": len(tiny_tokenizer)}
     folder, start, trained = (tmp_path / name for name in ("target", "start", "trained"))
-    write(folder, random_model(type(build("qwen3_5").config)(**values | ends)).float())
-    tiny_tokenizer.save_pretrained(folder)
+    write_small(folder, tiny_tokenizer)
     convert(folder, "shape", start, "mtp", str(folder))
     data = write_conversations(tmp_path / "talks.jsonl")
     given = [f"--init={start}", "--training.steps=40", "--losses.kl=1", "--predictor.dropout=0"]
