@@ -287,12 +287,14 @@ class Target:
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
         layers: Sequence[int] = (-1,),
+        **more: Any,
     ) -> Tensor:
         """States of given tokens in the target's dtype and on its device, (B, N, len(layers) * H).
 
         Args:
             layers: -1 is h, before the output embedding (after the final norm); k >= 0 is the output of block k
                 (0 = embeddings). Several are laid side by side.
+            more: what else the model's own forward takes.
         """
         kept = [layer for layer in layers if layer >= 0]  # all others are freed on the way, where that can be said
         outputs = self._body(
@@ -302,6 +304,7 @@ class Target:
             use_cache=cache is not None,
             **{cache_name(type(self._body).forward): cache},
             **({"output_hidden_states": kept if _SELECTS else True} if kept else {}),
+            **more,
         )
         if tuple(layers) == (-1,):
             return outputs.last_hidden_state.to(self.device)

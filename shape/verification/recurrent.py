@@ -19,6 +19,8 @@ from shape.verification.cache import KVCache, Slots
 
 RECURRENT: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
 """Layers that have such states, as transformers' cache holds them."""
+# On a CPU linear attention fills a forward up to multiples of 64 tokens, unless its model is told otherwise. These are.
+_CHUNKED, _CHUNK = {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}, 16
 
 
 class RecurrentCache(KVCache):
@@ -35,6 +37,7 @@ class RecurrentCache(KVCache):
 
     def __init__(self, target: Target) -> None:
         self._target, self.device, self.dtype = target, target.device, target.dtype
+        self._chunked = target.device.type == "cpu" and target.config.model_type in _CHUNKED
         self.slots = Slots(0, target.device)
         Cache.__init__(self, layers=[])
         self._forget()
@@ -48,8 +51,11 @@ class RecurrentCache(KVCache):
         self._go_back()
         again, self._before = self.again, [_copied(layer) for layer in self.layers]
         self._behind = torch.cat([self._behind, tokens], dim=1)
-        positions = torch.arange(self._seen, self._seen + self._behind.shape[1], device=self.device)[None]
-        return self._target.hidden(self._behind, position_ids=positions, cache=self, layers=layers)[:, again:]
+        size = self._behind.shape[1]
+        positions = torch.arange(self._seen, self._seen + size, device=self.device)[None]
+        more = {"chunk_size": _CHUNK} if self._chunked and 1 < size <= 2 * _CHUNK else {}
+        found = self._target.hidden(self._behind, position_ids=positions, cache=self, layers=layers, **more)
+        return found[:, again:]
 
     def can_hold(self, length: int) -> bool:
         return self._seen <= length <= self._seen + self._behind.shape[1]
