@@ -10,7 +10,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrain
 
 from eval.architectures import FAMILIES, build
 from eval.families import random_model
-from shape.networks.decoder import _classes
+from shape.networks.decoder import layer_classes
 
 MTP_TARGET = "Qwen/Qwen3.5-4B"  # which the documentation names
 
@@ -20,7 +20,7 @@ class Layer(nn.Module):
 
     def __init__(self, config: PretrainedConfig, model_type: str) -> None:
         super().__init__()
-        classes, size = _classes(model_type), config.hidden_size
+        classes, size = layer_classes(model_type), config.hidden_size
         config.layer_types, config._attn_implementation = ["full_attention"], "eager"
         config._experts_implementation = "eager"
         self.pre_fc_norm_hidden, self.pre_fc_norm_embedding = classes.norm(size), classes.norm(size)

@@ -35,7 +35,8 @@ _NAMES = {
 
 
 @cache
-def _classes(model_type: str) -> _Classes:
+def layer_classes(model_type: str) -> _Classes:
+    """Layer, norm and rotary embedding of a model type (`shape.networks.config.MTP_LAYER_TYPES`)."""
     package, name, rotary = _NAMES[model_type]
     module = import_module(f"transformers.models.{package}.modeling_{package}")
     return _Classes(
@@ -88,7 +89,7 @@ class Rotary:
 
     def __init__(self, config: PreTrainedConfig) -> None:
         with torch.device("cpu"):  # models are made on the device "meta" when they are loaded
-            module = _classes(config.model_type).rotary(config)
+            module = layer_classes(config.model_type).rotary(config)
         self.scaling: float = module.attention_scaling  # type: ignore[assignment]
         self._frequencies: dict[torch.device, Tensor] = {torch.device("cpu"): module.inv_freq}  # type: ignore[dict-item]
 
@@ -103,7 +104,7 @@ class Rotary:
 
 def norm_of(config: PreTrainedConfig, size: int) -> nn.Module:
     """The model type's RMS norm, of any width."""
-    return _classes(config.model_type).norm(size, eps=config.rms_norm_eps)
+    return layer_classes(config.model_type).norm(size, eps=config.rms_norm_eps)
 
 
 class DraftAttention(nn.Module):
@@ -182,7 +183,7 @@ class DraftLayer(nn.Module):
 
     def __init__(self, config: PreTrainedConfig, in_size: int | None = None) -> None:
         super().__init__()
-        stock = _classes(config.model_type).layer(config, 0)
+        stock = layer_classes(config.model_type).layer(config, 0)
         self.self_attn = DraftAttention(stock.self_attn, config, in_size or config.hidden_size)  # type: ignore[arg-type]
         self.mlp: nn.Module = stock.mlp  # type: ignore[assignment]
         self.input_layernorm: nn.Module = stock.input_layernorm  # type: ignore[assignment]

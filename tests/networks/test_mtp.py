@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,6 +71,15 @@ def test_two_steps_are_those_of_transformers_modules(target):
         read = torch.cat([hidden[:, :root], once[:, root - 1 : root]], dim=1)
         twice = layer(read, embeddings[:, 1 : root + 2])[0, -1]
         torch.testing.assert_close(found[0, place, 1], twice, rtol=1e-6, atol=1e-6)
+
+
+def test_a_multimodal_models_configuration_has_it_one_level_down(target, tmp_path):
+    shutil.copytree(target.folder, tmp_path, dirs_exist_ok=True)
+    text = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
+    once, again = load(target.folder, form="mtp"), load(tmp_path, form="mtp")
+    assert again.config.transformer_layer_config == once.config.transformer_layer_config
+    assert torch.equal(again.fc.weight, once.fc.weight)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
