@@ -177,16 +177,17 @@ class OpenVinoTarget(Target):
         position_ids: Tensor | None = None,
         cache: Any = None,
         layers: Sequence[int] = (-1,),
+        **more: Any,
     ) -> Tensor:
         """As in ``Target``, float32.
 
         Args:
             cache: an ``OpenVinoCache``.
+            more: for torch's forward, before the model is converted.
         """
         if self.converted is None:
-            return super().hidden(
-                input_ids, attention_mask=attention_mask, position_ids=position_ids, cache=cache, layers=layers
-            )
+            given: dict[str, Any] = {"attention_mask": attention_mask, "position_ids": position_ids, "cache": cache}
+            return super().hidden(input_ids, layers=layers, **given, **more)
         compiled, past, new = self.layers(layers), 0 if cache is None else cache.longest, input_ids.shape[1]
         names = mask_names(self.converted)
         if attention_mask is None:

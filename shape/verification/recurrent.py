@@ -53,7 +53,7 @@ class RecurrentCache(KVCache):
         self._behind = torch.cat([self._behind, tokens], dim=1)
         size = self._behind.shape[1]
         positions = torch.arange(self._seen, self._seen + size, device=self.device)[None]
-        more = {"chunk_size": _CHUNK} if self._chunked and 1 < size <= 2 * _CHUNK else {}
+        more: dict[str, Any] = {"chunk_size": _CHUNK} if self._chunked and 1 < size <= 2 * _CHUNK else {}
         found = self._target.hidden(self._behind, position_ids=positions, cache=self, layers=layers, **more)
         return found[:, again:]
 
