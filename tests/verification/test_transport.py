@@ -42,9 +42,11 @@ def law(p: torch.Tensor, q: torch.Tensor, drawn: list[int]) -> torch.Tensor:
 
 
 seeds = st.integers(0, 2**31)
+# Equal tokens, or tokens that differ in float32 as well, which drafts are ranked in: ties are broken by number in both.
+sharpnesses = st.just(0.0) | st.floats(1e-3, 6)
 
 
-@given(seeds, st.integers(2, 6), st.integers(1, 4), st.floats(0, 6), st.booleans())
+@given(seeds, st.integers(2, 6), st.integers(1, 4), sharpnesses, st.booleans())
 @settings(max_examples=150)
 def test_the_rule_is_the_optimal_plan_and_keeps_the_distribution(seed, size, children, sharpness, zeros):
     """Against the linear programme between all proposals and all tokens, by POT; the marginal to rounding."""
