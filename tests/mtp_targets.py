@@ -43,7 +43,7 @@ class Layer(nn.Module):
 
 
 def write(folder: Path, model: PreTrainedModel) -> Layer:
-    """A model and a random layer, in shards; of Qwen3-Next each expert by itself."""
+    """A model and a random layer, which lies in two of three shards; of Qwen3-Next each expert by itself."""
     model.save_pretrained(folder)
     config = AutoConfig.from_pretrained(folder)
     layer = Layer(config, config.model_type).to(model.dtype).eval()
@@ -57,7 +57,9 @@ def write(folder: Path, model: PreTrainedModel) -> Layer:
             weights |= {f"{start}.{number}.{part}_proj.weight": weight.clone() for part, weight in parts.items()}
     own = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    files = {"model-00001-of-00002.safetensors": own, "model-00002-of-00002.safetensors": weights}
+    joins = {name: weights.pop(name) for name in list(weights) if not name.startswith("mtp.layers.")}
+    parts = enumerate((own, joins, weights), 1)
+    files = {f"model-{number:05}-of-00003.safetensors": part for number, part in parts}
     for name, held in files.items():
         save_file(held, folder / name, metadata={"format": "pt"})
     index = {weight: name for name, held in files.items() for weight in held}

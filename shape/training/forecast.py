@@ -163,7 +163,7 @@ def portion_bytes(config: ShapeConfig, roots: float, known: float, precision: st
     layer = config.layer_config()
     heads, inner_size = layer.num_attention_heads, layer.intermediate_size
     passes = steps if config.step_mode == "recursive" else config.num_layers  # of one place, or of all through a layer
-    places = {"eagle": 1, "mtp": 1, "peagle": steps, "block": config.block_size}[config.kind]
+    places = {"peagle": steps, "block": config.block_size}.get(config.kind, 1)
     inputs = 4 * roots * places * size  # of a step, or of a layer
     each = roots * places * (size * (40 + 8 * half) + 4 * half * inner_size)
     read = known * (4 + half) * (config.feature_size + 2 * size)

@@ -50,31 +50,32 @@ def read_checkpoint(source: str | Path, prefix: str = "", **hub: Any) -> Checkpo
         folder = Path(source)
         if not folder.is_dir():
             options = only(HUB_OPTIONS - {"proxies"}, hub)
-            folder = Path(snapshot_download(str(source), allow_patterns=["*.json", _MASK], **options))
-            files = _indexed(folder, prefix) or list(_WEIGHTS)
-            folder = Path(snapshot_download(str(source), allow_patterns=files, **options))
+            patterns = ["*.json", _MASK, *(() if prefix else _WEIGHTS)]
+            folder = Path(snapshot_download(str(source), allow_patterns=patterns, **options))
+            if prefix:
+                snapshot_download(str(source), allow_patterns=[*(_indexed(folder, prefix) or _WEIGHTS)], **options)
         if (folder / _MASK).exists():
             raise CheckpointError(
                 f"checkpoint {source} has a mask embedding of its own ({_MASK}), which is not a token's: give one "
                 "whose mask is a token"
             )
-        patterns = _indexed(folder, prefix) or _WEIGHTS
-        found = next((found for pattern in patterns if (found := sorted(folder.glob(pattern)))), [])
-        if not found:
+        files = [folder / name for name in _indexed(folder, prefix)]
+        files = files or next((found for pattern in _WEIGHTS if (found := sorted(folder.glob(pattern)))), [])
+        if not files:
             raise CheckpointError(f"checkpoint {source} has no weights; it needs one of {', '.join(_WEIGHTS)}")
         weights: Weights = {}
-        for file in found:
-            if file.suffix != ".safetensors":
-                weights |= torch.load(file, map_location="cpu", weights_only=True)
-                continue
-            with safe_open(file, "pt") as opened:
-                weights |= {name: opened.get_tensor(name) for name in opened.keys() if name.startswith(prefix)}  # noqa: SIM118
-        wanted = {name: weight for name, weight in weights.items() if name.startswith(prefix)}
-        if not wanted:
-            raise CheckpointError(
-                f"{source} has no weights {prefix}*, of an MTP layer of its own; leave drafter out, or train one"
-            )
-        return Checkpoint(PretrainedConfig.get_config_dict(str(folder))[0], wanted)
+        for file in files:
+            weights |= _weights_in(file, prefix)
+        return Checkpoint(PretrainedConfig.get_config_dict(str(folder))[0], weights)
+
+
+def _weights_in(file: Path, prefix: str) -> Weights:
+    """Those whose names begin so; of safetensors the others are not read."""
+    if file.suffix != ".safetensors":
+        held: Weights = torch.load(file, map_location="cpu", weights_only=True)
+        return {name: weight for name, weight in held.items() if name.startswith(prefix)}
+    with safe_open(file, "pt") as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys() if name.startswith(prefix)}  # noqa: SIM118
 
 
 def _indexed(folder: Path, prefix: str) -> list[str]:

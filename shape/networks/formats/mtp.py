@@ -29,7 +29,13 @@ def recognise(config: dict[str, Any]) -> bool:
 
 
 def read(checkpoint: Checkpoint, target: TargetFacts) -> tuple[ShapeConfig, Weights]:
-    """Ours of a target's folder."""
+    """Ours of a target's folder.
+
+    Raises:
+        CheckpointError: no such layer, several, or one of another family.
+    """
+    if not checkpoint.weights:
+        raise CheckpointError(f"it has no weights {PREFIX}*, of an MTP layer; leave drafter out, or train one")
     text = checkpoint.config.get("text_config") or checkpoint.config
     kind = text.get("model_type")
     weights = {name.removeprefix(PREFIX): weight for name, weight in checkpoint.weights.items()}
