@@ -4,11 +4,12 @@
 
 Random weights in the widths of models that people have, which no predictor can be trained for: an oracle drafts chains
 of which each step accepts the same number of tokens, at the cost of a predictor of the default size
-(``eval.peers.oracle``). It, our plain loop and transformers' own answer random prompts in turn, round after round.
+(``eval.peers.oracle``) and, where the family has one, of the target's own MTP layer. It, our plain loop and
+transformers' own answer random prompts in turn, round after round.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,20 @@ from transformers import AutoConfig
 
 from eval import commands
 from eval.llamas import random_target
-from eval.peers.oracle import Charged, SteadyOracle, default_predictor
+from eval.peers.oracle import Charged, SteadyOracle, untrained_predictor
 from eval.peers.systems import draft_depth
 from shape.evaluation.estimates import Estimate, Sums, over_prompts, relative_rate
 from shape.evaluation.markdown import markdown
 from shape.evaluation.runner import Runner, by_decoder, by_transformers
 from shape.generation.decoder import ShapeDecoder
+from shape.networks.config import MTP_LAYER_TYPES
 from shape.target.model import Target
+from shape.training.options import PredictorOptions
 
 _TRANSFORMERS, _PLAIN = "transformers", "autoregressive"
 _COMMON = {"hidden_size": 1024, "num_key_value_heads": 2, "tie_word_embeddings": True, "max_position_embeddings": 4096}
+_OWN_LAYER = PredictorOptions(kind="mtp", num_steps=3, markov_rank=0, draft_vocab_size=None)
+_OWN_LAYERS = {"MTP layer": _OWN_LAYER, "MTP layer, fewer tokens": replace(_OWN_LAYER, draft_vocab_size="auto")}
 _ATTENDING = (2, 5, 8, 10, 12, 14)  # of LFM2's layers
 # Model type and configuration, by whose widths these are.
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -110,11 +115,15 @@ def measure(name: str, target: Target, options: RecurrentOptions) -> list[Case]:
     answers = [plain([prompt], [0]).sequences[0] for prompt in prompts]
     runners: dict[str, Runner] = {_TRANSFORMERS: by_transformers(target, **how), _PLAIN: plain}
     texts, lengths = [[*one, *own] for one, own in zip(prompts, answers, strict=True)], [100] * len(prompts)
-    predictor = default_predictor(target)
-    for length in options.lengths:
-        oracle = SteadyOracle(texts, lengths, length, draft_depth(length))
-        charged = Charged(predictor, oracle, draft_depth(length))
-        runners[f"drafted, {length}"] = by_decoder(ShapeDecoder(target, charged, fall_back=False), **how)
+    drafters = [("drafted", untrained_predictor(target), [(length, draft_depth(length)) for length in options.lengths])]
+    if target.config.model_type in MTP_LAYER_TYPES:
+        steps = _OWN_LAYER.num_steps
+        within = [(length, steps) for length in options.lengths if length <= steps]
+        drafters += [(own, untrained_predictor(target, chosen), within) for own, chosen in _OWN_LAYERS.items()]
+    for method, predictor, chains in drafters:
+        for length, depth in chains:
+            charged = Charged(predictor, SteadyOracle(texts, lengths, length, depth), depth)
+            runners[f"{method}, {length}"] = by_decoder(ShapeDecoder(target, charged, fall_back=False), **how)
     spent = {method: [Spent()] * len(prompts) for method in runners}
     for runner in runners.values():  # warms up
         runner([prompts[0]], [0])
@@ -151,8 +160,9 @@ def run(options: RecurrentOptions) -> None:
         f"Random weights, {options.dtype}, {options.prompts} prompts of 100 tokens, {options.new_tokens} new tokens, "
         f"batch size 1, {options.rounds} rounds in turn, without prefills; intervals are over prompts. *Drafted, n*: "
         "chains of which an oracle has n - 1 tokens accepted in each step, at the cost of a predictor of the default "
-        "size. A step behind more than 16 tokens that have to go through again does not draft, which makes tokens per "
-        "forward fewer."
+        "size; *MTP layer*: at that of such a layer of the target's widths, which drafts three tokens, from all or, "
+        "*fewer tokens*, from 32,768. A step behind more than 16 tokens that have to go through again does not draft, "
+        "so that tokens per forward are fewer."
     )
     record = {"rows": [asdict(one) for one in cases]}
     parts = ["### Targets with recurrent layers", markdown(head, cells), note]

@@ -9,7 +9,7 @@ from shape.target.model import Target
 from shape.target.prepack import prepack
 from shape.target.size import size_of
 from shape.training.defaults import network_config, resolve
-from shape.training.options import TrainOptions
+from shape.training.options import PredictorOptions, TrainOptions
 from shape.verification.sampling import Sampler
 from shape.verification.tree import TokenTree
 
@@ -65,10 +65,14 @@ class Charged(Wrapped):
         return self.oracle.draft(committed, sampler)
 
 
-def default_predictor(target: Target) -> TrainedDrafter:
-    """What `shape train` would train for a target of this size, with the weights that training begins with."""
+def untrained_predictor(target: Target, chosen: PredictorOptions | None = None) -> TrainedDrafter:
+    """What `shape train` would train for a target of this size, with the weights that training begins with.
+
+    Args:
+        chosen: of the network; None is the default one.
+    """
     size = size_of(target.config)
-    config = network_config(resolve(TrainOptions(), size, None), size)
+    config = network_config(resolve(TrainOptions(predictor=chosen or PredictorOptions()), size, None), size)
     assert config is not None
     with torch.random.fork_rng():
         torch.manual_seed(0)

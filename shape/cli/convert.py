@@ -2,6 +2,7 @@
 
     shape convert checkpoints/mine --to speculators --output mine-vllm    # then: vllm serve mine-vllm
     shape convert yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --to shape --target T --output eagle
+    shape convert Qwen/Qwen3.5-4B --from mtp --to shape --data D --output mtp    # drafts frequent tokens alone
 
 Read are ours, EAGLE-3 (SafeAILab, SpecForge), speculators (eagle3, dflash, dspark), DFlash and DSpark (z-lab, DeepSeek,
 SpecForge), Medusa (FasterDecoding, vLLM), and with --from mtp the MTP layer in the files of Qwen3-Next and Qwen3.5. No
@@ -22,6 +23,10 @@ def parser() -> CommandParser:
     reader.add_argument("--to", type=str, required=True, help=f"format to write: {formats}")
     reader.add_argument("--output", type=str, required=True, help="folder to write, without a checkpoint yet")
     reader.add_argument("--target", type=str | None, help="folder or hub id of the target; default: as the source says")
+    reader.add_argument(
+        "--data", type=str | None, help="conversations: draft from the most frequent tokens of their answers alone"
+    )
+    reader.add_argument("--draft_vocab_size", type=int | None, help="how many of these tokens; default: as in training")
     reader.add_argument("--revision", type=str | None, help="branch, tag or commit of the source's hub repository")
     reader.add_argument("--token", type=str | None, help="for hub repositories that are not public")
     return reader
@@ -34,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from shape.networks.export import describe
 
         hub = {name: values[name] for name in ("revision", "token") if values[name] is not None}
-        made = convert(values.source, values.to, values.output, values["from"], values.target, **hub)
+        tokens = {"data": values.data, "draft_vocab_size": values.draft_vocab_size}
+        made = convert(values.source, values.to, values.output, values["from"], values.target, **tokens, **hub)
         print(f"{values.output}: {values.to}, {describe(made.config)}")
 
 

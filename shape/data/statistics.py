@@ -50,7 +50,7 @@ class DataStatistics:
 
 
 def count_tokens(
-    conversations: Sequence[Conversation], tokenizer: Any, max_length: int, skip_bad_rows: bool
+    conversations: Sequence[Conversation], tokenizer: Any, max_length: int, skip_bad_rows: bool = False
 ) -> DataStatistics:
     """Estimated on a random sample, as many data sets are ordered."""
     drawn = Random(0).sample(range(len(conversations)), min(_SAMPLE, len(conversations)))

@@ -65,7 +65,7 @@ def _make(name: str, given: Mapping[str, Drafter]) -> Drafter | None:
     others = entry_points(group=_GROUP)
     if name not in others.names:
         known = ["none", *DRAFTERS, *sorted(others.names - DRAFTERS.keys()), *given]
-        meant = get_close_matches(name, [*known, "shape", "model", "recipes"], n=1)
+        meant = get_close_matches(name, [*known, "shape", "model", "mtp", "recipes"], n=1)
         raise ConfigError(
             f"drafter {name!r} is unknown{f'; did you mean {meant[0]}?' if meant else ''}; use one of "
             f"{', '.join(known)}, or several joined by +; with a predictor, pack or smaller model also shape, recipes "

@@ -193,7 +193,7 @@ def _untrained(target: Target) -> TrainedDrafter:
             num_steps=8,
             step_mode="recursive",
             token_conditioning="path",
-            draft_vocab_size=draft_vocab_size(size, None),
+            draft_vocab_size=draft_vocab_size(size.vocab_size, None),
             draft=asdict(TreeShape(depth=8, width=2, nodes=12)),
         )
 

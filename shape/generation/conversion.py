@@ -1,25 +1,44 @@
 """`shape convert`: a predictor from one format to another, with what has to be known of the target."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+from tqdm.auto import tqdm
+
 from shape import bundled
+from shape.data.conversations import evenly
+from shape.data.encoding import encode_all
+from shape.data.reading import load_conversations
+from shape.data.statistics import count_tokens
 from shape.errors import CheckpointError, ConfigError, UnsupportedTarget
 from shape.generation.loading import load_predictor
+from shape.networks import sizing
 from shape.networks.base import Predictor
 from shape.networks.config import ShapeConfig
 from shape.networks.export import export
-from shape.networks.formats.table import FORMATS, save, with_head
+from shape.networks.formats.table import FORMATS, drafting_from, save, with_head
 from shape.networks.formats.targets import TargetFacts
 from shape.target.identity import TargetIdentity
+from shape.target.loading import only, read_tokenizer
 from shape.target.model import Target
 
 OURS = ShapeConfig.model_type
 NAMES = (OURS, *FORMATS)
+# Conversations, and tokens of each: more change little of which tokens are frequent.
+_COUNTED, _MAX_LENGTH = 20_000, 4096
 
 
 def convert(
-    source: str | Path, to: str, output: str | Path, form: str = "auto", target: str | None = None, **hub: Any
+    source: str | Path,
+    to: str,
+    output: str | Path,
+    form: str = "auto",
+    target: str | None = None,
+    data: str | None = None,
+    draft_vocab_size: int | None = None,
+    **hub: Any,
 ) -> Predictor:
     """Write a checkpoint in another format; returns what was written, as a predictor of ours.
 
@@ -29,19 +48,27 @@ def convert(
         output: folder that has no checkpoint yet.
         form: format of the source, or "auto".
         target: folder or hub id of the target; needed where the source does not say it, or leaves something open.
+        data: conversations; the predictor then drafts from the most frequent tokens of their answers alone.
+        draft_vocab_size: how many; None is as many as training would take (`shape.networks.sizing`).
         hub: where the source is read from.
 
     Raises:
-        CheckpointError, ConfigError, TargetMismatch: what cannot be read, or has no place in the format.
+        CheckpointError, ConfigError, TargetMismatch, DataError: what cannot be read, or has no place in the format.
     """
     for name in (to, *(() if form == "auto" else (form,))):
         if name not in NAMES:
             raise ConfigError(f"format {name} is unknown; choose one of {', '.join(NAMES)}")
     if (Path(output) / "config.json").exists():
         raise ConfigError(f"output {output} has a checkpoint already; give another folder")
-    predictor = load_predictor(source, target, "auto" if form == OURS else form, **hub)
+    if draft_vocab_size is not None and data is None:
+        raise ConfigError("draft_vocab_size is given, and no data to count tokens in; give --data")
+    predictor, how = load_predictor(source, target, "auto" if form == OURS else form, **hub), {}
+    if data is not None:
+        predictor = _drafting_frequent(predictor, data, draft_vocab_size, target, **only({"token"}, hub))
+        if predictor.draft_vocabulary is not None:
+            how = {"draft vocabulary": f"the most frequent tokens of the answers in {data}"}
     if to == OURS:
-        export(predictor, output, _identity(predictor, source, target), {"converted from": str(source)})
+        export(predictor, output, _identity(predictor, source, target), {"converted from": str(source), **how})
         return predictor
     if not predictor.heads and predictor.config.kind in FORMATS[to].kinds and _needs_head(predictor):
         predictor = _with_head(predictor, target)
@@ -50,6 +77,29 @@ def convert(
     except CheckpointError as error:
         raise CheckpointError(f"predictor {source} cannot be written as {to}: {error}") from error
     return predictor
+
+
+def _drafting_frequent(predictor: Predictor, data: str, size: int | None, target: str | None, **hub: Any) -> Predictor:
+    """With a draft vocabulary, counted in the answers of conversations; as it is where the target has few tokens."""
+    config, named = predictor.config, target or (predictor.config.target_identity or {}).get("name")
+    if predictor.draft_vocabulary is not None:
+        raise ConfigError(f"data is given, and the predictor drafts from {config.draft_vocab_size} tokens already")
+    if not named:
+        raise ConfigError("data is given, and the predictor does not say whose tokens to count; give --target")
+    if (tokenizer := read_tokenizer(bundled.resolve(named), named, hub)) is None:
+        raise ConfigError(f"target {named} has no tokenizer that can be read, and data is text; give --target")
+    conversations = evenly(load_conversations(data), _COUNTED)
+    vocab_size = config.vocab_size or len(tokenizer)
+    if size is None:
+        size = sizing.draft_vocab_size(vocab_size, count_tokens(conversations, tokenizer, _MAX_LENGTH))
+    if size is None:
+        return predictor
+
+    def texts() -> Iterator[tuple[Tensor, Tensor]]:
+        for each in encode_all(tqdm(conversations, desc="count tokens"), tokenizer, _MAX_LENGTH).examples:
+            yield each.input_ids, each.loss_mask
+
+    return drafting_from(predictor, sizing.draft_vocabulary(texts(), size, vocab_size))
 
 
 def _with_head(predictor: Predictor, target: str | None) -> Predictor:

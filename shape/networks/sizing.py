@@ -38,15 +38,16 @@ def parameters(config: ShapeConfig) -> int:
     return network.num_parameters()
 
 
-def draft_vocab_size(size: Size, text: DataStatistics | None) -> int | None:
+def draft_vocab_size(vocab_size: int, text: DataStatistics | None) -> int | None:
     """Tokens to draft from; None, which is all, where the target has few.
 
     Args:
+        vocab_size: of the target.
         text: of the data; without, as many as there can be.
     """
-    if size.vocab_size <= _SMALLEST_VOCABULARY:
+    if vocab_size <= _SMALLEST_VOCABULARY:
         return None
-    most = max(_SMALLEST_VOCABULARY, min(size.vocab_size // _VOCABULARY_SHARE, _LARGEST_VOCABULARY))
+    most = max(_SMALLEST_VOCABULARY, min(vocab_size // _VOCABULARY_SHARE, _LARGEST_VOCABULARY))
     wanted = most if text is None or text.covering is None else text.covering
     return min(max(-(-wanted // _VOCABULARY_UNIT) * _VOCABULARY_UNIT, _SMALLEST_VOCABULARY), most)
 
@@ -69,10 +70,10 @@ def draft_vocabulary(texts: Iterable[tuple[Tensor, Tensor]], size: int, vocab_si
         size: how many to keep; of equally frequent ones, those of lower number.
 
     Raises:
-        ConfigError: the target has fewer tokens.
+        ConfigError: none, or more than the target has.
     """
-    if size > vocab_size:
-        raise ConfigError(f"predictor.draft_vocab_size is {size}, and the target has {vocab_size} tokens; give fewer")
+    if not 0 < size <= vocab_size:
+        raise ConfigError(f"draft_vocab_size is {size}, and the target has {vocab_size} tokens; give 1 to {vocab_size}")
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for input_ids, loss_mask in texts:
         counts += input_ids[loss_mask].long().bincount(minlength=vocab_size)

@@ -42,7 +42,7 @@ def resolve(options: TrainOptions, size: Size, text: DataStatistics | None) -> T
     """
     predictor, training = options.predictor, options.training
     if predictor.draft_vocab_size == "auto":
-        drafted = None if predictor.kind == "model" else sizing.draft_vocab_size(size, text)
+        drafted = None if predictor.kind == "model" else sizing.draft_vocab_size(size.vocab_size, text)
         predictor = replace(predictor, draft_vocab_size=drafted)
     if predictor.feature_layers == "auto":
         count = 0 if size.config is None else size.config.num_hidden_layers

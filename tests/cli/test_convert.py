@@ -11,11 +11,14 @@ from mtp_targets import MTP_TARGET, write_small
 from training_runs import arguments, write_conversations
 
 from shape.cli.convert import main
+from shape.data.encoding import encode_all
+from shape.data.reading import load_conversations
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.loading import load_predictor
 from shape.networks.config import ShapeConfig
 from shape.networks.eagle import EaglePredictor
 from shape.networks.export import export
+from shape.target.model import Target
 
 
 @pytest.fixture
@@ -58,6 +61,47 @@ def test_there_and_back(eagle, tiny_target_folder, tmp_path, capsys):
 def test_errors_are_one_sentence(eagle, tmp_path, refused, more, said):
     assert said in refused(main, str(eagle), "--output", str(tmp_path / "out"), *more)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("own_heads", [False, True])
+def test_draft_vocabulary_from_conversations(own_heads, tiny_target_folder, tmp_path, capsys, refused):
+    target = Target.load(tiny_target_folder)
+    size, named = target.vocab_size, ["--target", str(tiny_target_folder)]
+    config = ShapeConfig(
+        kind="eagle", hidden_size=32, vocab_size=size, feature_layers=[1, 2], own_heads=own_heads, num_steps=3
+    )
+    network = EaglePredictor(config)
+    network.adopt(target)
+    export(network, tmp_path / "whole", target.identity, {})
+    data, whole, some = write_conversations(tmp_path / "talks.jsonl", 12), tmp_path / "whole", tmp_path / "some"
+    counted = ["--data", str(data), "--draft_vocab_size", "24"]
+    main([str(whole), "--to", "shape", "--output", str(some), *counted])
+    assert "drafts from 24 tokens" in capsys.readouterr().out
+    assert "the most frequent tokens of the answers in" in (some / "README.md").read_text()
+    counts = torch.zeros(size, dtype=torch.int64)
+    for example in encode_all(load_conversations(data), target.tokenizer, None).examples:
+        counts += example.input_ids[example.loss_mask].bincount(minlength=size)
+    tokens = load_predictor(some).draft_vocabulary
+    assert tokens.tolist() == sorted(tokens.tolist()) and target.tokenizer.eos_token_id in tokens
+    assert counts[tokens].sum() == counts.sort(descending=True).values[:24].sum()
+    for predictor, drafted in ((whole, size), (some, 24)):
+        decoder = ShapeDecoder.from_pretrained(predictor, num_draft_tokens=2)
+        ids = torch.tensor([[5, 6, 7]])
+        options = {"max_new_tokens": 12, "eos_token_id": []}
+        assert torch.equal(decoder.generate(ids, **options), ShapeDecoder(decoder.target).generate(ids, **options))
+        assert decoder.drafter.predictor.config.draft_size == drafted
+    vllm = tmp_path / "vllm"
+    main([str(whole), "--to", "speculators", "--output", str(vllm), *counted, *named])
+    assert torch.equal(load_predictor(vllm).lm_head.weight, target.output_rows(tokens))
+    out = ["--to", "shape", "--output", str(tmp_path / "out")]
+    assert "give --data" in refused(main, str(whole), "--draft_vocab_size", "24", *out)
+    assert "drafts from 24 tokens already" in refused(main, str(some), *counted, *out)
+    for size in ("0", "-3", "5000"):
+        wrong = ["--data", str(data), "--draft_vocab_size", size]
+        assert f"draft_vocab_size is {size}, and the target has" in refused(main, str(whole), *wrong, *out)
+    assert not (tmp_path / "out").exists()
+    main([str(whole), *out, "--data", str(data)])  # so few that drafting from all is best
+    assert load_predictor(tmp_path / "out").draft_vocabulary is None
 
 
 def test_nothing_is_overwritten(eagle, refused):

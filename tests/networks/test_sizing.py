@@ -37,9 +37,9 @@ def test_eagle_reads_the_published_layers(count, layers):
 )  # fmt: skip
 def test_drafted_tokens_cover_the_answers(vocabulary, covering, drafted):
     size, text = Size(1e9, 1e9, 2048, vocab_size=vocabulary), DataStatistics(10, 100.0, 0.5, 1.0, covering)
-    assert sizing.draft_vocab_size(size, text) == drafted
+    assert sizing.draft_vocab_size(size.vocab_size, text) == drafted
     if covering is None:
-        assert sizing.draft_vocab_size(size, None) == drafted
+        assert sizing.draft_vocab_size(size.vocab_size, None) == drafted
 
 
 @pytest.mark.parametrize(("hidden", "width"), [(32, 64), (384, 512), (8192, 8192)])

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from eval.peers.oracle import Charged, SteadyOracle, default_predictor
+from eval.peers.oracle import Charged, SteadyOracle, untrained_predictor
 from eval.peers.scripts import protocol
 from eval.peers.scripts.hugging_face import reply
 from eval.peers.systems import CHARGED, PLAIN, PREDICTOR, draft_depth
@@ -33,7 +33,7 @@ def serve(
     drafts: dict[str, Any] = {"predictor": "quickstart-shape"} if shipped else {"drafter": "none"}
     loaded = load(model, precision, backend, **drafts)
     target, plain = loaded.target, ShapeDecoder(loaded.target)
-    predictor = None if shipped else default_predictor(target)
+    predictor = None if shipped else untrained_predictor(target)
     texts: dict[tuple[int, ...], list[int]] = {}  # plain answers behind their prompts, which the oracle foretells
 
     def decoder(request: dict[str, Any]) -> ShapeDecoder:

@@ -4,13 +4,11 @@ transformers leaves these weights out when it loads the model; vLLM and SGLang d
 """
 
 import re
-from typing import Any
 
 import torch
 from transformers import AutoConfig
 
 from shape.errors import CheckpointError
-from shape.networks.base import Predictor
 from shape.networks.config import MTP_LAYER_TYPES, ShapeConfig
 from shape.networks.formats.files import Checkpoint, Weights
 from shape.networks.formats.layers import shared_options
@@ -21,11 +19,6 @@ _STEPS = 3  # that vLLM's recipes for these models draft, where one was trained
 # What of a language model's configuration its layer does not read.
 _NOT_THE_LAYERS = ("architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "transformers_version")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-
-
-def recognise(config: dict[str, Any]) -> bool:
-    """Never: the configuration is a language model's, and this format has to be asked for."""
-    return False
 
 
 def read(checkpoint: Checkpoint, target: TargetFacts) -> tuple[ShapeConfig, Weights]:
@@ -55,11 +48,6 @@ def read(checkpoint: Checkpoint, target: TargetFacts) -> tuple[ShapeConfig, Weig
         draft={"depth": _STEPS},
     )
     return made, weights
-
-
-def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
-    """Raises CheckpointError: engines read the layer from the target's own files, which have all other weights too."""
-    raise CheckpointError("engines read an MTP layer from the target's own files; use --to shape")
 
 
 def _with_experts_together(weights: Weights) -> Weights:

@@ -25,16 +25,16 @@ class Format(NamedTuple):
 
     Attributes:
         kinds: of our networks that it has a place for.
-        recognise: whether a configuration is of it.
+        recognise: whether a configuration is of it; None for a language model's, of which it has to be asked for.
         read: ours of a checkpoint: the configuration, and the weights by our names.
-        write: the way back.
+        write: the way back; None where engines read the target's own files.
         prefix: of the names of its weights, where others lie beside them.
     """
 
     kinds: tuple[str, ...]
-    recognise: Callable[[dict[str, Any]], bool]
+    recognise: Callable[[dict[str, Any]], bool] | None
     read: Callable[[Checkpoint, TargetFacts], tuple[ShapeConfig, Weights]]
-    write: Callable[[Predictor, TargetFacts], Checkpoint]
+    write: Callable[[Predictor, TargetFacts], Checkpoint] | None
     prefix: str = ""
 
 
@@ -44,13 +44,13 @@ FORMATS = {
     "medusa": Format(("medusa",), medusa.recognise, medusa.read, medusa.write),
     "dspark": Format(("block",), block.recognise, block.read, block.write),
     "eagle3": Format(("eagle",), eagle.recognise, eagle.read, eagle.write),
-    "mtp": Format(("mtp",), mtp.recognise, mtp.read, mtp.write, mtp.PREFIX),
+    "mtp": Format(("mtp",), None, mtp.read, None, mtp.PREFIX),
 }
 
 
 def format_of(config: dict[str, Any]) -> str | None:
     """The name of a configuration's format; None for ours and for language models."""
-    return next((name for name, each in FORMATS.items() if each.recognise(config)), None)
+    return next((name for name, each in FORMATS.items() if each.recognise and each.recognise(config)), None)
 
 
 def load(
@@ -94,20 +94,36 @@ def save(predictor: Predictor, folder: str | Path, form: str, target: TargetFact
     Raises:
         CheckpointError: the format has no place for it.
     """
-    kinds = FORMATS[form].kinds
+    kinds, write = FORMATS[form].kinds, FORMATS[form].write
+    if write is None:
+        raise CheckpointError("engines read it from the target's own files; use --to shape")
     if (kind := predictor.config.kind) not in kinds:
         raise CheckpointError(f"the predictor is of kind {kind}, and the format {form} is for {' and '.join(kinds)}")
-    write_checkpoint(folder, FORMATS[form].write(predictor, target))
+    write_checkpoint(folder, write(predictor, target))
 
 
 def with_head(predictor: Predictor, rows: torch.Tensor) -> Predictor:
     """The predictor with an output embedding of its own, (K, H), where it had the target's."""
     config = deepcopy(predictor.config)
     config.own_heads, config.shared_head = True, config.kind == "medusa"
+    return _remade(predictor, config, {"lm_head.weight": rows.to(predictor.dtype)})
+
+
+def drafting_from(predictor: Predictor, tokens: torch.Tensor) -> Predictor:
+    """The predictor with a draft vocabulary, (K,) int64 token ids in rising order, where it drafted from all tokens."""
+    config = deepcopy(predictor.config)
+    config.draft_vocab_size = len(tokens)
+    by_token = {id(matrix) for matrix in predictor.matrices_over_tokens}
+    rows = {name: weight[tokens] for name, weight in predictor.named_parameters() if id(weight) in by_token}
+    return _remade(predictor, config, {**rows, "draft_vocabulary": tokens})
+
+
+def _remade(predictor: Predictor, config: ShapeConfig, weights: Weights) -> Predictor:
+    """A network of another configuration with the predictor's weights, but for these."""
     with torch.device("meta"):
         made = PREDICTORS[config.kind](config)
-    made.load_state_dict({**predictor.state_dict(), "lm_head.weight": rows.to(predictor.dtype)}, assign=True)
-    return made
+    made.load_state_dict({**predictor.state_dict(), **weights}, assign=True)
+    return made.eval().requires_grad_(False)
 
 
 def _fill(predictor: Predictor, weights: Weights, source: str) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from shape.errors import CheckpointError, ConfigError
 from shape.networks.formats.files import read_checkpoint
-from shape.networks.formats.table import FORMATS, format_of, load, save
+from shape.networks.formats.table import FORMATS, drafting_from, format_of, load, save
 from shape.networks.formats.targets import TargetFacts
 
 FIXTURES = ROOT / "tests/fixtures"
@@ -94,6 +94,20 @@ def test_there_and_back(name, form, tmp_path):
     if network.config.has_decoder_layers:
         layers, others = again.config.transformer_layer_config, network.config.layer_config().to_dict()
         assert {**others, **layers, "max_position_embeddings": 0} == {**others, "max_position_embeddings": 0}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_drafting_from_some_tokens_keeps_their_rows_and_all_else(name):
+    network, tokens = made({**OURS[name][0], "draft_vocab_size": None}), torch.arange(1, 64, 3)
+    some = drafting_from(network, tokens)
+    assert some.config.draft_vocab_size == len(tokens) and network.config.draft_vocab_size is None
+    assert torch.equal(some.draft_vocabulary, tokens)
+    by_token = {id(matrix) for matrix in network.matrices_over_tokens}
+    before, after = dict(network.named_parameters()), dict(some.named_parameters())
+    assert before.keys() == after.keys()
+    for weight, given in before.items():
+        assert torch.equal(after[weight], given[tokens] if id(given) in by_token else given), weight
+    assert len(some.matrices_over_tokens) == len(by_token)
 
 
 class Harmful:
