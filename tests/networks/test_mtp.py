@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from mtp_targets import Layer, write, write_small
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from training_runs import arguments, write_conversations
 from transformers import AutoConfig, PreTrainedModel
@@ -94,6 +94,40 @@ def test_a_target_drafts_for_itself(target, temperature):
         outputs.append(each.generate(texts(2), **options))
     assert decoder.drafter.name == "mtp" and found[0].stats.drafted > 0
     assert found[0].sequences.tolist() == expected[0].sequences.tolist()
+
+
+def test_weights_in_eight_bits_are_read(target, tmp_path):
+    """Matrices in float8 with a scale for each block, here of 16 x 24, as the hub's -FP8 models have them."""
+    shutil.copytree(target.folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 24]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for file in tmp_path.glob("model-*.safetensors"):
+        held = load_file(file)
+        for name in [name for name in held if name.startswith("mtp.layers.") and held[name].dim() > 1]:
+            weight = held[name]
+            blocks = [row.split(24, dim=-1) for row in weight.split(16, dim=-2)]
+            peaks = [torch.stack([block.abs().amax((-2, -1)) for block in row], dim=-1) for row in blocks]
+            scales = torch.stack(peaks, dim=-2) / torch.finfo(torch.float8_e4m3fn).max
+            rows = [
+                torch.cat([block / scales[..., i, j, None, None] for j, block in enumerate(row)], dim=-1)
+                for i, row in enumerate(blocks)
+            ]
+            held[name] = torch.cat(rows, dim=-2).to(torch.float8_e4m3fn)
+            held[f"{name}_scale_inv"] = scales.float()
+        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+        index["weight_map"] |= dict.fromkeys(held, file.name)
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        save_file(held, file, metadata={"format": "pt"})
+    once, again = load(target.folder, form="mtp"), load(tmp_path, form="mtp")
+    assert again.config.transformer_layer_config == once.config.transformer_layer_config
+    read = again.state_dict()
+    for name, weight in once.state_dict().items():
+        if name.startswith("layers.") and weight.dim() > 1:
+            assert read[name].dtype == torch.bfloat16
+            torch.testing.assert_close(read[name].to(weight), weight, rtol=0.07, atol=0.01)
+        else:
+            assert torch.equal(read[name], weight)
 
 
 def test_it_becomes_a_predictor_of_ours(target, tmp_path):

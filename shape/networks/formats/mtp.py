@@ -17,7 +17,11 @@ from shape.networks.formats.targets import TargetFacts
 PREFIX = "mtp."
 _STEPS = 3  # that vLLM's recipes for these models draft, where one was trained
 # What of a language model's configuration its layer does not read.
-_NOT_THE_LAYERS = ("architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "transformers_version")
+_NOT_THE_LAYERS = (
+    "architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization_config",
+    "transformers_version",
+)  # fmt: skip
+_SCALES, _BLOCK = "_scale_inv", (128, 128)
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
@@ -32,6 +36,7 @@ def read(checkpoint: Checkpoint, target: TargetFacts) -> tuple[ShapeConfig, Weig
     text = checkpoint.config.get("text_config") or checkpoint.config
     kind = text.get("model_type")
     weights = {name.removeprefix(PREFIX): weight for name, weight in checkpoint.weights.items()}
+    block = (checkpoint.config.get("quantization_config") or {}).get("weight_block_size", _BLOCK)
     if kind not in MTP_LAYER_TYPES:
         raise CheckpointError(f"its layers are of model_type {kind!r}; {', '.join(MTP_LAYER_TYPES)} are known")
     if any(name.startswith("layers.1.") for name in weights):
@@ -40,7 +45,7 @@ def read(checkpoint: Checkpoint, target: TargetFacts) -> tuple[ShapeConfig, Weig
     chosen = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
     layers = AutoConfig.for_model(kind, **{**given, **chosen}).to_dict()
     layers = {name: value for name, value in layers.items() if name not in _NOT_THE_LAYERS}
-    weights = _with_experts_together(weights)
+    weights = _with_experts_together(_in_full(weights, *block))
     made = ShapeConfig(
         kind="mtp",
         num_steps=_STEPS,
@@ -48,6 +53,17 @@ def read(checkpoint: Checkpoint, target: TargetFacts) -> tuple[ShapeConfig, Weig
         draft={"depth": _STEPS},
     )
     return made, weights
+
+
+def _in_full(weights: Weights, rows: int, columns: int) -> Weights:
+    """The weights with those in float8 that have a scale for each block in bfloat16, as DeepSeek-V3's and Qwen's do."""
+    full = {name: weight for name, weight in weights.items() if not name.endswith(_SCALES)}
+    scaled = {name: weights[name + _SCALES] for name in full if name + _SCALES in weights}
+    for name, scales in scaled.items():
+        each = scales.float().repeat_interleave(rows, -2).repeat_interleave(columns, -1)
+        height, width = full[name].shape[-2:]
+        full[name] = (full[name].float() * each[..., :height, :width]).bfloat16()
+    return full
 
 
 def _with_experts_together(weights: Weights) -> Weights:
