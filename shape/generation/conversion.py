@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from warnings import warn
 
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -93,6 +94,10 @@ def _drafting_frequent(predictor: Predictor, data: str, size: int | None, target
     if size is None:
         size = sizing.draft_vocab_size(vocab_size, count_tokens(conversations, tokenizer, _MAX_LENGTH))
     if size is None:
+        warn(
+            f"{named} has few tokens, from all of which the predictor drafts on: draft_vocab_size changes it",
+            stacklevel=3,
+        )
         return predictor
 
     def texts() -> Iterator[tuple[Tensor, Tensor]]:

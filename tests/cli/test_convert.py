@@ -100,7 +100,8 @@ def test_draft_vocabulary_from_conversations(own_heads, tiny_target_folder, tmp_
         wrong = ["--data", str(data), "--draft_vocab_size", size]
         assert f"draft_vocab_size is {size}, and the target has" in refused(main, str(whole), *wrong, *out)
     assert not (tmp_path / "out").exists()
-    main([str(whole), *out, "--data", str(data)])  # so few that drafting from all is best
+    with pytest.warns(UserWarning, match="has few tokens"):
+        main([str(whole), *out, "--data", str(data)])
     assert load_predictor(tmp_path / "out").draft_vocabulary is None
 
 
