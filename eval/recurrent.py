@@ -25,7 +25,7 @@ from shape.evaluation.estimates import Estimate, Sums, over_prompts, relative_ra
 from shape.evaluation.markdown import markdown
 from shape.evaluation.runner import Runner, by_decoder, by_transformers
 from shape.generation.decoder import ShapeDecoder
-from shape.networks.config import MTP_LAYER_TYPES
+from shape.networks.config import MTP_TARGETS
 from shape.target.model import Target
 from shape.training.options import PredictorOptions
 
@@ -116,7 +116,7 @@ def measure(name: str, target: Target, options: RecurrentOptions) -> list[Case]:
     runners: dict[str, Runner] = {_TRANSFORMERS: by_transformers(target, **how), _PLAIN: plain}
     texts, lengths = [[*one, *own] for one, own in zip(prompts, answers, strict=True)], [100] * len(prompts)
     drafters = [("drafted", untrained_predictor(target), [(length, draft_depth(length)) for length in options.lengths])]
-    if target.config.model_type in MTP_LAYER_TYPES:
+    if target.config.model_type in MTP_TARGETS:
         steps = _OWN_LAYER.num_steps
         within = [(length, steps) for length in options.lengths if length <= steps]
         drafters += [(own, untrained_predictor(target, chosen), within) for own, chosen in _OWN_LAYERS.items()]

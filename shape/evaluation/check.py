@@ -1,6 +1,7 @@
 """What speculation can bring for a target on this machine, before anyone trains, and after (`shape check`)."""
 
 import sys
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, astuple
 from typing import Any
 
@@ -13,7 +14,7 @@ from shape.drafters import Drafter, NgramDrafter, TrainedDrafter, TreeShape, mak
 from shape.drafters.cost import Costs, break_even, expected_length
 from shape.drafters.recipes.drafter import RecipeDrafter
 from shape.drafters.recipes.pack import Pack
-from shape.errors import ConfigError, DataError
+from shape.errors import CheckpointError, ConfigError, DataError
 from shape.evaluation.doctor import diagnose
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import ENOUGH, Estimate
@@ -32,10 +33,10 @@ from shape.generation.planning import (
     record_drafts,
 )
 from shape.generation.timing import measure_costs
-from shape.networks.config import ShapeConfig
+from shape.networks.config import MTP_TARGETS, ShapeConfig
 from shape.networks.shape import ShapePredictor
 from shape.networks.sizing import draft_vocab_size, parameters, width
-from shape.target.loading import of_pair, of_target
+from shape.target.loading import SOURCE, of_pair, of_target, only
 from shape.target.model import Target, announce
 from shape.target.prepack import prepack
 from shape.target.size import size_of
@@ -153,6 +154,11 @@ def _methods(options: CheckOptions, target: Target, own: Drafter | None) -> dict
     if options.pack is not None:
         given["recipes"] = RecipeDrafter(Pack.load(options.pack))
     names = options.drafter
+    asked = names is not None and any("mtp" in each.split("+") for each in names)
+    if asked or (names is None and target.config.model_type in MTP_TARGETS):
+        with nullcontext() if asked else suppress(CheckpointError):  # files may have left the layer out
+            hub = only(SOURCE, of_target(options))
+            given["mtp"] = ShapeDecoder.from_pretrained(target=target, drafter="mtp", **hub).drafter
     if names is None:
         names = ["ngram", "suffix", "lookahead", *given]
         names += [f"suffix+{one}" for one in given]

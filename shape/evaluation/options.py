@@ -83,7 +83,7 @@ class CheckOptions(AnsweringOptions):
             as much per draft as a trained one of the default kind.
         pack: recipes of `shape.drafters.recipes.drafter`.
         drafter: measured on the prompts, interleaved: names as in `shape bench`; default: those without training, the
-            predictor, the recipes, and hybrids of these; [] measures none.
+            target's own MTP layer, the predictor, the recipes, and hybrids of these; [] measures none.
         prompts: JSON-lines file, of the task in question; default: the bundled validation prompts.
         limit: prompts, evenly chosen from every category, on which acceptance is estimated and drafters are measured.
         max_new_tokens: of each answer.

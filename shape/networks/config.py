@@ -50,8 +50,9 @@ _MAY_BE_ZERO = {"num_layers", "markov_rank", "coupling"}
 
 # Whose decoder layers networks can be built of (`shape.networks.decoder`).
 LAYER_TYPES = ("llama", "qwen3")
-# Of kind "mtp" these too: a target's own.
-MTP_LAYER_TYPES = (*LAYER_TYPES, "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+# Of targets whose files have an MTP layer beside the model, which kind "mtp" can have too.
+MTP_TARGETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+MTP_LAYER_TYPES = (*LAYER_TYPES, *MTP_TARGETS)
 
 # What a kind leaves no choice of: whatever else is given for these is replaced.
 _BASELINE = {"window": 1, "attention": False, "refinement": "none"}

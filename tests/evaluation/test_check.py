@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import predictor, write_rows
+from mtp_targets import write_small
+from safetensors.torch import load_file, save_file
 
 from shape.cli.check import main
 from shape.drafters.recipes.pack import Pack, Recipe
@@ -38,6 +40,26 @@ def short(questions: str, *arguments: str) -> list[str]:
 def run(capsys, questions: str, *arguments: str) -> str:
     main(short(questions, *arguments))
     return capsys.readouterr().out
+
+
+def test_a_targets_own_layer_is_among_them(capsys, questions, tiny_tokenizer, tmp_path):
+    folder, file = tmp_path / "target", tmp_path / "report.json"
+    write_small(folder, tiny_tokenizer)
+    run(capsys, questions, "--target", str(folder), "--output", str(file))
+    measured = {one["drafter"] for one in json.loads(file.read_text())["measured"]}
+    assert measured == {"none", "ngram", "suffix", "lookahead", "mtp", "suffix+mtp"}
+    index = folder / "model.safetensors.index.json"
+    names = json.loads(index.read_text())
+    names["weight_map"] = {name: file for name, file in names["weight_map"].items() if not name.startswith("mtp.")}
+    index.write_text(json.dumps(names))
+    for path in folder.glob("*.safetensors"):
+        kept = {name: weight for name, weight in load_file(path).items() if not name.startswith("mtp.")}
+        save_file(kept, path, metadata={"format": "pt"})
+    run(capsys, questions, "--target", str(folder), "--output", str(file))
+    assert "mtp" not in {one["drafter"] for one in json.loads(file.read_text())["measured"]}
+    with pytest.raises(SystemExit):
+        main(short(questions, "--target", str(folder), "--drafter", "mtp"))
+    assert "of an MTP layer" in capsys.readouterr().err
 
 
 def test_before_training(capsys, questions, tiny_target_folder, tmp_path):
