@@ -155,10 +155,11 @@ def _methods(options: CheckOptions, target: Target, own: Drafter | None) -> dict
         given["recipes"] = RecipeDrafter(Pack.load(options.pack))
     names = options.drafter
     asked = names is not None and any("mtp" in each.split("+") for each in names)
-    if asked or (names is None and target.config.model_type in MTP_TARGETS):
+    if "mtp" not in given and (asked or (names is None and target.config.model_type in MTP_TARGETS)):
         with nullcontext() if asked else suppress(CheckpointError):  # files may have left the layer out
             hub = only(SOURCE, of_target(options))
-            given["mtp"] = ShapeDecoder.from_pretrained(target=target, drafter="mtp", **hub).drafter
+            if (layer := ShapeDecoder.from_pretrained(target=target, drafter="mtp", **hub).drafter) is not None:
+                given["mtp"] = layer
     if names is None:
         names = ["ngram", "suffix", "lookahead", *given]
         names += [f"suffix+{one}" for one in given]
