@@ -246,7 +246,7 @@ def factors(results: str, whole: str = "8 bits") -> None:
     """OTT's closed form against decoding: what drafting with less of the target gains or loses, beside `whole`.
 
     Predicted from three measurements: how often the first drafted token is accepted, and seconds of a drafted token and
-    of a verification.
+    of the rest of a step.
 
     Args:
         results: folder of `compressed`; factors.md is written to it.
@@ -264,8 +264,9 @@ def factors(results: str, whole: str = "8 bits") -> None:
     header = ["left of the target", "first token accepted", "runs", "tokens", "costs", "predicted", "measured", "apart"]
     note = (
         f"Tokens per second over those of {whole!r}, predicted as the product of three factors, (1 - a'^{depth + 1}) / "
-        f"(1 - a^{depth + 1}), (1 - a) / (1 - a') and ({depth} T_D + T_V) / ({depth} T_D' + T_V), and measured. The "
-        "first factor grows where acceptance falls: the two of acceptance mean something as a product only."
+        f"(1 - a^{depth + 1}), (1 - a) / (1 - a') and ({depth} T_D + T_V) / ({depth} T_D' + T_V), and measured. T_D is "
+        "of a drafted token, T_V of all else in a step. The first factor grows where acceptance falls: the two of "
+        "acceptance mean something as a product only."
     )
     _write(results, "factors.md", f"{markdown(header, rows)}\n\n{note}", found)
 
@@ -278,7 +279,7 @@ class Chain:
         acceptance: of the first drafted token, which the form takes for that of all; estimated with half an acceptance
             and half a refusal more, so that it is below 1.
         draft: seconds of a drafted token.
-        verify: seconds of a verification.
+        verify: seconds of a verification, with all else of a step but drafting.
     """
 
     acceptance: float
@@ -292,7 +293,7 @@ class Chain:
         return cls(
             (accepted + 0.5) / (total.draft_steps + 1),
             total.draft_seconds / total.draft_steps / depth,
-            total.verify_seconds / total.forwards,
+            (total.decode_seconds - total.draft_seconds) / total.forwards,
             1 / total.seconds_per_token,
         )
 
