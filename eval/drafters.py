@@ -265,8 +265,8 @@ def factors(results: str, whole: str = "8 bits") -> None:
     note = (
         f"Tokens per second over those of {whole!r}, predicted as the product of three factors, (1 - a'^{depth + 1}) / "
         f"(1 - a^{depth + 1}), (1 - a) / (1 - a') and ({depth} T_D + T_V) / ({depth} T_D' + T_V), and measured. T_D is "
-        "of a drafted token, T_V of all else in a step. The first factor grows where acceptance falls: the two of "
-        "acceptance mean something as a product only."
+        "of a drafted token, T_V what else decoding takes per step. The first factor grows where acceptance falls: the two "
+        "of acceptance mean something as a product only."
     )
     _write(results, "factors.md", f"{markdown(header, rows)}\n\n{note}", found)
 
@@ -279,7 +279,7 @@ class Chain:
         acceptance: of the first drafted token, which the form takes for that of all; estimated with half an acceptance
             and half a refusal more, so that it is below 1.
         draft: seconds of a drafted token.
-        verify: seconds of a verification, with all else of a step but drafting.
+        verify: seconds per step of all else: verification, the rule, the drafter's own prefill.
     """
 
     acceptance: float
