@@ -265,8 +265,8 @@ def factors(results: str, whole: str = "8 bits") -> None:
     note = (
         f"Tokens per second over those of {whole!r}, predicted as the product of three factors, (1 - a'^{depth + 1}) / "
         f"(1 - a^{depth + 1}), (1 - a) / (1 - a') and ({depth} T_D + T_V) / ({depth} T_D' + T_V), and measured. T_D is "
-        "of a drafted token, T_V what else decoding takes per step. The first factor grows where acceptance falls: the two "
-        "of acceptance mean something as a product only."
+        "of a drafted token, T_V what else decoding takes per step. The first factor grows where acceptance falls: the "
+        "two of acceptance mean something as a product only."
     )
     _write(results, "factors.md", f"{markdown(header, rows)}\n\n{note}", found)
 
