@@ -36,7 +36,7 @@ def read(checkpoint: Checkpoint, target: TargetFacts) -> tuple[ShapeConfig, Weig
     text = checkpoint.config.get("text_config") or checkpoint.config
     kind = text.get("model_type")
     weights = {name.removeprefix(PREFIX): weight for name, weight in checkpoint.weights.items()}
-    block = (checkpoint.config.get("quantization_config") or {}).get("weight_block_size", _BLOCK)
+    block = (checkpoint.config.get("quantization_config") or {}).get("weight_block_size") or _BLOCK
     if kind not in MTP_LAYER_TYPES:
         raise CheckpointError(f"its layers are of model_type {kind!r}; {', '.join(MTP_LAYER_TYPES)} are known")
     if any(name.startswith("layers.1.") for name in weights):
