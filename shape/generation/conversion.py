@@ -82,7 +82,7 @@ def convert(
 
 def _drafting_frequent(predictor: Predictor, data: str, size: int | None, target: str | None, **hub: Any) -> Predictor:
     """With a draft vocabulary, counted in the answers of conversations; as it is where the target has few tokens."""
-    config, named = predictor.config, target or (predictor.config.target_identity or {}).get("name")
+    config, named = predictor.config, target or _its_target(predictor)
     if predictor.draft_vocabulary is not None:
         raise ConfigError(f"data is given, and the predictor drafts from {config.draft_vocab_size} tokens already")
     if not named:
@@ -109,7 +109,7 @@ def _drafting_frequent(predictor: Predictor, data: str, size: int | None, target
 
 def _with_head(predictor: Predictor, target: str | None) -> Predictor:
     """With the rows of the target's output embedding; as it is where the target that it names is out of reach."""
-    named = target or (predictor.config.target_identity or {}).get("name")
+    named = target or _its_target(predictor)
     if not named:
         return predictor
     try:
@@ -118,6 +118,11 @@ def _with_head(predictor: Predictor, target: str | None) -> Predictor:
         if target is not None:
             raise
         return predictor  # writing it says that a target is missing
+
+
+def _its_target(predictor: Predictor) -> str:
+    """Name of the target that it was trained for, or read from; empty where its checkpoint does not say it."""
+    return (predictor.config.target_identity or {}).get("name", "")
 
 
 def _needs_head(predictor: Predictor) -> bool:
@@ -137,7 +142,7 @@ def _facts(predictor: Predictor, target: str | None) -> TargetFacts:
     """Of the target that is given, or else of the one that it was trained for, as far as that can be read."""
     if target is not None:
         return TargetFacts.of(target)
-    name = bundled.resolve((predictor.config.target_identity or {}).get("name", ""))
+    name = bundled.resolve(_its_target(predictor))
     try:
         return TargetFacts.of(name)
     except CheckpointError:  # a hub id without a network, or a folder that has moved
