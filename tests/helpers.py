@@ -253,6 +253,10 @@ BASELINES: dict[str, dict] = {
         "kind": "block", "markov_rank": 4, "markov_head_type": "rnn", "confidence": True, "mask_token_id": 5,
         "sample_from_anchor": True,
     },
+    "block with convolutions and a selector": {
+        "kind": "block", "num_layers": 2, "markov_rank": 4, "markov_head_type": "selector", "selector_top_k": 5,
+        "conv_kernel_size": 2, "conv_group_size": 8, "mask_token_id": 5,
+    },
 }  # fmt: skip
 # The same whose target, of the width 32, is wider or narrower.
 WIDTHS: dict[str, dict] = {

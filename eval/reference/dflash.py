@@ -1,12 +1,13 @@
-"""Fixtures of DFlash and DSpark: tiny random checkpoints of `speculators` 0.9, and what its training forward makes of
-them. Runs in the environment of that package, without ours:
+"""Fixtures of DFlash, DFlash2 and DSpark: tiny random checkpoints of `speculators` 0.9, and what its training forward
+makes of them. Runs in the environment of that package, without ours:
 
     python eval/reference/dflash.py tests/fixtures
 
 Each folder has the checkpoint as speculators saves it (config.json, model.safetensors) and `reference.safetensors`:
 the target's embed_tokens and lm_head, the inputs (features, states, tokens, loss_mask), the anchors that were drawn,
-and, at each place of each anchor's block, logits, the target's logits, confidence and mask; `loss` is the package's own
-of 0.1 KL divergence + 0.9 total variation (+ the confidence's).
+and, at each place of each anchor's block, logits, the target's logits, confidence and mask, and of DFlash2 its
+selector's candidates and their scores; `loss` is the package's own of 0.1 KL divergence + 0.9 total variation (+ the
+confidence's, or the selector's).
 """
 
 import sys
@@ -19,6 +20,8 @@ from safetensors.torch import save_file
 from speculators.losses import resolve_loss_config
 from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
 from speculators.models.dflash import core as dflash
+from speculators.models.dflash2 import DFlash2DraftModel, DFlash2SpeculatorConfig
+from speculators.models.dflash2 import core as dflash2
 from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
 from speculators.models.dspark import core as dspark
 from transformers import Qwen3Config
@@ -107,6 +110,12 @@ def record(model: Any, module: Any, folder: Path) -> None:
         found["anchors"], valid = choose(*arguments)
         return found["anchors"], valid
 
+    def measured_with_selector(**given: Any) -> Any:
+        found["logits"], found["targets"] = given["unary_logits"], given["targets"]
+        found["candidates"], found["scores"] = given["training_candidate_ids"], given["candidate_logits"]
+        found["mask"] = given["loss_mask"].bool()
+        return measure(**given)
+
     def measured(logits: torch.Tensor, targets: torch.Tensor, *rest: Any, **options: Any) -> Any:
         found["logits"], found["targets"] = logits, targets
         if len(rest) == 3:
@@ -114,8 +123,9 @@ def record(model: Any, module: Any, folder: Path) -> None:
         found["mask"] = rest[-2].bool()
         return measure(logits, targets, *rest, **options)
 
-    dflash.select_anchors, module.compute_metrics = chosen, measured
-    options = {"tv_loss_fn": resolve_loss_config("tv", "eager")["tv"][0]} if module is dspark else {}
+    dflash.select_anchors = chosen
+    module.compute_metrics = measured_with_selector if module is dflash2 else measured
+    options = {} if module is dflash else {"tv_loss_fn": resolve_loss_config("tv", "eager")["tv"][0]}
     losses = resolve_loss_config(LOSSES, "eager")
     documents = torch.zeros(1, LENGTH, dtype=torch.long)
     _, found["loss"], _ = model(
@@ -164,6 +174,17 @@ def main(out: Path) -> None:
     record(DSparkDraftModel(recurrent), dspark, out / "dspark-rnn")
     narrow = config_of(DFlashSpeculatorConfig, "dflash", 3, draft_vocab_size=VOCABULARY, target_hidden_size=24)
     record(DFlashDraftModel(narrow), dflash, out / "dflash-narrow")
+    convolved = config_of(
+        DFlash2SpeculatorConfig,
+        "dflash2",
+        3,
+        draft_vocab_size=VOCABULARY,
+        conv_kernel_size=2,
+        conv_group_size=4,
+        selector_rank=6,
+        selector_top_k=5,
+    )
+    record(DFlash2DraftModel(convolved), dflash2, out / "dflash2")
 
 
 if __name__ == "__main__":

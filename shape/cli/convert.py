@@ -4,9 +4,9 @@
     shape convert yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --to shape --target T --output eagle
     shape convert Qwen/Qwen3.5-4B --from mtp --to shape --data D --output mtp    # drafts frequent tokens alone
 
-Read are ours, EAGLE-3 (SafeAILab, SpecForge), speculators (eagle3, dflash, dspark), DFlash and DSpark (z-lab, DeepSeek,
-SpecForge), Medusa (FasterDecoding, vLLM), and with --from mtp the MTP layer in the files of Qwen3-Next and Qwen3.5. No
-weight is left out, and none is made up.
+Read are ours, EAGLE-3 (SafeAILab, SpecForge), speculators (eagle3, peagle, dflash, dflash2, dspark), DFlash, DFlash2
+and DSpark (z-lab, DeepSeek, SpecForge), Medusa (FasterDecoding, vLLM), and with --from mtp the MTP layer in the files
+of Qwen3-Next and Qwen3.5. No weight is left out, and none is made up.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from shape.parsing import CommandParser, command_parser
 
 def parser() -> CommandParser:
     reader = command_parser("convert", __doc__, usage="SOURCE --to FORMAT --output DIR [options]", config=False)
-    formats = "shape, speculators, eagle3, medusa or dspark (DFlash too)"
+    formats = "shape, speculators, eagle3, medusa or dspark (DFlash and DFlash2 too)"
     reader.add_argument("source", type=str, help="folder or hub id of a predictor")
     reader.add_argument("--from", type=str, default="auto", help=f"its format: auto, {formats}, or mtp")
     reader.add_argument("--to", type=str, required=True, help=f"format to write: {formats}")

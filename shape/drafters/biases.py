@@ -9,12 +9,13 @@ from torch import Tensor
 
 from shape.drafters.growing import Biases
 from shape.drafters.path_state import PathState
-from shape.networks.layers import MarkovBias, MarkovTable, PathMarkov, StateMarkov
+from shape.networks.layers import MarkovBias, MarkovTable, PathMarkov, SelectorMarkov, StateMarkov
 from shape.networks.single import PathKnown
 
 _EMBEDDED = 4096  # tokens whose embeddings are held at once
 _TABLED = 2**24  # biases of tokens by tokens before them that are kept as a table
 _ALONG_PATHS = 2**20  # numbers of a matrix that loops read for each node
+_CHOSEN_AMONG = 2**26  # of a matrix of which they read a few rows
 _NOTHING = np.empty((0, 0), np.float32)
 
 
@@ -38,14 +39,14 @@ class PathBias:
         self.reduced = torch.cat([markov.reduced(some, embed(some)) for some in tokens.split(_EMBEDDED)])
         few = len(tokens) ** 2 <= _TABLED and not self.reads_states
         self.table: Tensor | None = markov(self.reduced) if few else None
-        small = self.reduced.numel() <= _ALONG_PATHS and self.reduced.device.type == "cpu"
-        self.on_host = not self.reads_states or (small and isinstance(markov, PathMarkov))
+        most = {PathMarkov: _ALONG_PATHS, SelectorMarkov: _CHOSEN_AMONG}
+        room = next((size for kind, size in most.items() if isinstance(markov, kind)), 0)
+        small = self.reduced.numel() <= room and self.reduced.device.type == "cpu"
+        self.on_host = small or not self.reads_states
         self._tabled: Biases | None = None
-        if isinstance(markov, PathMarkov) and self.on_host:
-            rank, joint = self.reduced.shape[1], markov.joint_proj
-            self._of_states, self._offset = joint.weight[:, 2 * rank :].clone(), joint.bias
-            weights = self.reduced, joint.weight[:, : 2 * rank].T, markov.expansion.weight.T
-            self._weights = [one.float().contiguous().numpy() for one in weights]
+        if small:
+            self._of_states, self._offset, weights = _by_input(markov)
+            self._weights = [one.float().contiguous().numpy() for one in (self.reduced, *weights)]
         if self.table is not None and self.table.device.type == "cpu":  # numpy has no smaller floats
             self.table = self.table.float()
             self._tabled = Biases(self.table.numpy(), True)
@@ -94,13 +95,13 @@ class PathBias:
 
     def _along_paths(self, root: Tensor, embedding: Tensor, states: Tensor, known: PathKnown | None) -> Biases:
         markov = self.markov
-        assert isinstance(markov, PathMarkov)
+        assert isinstance(markov, StateMarkov)
         if known is None:
             by_state = F.linear(markov.seen(states.to(self._of_states.dtype)), self._of_states, self._offset)
             known = markov.reduced(root[:, None], embedding).float(), by_state.float()
         roots, by_state = known
-        tokens, joint, expand = self._weights
-        path = PathState(roots[:, 0].numpy(), tokens, joint, by_state.numpy(), expand)
+        tokens, *weights = self._weights
+        path = PathState(roots[:, 0].numpy(), tokens, by_state.numpy(), *weights)
         return Biases(_NOTHING, True, path=path)
 
     def _rows(self, found: Tensor) -> Biases:
@@ -118,3 +119,13 @@ class PathBias:
         if self._tabled is not None:
             return self._tabled
         return lambda numbers: self._rows(self.markov(self.behind(torch.from_numpy(numbers))))
+
+
+def _by_input(markov: MarkovBias | MarkovTable) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """What reads the states, its offset, and the other weights of a ``PathState``."""
+    if isinstance(markov, SelectorMarkov):
+        return markov.hidden_projection.weight, None, [markov.expansion.weight, torch.empty(0, 0)]
+    assert isinstance(markov, PathMarkov)
+    joint, expand = markov.joint_proj, markov.expansion.weight
+    rank = expand.shape[1]
+    return joint.weight[:, 2 * rank :].clone(), joint.bias, [expand.T, joint.weight[:, : 2 * rank].T]

@@ -137,7 +137,7 @@ def grow_by_depth(
         temperature: that of the biases.
         noise: None where drafts are the likeliest ones.
     """
-    rank = len(first.path.expand)
+    rank = first.path.tokens.shape[1]
     given, depths = _given(logits, ids, shape, temperature, noise, rank), logits.shape[1]
     if isinstance(later, Biases) and estimate is None:
         return _with_draws(_grow_with_tables(root.numpy(), numbers, given, first, later), given)
@@ -298,7 +298,7 @@ def _expand(
                 scores[:] = shared
                 if given.rank > 0:
                     number = frontier[1, row, place] if above > 0 else -1
-                    go_along(biases.path, carried[row], row, n, above, parents[row, above], number, along)
+                    go_along(biases.path, carried[row], row, n, above, parents[row, above], number, shared, along)
                     for k in range(size):
                         scores[k] = shared[k] + along[k] / divisor
                 elif biases.table.shape[1] > 0:

@@ -491,7 +491,7 @@ class TrainedDrafter(Drafter):
         if states.shape[1] > depth:
             states, read = states[:, :depth], None if read is None else read[:, :depth]
         logits = self._logits(states) if read is None else self._target.logits(states, lambda _: read)
-        return states, network.couple(logits, None if self._bias is None else self._bias.reduced), path
+        return states, network.before_bias(logits, None if self._bias is None else self._bias.reduced), path
 
     def _logits(self, states: Tensor) -> Tensor:
         """(..., H) -> (..., K), over the draft vocabulary."""

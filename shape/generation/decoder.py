@@ -98,9 +98,9 @@ class ShapeDecoder(Engine):
             dtype: of the target; None keeps the checkpoint's own.
             device_map: see ``Target.load``.
             drafter: "shape" (the default with a predictor; or its network's name: "medusa", "eagle3", "dflash",
-                "dspark"), "model" (with a smaller LM), "mtp" (without a predictor the layer in the target's own
-                files), a name among ``shape.drafters.DRAFTERS`` ("suffix" is the default without either), "none", or
-                several, as a list or joined by "+", whose drafts are merged ("suffix+shape").
+                "dflash2", "dspark"), "model" (with a smaller LM), "mtp" (without a predictor the layer in the target's
+                own files), a name among ``shape.drafters.DRAFTERS`` ("suffix" is the default without either), "none",
+                or several, as a list or joined by "+", whose drafts are merged ("suffix+shape").
             tree: shape of the predictor's draft tree; None takes its own default.
             fall_back: see the class.
             graphs: see the class.

@@ -37,6 +37,7 @@ PREDICTOR_KINDS = {
     "mtp": "mtp",
     "block": "block",
     "dflash": "block",
+    "dflash2": "block",
     "dspark": "block",
 }
 _DEFAULT_DRAFTER = "suffix"  # drafts for a target alone

@@ -21,7 +21,16 @@ from transformers import initialization as init
 
 from shape.errors import ConfigError
 from shape.networks.config import ShapeConfig
-from shape.networks.layers import MarkovBias, MarkovTable, Memory, RecurrentBias, StateMarkov, normalise, rotary_table
+from shape.networks.layers import (
+    MarkovBias,
+    MarkovTable,
+    Memory,
+    RecurrentBias,
+    SelectorMarkov,
+    StateMarkov,
+    normalise,
+    rotary_table,
+)
 from shape.target.model import Target
 
 Remembered = list[Memory]
@@ -247,12 +256,20 @@ class Predictor(PreTrainedModel):
             return self.token_bias.along(found, states)
         return found
 
-    def couple(self, logits: Tensor, reduced: Tensor | None) -> Tensor:
-        """Logits (..., S, K) that keep their marginals under the bias, where the configuration asks for that.
+    @property
+    def selector(self) -> SelectorMarkov | None:
+        """The bias, where it chooses among each step's likeliest tokens and has a loss of its own for that."""
+        return self.token_bias if isinstance(self.token_bias, SelectorMarkov) else None
+
+    def before_bias(self, logits: Tensor, reduced: Tensor | None) -> Tensor:
+        """Logits (..., S, K) as a bias is added to them: a selector's candidates alone, or, where the configuration
+        asks for a coupling, such that under the bias they keep their marginals.
 
         Args:
-            reduced: (K, rank), of the tokens that can be drafted.
+            reduced: (K, rank), of the tokens that can be drafted; for a coupling.
         """
+        if self.selector is not None:
+            return self.selector.likeliest(logits)
         if not isinstance(self.token_bias, MarkovBias) or reduced is None or not self.config.coupling:
             return logits
         return logits if logits.shape[-2] == 1 else self.token_bias.couple(logits, reduced, self.config.coupling)

@@ -1,4 +1,6 @@
-"""Block-parallel drafting: all steps in one forward of mask tokens that read the target's features (DFlash, DSpark)."""
+"""Block-parallel drafting: all steps in one forward of mask tokens that read the target's features (DFlash, DFlash2,
+DSpark).
+"""
 
 from typing import cast
 
@@ -8,8 +10,16 @@ from transformers import initialization as init
 
 from shape.networks.base import Carried, Known, Remembered
 from shape.networks.config import ShapeConfig
+from shape.networks.convolution import ConvolvedLayer, GroupedConvolution
 from shape.networks.decoder import DraftLayer, Rotary, norm_of
-from shape.networks.layers import ConfidenceHead, GatedMarkov, MarkovTable, RecurrentMarkov, recent
+from shape.networks.layers import (
+    ConfidenceHead,
+    GatedMarkov,
+    MarkovTable,
+    RecurrentMarkov,
+    SelectorMarkov,
+    recent,
+)
 from shape.networks.masked import MaskedPredictor
 
 
@@ -28,6 +38,10 @@ class BlockPredictor(MaskedPredictor):
     As DSpark: `markov_rank` adds a bias by the token before, which parallel states lack, out of a learned table, alone
     or with the states (`markov_head_type`), and `confidence` estimates the probability 1 - TV that a draft is accepted.
 
+    As DFlash2: `conv_kernel_size` gives every layer convolutions over the places of a block
+    (`shape.networks.convolution`), and the `markov_head_type` "selector" chooses each step's token among its likeliest
+    ones by the token before and the state.
+
     Weights, their names and what is computed are those of speculators 0.9 (compared in tests/networks/test_block.py)
     and, positions and places among them, of vLLM 0.32.
     """
@@ -40,7 +54,10 @@ class BlockPredictor(MaskedPredictor):
         layer, size = config.layer_config(), config.hidden_size
         self.fc = nn.Linear(config.feature_size, size, bias=False)
         self.hidden_norm = norm_of(layer, size)
-        self.layers = nn.ModuleList(DraftLayer(layer) for _ in range(config.num_layers))
+        taps, group = config.conv_kernel_size, config.conv_group_size
+        self.layers = nn.ModuleList(
+            ConvolvedLayer(layer, taps, group) if taps else DraftLayer(layer) for _ in range(config.num_layers)
+        )
         self.norm = norm_of(layer, size)
         self.windows = config.windows
         self._rotary = Rotary(layer)
@@ -58,6 +75,8 @@ class BlockPredictor(MaskedPredictor):
         sizes = cast(int, config.vocab_size), config.markov_rank, config.draft_size
         if config.markov_head_type == "gated":
             return GatedMarkov(*sizes, config.hidden_size)
+        if config.markov_head_type == "selector":
+            return SelectorMarkov(*sizes, config.hidden_size, config.selector_top_k)
         return RecurrentMarkov(*sizes, config.hidden_size) if config.markov_head_type == "rnn" else MarkovTable(*sizes)
 
     @property
@@ -100,6 +119,11 @@ class BlockPredictor(MaskedPredictor):
         super()._init_weights(module)
         if isinstance(module, MarkovTable):
             init.normal_(module.markov_w1.weight, std=0.01)
+        if isinstance(module, GroupedConvolution):  # at first the place itself
+            itself = torch.zeros_like(module.base_kernel)
+            itself[:, 0] = 1
+            init.copy_(module.base_kernel, itself)
+            init.zeros_(module.kernel_projection.weight)
 
     def _std(self, module: nn.Linear) -> float:
         if self.confidence_head is not None and module is self.confidence_head.proj:

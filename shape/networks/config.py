@@ -21,7 +21,7 @@ StepMode = Literal["parallel", "recursive"]
 TokenConditioning = Literal["none", "root", "path"]
 Refinement = Literal["none", "affine", "sinkhorn"]
 ReadOut = Literal["marginal", "barycentric"]
-MarkovHead = Literal["vanilla", "gated", "rnn"]
+MarkovHead = Literal["vanilla", "gated", "rnn", "selector"]
 
 _COUNTS = (
     "hidden_size",
@@ -34,6 +34,9 @@ _COUNTS = (
     "num_heads",
     "markov_rank",
     "coupling",
+    "conv_kernel_size",
+    "conv_group_size",
+    "selector_top_k",
 )
 ANY_WIDTH = ("eagle", "peagle", "block")  # kinds that can be narrower or wider than their target
 DECODER_LAYERS = (*ANY_WIDTH, "mtp")  # kinds built of them
@@ -41,12 +44,18 @@ MASKED = ("peagle", "block")  # kinds that draft in places of mask tokens
 _OWN: dict[tuple[str, ...], tuple[str, ...]] = {  # options of some kinds alone
     ("shape",): ("dropout",),
     ("medusa",): ("shared_head", "residual_bias"),
-    ("block",): ("sample_from_anchor", "sliding_window_non_causal"),
+    ("block",): (
+        "sample_from_anchor",
+        "sliding_window_non_causal",
+        "conv_kernel_size",
+        "conv_group_size",
+        "selector_top_k",
+    ),
     ("eagle", "peagle"): ("norm_before_residual", "norm_before_fc", "fc_norm"),
     ("eagle",): ("norm_output",),
     MASKED: ("mask_token_id",),
 }
-_MAY_BE_ZERO = {"num_layers", "markov_rank", "coupling"}
+_MAY_BE_ZERO = {"num_layers", "markov_rank", "coupling", "conv_kernel_size"}
 
 # Whose decoder layers networks can be built of (`shape.networks.decoder`).
 LAYER_TYPES = ("llama", "qwen3")
@@ -85,8 +94,8 @@ class ShapeConfig(PreTrainedConfig):
 
     Args:
         kind: the network: "shape" (`shape.networks.shape`), or a baseline: "medusa", "eagle", "peagle" (P-EAGLE), "mtp"
-            (a target's own MTP layer), "block" (DFlash, DSpark), which sets step_mode, token_conditioning, window,
-            attention and refinement itself.
+            (a target's own MTP layer), "block" (DFlash, DFlash2, DSpark), which sets step_mode, token_conditioning,
+            window, attention and refinement itself.
         hidden_size: width H of the target's hidden states and embeddings, and of the predictor's.
         target_hidden_size: "eagle", "peagle" and "block" that are narrower or wider than their target: its width; then
             hidden_size is the predictor's alone, and heads and embeddings have to be its own. None is the same.
@@ -130,7 +139,12 @@ class ShapeConfig(PreTrainedConfig):
         markov_rank: rank of a bias on the logits by the token before (DSpark's Markov head), for steps that do not read
             it themselves; 0 is none.
         markov_head_type: whether the bias is of the token before alone ("vanilla"), of a state of its own that goes
-            along the path ("rnn"), or gated by the network's state ("gated", of "block").
+            along the path ("rnn"), gated by the network's state ("gated", of "block"), or by both, for the likeliest
+            tokens of each step, of which no other is drafted ("selector", of "block": DFlash2's).
+        selector_top_k: "block" with a selector: how many these are.
+        conv_kernel_size: "block": places of a block that convolutions around attention and feed-forward part read
+            (DFlash2); 0 is none.
+        conv_group_size: channels that share what a place adds to these convolutions' kernels.
         coupling: correct the bias so that the marginals of the steps stay: an entropic coupling of neighbouring steps
             over so many of their likeliest candidates, whose cost is the bias; 0 leaves the bias as it is.
         confidence: estimate for each node whether the target will agree with its best draft; dynamic trees grow by it.
@@ -186,6 +200,9 @@ class ShapeConfig(PreTrainedConfig):
     vocab_size: int | None = None
     markov_rank: int = 0
     markov_head_type: MarkovHead = "vanilla"
+    selector_top_k: int = 16
+    conv_kernel_size: int = 0
+    conv_group_size: int = 16
     coupling: int = 0
     confidence: bool = False
     own_heads: bool = False
@@ -336,8 +353,10 @@ class ShapeConfig(PreTrainedConfig):
                 f"coupling is {self.coupling}: it corrects a Markov bias by the token before alone, so give a "
                 "markov_rank and the markov_head_type vanilla"
             )
-        if self.markov_head_type == "gated" and self.kind != "block":
-            raise ConfigError(f"markov_head_type gated is for kind block: give kind {self.kind!r} vanilla or rnn")
+        if self.markov_head_type in ("gated", "selector") and self.kind != "block":
+            raise ConfigError(
+                f"markov_head_type {self.markov_head_type} is for kind block: give kind {self.kind!r} vanilla or rnn"
+            )
         if self.markov_rank and self.token_conditioning == "path":
             raise ConfigError(
                 f"markov_rank is {self.markov_rank}: a bias by the token before is for steps that do not read it; with "
@@ -424,6 +443,18 @@ class ShapeConfig(PreTrainedConfig):
             raise ConfigError(f"coupling is {self.coupling}: kind block learns its Markov table without; use 0")
         if self.markov_rank and self.vocab_size is None:
             raise ConfigError("markov_rank makes a table of each token of the target: give vocab_size")
+        if self.markov_head_type == "selector" and self.confidence:
+            raise ConfigError(
+                "confidence is for Markov heads over all tokens, and a selector chooses among the likeliest: give one"
+            )
+        if self.conv_kernel_size > self.block_size:
+            raise ConfigError(
+                f"conv_kernel_size is {self.conv_kernel_size}: a block has {self.block_size} places; give at most that"
+            )
+        if self.conv_kernel_size and self.hidden_size % self.conv_group_size:
+            raise ConfigError(
+                f"conv_group_size is {self.conv_group_size}: it has to divide the hidden size, {self.hidden_size}"
+            )
         if self.markov_head_type == "rnn" and not self.sample_from_anchor:
             raise ConfigError(
                 "markov_head_type is rnn, whose state would begin at the place that drafts nothing: give "

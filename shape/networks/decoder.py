@@ -201,17 +201,22 @@ class DraftLayer(nn.Module):
     def over_blocks(
         self, x: Tensor, rotary: Tensor, memory: Memory, visible: Tensor | None, among: Tensor | None = None
     ) -> Tensor:
+        """The layer's output for blocks, (B, P, S, in_size) -> (B, P, S, H); other arguments as of `attended`."""
+        seen, residual = self.inputs(x)
+        return self.behind(residual, self.attended(seen, rotary, memory, visible, among))
+
+    def attended(
+        self, seen: Tensor, rotary: Tensor, memory: Memory, visible: Tensor | None, among: Tensor | None
+    ) -> Tensor:
         """Attention to known positions and, in a block of S places, to the places that `among`, (S, S) bool, lets each
         see: all without.
 
         (B, P, S, in_size), rotary (B, P, S, 2, D / 2), known keys and values (B, G, T, D), (B, P, T) -> (B, P, S, H).
         """
-        steps, (seen, residual) = x.shape[2], self.inputs(x)
-        seen, rotary = seen.flatten(1, 2), rotary.flatten(1, 2)
+        steps, seen, rotary = seen.shape[2], seen.flatten(1, 2), rotary.flatten(1, 2)
         keys, values = self.self_attn.remember(seen, rotary)
         own = keys.unflatten(2, (-1, steps)), values.unflatten(2, (-1, steps))
-        found = self.self_attn(seen, rotary, memory, visible, own, among)
-        return self.behind(residual, found.unflatten(1, (-1, steps)))
+        return self.self_attn(seen, rotary, memory, visible, own, among).unflatten(1, (-1, steps))
 
 
 class DecoderPredictor(Predictor):

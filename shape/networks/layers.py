@@ -101,6 +101,10 @@ class StateMarkov(nn.Module):
             found.append(read)
         return torch.stack(found, dim=-2)
 
+    def seen(self, states: Tensor) -> Tensor:
+        """States as they are read."""
+        return states
+
 
 class GatedMarkov(StateMarkov, MarkovTable):
     """DSpark's Markov head of the type "gated": the state and W_1[x] weight each part of W_1[x].
@@ -118,6 +122,32 @@ class GatedMarkov(StateMarkov, MarkovTable):
         return self.gate_proj(seen).sigmoid() * reduced, None
 
 
+class SelectorMarkov(StateMarkov, MarkovTable):
+    """DFlash2's candidate selector: W_2 of W_1[x] times the projected state, among a step's likeliest tokens alone.
+
+    Args:
+        size: width of states.
+        candidates: how many of a step's likeliest tokens it chooses among.
+    """
+
+    def __init__(self, vocabulary: int, rank: int, drafted: int, size: int, candidates: int) -> None:
+        super().__init__(vocabulary, rank, drafted)
+        self.hidden_projection = nn.Linear(size, rank, bias=False)
+        self.candidates = min(candidates, drafted)
+
+    def step(self, reduced: Tensor, state: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return reduced * self.hidden_projection(state.to(reduced)), None
+
+    def among(self, read: Tensor, chosen: Tensor) -> Tensor:
+        """The bias of some tokens alone: of what W_2 reads, (..., rank), for their numbers (..., C) -> (..., C)."""
+        return (read.unsqueeze(-2) * self.expansion.weight[chosen]).sum(-1)
+
+    def likeliest(self, logits: Tensor) -> Tensor:
+        """Logits (..., K) of the candidates; of all other tokens -inf."""
+        best = logits.topk(self.candidates, dim=-1)
+        return torch.full_like(logits, -torch.inf).scatter(-1, best.indices, best.values)
+
+
 class PathMarkov(StateMarkov):
     """Of the type "rnn": a state of its own, which starts as zeros, is carried along the path.
 
@@ -133,10 +163,6 @@ class PathMarkov(StateMarkov):
         gate, candidate, read = self.joint_proj(seen).chunk(3, dim=-1)
         gate = gate.sigmoid()
         return read.tanh(), gate * carried + (1 - gate) * candidate.tanh()
-
-    def seen(self, states: Tensor) -> Tensor:
-        """States as they are read."""
-        return states
 
 
 class RecurrentMarkov(PathMarkov, MarkovTable):

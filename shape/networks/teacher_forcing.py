@@ -122,7 +122,7 @@ class Reader:
 
     def __call__(self, states: Tensor, tokens: Tensor, embeddings: Tensor | None) -> Tensor:
         """The predictor's logits, (B, P, S, H) -> (B, P, S, K), along tokens (B, P, S) and their embeddings."""
-        logits = self.predictor.couple(self._read(states), self.reduced_vocabulary())
+        logits = self.predictor.before_bias(self._read(states), self.reduced_vocabulary())
         return self.predictor.bias(logits, self.predictor.reduced(tokens, embeddings, states))
 
     def at(
@@ -137,7 +137,7 @@ class Reader:
         """
         predictor = self.predictor
         if predictor.config.coupling:  # which needs a step's neighbour
-            logits = predictor.couple(self._read(states), vocabulary)[chosen]
+            logits = predictor.before_bias(self._read(states), vocabulary)[chosen]
         elif predictor.heads:
             logits = self.target.logits(states[chosen], partial(predictor.own_head_at, steps=chosen[-1]))
         else:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shape.networks.layers import SelectorMarkov
 from shape.networks.transport import sinkhorn_divergence
 from shape.training.options import Losses
 
@@ -216,6 +217,32 @@ def acceptance_loss(
     with torch.no_grad():
         accepted = 1 - total_variation(log_probabilities(predicted_logits), log_probabilities(target_logits))
     each = F.binary_cross_entropy_with_logits(estimate.to(accepted.dtype), accepted, reduction="none")
+    return (each * _step_weights(losses, steps, whole)).sum()
+
+
+def selector_loss(
+    losses: Losses,
+    selector: SelectorMarkov,
+    read: Tensor,
+    predicted_logits: Tensor,
+    target_logits: Tensor,
+    steps: Tensor,
+    whole: Tensor | None = None,
+) -> Tensor:
+    """Cross-entropy of the target's likeliest token among a selector's candidates, the last of which it replaces where
+    it is not one of them.
+
+    DFlash2's loss of its candidate selector, as speculators 0.9 has it: steps count as in `weighted_loss`, whose other
+    arguments these are.
+
+    Args:
+        read: (N, rank), what the selector makes of the tokens before and the states.
+    """
+    best, chosen = target_logits.argmax(-1, keepdim=True), predicted_logits.topk(selector.candidates).indices
+    missing = (chosen != best).all(-1, keepdim=True)
+    chosen = torch.cat([chosen[:, :-1], torch.where(missing, best, chosen[:, -1:])], dim=-1)
+    scores = _widen(predicted_logits.gather(-1, chosen)) + selector.among(read, chosen)
+    each = F.cross_entropy(scores, (chosen == best).int().argmax(-1), reduction="none")
     return (each * _step_weights(losses, steps, whole)).sum()
 
 

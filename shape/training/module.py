@@ -35,7 +35,14 @@ from shape.training.batches import Batch
 from shape.training.checkpoints import require_same_run
 from shape.training.chunks import chunked_sum, rows_in_chunk
 from shape.training.compiling import compiled
-from shape.training.losses import acceptance_loss, agreement_loss, step_sum, supervised, weighted_loss
+from shape.training.losses import (
+    acceptance_loss,
+    agreement_loss,
+    selector_loss,
+    step_sum,
+    supervised,
+    weighted_loss,
+)
 from shape.training.optimization import learning_rate_factor, parameter_groups
 from shape.training.options import Losses, TrainingOptions
 from shape.training.order import derive_seed
@@ -269,7 +276,8 @@ class ShapeModule(DrafterModule):
     predictor: Predictor
 
     def __init__(self, predictor: Predictor, target: Target, losses: Losses, *arguments: Any, **options: Any) -> None:
-        for parameter in () if losses.on_logits else predictor.head_parameters:
+        reads = losses.on_logits or predictor.selector is not None
+        for parameter in () if reads else predictor.head_parameters:
             parameter.requires_grad_(False)  # no loss reaches it, and processes would wait for its gradient
         super().__init__(predictor, target, losses, *arguments, **options)
         predictor.gradient_checkpointing = self.options.gradient_checkpointing
@@ -332,13 +340,13 @@ class ShapeModule(DrafterModule):
         predictor, reader, losses = self.predictor, self._reader, self.losses
         steps, counts = predictor.config.num_steps, batch.counts(predictor.config.num_steps)
         count, whole = int(counts.sum()), step_sum(losses, counts)
-        reading = bool(losses.on_logits) or predictor.config.confidence or measuring
+        selector = predictor.selector
+        reading = bool(losses.on_logits) or predictor.config.confidence or selector is not None or measuring
         reduced = predictor.reduced(cut.tokens, embeddings, predicted) if reading else None
         vocabulary = reader.reduced_vocabulary() if reading else None
-        estimate = None
+        estimate, of_acceptance = None, predictor.confidence_learns == "acceptance"
         if predictor.config.confidence and embeddings is not None:
-            accepted = predictor.confidence_learns == "acceptance"
-            estimate = predictor.estimate(predicted if accepted else predicted.detach(), cut.tokens, embeddings)
+            estimate = predictor.estimate(predicted if of_acceptance else predicted.detach(), cut.tokens, embeddings)
         output = self.target.output_rows(predictor.draft_vocabulary) if losses.sinkhorn > 0 else None
         true, mask = cut.states.flatten(0, 1), learned.flatten(0, 1)
         positions = positions_ahead(texts, steps)
@@ -349,21 +357,29 @@ class ShapeModule(DrafterModule):
             kept = supervised(mask[chunk])
             predicted_logits = target_logits = None
             if reading:
-                predicted_logits = reader.at(kept, states, reduced, vocabulary)
+                predicted_logits = reader.at(kept, states, None if selector else reduced, vocabulary)
                 target_logits = self._true_logits(texts, positions[chunk][kept])
             logits, step = (predicted_logits, target_logits), kept[-1]
             loss, parts = self._weighted(losses, states[kept], true[chunk][kept], *logits, step, output, whole)
-            if estimate is not None and predicted_logits is not None and target_logits is not None:
-                along = estimate[kept], predicted_logits, target_logits
-                accepted = predictor.confidence_learns == "acceptance"
-                parts["confidence"] = (
-                    acceptance_loss(losses, *along, step, whole) if accepted else agreement_loss(*along, count)
-                )
-                loss = loss + parts["confidence"]
+            if predicted_logits is not None and target_logits is not None:
+                if estimate is not None:
+                    along = estimate[kept], predicted_logits, target_logits
+                    parts["confidence"] = (
+                        acceptance_loss(losses, *along, step, whole) if of_acceptance else agreement_loss(*along, count)
+                    )
+                    loss = loss + parts["confidence"]
+                if selector is not None and reduced is not None:
+                    read = reduced[kept]
+                    parts["selector"] = selector_loss(
+                        losses, selector, read, predicted_logits, target_logits, step, whole
+                    )
+                    loss = loss + parts["selector"]
+                    if measuring:
+                        predicted_logits = predictor.bias(selector.likeliest(predicted_logits), read)
+                if measuring:
+                    drafts[chunk].index_put_(kept, predicted_logits.argmax(-1))
             for name, part in parts.items():
                 sums[name] = sums.get(name, 0.0) + part.detach()
-            if measuring and predicted_logits is not None:
-                drafts[chunk].index_put_(kept, predicted_logits.argmax(-1))
             return loss
 
         rows = [each if each is None else each.flatten(0, 1) for each in (predicted, reduced, estimate)]

@@ -25,10 +25,10 @@ class PredictorOptions:
     """The network; see `shape.networks.config.ShapeConfig`, whose fields of the same names these become.
 
     Attributes:
-        kind: shape, or a baseline: medusa, eagle, peagle (P-EAGLE), mtp, block (DFlash, DSpark), which have a window of
-            one state, no refinement, and fix step_mode and token_conditioning. Or model, a small language model of the
-            target's tokens, which reads no states and of these options num_layers, num_heads and intermediate_size
-            alone: the width of its states.
+        kind: shape, or a baseline: medusa, eagle, peagle (P-EAGLE), mtp, block (DFlash, DFlash2, DSpark), which have a
+            window of one state, no refinement, and fix step_mode and token_conditioning. Or model, a small language
+            model of the target's tokens, which reads no states and of these options num_layers, num_heads and
+            intermediate_size alone: the width of its states.
         window: known states that the predictor reads.
         hidden_size: of eagle, peagle and block, a width other than the target's, with own_heads and own_embeddings;
             null is the target's.
@@ -58,7 +58,10 @@ class PredictorOptions:
             as target and data suggest (`shape.networks.sizing`).
         markov_rank: rank of a bias by the token before, for steps that do not read it; 0 is none.
         markov_head_type: whether the bias is of the token alone, has a state of its own along the path, or, of block,
-            is gated by the network's state.
+            is gated by the network's state, or chooses by both among each step's likeliest tokens (DFlash2).
+        selector_top_k: how many these are.
+        conv_kernel_size: places of a block that its convolutions read (DFlash2); 0 is none.
+        conv_group_size: channels that share what a place adds to these convolutions' kernels.
         coupling: keep the steps' marginals under the bias, by a coupling over so many candidates; 0 does not.
         confidence: estimate where the target will agree, for dynamic trees.
         shared_head: one output embedding of its own for all of medusa's steps.
@@ -99,7 +102,10 @@ class PredictorOptions:
     transformer_layer_config: dict[str, Any] | None = None
     draft_vocab_size: int | Literal["auto"] | None = "auto"
     markov_rank: int = 64
-    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    markov_head_type: Literal["vanilla", "gated", "rnn", "selector"] = "vanilla"
+    selector_top_k: int = 16
+    conv_kernel_size: int = 0
+    conv_group_size: int = 16
     coupling: int = 0
     confidence: bool = False
     own_heads: bool = False

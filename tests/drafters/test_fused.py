@@ -33,6 +33,7 @@ AT_ONCE = [
     "block wider than its target",
     "block with gated Markov bias",
     "block with recurrent Markov bias",
+    "block with convolutions and a selector",
     ESTIMATED,
 ]
 SHAPES = [

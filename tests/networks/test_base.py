@@ -30,8 +30,9 @@ def test_every_kind_trains_all_of_its_weights(kind):
     assert states.shape == (2, 3, steps, size)
     head = network.own_head if network.heads else torch.nn.Linear(size, 64)
     draftable = network.reduced(torch.arange(64), torch.randn(64, size))
-    coupled = network.couple(head(states), draftable)
-    total = network.bias(coupled, network.reduced(tokens, along, states)).square().mean()
+    coupled = network.before_bias(head(states), draftable)
+    logits = network.bias(coupled, network.reduced(tokens, along, states))
+    total = logits[logits.isfinite()].square().mean()  # of a selector those of its candidates
     if network.config.confidence:
         total = total + network.estimate(states, tokens, along).square().mean()
     total.backward()
@@ -116,7 +117,7 @@ def test_every_kind_computes_in_mixed_precision_and_in_bfloat16(kind):
         states = network.unroll(known_at(network, features, embeddings, roots, window), along)
         with torch.autocast("cpu", enabled=False):
             own = network.own_head(states) if network.heads else F.linear(states.to(weights.dtype), weights)
-            coupled = network.couple(own, network.reduced(*draftable))
+            coupled = network.before_bias(own, network.reduced(*draftable))
             return network.bias(coupled, network.reduced(tokens, along, states))
 
     with torch.autocast("cpu", small):

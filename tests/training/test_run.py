@@ -257,13 +257,13 @@ def test_paper_configuration_is_the_papers_model(tiny_target):
     assert options.training.noise > 0 and config.dropout > 0 and config.markov_rank == 0
 
 
-@pytest.mark.parametrize("name", ["medusa", "eagle", "peagle", "dflash", "dspark"])
+@pytest.mark.parametrize("name", ["medusa", "eagle", "peagle", "dflash", "dflash2", "dspark"])
 def test_baselines_have_configurations_that_change_the_quickstarts_predictor_alone(tiny_target, name):
     options = parse([f"--config={bundled.path('configs', f'{name}.yaml')}"])
     assert options.predictor.draft_vocab_size == parse([]).predictor.draft_vocab_size
     options.predictor.draft_vocab_size = 50
     config = network_config(resolve(options, size_of(tiny_target.model), None), tiny_target)
-    assert config.kind == {"dflash": "block", "dspark": "block"}.get(name, name)
+    assert config.kind == {"dflash": "block", "dflash2": "block", "dspark": "block"}.get(name, name)
     assert config.feature_layers == ([1] if config.has_decoder_layers else [-1])  # all there are below the last of two
     assert (config.window, config.attention, config.refinement) == (1, False, "none")
     assert options.training == parse([]).training

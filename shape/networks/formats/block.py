@@ -1,4 +1,4 @@
-"""Checkpoints of DFlash and DSpark: those of z-lab, SpecForge and DeepSeek, and of speculators.
+"""Checkpoints of DFlash, DFlash2 and DSpark: those of z-lab, SpecForge and DeepSeek, and of speculators.
 
 All name the weights alike. In the originals' `target_layer_ids` layer i is the output of the target's decoder layer i,
 which transformers' `hidden_states` and speculators' `aux_hidden_state_layer_ids` number i + 1.
@@ -25,11 +25,22 @@ from shape.networks.formats.layers import (
 from shape.networks.formats.targets import TargetFacts
 
 _SLIDING = "sliding_attention"
+# As they are written.
+_ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "Qwen3DSparkModel"}
 _DSPARK = {"Qwen3DSparkModel", "DSparkDraftModel"}
+# DFlash2's selector by our names and by its own.
+_SELECTOR = {
+    "markov_head.markov_w1.weight": "candidate_selector.predecessor_codebook",
+    "markov_head.markov_w2.weight": "candidate_selector.successor_codebook",
+    "markov_head.hidden_projection.weight": "candidate_selector.hidden_projection.weight",
+}
+_CONVOLUTIONS = ("conv_kernel_size", "conv_group_size")
+# What of DFlash2 changes numbers and is not computed here, with what changes none.
+_SCALES = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
 
 
 def recognise(config: dict[str, Any]) -> bool:
-    return bool(architectures(config) & {"DFlashDraftModel", *_DSPARK}) or "dflash_config" in config
+    return bool(architectures(config) & {*_ARCHITECTURES.values(), *_DSPARK}) or "dflash_config" in config
 
 
 def read(checkpoint: Checkpoint, target: TargetFacts) -> tuple[ShapeConfig, Weights]:
@@ -67,7 +78,8 @@ def read_speculators(checkpoint: Checkpoint, steps: int, target: TargetFacts) ->
     config = checkpoint.config
     if not (chosen := config.get("aux_hidden_state_layer_ids")):
         raise CheckpointError("its configuration has no aux_hidden_state_layer_ids, the layers that it reads")
-    config = {"sample_from_anchor": config["speculators_model_type"] == "dspark", **config}
+    kind = config["speculators_model_type"]
+    config = {"sample_from_anchor": kind == "dspark", "sliding_window_non_causal": kind == "dflash2", **config}
     return _read(Checkpoint(config, checkpoint.weights), config["transformer_layer_config"], chosen)
 
 
@@ -76,8 +88,13 @@ def _read(checkpoint: Checkpoint, language_model: dict[str, Any], chosen: list[i
     for name in ("block_size", "mask_token_id"):
         if config.get(name) is None:
             raise CheckpointError(f"its configuration has no {name}")
+    if scales := [f"{name} {config[name]}" for name, none in _SCALES.items() if (config.get(name) or none) != none]:
+        raise CheckpointError(f"its configuration has {', '.join(scales)}: numbers are not scaled here")
     vocab_size, anchored = language_model["vocab_size"], config["sample_from_anchor"]
-    weights = with_mask(take_vocabulary(checkpoint.weights, vocab_size), layers["hidden_size"])
+    ours = {theirs: name for name, theirs in _SELECTOR.items()}
+    weights = {ours.get(name, name): weight for name, weight in checkpoint.weights.items()}
+    weights = with_mask(take_vocabulary(weights, vocab_size), layers["hidden_size"])
+    selects = bool(config.get("selector_rank"))
     made = ShapeConfig(
         kind="block",
         feature_layers=chosen,
@@ -85,8 +102,9 @@ def _read(checkpoint: Checkpoint, language_model: dict[str, Any], chosen: list[i
         mask_token_id=config["mask_token_id"],
         sample_from_anchor=anchored,
         sliding_window_non_causal=bool(config.get("sliding_window_non_causal", False)),
-        markov_rank=config.get("markov_rank") or 0,
-        markov_head_type=config.get("markov_head_type") or "vanilla",
+        markov_rank=config.get("selector_rank") or config.get("markov_rank") or 0,
+        markov_head_type="selector" if selects else config.get("markov_head_type") or "vanilla",
+        **{name: config[name] for name in ("selector_top_k", *_CONVOLUTIONS) if config.get(name) is not None},
         confidence="confidence_head.proj.weight" in weights,
         confidence_head_with_markov=bool(config.get("confidence_head_with_markov", False)),
         **shared_options(config, layers, vocab_size, weights),
@@ -97,39 +115,55 @@ def _read(checkpoint: Checkpoint, language_model: dict[str, Any], chosen: list[i
 def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
     """As DeepSeek and z-lab have it, which vLLM and SGLang load beside a target."""
     config, common = predictor.config, _written(predictor)
-    if config.markov_head_type != "vanilla":
+    if _algorithm(config) == "dspark" and config.markov_head_type != "vanilla":
         raise CheckpointError(
             f"its markov_head_type is {config.markov_head_type}, and engines load vanilla ones: use --to speculators, "
             "whose package trains it"
         )
     chosen = [layer - 1 for layer in config.feature_layers]
     written = {**written_layers(config, target), **common, "target_layer_ids": chosen}
-    written["torch_dtype"] = written_dtype(predictor)
-    if config.markov_rank:
-        written["architectures"] = ["Qwen3DSparkModel"]
-    else:
-        names = ("mask_token_id", "target_layer_ids", "sample_from_anchor")
-        written |= {"architectures": ["DFlashDraftModel"], "dflash_config": {name: written[name] for name in names}}
+    written |= {"torch_dtype": written_dtype(predictor), "architectures": [_ARCHITECTURES[_algorithm(config)]]}
+    if _algorithm(config) != "dspark":
+        names = ("block_size", "mask_token_id", "target_layer_ids", "sample_from_anchor", *_of_selector(config))
+        written["dflash_config"] = {name: written[name] for name in names}
     if config.sliding_window_non_causal:
         written["is_causal"] = False
-    return Checkpoint(written, own_weights(predictor))
+    return Checkpoint(written, _written_weights(predictor))
 
 
 def write_speculators(predictor: Predictor, target: TargetFacts) -> Checkpoint:
     """What is the algorithm's own in a configuration of speculators."""
-    config = predictor.config
-    algorithm = "dspark" if config.markov_rank else "dflash"
-    if config.markov_head_type != "vanilla":
+    config, algorithm = predictor.config, _algorithm(predictor.config)
+    if algorithm == "dspark" and config.markov_head_type != "vanilla":
         warnings.warn(f"vLLM 0.32 loads no {config.markov_head_type} markov_head_type, but vanilla ones", stacklevel=2)
     written = {
         **_written(predictor),
-        "architectures": ["Qwen3DSparkModel" if config.markov_rank else "DFlashDraftModel"],
+        "architectures": [_ARCHITECTURES[algorithm]],
         "speculators_model_type": algorithm,
         "transformer_layer_config": written_layers(config, target),
         "aux_hidden_state_layer_ids": config.feature_layers,
         "sliding_window_non_causal": config.sliding_window_non_causal,
     }
-    return Checkpoint(written, own_weights(predictor))
+    return Checkpoint(written, _written_weights(predictor))
+
+
+def _algorithm(config: ShapeConfig) -> str:
+    if config.markov_head_type == "selector" or config.conv_kernel_size:
+        return "dflash2"
+    return "dspark" if config.markov_rank else "dflash"
+
+
+def _of_selector(config: ShapeConfig) -> dict[str, Any]:
+    """DFlash2's own options."""
+    if _algorithm(config) != "dflash2":
+        return {}
+    own = {"selector_rank": config.markov_rank, "selector_top_k": config.selector_top_k}
+    return {**own, **{name: getattr(config, name) for name in _CONVOLUTIONS}}
+
+
+def _written_weights(predictor: Predictor) -> Weights:
+    names = {} if predictor.selector is None else _SELECTOR
+    return {names.get(name, name): weight for name, weight in own_weights(predictor).items()}
 
 
 def _written(predictor: Predictor) -> dict[str, Any]:
@@ -145,16 +179,24 @@ def _written(predictor: Predictor) -> dict[str, Any]:
             f"it reads layers {config.feature_layers} of the target, and engines know those from 1 on; train with "
             "--predictor.feature_layers of these"
         )
-    if not config.markov_rank and (config.sample_from_anchor or config.confidence):
-        raise CheckpointError("engines know sample_from_anchor and a confidence with a markov_rank alone (DSpark)")
+    if _algorithm(config) != "dspark" and (config.sample_from_anchor or config.confidence):
+        raise CheckpointError("engines know sample_from_anchor and a confidence with DSpark's markov_rank alone")
+    if _algorithm(config) == "dflash2" and not (
+        config.conv_kernel_size and predictor.selector and predictor.draft_vocabulary is None
+    ):
+        raise CheckpointError(
+            "engines know convolutions and a selector together, and without a draft vocabulary (DFlash2); train with "
+            "--predictor.conv_kernel_size 2 --predictor.markov_head_type selector --predictor.draft_vocab_size null"
+        )
     written = {
         **written_width(config),
         "block_size": config.block_size,
         "draft_vocab_size": config.draft_size,
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.sample_from_anchor,
+        **_of_selector(config),
     }
-    if not config.markov_rank:
+    if _algorithm(config) != "dspark":
         return written
     return written | {
         "markov_rank": config.markov_rank,

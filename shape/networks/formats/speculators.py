@@ -10,7 +10,8 @@ from shape.networks.formats.files import Checkpoint, Weights
 from shape.networks.formats.targets import TargetFacts
 
 _VERSION = "0.9.0"  # of the package whose files these are
-_ALGORITHMS = {"eagle3": eagle, "peagle": eagle, "dflash": block, "dspark": block}  # by `speculators_model_type`
+# By `speculators_model_type`.
+_ALGORITHMS = {"eagle3": eagle, "peagle": eagle, "dflash": block, "dflash2": block, "dspark": block}
 
 
 def recognise(config: dict[str, Any]) -> bool:

@@ -29,6 +29,7 @@ SLIDING = {
 WIDTH = {"hidden_size": 16, "target_hidden_size": 48, "own_heads": True, "own_embeddings": True}
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 DSPARK = {**BLOCK, "markov_rank": 4, "confidence": True, "sample_from_anchor": True}
+DFLASH2 = {"markov_rank": 4, "markov_head_type": "selector", "selector_top_k": 5, "conv_kernel_size": 2}
 OURS = {
     "eagle": ({**EAGLE}, ["speculators", "eagle3"]),
     "eagle 3.1 of all tokens": (
@@ -52,6 +53,8 @@ OURS = {
         {**SLIDING, "sliding_window_non_causal": True},
         ["speculators", "dspark"],
     ),
+    "dflash2": ({**BLOCK, **DFLASH2}, ["speculators", "dspark"]),
+    "dflash2 with windows": ({**SLIDING, **DFLASH2, "sliding_window_non_causal": True}, ["speculators", "dspark"]),
     "dspark": ({**DSPARK}, ["speculators", "dspark"]),
     "dspark of some tokens": (
         {**DSPARK, "own_heads": True, "own_embeddings": True, "draft_vocab_size": 20, "sample_from_anchor": False},
@@ -286,7 +289,9 @@ def test_tokens_in_place_of_differences_are_refused(tmp_path):
         ({**PEAGLE, "fc_norm": True}, "speculators", "fc_norm, which engines know of EAGLE-3 alone"),
         ({**EAGLE, "feature_layers": [1, -1]}, "eagle3", "engines know those from 0 on"),
         ({**PEAGLE}, "eagle3", "kind peagle, and the format eagle3 is for eagle"),
-        ({**BLOCK, "sample_from_anchor": True}, "dspark", "with a markov_rank alone"),
+        ({**BLOCK, "sample_from_anchor": True}, "dspark", "markov_rank alone"),
+        ({**BLOCK, **DFLASH2, "conv_kernel_size": 0}, "dspark", "convolutions and a selector together"),
+        ({**BLOCK, **DFLASH2, "own_heads": True, "draft_vocab_size": 20}, "speculators", "without a draft vocabulary"),
         ({**DSPARK, "markov_head_type": "gated"}, "dspark", "markov_head_type is gated"),
         ({**BLOCK, "feature_layers": [1, -1]}, "speculators", "engines know those from 1 on"),
         ({"kind": "medusa", "own_heads": True, "draft_vocab_size": 20}, "medusa", "draft_vocab_size null"),
@@ -314,6 +319,35 @@ def test_networks_that_are_not_known_are_named(changed, said, tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **changed}))
     with pytest.raises((CheckpointError, ConfigError), match=said):
+        load(tmp_path)
+
+
+def test_dflash2_is_read_as_it_is_published(tmp_path):
+    """As z-lab/Qwen3.8-27B-DFlash2: what is DFlash2's lies in dflash_config alone, and places see each other."""
+    network = made({**SLIDING, **DFLASH2, "sliding_window_non_causal": True})
+    save(network, tmp_path, "dspark", TARGET)
+    config = json.loads((tmp_path / "config.json").read_text())
+    own = config["dflash_config"]
+    assert config["architectures"] == ["DFlash2DraftModel"] and config["is_causal"] is False
+    names = {"block_size", "conv_group_size", "conv_kernel_size", "mask_token_id", "selector_rank", "selector_top_k"}
+    assert own.keys() == {*names, "target_layer_ids", "sample_from_anchor"}
+    own.pop("sample_from_anchor")
+    bare = {name: value for name, value in config.items() if name not in (*own, "sample_from_anchor")}
+    (tmp_path / "config.json").write_text(json.dumps(bare))
+    again = load(tmp_path)
+    same = [
+        "num_steps",
+        "mask_token_id",
+        "feature_layers",
+        "sample_from_anchor",
+        "sliding_window_non_causal",
+        "windows",
+    ]
+    for name in (*same, "markov_rank", "markov_head_type", "selector_top_k", "conv_kernel_size", "conv_group_size"):
+        assert getattr(again.config, name) == getattr(network.config, name), name
+    assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in network.named_parameters())
+    (tmp_path / "config.json").write_text(json.dumps({**bare, "dflash_config": {**own, "output_multiplier": 0.5}}))
+    with pytest.raises(CheckpointError, match=r"output_multiplier 0\.5: numbers are not scaled"):
         load(tmp_path)
 
 
