@@ -32,7 +32,7 @@ from shape.target.support import LayerShape
 from shape.verification.cache import KVCache
 from shape.verification.noise import all_hashes, token_hashes
 from shape.verification.sampling import Sampler
-from shape.verification.tree import TokenTree, of_lists, root_only
+from shape.verification.tree import TokenTree, of_lists
 from shape.verification.tree_shape import TreeShape
 
 _ONE_BY_ONE = 4  # sequences at most, for which a call each is quicker than torch's operations for all
@@ -272,8 +272,6 @@ class TrainedDrafter(Drafter):
         if config.step_mode == "parallel":
             depth = min(depth, config.num_steps)
         self.passes = 0
-        if depth == 0:
-            return root_only(committed.root)
         network, by_path = self.predictor, self.predictor.by_path
         width, branching = self.tree.width, self.tree.branching or self.tree.width
 

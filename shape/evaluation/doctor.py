@@ -165,12 +165,13 @@ def _mask_token(target: Target, predictor: Predictor) -> Iterator[Suspicion]:
 
 def _anchor(target: Target, predictor: Predictor) -> Iterator[Suspicion]:
     """Whether a block's places draft their own token or the next: defaults differ between speculators and vLLM."""
-    if predictor.kind == "block":
-        other, size = not predictor.config.sample_from_anchor, predictor.config.block_size
+    config = predictor.config
+    other, steps = not config.sample_from_anchor, config.num_steps + (-1 if config.sample_from_anchor else 1)
+    if predictor.kind == "block" and steps and config.markov_head_type != "rnn":  # whose state begins at the anchor
         yield Suspicion(
             f"sample_from_anchor is {str(other).lower()}",
             f"write sample_from_anchor {str(other).lower()} into its configuration",
-            changed(predictor, sample_from_anchor=other, num_steps=size if other else size - 1),
+            changed(predictor, sample_from_anchor=other, num_steps=steps),
         )
 
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shape.errors import DataError
-from shape.evaluation.markdown import DASH, markdown, show
-from shape.evaluation.results import SHORT, SpeedResults
+from shape.evaluation.markdown import DASH, markdown
+from shape.evaluation.results import SHORT, SpeedResults, speed_and_length
 
 
 def render(document: str, results: Path) -> str:
@@ -86,8 +86,7 @@ def _both(results: SpeedResults, name: str) -> str:
     line = results.summary.get(name)
     if line is None:
         return DASH
-    speed_up, length = line.speed_up.value, line.acceptance_length.value
-    return show(speed_up, unit="x") + ("" if length is None else f" ({show(length)})")
+    return speed_and_length(line.speed_up.value, line.acceptance_length.value)
 
 
 def _setting(results: SpeedResults, found: list[tuple[SpeedResults, list[str] | None]]) -> str:

@@ -102,7 +102,7 @@ class Engine:
                 f"streaming follows one sequence, and {len(request.prompts)} were asked for; decode them one by one"
             )
         rule = make_rule(acceptance)
-        drafter = rule.fit(self.drafter, self.target)
+        drafter = None if num_draft_tokens == 0 else rule.fit(self.drafter, self.target)
         reproducible = reproducible or not rule.same_for_every_draft
         # Each call has its own: a stream may stay open while others decode.
         if drafter is not None:

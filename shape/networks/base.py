@@ -175,10 +175,6 @@ class Predictor(PreTrainedModel):
         ahead = torch.arange(-1, steps or self.config.num_steps, device=roots.device)
         return self.rotary(roots.unsqueeze(-1) + ahead, dtype)
 
-    def current(self, known: Known) -> Tensor:
-        """The last known state h_{t-1}, (B, P, H), in the weights' dtype."""
-        return known.window[..., -1, -self.config.hidden_size :].to(self.dtype)
-
     def unroll(self, known: Known, embeddings: Tensor | None, steps: int | None = None) -> Tensor:
         """States h_t..h_{t+S-1} along given tokens x_t..x_{t+S-1}: (B, P, S, H) -> (B, P, S, H)."""
         steps = steps or self.config.num_steps

@@ -67,7 +67,7 @@ MTP_LAYER_TYPES = (*LAYER_TYPES, *MTP_TARGETS)
 _BASELINE = {"window": 1, "attention": False, "refinement": "none"}
 _FIXED: dict[str, dict[str, Any]] = {
     "shape": {},
-    "medusa": {**_BASELINE, "step_mode": "parallel", "token_conditioning": "none"},
+    "medusa": {**_BASELINE, "step_mode": "parallel", "token_conditioning": "none", "feature_layers": [-1]},
     "eagle": {**_BASELINE, "step_mode": "recursive", "token_conditioning": "path"},
     "peagle": {**_BASELINE, "step_mode": "parallel", "token_conditioning": "root"},
     "mtp": {**_BASELINE, "step_mode": "recursive", "token_conditioning": "path", "feature_layers": [-1]},

@@ -30,7 +30,7 @@ class MedusaPredictor(Predictor):
         self._add_read_out(heads=heads if config.own_heads else 0)
 
     def begin(self, known: Known, root: Tensor | None) -> Carried:
-        state = self.current(known)
+        state = known.window[..., -1, :].to(self.dtype)
         return (torch.stack([block(state) for block in self.blocks], dim=-2),)
 
     def _std(self, module: nn.Linear) -> float:

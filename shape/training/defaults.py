@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 
 from shape.data.statistics import DataStatistics
 from shape.errors import ConfigError
-from shape.features.options import longest
+from shape.features.options import longest, with_state
 from shape.networks import sizing
 from shape.networks.config import DECODER_LAYERS, MASKED, ShapeConfig
 from shape.networks.decoder import layers_like
@@ -46,7 +46,8 @@ def resolve(options: TrainOptions, size: Size, text: DataStatistics | None) -> T
         predictor = replace(predictor, draft_vocab_size=drafted)
     if predictor.feature_layers == "auto":
         count = 0 if size.config is None else size.config.num_hidden_layers
-        predictor = replace(predictor, feature_layers=sizing.feature_layers(count))
+        layers = sizing.feature_layers(count)
+        predictor = replace(predictor, feature_layers=with_state(layers) if predictor.kind == "shape" else layers)
     if predictor.intermediate_size is None and predictor.kind == "shape":
 
         def parameters(width: int) -> int:

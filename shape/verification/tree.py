@@ -209,9 +209,10 @@ def first_path(tree: TokenTree) -> TokenTree:
     joint = [0.0] * tree.size if tree.joint is None or tree.log_q is not None else tree.joint[0].tolist()
     while children := [node for node in range(1, tree.size) if parents[node] == path[-1]]:
         path.append(max(children, key=joint.__getitem__))  # the first of equals
-    log_q, drawn = (None if part is None else part[:, path] for part in (tree.log_q, tree.drawn))
+    known = {name: getattr(tree, name) for name in ("joint", "log_q", "drawn")}
+    kept = {name: part[:, path] for name, part in known.items() if part is not None}
     source = None if tree.source is None else [[tree.source[0][node] for node in path]]
-    return replace(chain(tree.tokens[:, 0], tree.tokens[:, path[1:]]), log_q=log_q, drawn=drawn, source=source)
+    return replace(chain(tree.tokens[:, 0], tree.tokens[:, path[1:]]), **kept, source=source)
 
 
 def shallow(tree: TokenTree, depth: int) -> TokenTree:

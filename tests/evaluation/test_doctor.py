@@ -130,6 +130,14 @@ def test_anchor_convention(tiny_target, prompts, anchor):
     assert found.cause == f"sample_from_anchor is {str(anchor).lower()}", found
 
 
+@pytest.mark.parametrize("options", [{"markov_head_type": "rnn", "markov_rank": 4}, {"num_steps": 1}])
+def test_predictors_without_another_convention_are_examined_too(tiny_target, prompts, options):
+    sizes = {"hidden_size": tiny_target.hidden_size, "vocab_size": tiny_target.vocab_size, "num_steps": 4}
+    network = PREDICTORS["block"](ShapeConfig(**{**sizes, **BLOCK, "sample_from_anchor": True, **options})).eval()
+    network.adopt(tiny_target)
+    assert "anchor" not in str(examine(tiny_target, network, prompts).cause)
+
+
 def test_dtype(tiny_target, prompts):
     """States that float16 cannot hold: the norm behind them hides their size in wider formats."""
     network = by_heart(tiny_target, prompts, **EAGLE, norm_before_residual=True)

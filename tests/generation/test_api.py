@@ -148,6 +148,8 @@ def test_the_length_of_a_draft_has_three_names(tiny_target, tiny_predictor_folde
         one.generate(ids, **{name: "adaptive"})
     with pytest.raises(ConfigError, match="the length of a draft is given 2 times"):
         decoder(num_draft_tokens=3, num_speculative_tokens=3)
+    none = other.generate(ids, **options, **{name: 0})
+    assert none.stats.drafted == 0 and torch.equal(none.sequences, expected.sequences)
 
 
 def test_former_names_of_counts_still_work(tiny_target):

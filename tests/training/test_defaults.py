@@ -59,6 +59,14 @@ def wider(options: TrainOptions) -> TrainOptions:
     return changed
 
 
+@pytest.mark.parametrize(("kind", "read"), [("shape", [2, 14, 25, -1]), ("eagle", [2, 14, 25]), ("medusa", [-1])])
+def test_published_layers_go_with_every_kind(kind, read):
+    size = size_of(Qwen3Config(**QWEN_06B))
+    given = PredictorOptions(kind=kind, feature_layers="auto", markov_rank=0)
+    options = resolve(TrainOptions(target="T", predictor=given), size, SHAREGPT)
+    assert network_config(options, size).feature_layers == read
+
+
 def test_what_is_given_stays():
     given = parse(
         ["--target=T", "--max_length=64", "--training.steps=7", "--validation.every=3", "--predictor.num_layers=2",

@@ -79,7 +79,8 @@ def test_the_path_of_a_target_for_chains_is_the_likeliest():
     """A hybrid's trees have the nodes of its first source first."""
     odds = torch.tensor([[1.0, 0.2, 0.7, 0.1, 0.6, 0.3]]).log()
     tree = TokenTree(torch.arange(6)[None], torch.tensor([[-1, 0, 0, 1, 2, 2]]), joint=odds)
-    assert first_path(tree).tokens.tolist() == [[0, 2, 4]]
+    path = first_path(tree)
+    assert path.tokens.tolist() == [[0, 2, 4]] and torch.equal(path.joint, odds[:, [0, 2, 4]])
     drawn = replace(tree, log_q=torch.zeros(1, 6, 7))
     for other in (drawn, replace(tree, joint=None)):
         assert first_path(other).tokens.tolist() == [[0, 1, 3]]

@@ -1,4 +1,4 @@
-"""Drawings of measurements: pure functions of data, for the page of `shape.report` and for papers.
+"""Drawings of measurements: pure functions of data, for the page of `shape report` and for papers.
 
 Every drawing is as narrow as a phone, so that its letters are legible there. A colour never stands alone: series differ
 in marker and line as well, areas in hatching, and most figures are written beside their mark. Colours follow Okabe and

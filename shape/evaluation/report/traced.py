@@ -92,7 +92,7 @@ class Traced:
         """By drafter of a hybrid: tokens proposed, and of these accepted; what two proposed counts for both."""
         proposed, accepted = Counter[str](), Counter[str]()
         for token in self.tokens:
-            for name in (token["source"] or "").split("+") if token["source"] else ():
+            for name in token["source"].split("+") if token["source"] else ():
                 proposed[name] += 1
                 accepted[name] += token["event"] == "accepted"
         return {name: (proposed[name], accepted[name]) for name in proposed}
