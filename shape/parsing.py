@@ -1,8 +1,7 @@
-"""The parser of every command: short and full help, suggestions for typing mistakes, names of the version before."""
+"""The parser of every command: short and full help, and suggestions for typing mistakes."""
 
 import re
 import sys
-import warnings
 from argparse import SUPPRESS, Action
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,18 +17,6 @@ Options = TypeVar("Options")
 
 HELP = ("-h", "--help", "--help-all", "--help_all")
 DRY_RUN = ("--dry_run", "--dry-run")
-RENAMED = {
-    "batches": "batch_size",
-    "drafters": "drafter",
-    "dtypes": "dtype",
-    "extraction.dtype": "extraction.feature_dtype",
-    "lookahead": "num_draft_tokens",
-    "modes": "methods",
-    "rows": "batch_size",
-    "target_dtype": "dtype",
-    "temperatures": "temperature",
-}
-"""Options of 0.1, and what they are called now. They are understood, with a warning, until 0.3."""
 
 
 class CommandParser(ArgumentParser):
@@ -46,7 +33,7 @@ class CommandParser(ArgumentParser):
         given = sys.argv[1:] if args is None else args
         if "--config" in self._option_string_actions:
             given = _files_first(given)
-        return super().parse_args(self._with_lists(map(self._in_current_words, given)), *rest, **named)
+        return super().parse_args(self._with_lists(map(self._with_underscores, given)), *rest, **named)
 
     def options(self, kind: type[Options], args: Sequence[str] | None = None) -> Options:
         """The options of a command, of a dataclass, as its arguments give them."""
@@ -69,22 +56,13 @@ class CommandParser(ArgumentParser):
         with _hidden(rare):
             return f"{self.format_help()}\n{len(rare)} more options: {self.prog} --help-all\n"
 
-    def _apply_actions(self, cfg: Any, *rest: Any, **named: Any) -> Any:
-        """Reads a configuration file, which may have names of the version before too."""
-        for old in RENAMED if isinstance(cfg, dict) else ():
-            group, _, key = old.rpartition(".")
-            values = cfg.get(group) if group else cfg
-            if isinstance(values, dict) and key in values and (new := self._renamed(old)) != old:
-                values[new.rpartition(".")[2]] = values.pop(key)
-        return super()._apply_actions(cfg, *rest, **named)
-
-    def _in_current_words(self, argument: str) -> str:
-        """An argument with hyphens as underscores, and with the present name of its option."""
+    def _with_underscores(self, argument: str) -> str:
+        """An argument with the hyphens of its option as underscores."""
         option, equals, value = argument.partition("=")
         if not option.startswith("--") or option in self._option_string_actions:
             return argument
-        name = self._renamed(option[2:].replace("-", "_"))
-        return f"--{name}{equals}{value}" if f"--{name}" in self._option_string_actions else argument
+        name = "--" + option[2:].replace("-", "_")
+        return f"{name}{equals}{value}" if name in self._option_string_actions else argument
 
     def _with_lists(self, arguments: Iterable[str]) -> list[str]:
         """Arguments in which what is given for lists is written as one: `--methods suffix,shape`."""
@@ -108,15 +86,6 @@ class CommandParser(ArgumentParser):
             return value
         one = any(kind not in (*lists, NoneType) for kind in kinds) and "," not in value
         return value if one else f"[{value}]"
-
-    def _renamed(self, name: str) -> str:
-        """The present name of an option, with a warning where that is another."""
-        new, known = RENAMED.get(name, name), self._option_string_actions
-        if f"--{name}" in known or f"--{new}" not in known:
-            return name
-        if new != name:
-            warnings.warn(f"--{name} is now --{new}; 0.3 forgets the old name", FutureWarning, stacklevel=4)
-        return new
 
     def _explained(self, message: str) -> str:
         """What jsonargparse says, in one line, with a suggestion for an option that there is not."""

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Self
-from warnings import warn
 
 import torch
 from torch import Tensor, nn
@@ -218,10 +217,3 @@ class Wrapped(Drafter):
 
     def select(self, rows: Tensor) -> None:
         self.inner.select(rows)
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Settled":
-        warn("shape.drafters.base.Settled is now called Committed", FutureWarning, stacklevel=2)
-        return Committed
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

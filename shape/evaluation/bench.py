@@ -1,6 +1,5 @@
 """How fast a predictor decodes, beside autoregressive decoding and other drafters (`shape bench`)."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -30,8 +29,6 @@ def bench(options: BenchOptions) -> list[SpeedResults]:
     """Measures every setting, and writes results.json and results.md of each into `options.output` or below it."""
     if options.max_turns is not None and options.max_turns < 1:
         raise ConfigError(f"max_turns {options.max_turns} leaves nothing to answer; give at least 1")
-    if options.methods:
-        options = replace(options, methods=list(map(_today, options.methods)))
     lengths: Sequence[int | None] = several(options.context_length)
     asked = list(product(several(options.temperature), several(options.batch_size), lengths))
     if len(set(asked)) < len(asked) or not asked:
@@ -146,13 +143,6 @@ def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
     return target, methods
 
 
-def _today(name: str) -> str:
-    if name == "plain":
-        warnings.warn(f'method "plain" is now called "{AUTOREGRESSIVE}"', FutureWarning, stacklevel=2)
-        return AUTOREGRESSIVE
-    return name
-
-
 def _methods(name: str, predictors: Mapping[str, str], target: Target, options: BenchOptions) -> dict[str, Method]:
     """What a method's name means: every predictor, one drafter, a hybrid with every predictor, or a baseline."""
     if name in get_args(TransformersMethod):
@@ -196,7 +186,7 @@ def named_predictors(predictors: Sequence[str]) -> dict[str, str]:
     for entry in predictors:
         name, separator, folder = entry.partition("=")
         name, folder = (name, folder) if separator else ("shape", entry)
-        if name in {*named, *DRAFTERS, AUTOREGRESSIVE, "plain", "recipes", ASSISTED, *get_args(TransformersMethod)}:
+        if name in {*named, *DRAFTERS, AUTOREGRESSIVE, "recipes", ASSISTED, *get_args(TransformersMethod)}:
             raise ConfigError(f"predictor name {name} is taken; give each its own with --predictor NAME=DIR")
         named[name] = folder
     return named

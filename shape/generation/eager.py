@@ -13,7 +13,7 @@ from shape.generation.sequence import SequenceState
 from shape.generation.stats import Step
 from shape.verification.acceptance import Accepted
 from shape.verification.forward import recompute, tree_logits
-from shape.verification.tree import TokenTree, first_path, of_lists, root_only, shallow, to_lists
+from shape.verification.tree import TokenTree, first_path, of_lists, root_only, rows_of, shallow, to_lists
 
 # Autoregressive steps whose updates the drafter gets together: a pause, or most of one, without its forwards.
 _MOST_PENDING = 128
@@ -138,10 +138,8 @@ class EagerSteps(Steps):
             return
         if states.shape[1] > 1:
             path = accepted.path[:, :most]
-            if len(path) == 1:  # in half of the time
-                states = states.index_select(1, path.view(-1))
-            else:
-                states = states.gather(1, path[:, :, None].expand(-1, -1, states.shape[-1]))
+            one = len(path) == 1  # in half of the time
+            states = states.index_select(1, path.view(-1)) if one else rows_of(states, path)
         if self._needs_updates:
             before = zip(self._committed.texts, tokens, strict=True)
             self._pending.append(([[text[-1], *own] for text, own in before], states, accepted.counts))

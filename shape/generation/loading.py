@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from warnings import warn
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -288,9 +287,7 @@ def draft_length(
     Raises:
         ConfigError: it is given twice.
     """
-    if "lookahead" in options:
-        warn("lookahead is now called num_draft_tokens", FutureWarning, stacklevel=3)
-    given = [num_draft_tokens, *(options.pop(name, None) for name in (*_DRAFT_LENGTHS, "lookahead"))]
+    given = [num_draft_tokens, *(options.pop(name, None) for name in _DRAFT_LENGTHS)]
     found = [value for value in given if value is not None]
     if len(found) > 1:
         raise ConfigError(f"the length of a draft is given {len(found)} times; give num_draft_tokens alone")

@@ -21,7 +21,7 @@ from shape.verification.cache import KVCache
 from shape.verification.forward import attending, tree_logits
 from shape.verification.noise import all_hashes
 from shape.verification.sampling import Sampler
-from shape.verification.tree import TokenTree, root_only
+from shape.verification.tree import TokenTree, root_only, rows_of
 
 AHEAD = 2  # steps enqueued before the first of them is read
 _RECOMPILES = 256
@@ -208,7 +208,7 @@ class Stage:
         deepest = drafter.depth + 1 if drafts else 1
         path, tokens, counts = accepted.path[:, :deepest], accepted.tokens[:, :deepest], accepted.counts
         proposed = (tree.parent >= 0).sum(1)
-        hidden = states.gather(1, path[:, :, None].expand(-1, -1, states.shape[-1]))
+        hidden = rows_of(states, path)
         committed = torch.cat([self.root[:, None], tokens], dim=1)
         self.state.copy_(drafter.update(self.state, self.memory, committed, hidden, counts))
         if drafts and not drafter.contiguous:

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from warnings import warn
 
 from shape.generation.rules import Rule
 
@@ -43,11 +42,6 @@ class Step:
     @property
     def seconds(self) -> float:
         return self.draft + self.verify + self.commit
-
-    @property
-    def rows(self) -> list[int]:
-        warn("Step.rows is now called sequences", FutureWarning, stacklevel=2)
-        return self.sequences
 
 
 @dataclass
@@ -167,21 +161,3 @@ class DecodeStats:
         for name in _DERIVED:
             values[name] = getattr(self, name)
         return values
-
-
-def _renamed(old: str, new: str) -> property:
-    """A former name, for one version."""
-
-    def read(stats: DecodeStats) -> Any:
-        warn(f"DecodeStats.{old} is now called {new}", FutureWarning, stacklevel=2)
-        return getattr(stats, new)
-
-    return property(read)
-
-
-for _old, _new in (
-    ("row_emitted", "sequence_emitted"),
-    ("row_forwards", "sequence_forwards"),
-    ("plain_steps", "autoregressive_steps"),
-):
-    setattr(DecodeStats, _old, _renamed(_old, _new))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shape.verification.tree import TokenTree, of_lists
+from shape.verification.tree import TokenTree, of_lists, rows_of
 
 Choose = Callable[[list[int], list[int], list[list[int]]], list[int]]
 
@@ -160,10 +160,9 @@ def traverse(tree: TokenTree, p: Tensor, q: Tensor | None, uniforms: Tensor, noi
     """
     chances, left = stop_chances(tree, p, q)
     holds = ((uniforms < chances)[:, :, None] & tree.ancestors).any(1)  # the node or one below it stops
-    siblings = (tree.parent[:, :, None] == tree.parent[:, None, :]).tril(-1)
-    reached = _reached(tree, holds & ~(siblings & holds[:, None, :]).any(-1))
+    reached = _reached(tree, holds & ~(_earlier_siblings(tree) & holds[:, None, :]).any(-1))
     last = tree.depth.masked_fill(~reached, -1).argmax(1, keepdim=True)
-    left = left.gather(1, last[:, :, None].expand(-1, -1, left.shape[2]))[:, 0]
+    left = rows_of(left, last)[:, 0]
     return _accept_path(tree, last[:, 0], (left.log() + noise).argmax(-1, keepdim=True))
 
 
@@ -260,8 +259,7 @@ def unverified_lossy(tree: TokenTree, possible: Tensor, roots: Tensor) -> Accept
             looked at. What follows the first that is not allowed is not emitted.
         roots: (B,) int64, the target's choice at every root.
     """
-    again = (tree.parent[:, :, None] == tree.parent[:, None, :]).tril(-1).any(-1)  # an earlier node has the same parent
-    last = tree.depth.masked_fill(~_reached(tree, possible & ~again), -1).argmax(1)
+    last = tree.depth.masked_fill(~_reached(tree, possible & ~_earlier_siblings(tree).any(-1)), -1).argmax(1)
     return _ending_with_draft(_accept_path(tree, last, roots[:, None]))
 
 
@@ -276,6 +274,11 @@ def _ending_with_draft(accepted: Accepted) -> Accepted:
     yet, so one state fewer is kept than nodes.
     """
     return replace(accepted, counts=accepted.drafted.clamp(min=1))
+
+
+def _earlier_siblings(tree: TokenTree) -> Tensor:
+    """(B, N, N) bool: [b, i, j] says that j is before i and has the same parent."""
+    return (tree.parent[:, :, None] == tree.parent[:, None, :]).tril(-1)
 
 
 def _reached(tree: TokenTree, accepted: Tensor) -> Tensor:

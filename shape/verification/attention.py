@@ -68,9 +68,8 @@ def repeated(mask: Tensor, groups: int) -> Tensor:
 class _Step(local):
     """What the layers of a forward have in common: its masks, each repeated once. Each thread has its own."""
 
-    masks: dict[tuple[int, int], tuple[Tensor, Tensor]] | None = (
-        None  # by identity, which they keep while they are here
-    )
+    # By identity, which they keep while they are here.
+    masks: dict[tuple[int, int], tuple[Tensor, Tensor]] | None = None
 
 
 _step = _Step()

@@ -9,7 +9,6 @@ prompt and noise alone.
 from collections.abc import Sequence
 from functools import cache
 from typing import TypeVar
-from warnings import warn
 
 import numpy as np
 import torch
@@ -188,12 +187,6 @@ def _fill_rows(keys: np.ndarray, positions: np.ndarray, hashes: np.ndarray, out:
 def token_hashes(tokens: Tensor) -> Tensor:
     """A hash of each token id, int64, as ``gumbel`` takes it."""
     return mix((tokens + 1) * GOLDEN)
-
-
-def token_words(tokens: Tensor) -> Tensor:
-    """The former name of ``token_hashes``, for one version."""
-    warn("token_words is now called token_hashes", FutureWarning, stacklevel=2)
-    return token_hashes(tokens)
 
 
 @cache

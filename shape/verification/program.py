@@ -80,9 +80,8 @@ class Forward:
         self._values = self._keys + len(of.layers)
         self._now = torch.zeros(self._values + len(of.layers), dtype=torch.int64)
         self._out = torch.empty(tokens, len(layers) * width, dtype=self._dtype, device="meta")
-        self._out_places: list[
-            tuple[int, list[tuple[Any, int]]]
-        ] = []  # what to add to their address, and where it goes
+        # What to add to their address, and where it goes.
+        self._out_places: list[tuple[int, list[tuple[Any, int]]]] = []
         self._steps: list[Program | Callable[[], Any]] = []
         self._buffers = Buffers()
         self._program = Program(self._buffers)

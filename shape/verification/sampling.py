@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from warnings import warn
 
 import torch
 import torch.nn.functional as F
@@ -186,11 +185,6 @@ class Sampler:
             return noise.split(1, dim=1)
         counters = torch.arange(depth * nodes, device=hashes.device)
         return gumbel(self.draft_keys[:, None], counters, hashes).split(nodes, dim=1)
-
-    def foresee(self, depth: int, hashes: Tensor, nodes: int = 1) -> Sequence[Tensor | None]:
-        """The former name of ``draft_noise``."""
-        warn("Sampler.foresee is now called draft_noise", FutureWarning, stacklevel=2)
-        return self.draft_noise(depth, hashes, nodes)
 
     def draft_scores(
         self, logits: Tensor, offset: Tensor | int, noise: Tensor | None, vocabulary: Tensor | None = None

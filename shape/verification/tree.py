@@ -251,9 +251,9 @@ def keep_best_on_device(tree: TokenTree, nodes: int) -> TokenTree:
     return TokenTree(tree.tokens.gather(1, kept), new_parent, log_q, joint, deepest=tree.deepest, drawn=drawn)
 
 
-def rows_of(log_q: Tensor, nodes: Tensor) -> Tensor:
+def rows_of(numbers: Tensor, nodes: Tensor) -> Tensor:
     """(B, N, V), of nodes (B, M) int64 -> (B, M, V)."""
-    return log_q.gather(1, nodes[:, :, None].expand(-1, -1, log_q.shape[2]))
+    return numbers.gather(1, nodes[:, :, None].expand(-1, -1, numbers.shape[2]))
 
 
 @compiled

@@ -10,7 +10,7 @@ import pytest
 from helpers import ROOT
 
 from shape.cli import main as shape
-from shape.parsing import RENAMED, CommandParser, command_parser, options_of
+from shape.parsing import CommandParser, command_parser, options_of
 from shape.training.parsing import parser as train_parser
 
 FOREIGN = ("harness",)  # lm-evaluation-harness has its own parser
@@ -139,32 +139,10 @@ def test_the_command_line_goes_before_files_in_any_order(example, tmp_path):
     assert example.parse_args([*one, *two]).batch_size == 5
 
 
-def test_names_of_the_version_before_still_work(example, tmp_path):
-    for given in (["--rows", "3"], ["--batches=3"]):
-        with pytest.warns(FutureWarning, match=r"--(rows|batches) is now --batch_size"):
-            assert example.parse_args(given).batch_size == 3
-    file = tmp_path / "options.yaml"
-    file.write_text("rows: 4\n")
-    with pytest.warns(FutureWarning, match="--rows is now --batch_size"):
-        assert example.parse_args([f"--config={file}"]).batch_size == 4
-    file.write_text("target_dtype: float32\nextraction:\n  dtype: int8\n")
-    with pytest.warns(FutureWarning, match="is now"):
-        options = train_parser(None).parse_args(["--config", str(file)])
-    assert options.dtype == "float32" and options.extraction.feature_dtype == "int8"
-    with pytest.raises(SystemExit):  # dtype is no option here, so its old name is none either
-        example.parse_args(["--dtypes", "x"])
-
-
-@pytest.mark.parametrize("old", RENAMED)
-def test_old_names_are_old(old):
-    """No command has an option of an old name; each new one is some command's."""
-    names = {action.dest for name in OURS for action in parser_of(name)._actions}
-    assert old not in names and RENAMED[old] in names
-
-
 def test_one_name_for_one_thing():
     """What several commands take is called the same, whatever they do with it."""
     unwanted = {"rows", "batch", "batches", "dtypes", "temperatures", "drafters", "model_dtype", "max_tokens", "out"}
+    unwanted |= {"lookahead", "modes", "target_dtype"}
     for name in OURS:
         names = {action.dest for action in parser_of(name)._actions}
         assert not names & unwanted, name

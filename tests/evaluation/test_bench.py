@@ -281,12 +281,6 @@ def test_documents_show_the_committed_results(results, document):
     assert render(text, ROOT / results) == text
 
 
-def test_the_old_name_of_autoregressive_decoding_is_understood(arguments, tmp_path):
-    with pytest.warns(FutureWarning, match='now called "autoregressive"'):
-        main([*arguments, "--limit", "1", "--methods", "[plain]"])
-    assert list(json.loads((tmp_path / "out" / "results.json").read_text())["summary"]) == ["autoregressive"]
-
-
 def test_methods_without_any_named(tiny_target_folder, capsys):
     """The quickstart pair, or a target alone with drafters that need no training."""
     usual = ["transformers", "autoregressive", "ngram"]

@@ -142,28 +142,12 @@ def test_the_length_of_a_draft_has_three_names(tiny_target, tiny_predictor_folde
     assert torch.equal(found.sequences, expected.sequences)
     sizes = [[step.nodes for step in out.stats.steps] for out in (found, expected, other.generate(ids, **options))]
     assert sizes[0] == sizes[1] != sizes[2]
-    with pytest.warns(FutureWarning, match="lookahead is now called num_draft_tokens"):
-        assert decoder(lookahead=1).drafter.tree.depth == 1
     with pytest.raises(UnsupportedGeneration, match="a call takes a number"):
         one.generate(ids, **{name: "adaptive"})
     with pytest.raises(ConfigError, match="the length of a draft is given 2 times"):
         decoder(num_draft_tokens=3, num_speculative_tokens=3)
     none = other.generate(ids, **options, **{name: 0})
     assert none.stats.drafted == 0 and torch.equal(none.sequences, expected.sequences)
-
-
-def test_former_names_of_counts_still_work(tiny_target):
-    ids = torch.tensor([[5, 6, 7]])
-    stats = ShapeDecoder(tiny_target).generate(ids, max_new_tokens=5, return_dict_in_generate=True).stats
-    for old, new in (
-        ("row_emitted", "sequence_emitted"),
-        ("row_forwards", "sequence_forwards"),
-        ("plain_steps", "autoregressive_steps"),
-    ):
-        with pytest.warns(FutureWarning, match=f"{old} is now called {new}"):
-            assert getattr(stats, old) == getattr(stats, new)
-    with pytest.warns(FutureWarning, match="is now called sequences"):
-        assert stats.steps[0].rows == [0]
 
 
 def test_messages_are_logged(tiny_target, caplog, capsys):

@@ -101,7 +101,6 @@ def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
         raise CheckpointError(f"this layout has Llama's layers, and not {layers['model_type']}'s: use --to speculators")
     if config.num_layers > 1:
         raise CheckpointError(f"this layout has one layer, and it has {config.num_layers}: use --to speculators")
-    require_head(predictor)
     rope = layers.pop("rope_parameters", None) or {"rope_theta": 10000.0}
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
     scaled = scaling.get("rope_type", "default") != "default"
@@ -111,7 +110,6 @@ def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
         "rope_scaling": scaling if scaled else None,
         "architectures": ["LlamaForCausalLMEagle3"],
         "torch_dtype": written_dtype(predictor),
-        "draft_vocab_size": config.draft_size,
         "eagle_config": {"use_aux_hidden_state": True, _LAYER_IDS: [layer - 1 for layer in config.feature_layers]},
         **_written(predictor),
     }
@@ -122,13 +120,11 @@ def write(predictor: Predictor, target: TargetFacts) -> Checkpoint:
 def write_speculators(predictor: Predictor, target: TargetFacts) -> Checkpoint:
     """What is the algorithm's own in a configuration of speculators."""
     config = predictor.config
-    require_head(predictor)
     parallel = config.kind == "peagle"
     written = {
         "architectures": ["PEagleDraftModel" if parallel else "Eagle3DraftModel"],
         "speculators_model_type": "peagle" if parallel else "eagle3",
         "transformer_layer_config": written_layers(config, target),
-        "draft_vocab_size": config.draft_size,
         **_written(predictor),
     }
     return Checkpoint(written, own_weights(predictor))
@@ -141,12 +137,13 @@ def _written(predictor: Predictor) -> dict[str, Any]:
         CheckpointError: what engines would not compute as it is.
     """
     config = predictor.config
+    require_head(predictor)
     if min(config.feature_layers) < 0:
         raise CheckpointError(
             f"it reads layers {config.feature_layers} of the target, and engines know those from 0 on; train with "
             "--predictor.feature_layers of these"
         )
-    shared = {_LAYER_IDS: config.feature_layers, **written_width(config)}
+    shared = {_LAYER_IDS: config.feature_layers, "draft_vocab_size": config.draft_size, **written_width(config)}
     shared |= {name: getattr(config, name) for name in _NORMS}
     if config.kind != "peagle":
         return shared
