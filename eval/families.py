@@ -23,7 +23,8 @@ _SIZES: dict[Any, str] = {
     "num_decoder_attention_heads num_encoder_attention_heads num_experts num_local_experts n_routed_experts "
     "moe_num_experts num_routed_experts n_experts index_n_heads",
     2: "num_key_value_heads linear_num_key_heads linear_num_value_heads num_experts_per_tok moe_topk moe_k "
-    "num_experts_per_token top_k_experts moe_top_k experts_per_token num_selected_experts eos_token_id",
+    "num_experts_per_token top_k_experts moe_top_k experts_per_token num_selected_experts num_kv_shared_layers "
+    "eos_token_id",
     8: "head_dim d_head d_kv dim_head linear_key_head_dim linear_value_head_dim qk_nope_head_dim qk_rope_head_dim "
     "v_head_dim index_head_dim state_size mamba_d_state ssm_state_size attention_head_dim swa_head_dim "
     "global_head_dim mamba_d_head mamba_head_dim time_step_rank hidden_size_per_layer_input mamba_n_heads",
@@ -31,7 +32,7 @@ _SIZES: dict[Any, str] = {
     16: "q_lora_rank kv_lora_rank o_lora_rank",
     1: "n_group topk_group n_shared_experts num_shared_experts first_k_dense_replace num_dense_layers n_groups "
     "bos_token_id",
-    0: "pad_token_id num_kv_shared_layers",
+    0: "pad_token_id",
     0.3: "initializer_range init_std",
     WINDOW: "sliding_window window_size attention_chunk_size local_attention attention_window_size",
 }
@@ -42,6 +43,10 @@ _OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "codegen": {"rotary_dim": 4},
     "gptj": {"rotary_dim": 4},
+    # Whose last two layers read the keys of the first two, one of each kind.
+    "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "bailing_hybrid": {"layer_group_size": 2},
 }
 
 

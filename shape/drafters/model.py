@@ -93,7 +93,7 @@ class ModelDrafter(Drafter):
         self.cache = self._new_cache(len(known), longest + _SLOTS)
         padded = torch.tensor([text + [0] * (longest - len(text)) for text in known], device=self.model.device)
         if self.model.max_positions is None or longest < self.model.max_positions:  # it drafts nothing behind more
-            prefill(self.model, self.cache, padded, [len(text) for text in known])
+            prefill(self.model, self.cache, self._known(padded), [len(text) for text in known])
         # The last draft, of which all but the last token lie in the slots behind the cache's lengths.
         self._drafted: list[list[int]] = [[] for _ in known]
         self._entropy, self._seconds = 0.0, 0.0
@@ -190,7 +190,12 @@ class ModelDrafter(Drafter):
 
     def _forward(self, tree: TokenTree) -> Tensor:
         self.cache.reserve(tree.size)
+        tree = replace(tree, tokens=self._known(tree.tokens))
         return tree_forward(self.model, support_of(self.model), self.cache, tree)
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """Tokens as the smaller model has them: of a table with fewer rows the last is read for all others."""
+        return tokens if self._size == self._target_size else tokens.clamp(max=self.model.vocab_size - 1)
 
     @torch.no_grad()
     def run_forwards(self, rows: int, passes: int) -> None:

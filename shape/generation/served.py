@@ -1,7 +1,7 @@
 """Which of ``generate``'s options are carried out, which change nothing here, and what is refused."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -118,13 +118,17 @@ def with_stop_strings(
             strings = config.stop_strings
     if strings is None:
         return generation_config, options
-    if tokenizer is None:
+    named = [strings] if isinstance(strings, str) else strings
+    if not isinstance(named, Sequence) or not all(isinstance(one, str) and one for one in named):
+        raise UnsupportedGeneration(f"stop_strings is {strings!r}; give a string that is not empty, or several")
+    if named and tokenizer is None:
         raise UnsupportedGeneration("stop_strings need a tokenizer, and the target has none; give one with tokenizer")
     if generation_config is not None:
         generation_config = copy(generation_config)
         generation_config.stop_strings = None
-    criteria = StoppingCriteriaList([*(options.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)])
-    return generation_config, {**options, "stopping_criteria": criteria}
+    criteria = [StopStringCriteria(tokenizer, list(named))] if named else []
+    given = StoppingCriteriaList([*(options.get("stopping_criteria") or ()), *criteria])
+    return generation_config, {**options, "stopping_criteria": given}
 
 
 def without_stop_strings(model: Any) -> Any:

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PretrainedConfig,
+)
 from transformers.utils import cached_file, extract_commit_hash
 
 from shape import bundled
@@ -151,6 +159,14 @@ def read_config(target: str | Path, **options: Any) -> PretrainedConfig:
     if config.model_type == "shape":
         raise UnsupportedTarget(f"{target} is a predictor; give it as predictor, and a language model as target")
     return config
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """transformers' class by which a target is loaded: that of causal LMs, or, of models that see images as well and
+    are known by that alone, theirs.
+    """
+    sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def read_tokenizer(where: str, target: Any, options: Mapping[str, Any]) -> Any:

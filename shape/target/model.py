@@ -17,7 +17,7 @@ from accelerate.utils import align_module_device
 from torch import Tensor
 from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils import output_capturing
 
@@ -27,6 +27,7 @@ from shape.target.chat import answer_message, plain_text, prompt_ids, render
 from shape.target.identity import TargetIdentity, float_weight
 from shape.target.inference import evaluating
 from shape.target.loading import (
+    auto_class,
     commit_of,
     default_device,
     dtype_of,
@@ -39,6 +40,7 @@ from shape.target.loading import (
 from shape.target.prepack import PrepackedForward, is_prepacked, linear, prepack, unpack
 from shape.target.quantize import Quantization, QuantizedLinear, check, quantize_model, quantized
 from shape.target.rotary import Switch, find_switch
+from shape.target.size import longest_text
 from shape.target.support import Support, cache_name
 
 # What logits are scaled by, in this order: Cohere, Granite, Falcon-H1, and the cap of Gemma's.
@@ -86,9 +88,7 @@ class Target:
         self._embedding: Any = model.get_input_embeddings()
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = self.config.vocab_size
-        self.max_positions: int | None = getattr(
-            self.config, "max_position_embeddings", getattr(self.config, "max_seq_len", None)
-        )
+        self.max_positions = longest_text(self.config)
         self.support: Support | None = None  # found out, once, by ``shape.verification.probe.support_of``
         self._packed = False  # whether the model's prepacked layers are this object's doing
         self.sharded = False  # over processes, which then have to run every layer together: see `shape.target.sharding`
@@ -178,7 +178,7 @@ class Target:
         if quantize is not None:
             check(quantize, device_map, dtype_of(dtype, config), config, options)
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            model = auto_class(config).from_pretrained(
                 where, dtype=resolve_dtype(dtype) or "auto", device_map=device_map, **options
             )
         except torch.OutOfMemoryError as error:

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from shape.errors import UnsupportedTarget
+from shape.target.loading import auto_class
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def size_of(target: PretrainedConfig | PreTrainedModel, trust_remote_code: bool 
     else:
         try:
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(target, trust_remote_code=trust_remote_code)
+                model = auto_class(target).from_config(target, trust_remote_code=trust_remote_code)
         except ValueError as error:  # transformers lists all that it knows
             raise UnsupportedTarget(
                 f"the target's configuration, of model_type {target.model_type}, is not that of a decoder-only "
@@ -70,6 +71,17 @@ def size_of(target: PretrainedConfig | PreTrainedModel, trust_remote_code: bool 
         hidden_size=text.hidden_size,
         attention=4.0 * width * sum("attention" in kind and kind != "linear_attention" for kind in kinds),
         vocab_size=text.vocab_size,
-        positions=getattr(text, "max_position_embeddings", None),
+        positions=longest_text(text),
         config=text,
     )
+
+
+def longest_text(config: PretrainedConfig) -> int | None:
+    """Positions of a text model; None has no limit. YaRN's are its factor times the original ones: model cards have it
+    added to a configuration whose own number stays.
+    """
+    most: int | None = getattr(config, "max_position_embeddings", getattr(config, "max_seq_len", None))
+    rope = getattr(config, "rope_parameters", None) or {}
+    if most is None or rope.get("rope_type") != "yarn":
+        return most
+    return max(most, int(rope.get("factor", 1) * rope.get("original_max_position_embeddings", most)))

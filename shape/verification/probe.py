@@ -21,7 +21,7 @@ from shape.verification.fused import FusedLayers
 from shape.verification.fused_gpu import FusedGpuLayers
 from shape.verification.recurrent import RECURRENT
 from shape.verification.tree import TokenTree, chain, root_only
-from shape.verification.windows import PretendedCache, pretended_length, too_wide
+from shape.verification.windows import PretendedCache, holding, pretended_length, too_wide
 
 # Allowed relative error (root mean square) between a cached tree forward and forwards of its paths as texts. Some
 # models take their softmax in float32 whatever their dtype; a wrong mask or position is off by far more.
@@ -157,7 +157,7 @@ def _cache_shapes(target: Target, prompt: Tensor) -> tuple[list[LayerShape], flo
     if any(isinstance(layer, RECURRENT) for layer in cache.layers):
         return [], 0.0  # of some the cached forward begins anew, which is no noise
     shapes = []
-    for layer in cache.layers:
+    for layer in holding(cache):
         if not isinstance(layer, DynamicLayer) or layer.keys is None or layer.values is None:
             raise UnsupportedTarget(
                 f"target {target.name} keeps a recurrent or shared state ({type(layer).__name__}) that cannot be "

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import cache_utils
 from transformers.cache_utils import DynamicCache
 
 from shape.target.model import Target
@@ -22,6 +23,7 @@ from shape.verification.cache import Group, KVCache, KVCacheLayer
 _SEEN, _NAMES = 4096, re.compile("window|chunk|block|local|span|stride|segment|sparse|topk")
 _MOST = 1 << 16  # tokens pretended at most
 _LOUD, _LOUDEST = 4, 8192
+_NOTHING: Any = getattr(cache_utils, "DummyLayer", ())  # which older transformers leave out
 
 
 class PretendedLayer(KVCacheLayer):
@@ -48,7 +50,7 @@ class PretendedCache(KVCache):
             volume[max(0, length - window - new) : length - window + new] = min(window, _LOUDEST)
         contents: dict[tuple[Group, Group, int], tuple[Tensor, Tensor]] = {}
         self.layers = []
-        stock: list[Any] = DynamicCache(config=target.model.config).layers
+        stock = holding(DynamicCache(config=target.model.config))
         for own, (keys, group) in zip(stock, self._groups, strict=True):
             dropped = max(0, length + 1 - own.sliding_window) if cropped and own.is_sliding else 0
             if (keys, group, dropped) not in contents:
@@ -59,6 +61,14 @@ class PretendedCache(KVCache):
                 values[:, :, :dropped] = 0
                 contents[keys, group, dropped] = zeros, values.to(group.device, group.dtype)
             self.layers.append(PretendedLayer(self.slots, *contents[keys, group, dropped]))
+
+
+def holding(cache: DynamicCache) -> list[Any]:
+    """The layers of transformers' cache without the last ones that hold nothing, whose keys are those of others."""
+    layers: list[Any] = list(cache.layers)
+    while layers and isinstance(layers[-1], _NOTHING):
+        layers.pop()
+    return layers
 
 
 def pretended_length(target: Target, new: int) -> int | None:

@@ -158,6 +158,16 @@ def test_tables_of_tokens_may_be_padded(tiny_model, tiny_tokenizer, tiny_target)
     )
 
 
+def test_tokens_beyond_a_smaller_table_stand_in_a_text(tiny_model, tiny_tokenizer):
+    """Padding that the target's larger table has rows for, and says: its answers are its own all the same."""
+    size = len(tiny_tokenizer)
+    larger = Target(tiny_model("llama", torch.float32, vocab_size=size + 29), tiny_tokenizer)
+    smaller = Target(tiny_model("gpt2", torch.float32, seed=1, vocab_size=size), tiny_tokenizer)
+    decoder = ShapeDecoder(larger, ModelDrafter(smaller), fall_back=False)
+    ids = torch.tensor([[5, size + 3, 7, size + 28], [6, 7, 8, 9]])
+    assert torch.equal(decoder.generate(ids, max_new_tokens=20), ShapeDecoder(larger).generate(ids, max_new_tokens=20))
+
+
 def test_from_pretrained(tiny_target, tiny_target_folder, tmp_path, tiny_model, tiny_tokenizer):
     tiny_model("llama", torch.float32, seed=4, vocab_size=len(tiny_tokenizer)).save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)

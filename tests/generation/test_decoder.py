@@ -805,6 +805,7 @@ def test_stop_strings(tiny_target):
         found = ShapeDecoder(model, tokenizer=tiny_target.tokenizer).generate(ids, max_new_tokens=30, **config)
         assert torch.equal(found, expected), config
     assert model.generation_config.stop_strings == stops
+    assert torch.equal(ShapeDecoder(tiny_target).generate(ids, max_new_tokens=30, stop_strings=[])[0, -30:], whole)
 
 
 def test_streaming_gives_every_token_once(tiny_model):
@@ -882,6 +883,8 @@ def bad_requests() -> dict[str, tuple[dict, str]]:
         "guidance": ({"guidance_scale": 2.0}, "option guidance_scale=2.0 is not supported"),
         "warper": ({"do_sample": True, "min_p": 2.0}, "transformers refuses these options: `min_p`"),
         "stop strings": ({"stop_strings": ["end"]}, "stop_strings need a tokenizer"),
+        "stop string": ({"stop_strings": ["end", None]}, "stop_strings is \\['end', None\\]; give a string"),
+        "empty stop": ({"stop_strings": ""}, "stop_strings is ''; give a string that is not empty"),
         "unknown": ({"max_tokens": 5}, "option max_tokens is not one of generate's"),
         "too long": ({"max_new_tokens": 300}, "exceed the 256 positions"),
         "no new": ({"max_new_tokens": 0}, "must be at least 1"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MambaConfig, T5Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, MambaConfig, T5Config
 
 from eval import ablate, latency, quality, tables
 from shape.cli import bench, check, efficiency, extract, generate, recipes, terminal, train
@@ -18,7 +18,7 @@ from shape.drafters import ModelDrafter, SuffixDrafter, TrainedDrafter
 from shape.errors import CheckpointError, ConfigError, UnsupportedTarget
 from shape.evaluation.environment import Environment
 from shape.generation.decoder import ShapeDecoder
-from shape.target.loading import default_device, of_predictor, of_target, recorded
+from shape.target.loading import default_device, of_predictor, of_target, read_config, recorded
 from shape.target.model import Target
 from shape.target.options import PairOptions, PlacedOptions, TargetOptions
 from shape.target.size import size_of
@@ -142,6 +142,29 @@ def test_code_that_comes_with_the_target(tiny_target, tiny_target_folder, tmp_pa
     assert torch.equal(
         decoder.generate(ids, max_new_tokens=6), ShapeDecoder(tiny_target).generate(ids, max_new_tokens=6)
     )
+
+
+def test_models_that_also_see_images_load_from_their_folder(tmp_path):
+    """Known to transformers by that alone, such as Mistral-Small-3 and Qwen3-VL."""
+    text = {
+        "model_type": "mistral", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": None,
+    }  # fmt: skip
+    vision = {
+        "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    config = AutoConfig.for_model("mistral3", text_config=text, vision_config=vision, image_token_index=20)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    decoder = ShapeDecoder.from_pretrained(tmp_path, drafter="suffix", fall_back=False)
+    assert type(decoder.target.model) is type(model)
+    assert size_of(read_config(tmp_path)).parameters == size_of(model).parameters
+    ids = torch.randint(21, 64, (2, 9), generator=torch.Generator().manual_seed(0)).repeat(1, 3)
+    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    assert torch.equal(decoder.generate(ids, **options), expected)
 
 
 def test_options_that_cannot_be_served(tiny_target, tiny_target_folder):

@@ -25,6 +25,7 @@ from shape.generation.fixed import FixedSteps
 from shape.target.inference import keeps_frequencies
 from shape.target.model import Target
 from shape.target.rotary import _TABLE, RotaryTable, Switch
+from shape.target.size import longest_text
 from shape.target.support import cache_name
 from shape.verification.forward import new_cache, prefill
 
@@ -206,6 +207,14 @@ ROPES = {
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
 }  # fmt: skip
+
+
+def test_yarn_goes_as_far_as_its_factor_says():
+    """As model cards of Qwen2.5 and Qwen3 say: the configuration's own number of positions stays."""
+    given = {"hidden_size": 32, "max_position_embeddings": 80}
+    for rope, positions in (("yarn", 256), ("linear", 80), ("default", 80)):
+        config = AutoConfig.for_model("llama", **given, rope_parameters={**ROPES[rope], "rope_theta": 10000.0})
+        assert longest_text(config) == positions
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

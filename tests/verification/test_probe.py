@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from eval import families
-from shape.drafters import OracleDrafter
+from shape.drafters import AdversaryDrafter, OracleDrafter
 from shape.errors import UnsupportedTarget
 from shape.generation.decoder import ShapeDecoder
 from shape.target.model import Target
@@ -47,6 +47,17 @@ def looking_back(kind: str, window: int, **more) -> PreTrainedModel:
         torch.manual_seed(0)
         config = AutoConfig.for_model(kind, **_SMALL | own | {name: window} | more)
         return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text"])
+def test_layers_that_read_other_layers_keys(kind):
+    """As their small members are published: the last layers keep nothing of their own."""
+    model = families.build(kind)
+    support = probe(Target(model))
+    assert support.mode == "tree" and len(support.layers) == 2 < model.config.num_hidden_layers
+    decoder, given = ShapeDecoder(model, AdversaryDrafter(), fall_back=False), prompts([9, 40])
+    expected = model.generate(**given, max_new_tokens=24, do_sample=False)
+    assert torch.equal(decoder.generate(**given, max_new_tokens=24), expected)
 
 
 @pytest.mark.parametrize("window", [5, 40, 300])  # the first is shorter than the texts of the probe
