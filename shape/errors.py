@@ -104,7 +104,11 @@ def exit_on_error() -> Iterator[None]:
         # Lightning leaves by SystemExit where it was interrupted
         if isinstance(ended, SystemExit) and not isinstance(ended.__context__, KeyboardInterrupt):
             raise
-        print("interrupted; run the same command again to continue where resuming is offered", file=sys.stderr)
+        print(
+            "interrupted; what was finished is kept: give the same command again, with --ckpt_path last where training "
+            "had begun",
+            file=sys.stderr,
+        )
         sys.exit(130)
     finally:
         if before is not None:

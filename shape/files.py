@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from pathlib import Path
+from textwrap import shorten
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, overload
 
@@ -69,7 +70,7 @@ def reading(what: str, error: type[ShapeError], advice: str) -> Iterator[None]:
     except Exception as reason:
         if isinstance(reason, error) or type(reason).__name__ == "OutOfMemoryError":  # torch's, which is slow to import
             raise
-        said = (" ".join(str(reason).split()) or type(reason).__name__)[:200]
+        said = shorten(str(reason), 200, placeholder=" …") or type(reason).__name__
         raise error(f"{what} cannot be read; {advice} ({said})") from reason
 
 

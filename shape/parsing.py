@@ -13,10 +13,22 @@ from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin
 
 from jsonargparse import ArgumentParser, Namespace
 
+from shape.errors import ShapeError
+
 Options = TypeVar("Options")
 
 HELP = ("-h", "--help", "--help-all", "--help_all")
 DRY_RUN = ("--dry_run", "--dry-run")
+
+
+_WRONG_TYPES = (
+    re.compile(r"(--\S+): Does not validate .* Subtypes: \[(.*)\] Errors: .* Given value: (.*)"),
+    re.compile(r"(--\S+): Expected an? (.*)\. Got value: (.*)"),
+)
+_KINDS = {
+    "int": "an integer", "float": "a number", "str": "a text", "bool": "true or false", "NoneType": "null",
+    "list[int]": "a list of integers", "list[float]": "a list of numbers", "list[str]": "a list of texts",
+}  # fmt: skip
 
 
 class CommandParser(ArgumentParser):
@@ -38,6 +50,16 @@ class CommandParser(ArgumentParser):
     def options(self, kind: type[Options], args: Sequence[str] | None = None) -> Options:
         """The options of a command, of a dataclass, as its arguments give them."""
         return options_of(kind, self.instantiate(self.parse_args(args)))
+
+    def instantiate(self, *args: Any, **named: Any) -> Any:
+        """The dataclasses of what was parsed; a mistake that one of them finds stays as it is said there."""
+        try:
+            return super().instantiate(*args, **named)
+        except (ValueError, TypeError) as error:
+            behind: BaseException | None = error
+            while behind is not None and not isinstance(behind, ShapeError):
+                behind = behind.__cause__ or behind.__context__
+            raise (behind or error) from None
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """One sentence and exit status 2."""
@@ -93,11 +115,25 @@ class CommandParser(ArgumentParser):
         if unknown is None:
             text = re.sub(r'^(Parser key|Key) "([^"]+)":', r"--\2:", message.strip())
             text = re.sub(r"<class '(\w+)'>", r"\1", text)
-            return re.sub(r"\s*\n\s*", " ", text).removesuffix(".")
+            return _in_words(re.sub(r"\s*\n\s*", " ", text).removesuffix("."))
         option = unknown[1].partition("=")[0]
         if not option.startswith("-"):
             return f"{option!r} is no option of {self.prog}"
         return f"unknown option {option}{did_you_mean(option, self._option_string_actions)}"
+
+
+def _in_words(message: str) -> str:
+    """What jsonargparse says of a value of a wrong type, as a sentence; other messages as they are."""
+    for pattern in _WRONG_TYPES:
+        if (found := pattern.fullmatch(message)) is None:
+            continue
+        option, kinds, value = found.groups()
+        words: list[str] = []
+        for kind in re.findall(r"typing\.Literal\[.*?\]|\w+(?:\[\w+\])?", kinds):
+            words += re.findall(r"'(.*?)'", kind) if kind.startswith("typing") else [_KINDS.get(kind, "")]
+        if all(words):
+            return f"{option} is {value}; give {' or '.join(filter(None, [', '.join(words[:-1]), words[-1]]))}"
+    return message
 
 
 def _files_first(arguments: Sequence[str]) -> list[str]:

@@ -138,7 +138,10 @@ def _show(
     output, tokenizer, notes = answer(decoder, messages, options, say), decoder.tokenizer, _notes()
     tokens = output.sequences[0, -output.stats.emitted - 1 :]
     if options.trace is not None and output.trace is not None:
-        output.trace.write(options.trace, about(decoder, messages, options, output.stats), tokenizer)
+        number = sum(message["role"] == "user" for message in messages)  # a chat's answers have a file each
+        path = Path(options.trace)
+        path = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
+        output.trace.write(path, about(decoder, messages, options, output.stats), tokenizer)
     if options.show_trace and output.trace is not None:
         notes.print(view(output.trace.records, tokenizer.decode))
     if options.show_draft and output.trace is not None:
@@ -183,10 +186,8 @@ def load(options: GenerateOptions) -> ShapeDecoder:
 def generate(options: GenerateOptions) -> None:
     """Answers one prompt (given, or from standard input), or chats where a terminal is attached."""
     if options.max_new_tokens < 1 or options.temperature < 0:
-        raise ConfigError(
-            f"max_new_tokens must be at least 1 and temperature at least 0; got {options.max_new_tokens} and "
-            f"{options.temperature:g}"
-        )
+        name, least = ("max_new_tokens", 1) if options.max_new_tokens < 1 else ("temperature", 0)
+        raise ConfigError(f"{name} is {getattr(options, name)}; give at least {least}")
     rule = rule_of(options)  # an unknown one is reported before anything is loaded
     if options.misses is not None and not rule.lossless:
         raise ConfigError(f"misses are what the target writes, which {rule.name} does not; leave one of the two out")

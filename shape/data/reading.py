@@ -54,6 +54,8 @@ def load_conversations(
     Raises:
         DataError: naming file and line, for anything that cannot be read.
     """
+    if limit is not None and limit < 1:
+        raise DataError(f"limit is {limit}; give at least 1")
     sources = [source] if isinstance(source, str | Path) else list(source)
     label = ", ".join(str(one) for one in sources)
     found: list[Conversation] = []
@@ -78,7 +80,8 @@ def load_conversations(
     if bad and len(bad) == rows:
         raise DataError(f"{label}: none of its {rows} rows can be read (the first: {bad[0]})")
     if not found:
-        raise DataError(f"{label}: no conversation is left of {rows} rows after limit and exclude_ids")
+        left = " after exclude_ids" if exclude_ids else ""
+        raise DataError(f"{label}: no conversation is left of {rows} rows{left}; give another source")
     if require_answers and not any(c.texts or any(m.role == "assistant" for m in c.messages) for c in found):
         raise DataError(
             f"{label} has no assistant turn in any of its {len(found)} rows, so there is nothing to learn "

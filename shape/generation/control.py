@@ -4,9 +4,11 @@ measured while decoding on this text.
 
 from collections import deque
 from collections.abc import Sequence
+from functools import cache
 from math import sqrt
 
 import numpy as np
+import torch
 
 from shape.drafters.calibration import PathChances
 from shape.drafters.cost import RecentTimes, VerificationTimes
@@ -119,6 +121,22 @@ class SpeculationControl:
         elif self._waiting > 0:
             self._waiting -= 1
             self._costs.left -= 1
+
+
+@cache
+def compile_loops() -> None:
+    """Run the loops that only some steps need, on trees that lie in memory as drafters leave them: no step's time, by
+    which this module decides, may hold a compilation.
+    """
+    chances = PathChances()
+    for columns in (3, 5):  # as a whole, and as a part
+        tokens, parents = torch.zeros(2, columns, dtype=torch.long), torch.arange(-1, columns - 1).repeat(2, 1)
+        joint = torch.zeros(2, columns)
+        tree = TokenTree(tokens[:, :3], parents[:, :3], joint=joint[:, :3])
+        by = chances(tree)
+        _worthwhile(by, 0.0)
+        keep_best(tree, 2, by)
+        chances.add(tree, [[1], [1]])
 
 
 @compiled

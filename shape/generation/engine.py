@@ -11,7 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from shape.drafters import Drafter, make_drafter
 from shape.errors import ConfigError, UnsupportedGeneration
-from shape.generation.control import FIXED_BREAK_EVEN, SpeculationControl, StepCosts
+from shape.generation.control import FIXED_BREAK_EVEN, SpeculationControl, StepCosts, compile_loops
 from shape.generation.eager import EagerSteps
 from shape.generation.fixed import FixedSteps, why_not
 from shape.generation.loop import Batch, decode
@@ -152,6 +152,8 @@ class Engine:
     ) -> SpeculationControl | None:
         if drafter is None or self.fall_back is False:
             return None
+        if self.target.device.type == "cpu":
+            compile_loops()
         least = None if self.fall_back is True else float(self.fall_back)
         if reproducible:
             return SpeculationControl(StepCosts(), FIXED_BREAK_EVEN if least is None else least)

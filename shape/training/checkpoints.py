@@ -31,6 +31,10 @@ _FREE_TO_CHANGE = {
 }
 
 
+# What a finished run leaves in its folder.
+_EXPORTED = ("config.json", "model.safetensors", "README.md", "measurement.json")
+
+
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint as a whole, and keeps the one before it: one of the two is sound, whatever happens."""
 
@@ -131,15 +135,26 @@ def checkpoint_to_resume(name: str | None, output: Path) -> str | None:
 
 
 @rank_zero_only
-def set_aside(folder: Path) -> None:
-    """Rename an earlier run's checkpoints, so that `--ckpt_path last` can never mean another run's."""
-    if not any(folder.glob("last*.ckpt")):
+def set_aside(output: Path) -> None:
+    """Move an earlier run's checkpoints and predictor: `--ckpt_path last` can never mean another run's, and nothing is
+    written over.
+    """
+    checkpoints = output / "checkpoints"
+    begun, finished = any(checkpoints.glob("last*.ckpt")), (output / "model.safetensors").exists()
+    if not (begun or finished):
         return
     number = 1
-    while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+    while (aside := output / f"checkpoints.{number}").exists():
         number += 1
-    folder.rename(aside)
-    print(f"an earlier run's checkpoints are now in {aside} (--ckpt_path last would have continued it)", flush=True)
+    if begun:
+        checkpoints.rename(aside)
+    for file in (output / name for name in _EXPORTED if finished):
+        if file.exists():
+            aside.mkdir(exist_ok=True)
+            file.rename(aside / file.name)
+    what = " and ".join(["checkpoints"] * begun + ["predictor"] * finished)
+    how = " (--ckpt_path last would have continued it)" if begun else ""
+    print(f"an earlier run's {what} are now in {aside}{how}", flush=True)
 
 
 def require_same_run(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:

@@ -255,6 +255,11 @@ class DrafterModule(TrainingModule):
         if saved is None:
             raise CheckpointError("the checkpoint was not written by shape train; give one of its last.ckpt files")
         require_same_run(saved["recipe"], self.recipe)
+        if checkpoint["global_step"] > cast(int, self.options.steps):
+            raise CheckpointError(
+                f"the checkpoint is at step {checkpoint['global_step']} and training.steps is {self.options.steps}; "
+                "give more steps to train further"
+            )
         self._seconds_before = saved["seconds"]
         # A run that had ended goes on where more steps are asked for: its last batch is not the last any more, nor its
         # one epoch over.

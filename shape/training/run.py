@@ -78,8 +78,6 @@ def _train(
     validations = [_validation(run, material, name) for run, name in zip(runs, names, strict=True)]
     counted = CountFlops()
     trainer = make_trainer(first, material.target, output, [counted, *validations])
-    if checkpoint is None:
-        set_aside(output / "checkpoints")
     store = None if first.online else _features(first, material)
     made = [make_module(run, material, store) for run in runs]
     modules, data = [module for module, _ in made], made[0][1]
@@ -90,6 +88,8 @@ def _train(
             f"{first.training.batch_size} positions",
             flush=True,
         )
+    for folder in dict.fromkeys([output, *(Path(run.output) for run in runs)]) if checkpoint is None else ():
+        set_aside(folder)
     trained = modules[0] if len(modules) == 1 else JointModule(dict(zip(names, modules, strict=True)))
     trainer.fit(trained, data, ckpt_path=checkpoint, weights_only=True)
     if trainer.is_global_zero:

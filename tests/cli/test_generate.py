@@ -128,7 +128,7 @@ def test_reads_the_prompt_from_standard_input(capsys, monkeypatch, predictor_fol
     assert piped[:-1] == run(capsys, "--predictor", predictor_folder, "--prompt", "Hello")[:-1]
 
 
-def test_chats_in_a_terminal(capsys, monkeypatch, predictor_folder):
+def test_chats_in_a_terminal(capsys, monkeypatch, predictor_folder, tmp_path):
     """The second question is answered after the first and its answer."""
 
     class Terminal(io.StringIO):
@@ -145,7 +145,10 @@ def test_chats_in_a_terminal(capsys, monkeypatch, predictor_folder):
     monkeypatch.setattr(ShapeDecoder, "generate", spy)
     monkeypatch.setattr(ShapeDecoder, "warm_up", lambda self, **options: None)
     monkeypatch.setattr("sys.stdin", Terminal("first\nsecond\n\n"))
-    lines = run(capsys, "--predictor", predictor_folder, "--system", "Be brief.")
+    trace = tmp_path / "trace.jsonl"
+    lines = run(capsys, "--predictor", predictor_folder, "--system", "Be brief.", "--trace", str(trace))
+    asked = [json.loads(file.read_text().splitlines()[0]) for file in (trace, tmp_path / "trace-2.jsonl")]
+    assert [one["type"] for one in asked] == ["call"] * 2 and asked[0] != asked[1]
     assert sum("acceptance length" in line for line in lines) == 2
     assert seen[0].count("<|im_end|>") == 2 and seen[1].startswith(seen[0]) and "second" in seen[1]
 
@@ -175,7 +178,7 @@ def test_report_counts_every_token(tiny_target):
     [
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "x", "--predictor", "/nowhere", "--trace", "."], ". cannot be read or written (Is a directory)"),
-        (["--prompt", "x", "--temperature", "-1"], "temperature at least 0"),
+        (["--prompt", "x", "--temperature", "-1"], "temperature is -1.0; give at least 0"),
         (["--prompt", "x", "--predictor", "/nowhere"], "predictor /nowhere cannot be read"),
         (
             ["--prompt", "x", "--target", "/nowhere", "--drafter", "ngram"],

@@ -148,6 +148,8 @@ def test_folder_text_order_limit_and_exclusion(tmp_path):
     assert [c.id for c in found] == ["keep-1", "out-1", "b-0", "b-1"]
     assert [c.messages[0].content for c in found] == ["x\u2028y", "y", "one\ntwo", "three\u2028four"]
     assert [c.id for c in load_conversations(tmp_path, exclude_ids=("out-",), limit=2)] == ["keep-1", "b-0"]
+    with pytest.raises(DataError, match="limit is 0; give at least 1"):
+        load_conversations(tmp_path, limit=0)
     both = load_conversations([tmp_path / "b.txt", str(tmp_path / "a.jsonl")])
     assert [c.id for c in both] == ["b-0", "b-1", "keep-1", "out-1"]
 

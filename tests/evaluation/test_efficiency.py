@@ -131,6 +131,8 @@ def test_the_command_writes_what_it_measured(tiny_target_folder, tmp_path):
     assert all(len(case["answers"]) == 4 for case in record["cases"])
     written = (tmp_path / "out" / "efficiency.md").read_text()
     assert "### Tiny" in written and "each answered 2 times" in written
+    with pytest.raises(ConfigError, match=r"measurement with other settings \(temperature\)"):
+        run(replace(options, temperature=[1.0]))
     with pytest.raises(ConfigError, match="has to lie between 1 and limit 2"):
         run(EfficiencyOptions(limit=2, batch_size=[4]))
 
@@ -159,13 +161,14 @@ def test_prompts_that_do_not_fit_are_left_out_and_those_measured_are_counted(tin
     (found,) = find(tmp_path / "out")
     assert "3 prompts of prompts.jsonl, at most 4 new tokens" in found.about
     assert "| 3 (one group) |" in (tmp_path / "out" / "efficiency.md").read_text()
-    run(replace(options, batch_size=[1, 2]))
-    told = (tmp_path / "out" / "efficiency.md").read_text()
+    other = replace(options, output=str(tmp_path / "other"))
+    run(replace(other, batch_size=[1, 2]))
+    told = (tmp_path / "other" / "efficiency.md").read_text()
     assert "3 prompts (2 at batch 2) of prompts.jsonl, at most" in told
     assert "| 1 |" in told and "| 2 (one group) |" in told
     assert "brackets over fewer than six prompts or groups are about the range of these, and no 95 % intervals" in told
     with pytest.raises(DataError, match=r"with the 3 prompts of prompts\.jsonl that leave room for 4 new tokens"):
-        run(replace(options, batch_size=4))
+        run(replace(other, output=str(tmp_path / "third"), batch_size=4))
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,15 @@ def test_a_new_run_sets_older_checkpoints_aside(trained, tiny_target_folder, dat
     steps = {name: torch.load(output / name / "last.ckpt", weights_only=True)["global_step"]
              for name in ("checkpoints", "checkpoints.1")}  # fmt: skip
     assert steps == {"checkpoints": 2, "checkpoints.1": 60}
+    before, after = (load_file(folder / "model.safetensors") for folder in (output / "checkpoints.1", output))
+    assert all(torch.equal(weight, load_file(trained / "model.safetensors")[name]) for name, weight in before.items())
+    assert any(not torch.equal(weight, after[name]) for name, weight in before.items())
+
+
+def test_fewer_steps_than_are_done_are_refused(trained, tiny_target_folder, data, tmp_path, refused):
+    output = Path(shutil.copytree(trained, tmp_path / "again"))
+    more = arguments(tiny_target_folder, data, output, "--training.steps=20", "--ckpt_path=last")
+    assert "is at step 60 and training.steps is 20; give more" in refused(main, *more)
 
 
 # ------------------------------------------------------------------------------------------------- options
