@@ -179,7 +179,10 @@ def load(options: GenerateOptions) -> ShapeDecoder:
     )
     alone = predictor is None and options.drafter is None and options.pack is None
     drafter = getattr(decoder.drafter, "name", "none")
-    announce(decoder.target, f"; no predictor is given, so {drafter} drafts" if alone else "")
+    told = f"; no predictor is given, so {drafter} drafts" if alone else ""
+    if not getattr(decoder.tokenizer, "chat_template", None):
+        told += "; it has no chat template, so the bare text is continued"
+    announce(decoder.target, told)
     return decoder
 
 

@@ -119,6 +119,8 @@ def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
     for name, at, _ in (entry.partition("@") for entry in names):
         if at and name in {*get_args(TransformersMethod), ASSISTED, AUTOREGRESSIVE}:
             raise ConfigError(f"method {name} takes no acceptance rule; leave out what stands behind it")
+    told = [entry.partition("@")[2] or Match.name for entry in names]
+    rules = {name: make_rule(name, options.typical_lossy, options.trs_lossy) for name in told}
     how: dict[str, Any] = {"dtype": options.dtype, "prepacked": options.prepacked}
     if options.target is not None:
         target = Target.load(options.target, **how, **of_target(options))
@@ -134,7 +136,7 @@ def load_methods(options: BenchOptions) -> tuple[Target, dict[str, Method]]:
     methods: dict[str, Method] = {}
     for entry in names:
         name, _, acceptance = entry.partition("@")
-        rule = make_rule(acceptance or Match.name, options.typical_lossy, options.trs_lossy)
+        rule = rules[acceptance or Match.name]
         for label, method in _methods(name, predictors, target, options).items():
             if isinstance(rule, Match) or not isinstance(method, Drafter):
                 methods[label] = method

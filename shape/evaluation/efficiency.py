@@ -345,6 +345,8 @@ def _check(options: EfficiencyOptions) -> None:
         )
     for dtype in dtypes:
         resolve_dtype(dtype)
+    for name in options.drafter:
+        make_drafter(name)
 
 
 def _refuse_unfilled(batches: Sequence[int], count: int, source: str) -> None:

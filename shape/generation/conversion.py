@@ -26,7 +26,6 @@ from shape.target.loading import only, read_tokenizer
 from shape.target.model import Target
 
 OURS = ShapeConfig.model_type
-NAMES = (OURS, *FORMATS)
 # Conversations, and tokens of each: more change little of which tokens are frequent.
 _COUNTED, _MAX_LENGTH = 20_000, 4096
 
@@ -56,9 +55,10 @@ def convert(
     Raises:
         CheckpointError, ConfigError, TargetMismatch, DataError: what cannot be read, or has no place in the format.
     """
-    for name in (to, *(() if form == "auto" else (form,))):
-        if name not in NAMES:
-            raise ConfigError(f"format {name} is unknown; choose one of {', '.join(NAMES)}")
+    written = [OURS, *(name for name, each in FORMATS.items() if each.write)]
+    for name, known in ((to, written), (form, ["auto", OURS, *FORMATS])):
+        if name not in known and name not in FORMATS:
+            raise ConfigError(f"format {name} is unknown; choose one of {', '.join(known)}")
     if (Path(output) / "config.json").exists():
         raise ConfigError(f"output {output} has a checkpoint already; give another folder")
     if draft_vocab_size is not None and data is None:
@@ -84,7 +84,9 @@ def _drafting_frequent(predictor: Predictor, data: str, size: int | None, target
     """With a draft vocabulary, counted in the answers of conversations; as it is where the target has few tokens."""
     config, named = predictor.config, target or _its_target(predictor)
     if predictor.draft_vocabulary is not None:
-        raise ConfigError(f"data is given, and the predictor drafts from {config.draft_vocab_size} tokens already")
+        raise ConfigError(
+            f"data is given, and the predictor drafts from {config.draft_vocab_size} tokens already; leave --data out"
+        )
     if not named:
         raise ConfigError("data is given, and the predictor does not say whose tokens to count; give --target")
     if (tokenizer := read_tokenizer(bundled.resolve(named), named, hub)) is None:

@@ -51,7 +51,7 @@ class Pack:
     @classmethod
     def load(cls, path: str | Path) -> "Pack":
         """Raises CheckpointError: no pack, one of another version, or one that has been changed or cut."""
-        with reading(f"pack {path}", CheckpointError, "give a file of `compile`"):
+        with reading(f"pack {path}", CheckpointError, "give a file of `shape recipes compile`"):
             values = json.loads(gzip.decompress(Path(path).read_bytes()))
             claimed, version = values.pop("hash"), values["version"]
             if version != VERSION:

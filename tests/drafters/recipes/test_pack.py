@@ -37,7 +37,7 @@ def test_files_say_what_they_hold(tiny_target, tmp_path):
         Pack.load(path)
     for broken in (b"", first[: len(first) // 2], b"no pack", gzip.compress(b"{}")):
         path.write_bytes(broken)
-        with pytest.raises(CheckpointError, match="cannot be read; give a file of `compile`"):
+        with pytest.raises(CheckpointError, match="cannot be read; give a file of `shape recipes compile`"):
             Pack.load(path)
 
 
