@@ -40,11 +40,12 @@ class CommandParser(ArgumentParser):
     """
 
     common: frozenset[str] = frozenset()  # what --help shows; nothing here means all
+    _files: Sequence[str] = ()  # that --config names
 
     def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **named: Any) -> Namespace:  # type: ignore[override]
         given = sys.argv[1:] if args is None else args
         if "--config" in self._option_string_actions:
-            given = _files_first(given)
+            given, self._files = _files_first(given)
         return super().parse_args(self._with_lists(map(self._with_underscores, given)), *rest, **named)
 
     def options(self, kind: type[Options], args: Sequence[str] | None = None) -> Options:
@@ -111,6 +112,14 @@ class CommandParser(ArgumentParser):
 
     def _explained(self, message: str) -> str:
         """What jsonargparse says, in one line, with a suggestion for an option that there is not."""
+        files, options = " and ".join(self._files) or "what is given", self._option_string_actions
+        if broken := re.match(r'Problems parsing config: (.*?)\s+in "<unicode string>", (.*)', message, re.DOTALL):
+            return f"{files} is not YAML ({broken[1]}, {broken[2]})"
+        if message.startswith("Unexpected config:"):
+            return f"{files} holds no options; write them as NAME: VALUE"
+        if other := re.match(r"Group '(.*)' does not accept option '(.*)'|Option '(.*)' is not accepted", message):
+            option = "--" + (other[3] or f"{other[1]}.{other[2]}")
+            return f"{files} has the unknown option {option[2:]}{did_you_mean(option, options)}"
         unknown = re.match(r"[Uu]nrecognized arguments: (\S+)", message)
         if unknown is None:
             text = re.sub(r'^(Parser key|Key) "([^"]+)":', r"--\2:", message.strip())
@@ -119,7 +128,7 @@ class CommandParser(ArgumentParser):
         option = unknown[1].partition("=")[0]
         if not option.startswith("-"):
             return f"{option!r} is no option of {self.prog}"
-        return f"unknown option {option}{did_you_mean(option, self._option_string_actions)}"
+        return f"unknown option {option}{did_you_mean(option, options)}"
 
 
 def _in_words(message: str) -> str:
@@ -136,15 +145,16 @@ def _in_words(message: str) -> str:
     return message
 
 
-def _files_first(arguments: Sequence[str]) -> list[str]:
-    """`--config FILE` before all else: what is read later wins."""
+def _files_first(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments with `--config FILE` before all else, as what is read later wins, and these files."""
     files, others, left = [], [], iter(arguments)
     for argument in left:
         if argument.partition("=")[0] != "--config":
             others.append(argument)
         else:
             files += [argument] if "=" in argument else [argument, *islice(left, 1)]
-    return [*files, *others]
+    named = (each.removeprefix("--config=") for each in files)
+    return [*files, *others], [name for name in named if name != "--config"]
 
 
 def command_parser(

@@ -140,6 +140,23 @@ def test_values_that_cannot_be_are_told_in_a_sentence(output, arguments, said):
     assert found.startswith(f"error: {said}") and found.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("training:\n  steps: 5\n   x: 3\n", "is not YAML (mapping values are not allowed in this context, line 3"),
+        ("", "holds no options; write them as NAME: VALUE"),
+        ("- a\n", "holds no options"),
+        ("training:\n  stepps: 5\n", "has the unknown option training.stepps; did you mean --training.steps? ("),
+        ("traning:\n  steps: 5\n", "has the unknown option traning.steps; did you mean --training.steps? ("),
+    ],
+)
+def test_mistakes_in_a_file_name_it(output, tmp_path, text, said):
+    (tmp_path / "mine.yaml").write_text(text)
+    for given in (["--config", str(tmp_path / "mine.yaml")], [f"--config={tmp_path / 'mine.yaml'}"]):
+        found = output("train", *given, status=2)
+        assert found.startswith(f"error: {tmp_path / 'mine.yaml'} {said}") and found.count("\n") == 1
+
+
 def test_hyphens_are_underscores(example):
     for given in (["--batch-size", "3"], ["--batch_size", "3"], ["--batch-size=3"]):
         assert options_of(Example, example.parse_args(given)) == Example(batch_size=3)
