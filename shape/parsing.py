@@ -140,7 +140,7 @@ def _in_words(message: str) -> str:
         words: list[str] = []
         for kind in re.findall(r"typing\.Literal\[.*?\]|\w+(?:\[\w+\])?", kinds):
             words += re.findall(r"'(.*?)'", kind) if kind.startswith("typing") else [_KINDS.get(kind, "")]
-        if all(words):
+        if words and all(words):
             return f"{option} is {value}; give {' or '.join(filter(None, [', '.join(words[:-1]), words[-1]]))}"
     return message
 

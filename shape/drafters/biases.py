@@ -15,7 +15,7 @@ from shape.networks.single import PathKnown
 _EMBEDDED = 4096  # tokens whose embeddings are held at once
 _TABLED = 2**24  # biases of tokens by tokens before them that are kept as a table
 _ALONG_PATHS = 2**20  # numbers of a matrix that loops read for each node
-_CHOSEN_AMONG = 2**26  # of a matrix of which they read a few rows
+_CHOSEN_AMONG = 2**26  # the same where they read a few rows for each node; 256 MB in float32
 _NOTHING = np.empty((0, 0), np.float32)
 
 

@@ -76,7 +76,7 @@ class TrainedDrafter(Drafter):
 
     def __init__(self, predictor: Predictor, tree: TreeShape | None = None) -> None:
         self.predictor = predictor
-        self.tree = tree or TreeShape(**(predictor.config.draft or {}))
+        self.tree = self._within(tree or TreeShape(**(predictor.config.draft or {})))
         self.name = predictor.kind
         self.layers = tuple(predictor.config.target_layers)
 
@@ -96,8 +96,14 @@ class TrainedDrafter(Drafter):
 
     def with_tree(self, tree: TreeShape) -> "TrainedDrafter":
         other = copy(self)
-        other.tree = tree
+        other.tree = self._within(tree)
         return other
+
+    def _within(self, tree: TreeShape) -> TreeShape:
+        """The shape with no more children of a node than a selector has candidates."""
+        if (selector := self.predictor.selector) is None:
+            return tree
+        return replace(tree, branching=min(tree.branching or tree.width, selector.candidates))
 
     def why_not_fixed(self, target: Target) -> str | None:
         return None if self.predictor.device == target.device else "drafts are made on another device"

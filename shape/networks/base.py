@@ -258,8 +258,8 @@ class Predictor(PreTrainedModel):
         return self.token_bias if isinstance(self.token_bias, SelectorMarkov) else None
 
     def before_bias(self, logits: Tensor, reduced: Tensor | None) -> Tensor:
-        """Logits (..., S, K) as a bias is added to them: a selector's candidates alone, or, where the configuration
-        asks for a coupling, such that under the bias they keep their marginals.
+        """Logits (..., S, K), to which the bias is then added: of a selector its candidates' alone; with a coupling
+        corrected so that the biased marginals stay.
 
         Args:
             reduced: (K, rank), of the tokens that can be drafted; for a coupling.

@@ -41,6 +41,7 @@ _COUNTS = (
 ANY_WIDTH = ("eagle", "peagle", "block")  # kinds that can be narrower or wider than their target
 DECODER_LAYERS = (*ANY_WIDTH, "mtp")  # kinds built of them
 MASKED = ("peagle", "block")  # kinds that draft in places of mask tokens
+STATE_ALONE = ("medusa", "mtp")  # kinds that read no layer but the last
 _OWN: dict[tuple[str, ...], tuple[str, ...]] = {  # options of some kinds alone
     ("shape",): ("dropout",),
     ("medusa",): ("shared_head", "residual_bias"),

@@ -4,6 +4,8 @@ Places of a block are predicted at once, so that a later one knows little of wha
 back is what DFlash2 (Z Lab, 2026, https://inco.ai/blog/dflash2) adds to DFlash's layers.
 """
 
+from functools import reduce
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -51,11 +53,11 @@ def convolved(x: Tensor, base: Tensor, added: Tensor) -> Tensor:
         x: (..., S, H). base: (taps, H). added: (..., S, taps, G), for each of G groups of neighbouring channels.
     """
     places, groups = x.shape[-2], added.shape[-1]
-    grouped, found = x.unflatten(-1, (groups, -1)), torch.zeros(())
+    grouped, terms = x.unflatten(-1, (groups, -1)), []
     for tap, own in enumerate(base.to(x.dtype).unflatten(-1, (groups, -1))):
         shifted = F.pad(grouped, (0, 0, 0, 0, tap, 0))[..., :places, :, :]
-        found = found + shifted * (own + added[..., tap, :, None])
-    return found.flatten(-2)
+        terms.append(shifted * (own + added[..., tap, :, None]))
+    return reduce(torch.add, terms).flatten(-2)
 
 
 class ConvolvedLayer(DraftLayer):

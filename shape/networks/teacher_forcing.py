@@ -128,7 +128,8 @@ class Reader:
     def at(
         self, chosen: tuple[Tensor, ...], states: Tensor, reduced: Tensor | None, vocabulary: Tensor | None = None
     ) -> Tensor:
-        """The same of some steps alone, (N, K), chosen out of (..., S) step by step.
+        """The same of some steps alone, (N, K), chosen out of (..., S) step by step; without the bias of a selector,
+        whose loss adds that where it is asked for.
 
         See `shape.training.losses.supervised`.
 
@@ -142,7 +143,7 @@ class Reader:
             logits = self.target.logits(states[chosen], partial(predictor.own_head_at, steps=chosen[-1]))
         else:
             logits = self.frozen(states[chosen])
-        return predictor.bias(logits, None if reduced is None else reduced[chosen])
+        return predictor.bias(logits, None if reduced is None or predictor.selector is not None else reduced[chosen])
 
     def _read(self, states: Tensor) -> Tensor:
         """(B, P, S, H) -> (B, P, S, K)."""

@@ -84,4 +84,4 @@ def longest_text(config: PretrainedConfig) -> int | None:
     rope = getattr(config, "rope_parameters", None) or {}
     if most is None or rope.get("rope_type") != "yarn":
         return most
-    return max(most, int(rope.get("factor", 1) * rope.get("original_max_position_embeddings", most)))
+    return max(most, int((rope.get("factor") or 1) * (rope.get("original_max_position_embeddings") or most)))

@@ -1,6 +1,7 @@
 """Checkpoints: written as a whole, the one before kept, checked before they are resumed from, and of which run."""
 
 import os
+import shutil
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,10 +30,6 @@ _FREE_TO_CHANGE = {
     "learning_rate",
     "gradient_clip_val",
 }
-
-
-# What a finished run leaves in its folder.
-_EXPORTED = ("config.json", "model.safetensors", "README.md", "measurement.json")
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -136,8 +133,8 @@ def checkpoint_to_resume(name: str | None, output: Path) -> str | None:
 
 @rank_zero_only
 def set_aside(output: Path) -> None:
-    """Move an earlier run's checkpoints and predictor: `--ckpt_path last` can never mean another run's, and nothing is
-    written over.
+    """Move an earlier run's checkpoints, so that `--ckpt_path last` can never mean another run's, and copy its
+    predictor, which the new one will replace.
     """
     checkpoints = output / "checkpoints"
     begun, finished = any(checkpoints.glob("last*.ckpt")), (output / "model.safetensors").exists()
@@ -148,13 +145,14 @@ def set_aside(output: Path) -> None:
         number += 1
     if begun:
         checkpoints.rename(aside)
-    for file in (output / name for name in _EXPORTED if finished):
-        if file.exists():
-            aside.mkdir(exist_ok=True)
-            file.rename(aside / file.name)
-    what = " and ".join(["checkpoints"] * begun + ["predictor"] * finished)
-    how = " (--ckpt_path last would have continued it)" if begun else ""
-    print(f"an earlier run's {what} are now in {aside}{how}", flush=True)
+        print(f"moved an earlier run's checkpoints to {aside} (--ckpt_path last would have continued it)", flush=True)
+    if finished:
+        aside.mkdir(exist_ok=True)
+        for file in (file for file in output.iterdir() if file.is_file()):
+            shutil.copy2(file, aside / file.name)
+        if (output / "custom_generate").exists():
+            shutil.copytree(output / "custom_generate", aside / "custom_generate")
+        print(f"copied the predictor in {output} to {aside}", flush=True)
 
 
 def require_same_run(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from shape.data.statistics import DataStatistics
 from shape.errors import ConfigError
 from shape.features.options import longest, with_state
 from shape.networks import sizing
-from shape.networks.config import DECODER_LAYERS, MASKED, ShapeConfig
+from shape.networks.config import DECODER_LAYERS, MASKED, STATE_ALONE, ShapeConfig
 from shape.networks.decoder import layers_like
 from shape.target.model import Target
 from shape.target.size import Size
@@ -44,6 +44,13 @@ def resolve(options: TrainOptions, size: Size, text: DataStatistics | None) -> T
     if predictor.draft_vocab_size == "auto":
         drafted = None if predictor.kind == "model" else sizing.draft_vocab_size(size.vocab_size, text)
         predictor = replace(predictor, draft_vocab_size=drafted)
+    if predictor.kind in STATE_ALONE:
+        if predictor.feature_layers not in ("auto", [-1]):
+            raise ConfigError(
+                f"predictor.feature_layers is {predictor.feature_layers}: kind {predictor.kind} reads the target's "
+                "last state alone; leave it out"
+            )
+        predictor = replace(predictor, feature_layers=[-1])
     if predictor.feature_layers == "auto":
         count = 0 if size.config is None else size.config.num_hidden_layers
         layers = sizing.feature_layers(count)

@@ -229,8 +229,8 @@ def selector_loss(
     steps: Tensor,
     whole: Tensor | None = None,
 ) -> Tensor:
-    """Cross-entropy of the target's likeliest token among a selector's candidates, the last of which it replaces where
-    it is not one of them.
+    """Cross-entropy among a selector's candidates, whose label is the target's likeliest token; where that is no
+    candidate, it takes the last one's place.
 
     DFlash2's loss of its candidate selector, as speculators 0.9 has it: steps count as in `weighted_loss`, whose other
     arguments these are.

@@ -44,7 +44,7 @@ from shape.training.losses import (
     weighted_loss,
 )
 from shape.training.optimization import learning_rate_factor, parameter_groups
-from shape.training.options import Losses, TrainingOptions
+from shape.training.options import Losses, PredictorOptions, TrainingOptions
 from shape.training.order import derive_seed
 from shape.verification.noise import mix
 
@@ -254,7 +254,10 @@ class DrafterModule(TrainingModule):
         saved = checkpoint.get("shape")
         if saved is None:
             raise CheckpointError("the checkpoint was not written by shape train; give one of its last.ckpt files")
-        require_same_run(saved["recipe"], self.recipe)
+        recipe = dict(saved["recipe"])
+        if "predictor" in recipe:  # of a version with fewer options
+            recipe["predictor"] = {**asdict(PredictorOptions()), **recipe["predictor"]}
+        require_same_run(recipe, self.recipe)
         if checkpoint["global_step"] > cast(int, self.options.steps):
             raise CheckpointError(
                 f"the checkpoint is at step {checkpoint['global_step']} and training.steps is {self.options.steps}; "
@@ -362,7 +365,7 @@ class ShapeModule(DrafterModule):
             kept = supervised(mask[chunk])
             predicted_logits = target_logits = None
             if reading:
-                predicted_logits = reader.at(kept, states, None if selector else reduced, vocabulary)
+                predicted_logits = reader.at(kept, states, reduced, vocabulary)
                 target_logits = self._true_logits(texts, positions[chunk][kept])
             logits, step = (predicted_logits, target_logits), kept[-1]
             loss, parts = self._weighted(losses, states[kept], true[chunk][kept], *logits, step, output, whole)

@@ -25,12 +25,12 @@ from shape.drafters import (
 from shape.drafters.calibration import PathChances
 from shape.drafters.cost import DraftValue
 from shape.drafters.lengths import Adaptive, ByCost
-from shape.generation import clock, eager, loop
-from shape.generation.control import SpeculationControl, StepCosts, _worthwhile, compile_loops
+from shape.generation import clock, control, eager, engine, loop
+from shape.generation.control import SpeculationControl, StepCosts
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.stats import Step
 from shape.target.model import Target
-from shape.verification.tree import TokenTree, best_nodes
+from shape.verification.tree import TokenTree
 
 
 def run(
@@ -55,20 +55,16 @@ def step(nodes: int, verify: float = 0.0, context: int = 100) -> Step:
     return Step([0], [context], nodes, nodes > 1, 0.0, verify, 0.0)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_no_step_compiles_what_others_did_not(rows):
+def test_loops_that_some_steps_need_are_compiled_before_any(monkeypatch, tiny_target):
     """Whether nodes are left out depends on times, in which a compilation would be by far the longest."""
-    compile_loops()
-    loops = best_nodes, _worthwhile
-    known = [len(loop.signatures) for loop in loops]
-    control = SpeculationControl(StepCosts())
-    for columns in (9, 12):
-        joint = -torch.arange(columns).float().repeat(rows, 1)
-        parents = torch.arange(-1, columns - 1).repeat(rows, 1)
-        tree = TokenTree(torch.ones(rows, columns).long()[:, :9], parents[:, :9], joint=joint[:, :9])
-        control._costs.least_chance = lambda context: 0.5
-        assert control.worthwhile(tree, 10).size < 9
-    assert [len(loop.signatures) for loop in loops] == known
+    seen = []
+    monkeypatch.setattr(control, "keep_best", lambda tree, *_: seen.append(tree.tokens.numpy().flags.c_contiguous))
+    control.compile_loops.__wrapped__()
+    assert set(seen) == {True, False}
+    begun = []
+    monkeypatch.setattr(engine, "compile_loops", lambda: begun.append(True))
+    ShapeDecoder(tiny_target, "suffix").generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
+    assert begun
 
 
 def test_good_drafts_go_on_and_plain_steps_are_timed_once():

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import predictor, prompts, without_compiler
+from helpers import BASELINES, predictor, prompts, without_compiler
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForCausalLM,
@@ -65,6 +65,9 @@ def drafters(batch: dict[str, torch.Tensor], answers: torch.Tensor) -> dict[str,
             predictor(kind="eagle", num_layers=2, loud=True), TreeShape(depth=3, width=2)
         ),
         "peagle tree": TrainedDrafter(predictor(kind="peagle", num_layers=2, loud=True), TreeShape(depth=3, width=2)),
+        "block with a selector": TrainedDrafter(
+            predictor(**BASELINES["block with convolutions and a selector"], loud=True), TreeShape(depth=3, width=2)
+        ),
         "block tree": TrainedDrafter(predictor(kind="block", markov_rank=4, loud=True), TreeShape(depth=3, width=2)),
     }
 

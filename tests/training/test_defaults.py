@@ -64,7 +64,14 @@ def test_published_layers_go_with_every_kind(kind, read):
     size = size_of(Qwen3Config(**QWEN_06B))
     given = PredictorOptions(kind=kind, feature_layers="auto", markov_rank=0)
     options = resolve(TrainOptions(target="T", predictor=given), size, SHAREGPT)
-    assert network_config(options, size).feature_layers == read
+    config = network_config(options, size)
+    assert config.feature_layers == read and options.feature_options().layers == config.target_layers
+
+
+def test_a_network_of_the_last_state_takes_no_other_layers():
+    given = PredictorOptions(kind="medusa", feature_layers=[1])
+    with pytest.raises(ConfigError, match=r"feature_layers is \[1\]: kind medusa reads"):
+        resolve(TrainOptions(target="T", predictor=given), size_of(Qwen3Config(**QWEN_06B)), SHAREGPT)
 
 
 def test_what_is_given_stays():

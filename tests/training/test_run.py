@@ -217,6 +217,22 @@ def test_a_new_run_sets_older_checkpoints_aside(trained, tiny_target_folder, dat
     assert any(not torch.equal(weight, after[name]) for name, weight in before.items())
 
 
+def test_a_run_may_start_from_the_predictor_that_it_replaces(trained, tiny_target_folder, data, tmp_path):
+    output = Path(shutil.copytree(trained, tmp_path / "again"))
+    more = [f"--init={output}", "--training.steps=2"]
+    main(arguments(tiny_target_folder, data, output, *more))
+    main(arguments(tiny_target_folder, data, output, *more, "--ckpt_path=last"))
+
+
+def test_a_checkpoint_of_a_version_with_fewer_options_is_resumed(trained, tiny_target_folder, data, tmp_path):
+    output = Path(shutil.copytree(trained, tmp_path / "again"))
+    last = output / "checkpoints/last.ckpt"
+    saved = torch.load(last, weights_only=True)
+    del saved["shape"]["recipe"]["predictor"]["conv_kernel_size"]
+    torch.save(saved, last)
+    main(arguments(tiny_target_folder, data, output, "--ckpt_path=last"))
+
+
 def test_fewer_steps_than_are_done_are_refused(trained, tiny_target_folder, data, tmp_path, refused):
     output = Path(shutil.copytree(trained, tmp_path / "again"))
     more = arguments(tiny_target_folder, data, output, "--training.steps=20", "--ckpt_path=last")

@@ -35,8 +35,8 @@ _SELECTOR = {
     "markov_head.hidden_projection.weight": "candidate_selector.hidden_projection.weight",
 }
 _CONVOLUTIONS = ("conv_kernel_size", "conv_group_size")
-# What of DFlash2 changes numbers and is not computed here, with what changes none.
-_SCALES = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
+# By which DFlash2 may multiply numbers, which is not done here.
+_SCALES = ("input_embedding_scale", "output_multiplier")
 
 
 def recognise(config: dict[str, Any]) -> bool:
@@ -88,7 +88,7 @@ def _read(checkpoint: Checkpoint, language_model: dict[str, Any], chosen: list[i
     for name in ("block_size", "mask_token_id"):
         if config.get(name) is None:
             raise CheckpointError(f"its configuration has no {name}")
-    if scales := [f"{name} {config[name]}" for name, none in _SCALES.items() if (config.get(name) or none) != none]:
+    if scales := [f"{name} {config[name]}" for name in _SCALES if config.get(name, 1) not in (None, 1)]:
         raise CheckpointError(f"its configuration has {', '.join(scales)}: numbers are not scaled here")
     vocab_size, anchored = language_model["vocab_size"], config["sample_from_anchor"]
     ours = {theirs: name for name, theirs in _SELECTOR.items()}

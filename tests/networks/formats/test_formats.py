@@ -54,7 +54,8 @@ OURS = {
         ["speculators", "dspark"],
     ),
     "dflash2": ({**BLOCK, **DFLASH2}, ["speculators", "dspark"]),
-    "dflash2 with windows": ({**SLIDING, **DFLASH2, "sliding_window_non_causal": True}, ["speculators", "dspark"]),
+    "dflash2 with windows": ({**SLIDING, **DFLASH2}, ["speculators", "dspark"]),
+    "dflash2 as published": ({**SLIDING, **DFLASH2, "sliding_window_non_causal": True}, ["speculators", "dspark"]),
     "dspark": ({**DSPARK}, ["speculators", "dspark"]),
     "dspark of some tokens": (
         {**DSPARK, "own_heads": True, "own_embeddings": True, "draft_vocab_size": 20, "sample_from_anchor": False},
