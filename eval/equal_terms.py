@@ -392,7 +392,7 @@ def _found(record: Mapping[str, Any], name: str) -> str:
 
 def _alike(record: Mapping[str, Any]) -> str:
     """The shape of drafts in the search."""
-    tree = TreeShape(**next(iter(record["options"]["variants"].values()))["tree"])
+    tree = TreeShape(**record["options"]["variants"][record["lines"][0]["variant"]]["tree"])
     return f"{tree.depth} deep at most, {tree.width} wide, {tree.nodes} nodes"
 
 
