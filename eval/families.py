@@ -46,7 +46,7 @@ _OWN: dict[str, dict[str, Any]] = {
     # Whose last two layers read the keys of the first two, one of each kind.
     "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
-    "bailing_hybrid": {"layer_group_size": 2},
+    "gemma4_unified_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
 }
 
 
