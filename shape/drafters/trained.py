@@ -76,7 +76,8 @@ class TrainedDrafter(Drafter):
 
     def __init__(self, predictor: Predictor, tree: TreeShape | None = None) -> None:
         self.predictor = predictor
-        self.tree = self._within(tree or TreeShape(**(predictor.config.draft or {})))
+        self._children = None if predictor.selector is None else predictor.selector.candidates  # of a node, at most
+        self.tree = (tree or TreeShape(**(predictor.config.draft or {}))).with_children(self._children)
         self.name = predictor.kind
         self.layers = tuple(predictor.config.target_layers)
 
@@ -96,14 +97,8 @@ class TrainedDrafter(Drafter):
 
     def with_tree(self, tree: TreeShape) -> "TrainedDrafter":
         other = copy(self)
-        other.tree = self._within(tree)
+        other.tree = tree.with_children(self._children)
         return other
-
-    def _within(self, tree: TreeShape) -> TreeShape:
-        """The shape with no more children of a node than a selector has candidates."""
-        if (selector := self.predictor.selector) is None:
-            return tree
-        return replace(tree, branching=min(tree.branching or tree.width, selector.candidates))
 
     def why_not_fixed(self, target: Target) -> str | None:
         return None if self.predictor.device == target.device else "drafts are made on another device"

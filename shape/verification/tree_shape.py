@@ -1,6 +1,6 @@
 """How large a token tree is drafted. Nothing heavy is imported, so that options can be of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shape.errors import ConfigError
 
@@ -39,3 +39,7 @@ class TreeShape:
     def full(cls, branching: int, depth: int) -> "TreeShape":
         """All branching^depth paths, as in the paper's tree rejection sampling."""
         return cls(depth=depth, width=branching ** (depth - 1), branching=branching)
+
+    def with_children(self, most: int | None) -> "TreeShape":
+        """The shape with at most so many children of a node; None leaves it."""
+        return self if most is None else replace(self, branching=min(self.branching or self.width, most))

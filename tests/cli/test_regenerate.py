@@ -55,7 +55,7 @@ def test_a_request_to_end_interrupts(tmp_path, tiny_target_folder, monkeypatch, 
     try:
         with pytest.raises(SystemExit) as caught:
             main(command)
-        assert caught.value.code == 130 and "the same command again to continue" in capsys.readouterr().err
+        assert caught.value.code == 130 and "give the same command again" in capsys.readouterr().err
         assert signal.getsignal(signal.SIGTERM) is handlers[1] and len(called) == 2
     finally:
         signal.signal(signal.SIGINT, handlers[0])  # Lightning lets the rest of the process ignore it

@@ -260,3 +260,11 @@ def test_every_kind_drafts_what_training_unrolls(target, kind, grown):
             embeddings = network.embed(tokens, target)
             logits = reader(network.unroll(known, embeddings, len(path)), tokens, embeddings)[0, 0, -1]
             assert tree.tokens[row, children].tolist() == logits.topk(2).indices.tolist()
+
+
+def test_a_node_has_no_more_children_than_a_selector_has_candidates():
+    network = predictor(**{**BASELINES["block with convolutions and a selector"], "selector_top_k": 2})
+    drafter = TrainedDrafter(network, TreeShape(depth=3, width=4))
+    assert drafter.tree.branching == 2 and drafter.tree.width == 4
+    assert drafter.with_tree(TreeShape.full(3, 2)).tree.branching == 2
+    assert TrainedDrafter(predictor(), TreeShape(depth=3, width=4)).tree.branching is None
