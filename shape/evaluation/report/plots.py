@@ -452,7 +452,8 @@ def inline(figure: Figure, prefix: str, label: str, classes: dict[str, str] | No
     with _styled(**{"svg.fonttype": "none"}):
         figure.savefig(file, format="svg", metadata={"Date": None})
     drawn = file.getvalue()
-    drawn = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", drawn[drawn.index("<svg") :], flags=re.DOTALL)
+    left_out = r"<metadata>.*?</metadata>|<!--.*?-->|<defs>\s*<style.*?</style>\s*</defs>"  # the page has the style
+    drawn = re.sub(left_out, "", drawn[drawn.index("<svg") :], flags=re.DOTALL)
     used = dict.fromkeys(re.findall(r'(?:href="#|url\(#)([^")]+)', drawn))
     short = {name: f"{prefix}-{number}" for number, name in enumerate(used)}
 
