@@ -10,10 +10,10 @@ from torch import Tensor
 
 from shape.drafters.fused import FusedPredictor
 from shape.networks.block import BlockPredictor
-from shape.target import integers, kernels
+from shape.target import kernels
 from shape.target.kernels import F32, I32, I64, TILE, begin, own_units, row_bytes
 from shape.verification.cache import KVCache
-from shape.verification.program import ATTENTION, Forward, Layer, all_rows
+from shape.verification.program import Forward, Layer, all_rows
 
 
 class _Memory(Forward):
@@ -36,13 +36,11 @@ class _Convolved(Forward):
     """Through layers with convolutions (``shape.networks.convolution``)."""
 
     def _through(self, layer: Layer, number: int, seen: Tensor) -> None:
-        of, y, width = self._of, self._y, self._y.shape[1]
+        of, y = self._of, self._y
         self._buffers.again()
         attention, mlp = layer.parts["attention_conv"], layer.parts["mlp_conv"]
         seen, kernel = self._before(attention, seen)
-        self._attend(layer, number, seen)
-        grain = integers.grain_of(of.heads * of.size)
-        (found,) = self._linear(layer.attention, ATTENTION[3:], self._attended, [width], grain)
+        found = self._found(layer, number, seen)
         self._norm(*of.norms[2 * number + 1], y, added=self._convolve(found, attention.base_kernel[1], kernel))
         seen, kernel = self._before(mlp, y)
         found = self._mlp(layer.parts["mlp"], seen)

@@ -1,6 +1,5 @@
 """How little the engine adds to the forwards that decoding is made of (`shape efficiency`)."""
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -20,13 +19,12 @@ from shape.errors import ConfigError, DataError, UnsupportedTarget
 from shape.evaluation.environment import Environment
 from shape.evaluation.estimates import ENOUGH, Estimate, estimate, few_units_note, number, quantile, ratio
 from shape.evaluation.files import json_by_line
-from shape.evaluation.journal import refuse_other
 from shape.evaluation.markdown import Table, markdown, on_screen, show
 from shape.evaluation.options import EfficiencyOptions, several
 from shape.evaluation.prompts import chosen_prompts
 from shape.evaluation.results import AUTOREGRESSIVE
 from shape.evaluation.runner import Run, by_decoder, by_transformers, rotated, sampling, synchronise
-from shape.files import reading
+from shape.evaluation.speed import refuse_results
 from shape.generation.decoder import ShapeDecoder
 from shape.generation.stats import Step
 from shape.target.loading import of_pair, recorded, resolve_dtype
@@ -272,10 +270,7 @@ def run(options: EfficiencyOptions) -> list[Case]:
     prompts, source = chosen_prompts(options.prompts, options.limit, options.chat_template_kwargs)
     _refuse_unfilled(batches, len(prompts), source)
     Path(options.output).mkdir(parents=True, exist_ok=True)  # where it cannot be made, nothing is measured in vain
-    if (earlier := Path(options.output) / "efficiency.json").exists():
-        with reading(str(earlier), ConfigError, "give another output folder, or delete it"):
-            settings = json.loads(json.dumps(recorded(options)))
-            refuse_other(earlier, json.loads(earlier.read_text())["options"], settings)
+    refuse_results(Path(options.output) / "efficiency.json", recorded(options), "options")
     predictor = None if options.predictor == "none" else options.predictor
     cases: list[Case] = []
     for dtype in several(options.dtype):

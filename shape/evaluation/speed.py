@@ -211,11 +211,15 @@ def settings_of(
     }
 
 
-def refuse_results(path: Path, settings: dict[str, Any]) -> None:
-    """Raises ConfigError where a file that is there already holds results of other settings, which would be lost."""
+def refuse_results(path: Path, settings: dict[str, Any], name: str = "settings") -> None:
+    """Raises ConfigError where a file that is there already holds results of other settings, which would be lost.
+
+    Args:
+        name: under which the file has its own.
+    """
     if path.exists():
         with reading(str(path), ConfigError, "give another output folder, or delete it"):
-            refuse_other(path, loads(path.read_text())["settings"], json.loads(json.dumps(settings)))
+            refuse_other(path, loads(path.read_text())[name], json.loads(json.dumps(settings)))
 
 
 def measure_in(

@@ -41,7 +41,6 @@ _COUNTS = (
 ANY_WIDTH = ("eagle", "peagle", "block")  # kinds that can be narrower or wider than their target
 DECODER_LAYERS = (*ANY_WIDTH, "mtp")  # kinds built of them
 MASKED = ("peagle", "block")  # kinds that draft in places of mask tokens
-STATE_ALONE = ("medusa", "mtp")  # kinds that read no layer but the last
 _OWN: dict[tuple[str, ...], tuple[str, ...]] = {  # options of some kinds alone
     ("shape",): ("dropout",),
     ("medusa",): ("shared_head", "residual_bias"),
@@ -74,6 +73,7 @@ _FIXED: dict[str, dict[str, Any]] = {
     "mtp": {**_BASELINE, "step_mode": "recursive", "token_conditioning": "path", "feature_layers": [-1]},
     "block": {**_BASELINE, "step_mode": "parallel", "token_conditioning": "root"},
 }
+STATE_ALONE = [kind for kind, fixed in _FIXED.items() if "feature_layers" in fixed]  # that read no layer but the last
 
 # What transformers itself writes into a config.json or passes to the constructor beside its declared fields.
 _TRANSFORMERS_KEYS = frozenset({f.name for f in fields(PreTrainedConfig)}) | {

@@ -88,8 +88,9 @@ def _train(
             f"{first.training.batch_size} positions",
             flush=True,
         )
-    for folder in dict.fromkeys([output, *(Path(run.output) for run in runs)]) if checkpoint is None else ():
-        set_aside(folder)
+    if checkpoint is None:
+        for folder in dict.fromkeys([output, *(Path(run.output) for run in runs)]):
+            set_aside(folder)
     trained = modules[0] if len(modules) == 1 else JointModule(dict(zip(names, modules, strict=True)))
     trainer.fit(trained, data, ckpt_path=checkpoint, weights_only=True)
     if trainer.is_global_zero:

@@ -113,11 +113,14 @@ class Forward:
         """A layer, and the norm behind it: y is what the next one attends from."""
         of, y = self._of, self._y
         self._buffers.again()
-        self._attend(layer, number, seen)
-        grain = integers.grain_of(of.heads * of.size)
-        (found,) = self._linear(layer.attention, ATTENTION[3:], self._attended, [y.shape[1]], grain)
-        self._norm(*of.norms[2 * number + 1], y, added=found)
+        self._norm(*of.norms[2 * number + 1], y, added=self._found(layer, number, seen))
         self._norm(*of.norms[2 * number + 2], y, added=self._mlp(layer.parts["mlp"], y))
+
+    def _found(self, layer: Layer, number: int, seen: Tensor) -> Tensor:
+        """What a layer's attention finds, to be added to the residual."""
+        self._attend(layer, number, seen)
+        grain = integers.grain_of(self._of.heads * self._of.size)
+        return self._linear(layer.attention, ATTENTION[3:], self._attended, [self._y.shape[1]], grain)[0]
 
     def _begin(self) -> Tensor:
         """What the first layer attends from."""

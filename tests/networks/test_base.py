@@ -32,6 +32,7 @@ def test_every_kind_trains_all_of_its_weights(kind):
     draftable = network.reduced(torch.arange(64), torch.randn(64, size))
     coupled = network.before_bias(head(states), draftable)
     logits = network.bias(coupled, network.reduced(tokens, along, states))
+    assert network.selector is not None or logits.isfinite().all()
     total = logits[logits.isfinite()].square().mean()  # of a selector those of its candidates
     if network.config.confidence:
         total = total + network.estimate(states, tokens, along).square().mean()
