@@ -76,8 +76,7 @@ class TrainedDrafter(Drafter):
 
     def __init__(self, predictor: Predictor, tree: TreeShape | None = None) -> None:
         self.predictor = predictor
-        self._children = None if predictor.selector is None else predictor.selector.candidates  # of a node, at most
-        self.tree = (tree or TreeShape(**(predictor.config.draft or {}))).with_children(self._children)
+        self.tree = self._reached(tree or TreeShape(**(predictor.config.draft or {})))
         self.name = predictor.kind
         self.layers = tuple(predictor.config.target_layers)
 
@@ -97,14 +96,20 @@ class TrainedDrafter(Drafter):
 
     def with_tree(self, tree: TreeShape) -> "TrainedDrafter":
         other = copy(self)
-        other.tree = tree.with_children(self._children)
+        other.tree = self._reached(tree)
         return other
+
+    def _reached(self, tree: TreeShape) -> TreeShape:
+        """What of the shape the predictor can draft."""
+        config, selector = self.predictor.config, self.predictor.selector
+        depth = config.num_steps if config.step_mode == "parallel" else None
+        return tree.within(depth, None if selector is None else selector.candidates)
 
     def why_not_fixed(self, target: Target) -> str | None:
         return None if self.predictor.device == target.device else "drafts are made on another device"
 
     def limit_draft(self, num_draft_tokens: int) -> None:
-        self.tree = replace(self.tree, depth=num_draft_tokens)
+        self.tree = self._reached(replace(self.tree, depth=num_draft_tokens))
 
     def bind(self, target: Target) -> None:
         if missing := [layer for layer in self.layers if layer > target.config.num_hidden_layers]:
@@ -268,13 +273,8 @@ class TrainedDrafter(Drafter):
 
     @torch.no_grad()
     def _draft(self, committed: Committed, sampler: Sampler) -> TokenTree:
-        config = self.predictor.config
-        depth = self.tree.depth
-        if config.step_mode == "parallel":
-            depth = min(depth, config.num_steps)
-        self.passes = 0
-        network, by_path = self.predictor, self.predictor.by_path
-        width, branching = self.tree.width, self.tree.branching or self.tree.width
+        network, by_path, self.passes = self.predictor, self.predictor.by_path, 0
+        depth, width, branching = self.tree.depth, self.tree.width, self.tree.branching or self.tree.width
 
         root = committed.root[:, None]
         of_roots = self._numbers[[text[-1] for text in committed.texts]] if self.on_host else None
@@ -314,7 +314,7 @@ class TrainedDrafter(Drafter):
             log_probs, candidates = sampler.candidates(logits, noise[n], branching)
             if sampler.draws:
                 drawn.append(sampler.draft_log_probs(logits, self._target.vocab_size, self._vocabulary, candidates))
-            if config.confidence and sampler.greedy:
+            if network.config.confidence and sampler.greedy:
                 # What the target thinks of the best child is known better than by its probability; the others follow.
                 estimate = F.logsigmoid(network.estimate(states, token, embedding))
                 log_probs = log_probs + (estimate[..., None] - log_probs[..., :1])
@@ -332,7 +332,7 @@ class TrainedDrafter(Drafter):
             number = nodes + chosen
             nodes += candidates.shape[1]
             drafted = candidates.gather(1, chosen)
-            if by_path or config.confidence:
+            if by_path or network.config.confidence:
                 embedding = self._embed_drafted(drafted)
                 token = self._token_ids(drafted)
             read = None if bias is None else bias.behind(drafted)

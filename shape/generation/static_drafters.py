@@ -130,9 +130,8 @@ class StaticPredictor(StaticDrafter):
         self._drafter = copy(drafter)
         self._drafter.tree = tree = replace(drafter.tree, threshold=0.0)
         self._drafter.on_host = False
-        config, self.layers = drafter.predictor.config, drafter.layers
-        self.depth = tree.depth if config.step_mode == "recursive" else min(tree.depth, config.num_steps)
-        self.passes = self.depth
+        self.layers = drafter.layers
+        self.passes = self.depth = tree.depth
         branching, expanded = tree.branching or tree.width, 1
         for _ in range(self.depth):
             self.nodes += expanded * branching

@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -57,7 +58,7 @@ def render(
         DataError: there is no template, or it refuses the messages.
     """
     given = template or {}
-    template_of(tokenizer, given)
+    _warn_of_unread(template_of(tokenizer, given), name_of(tokenizer), frozenset(given))
     chat = [dict(message.chat if isinstance(message, Message) else message) for message in messages]
     if strange := [message for message in chat if "role" not in message]:
         raise DataError(f"a message has the keys {', '.join(map(str, strange[0]))}; give role and content")
@@ -152,6 +153,13 @@ def first_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """What the tokenizer puts before raw text (a beginning-of-text token, or several), without what it puts behind."""
     bare, whole = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
     return next((whole[:at] for at in range(len(whole)) if whole[at : at + len(bare)] == bare), [])
+
+
+@lru_cache(maxsize=32)
+def _warn_of_unread(source: str, name: str, given: frozenset[str]) -> None:
+    """Says once which options a chat template does not read: a mistyped one would have no effect without a word."""
+    if unread := sorted(each for each in given if not re.search(rf"\b{re.escape(each)}\b", source)):
+        warnings.warn(f"the chat template of {name} does not read {', '.join(unread)}, which has no effect", stacklevel=3)
 
 
 def name_of(tokenizer: PreTrainedTokenizerBase) -> str:

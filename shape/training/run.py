@@ -120,6 +120,7 @@ def _validation(options: TrainOptions, material: Material, name: str) -> Decodin
         name,
         at_start=options.init is not None,
         patience=options.validation.patience,
+        tree=options.tree,
     )
 
 

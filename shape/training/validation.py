@@ -29,6 +29,7 @@ from shape.generation.prompts import side_by_side
 from shape.target.inference import evaluating
 from shape.target.model import Target
 from shape.training.module import DrafterModule, TrainingModule
+from shape.verification.tree_shape import TreeShape
 
 _BATCH_SIZE = 8
 _MEASURED = "measured"  # in the metadata of the best weights
@@ -56,6 +57,7 @@ class DecodingValidation(pl.Callback):
         name: of the run, in joint training, whose weights are measured.
         at_start: measure before the first step too, where training starts from trained weights.
         patience: measurements in a row without a new best after which training ends; None goes on.
+        tree: the shape of the drafts, where a resumed run may have another one.
 
     Attributes:
         history: acceptance length and its interval by step.
@@ -71,9 +73,10 @@ class DecodingValidation(pl.Callback):
         name: str = "",
         at_start: bool = False,
         patience: int | None = None,
+        tree: TreeShape | None = None,
     ) -> None:
         self.prompts, self.every, self.max_new_tokens, self.at_start = list(prompts), every, max_new_tokens, at_start
-        self.best_path, self.name, self.patience = best_path, name, patience
+        self.best_path, self.name, self.patience, self.tree = best_path, name, patience, tree
         self.history: list[dict[str, float]] = []
         self.seconds = 0.0
         self._resumed_from = best_path
@@ -88,8 +91,8 @@ class DecodingValidation(pl.Callback):
 
     @property
     def _decoded(self) -> str:
-        """A hash of what is decoded: lengths of other prompts do not compare."""
-        decoded = [[prompt.tolist() for prompt in self.prompts], self.max_new_tokens]
+        """A hash of what is decoded and how: lengths of other prompts, or with other drafts, do not compare."""
+        decoded = [[prompt.tolist() for prompt in self.prompts], self.max_new_tokens, str(self.tree)]
         return hashlib.sha256(json.dumps(decoded).encode()).hexdigest()[:16]
 
     def state_dict(self) -> dict[str, Any]:
@@ -108,7 +111,7 @@ class DecodingValidation(pl.Callback):
             self.history.clear()  # its best weights are lost, and the best from now on are kept
         if self.history and state_dict.get("decoded", self._decoded) != self._decoded:  # nothing in older checkpoints
             self.history.clear()
-            rank_zero_only(print)("validation decodes other prompts than before: the best weights are chosen anew")
+            rank_zero_only(print)("validation decodes other prompts than before, or with other drafts: the best weights are chosen anew")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Of an end that is none any more: an undisturbed run would not have measured here. It stays where its weights

@@ -40,6 +40,7 @@ class TreeShape:
         """All branching^depth paths, as in the paper's tree rejection sampling."""
         return cls(depth=depth, width=branching ** (depth - 1), branching=branching)
 
-    def with_children(self, most: int | None) -> "TreeShape":
-        """The shape with at most so many children of a node; None leaves it."""
-        return self if most is None else replace(self, branching=min(self.branching or self.width, most))
+    def within(self, depth: int | None, children: int | None) -> "TreeShape":
+        """The shape at most so deep, and with at most so many children of a node; None leaves it."""
+        shape = self if depth is None else replace(self, depth=min(self.depth, depth))
+        return shape if children is None else replace(shape, branching=min(shape.branching or shape.width, children))

@@ -92,6 +92,15 @@ SHAPES = [
 ]
 
 
+def test_parallel_steps_draft_no_deeper_than_they_were_trained():
+    deep = TreeShape(depth=9, width=2, nodes=12)
+    parallel = TrainedDrafter(predictor(num_steps=3, step_mode="parallel", token_conditioning="root"), deep)
+    assert (parallel.tree.depth, parallel.with_tree(deep).tree.depth) == (3, 3)
+    parallel.limit_draft(7)
+    assert parallel.tree.depth == 3
+    assert TrainedDrafter(predictor(num_steps=3, step_mode="recursive"), deep).tree.depth == 9
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("how", ["greedy", "coupled", "drawn", "one drawn"])
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from training_runs import (
     weights,
 )
 
-from shape.drafters import TrainedDrafter
+from shape.drafters import TrainedDrafter, TreeShape
 from shape.evaluation.doctor import acceptance, in_chains
 from shape.training import validation as program
 from shape.training.checkpoints import LastCheckpoint
@@ -129,11 +129,11 @@ def test_a_run_that_ended_early_ends_at_once_when_resumed(store, tiny_target, tm
 def measuring(store, tiny_target, monkeypatch):
     """measuring(folder, values, steps, from) -> a run's module and validation, which is told what it measures."""
 
-    def run(folder, values, steps, ckpt_path=None, left_out=0, max_new_tokens=4):
+    def run(folder, values, steps, ckpt_path=None, left_out=0, max_new_tokens=4, tree=None):
         told = iter(values)
         monkeypatch.setattr(program, "acceptance_length", lambda *_: {"value": next(told), "low": 1.0, "high": 9.0})
         decoded = prompts(store)[left_out:]
-        validation = DecodingValidation(decoded, 4, max_new_tokens, folder / "best.safetensors")
+        validation = DecodingValidation(decoded, 4, max_new_tokens, folder / "best.safetensors", tree=tree)
         options = TrainingOptions(steps=steps, batch_size=16, decay="none")
         watching = [validation, LastCheckpoint(folder, 100)]
         return fit(tiny_target, store, options=options, callbacks=watching, ckpt_path=ckpt_path), validation
@@ -163,8 +163,8 @@ def test_where_the_best_weights_are_lost_the_best_from_then_on_are_kept(measurin
     assert (validation.best["step"], validation.best["value"]) == (12, 2.0)
 
 
-@pytest.mark.parametrize("changed", [{"left_out": 1}, {"max_new_tokens": 5}])
-def test_measurements_on_other_prompts_are_not_compared(measuring, tmp_path, capsys, changed):
+@pytest.mark.parametrize("changed", [{"left_out": 1}, {"max_new_tokens": 5}, {"tree": TreeShape(depth=3)}])
+def test_measurements_on_other_prompts_or_with_other_drafts_are_not_compared(measuring, tmp_path, capsys, changed):
     measuring(tmp_path, [3.0], 4)
     _, validation = measuring(tmp_path, [1.0, 2.0], 9, tmp_path / "last.ckpt", **changed)
     assert [entry["value"] for entry in validation.history] == [1.0, 2.0]
